@@ -1,0 +1,48 @@
+# The front door: each target is one line of what it does. `make run` and `make test` need nothing but Python >= 3.11.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup run test check fmt type bench test-gpu test-multi-gpu golden clean
+
+help:            ## list the targets
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+setup: $(STAMP)  ## make .venv with pinned dependencies
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $(STAMP)
+
+run: $(STAMP)    ## make a small checkpoint, start two daemons, generate, stop
+	$(BIN)/python -m benchmarks.demo
+
+test: $(STAMP)   ## run every test that needs no GPU
+	$(BIN)/python -m pytest tests --ignore tests/gpu --ignore tests/multi_gpu -n 2 --dist loadfile
+
+check: $(STAMP)  ## lint, types, dependency directions, spelling
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+fmt: $(STAMP)    ## format and fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)  ## measure the wire, the control plane and, on a GPU, the device
+	$(BIN)/python -m benchmarks
+
+test-gpu: $(STAMP)        ## tests that need one GPU
+	$(BIN)/python -m pytest tests/gpu
+
+test-multi-gpu: $(STAMP)  ## tests that need several GPUs
+	$(BIN)/python -m pytest tests/multi_gpu
+
+clean:           ## remove the environment and everything built
+	rm -rf $(VENV) build

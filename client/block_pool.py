@@ -1,0 +1,95 @@
+"""KV blocks: who holds them, which can be had, and which hold tokens that another request may use
+too. Knows block ids and token ids, nothing of requests or steps."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+FIRST_BLOCK_ID = 1
+"""Block 0 is the workers' null block."""
+
+ROOT_HASH = b""
+"""The parent of a first block."""
+
+
+def chained_hash(parent: bytes, token_ids: NDArray[np.int32]) -> bytes:
+    """Return a full block's hash: of its tokens, int32 [block_size], and of everything before."""
+    return blake2b(
+        token_ids.astype("<i4", copy=False).tobytes(), key=parent, digest_size=16
+    ).digest()
+
+
+class BlockPool:
+    """Reference-counted blocks 1 to num_blocks - 1, and the hashes of the full ones.
+
+    A block that nobody holds keeps its contents until it is given out again, the one that was
+    freed first being the first to go (least recently used).
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_refs = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(
+            range(FIRST_BLOCK_ID, num_blocks)
+        )
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be had, with or without cached contents."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Give out `count` blocks; what was cached in them is forgotten. Ask num_free first."""
+        assert count <= len(self._free), "allocate more blocks than are free"
+        block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block_id in block_ids:
+            self._num_refs[block_id] = 1
+            self._forget(block_id)
+        return block_ids
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Give blocks back, in a request's order: its last blocks are reused first."""
+        for block_id in reversed(block_ids):
+            self._num_refs[block_id] -= 1
+            if self._num_refs[block_id] == 0:
+                self._free[block_id] = None
+
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the cached blocks for the longest prefix of `hashes`; nothing is held yet."""
+        found = []
+        for block_hash in hashes:
+            block_id = self._block_of.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def num_free_among(self, block_ids: Sequence[int]) -> int:
+        """Return how many of these blocks nobody holds."""
+        return sum(self._num_refs[block_id] == 0 for block_id in block_ids)
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Take a reference to cached blocks."""
+        for block_id in block_ids:
+            self._num_refs[block_id] += 1
+            self._free.pop(block_id, None)
+
+    def remember(self, block_id: int, block_hash: bytes) -> None:
+        """Record what a full block holds. Of equal blocks the first stays the cached one."""
+        if block_hash not in self._block_of:
+            self._block_of[block_hash] = block_id
+            self._hash_of[block_id] = block_hash
+
+    def forget_all(self) -> None:
+        """Drop every cached hash: the contents are not to be trusted."""
+        self._block_of.clear()
+        self._hash_of.clear()
+
+    def _forget(self, block_id: int) -> None:
+        block_hash = self._hash_of.pop(block_id, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]

@@ -1,0 +1,243 @@
+"""The driver's sockets: endpoints, correlation ids, bounds before sending, a deadline on every wait. Knows frames and
+messages, but nothing of steps, slots or what a daemon does.
+
+One thread owns all sockets of a group. Per daemon: a control and a step DEALER. Per group: one results DEALER, whose
+routing id is the driver's id, and one SUB for events, each connected to every daemon.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import zmq
+from rpc_schema.codec import (
+    MAX_CONTROL_BYTES,
+    MAX_STEP_BYTES,
+    ControlMessage,
+    ControlReplyMessage,
+    EventMessage,
+    Frame,
+    decode_control_reply,
+    decode_event,
+    encode_control,
+)
+from rpc_schema.errors import BadFrameError, ControlErrorReply
+from zmq.utils.monitor import recv_monitor_message
+
+from client.errors import DeadlineExceeded, EndpointError, WorkerDied, remote_error
+
+Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+Socket: TypeAlias = "zmq.Socket[bytes]"
+ReplyT = TypeVar("ReplyT", bound=ControlReplyMessage)
+
+MAX_SOCKET_PATH_BYTES = 107
+HIGH_WATER_MARK = 64
+HEARTBEAT_INTERVAL_MS = 250
+HEARTBEAT_TIMEOUT_MS = 750
+CONNECT_TIMEOUT_S = 5.0
+
+
+class Endpoint(NamedTuple):
+    """The four addresses of a daemon."""
+
+    control: str
+    step: str
+    results: str
+    events: str
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """Return the addresses of the daemon at `ipc://DIR/NAME`.
+
+    Raises:
+        EndpointError: another scheme, a relative path, or a path too long for a Unix socket.
+    """
+    if text.startswith("tcp://"):
+        raise EndpointError(
+            "tcp needs keys, which this version does not have yet",
+            field="endpoint",
+            value=text,
+            fix="use ipc://DIR/NAME",
+        )
+    path = text.removeprefix("ipc://")
+    if path == text or not Path(path).is_absolute() or path.endswith("/"):
+        raise EndpointError(
+            "not an endpoint", field="endpoint", value=text, fix="use ipc:///DIRECTORY/NAME"
+        )
+    if len(os.fsencode(path + ".results")) > MAX_SOCKET_PATH_BYTES:
+        raise EndpointError(
+            f"the socket's path is longer than {MAX_SOCKET_PATH_BYTES} bytes with its suffix",
+            field="endpoint",
+            value=text,
+            fix="use a directory with a shorter path",
+        )
+    return Endpoint(text, f"{text}.step", f"{text}.results", f"{text}.events")
+
+
+def new_driver_id() -> bytes:
+    """Return 16 random bytes, the first not 0: ZeroMQ keeps routing ids that begin with 0 for itself."""
+    random = os.urandom(16)
+    return bytes([random[0] | 1]) + random[1:]
+
+
+def _open_socket(context: Context, kind: int, max_bytes: int) -> Socket:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    return socket
+
+
+def _milliseconds_until(deadline: float) -> int:
+    return max(0, int((deadline - time.monotonic()) * 1000) + 1)
+
+
+class ControlChannel:
+    """Requests and replies on one daemon's control socket, matched by correlation id."""
+
+    def __init__(self, context: Context, endpoint: Endpoint, rank: int) -> None:
+        self.rank = rank
+        self.endpoint = endpoint
+        self._last_call = 0
+        self._socket = _open_socket(context, zmq.DEALER, MAX_CONTROL_BYTES)
+        self._socket.connect(endpoint.control)
+
+    def call(
+        self, build: Callable[[int], ControlMessage], reply_type: type[ReplyT], timeout_s: float
+    ) -> ReplyT:
+        """Send build(correlation id) and return its reply; late replies to earlier calls are dropped.
+
+        Raises:
+            DeadlineExceeded: no daemon took the request, or none answered it.
+            RemoteError: the daemon answered with an error.
+            BadFrameError: the answer is of another type.
+        """
+        self._last_call += 1
+        request = build(self._last_call)
+        what = f"{type(request).__name__} to rank {self.rank} at {self.endpoint.control}"
+        deadline = time.monotonic() + timeout_s
+        frame = encode_control(request)
+        if not self._socket.poll(_milliseconds_until(deadline), zmq.POLLOUT):
+            raise DeadlineExceeded(what, timeout_s)
+        self._socket.send(frame, zmq.NOBLOCK)
+        while self._socket.poll(_milliseconds_until(deadline), zmq.POLLIN):
+            reply = decode_control_reply(self._socket.recv_multipart(zmq.NOBLOCK))
+            if reply.call != self._last_call:
+                continue
+            if isinstance(reply, ControlErrorReply):
+                raise remote_error(reply, rank=self.rank, endpoint=self.endpoint.control)
+            if not isinstance(reply, reply_type):
+                raise BadFrameError(f"{what} was answered with {type(reply).__name__}")
+            return reply
+        raise DeadlineExceeded(what, timeout_s)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+
+class StepChannel:
+    """Where one daemon's step requests go. Send only: replies come by the group's ResultsChannel."""
+
+    def __init__(self, context: Context, endpoint: Endpoint, rank: int) -> None:
+        self.rank = rank
+        self.endpoint = endpoint
+        self._socket = _open_socket(context, zmq.DEALER, MAX_STEP_BYTES)
+        self._socket.connect(endpoint.step)
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Send an encoded request.
+
+        Raises:
+            WorkerDied: there is no connection that would take it.
+        """
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            self._send_once_connected(frames)
+
+    def _send_once_connected(self, frames: Sequence[Frame]) -> None:
+        if not self._socket.poll(int(CONNECT_TIMEOUT_S * 1000), zmq.POLLOUT):
+            raise WorkerDied(self.rank, self.endpoint.step, "the step socket takes nothing")
+        self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+
+class ResultsChannel:
+    """Replies of all daemons of a group, and the news that one of them is gone."""
+
+    def __init__(self, context: Context, endpoints: Sequence[Endpoint], driver_id: bytes) -> None:
+        self._socket = _open_socket(context, zmq.DEALER, MAX_STEP_BYTES)
+        self._socket.setsockopt(zmq.ROUTING_ID, driver_id)
+        self._ranks = {endpoint.results: rank for rank, endpoint in enumerate(endpoints)}
+        self._endpoints = endpoints
+        self._monitor: Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        for endpoint in endpoints:
+            self._socket.connect(endpoint.results)
+
+    def receive(self, deadline: float) -> list[bytes] | None:
+        """Return the next reply's frames, or None when `deadline` (of time.monotonic) has passed.
+
+        A reply that is here already costs one system call less than polling first. Replies are returned before
+        the news of a death, so that what a daemon sent before it died counts.
+
+        Raises:
+            WorkerDied: a daemon's connection ended.
+        """
+        while True:
+            try:
+                return self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                pass
+            ready = dict(self._poller.poll(_milliseconds_until(deadline)))
+            if self._socket not in ready and self._monitor in ready:
+                self._raise_death()
+            if not ready:
+                return None
+
+    def _raise_death(self) -> None:
+        event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+        address = event["endpoint"].decode()
+        rank = self._ranks[address]
+        raise WorkerDied(rank, self._endpoints[rank].control)
+
+    def close(self) -> None:
+        """Close the socket and its monitor."""
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+
+
+class EventsChannel:
+    """Heartbeats and state changes of all daemons of a group. Old ones are dropped when nobody reads."""
+
+    def __init__(self, context: Context, endpoints: Sequence[Endpoint]) -> None:
+        self._socket = _open_socket(context, zmq.SUB, MAX_CONTROL_BYTES)
+        self._socket.subscribe(b"")
+        for endpoint in endpoints:
+            self._socket.connect(endpoint.events)
+
+    def receive_all(self) -> list[EventMessage]:
+        """Return the events that are here, oldest first; never waits."""
+        events: list[EventMessage] = []
+        while True:
+            try:
+                events.append(decode_event(self._socket.recv_multipart(zmq.NOBLOCK)))
+            except zmq.Again:
+                return events
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()

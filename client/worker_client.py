@@ -1,0 +1,235 @@
+"""One daemon as the driver sees it: one typed method per operation, named as its message. Knows nothing of groups; the
+replies to step requests come by the group's results socket, so those methods only send.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from rpc_schema import lifecycle as lc
+from rpc_schema.codec import Frame, StepMessage, encode_step
+from rpc_schema.config import (
+    CacheConfig,
+    GraphConfig,
+    ModelConfig,
+    ParallelConfig,
+    Rendezvous,
+    SchedulerConfig,
+)
+from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorScope
+from rpc_schema.kv_cache import KVCacheConfig
+from rpc_schema.step import ExecuteDummyBatch, SampleTokens
+from rpc_schema.version import PROTOCOL_VERSION
+
+from client.errors import IncompatibleError
+from client.transport import Context, ControlChannel, Endpoint, StepChannel
+
+CONTROL_TIMEOUT_S = 5.0
+
+
+class StepIds(NamedTuple):
+    """What orders and fences a step request; the same on every rank of a group."""
+
+    epoch: int
+    link: int
+    seq: int
+
+
+class WorkerClient:
+    """Sends one daemon's requests. Control methods wait for their answer; step methods return at once.
+
+    Control methods raise DeadlineExceeded and RemoteError, step methods WorkerDied (nothing takes the request)
+    and TooLargeError (over the wire's bounds; nothing was sent). Belongs to one thread.
+    """
+
+    def __init__(self, context: Context, endpoint: Endpoint, rank: int, driver_id: bytes) -> None:
+        self.endpoint = endpoint
+        self.rank = rank
+        self._driver_id = driver_id
+        self._control = ControlChannel(context, endpoint, rank)
+        self._steps = StepChannel(context, endpoint, rank)
+
+    def close(self) -> None:
+        """Close the sockets; the daemon is not told."""
+        self._control.close()
+        self._steps.close()
+
+    def hello(self, timeout_s: float = CONTROL_TIMEOUT_S) -> lc.HelloReply:
+        """Exchange versions.
+
+        Raises:
+            IncompatibleError: they differ; both are named.
+        """
+        reply = self._control.call(
+            lambda call: lc.Hello(
+                call=call, protocol_version=PROTOCOL_VERSION, driver_id=self._driver_id
+            ),
+            lc.HelloReply,
+            timeout_s,
+        )
+        if reply.protocol_version != PROTOCOL_VERSION:
+            raise IncompatibleError(
+                _incompatible(reply), rank=self.rank, endpoint=self.endpoint.control
+            )
+        return reply
+
+    def prepare_attach(
+        self, epoch: int, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> lc.PrepareAttachReply:
+        """Announce an epoch; not granted where the daemon has seen a higher one."""
+        return self._control.call(
+            lambda call: lc.PrepareAttach(call=call, driver_id=self._driver_id, epoch=epoch),
+            lc.PrepareAttachReply,
+            timeout_s,
+        )
+
+    def commit_attach(
+        self, epoch: int, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> lc.CommitAttachReply:
+        """Take the daemon over; requests of earlier drivers are dropped."""
+        return self._control.call(
+            lambda call: lc.CommitAttach(call=call, driver_id=self._driver_id, epoch=epoch),
+            lc.CommitAttachReply,
+            timeout_s,
+        )
+
+    def detach(self, epoch: int, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Leave in order; what is loaded stays."""
+        self._control.call(
+            lambda call: lc.Detach(call=call, epoch=epoch), lc.Acknowledged, timeout_s
+        )
+
+    def open_rendezvous(
+        self, epoch: int, link: int, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> lc.OpenRendezvousReply:
+        """Have the daemon serve the key-value store at which the ranks of a new link meet."""
+        return self._control.call(
+            lambda call: lc.OpenRendezvous(call=call, epoch=epoch, link=link),
+            lc.OpenRendezvousReply,
+            timeout_s,
+        )
+
+    def check_health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> lc.CheckHealthReply:
+        """Ask whether the daemon is alive and its step thread makes progress."""
+        return self._control.call(
+            lambda call: lc.CheckHealth(call=call), lc.CheckHealthReply, timeout_s
+        )
+
+    def get_status(self, timeout_s: float = CONTROL_TIMEOUT_S) -> lc.Status:
+        """Ask for everything that the daemon knows of itself."""
+        reply = self._control.call(
+            lambda call: lc.GetStatus(call=call), lc.GetStatusReply, timeout_s
+        )
+        return reply.status
+
+    def shutdown(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """End the daemon."""
+        self._control.call(lambda call: lc.Shutdown(call=call), lc.Acknowledged, timeout_s)
+
+    def init_device(
+        self,
+        ids: StepIds,
+        parallel: ParallelConfig,
+        rendezvous: Rendezvous,
+        cache: CacheConfig,
+        scheduler: SchedulerConfig,
+    ) -> None:
+        """Create device context and link; answered with InitDeviceReply."""
+        self._send(
+            lc.InitDevice(
+                **ids._asdict(),
+                parallel=parallel,
+                rendezvous=rendezvous,
+                cache=cache,
+                scheduler=scheduler,
+            )
+        )
+
+    def relink(self, ids: StepIds, rendezvous: Rendezvous) -> None:
+        """Build new communicators; answered with Done."""
+        self._send(lc.Relink(**ids._asdict(), rendezvous=rendezvous))
+
+    def reset(self, ids: StepIds, to: Literal["CREATED", "DEVICE_READY", "MODEL_LOADED"]) -> None:
+        """Go back down the load chain; answered with Done."""
+        self._send(lc.Reset(**ids._asdict(), to=to))
+
+    def load_model(
+        self,
+        ids: StepIds,
+        model: ModelConfig,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        graph: GraphConfig,
+    ) -> None:
+        """Build and fill this rank's part of the model; answered with LoadModelReply."""
+        self._send(
+            lc.LoadModel(
+                **ids._asdict(), model=model, scheduler=scheduler, cache=cache, graph=graph
+            )
+        )
+
+    def get_kv_cache_spec(self, ids: StepIds) -> None:
+        """Ask what its layers keep per token; answered with GetKVCacheSpecReply."""
+        self._send(lc.GetKVCacheSpec(**ids._asdict()))
+
+    def determine_available_memory(self, ids: StepIds) -> None:
+        """Profile the largest step; answered with DetermineAvailableMemoryReply."""
+        self._send(lc.DetermineAvailableMemory(**ids._asdict()))
+
+    def initialize_from_config(
+        self, ids: StepIds, kv_cache_configs: tuple[KVCacheConfig, ...]
+    ) -> None:
+        """Allocate the KV cache; answered with Done."""
+        self._send(lc.InitializeFromConfig(**ids._asdict(), kv_cache_configs=kv_cache_configs))
+
+    def initialize_cache(self, ids: StepIds, num_gpu_blocks: int, num_cpu_blocks: int = 0) -> None:
+        """Record the block counts; answered with Done."""
+        self._send(
+            lc.InitializeCache(
+                **ids._asdict(), num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=num_cpu_blocks
+            )
+        )
+
+    def update_max_model_len(self, ids: StepIds, max_model_len: int) -> None:
+        """Change the longest context; answered with Done."""
+        self._send(lc.UpdateMaxModelLen(**ids._asdict(), max_model_len=max_model_len))
+
+    def compile_or_warm_up_model(self, ids: StepIds) -> None:
+        """Run synthetic steps; answered with CompileOrWarmUpModelReply."""
+        self._send(lc.CompileOrWarmUpModel(**ids._asdict()))
+
+    def get_supported_tasks(self, ids: StepIds) -> None:
+        """Ask what the model can do; answered with GetSupportedTasksReply."""
+        self._send(lc.GetSupportedTasks(**ids._asdict()))
+
+    def get_model_metadata(self, ids: StepIds) -> None:
+        """Ask what a driver needs to know of the model; answered with GetModelMetadataReply."""
+        self._send(lc.GetModelMetadata(**ids._asdict()))
+
+    def execute_model(self, frames: Sequence[Frame]) -> None:
+        """Send a step that client/slots.py encoded: once for all ranks."""
+        self._steps.send(frames)
+
+    def sample_tokens(
+        self, ids: StepIds, step_seq: int, mask_slots: bytes = b"", masks: Sequence[Frame] = ()
+    ) -> None:
+        """Complete the sampling of a step; answered with ModelRunnerOutput by the output rank."""
+        self._send(SampleTokens(**ids._asdict(), step_seq=step_seq, mask_slots=mask_slots), masks)
+
+    def execute_dummy_batch(self, ids: StepIds) -> None:
+        """Run a one-token forward without effect; answered with Done by the output rank."""
+        self._send(ExecuteDummyBatch(**ids._asdict()))
+
+    def _send(self, message: StepMessage, arrays: Sequence[Frame] = ()) -> None:
+        self._steps.send(encode_step(message, arrays))
+
+
+def _incompatible(reply: lc.HelloReply) -> ControlErrorReply:
+    return ControlErrorReply(
+        call=reply.call,
+        code=ErrorCode.INCOMPATIBLE,
+        scope=ErrorScope.WORKER,
+        message=(
+            f"the daemon ({reply.software}) speaks protocol version {reply.protocol_version}, this driver "
+            f"{PROTOCOL_VERSION}; fix: run the same release on both sides"
+        ),
+    )

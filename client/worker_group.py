@@ -1,0 +1,725 @@
+"""A pipeline x tensor group of daemons as one worker: attach, fan-out of operations, steps in flight, and what happens
+when one fails. Knows how the wire is spoken, but not what to schedule or how a model gets loaded (`client/loading.py`).
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeVar
+
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+from rpc_schema import lifecycle as lc
+from rpc_schema.codec import StepReplyMessage, decode_step_reply
+from rpc_schema.config import ParallelConfig, Rendezvous, WorkerConfig
+from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, ErrorScope, WireError
+from rpc_schema.kv_cache import KVCacheConfig
+from rpc_schema.step import Done, ModelRunnerOutput
+
+from client.errors import (
+    ClientConfigError,
+    ClientError,
+    DeadlineExceeded,
+    FencedError,
+    NotAttachedError,
+    RemoteError,
+    StepFailed,
+    TooManyStepsInFlight,
+    WorkerDied,
+    remote_error,
+)
+from client.loading import LoadedModel, LoadOptions, load
+from client.scheduler_output import SchedulerOutput, StepResult
+from client.slots import EncodedStep, SlotTable
+from client.transport import EventsChannel, ResultsChannel, new_driver_id, parse_endpoint
+from client.worker_client import StepIds, WorkerClient
+
+ROOT_CAUSE_WAIT_S = 1.0
+"""How long an UPSTREAM_FAILED waits for the rank that really failed."""
+
+STEP_SLACK_S = 2.0
+"""A step's own deadline plus this is how long its answer is waited for: the daemons' own timeouts come first."""
+
+PROGRESS_INTERVAL_S = 0.25
+OPERATION_TIMEOUT_S = 60.0
+LOAD_TIMEOUT_S = 3600.0
+ATTACH_TIMEOUT_S = 30.0
+
+ReplyT = TypeVar("ReplyT", bound=StepReplyMessage)
+Send = Callable[[WorkerClient, StepIds], None]
+
+
+class Progress(NamedTuple):
+    """What a rank is doing while an operation runs."""
+
+    operation: str
+    rank: int
+    phase: str
+    phase_ms: int
+
+
+class _Gather:
+    """The replies of all ranks to one operation, by arrival: ranks are told apart only once they have numbers."""
+
+    def __init__(self, seq: int) -> None:
+        self.seq = seq
+        self.replies: list[StepReplyMessage] = []
+        self.errors: list[ErrorReply] = []
+
+
+class _Failure:
+    """A failed step and what it takes with it; shared by the futures that it fails."""
+
+    def __init__(self, error: ClientError, rank: int, code: ErrorCode, traceback: str) -> None:
+        self.error = error
+        self.rank = rank
+        self.code = code
+        self.traceback = traceback
+        self.lost: set[str] = set()
+        self.reported = False
+
+    def to_exception(self) -> ClientError:
+        """What the caller of result() gets; after this the group accepts steps again."""
+        self.reported = True
+        if isinstance(self.error, WorkerDied):
+            return self.error
+        message = self.error.message if isinstance(self.error, RemoteError) else str(self.error)
+        failed = StepFailed(
+            rank=self.rank,
+            code=self.code,
+            message=message,
+            remote_traceback=self.traceback,
+            lost_req_ids=frozenset(self.lost),
+        )
+        failed.__cause__ = self.error
+        return failed
+
+
+class StepFuture:
+    """The outcome of one step, to come. `result` and `done` also take in the replies to other steps of the group."""
+
+    def __init__(self, group: "WorkerGroup", seq: int, step: EncodedStep | None, deadline: float):
+        self.seq = seq
+        self.step = step
+        self.deadline = deadline
+        self.samples = step is not None
+        """False for steps whose answer is Done."""
+        self.value: StepResult | None = None
+        self.failure: _Failure | None = None
+        self._group = group
+
+    def done(self) -> bool:
+        """Whether the outcome is known; never waits."""
+        if not self.settled:
+            self._group.take_replies(self)
+        return self.settled
+
+    def result(self, timeout_s: float | None = None) -> StepResult:
+        """Wait for the outcome.
+
+        Raises:
+            DeadlineExceeded: timeout_s passed; the step is still in flight.
+            StepFailed: a rank failed the step or one before it, or the step's own deadline passed. From here on
+                the group takes steps again, without the requests that the error calls lost.
+            WorkerDied: the group is unusable.
+        """
+        until = self.deadline if timeout_s is None else time.monotonic() + timeout_s
+        self._group.wait_for(self, until)
+        if self.failure is not None:
+            raise self.failure.to_exception()
+        if self.value is None:
+            raise DeadlineExceeded(f"step {self.seq}", timeout_s or 0.0)
+        return self.value
+
+    @property
+    def settled(self) -> bool:
+        """Whether the outcome is known already."""
+        return self.value is not None or self.failure is not None
+
+
+class WorkerGroup:
+    """Owns the sockets to a group's daemons. Belongs to one thread; close() (or `with`) frees it.
+
+    Order: attach(), prepare(config), then execute_model() as often as wanted.
+    """
+
+    def __init__(self, endpoints: Sequence[str], parallel: ParallelConfig) -> None:
+        """Connect; nothing is sent yet. Endpoint i becomes rank i.
+
+        Raises:
+            ClientConfigError: the number of endpoints is not the group's size, or one of them is unusable.
+        """
+        if len(endpoints) != parallel.world_size:
+            raise ClientConfigError(
+                f"pipeline_parallel_size {parallel.pipeline_parallel_size} x tensor_parallel_size "
+                f"{parallel.tensor_parallel_size} needs {parallel.world_size} daemons",
+                field="endpoints",
+                value=list(endpoints),
+                fix=f"give {parallel.world_size} endpoints, or other parallel sizes",
+            )
+        parsed = [parse_endpoint(endpoint) for endpoint in endpoints]
+        if len(set(endpoints)) != len(endpoints):
+            raise ClientConfigError(
+                "an endpoint is named twice",
+                field="endpoints",
+                value=list(endpoints),
+                fix="name each daemon once",
+            )
+        self.parallel = parallel
+        self.driver_id = new_driver_id()
+        self.max_in_flight = parallel.pipeline_parallel_size + 1
+        self.output_rank = (parallel.pipeline_parallel_size - 1) * parallel.tensor_parallel_size
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._results = ResultsChannel(self._context, parsed, self.driver_id)
+        self._events = EventsChannel(self._context, parsed)
+        self.clients = [
+            WorkerClient(self._context, endpoint, rank, self.driver_id)
+            for rank, endpoint in enumerate(parsed)
+        ]
+        self._epoch = 0
+        self._seq = 0
+        self._links = [0] * len(endpoints)
+        self._needs_relink = False
+        self._attached: list[lc.CommitAttachReply] = []
+        self._gather: _Gather | None = None
+        self._in_flight: dict[int, StepFuture] = {}
+        self._recently_done: deque[int] = deque(maxlen=16)
+        self._failure: _Failure | None = None
+        self._suspect: tuple[int, ErrorReply, float] | None = None
+        self._dead: ClientError | None = None
+        self._slots = SlotTable(1)
+        self._step_timeout_s = OPERATION_TIMEOUT_S
+        self._on_progress: Callable[[Progress], None] | None = None
+
+    def __enter__(self) -> "WorkerGroup":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all sockets; the daemons keep what they have."""
+        for client in self.clients:
+            client.close()
+        self._results.close()
+        self._events.close()
+        self._context.term()
+
+    @property
+    def world_size(self) -> int:
+        """Number of daemons."""
+        return len(self.clients)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps whose outcome is not known."""
+        return len(self._in_flight)
+
+    @property
+    def slots(self) -> SlotTable:
+        """The table of slots; for tests and inspection."""
+        return self._slots
+
+    # ------------------------------------------------------------------ attach
+
+    def attach(self, timeout_s: float = ATTACH_TIMEOUT_S) -> list[lc.Status]:
+        """Take all daemons over, in two phases, and return their states. Requests of earlier drivers are dropped.
+
+        Raises:
+            IncompatibleError: a daemon speaks another protocol version.
+            DeadlineExceeded: a daemon does not answer, or its results do not reach this driver.
+        """
+        deadline = time.monotonic() + timeout_s
+        for client in self.clients:
+            client.hello(max(0.0, deadline - time.monotonic()))
+        self._epoch = self._agree_on_epoch(deadline)
+        self._seq = 0
+        gather = self._gather = _Gather(0)
+        self._attached = [
+            client.commit_attach(self._epoch, max(0.0, deadline - time.monotonic()))
+            for client in self.clients
+        ]
+        self._collect(gather, "attach", deadline, timeout_s)
+        self._links = [reply.status.link for reply in self._attached]
+        self._needs_relink = self._must_relink_after_attach()
+        return [reply.status for reply in self._attached]
+
+    def _agree_on_epoch(self, deadline: float) -> int:
+        epoch = 1
+        while True:
+            remaining = max(0.0, deadline - time.monotonic())
+            replies = [client.prepare_attach(epoch, remaining) for client in self.clients]
+            if all(reply.granted for reply in replies):
+                return epoch
+            epoch = max(epoch, *(reply.last_epoch for reply in replies)) + 1
+
+    def _must_relink_after_attach(self) -> bool:
+        """A link is kept only if every rank is idle at the same step of the same link."""
+        stand = {(r.previous_epoch, r.previous_seq, r.status.link) for r in self._attached}
+        clean = all(r.previous_clean and r.status.link_state == "up" for r in self._attached)
+        linked = any(r.status.link for r in self._attached)
+        return self.world_size > 1 and linked and not (clean and len(stand) == 1)
+
+    def detach(self) -> None:
+        """Leave in order; models stay loaded."""
+        for client in self.clients:
+            client.detach(self._epoch)
+
+    def shutdown(self) -> None:
+        """End all daemons."""
+        for client in self.clients:
+            client.shutdown()
+
+    def get_status(self) -> list[lc.Status]:
+        """Ask every daemon for its state."""
+        return [client.get_status() for client in self.clients]
+
+    def check_health(self) -> list[lc.CheckHealthReply]:
+        """Ask every daemon whether it makes progress."""
+        return [client.check_health() for client in self.clients]
+
+    # ------------------------------------------------------------------ load
+
+    def prepare(
+        self,
+        config: WorkerConfig,
+        *,
+        num_gpu_blocks: int | None = None,
+        fit_max_model_len: bool = False,
+        reload: bool = False,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> LoadedModel:
+        """Make the group ready to serve `config`; goes on at once where it is loaded already.
+
+        Raises:
+            ConfigMismatchError: something else is loaded, and reload is False; names the fields.
+            KVPlanError: not one request of max_model_len fits, or more blocks were asked for than fit.
+            RemoteError: an operation failed; names the first rank that did.
+        """
+        if config.parallel != self.parallel:
+            raise ClientConfigError(
+                "the configuration is for another group",
+                field="config.parallel",
+                value=config.parallel,
+                fix=f"use the group's own: {self.parallel}",
+            )
+        self._on_progress = on_progress
+        self._step_timeout_s = config.scheduler.step_deadline_ms / 1000 + STEP_SLACK_S
+        options = LoadOptions(num_gpu_blocks, fit_max_model_len=fit_max_model_len, reload=reload)
+        model = load(self, config, [reply.status for reply in self._attached], options)
+        self._slots = SlotTable(config.scheduler.max_num_seqs)
+        self._slots.require_resync()
+        return model
+
+    @property
+    def needs_relink(self) -> bool:
+        """Whether the communicators must be built anew before the next step."""
+        return self._needs_relink
+
+    def init_device(self, config: WorkerConfig) -> list[lc.InitDeviceReply]:
+        """Create device contexts and the first link."""
+        rendezvous = self._open_rendezvous()
+        replies = self._fan_out(
+            "init_device",
+            lambda client, ids: client.init_device(
+                ids, config.parallel, rendezvous[client.rank], config.cache, config.scheduler
+            ),
+            lc.InitDeviceReply,
+            timeout_s=LOAD_TIMEOUT_S,
+        )
+        self._linked(rendezvous)
+        return replies
+
+    def relink(self) -> None:
+        """Build new communicators on all ranks; weights, KV cache and rows stay."""
+        self._drain()
+        rendezvous = self._open_rendezvous()
+        self._fan_out(
+            "relink", lambda client, ids: client.relink(ids, rendezvous[client.rank]), Done
+        )
+        self._linked(rendezvous)
+        self._needs_relink = False
+        self._slots.require_resync()
+
+    def reset(self, to: Literal["CREATED", "DEVICE_READY", "MODEL_LOADED"]) -> None:
+        """Go back down the load chain on all ranks."""
+        self._drain()
+        self._fan_out("reset", lambda client, ids: client.reset(ids, to), Done)
+        if to == "CREATED":
+            self._needs_relink = False
+        self._refresh_links()
+
+    def load_model(self, config: WorkerConfig) -> list[lc.LoadModelReply]:
+        """Load every rank's part of the model."""
+        return self._fan_out(
+            "load_model",
+            lambda client, ids: client.load_model(
+                ids, config.model, config.scheduler, config.cache, config.graph
+            ),
+            lc.LoadModelReply,
+            timeout_s=LOAD_TIMEOUT_S,
+        )
+
+    def get_kv_cache_spec(self) -> list[lc.GetKVCacheSpecReply]:
+        """What each rank's layers keep per token."""
+        return self._fan_out(
+            "get_kv_cache_spec", WorkerClient.get_kv_cache_spec, lc.GetKVCacheSpecReply
+        )
+
+    def determine_available_memory(self) -> list[lc.DetermineAvailableMemoryReply]:
+        """Profile every rank."""
+        return self._fan_out(
+            "determine_available_memory",
+            WorkerClient.determine_available_memory,
+            lc.DetermineAvailableMemoryReply,
+            timeout_s=LOAD_TIMEOUT_S,
+        )
+
+    def initialize_from_config(self, configs: tuple[KVCacheConfig, ...]) -> None:
+        """Allocate every rank's KV cache."""
+        self._fan_out(
+            "initialize_from_config",
+            lambda client, ids: client.initialize_from_config(ids, configs),
+            Done,
+        )
+
+    def initialize_cache(self, num_gpu_blocks: int) -> None:
+        """Tell every rank the block count."""
+        self._fan_out(
+            "initialize_cache",
+            lambda client, ids: client.initialize_cache(ids, num_gpu_blocks),
+            Done,
+        )
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Tell every rank the longest context."""
+        self._fan_out(
+            "update_max_model_len",
+            lambda client, ids: client.update_max_model_len(ids, max_model_len),
+            Done,
+        )
+
+    def compile_or_warm_up_model(self) -> list[lc.CompileOrWarmUpModelReply]:
+        """Warm every rank up."""
+        return self._fan_out(
+            "compile_or_warm_up_model",
+            WorkerClient.compile_or_warm_up_model,
+            lc.CompileOrWarmUpModelReply,
+            timeout_s=LOAD_TIMEOUT_S,
+        )
+
+    def get_supported_tasks(self) -> list[lc.GetSupportedTasksReply]:
+        """What each rank's model can do."""
+        return self._fan_out(
+            "get_supported_tasks", WorkerClient.get_supported_tasks, lc.GetSupportedTasksReply
+        )
+
+    def get_model_metadata(self) -> list[lc.GetModelMetadataReply]:
+        """What a driver needs to know of the model, from each rank."""
+        return self._fan_out(
+            "get_model_metadata", WorkerClient.get_model_metadata, lc.GetModelMetadataReply
+        )
+
+    # ------------------------------------------------------------------ steps
+
+    def execute_model(self, output: SchedulerOutput) -> StepFuture:
+        """Send a step to every rank. After a failure the step goes in full, over a new link where need be.
+
+        If a failure is known that no result() has told yet, the returned future fails with it, and the requests of
+        `output` count as lost too: a scheduler that has not heard of the failure cannot have meant this step.
+
+        Raises:
+            TooManyStepsInFlight: pipeline size + 1 steps are in flight.
+            InvalidSchedulerOutput: the output breaks a rule; nothing was sent.
+            WorkerDied: the group is unusable.
+        """
+        self._check_usable()
+        if self._failure is not None and not self._failure.reported:
+            self._failure.lost |= self._slots.fail([output])
+            refused = StepFuture(self, 0, None, 0.0)
+            refused.failure = self._failure
+            return refused
+        self._check_credit()
+        if self._needs_relink:
+            self.relink()
+        seq = self._seq + 1
+        step = self._slots.encode(output, epoch=self._epoch, link=self._links[0], seq=seq)
+        self._seq = seq
+        future = self._expect(seq, step, samples=not output.defer_sampling)
+        self._send_to_all(lambda client: client.execute_model(step.frames))
+        return future
+
+    def sample_tokens(
+        self, deferred: StepFuture, masks: Mapping[str, NDArray[np.int32]] | None = None
+    ) -> StepFuture:
+        """Complete the sampling of a step with defer_sampling.
+
+        masks: for some of its requests, int32 [ceil(vocab_size / 32)], bit 1 = allowed.
+        """
+        self._check_usable()
+        self._check_credit()
+        step = deferred.step
+        if step is None or deferred.samples:
+            raise ClientError(f"step {deferred.seq} did not defer its sampling")
+        rows = sorted((self._slots.slot_of(req_id), mask) for req_id, mask in (masks or {}).items())
+        slots = np.array([slot for slot, _ in rows], "<u2").tobytes()
+        frames = [np.stack([mask for _, mask in rows]).astype("<i4").tobytes()] if rows else []
+        ids = self._next_ids()
+        future = self._expect(ids.seq, step, samples=True)
+        self._send_to_all(lambda client: client.sample_tokens(ids, step.seq, slots, frames))
+        return future
+
+    def execute_dummy_batch(self) -> StepFuture:
+        """Run a one-token forward without effect on any request; its result is empty."""
+        self._check_usable()
+        self._check_credit()
+        ids = self._next_ids()
+        future = self._expect(ids.seq, None, samples=False)
+        self._send_to_all(lambda client: client.execute_dummy_batch(ids))
+        return future
+
+    def take_replies(self, future: StepFuture) -> None:
+        """Take in the replies that are here, until `future` is settled; never waits."""
+        while not future.settled and self._take_reply(0.0):
+            pass
+
+    def wait_for(self, future: StepFuture, until: float) -> None:
+        """Take in replies until `future` is settled, its own deadline passes (which fails it), or `until` does."""
+        while not future.settled:
+            now = time.monotonic()
+            if now >= future.deadline:
+                self._fail_hung(future)
+            elif now >= until:
+                return
+            else:
+                self._take_reply(min(until, future.deadline))
+
+    # ------------------------------------------------------------------ inside
+
+    def _check_usable(self) -> None:
+        if self._dead is not None:
+            raise self._dead
+        if not self._epoch:
+            raise ClientError("the group is not attached: call attach() and prepare() first")
+
+    def _check_credit(self) -> None:
+        if len(self._in_flight) >= self.max_in_flight:
+            raise TooManyStepsInFlight(
+                f"{len(self._in_flight)} steps are in flight, which is all that a pipeline of "
+                f"{self.parallel.pipeline_parallel_size} takes: wait for a result first"
+            )
+
+    def _next_ids(self) -> StepIds:
+        self._seq += 1
+        return StepIds(self._epoch, self._links[0], self._seq)
+
+    def _expect(self, seq: int, step: EncodedStep | None, *, samples: bool) -> StepFuture:
+        future = StepFuture(self, seq, step, time.monotonic() + self._step_timeout_s)
+        future.samples = samples
+        self._in_flight[seq] = future
+        return future
+
+    def _send_to_all(self, send: Callable[[WorkerClient], None]) -> None:
+        try:
+            for client in self.clients:
+                send(client)
+        except WorkerDied as error:
+            self._die(error)
+            raise
+
+    def _fan_out(
+        self,
+        operation: str,
+        send: Send,
+        reply_type: type[ReplyT],
+        *,
+        timeout_s: float = OPERATION_TIMEOUT_S,
+    ) -> list[ReplyT]:
+        """Send one operation to every rank under one seq and return the replies in rank order."""
+        self._check_usable()
+        self._seq += 1
+        gather = self._gather = _Gather(self._seq)
+        self._send_to_all(
+            lambda client: send(client, StepIds(self._epoch, self._links[client.rank], gather.seq))
+        )
+        try:
+            self._collect(gather, operation, time.monotonic() + timeout_s, timeout_s)
+        except (RemoteError, DeadlineExceeded):
+            self._refresh_links()
+            raise
+        replies = sorted(gather.replies, key=lambda reply: reply.rank)
+        typed = [reply for reply in replies if isinstance(reply, reply_type)]
+        if len(typed) != len(replies):
+            raise BadFrameError(f"{operation} was answered with a reply of another operation")
+        return typed
+
+    def _collect(self, gather: _Gather, operation: str, deadline: float, timeout_s: float) -> None:
+        while len(gather.replies) < self.world_size:
+            if gather.errors:
+                raise self._root_cause(gather, operation)
+            now = time.monotonic()
+            if now >= deadline:
+                missing = self.world_size - len(gather.replies)
+                raise DeadlineExceeded(f"{operation} ({missing} ranks are missing)", timeout_s)
+            self._take_reply(min(deadline, now + PROGRESS_INTERVAL_S))
+            self._report_progress(operation)
+        self._gather = None
+
+    def _root_cause(self, gather: _Gather, operation: str) -> RemoteError:
+        """The first failure, unless it only tells of a peer's: then that peer's, if it comes soon."""
+        consequences = (ErrorCode.UPSTREAM_FAILED, ErrorCode.COMM)
+        until = time.monotonic() + ROOT_CAUSE_WAIT_S
+        while all(e.code in consequences for e in gather.errors) and time.monotonic() < until:
+            if len(gather.errors) + len(gather.replies) >= self.world_size:
+                break
+            self._take_reply(until)
+        self._gather = None
+        cause = next((e for e in gather.errors if e.code not in consequences), gather.errors[0])
+        error = self._to_error(cause)
+        error.add_note(f"in {operation}")
+        return error
+
+    def _report_progress(self, operation: str) -> None:
+        for event in self._events.receive_all():
+            if self._on_progress is not None and isinstance(event, lc.Heartbeat):
+                self._on_progress(Progress(operation, event.rank, event.phase, event.phase_ms))
+
+    def _take_reply(self, deadline: float) -> bool:
+        """Take in one reply; False when none came by the deadline."""
+        if self._suspect is not None:
+            deadline = min(deadline, self._suspect[2])
+        try:
+            frames = self._results.receive(deadline)
+            reply = None if frames is None else decode_step_reply(frames)
+        except (WorkerDied, WireError) as error:
+            self._die(error)
+            raise
+        if frames is None or reply is None:
+            self._convict_suspect()
+            return False
+        if reply.epoch == self._epoch:
+            self._dispatch(reply, frames)
+        return True
+
+    def _dispatch(self, reply: StepReplyMessage, frames: Sequence[bytes]) -> None:
+        gather = self._gather
+        if gather is not None and reply.seq == gather.seq:
+            if isinstance(reply, ErrorReply):
+                gather.errors.append(reply)
+            else:
+                gather.replies.append(reply)
+        elif isinstance(reply, ErrorReply):
+            self._on_step_error(reply)
+        elif reply.rank == self.output_rank and reply.seq in self._in_flight:
+            self._on_step_done(reply, frames)
+
+    def _on_step_done(self, reply: StepReplyMessage, frames: Sequence[bytes]) -> None:
+        future = self._in_flight[reply.seq]
+        try:
+            future.value = _decode_outcome(future, reply, frames[1:])
+        except BadFrameError as error:
+            self._fail_from(reply.seq, _Failure(_as_client(error), reply.rank, error.code, ""))
+            return
+        del self._in_flight[reply.seq]
+        self._recently_done.append(reply.seq)
+
+    def _on_step_error(self, reply: ErrorReply) -> None:
+        if reply.seq in self._recently_done:
+            self._fail_all_rows(reply)
+        elif reply.seq not in self._in_flight:
+            return
+        elif reply.code is ErrorCode.UPSTREAM_FAILED and self._suspect is None:
+            self._suspect = (reply.seq, reply, time.monotonic() + ROOT_CAUSE_WAIT_S)
+        elif reply.code is not ErrorCode.UPSTREAM_FAILED:
+            self._fail_by_reply(reply)
+
+    def _convict_suspect(self) -> None:
+        """Nobody else has owned up in time: the step fails with the UPSTREAM_FAILED that told of it."""
+        if self._suspect is not None and time.monotonic() >= self._suspect[2]:
+            self._fail_by_reply(self._suspect[1])
+
+    def _fail_by_reply(self, reply: ErrorReply) -> None:
+        error = self._to_error(reply)
+        broken = reply.scope is ErrorScope.GROUP or reply.code in (ErrorCode.COMM, ErrorCode.GAP)
+        self._needs_relink = self._needs_relink or (broken and self.world_size > 1)
+        if isinstance(error, FencedError | NotAttachedError):
+            self._dead = error
+        seq = reply.seq if self._suspect is None else min(reply.seq, self._suspect[0])
+        self._fail_from(seq, _Failure(error, reply.rank, reply.code, reply.traceback))
+
+    def _fail_all_rows(self, reply: ErrorReply) -> None:
+        """A rank failed a step whose result is out already: its rows are behind everybody else's."""
+        self._needs_relink = self.world_size > 1
+        failure = _Failure(self._to_error(reply), reply.rank, reply.code, reply.traceback)
+        failure.lost |= self._slots.drop_all()
+        self._fail_from(0, failure)
+
+    def _fail_hung(self, future: StepFuture) -> None:
+        error = DeadlineExceeded(f"step {future.seq}", self._step_timeout_s)
+        failure = _Failure(error, self.output_rank, ErrorCode.COMM, "")
+        failure.lost |= self._slots.drop_all()
+        self._needs_relink = self.world_size > 1
+        self._fail_from(future.seq, failure)
+
+    def _fail_from(self, seq: int, failure: _Failure) -> None:
+        """Fail step `seq` and every step behind it."""
+        failed = [future for number, future in self._in_flight.items() if number >= seq]
+        steps = [future.step for future in failed if future.step is not None]
+        failure.lost |= self._slots.fail(step.output for step in steps)
+        if any(step.resync for step in steps):
+            failure.lost |= self._slots.drop_all()
+        for future in failed:
+            future.failure = failure
+            del self._in_flight[future.seq]
+        self._failure = failure
+        self._suspect = None
+
+    def _die(self, error: ClientError | WireError) -> None:
+        self._dead = _as_client(error)
+        rank = error.rank if isinstance(error, WorkerDied) else self.output_rank
+        self._fail_from(0, _Failure(self._dead, rank, ErrorCode.COMM, ""))
+
+    def _drain(self) -> None:
+        """Wait for the steps in flight, so that an operation on all rows finds none running."""
+        for future in list(self._in_flight.values()):
+            self.wait_for(future, future.deadline)
+
+    def _open_rendezvous(self) -> list[Rendezvous]:
+        link = max(self._links) + 1
+        opened = self.clients[0].open_rendezvous(self._epoch, link)
+        return [
+            Rendezvous(
+                link=link,
+                host=opened.host,
+                port=opened.port,
+                rank=rank,
+                local_world_size=self.world_size,
+            )
+            for rank in range(self.world_size)
+        ]
+
+    def _linked(self, rendezvous: Sequence[Rendezvous]) -> None:
+        self._links = [entry.link for entry in rendezvous]
+
+    def _refresh_links(self) -> None:
+        """Ask each rank which link it stands in: after a failure they need not agree."""
+        self._links = [client.get_status().link for client in self.clients]
+
+    def _to_error(self, reply: ErrorReply) -> RemoteError:
+        rank = min(reply.rank, self.world_size - 1)
+        return remote_error(reply, rank=reply.rank, endpoint=self.clients[rank].endpoint.control)
+
+
+def _as_client(error: ClientError | WireError) -> ClientError:
+    return error if isinstance(error, ClientError) else ClientError(f"{error.code}: {error}")
+
+
+def _decode_outcome(
+    future: StepFuture, reply: StepReplyMessage, arrays: Sequence[bytes]
+) -> StepResult:
+    if not future.samples and isinstance(reply, Done | ModelRunnerOutput):
+        return StepResult((), ())
+    if future.step is None or not isinstance(reply, ModelRunnerOutput):
+        raise BadFrameError(f"step {future.seq} was answered with {type(reply).__name__}")
+    return SlotTable.decode(future.step, reply, arrays)

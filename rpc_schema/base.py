@@ -1,0 +1,71 @@
+"""The Struct bases and the bounded field types that every message is made of; size and GC flags are
+decided here, once."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+"""A non-negative 32-bit number: tokens, blocks, rows, ranks."""
+
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+
+Unsigned = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+"""A non-negative 63-bit number: epochs, links, seqs, bytes."""
+
+Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+"""A request id, layer name or architecture."""
+
+Text = Annotated[str, Meta(max_length=65536)]
+"""A message or traceback for people; never parsed."""
+
+Uid = Annotated[bytes, Meta(min_length=16, max_length=16)]
+"""128 random bits: a worker's or a driver's identity for the life of its process."""
+
+RawInt32 = Annotated[bytes, Meta(max_length=4 << 20)]
+"""Little-endian int32 values."""
+
+RawUInt16 = Annotated[bytes, Meta(max_length=2 << 20)]
+"""Little-endian uint16 values."""
+
+
+class Value(
+    msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False, kw_only=True
+):
+    """A part of a message: immutable, positional on the wire, unknown fields refused."""
+
+
+class ControlRequest(Value, frozen=True, kw_only=True):
+    """A request on the control socket. `call` is the caller's correlation id and comes back in the
+    reply."""
+
+    call: Unsigned
+
+
+class ControlReply(Value, frozen=True, kw_only=True):
+    """The answer to one ControlRequest."""
+
+    call: Unsigned
+
+
+class StepRequest(Value, frozen=True, kw_only=True):
+    """A request that touches device state, run in seq order.
+
+    epoch is the fencing token that attach granted, link the generation of the communicators (0:
+    none), and seq rises by one with each request of the epoch, beginning with 1.
+    """
+
+    epoch: Unsigned
+    link: Unsigned
+    seq: Unsigned
+
+
+class StepReply(Value, frozen=True, kw_only=True):
+    """The outcome of the StepRequest with this (epoch, seq), from this rank."""
+
+    epoch: Unsigned
+    seq: Unsigned
+    rank: Count

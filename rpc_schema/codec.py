@@ -1,0 +1,158 @@
+"""Messages to frames and back, with every bound checked before a byte is decoded. Knows no socket.
+
+A message is one msgpack frame, then raw little-endian array frames. There is one closed union, and
+one decoder, a direction.
+"""
+
+from collections.abc import Sequence
+from typing import TypeAlias, TypeVar
+
+import msgspec
+
+from rpc_schema import lifecycle as lc
+from rpc_schema import step
+from rpc_schema.errors import BadFrameError, ControlErrorReply, ErrorReply, TooLargeError
+
+MAX_FRAMES = 6
+MAX_STEP_BYTES = 16 << 20
+MAX_CONTROL_BYTES = 1 << 20
+
+MessageT = TypeVar("MessageT")
+Frame: TypeAlias = bytes | memoryview | bytearray
+
+StepMessage: TypeAlias = (
+    step.ExecuteModel
+    | step.SampleTokens
+    | step.ExecuteDummyBatch
+    | lc.InitDevice
+    | lc.Relink
+    | lc.Reset
+    | lc.LoadModel
+    | lc.GetKVCacheSpec
+    | lc.DetermineAvailableMemory
+    | lc.InitializeFromConfig
+    | lc.InitializeCache
+    | lc.UpdateMaxModelLen
+    | lc.CompileOrWarmUpModel
+    | lc.GetSupportedTasks
+    | lc.GetModelMetadata
+)
+StepReplyMessage: TypeAlias = (
+    ErrorReply
+    | step.ModelRunnerOutput
+    | step.Done
+    | lc.Attached
+    | lc.InitDeviceReply
+    | lc.LoadModelReply
+    | lc.GetKVCacheSpecReply
+    | lc.DetermineAvailableMemoryReply
+    | lc.CompileOrWarmUpModelReply
+    | lc.GetSupportedTasksReply
+    | lc.GetModelMetadataReply
+)
+ControlMessage: TypeAlias = (
+    lc.Hello
+    | lc.PrepareAttach
+    | lc.CommitAttach
+    | lc.Detach
+    | lc.OpenRendezvous
+    | lc.CheckHealth
+    | lc.GetStatus
+    | lc.Shutdown
+)
+ControlReplyMessage: TypeAlias = (
+    ControlErrorReply
+    | lc.HelloReply
+    | lc.PrepareAttachReply
+    | lc.CommitAttachReply
+    | lc.OpenRendezvousReply
+    | lc.CheckHealthReply
+    | lc.GetStatusReply
+    | lc.Acknowledged
+)
+EventMessage: TypeAlias = lc.Heartbeat | lc.StateChanged
+
+_ENCODER = msgspec.msgpack.Encoder()
+_STEP: msgspec.msgpack.Decoder[StepMessage] = msgspec.msgpack.Decoder(StepMessage)
+_STEP_REPLY: msgspec.msgpack.Decoder[StepReplyMessage] = msgspec.msgpack.Decoder(StepReplyMessage)
+_CONTROL: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
+_CONTROL_REPLY: msgspec.msgpack.Decoder[ControlReplyMessage] = msgspec.msgpack.Decoder(
+    ControlReplyMessage
+)
+_EVENT: msgspec.msgpack.Decoder[EventMessage] = msgspec.msgpack.Decoder(EventMessage)
+
+
+def encode_step(
+    message: StepMessage | StepReplyMessage, arrays: Sequence[Frame] = ()
+) -> list[Frame]:
+    """Encode a step request or reply and its array frames.
+
+    Raises:
+        TooLargeError: over MAX_FRAMES frames or MAX_STEP_BYTES bytes.
+    """
+    frames = [_ENCODER.encode(message), *arrays]
+    _check_bounds(frames, MAX_STEP_BYTES)
+    return frames
+
+
+def encode_control(message: ControlMessage | ControlReplyMessage | EventMessage) -> bytes:
+    """Encode a control request, its reply, or an event: always one frame.
+
+    Raises:
+        TooLargeError: over MAX_CONTROL_BYTES bytes.
+    """
+    frame = _ENCODER.encode(message)
+    _check_bounds([frame], MAX_CONTROL_BYTES)
+    return frame
+
+
+def decode_step(frames: Sequence[Frame]) -> StepMessage:
+    """Decode frame 0 of a step request; the rest are its arrays.
+
+    Raises:
+        BadFrameError: it does not decode into a known request with fields in their bounds.
+        TooLargeError: over MAX_FRAMES frames or MAX_STEP_BYTES bytes.
+    """
+    _check_bounds(frames, MAX_STEP_BYTES)
+    return _decode(_STEP, frames)
+
+
+def decode_step_reply(frames: Sequence[Frame]) -> StepReplyMessage:
+    """Decode frame 0 of a step reply. Raises as decode_step does."""
+    _check_bounds(frames, MAX_STEP_BYTES)
+    return _decode(_STEP_REPLY, frames)
+
+
+def decode_control(frames: Sequence[Frame]) -> ControlMessage:
+    """Decode a control request. Raises as decode_step does, with MAX_CONTROL_BYTES."""
+    _check_bounds(frames, MAX_CONTROL_BYTES)
+    return _decode(_CONTROL, frames)
+
+
+def decode_control_reply(frames: Sequence[Frame]) -> ControlReplyMessage:
+    """Decode a control reply. Raises as decode_control does."""
+    _check_bounds(frames, MAX_CONTROL_BYTES)
+    return _decode(_CONTROL_REPLY, frames)
+
+
+def decode_event(frames: Sequence[Frame]) -> EventMessage:
+    """Decode an event. Raises as decode_control does."""
+    _check_bounds(frames, MAX_CONTROL_BYTES)
+    return _decode(_EVENT, frames)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[MessageT], frames: Sequence[Frame]) -> MessageT:
+    try:
+        return decoder.decode(frames[0])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise BadFrameError(
+            f"frame 0 ({len(frames[0])} bytes) is no known message: {error}"
+        ) from None
+
+
+def _check_bounds(frames: Sequence[Frame], max_bytes: int) -> None:
+    if not 1 <= len(frames) <= MAX_FRAMES:
+        raise TooLargeError(f"{len(frames)} frames; a message has 1 to {MAX_FRAMES}")
+    size = sum(map(len, frames))
+    if size > max_bytes:
+        raise TooLargeError(f"{size} bytes; a message has at most {max_bytes}: split it")

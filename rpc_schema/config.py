@@ -1,0 +1,106 @@
+"""What a driver decides about a worker's life, as sent; `worker_daemon/resolve.py` turns it into
+what the daemon runs with."""
+
+import hashlib
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from rpc_schema.base import Count, Positive, Unsigned, Value
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
+
+
+class ParallelConfig(Value, frozen=True, kw_only=True):
+    """The shape of the group. The global rank is pp_rank * tensor_parallel_size + tp_rank."""
+
+    pipeline_parallel_size: Positive = 1
+    tensor_parallel_size: Positive = 1
+    layer_partition: tuple[Positive, ...] | None = None
+    """Layers of each stage; None splits them evenly, the remainder away from the first and the last
+    stage."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of daemons in the group."""
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
+
+class ModelConfig(Value, frozen=True, kw_only=True):
+    """Which weights, in which precision, for which context length."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """Directory in Hugging Face format, under one of the daemon's model roots."""
+    dtype: Dtype = "auto"
+    load_format: LoadFormat = "auto"
+    max_model_len: Positive | None = None
+    """Longest prompt plus output in tokens; None takes the model's own limit."""
+    seed: Unsigned = 0
+    """Of the dummy weights; sampling seeds belong to requests."""
+
+
+class SchedulerConfig(Value, frozen=True, kw_only=True):
+    """The largest step that the driver will send."""
+
+    max_num_seqs: Annotated[int, Meta(ge=1, le=65535)] = 256
+    max_num_batched_tokens: Positive = 8192
+    step_deadline_ms: Annotated[int, Meta(ge=100, le=3_600_000)] = 60_000
+    """A step that takes longer counts as hung; gloo's own timeout is this plus a second."""
+
+
+class CacheConfig(Value, frozen=True, kw_only=True):
+    """How the KV cache is laid out and how much memory it may take."""
+
+    block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
+    gpu_memory_utilization: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.9
+    """Share of the device's total memory that this worker may use."""
+    kv_cache_memory_bytes: Unsigned | None = None
+    """Overrides what profiling finds; the profile pass still runs."""
+
+
+class GraphConfig(Value, frozen=True, kw_only=True):
+    """Whether steps may be captured into CUDA graphs."""
+
+    enforce_eager: bool = False
+
+
+class WorkerConfig(Value, frozen=True, kw_only=True):
+    """All of it: what `attach` compares, so that a new driver knows whether what is loaded is what
+    it wants."""
+
+    parallel: ParallelConfig
+    model: ModelConfig
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    graph: GraphConfig
+
+    def fingerprint(self) -> str:
+        """Return a stable hash of the encoded configuration, 32 hex digits."""
+        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
+
+    def differing_fields(self, other: "WorkerConfig") -> list[str]:
+        """Name the fields in which two configurations differ, as `section.field: mine !=
+        theirs`."""
+        differences = []
+        for section in self.__struct_fields__:
+            mine, theirs = getattr(self, section), getattr(other, section)
+            differences += [
+                f"{section}.{field}: {getattr(mine, field)!r} != {getattr(theirs, field)!r}"
+                for field in mine.__struct_fields__
+                if getattr(mine, field) != getattr(theirs, field)
+            ]
+        return differences
+
+
+class Rendezvous(Value, frozen=True, kw_only=True):
+    """Where the ranks of one link meet: a key-value store that one of the group's daemons
+    serves."""
+
+    link: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    host: Annotated[str, Meta(min_length=1, max_length=256)]
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    rank: Count
+    local_world_size: Positive
+    """Daemons of the group on this host: they share its CPU cores."""

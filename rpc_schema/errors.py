@@ -1,0 +1,76 @@
+"""Errors as they travel: a stable code, a scope, text for people. Exceptions of the codec itself
+are here too."""
+
+import enum
+
+from rpc_schema.base import ControlReply, StepReply, Text, Unsigned
+
+
+class ErrorCode(enum.StrEnum):
+    """Every code that a daemon may answer with. Each side maps all of them; a test holds both to
+    it."""
+
+    PROTOCOL = "PROTOCOL"
+    BAD_FRAME = "BAD_FRAME"
+    TOO_LARGE = "TOO_LARGE"
+    INCOMPATIBLE = "INCOMPATIBLE"
+    FENCED = "FENCED"
+    NOT_ATTACHED = "NOT_ATTACHED"
+    STALE = "STALE"
+    GAP = "GAP"
+    ILLEGAL_STATE = "ILLEGAL_STATE"
+    CONFIG = "CONFIG"
+    CHECKPOINT = "CHECKPOINT"
+    INVALID_STEP = "INVALID_STEP"
+    CAPACITY = "CAPACITY"
+    COMM = "COMM"
+    UPSTREAM_FAILED = "UPSTREAM_FAILED"
+    PRECEDED_BY = "PRECEDED_BY"
+    DEVICE = "DEVICE"
+    INTERNAL = "INTERNAL"
+
+
+class ErrorScope(enum.StrEnum):
+    """What an error takes with it: one request, one step, the worker, or the whole group."""
+
+    REQUEST = "request"
+    STEP = "step"
+    WORKER = "worker"
+    GROUP = "group"
+
+
+class ErrorReply(StepReply, frozen=True, tag=0, kw_only=True):
+    """A StepRequest failed on this rank. Bound to its seq: a failure is an outcome, never a gap."""
+
+    code: ErrorCode
+    scope: ErrorScope
+    message: Text
+    traceback: Text = ""
+    expected_seq: Unsigned = 0
+    """The seq that the daemon wants next; with GAP, the one that is missing."""
+
+
+class ControlErrorReply(ControlReply, frozen=True, tag=0, kw_only=True):
+    """A ControlRequest failed."""
+
+    code: ErrorCode
+    scope: ErrorScope
+    message: Text
+    traceback: Text = ""
+
+
+class WireError(Exception):
+    """A message cannot be put on the wire or taken off it. `code` is the ErrorCode that names it to
+    the peer."""
+
+    code = ErrorCode.BAD_FRAME
+
+
+class BadFrameError(WireError):
+    """The frames do not decode into a known message."""
+
+
+class TooLargeError(WireError):
+    """More frames or bytes than the bounds allow. Raised by the sender, before anything is sent."""
+
+    code = ErrorCode.TOO_LARGE

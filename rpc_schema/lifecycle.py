@@ -1,0 +1,301 @@
+"""Everything between a daemon's start and its end that is not a step: attach, device, model,
+memory, health, shutdown."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from rpc_schema.base import (
+    ControlReply,
+    ControlRequest,
+    Count,
+    Name,
+    Positive,
+    StepReply,
+    StepRequest,
+    Text,
+    Uid,
+    Unsigned,
+    Value,
+)
+from rpc_schema.config import (
+    CacheConfig,
+    GraphConfig,
+    ModelConfig,
+    ParallelConfig,
+    Rendezvous,
+    SchedulerConfig,
+    WorkerConfig,
+)
+from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
+
+LoadState = Literal["CREATED", "DEVICE_READY", "MODEL_LOADED", "KV_READY", "READY"]
+LinkState = Literal["none", "up", "broken"]
+ServingState = Literal["SERVING", "DRAINING", "CLOSED", "FAILED"]
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True, tag=1, kw_only=True):
+    """The first message on a control socket. Frozen for ever; fields may only be appended."""
+
+    call: Unsigned
+    protocol_version: Unsigned
+    driver_id: bytes
+
+
+class HelloReply(msgspec.Struct, array_like=True, frozen=True, tag=1, kw_only=True):
+    """The answer to Hello, in any version. Frozen for ever; fields may only be appended."""
+
+    call: Unsigned
+    protocol_version: Unsigned
+    worker_uid: bytes
+    software: str
+
+
+class PrepareAttach(ControlRequest, frozen=True, tag=2, kw_only=True):
+    """First phase of attach: announce an epoch higher than any that this daemon has seen."""
+
+    driver_id: Uid
+    epoch: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+
+
+class PrepareAttachReply(ControlReply, frozen=True, tag=2, kw_only=True):
+    """granted is False where last_epoch is not below the epoch asked for: ask again above it."""
+
+    granted: bool
+    last_epoch: Unsigned
+
+
+class CommitAttach(ControlRequest, frozen=True, tag=3, kw_only=True):
+    """Second phase: the daemon's steps belong to this driver from here on, and all requests of
+    earlier ones are dropped."""
+
+    driver_id: Uid
+    epoch: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+
+
+class Status(Value, frozen=True, kw_only=True):
+    """A daemon's state at one moment."""
+
+    worker_uid: Uid
+    pid: Positive
+    endpoint: str
+    device: str
+    serving: ServingState
+    load: LoadState
+    link_state: LinkState
+    link: Unsigned
+    epoch: Unsigned
+    last_seq: Unsigned
+    rank: Count
+    phase: str
+    phase_ms: Count
+    config: WorkerConfig | None
+    """What is loaded; None below MODEL_LOADED."""
+    kv_cache: KVCacheConfig | None
+    memory_bytes: dict[str, int]
+    """Device (or host) memory by use: weights, kv_cache, activations_peak, total, free."""
+    transitions: tuple[str, ...]
+    """The last state changes, oldest first."""
+    failure: Text = ""
+
+
+class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):
+    """Attached. The previous_* fields say where the daemon stood before: ranks that differ need a
+    new link."""
+
+    previous_epoch: Unsigned
+    previous_seq: Unsigned
+    previous_clean: bool
+    """No step was cut off and every send was received."""
+    status: Status
+
+
+class Detach(ControlRequest, frozen=True, tag=4, kw_only=True):
+    """The driver leaves in order; the model stays loaded, its requests are dropped at the next
+    attach."""
+
+    epoch: Unsigned
+
+
+class OpenRendezvous(ControlRequest, frozen=True, tag=5, kw_only=True):
+    """Serve a key-value store for the next link on the daemon's data interface."""
+
+    epoch: Unsigned
+    link: Unsigned
+
+
+class OpenRendezvousReply(ControlReply, frozen=True, tag=5, kw_only=True):
+    host: str
+    port: Positive
+
+
+class CheckHealth(ControlRequest, frozen=True, tag=6, kw_only=True):
+    """Is the daemon alive, and is its step thread making progress?"""
+
+
+class CheckHealthReply(ControlReply, frozen=True, tag=6, kw_only=True):
+    healthy: bool
+    phase: str
+    phase_ms: Count
+    detail: Text = ""
+
+
+class GetStatus(ControlRequest, frozen=True, tag=7, kw_only=True):
+    """Everything that the daemon knows of itself."""
+
+
+class GetStatusReply(ControlReply, frozen=True, tag=7, kw_only=True):
+    status: Status
+
+
+class Shutdown(ControlRequest, frozen=True, tag=8, kw_only=True):
+    """End the daemon: the running step is finished first, within its drain time."""
+
+
+class Acknowledged(ControlReply, frozen=True, tag=8, kw_only=True):
+    """The request was carried out."""
+
+
+class Attached(StepReply, frozen=True, tag=3, kw_only=True):
+    """seq 0 of an epoch: the results socket reaches this driver."""
+
+
+class InitDevice(StepRequest, frozen=True, tag=10, kw_only=True):
+    """Create the device context, the link and the baseline memory snapshot. Legal in CREATED."""
+
+    parallel: ParallelConfig
+    rendezvous: Rendezvous
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    """Only step_deadline_ms is used here: it bounds gloo's waits."""
+
+
+class InitDeviceReply(StepReply, frozen=True, tag=10, kw_only=True):
+    device_name: str
+    total_memory_bytes: Unsigned
+    free_memory_bytes: Unsigned
+    backend: str
+    """nccl or gloo."""
+
+
+class Relink(StepRequest, frozen=True, tag=11, kw_only=True):
+    """Leave the communicators behind and build new ones; weights, KV cache and plan stay."""
+
+    rendezvous: Rendezvous
+
+
+class Reset(StepRequest, frozen=True, tag=12, kw_only=True):
+    """Go back down the load chain; memory returns to that state's baseline."""
+
+    to: Literal["CREATED", "DEVICE_READY", "MODEL_LOADED"]
+
+
+class LoadModel(StepRequest, frozen=True, tag=13, kw_only=True):
+    """Build this rank's stage and shard and fill it with weights."""
+
+    model: ModelConfig
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    graph: GraphConfig
+
+
+class LoadModelReply(StepReply, frozen=True, tag=13, kw_only=True):
+    model_memory_bytes: Unsigned
+    seconds: float
+    max_model_len: Positive
+    """As resolved: the model's own limit where the driver gave none."""
+
+
+class GetKVCacheSpec(StepRequest, frozen=True, tag=14, kw_only=True):
+    """What this rank's layers keep per token."""
+
+
+class GetKVCacheSpecReply(StepReply, frozen=True, tag=14, kw_only=True):
+    layers: tuple[KVCacheSpec, ...]
+
+
+class DetermineAvailableMemory(StepRequest, frozen=True, tag=15, kw_only=True):
+    """Run the largest step once and say how many bytes the KV cache may take."""
+
+
+class DetermineAvailableMemoryReply(StepReply, frozen=True, tag=15, kw_only=True):
+    available_bytes: Unsigned
+    weights_bytes: Unsigned
+    activation_peak_bytes: Unsigned
+    requested_bytes: Unsigned
+
+
+class InitializeFromConfig(StepRequest, frozen=True, tag=16, kw_only=True):
+    """Allocate the KV cache. One entry a rank, in rank order; each rank takes its own."""
+
+    kv_cache_configs: Annotated[tuple[KVCacheConfig, ...], Meta(min_length=1, max_length=4096)]
+
+
+class InitializeCache(StepRequest, frozen=True, tag=17, kw_only=True):
+    """Record the block counts that the driver settled on."""
+
+    num_gpu_blocks: Positive
+    num_cpu_blocks: Count = 0
+
+
+class UpdateMaxModelLen(StepRequest, frozen=True, tag=18, kw_only=True):
+    """Lower (or restore) the longest context after the driver fitted it to the KV cache."""
+
+    max_model_len: Positive
+
+
+class CompileOrWarmUpModel(StepRequest, frozen=True, tag=19, kw_only=True):
+    """Run synthetic steps through the normal entry, so that nothing is compiled or allocated while
+    serving."""
+
+
+class CompileOrWarmUpModelReply(StepReply, frozen=True, tag=19, kw_only=True):
+    seconds: float
+
+
+class GetSupportedTasks(StepRequest, frozen=True, tag=20, kw_only=True):
+    """What the loaded model can do."""
+
+
+class GetSupportedTasksReply(StepReply, frozen=True, tag=20, kw_only=True):
+    tasks: tuple[Name, ...]
+
+
+class GetModelMetadata(StepRequest, frozen=True, tag=21, kw_only=True):
+    """What a driver needs to know of the loaded model."""
+
+
+class GetModelMetadataReply(StepReply, frozen=True, tag=21, kw_only=True):
+    architecture: Name
+    vocab_size: Positive
+    hidden_size: Positive
+    num_layers: Positive
+    max_model_len: Positive
+    dtype: Name
+    eos_token_ids: tuple[Count, ...]
+    attention_backend: Name
+    """Which provider the start-up probe chose."""
+
+
+class Heartbeat(Value, frozen=True, tag=1, kw_only=True):
+    """Published on the events socket four times a second."""
+
+    worker_uid: Uid
+    rank: Count
+    serving: ServingState
+    load: LoadState
+    link_state: LinkState
+    epoch: Unsigned
+    link: Unsigned
+    last_seq: Unsigned
+    phase: str
+    phase_ms: Count
+
+
+class StateChanged(Value, frozen=True, tag=2, kw_only=True):
+    """Published when the daemon's state changes; the text reads `before -> after (cause)`."""
+
+    worker_uid: Uid
+    rank: Count
+    transition: Text

@@ -1,0 +1,98 @@
+"""The steady state: a step names slots, and only what changed. `client/slots.py` writes these,
+`runner/` reads them.
+
+A request gets a slot at admission and keeps it until it finishes. Preemption is a finish;
+resumption is a new admission with all tokens so far. Integer columns travel as raw little-endian
+bytes; prompt tokens as one frame of int32 beside the message.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from rpc_schema.base import (
+    Count,
+    Name,
+    Positive,
+    RawInt32,
+    RawUInt16,
+    StepReply,
+    StepRequest,
+    Unsigned,
+    Value,
+)
+from rpc_schema.sampling import SamplingParams
+
+Bitmap = Annotated[bytes, Meta(max_length=8192)]
+"""Bit s % 8 (least significant first) of byte s // 8 stands for slot s."""
+
+
+class NewRequestData(Value, frozen=True, kw_only=True):
+    """An admission, or the resumption of a preempted request."""
+
+    slot: Annotated[int, Meta(ge=0, le=65534)]
+    req_id: Name
+    num_tokens: Positive
+    """Tokens of this request in frame 0 of the message: the prompt, then what was generated before
+    a preemption."""
+    num_prompt_tokens: Positive
+    num_computed_tokens: Count
+    """Leading tokens whose KV is in the cache already: a prefix hit. Less than num_tokens."""
+    sampling: SamplingParams
+
+
+class ExecuteModel(StepRequest, frozen=True, tag=1, kw_only=True):
+    """One step: the scheduler's output, as a difference to the step before (seq - 1), or in full.
+
+    Order of application: finished, resync, scheduled_new_reqs, new blocks, then the scheduled
+    tokens. A slot whose scheduled tokens reach its last known token samples one token. Frame 0
+    holds the tokens of scheduled_new_reqs, in their order.
+    """
+
+    total_num_scheduled_tokens: Count
+    """A checksum: the sum over the scheduled slots."""
+    scheduled: Bitmap = b""
+    """The slots that take part; each has one token unless num_scheduled_tokens says otherwise."""
+    num_scheduled_tokens: RawInt32 = b""
+    """Pairs (slot, tokens) for the scheduled slots with other than one token, slots ascending."""
+    new_block_slots: RawUInt16 = b""
+    """For each of new_block_ids, the slot whose block table it is appended to."""
+    new_block_ids: RawInt32 = b""
+    finished: RawUInt16 = b""
+    """Slots to free before anything else."""
+    scheduled_new_reqs: tuple[NewRequestData, ...] = ()
+    resync: RawInt32 | None = None
+    """A full resynchronisation: rows (slot, num_computed_tokens, num_tokens, num_blocks), slots
+    ascending, of all slots that stay. Slots not named are freed; a named one whose counts differ
+    refuses the step. Clears an earlier failure, and closes a gap: its seq need only be new."""
+    defer_sampling: bool = False
+    """Sampling waits for a SampleTokens that names this seq."""
+
+
+class SampleTokens(StepRequest, frozen=True, tag=2, kw_only=True):
+    """Complete the sampling of a step that deferred it. Frame 0, if any, holds the grammar
+    masks."""
+
+    step_seq: Unsigned
+    mask_slots: RawUInt16 = b""
+    """Slots that have a mask, in the order of the rows of frame 0: int32 [len, ceil(vocab_size /
+    32)], bit 1 = allowed."""
+
+
+class ExecuteDummyBatch(StepRequest, frozen=True, tag=3, kw_only=True):
+    """A one-token forward without effect on any request."""
+
+
+class ModelRunnerOutput(StepReply, frozen=True, tag=1, kw_only=True):
+    """What a step or a SampleTokens sampled. Columns are aligned; slots ascend."""
+
+    slots: RawUInt16 = b""
+    sampled_token_ids: RawInt32 = b""
+    num_logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1
+    """n of the widest row, or -1: no row asked for logprobs and no frames follow. Otherwise frame 0
+    holds int32 token ids [rows, n + 1] (the sampled token first), frame 1 their float32 log
+    probabilities, frame 2 the int32 rank [rows] of the sampled token (1 = most likely)."""
+
+
+class Done(StepReply, frozen=True, tag=2, kw_only=True):
+    """An operation without a result of its own is complete."""

@@ -1,0 +1,161 @@
+"""Paged attention under Triton's interpreter against a dense fp64 softmax; run by test_interpreted.
+
+fp32 and fp16 only: the interpreter's dot reads bf16 operands as integers. The GPU tests cover bf16.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.paged_reference import (
+    PagedBatch,
+    Shape,
+    dense_attention,
+    make_batch,
+    relative_error,
+)
+from worker_daemon.kernels.backend import TritonAttention
+from worker_daemon.kernels.kv_write import write_kv
+from worker_daemon.kernels.paged_attention import paged_attention, workspace_elements
+from worker_daemon.kernels.tiles import Tile
+
+BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3}
+
+# Whole prompts, chunks after a cached prefix, decodes, no tokens at all, lengths at tiles' edges.
+MIXED = [(37, 37), (1, 65), (20, 150), (0, 9), (1, 1), (64, 64), (1, 128), (5, 133)]
+DECODES = [(1, 1), (1, 63), (1, 64), (1, 65), (1, 500), (1, 17)]
+
+
+def build(
+    shape: Shape,
+    lengths: list[tuple[int, int]],
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    num_padding: int = 0,
+) -> PagedBatch:
+    return make_batch(shape, lengths, dtype=dtype, device="cpu", seed=seed, num_padding=num_padding)
+
+
+def attend(batch: PagedBatch, window: int | None, **overrides: object) -> torch.Tensor:
+    """Writes K and V, attends into an output full of NaN."""
+    write_kv(batch.k, batch.v, batch.kv_cache, batch.slot_mapping)
+    out = torch.full(batch.q.shape, float("nan"), dtype=batch.q.dtype)
+    result = paged_attention(
+        batch.q,
+        batch.kv_cache,
+        batch.block_table,
+        batch.query_start_loc,
+        batch.seq_lens,
+        num_seqs=batch.num_seqs,
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        scale=batch.shape.scale,
+        window=window,
+        out=out,
+        **overrides,
+    )
+    assert result is out
+    return out
+
+
+def check(batch: PagedBatch, window: int | None, **overrides: object) -> None:
+    out = attend(batch, window, **overrides)
+    assert relative_error(out, dense_attention(batch, window)) < BOUNDS[out.dtype]
+    assert torch.equal(out[batch.num_real_tokens :], torch.zeros_like(out[batch.num_real_tokens :]))
+
+
+@pytest.mark.parametrize(
+    ("group_size", "window"), [(1, 24), (2, None), (4, 24), (7, None), (8, 24)]
+)
+def test_mixed_batch_groups(group_size: int, window: int | None) -> None:
+    check(build(Shape(2 * group_size, 2, 64), MIXED, seed=group_size, num_padding=3), window)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("block_size", [8, 16, 32, 128])
+def test_head_dims_and_block_sizes(head_dim: int, block_size: int) -> None:
+    shape = Shape(4, 2, head_dim, block_size)
+    check(build(shape, [(18, 70), (1, 129)], seed=head_dim + block_size, num_padding=1), None)
+    check(build(shape, [(1, 40), (1, 129)], seed=head_dim - block_size), None)
+
+
+@pytest.mark.parametrize("window", [None, 1, 16, 100])
+@pytest.mark.parametrize("num_splits", [1, 3, 9])
+def test_decode_splits(window: int | None, num_splits: int) -> None:
+    batch = build(Shape(8, 2, 64), DECODES, seed=num_splits, num_padding=2)
+    check(batch, window, num_splits=num_splits)
+
+
+def test_default_splits_of_a_long_decode() -> None:
+    check(build(Shape(4, 1, 64), [(1, 1500)], seed=11), None)
+
+
+def test_more_splits_than_the_merge_takes_at_once() -> None:
+    batch = build(Shape(4, 1, 64), [(1, 700), (1, 90)], seed=12)
+    check(batch, None, num_splits=40, tile=Tile(16, 16, 4, 3))
+
+
+def test_decode_with_empty_sequences_clears_every_padding_row() -> None:
+    lengths = [(0, 5), (1, 33), (0, 0), (0, 80), (1, 2), (0, 1)]
+    for num_padding in (0, 1, 4, 9):
+        batch = build(Shape(4, 2, 64), lengths, seed=num_padding, num_padding=num_padding)
+        check(batch, None, num_splits=1)
+        check(batch, None, num_splits=2)
+
+
+def test_batch_of_padding_only() -> None:
+    batch = build(Shape(4, 2, 64), [], seed=3, num_padding=5)
+    assert torch.equal(attend(batch, None), torch.zeros(batch.q.shape))
+
+
+def test_callers_workspace_is_used() -> None:
+    batch = build(Shape(4, 2, 80), DECODES, seed=5)
+    workspace = torch.full((workspace_elements(len(batch.q), 4, 80, 3),), float("nan"))
+    check(batch, None, num_splits=3, workspace=workspace)
+    assert not workspace.isnan().any()
+
+
+def test_runs_are_bit_equal_whatever_the_rest_of_the_cache_holds() -> None:
+    batch = build(Shape(8, 2, 64), DECODES, seed=6)
+    first = attend(batch, None, num_splits=3)
+    unused = batch.kv_cache.isnan()
+    other = replace(batch, kv_cache=batch.kv_cache.masked_fill(unused, 7.0))
+    assert torch.equal(first, attend(other, None, num_splits=3))
+
+
+@pytest.mark.parametrize("tile", [Tile(16, 16, 4, 1), Tile(64, 32, 4, 3), Tile(256, 128, 8, 3)])
+def test_any_tile_gives_the_same(tile: Tile) -> None:
+    check(build(Shape(8, 2, 64), MIXED, seed=7), None, tile=tile)
+    check(build(Shape(8, 2, 64), DECODES, seed=8), 40, tile=tile)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_batches(seed: int) -> None:
+    rng = random.Random(seed)
+    num_kv_heads = rng.choice([1, 2, 3])
+    shape = Shape(
+        num_kv_heads * rng.choice([1, 2, 3, 5]),
+        num_kv_heads,
+        rng.choice([16, 24, 64, 72, 128]),
+        rng.choice([8, 16, 32]),
+    )
+    lengths = [(3, 50)]
+    for _ in range(rng.randint(1, 9)):
+        query_len = rng.choice([0, 1, 1, 1, rng.randint(2, 90)])
+        lengths.append((query_len, query_len + rng.choice([0, rng.randint(0, 200)])))
+    dtype = rng.choice([torch.float32, torch.float16])
+    batch = build(shape, lengths, seed, dtype, num_padding=1 + rng.randrange(4))
+    check(batch, rng.choice([None, rng.randint(1, 150)]))
+
+
+def test_backend_writes_then_attends() -> None:
+    batch = build(Shape(8, 2, 64), MIXED, seed=9, num_padding=4)
+    backend = TritonAttention(torch.device("cpu"))
+    for window in (None, 31):
+        out = backend.forward(
+            batch.q, batch.k, batch.v, batch.kv_cache, batch, batch.shape.scale, window
+        )
+        assert out.is_contiguous()
+        assert relative_error(out, dense_attention(batch, window)) < BOUNDS[torch.float32]

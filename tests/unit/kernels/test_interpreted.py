@@ -1,0 +1,26 @@
+"""Runs the kernels on the CPU under Triton's interpreter, in a process of its own.
+
+Triton reads TRITON_INTERPRET when it is imported; set in this process it would reach every other
+test and every daemon they start.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+
+
+@pytest.mark.parametrize("module", ["interpreted_attention.py", "interpreted_kv_write.py"])
+def test_interpreted(module: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if "PYTEST" not in key}
+    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / module)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,55 @@
+"""The choice of tiles and splits, over the sizes models have and the limits devices have."""
+
+import itertools
+
+import pytest
+import torch
+
+from worker_daemon.kernels.tiles import (
+    MAX_SPLITS,
+    MIN_KEYS_PER_SPLIT,
+    DeviceLimits,
+    choose_num_splits,
+    decode_tile,
+    prefill_tile,
+    shared_bytes,
+)
+
+H200 = DeviceLimits(num_sms=132, shared_memory_bytes=227 * 1024)
+CONSUMER = DeviceLimits(num_sms=40, shared_memory_bytes=99 * 1024)
+
+
+@pytest.mark.parametrize("limits", [H200, CONSUMER])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tiles_fit_and_hold_a_group(limits: DeviceLimits, dtype: torch.dtype) -> None:
+    for group_size, head_dim in itertools.product(range(1, 17), range(8, 257, 8)):
+        tiles = [decode_tile(group_size, head_dim, dtype, limits)]
+        tiles += [
+            prefill_tile(query_len, group_size, head_dim, dtype, limits)
+            for query_len in (2, 16, 4096)
+        ]
+        for tile in tiles:
+            assert tile.block_m >= group_size
+            assert min(tile.block_m, tile.block_n) >= 16
+            assert tile.block_m & (tile.block_m - 1) == tile.block_n & (tile.block_n - 1) == 0
+            assert tile.num_stages >= 1
+            assert shared_bytes(tile, head_dim, dtype) <= limits.shared_memory_bytes
+
+
+def test_one_split_once_the_device_is_full() -> None:
+    assert choose_num_splits(64, 8, 131072, None, H200) == 1
+    assert choose_num_splits(1, 8, MIN_KEYS_PER_SPLIT, None, H200) == 1
+    assert choose_num_splits(0, 8, 0, None, H200) == 1
+
+
+def test_splits_fill_the_device_but_keep_their_length() -> None:
+    assert choose_num_splits(1, 8, 8192, None, H200) == 32
+    assert choose_num_splits(1, 8, 2048, None, H200) == 8
+    assert choose_num_splits(1, 1, 10**6, None, H200) == MAX_SPLITS
+    for num_seqs, max_seq_len in itertools.product((1, 3, 16), (1, 300, 5000)):
+        splits = choose_num_splits(num_seqs, 2, max_seq_len, None, H200)
+        assert (splits - 1) * MIN_KEYS_PER_SPLIT < max_seq_len
+
+
+def test_a_window_bounds_the_keys_to_split() -> None:
+    assert choose_num_splits(1, 8, 8192, 512, H200) == choose_num_splits(1, 8, 512, None, H200)

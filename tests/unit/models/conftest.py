@@ -1,0 +1,230 @@
+"""Random tiny checkpoints made by transformers, and a driver that runs our stages over a paged
+cache."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from worker_daemon.distributed.tp import SingleRank
+from worker_daemon.layers.attention import AttentionMetadata
+from worker_daemon.layers.torch_attention import TorchPagedAttention
+from worker_daemon.models.config import read_model_config
+from worker_daemon.models.decoder import build_stage, checkpoint_names
+from worker_daemon.models.partition import check_partition, partition_layers
+from worker_daemon.models.weights import load_weights
+
+MAX_LEN = 96
+BLOCK_SIZE = 4
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LEN,
+}
+
+
+@dataclass
+class Checkpoint:
+    path: Path
+    hf_model: transformers.PreTrainedModel
+
+
+def write_transformers_4_form(config_path):
+    """Rewrites config.json as releases before 5 wrote it."""
+    config = json.loads(config_path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    config["torch_dtype"] = config.pop("dtype")
+    config_path.write_text(json.dumps(config))
+
+
+@pytest.fixture
+def make_checkpoint(tmp_path):
+    """(architecture, rope_parameters, form 4 or 5, seed, max_shard_size, config overrides) ->
+    Checkpoint."""
+
+    def make(architecture, rope=None, form=5, seed=0, max_shard_size="1GB", **overrides):
+        family = architecture.removesuffix("ForCausalLM")
+        config_class = getattr(transformers, f"{family}Config")
+        config = config_class(
+            **{**SIZES, **overrides}, rope_parameters={"rope_theta": 1e4, **(rope or {})}
+        )
+        model = getattr(transformers, architecture)(config).eval()
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, tensor in model.named_parameters():
+                std = 0.1 if tensor.dim() == 1 else 0.2
+                tensor.normal_(1.0 if "norm" in name else 0.0, std, generator=generator)
+        path = tmp_path / f"{architecture}-{seed}"
+        model.save_pretrained(path, max_shard_size=max_shard_size)
+        if form == 4:
+            write_transformers_4_form(path / "config.json")
+        return Checkpoint(path, model)
+
+    return make
+
+
+class ThreadGroup:
+    """Tensor-parallel group whose ranks are threads of this process."""
+
+    def __init__(self, size):
+        self.size = size
+        self.slots = [None] * size
+        self.barrier = threading.Barrier(size, timeout=30)
+
+    def exchange(self, rank, x):
+        self.slots[rank] = x
+        self.barrier.wait()
+        everyone = list(self.slots)
+        self.barrier.wait()
+        return everyone
+
+
+class ThreadRank:
+    def __init__(self, group, rank):
+        self.group, self.rank, self.size = group, rank, group.size
+
+    def all_reduce(self, x):
+        return torch.stack(self.group.exchange(self.rank, x)).sum(0)
+
+    def all_gather_last_dim(self, x):
+        return torch.cat(self.group.exchange(self.rank, x), dim=-1)
+
+
+def load_stages(path, pp_size=1, tp=None, dtype=torch.float32, partition=None):
+    """All stages of one tensor-parallel rank, loaded, each with its caches."""
+    tp = tp or SingleRank()
+    config = read_model_config(path)
+    check_partition(config, pp_size, tp.size)
+    stages = []
+    for index, layers in enumerate(partition_layers(config.num_hidden_layers, pp_size, partition)):
+        stage = build_stage(
+            config,
+            layers,
+            index == 0,
+            index == pp_size - 1,
+            tp,
+            dtype,
+            torch.device("cpu"),
+            MAX_LEN,
+            TorchPagedAttention(),
+        )
+        load_weights(stage.parameters(), path, checkpoint_names(config), lambda progress: None)
+        stages.append(stage)
+    return stages
+
+
+class PagedRun:
+    """Runs stages over sequences that grow by chunks, with a shuffled block table."""
+
+    def __init__(self, stages, sequences, seed=0):
+        self.stages, self.sequences = stages, sequences
+        self.done = [0] * len(sequences)
+        blocks_each = -(-MAX_LEN // BLOCK_SIZE)
+        num_blocks = 1 + blocks_each * len(sequences)
+        order = np.random.default_rng(seed).permutation(num_blocks - 1) + 1
+        self.table = order.reshape(len(sequences), blocks_each).astype(np.int32)
+        self.caches = [
+            [
+                torch.full((num_blocks, 2, BLOCK_SIZE, s.num_kv_heads, s.head_dim), torch.nan)
+                for s in stage.kv_layer_specs
+            ]
+            for stage in stages
+        ]
+
+    def step(self, counts, num_padding=0):
+        """Runs counts[i] more tokens of sequence i; returns float32 logits of all real tokens."""
+        active = [i for i, count in enumerate(counts) if count]
+        positions = [np.arange(self.done[i], self.done[i] + counts[i]) for i in active]
+        ids = np.concatenate(
+            [np.asarray(self.sequences[i])[p] for i, p in zip(active, positions, strict=True)]
+        )
+        slots = np.concatenate(
+            [
+                self.table[i][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+                for i, p in zip(active, positions, strict=True)
+            ]
+        )
+        for i in active:
+            self.done[i] += counts[i]
+        query_lens = np.array([counts[i] for i in active], dtype=np.int32)
+        seq_lens = np.array([self.done[i] for i in active], dtype=np.int32)
+        starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
+        metadata = AttentionMetadata(
+            query_start_loc=torch.from_numpy(starts),
+            seq_lens=torch.from_numpy(seq_lens),
+            block_table=torch.from_numpy(self.table[active]),
+            slot_mapping=torch.from_numpy(np.pad(slots, (0, num_padding)).astype(np.int64)),
+            num_seqs=len(active),
+            max_query_len=int(query_lens.max()),
+            max_seq_len=int(seq_lens.max()),
+            query_lens_np=query_lens,
+            seq_lens_np=seq_lens,
+        )
+        flat = np.pad(np.concatenate(positions), (0, num_padding)).astype(np.int64)
+        hidden = self.stages[0].embed(torch.from_numpy(np.pad(ids, (0, num_padding))))
+        for stage, caches in zip(self.stages, self.caches, strict=True):
+            hidden = stage.forward(hidden, torch.from_numpy(flat), caches, metadata)
+        return self.stages[-1].compute_logits(hidden[: len(ids)])
+
+    def prefill(self):
+        """Logits of each sequence, all in one step."""
+        logits = self.step([len(s) for s in self.sequences])
+        return logits.split([len(s) for s in self.sequences])
+
+
+@pytest.fixture
+def random_sequences():
+    def make(lengths, seed=0, vocab_size=SIZES["vocab_size"]):
+        rng = np.random.default_rng(seed)
+        return [rng.integers(0, vocab_size, length) for length in lengths]
+
+    return make
+
+
+@pytest.fixture
+def paged_run():
+    return PagedRun
+
+
+@pytest.fixture
+def stages_of():
+    return load_stages
+
+
+@pytest.fixture
+def on_tensor_parallel_ranks():
+    """(size, f(tp)) -> the results of f on every rank, run on threads."""
+
+    def run(size, function):
+        group = ThreadGroup(size)
+        with ThreadPoolExecutor(size) as pool:
+            futures = [pool.submit(function, ThreadRank(group, rank)) for rank in range(size)]
+            return [future.result(timeout=60) for future in futures]
+
+    return run
+
+
+@pytest.fixture
+def reference_logprobs():
+    """float32 log-softmax of transformers for each sequence."""
+
+    def run(hf_model, sequences):
+        with torch.no_grad():
+            return [
+                hf_model(torch.from_numpy(s).unsqueeze(0)).logits[0].float().log_softmax(-1)
+                for s in sequences
+            ]
+
+    return run

@@ -1,0 +1,218 @@
+"""A bare driver for one daemon process: sockets, frames and nothing else, so that a test can break every rule."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import zmq
+
+from rpc_schema import lifecycle as lc
+from rpc_schema import step
+from rpc_schema.codec import (
+    ControlMessage,
+    ControlReplyMessage,
+    StepMessage,
+    StepReplyMessage,
+    decode_control_reply,
+    decode_step_reply,
+    encode_control,
+    encode_step,
+)
+from rpc_schema.config import (
+    CacheConfig,
+    GraphConfig,
+    ModelConfig,
+    ParallelConfig,
+    Rendezvous,
+    SchedulerConfig,
+)
+from rpc_schema.kv_cache import KVCacheConfig
+from rpc_schema.sampling import SamplingParams
+from rpc_schema.version import PROTOCOL_VERSION
+
+START_LIMIT_S = 20.0
+REPLY_LIMIT_MS = 10_000
+
+
+class DaemonProcess:
+    """A daemon with the fake worker, in a directory of its own."""
+
+    def __init__(self, directory: Path, *options: str, pass_fds: Iterable[int] = ()) -> None:
+        self.endpoint = f"ipc://{directory}/w0"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.unit.server.fake_serve", "serve"]
+            + ["--endpoint", self.endpoint, "--device", "cpu", "--log-level", "error", *options],
+            pass_fds=tuple(pass_fds),
+            stderr=subprocess.PIPE,
+        )
+
+    def wait(self, timeout_s: float = START_LIMIT_S) -> int:
+        return self.process.wait(timeout_s)
+
+    def stderr(self) -> str:
+        assert self.process.stderr is not None
+        return self.process.stderr.read().decode()
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+
+
+class Driver:
+    """One driver's sockets to one daemon, and its place in the order of steps."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.context = zmq.Context()
+        self.driver_id = b"\x01" + os.urandom(15)
+        self.control = self._connect(zmq.DEALER, endpoint)
+        self.step = self._connect(zmq.DEALER, f"{endpoint}.step")
+        self.results = self._connect(zmq.DEALER, f"{endpoint}.results", self.driver_id)
+        self.events = self._connect(zmq.SUB, f"{endpoint}.events")
+        self.events.subscribe(b"")
+        self.epoch = 0
+        self.link = 0
+        self.seq = 0
+        self.calls = 0
+
+    def _connect(self, kind: int, address: str, routing_id: bytes = b"") -> zmq.Socket[bytes]:
+        socket = self.context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        if routing_id:
+            socket.setsockopt(zmq.ROUTING_ID, routing_id)
+        socket.connect(address)
+        return socket
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+    def send_control(self, kind: type[ControlMessage], **fields: object) -> int:
+        self.calls += 1
+        self.control.send(encode_control(kind(call=self.calls, **fields)))
+        return self.calls
+
+    def control_reply(self, timeout_ms: int = REPLY_LIMIT_MS) -> ControlReplyMessage:
+        assert self.control.poll(timeout_ms), "no control reply"
+        return decode_control_reply(self.control.recv_multipart())
+
+    def call(self, kind: type[ControlMessage], **fields: object) -> ControlReplyMessage:
+        number = self.send_control(kind, **fields)
+        reply = self.control_reply(int(START_LIMIT_S * 1000))
+        assert reply.call == number
+        return reply
+
+    def attach(self, epoch: int | None = None) -> lc.CommitAttachReply:
+        hello = self.call(lc.Hello, protocol_version=PROTOCOL_VERSION, driver_id=self.driver_id)
+        assert isinstance(hello, lc.HelloReply)
+        prepared = self.prepare(epoch or 1)
+        if not prepared.granted:
+            prepared = self.prepare(prepared.last_epoch + 1)
+        self.epoch, self.seq = prepared.last_epoch, 0
+        committed = self.call(lc.CommitAttach, driver_id=self.driver_id, epoch=self.epoch)
+        assert isinstance(committed, lc.CommitAttachReply), committed
+        self.link = committed.status.link
+        attached = self.reply()
+        assert isinstance(attached, lc.Attached)
+        assert (attached.epoch, attached.seq) == (self.epoch, 0)
+        return committed
+
+    def prepare(self, epoch: int) -> lc.PrepareAttachReply:
+        reply = self.call(lc.PrepareAttach, driver_id=self.driver_id, epoch=epoch)
+        assert isinstance(reply, lc.PrepareAttachReply)
+        return reply
+
+    def status(self) -> lc.Status:
+        reply = self.call(lc.GetStatus)
+        assert isinstance(reply, lc.GetStatusReply)
+        return reply.status
+
+    def build(self, kind: type[StepMessage], **fields: object) -> StepMessage:
+        self.seq += 1
+        return kind(**{"epoch": self.epoch, "link": self.link, "seq": self.seq, **fields})
+
+    def send(self, kind: type[StepMessage], **fields: object) -> list[bytes]:
+        frames = encode_step(self.build(kind, **fields))
+        self.step.send_multipart(frames)
+        return frames
+
+    def frames(self, timeout_ms: int = REPLY_LIMIT_MS) -> list[bytes]:
+        assert self.results.poll(timeout_ms), "no reply"
+        return self.results.recv_multipart()
+
+    def reply(self, timeout_ms: int = REPLY_LIMIT_MS) -> StepReplyMessage:
+        return decode_step_reply(self.frames(timeout_ms))
+
+    def run(self, kind: type[StepMessage], **fields: object) -> StepReplyMessage:
+        self.send(kind, **fields)
+        return self.reply()
+
+    def init_device(self, link: int | None = None) -> StepReplyMessage:
+        new_link = link or self.link + 1
+        reply = self.run(
+            lc.InitDevice,
+            parallel=ParallelConfig(),
+            rendezvous=rendezvous(new_link),
+            cache=CacheConfig(),
+            scheduler=SchedulerConfig(step_deadline_ms=2000),
+        )
+        self.link = new_link
+        return reply
+
+    def load(self, model: str = "/m") -> StepReplyMessage:
+        return self.run(
+            lc.LoadModel,
+            model=ModelConfig(model=model),
+            scheduler=SchedulerConfig(step_deadline_ms=2000),
+            cache=CacheConfig(),
+            graph=GraphConfig(),
+        )
+
+    def make_ready(self) -> None:
+        """Reset whatever is there and go up to READY."""
+        self.run(lc.Reset, to="CREATED")
+        self.init_device()
+        self.load()
+        config = KVCacheConfig(num_blocks=2, block_size=16, groups=(), size_bytes=0)
+        self.run(lc.InitializeFromConfig, kv_cache_configs=(config,))
+        reply = self.run(lc.CompileOrWarmUpModel)
+        assert isinstance(reply, lc.CompileOrWarmUpModelReply), reply
+
+    def send_fault(self, fault: str, **fields: object) -> list[bytes]:
+        return self.send(
+            step.ExecuteModel,
+            total_num_scheduled_tokens=0,
+            scheduled_new_reqs=(new_request(fault),),
+            **fields,
+        )
+
+    def fault(self, fault: str = "none", **fields: object) -> StepReplyMessage:
+        self.send_fault(fault, **fields)
+        return self.reply()
+
+
+def new_request(req_id: str) -> step.NewRequestData:
+    return step.NewRequestData(
+        slot=0,
+        req_id=req_id,
+        num_tokens=1,
+        num_prompt_tokens=1,
+        num_computed_tokens=0,
+        sampling=SamplingParams(),
+    )
+
+
+def rendezvous(link: int, host: str = "127.0.0.1") -> Rendezvous:
+    return Rendezvous(link=link, host=host, port=1, rank=0, local_world_size=1)
+
+
+def wait_for(condition: object, limit_s: float = 10.0) -> None:
+    """Wait until a function returns a true value."""
+    deadline = time.monotonic() + limit_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.01)

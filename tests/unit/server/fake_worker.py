@@ -1,0 +1,176 @@
+"""A worker without a device. A step's first new request names a fault, so that a test injects it over the wire:
+`sleep:SECONDS`, `hang` (until the link is aborted), `raise:CODE` or `late:CODE` (from the result), `silent`."""
+
+import threading
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+from rpc_schema import lifecycle as lc
+from rpc_schema import step
+from rpc_schema.base import StepReply, StepRequest
+from rpc_schema.codec import Frame
+from rpc_schema.config import WorkerConfig
+from worker_daemon import errors
+from worker_daemon.description import WorkerDescription
+from worker_daemon.server.dispatch import SetPhase
+
+ERRORS: dict[str, Exception] = {
+    "COMM": errors.CommError("peer 1 is gone"),
+    "DEVICE": errors.DeviceError("the device is lost"),
+    "INVALID_STEP": errors.InvalidStepError("unknown slot", field="scheduled", value=3),
+    "UPSTREAM_FAILED": errors.UpstreamFailedError("stage 0 failed"),
+    "OTHER": ValueError("nobody foresaw this"),
+}
+
+
+def ids(message: StepRequest, rank: int = 0) -> dict[str, int]:
+    return {"epoch": message.epoch, "seq": message.seq, "rank": rank}
+
+
+class FakePending:
+    def __init__(self, reply: step.ModelRunnerOutput, late: Exception | None) -> None:
+        self._reply = reply
+        self._late = late
+
+    def result(self) -> tuple[step.ModelRunnerOutput, list[Frame]]:
+        if self._late is not None:
+            raise self._late
+        return self._reply, []
+
+
+class FakeWorker:
+    def __init__(self, device: str, set_phase: SetPhase) -> None:
+        self.device = device
+        self.rank = 0
+        self.steps = 0
+        self.config: WorkerConfig | None = None
+        self._set_phase = set_phase
+        self._clean = True
+        self._parallel = lc.ParallelConfig()
+        self._cache = lc.CacheConfig()
+        self._aborted = threading.Event()
+
+    def execute_model(
+        self, message: step.ExecuteModel, arrays: Sequence[Frame]
+    ) -> FakePending | None:
+        self.steps += 1
+        fault = message.scheduled_new_reqs[0].req_id if message.scheduled_new_reqs else ""
+        name, _, value = fault.partition(":")
+        if name == "sleep":
+            time.sleep(float(value))
+        elif name == "hang":
+            self._hang()
+        elif name == "raise":
+            raise ERRORS[value]
+        elif name == "silent":
+            return None
+        late = ERRORS[value] if name == "late" else None
+        tokens = array("i", [self.steps]).tobytes()
+        reply = step.ModelRunnerOutput(
+            **ids(message, self.rank), slots=b"\0\0", sampled_token_ids=tokens
+        )
+        return FakePending(reply, late)
+
+    def _hang(self) -> None:
+        self._aborted.wait(60)
+        self._aborted.clear()
+        self._clean = False
+        raise errors.CommError("the link was aborted")
+
+    def sample_tokens(
+        self, message: step.SampleTokens, arrays: Sequence[Frame]
+    ) -> FakePending | None:
+        return None
+
+    def execute_dummy_batch(self, message: step.ExecuteDummyBatch) -> FakePending | None:
+        return None
+
+    def init_device(self, message: lc.InitDevice) -> StepReply:
+        self._set_phase("CONNECTING", 5.0)
+        self.rank = message.rendezvous.rank
+        self._parallel, self._cache = message.parallel, message.cache
+        return lc.InitDeviceReply(
+            **ids(message, self.rank),
+            device_name="fake",
+            total_memory_bytes=2,
+            free_memory_bytes=1,
+            backend="gloo",
+        )
+
+    def relink(self, message: lc.Relink) -> StepReply:
+        if message.rendezvous.host == "nowhere":
+            raise errors.CommError("nobody there")
+        return self._done(message)
+
+    def reset(self, message: lc.Reset) -> StepReply:
+        if message.to != "MODEL_LOADED":
+            self.config = None
+        return self._done(message)
+
+    def load_model(self, message: lc.LoadModel) -> StepReply:
+        if message.model.model == "/missing":
+            raise errors.CheckpointError("no such file", field="model", value="/missing")
+        self.config = WorkerConfig(
+            parallel=self._parallel,
+            model=message.model,
+            scheduler=message.scheduler,
+            cache=self._cache,
+            graph=message.graph,
+        )
+        return lc.LoadModelReply(
+            **ids(message, self.rank), model_memory_bytes=1, seconds=0.0, max_model_len=64
+        )
+
+    def get_kv_cache_spec(self, message: lc.GetKVCacheSpec) -> StepReply:
+        return lc.GetKVCacheSpecReply(**ids(message, self.rank), layers=())
+
+    def determine_available_memory(self, message: lc.DetermineAvailableMemory) -> StepReply:
+        return lc.DetermineAvailableMemoryReply(
+            **ids(message, self.rank),
+            available_bytes=1,
+            weights_bytes=1,
+            activation_peak_bytes=1,
+            requested_bytes=1,
+        )
+
+    def initialize_from_config(self, message: lc.InitializeFromConfig) -> StepReply:
+        return self._done(message)
+
+    def initialize_cache(self, message: lc.InitializeCache) -> StepReply:
+        return self._done(message)
+
+    def update_max_model_len(self, message: lc.UpdateMaxModelLen) -> StepReply:
+        return self._done(message)
+
+    def compile_or_warm_up_model(self, message: lc.CompileOrWarmUpModel) -> StepReply:
+        return lc.CompileOrWarmUpModelReply(**ids(message, self.rank), seconds=0.0)
+
+    def get_supported_tasks(self, message: lc.GetSupportedTasks) -> StepReply:
+        return lc.GetSupportedTasksReply(**ids(message, self.rank), tasks=("generate",))
+
+    def get_model_metadata(self, message: lc.GetModelMetadata) -> StepReply:
+        return self._done(message)
+
+    def on_attach(self) -> bool:
+        clean, self._clean = self._clean, True
+        return clean
+
+    def describe(self) -> WorkerDescription:
+        return WorkerDescription(self.device, self.config, None, {"total": 2})
+
+    def abort_link(self) -> None:
+        self._aborted.set()
+
+    def close(self) -> None:
+        pass
+
+    def _done(self, message: StepRequest) -> step.Done:
+        return step.Done(**ids(message, self.rank))
+
+
+def make_fake_worker(device: str, model_roots: Sequence[Path], set_phase: SetPhase) -> FakeWorker:
+    if device == "cuda:9":
+        raise errors.ConfigError("no such device", field="device", value=device)
+    return FakeWorker(device, set_phase)

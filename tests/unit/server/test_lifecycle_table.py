@@ -1,0 +1,178 @@
+"""Every operation in every state, against the states written out once more by hand."""
+
+from dataclasses import replace
+from itertools import product
+from typing import get_args
+
+import pytest
+
+from rpc_schema import lifecycle as lc
+from rpc_schema import step
+from rpc_schema.codec import StepMessage
+from tests.unit.server.driver import rendezvous
+from worker_daemon.errors import StateError
+from worker_daemon.server.lifecycle import (
+    HISTORY,
+    LINK_STATES,
+    LOAD_CHAIN,
+    RULES,
+    SERVING_STATES,
+    Lifecycle,
+    State,
+    after,
+    legal,
+    reset_targets,
+)
+
+CREATED, DEVICE, MODEL, KV, READY = LOAD_CHAIN
+ANY_LINK = {"none", "up", "broken"}
+EXPECTED = {
+    lc.InitDevice: ({CREATED}, {"none", "broken"}),
+    lc.Relink: ({DEVICE, MODEL, KV, READY}, {"up", "broken"}),
+    lc.Reset: ({CREATED, DEVICE, MODEL, KV, READY}, ANY_LINK),
+    lc.LoadModel: ({DEVICE}, ANY_LINK),
+    lc.GetKVCacheSpec: ({MODEL, KV, READY}, ANY_LINK),
+    lc.DetermineAvailableMemory: ({MODEL}, {"up"}),
+    lc.UpdateMaxModelLen: ({MODEL, KV}, ANY_LINK),
+    lc.InitializeFromConfig: ({MODEL}, ANY_LINK),
+    lc.InitializeCache: ({KV}, ANY_LINK),
+    lc.CompileOrWarmUpModel: ({KV}, {"up"}),
+    lc.GetSupportedTasks: ({MODEL, KV, READY}, ANY_LINK),
+    lc.GetModelMetadata: ({MODEL, KV, READY}, ANY_LINK),
+    step.ExecuteModel: ({READY}, {"up"}),
+    step.SampleTokens: ({READY}, {"up"}),
+    step.ExecuteDummyBatch: ({READY}, {"up"}),
+}
+IDS = {"epoch": 1, "link": 0, "seq": 1}
+STATES = [State(*axes) for axes in product(LOAD_CHAIN, LINK_STATES, SERVING_STATES)]
+
+
+def reset(to: str) -> lc.Reset:
+    return lc.Reset(**IDS, to=to)
+
+
+def in_state(state: State) -> Lifecycle:
+    """A cursor brought to `state` by legal moves only."""
+    lifecycle = Lifecycle()
+    chain = [
+        lc.GetModelMetadata(**IDS),
+        *(build_move(name) for name in ("InitDevice", "LoadModel", "KV", "READY")),
+    ]
+    for move in chain[1 : LOAD_CHAIN.index(state.load) + 1]:
+        lifecycle.check(move)
+        lifecycle.succeeded(move)
+    if state.link == "broken":
+        lifecycle.link_broke("test")
+    if state.serving != "SERVING":
+        lifecycle.serve(state.serving, "test")
+    return lifecycle
+
+
+def build_move(name: str) -> StepMessage:
+    if name == "InitDevice":
+        return lc.InitDevice(
+            **IDS,
+            parallel=lc.ParallelConfig(),
+            rendezvous=rendezvous(1),
+            cache=lc.CacheConfig(),
+            scheduler=lc.SchedulerConfig(),
+        )
+    if name == "LoadModel":
+        return lc.LoadModel(
+            **IDS,
+            model=lc.ModelConfig(model="/m"),
+            scheduler=lc.SchedulerConfig(),
+            cache=lc.CacheConfig(),
+            graph=lc.GraphConfig(),
+        )
+    if name == "KV":
+        return lc.InitializeFromConfig(**IDS, kv_cache_configs=())
+    return lc.CompileOrWarmUpModel(**IDS)
+
+
+def test_every_step_message_has_a_rule() -> None:
+    assert set(RULES) == set(get_args(StepMessage)) == set(EXPECTED)
+
+
+@pytest.mark.parametrize("state", STATES, ids=str)
+def test_legal_operations_of_every_state(state: State) -> None:
+    expected = {
+        kind
+        for kind, (loads, links) in EXPECTED.items()
+        if state.serving == "SERVING" and state.load in loads and state.link in links
+    }
+    assert legal(state) == expected
+
+
+@pytest.mark.parametrize("load", LOAD_CHAIN)
+def test_reset_never_goes_up(load: str) -> None:
+    lifecycle = in_state(State(load, "up" if load != CREATED else "none"))
+    for target in (CREATED, DEVICE, MODEL):
+        if LOAD_CHAIN.index(target) <= LOAD_CHAIN.index(load):
+            lifecycle.check(reset(target))
+            assert target in reset_targets(lifecycle.state)
+        else:
+            with pytest.raises(StateError, match="Reset to"):
+                lifecycle.check(reset(target))
+
+
+def test_load_chain_goes_up_and_reset_down() -> None:
+    lifecycle = in_state(State(READY, "up"))
+    assert lifecycle.state == State(READY, "up")
+    lifecycle.succeeded(reset(MODEL))
+    assert lifecycle.state == State(MODEL, "up")
+    lifecycle.succeeded(reset(CREATED))
+    assert lifecycle.state == State(CREATED, "none")
+
+
+def test_broken_link_refuses_steps_until_relink() -> None:
+    lifecycle = in_state(State(READY, "broken"))
+    with pytest.raises(StateError, match="ExecuteModel is not legal in READY/link broken"):
+        lifecycle.check(step.ExecuteModel(**IDS, total_num_scheduled_tokens=0))
+    relink = lc.Relink(**IDS, rendezvous=rendezvous(2))
+    lifecycle.check(relink)
+    assert lifecycle.succeeded(relink)
+    lifecycle.check(step.ExecuteModel(**IDS, total_num_scheduled_tokens=0))
+
+
+@pytest.mark.parametrize("state", STATES, ids=str)
+def test_success_changes_only_what_the_operation_is_about(state: State) -> None:
+    for name in ("KV", "READY"):
+        assert after(state, build_move(name)).link == state.link
+    assert after(state, lc.Relink(**IDS, rendezvous=rendezvous(2))) == replace(state, link="up")
+    assert after(state, step.ExecuteModel(**IDS, total_num_scheduled_tokens=0)) == state
+
+
+def test_refusal_names_state_legal_requests_and_last_transitions() -> None:
+    lifecycle = in_state(State(DEVICE, "up"))
+    with pytest.raises(StateError) as caught:
+        lifecycle.check(step.ExecuteModel(**IDS, total_num_scheduled_tokens=0))
+    text = str(caught.value)
+    assert "ExecuteModel is not legal in DEVICE_READY/link up/SERVING" in text
+    assert "LoadModel, Relink, Reset" in text
+    assert "CREATED/link none/SERVING -> DEVICE_READY/link up/SERVING (InitDevice)" in text
+
+
+def test_history_keeps_the_last_transitions_only() -> None:
+    lifecycle = Lifecycle()
+    for _ in range(HISTORY):
+        lifecycle.succeeded(build_move("InitDevice"))
+        lifecycle.succeeded(reset(CREATED))
+    assert len(lifecycle.transitions) == HISTORY
+    assert lifecycle.transitions[-1].endswith("(Reset)")
+
+
+@pytest.mark.parametrize(
+    ("moves", "end"),
+    [
+        (["DRAINING", "CLOSED"], "CLOSED"),
+        (["FAILED", "DRAINING"], "FAILED"),
+        (["CLOSED", "SERVING"], "CLOSED"),
+        (["DRAINING", "SERVING"], "DRAINING"),
+    ],
+)
+def test_serving_never_comes_back(moves: list[str], end: str) -> None:
+    lifecycle = Lifecycle()
+    for to in moves:
+        lifecycle.serve(to, "test")
+    assert lifecycle.state.serving == end

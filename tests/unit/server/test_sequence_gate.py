@@ -1,0 +1,135 @@
+"""The gate's verdicts, one by one and against a model under random requests."""
+
+import random
+
+import pytest
+
+from rpc_schema import lifecycle as lc
+from rpc_schema import step
+from rpc_schema.codec import StepMessage
+from tests.unit.server.driver import rendezvous
+from worker_daemon.errors import FencedError, GapError, NotAttachedError, StaleError
+from worker_daemon.server.sequence import REPLAYABLE, StepGate, Verdict
+
+
+def execute(epoch: int, link: int, seq: int, *, resync: bool = False) -> step.ExecuteModel:
+    return step.ExecuteModel(
+        epoch=epoch,
+        link=link,
+        seq=seq,
+        total_num_scheduled_tokens=0,
+        resync=b"" if resync else None,
+    )
+
+
+def relink(epoch: int, link: int, seq: int, new_link: int) -> lc.Relink:
+    return lc.Relink(epoch=epoch, link=link, seq=seq, rendezvous=rendezvous(new_link))
+
+
+def gate_at(epoch: int, link: int, seq: int) -> StepGate:
+    gate = StepGate()
+    gate.attach(epoch)
+    gate.link, gate.last_seq = link, seq
+    return gate
+
+
+@pytest.mark.parametrize(
+    ("message", "verdict"),
+    [
+        (execute(5, 2, 101), Verdict.RUN),
+        (execute(5, 2, 100), Verdict.REPLAY),
+        (execute(5, 1, 100), Verdict.REPLAY),
+        (execute(5, 2, 100 - REPLAYABLE + 1), Verdict.REPLAY),
+        (execute(5, 2, 100 - REPLAYABLE), Verdict.STALE),
+        (execute(5, 2, 0), Verdict.STALE),
+        (execute(5, 2, 102), Verdict.GAP),
+        (execute(5, 2, 102, resync=True), Verdict.RUN),
+        (execute(5, 2, 100, resync=True), Verdict.REPLAY),
+        (execute(5, 1, 101), Verdict.FENCED),
+        (execute(5, 3, 101), Verdict.FENCED),
+        (execute(5, 1, 102), Verdict.FENCED),
+        (execute(4, 2, 101), Verdict.FENCED),
+        (execute(6, 2, 101), Verdict.NOT_ATTACHED),
+        (relink(5, 2, 101, 3), Verdict.RUN),
+        (relink(5, 2, 109, 3), Verdict.RUN),
+        (relink(5, 1, 101, 3), Verdict.RUN),
+        (relink(5, 2, 101, 2), Verdict.FENCED),
+        (relink(5, 3, 101, 4), Verdict.FENCED),
+        (lc.Reset(epoch=5, link=2, seq=105, to="CREATED"), Verdict.RUN),
+        (lc.Reset(epoch=5, link=1, seq=105, to="CREATED"), Verdict.FENCED),
+        (lc.GetKVCacheSpec(epoch=5, link=2, seq=102), Verdict.GAP),
+    ],
+)
+def test_verdict(message: StepMessage, verdict: Verdict) -> None:
+    assert gate_at(5, 2, 100).judge(message) is verdict
+
+
+def test_nothing_runs_before_the_first_attach() -> None:
+    assert StepGate().judge(execute(0, 0, 1)) is Verdict.NOT_ATTACHED
+
+
+def test_seq_zero_is_never_replayed() -> None:
+    assert gate_at(5, 0, 3).judge(execute(5, 0, 0)) is Verdict.STALE
+
+
+def test_detach_ends_the_epoch_and_attach_begins_with_one() -> None:
+    gate = gate_at(5, 2, 100)
+    gate.detach(4)
+    assert gate.judge(execute(5, 2, 101)) is Verdict.RUN
+    gate.detach(5)
+    assert gate.judge(execute(5, 2, 101)) is Verdict.NOT_ATTACHED
+    gate.attach(9)
+    assert gate.judge(execute(5, 2, 101)) is Verdict.FENCED
+    assert gate.judge(execute(9, 2, 1)) is Verdict.RUN
+
+
+def test_a_new_link_counts_from_its_attempt() -> None:
+    gate = gate_at(5, 2, 100)
+    message = relink(5, 2, 101, 7)
+    gate.accept(message)
+    gate.begin_link(message)
+    assert gate.judge(execute(5, 2, 102)) is Verdict.FENCED
+    assert gate.judge(execute(5, 7, 102)) is Verdict.RUN
+
+
+@pytest.mark.parametrize(
+    ("message", "error", "words"),
+    [
+        (execute(5, 2, 109), GapError, "step 101 is missing"),
+        (execute(4, 2, 1), FencedError, "epoch 5 with link 2 holds"),
+        (execute(8, 2, 1), NotAttachedError, "epoch 8 is not attached"),
+        (execute(5, 2, 3), StaleError, "last accepted is 100"),
+    ],
+)
+def test_refusals_say_why(message: StepMessage, error: type[Exception], words: str) -> None:
+    gate = gate_at(5, 2, 100)
+    refusal = gate.refusal(gate.judge(message), message)
+    assert isinstance(refusal, error)
+    assert words in str(refusal)
+
+
+def test_each_seq_runs_at_most_once_whatever_is_sent() -> None:
+    randomness = random.Random(7)
+    gate = StepGate()
+    ran: set[tuple[int, int]] = set()
+    last: dict[int, int] = {}
+    epoch = 0
+    for _ in range(20_000):
+        if randomness.random() < 0.01:
+            epoch += randomness.randint(1, 3)
+            gate.attach(epoch)
+        tried = execute(
+            max(0, epoch + randomness.randint(-2, 1)),
+            0,
+            max(0, gate.last_seq + randomness.randint(-3, 3)),
+            resync=randomness.random() < 0.1,
+        )
+        if gate.judge(tried) is Verdict.RUN:
+            assert tried.epoch == epoch
+            assert tried.seq > last.get(epoch, 0)
+            assert tried.resync is not None or tried.seq == last.get(epoch, 0) + 1
+            assert (epoch, tried.seq) not in ran
+            ran.add((epoch, tried.seq))
+            last[epoch] = tried.seq
+            gate.accept(tried)
+    assert len(ran) > 1000

@@ -1,0 +1,20 @@
+"""What a worker says about itself between operations: a value that any thread may read. Knows no
+thread and no socket."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rpc_schema.config import WorkerConfig
+from rpc_schema.kv_cache import KVCacheConfig
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDescription:
+    """Made on the step thread after every lifecycle operation and published by reference."""
+
+    device: str
+    config: WorkerConfig | None = None
+    """What is loaded; None below MODEL_LOADED."""
+    kv_cache: KVCacheConfig | None = None
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Device (or host) memory by use: weights, kv_cache, activations_peak, total, free."""

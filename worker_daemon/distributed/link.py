@@ -1,0 +1,166 @@
+"""A link: one generation of communicators between the daemons of a group. The only place that makes
+process groups.
+
+Knows no message, no model and no step; what travels over the groups is in tp.py, pp.py and
+tokens.py.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public all the same
+from torch.distributed.distributed_c10d import _abort_process_group
+
+from worker_daemon.distributed.parallel_state import ParallelState
+from worker_daemon.distributed.rendezvous import connect_store
+from worker_daemon.distributed.tp import communication
+
+
+@dataclass(frozen=True, slots=True)
+class LinkGroups:
+    """The process groups that this rank is a member of; None where the group would have one
+    member."""
+
+    stage: dist.ProcessGroup | None
+    """All tensor-parallel ranks of this pipeline stage."""
+    from_previous: dist.ProcessGroup | None
+    """The same tensor-parallel rank of the stage before (group rank 0), and this rank (1)."""
+    to_next: dist.ProcessGroup | None
+    """This rank (0), and the same tensor-parallel rank of the stage after (1)."""
+    column: dist.ProcessGroup | None
+    """This tensor-parallel rank of every stage, first to last: sampled tokens go back over it."""
+
+
+NO_GROUPS = LinkGroups(stage=None, from_previous=None, to_next=None, column=None)
+
+
+class Link:
+    """Owned by the worker, used on the step thread; only abort may be called from the guard
+    thread."""
+
+    def __init__(self, generation: int, backend: str, groups: LinkGroups) -> None:
+        self.generation = generation
+        self.backend = backend
+        self.groups = groups
+
+    def abort(self) -> None:
+        """Unblock whoever waits in an NCCL call of this link, now. gloo has no such thing: there
+        the timeout ends a wait."""
+        if self.backend == "nccl" and dist.is_initialized():
+            _abort_process_group()
+
+    def leave(self) -> None:
+        """Give the groups up without asking any peer, dead or alive."""
+        if not dist.is_initialized():
+            return
+        self.abort()
+        left_behind: list[object] = [self.groups, dist.group.WORLD]
+        self.groups = NO_GROUPS
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # Dropping gloo groups joins their threads, which wait for dead peers until the timeout: not
+        # on this thread.
+        threading.Thread(target=left_behind.clear, name="link-disposal", daemon=True).start()
+
+
+def open_link(
+    state: ParallelState,
+    *,
+    generation: int,
+    host: str,
+    port: int,
+    device: torch.device,
+    timeout_s: float,
+) -> Link:
+    """Meet the other ranks at host:port, make every group, and pass one message over each pair.
+
+    NCCL creates a pair's communicator at its first message, which blocks and takes memory: hence
+    the warm-up, here, before any memory baseline. Blocks until all ranks have come.
+
+    Raises:
+        CommError: they have not within timeout_s.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if state.world_size == 1:
+        return Link(generation, backend, NO_GROUPS)
+    store = PrefixStore(f"link{generation}", connect_store(host, port, timeout_s))
+    with communication("making the process groups"):
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=state.rank,
+            world_size=state.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            group_name=f"link{generation}",
+        )
+    link = Link(generation, backend, NO_GROUPS)
+    try:
+        with communication("making the process groups"):
+            link.groups = _make_groups(state)
+            _warm_up(link.groups, state, device)
+    except BaseException:
+        link.leave()
+        raise
+    return link
+
+
+def _make_groups(state: ParallelState) -> LinkGroups:
+    """Every rank makes every group, in the same order, and keeps those that it is in."""
+
+    def make(ranks: list[int]) -> dist.ProcessGroup | None:
+        if len(ranks) == 1:
+            return None
+        group = dist.new_group(ranks)
+        return group if state.rank in ranks else None
+
+    def keep(candidates: list[dist.ProcessGroup | None]) -> dist.ProcessGroup | None:
+        return next((group for group in candidates if group is not None), None)
+
+    stages = [make(state.stage_ranks(pp_rank)) for pp_rank in range(state.pp_size)]
+    columns = [make(state.column_ranks(tp_rank)) for tp_rank in range(state.tp_size)]
+    hops = {
+        (pp_rank, tp_rank): make(
+            [state.rank_of(pp_rank, tp_rank), state.rank_of(pp_rank + 1, tp_rank)]
+        )
+        for pp_rank in range(state.pp_size - 1)
+        for tp_rank in range(state.tp_size)
+    }
+    return LinkGroups(
+        stage=keep(stages),
+        from_previous=hops.get((state.pp_rank - 1, state.tp_rank)),
+        to_next=hops.get((state.pp_rank, state.tp_rank)),
+        column=keep(columns),
+    )
+
+
+def _warm_up(groups: LinkGroups, state: ParallelState, device: torch.device) -> None:
+    """Pass one byte over every pair and one over every collective, and wait until it has
+    arrived."""
+    byte = torch.zeros(1, dtype=torch.uint8, device=device)
+    waits: list[Callable[[], object]] = []
+    if groups.from_previous is not None:
+        work = dist.irecv(byte.clone(), group=groups.from_previous, group_src=0)
+        waits.append(_waiter(work))
+    if groups.to_next is not None:
+        work = dist.isend(byte, group=groups.to_next, group_dst=1)
+        waits.append(_waiter(work))
+    for wait in waits:
+        wait()
+    if groups.stage is not None:
+        dist.all_reduce(byte.clone(), group=groups.stage)
+        dist.all_gather_into_tensor(
+            torch.zeros(state.tp_size, dtype=torch.uint8, device=device), byte, group=groups.stage
+        )
+    if groups.column is not None:
+        dist.broadcast(byte.clone(), group=groups.column, group_src=state.pp_size - 1)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _waiter(work: dist.Work | None) -> Callable[[], object]:
+    assert work is not None, "this rank is in the group"
+    return work.wait

@@ -1,0 +1,212 @@
+"""Activations between neighbouring pipeline stages: receives posted early, sends not waited for, no
+metadata.
+
+Shapes: N tokens, H hidden size. Both ends know N from the step message. With tensor parallelism
+each rank sends its 1/tp of the [N, H] residual stream and the receiving stage gathers the whole. A
+message ends in a trailer of four int64 (link, seq, status, 0), which the receiver checks on the
+device: a rank that failed upstream still sends, so that nobody hangs, and its status travels on to
+the last stage.
+"""
+
+from collections import deque
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from worker_daemon.distributed.link import Link
+from worker_daemon.distributed.tp import TensorParallel, communication
+
+STATUS_OK = 0
+STATUS_FAILED = 1
+"""A stage before this one failed in this step; the activations mean nothing."""
+STATUS_MISMATCH = 2
+"""The neighbour sent another step than the one expected."""
+
+_TRAILER_BYTES = 32
+_TAG_RANGE = 1 << 30
+
+
+class Arrival(Protocol):
+    """Activations on their way in."""
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Return (hidden [N, H], status int64 [], on the device). On CUDA only the stream waits,
+        not this thread.
+
+        Valid until as many further receives have been posted as the inbound side has buffers.
+
+        Raises:
+            CommError: the neighbour is gone.
+        """
+
+
+class Inbound(Protocol):
+    """This stage's side of the hop from the stage before."""
+
+    def post(self, num_tokens: int, seq: int) -> Arrival:
+        """Start to receive the activations of step seq."""
+
+
+class Outbound(Protocol):
+    """This stage's side of the hop to the stage after."""
+
+    def send(self, hidden: Tensor, status: Tensor, seq: int) -> None:
+        """Start to send hidden [N, H] and status int64 [] of step seq; both may be overwritten at
+        once.
+
+        Raises:
+            CommError: the neighbour is gone.
+        """
+
+
+class NoOutbound:
+    """The last stage has no stage after it."""
+
+    def send(self, hidden: Tensor, status: Tensor, seq: int) -> None:
+        return None
+
+
+class _Layout:
+    """Where hidden and trailer lie in a message, for any number of tokens."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, tp: TensorParallel) -> None:
+        self.hidden_size = hidden_size
+        self.dtype = dtype
+        self.tp = tp
+        self.num_slices = tp.size if hidden_size % tp.size == 0 else 1
+
+    def slice_numel(self, num_tokens: int) -> int:
+        """Elements of [N, H] that one rank sends."""
+        return num_tokens * self.hidden_size // self.num_slices
+
+    def trailer_start(self, num_tokens: int) -> int:
+        """Byte offset of the trailer, aligned to its size."""
+        size = self.slice_numel(num_tokens) * self.dtype.itemsize
+        return -(-size // _TRAILER_BYTES) * _TRAILER_BYTES
+
+    def message_bytes(self, num_tokens: int) -> int:
+        return self.trailer_start(num_tokens) + _TRAILER_BYTES
+
+    def slice_of(self, message: Tensor, num_tokens: int) -> Tensor:
+        """View of a message's activations: [slice_numel]."""
+        size = self.slice_numel(num_tokens) * self.dtype.itemsize
+        return message[:size].view(self.dtype)
+
+    def trailer_of(self, message: Tensor, num_tokens: int) -> Tensor:
+        """View of a message's trailer: int64 [4]."""
+        start = self.trailer_start(num_tokens)
+        return message[start : start + _TRAILER_BYTES].view(torch.int64)
+
+
+class StageInbound:
+    """Receives into `depth` rotating buffers, one a step in flight. Used on the step thread
+    only."""
+
+    def __init__(
+        self,
+        link: Link,
+        tp: TensorParallel,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_num_tokens: int,
+        depth: int,
+    ) -> None:
+        self._group = link.groups.from_previous
+        self._generation = link.generation
+        self._layout = _Layout(hidden_size, dtype, tp)
+        size = self._layout.message_bytes(max_num_tokens)
+        self._buffers = deque(
+            torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(depth)
+        )
+
+    def post(self, num_tokens: int, seq: int) -> Arrival:
+        """Start to receive the activations of step seq."""
+        self._buffers.rotate(-1)
+        message = self._buffers[0][: self._layout.message_bytes(num_tokens)]
+        with communication("receiving from the previous stage"):
+            work = dist.irecv(message, group=self._group, group_src=0, tag=seq % _TAG_RANGE)
+        assert work is not None, "this rank is in the group"
+        return _StageArrival(message, work, self._layout, num_tokens, (self._generation, seq))
+
+
+class _StageArrival:
+    def __init__(
+        self,
+        message: Tensor,
+        work: dist.Work,
+        layout: _Layout,
+        num_tokens: int,
+        identity: tuple[int, int],
+    ) -> None:
+        self._message = message
+        self._work = work
+        self._layout = layout
+        self._num_tokens = num_tokens
+        self._identity = identity
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        with communication("receiving from the previous stage"):
+            self._work.wait()
+        return self._gather(), self._status()
+
+    def _gather(self) -> Tensor:
+        layout, shape = self._layout, (self._num_tokens, self._layout.hidden_size)
+        own = layout.slice_of(self._message, self._num_tokens)
+        if layout.num_slices == 1:
+            return own.view(shape)
+        return layout.tp.all_gather_last_dim(own).view(shape)
+
+    def _status(self) -> Tensor:
+        link, seq, status, _ = self._layout.trailer_of(self._message, self._num_tokens).unbind()
+        generation, expected = self._identity
+        return torch.where((link == generation) & (seq == expected), status, STATUS_MISMATCH)
+
+
+class StageOutbound:
+    """Sends from `depth` rotating buffers; a buffer's send is waited for only before its next
+    use."""
+
+    def __init__(
+        self,
+        link: Link,
+        tp: TensorParallel,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_num_tokens: int,
+        depth: int,
+    ) -> None:
+        self._group = link.groups.to_next
+        self._layout = _Layout(hidden_size, dtype, tp)
+        self._generation = link.generation
+        size = self._layout.message_bytes(max_num_tokens)
+        self._buffers = deque(
+            torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(depth)
+        )
+        self._in_flight: deque[dist.Work] = deque()
+
+    def send(self, hidden: Tensor, status: Tensor, seq: int) -> None:
+        """Start to send hidden [N, H] and status int64 [] of step seq; both may be overwritten at
+        once."""
+        layout, num_tokens = self._layout, hidden.shape[0]
+        if len(self._in_flight) == len(self._buffers):
+            with communication("sending to the next stage"):
+                self._in_flight.popleft().wait()
+        self._buffers.rotate(-1)
+        message = self._buffers[0][: layout.message_bytes(num_tokens)]
+        size = layout.slice_numel(num_tokens)
+        first = layout.tp.rank * size if layout.num_slices > 1 else 0
+        layout.slice_of(message, num_tokens).copy_(hidden.reshape(-1)[first : first + size])
+        trailer = layout.trailer_of(message, num_tokens)
+        trailer[0].fill_(self._generation)
+        trailer[1].fill_(seq)
+        trailer[2].copy_(status)
+        with communication("sending to the next stage"):
+            work = dist.isend(message, group=self._group, group_dst=1, tag=seq % _TAG_RANGE)
+        assert work is not None, "this rank is in the group"
+        self._in_flight.append(work)

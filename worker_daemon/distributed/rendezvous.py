@@ -1,0 +1,57 @@
+"""Where the ranks of a link meet: a TCPStore on a socket that we bind ourselves, on the data
+interface alone."""
+
+import socket
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public all the same
+
+from worker_daemon.errors import CommError
+
+
+class RendezvousServer:
+    """Serves one link's store. Owned by the control thread; closed when the next link has replaced
+    it."""
+
+    def __init__(self, host: str) -> None:
+        """Bind an ephemeral port of host and serve on it.
+
+        torch's own listener would ignore the host, hence the handed-over file descriptor.
+        """
+        with socket.create_server((host, 0), backlog=128) as listener:
+            self.host = host
+            self.port: int = listener.getsockname()[1]
+            self._store: TCPStore | None = TCPStore(
+                host,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+
+    def close(self) -> None:
+        """Stop serving. Links that are up do not need the store any more."""
+        self._store = None
+
+
+def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
+    """Connect to another daemon's RendezvousServer.
+
+    Raises:
+        CommError: nobody answers there within timeout_s.
+    """
+    try:
+        return TCPStore(
+            host,
+            port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise CommError(
+            f"no rendezvous store answers: {error}",
+            field="rendezvous",
+            value=f"{host}:{port}",
+            fix="open a new rendezvous and relink",
+        ) from error

@@ -1,0 +1,96 @@
+"""Sampled tokens on their way back from the last stage to the others, without the driver. Knows no
+request.
+
+Every rank starts the broadcast of a step at the same place of the same step; who needs the tokens
+waits for them only when a later step is about to read them. The last stage has them already.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from worker_daemon.distributed.link import Link
+from worker_daemon.distributed.tp import communication
+
+
+class TokenReturn(Protocol):
+    """Brings each step's sampled tokens into last_sampled int64 [rows] of this rank."""
+
+    def publish(self, step: int, rows: Tensor, token_ids: Tensor | None) -> None:
+        """Start the return of token_ids int64 [R], sampled for rows int64 [R]; None on stages that
+        do not sample.
+
+        step is a count that rises with each publication.
+
+        Raises:
+            CommError: a peer is gone.
+        """
+
+    def collect(self, step: int) -> None:
+        """Make last_sampled hold the tokens of all publications up to step. On CUDA only the stream
+        waits."""
+
+
+class LocalTokens:
+    """The token return of a pipeline of one stage: tokens are where they are needed."""
+
+    def __init__(self, last_sampled: Tensor) -> None:
+        self._last_sampled = last_sampled
+
+    def publish(self, step: int, rows: Tensor, token_ids: Tensor | None) -> None:
+        assert token_ids is not None, "the only stage samples"
+        self._last_sampled[rows] = token_ids
+
+    def collect(self, step: int) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Publication:
+    step: int
+    work: dist.Work
+    rows: Tensor
+    token_ids: Tensor
+
+
+class TokenBroadcast:
+    """Tokens go from the last stage to all others over the column group, on that group's stream."""
+
+    def __init__(self, link: Link, last_sampled: Tensor, *, num_stages: int, depth: int) -> None:
+        self._group = link.groups.column
+        self._last_stage = num_stages - 1
+        self._last_sampled = last_sampled
+        self._depth = depth
+        self._on_their_way: deque[_Publication] = deque()
+
+    def publish(self, step: int, rows: Tensor, token_ids: Tensor | None) -> None:
+        """Start the return of token_ids int64 [R], sampled for rows int64 [R]; None on stages that
+        do not sample."""
+        sampled_here = token_ids is not None
+        if token_ids is None:
+            token_ids = torch.empty_like(rows)
+        with communication("returning sampled tokens"):
+            work = dist.broadcast(
+                token_ids, group=self._group, group_src=self._last_stage, async_op=True
+            )
+        assert work is not None, "the broadcast is asynchronous"
+        if sampled_here:
+            self._last_sampled[rows] = token_ids
+            rows, token_ids = rows[:0], token_ids[:0]
+        self._on_their_way.append(_Publication(step, work, rows, token_ids))
+        if len(self._on_their_way) > self._depth:
+            self._apply(self._on_their_way.popleft())
+
+    def collect(self, step: int) -> None:
+        """Make last_sampled hold the tokens of all publications up to step."""
+        while self._on_their_way and self._on_their_way[0].step <= step:
+            self._apply(self._on_their_way.popleft())
+
+    def _apply(self, publication: _Publication) -> None:
+        with communication("receiving sampled tokens"):
+            publication.work.wait()
+        self._last_sampled[publication.rows] = publication.token_ids

@@ -1,0 +1,125 @@
+"""Every error the daemon raises on purpose, as one tree. Knows no wire type: `code` and `scope` are
+the wire's words.
+
+WorkerError
+ +- ProtocolError        the peer broke a rule of the wire: frames, versions, ids, order
+ |   +- BadFrameError        does not decode, or exceeds a bound
+ |   +- IncompatibleError    protocol versions differ
+ |   +- FencedError          the epoch or link is an old one
+ |   +- NotAttachedError     the epoch is one that was never granted
+ |   +- StaleError           a step older than the replies still kept
+ |   `- GapError             a step before this one is missing
+ +- StateError           the request is not legal in this state
+ +- ConfigError          a setting is wrong: names field, value and fix
+ |   `- CheckpointError      a model's files are missing, truncated or not what config.json says
+ +- InvalidStepError     a step holds a value that no kernel may see; nothing of it was applied
+ +- CapacityError        not enough device memory, KV blocks or rows
+ +- CommError            a peer or a link is lost
+ |   `- UpstreamFailedError  an earlier pipeline stage failed in this step
+ +- PrecededByError      a step before this one failed, and the driver has not resynchronised since
+ +- DeviceError          the device is unusable: the process ends
+ `- InternalError        an invariant of ours is broken: the process ends
+"""
+
+from typing import ClassVar
+
+
+class WorkerError(Exception):
+    """Base of the tree. `code` is stable on the wire; `scope` is request, step, worker or group."""
+
+    code: ClassVar[str] = "INTERNAL"
+    scope: ClassVar[str] = "worker"
+
+    def __init__(
+        self, message: str, *, field: str | None = None, value: object = None, fix: str | None = None
+    ) -> None:
+        """message says what is wrong; field, value and fix (where given) are appended to it."""
+        parts = [message]
+        if field is not None:
+            parts.append(f"field {field} = {value!r}")
+        if fix is not None:
+            parts.append(f"fix: {fix}")
+        super().__init__("; ".join(parts))
+        self.field = field
+        self.value = value
+        self.fix = fix
+
+
+class ProtocolError(WorkerError):
+    code = "PROTOCOL"
+    scope = "step"
+
+
+class BadFrameError(ProtocolError):
+    code = "BAD_FRAME"
+
+
+class IncompatibleError(ProtocolError):
+    code = "INCOMPATIBLE"
+    scope = "worker"
+
+
+class FencedError(ProtocolError):
+    code = "FENCED"
+
+
+class NotAttachedError(ProtocolError):
+    code = "NOT_ATTACHED"
+
+
+class StaleError(ProtocolError):
+    code = "STALE"
+
+
+class GapError(ProtocolError):
+    code = "GAP"
+
+    def __init__(self, expected: int, got: int) -> None:
+        super().__init__(
+            f"step {expected} is missing", field="seq", value=got, fix=f"send seq {expected} next"
+        )
+        self.expected = expected
+
+
+class StateError(WorkerError):
+    code = "ILLEGAL_STATE"
+
+
+class ConfigError(WorkerError):
+    code = "CONFIG"
+
+
+class CheckpointError(ConfigError):
+    code = "CHECKPOINT"
+
+
+class InvalidStepError(WorkerError):
+    code = "INVALID_STEP"
+    scope = "step"
+
+
+class CapacityError(WorkerError):
+    code = "CAPACITY"
+
+
+class CommError(WorkerError):
+    code = "COMM"
+    scope = "group"
+
+
+class UpstreamFailedError(CommError):
+    code = "UPSTREAM_FAILED"
+    scope = "step"
+
+
+class PrecededByError(WorkerError):
+    code = "PRECEDED_BY"
+    scope = "step"
+
+
+class DeviceError(WorkerError):
+    code = "DEVICE"
+
+
+class InternalError(WorkerError):
+    code = "INTERNAL"

@@ -1,0 +1,131 @@
+"""Which tile and how many splits a paged-attention launch takes: arithmetic on shapes and limits.
+
+Must not know Triton, streams or what tensors hold: a choice here may never wait for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+MIN_DOT_ROWS = 16
+"""The smallest edge of a tile that a matrix instruction takes."""
+
+MIN_KEYS_PER_SPLIT = 256
+"""A split shorter than this costs more in the reduction than it gains in parallelism."""
+
+MAX_SPLITS = 64
+
+RESERVED_SHARED_BYTES = 8 * 1024
+"""Left to the compiler for reductions and layout conversions."""
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What a launch has to fit: multiprocessors, and shared memory of one program in bytes."""
+
+    num_sms: int
+    shared_memory_bytes: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceLimits:
+        """The limits of a CUDA device; nominal ones for a CPU, where Triton's interpreter runs."""
+        if device.type != "cuda":
+            return cls(num_sms=8, shared_memory_bytes=96 * 1024)
+        properties = torch.cuda.get_device_properties(device)
+        return cls(
+            num_sms=properties.multi_processor_count,
+            # torch has it, its type stub has not.
+            shared_memory_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+        )
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One program's share: block_m rows (query tokens x heads of a group) against block_n keys.
+
+    Both are powers of two >= 16; num_warps is the warps of a program. num_stages is the depth of
+    the software pipeline: K and V wait for the block ids, so 2 n + 1 stages load n tiles ahead.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def next_power_of_two(value: int) -> int:
+    """The smallest power of two >= value (value >= 1)."""
+    return 1 << (value - 1).bit_length()
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The head dimension as tiles hold it: a power of two, at least one matrix instruction wide."""
+    return max(MIN_DOT_ROWS, next_power_of_two(head_dim))
+
+
+def prefill_tile(
+    max_query_len: int, group_size: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits
+) -> Tile:
+    """The tile for queries of up to max_query_len tokens; group_size = query heads per KV head."""
+    rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
+    if dtype == torch.float32:
+        wanted = _exact_tile(rows)
+    elif max(max_query_len * group_size, rows) <= 64:
+        wanted = Tile(64, 64, num_warps=4, num_stages=5)
+    else:
+        wanted = Tile(max(rows, 128), 64, num_warps=8, num_stages=5)
+    return fit_tile(wanted, rows, head_dim, dtype, limits)
+
+
+def decode_tile(group_size: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Tile:
+    """The tile for one query token a sequence: just enough rows for a group, and long K/V tiles."""
+    rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
+    wanted = Tile(rows, 64, num_warps=4, num_stages=5)
+    if dtype == torch.float32:
+        wanted = _exact_tile(rows)
+    return fit_tile(wanted, rows, head_dim, dtype, limits)
+
+
+def _exact_tile(rows: int) -> Tile:
+    """Exact fp32 products run unrolled on the ordinary cores: larger tiles spill registers."""
+    return Tile(rows, 32, num_warps=8, num_stages=3)
+
+
+def fit_tile(
+    tile: Tile, min_rows: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits
+) -> Tile:
+    """Shrink a tile until it fits shared memory: fewer stages, then fewer keys, then fewer rows."""
+    budget = limits.shared_memory_bytes - RESERVED_SHARED_BYTES
+    while shared_bytes(tile, head_dim, dtype) > budget:
+        if tile.num_stages > 1:
+            tile = replace(tile, num_stages=max(1, tile.num_stages - 2))
+        elif tile.block_n > MIN_DOT_ROWS:
+            tile = replace(tile, block_n=tile.block_n // 2)
+        elif tile.block_m > min_rows:
+            tile = replace(tile, block_m=tile.block_m // 2)
+        else:
+            break
+    return tile
+
+
+def shared_bytes(tile: Tile, head_dim: int, dtype: torch.dtype) -> int:
+    """An upper estimate: K and V of the tiles in flight, the queries, and the probabilities."""
+    width = padded_head_dim(head_dim)
+    keys_and_values = 2 * (tile.num_stages // 2 + 1) * tile.block_n * width
+    return (keys_and_values + tile.block_m * (width + tile.block_n)) * dtype.itemsize
+
+
+def choose_num_splits(
+    num_seqs: int, num_kv_heads: int, max_seq_len: int, window: int | None, limits: DeviceLimits
+) -> int:
+    """Into how many parts a pure-decode batch cuts each sequence's keys.
+
+    One as soon as sequences x KV heads give every multiprocessor two programs; otherwise as many
+    as that takes, while each part keeps MIN_KEYS_PER_SPLIT keys. Deterministic: a function of
+    its arguments alone.
+    """
+    keys = max_seq_len if window is None else min(max_seq_len, window)
+    wanted = 2 * limits.num_sms // max(1, num_seqs * num_kv_heads)
+    return max(1, min(wanted, -(-keys // MIN_KEYS_PER_SPLIT), MAX_SPLITS))

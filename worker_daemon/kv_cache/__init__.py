@@ -1,0 +1,1 @@
+"""The paged KV cache: what layers need, and where it lies. Knows no request."""

@@ -1,0 +1,205 @@
+"""The attention layer, and the interface of whatever computes attention over the paged KV cache.
+
+Shapes: N tokens in the step, B sequences, Hq query heads and Hkv KV heads of this rank, D head_dim.
+A layer's cache is [num_blocks, 2, block_size, Hkv, D], index 0 of dim 1 being K; block 0 is the
+null block, which no sequence owns.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from worker_daemon.distributed.tp import TensorParallel
+from worker_daemon.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    RowShard,
+    even_shard,
+)
+from worker_daemon.layers.norm import RMSNorm
+from worker_daemon.layers.parameter import Parameter
+from worker_daemon.layers.rotary import rotate
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """A step's sequences, the same for all layers. Tokens lie sequence after sequence."""
+
+    query_start_loc: Tensor
+    """int32 [B + 1], device: sequence b owns tokens from entry b up to entry b + 1."""
+    seq_lens: Tensor
+    """int32 [B], device: context length, this step's tokens included."""
+    block_table: Tensor
+    """int32 [B, max_blocks], device: block ids of each sequence in order."""
+    slot_mapping: Tensor
+    """int64 [N], device: block_id * block_size + offset; padding points into block 0."""
+    num_seqs: int
+    max_query_len: int
+    max_seq_len: int
+    query_lens_np: npt.NDArray[np.int32]
+    """int32 [B], host: this step's tokens of each sequence."""
+    seq_lens_np: npt.NDArray[np.int32]
+    """int32 [B], host copy of seq_lens."""
+
+
+class AttentionBackend(Protocol):
+    """Computes attention for one layer; stateless, so that one object serves every layer."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """Stores k and v at slot_mapping, then attends: q [N, Hq, D], k and v [N, Hkv, D] -> [N,
+        Hq, D].
+
+        A query at position p sees keys at positions p - window + 1 to p (all up to p without a
+        window). Tokens behind the last sequence are padding; their output is finite and otherwise
+        unspecified. Never waits for the device.
+        """
+
+
+class NullAttention:
+    """Stands in while there is no KV cache, as in the memory profile: zeros, nothing stored."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        return torch.zeros_like(q)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """What every layer of one forward pass shares."""
+
+    cos: Tensor
+    """float32 [N, 1, D / 2]"""
+    sin: Tensor
+    """float32 [N, 1, D / 2]"""
+    metadata: AttentionMetadata
+    backend: AttentionBackend
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Sizes and switches of an attention layer, before tensor parallelism splits it."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm_eps: float | None
+    """Epsilon of the norm on each query and key head; None where the model has no such norm."""
+    window: int | None
+    """Sliding window in tokens; None attends to everything."""
+
+
+class Attention:
+    """qkv projection, optional head norms, rotation, attention by the backend, output projection.
+
+    Query heads are split evenly. KV heads are split where the group's size divides their number; a
+    larger group holds each KV head on size / num_kv_heads neighbouring ranks.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        shape: AttentionShape,
+        *,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.window = shape.window
+        self.head_dim = shape.head_dim
+        self.num_kv_heads = max(1, shape.num_kv_heads // tp.size)
+        self._scale = shape.head_dim**-0.5
+        self._qkv = ColumnParallelLinear(
+            _qkv_shards(prefix, shape, self.num_kv_heads, tp),
+            shape.hidden_size,
+            bias=shape.qkv_bias,
+            dtype=dtype,
+            device=device,
+        )
+        self._out = RowParallelLinear(
+            f"{prefix}.o_proj",
+            shape.num_heads * shape.head_dim,
+            shape.hidden_size,
+            bias=shape.o_bias,
+            tp=tp,
+            dtype=dtype,
+            device=device,
+        )
+        self._head_norms = (
+            None
+            if shape.qk_norm_eps is None
+            else [
+                RMSNorm(
+                    f"{prefix}.{name}.weight",
+                    shape.head_dim,
+                    shape.qk_norm_eps,
+                    dtype=dtype,
+                    device=device,
+                )
+                for name in ("q_norm", "k_norm")
+            ]
+        )
+
+    def forward(self, x: Tensor, kv_cache: Tensor, context: ForwardContext) -> Tensor:
+        """x [N, H] -> [N, H]; writes this layer's k and v into kv_cache."""
+        q, k, v = (
+            part.view(part.shape[0], part.shape[1] // self.head_dim, self.head_dim)
+            for part in torch.split(self._qkv.forward(x), self._qkv.sizes, dim=-1)
+        )
+        if self._head_norms is not None:
+            q_norm, k_norm = self._head_norms
+            q, k = q_norm.forward(q), k_norm.forward(k)
+        attended = context.backend.forward(
+            rotate(q, context.cos, context.sin),
+            rotate(k, context.cos, context.sin),
+            v,
+            kv_cache,
+            context.metadata,
+            self._scale,
+            self.window,
+        )
+        return self._out.forward(attended.flatten(1))
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield from self._qkv.parameters()
+        for norm in self._head_norms or ():
+            yield from norm.parameters()
+        yield from self._out.parameters()
+
+
+def _qkv_shards(
+    prefix: str, shape: AttentionShape, num_kv_heads: int, tp: TensorParallel
+) -> list[RowShard]:
+    first_kv_head = tp.rank * shape.num_kv_heads // tp.size
+    total, start, rows = (
+        heads * shape.head_dim for heads in (shape.num_kv_heads, first_kv_head, num_kv_heads)
+    )
+    return [
+        even_shard(f"{prefix}.q_proj", shape.num_heads * shape.head_dim, tp),
+        RowShard(f"{prefix}.k_proj", total, start, rows),
+        RowShard(f"{prefix}.v_proj", total, start, rows),
+    ]

@@ -1,0 +1,85 @@
+"""Token embedding and LM head, both split over the vocabulary. Padded ids never leave this module.
+
+The vocabulary V is padded up to the next multiple of 64 * tp, so that every rank holds the same
+number of rows, a multiple of 64 (whole tiles for a matrix multiplication). Padding rows are zero
+and their logits are cut off.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from worker_daemon.distributed.tp import TensorParallel
+from worker_daemon.layers.parameter import Parameter, Piece
+
+_ROW_MULTIPLE = 64
+
+
+def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
+    """Smallest multiple of 64 * tp_size that is at least vocab_size."""
+    multiple = _ROW_MULTIPLE * tp_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def vocab_parallel_weight(
+    name: str,
+    vocab_size: int,
+    hidden_size: int,
+    *,
+    tp: TensorParallel,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Parameter:
+    """This rank's rows of checkpoint tensor `name` [V, H]; zeros beyond the vocabulary."""
+    rows = padded_vocab_size(vocab_size, tp.size) // tp.size
+    start = tp.rank * rows
+    present = max(0, min(vocab_size - start, rows))
+    columns = slice(0, hidden_size)
+    piece = Piece(
+        name,
+        (vocab_size, hidden_size),
+        (slice(start, start + present), columns),
+        (slice(0, present), columns),
+    )
+    return Parameter((rows, hidden_size), (piece,) if present else (), dtype=dtype, device=device)
+
+
+class VocabParallelEmbedding:
+    """ids -> rows of the embedding. The LM head may share its weight."""
+
+    def __init__(self, weight: Parameter, tp: TensorParallel) -> None:
+        self._weight = weight
+        self._tp = tp
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids int32 or int64 [N], each below V -> [N, H], equal on every rank."""
+        if self._tp.size == 1:
+            return functional.embedding(input_ids, self._weight.data)
+        rows = self._weight.data.shape[0]
+        local = input_ids - self._tp.rank * rows
+        elsewhere = (local < 0) | (local >= rows)
+        hidden = functional.embedding(local.masked_fill(elsewhere, 0), self._weight.data)
+        return self._tp.all_reduce(hidden.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self._weight
+
+
+class LMHead:
+    """Hidden states -> logits over the true vocabulary, gathered from all ranks."""
+
+    def __init__(self, weight: Parameter, vocab_size: int, tp: TensorParallel) -> None:
+        self._weight = weight
+        self._vocab_size = vocab_size
+        self._tp = tp
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [R, H] in the model's dtype -> contiguous float32 [R, V], equal on every rank."""
+        local = functional.linear(hidden, self._weight.data)
+        logits = self._tp.all_gather_last_dim(local)[:, : self._vocab_size]
+        return logits.to(torch.float32).contiguous()
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self._weight

@@ -1,0 +1,135 @@
+"""Linear layers split over the tensor-parallel group, by output rows or by input columns.
+
+Shapes: N tokens, I input features, O output features; weights are stored [O, I] as checkpoints have
+them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from worker_daemon.distributed.tp import TensorParallel
+from worker_daemon.layers.parameter import Parameter, Piece
+
+
+@dataclass(frozen=True, slots=True)
+class RowShard:
+    """The rows of one checkpoint matrix that this rank holds: [start, start + rows)."""
+
+    prefix: str
+    """Checkpoint name without its .weight or .bias."""
+    total: int
+    start: int
+    rows: int
+
+
+def even_shard(prefix: str, total: int, tp: TensorParallel) -> RowShard:
+    """This rank's equal part of a matrix whose rows the group's size divides."""
+    rows = total // tp.size
+    return RowShard(prefix, total, tp.rank * rows, rows)
+
+
+class ColumnParallelLinear:
+    """Several matrices over one input, merged to one: y = x W^T + b, each rank computing its own
+    rows.
+
+    The output is [N, sum of the shards' rows], in the order of the shards; no communication.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[RowShard],
+        in_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.sizes = [shard.rows for shard in shards]
+        rows = sum(self.sizes)
+        self._weight = Parameter(
+            (rows, in_features), _matrix_pieces(shards, in_features), dtype=dtype, device=device
+        )
+        self._bias = (
+            Parameter((rows,), _bias_pieces(shards), dtype=dtype, device=device) if bias else None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N, I] -> [N, local O]."""
+        bias = None if self._bias is None else self._bias.data
+        return functional.linear(x, self._weight.data, bias)
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self._weight
+        if self._bias is not None:
+            yield self._bias
+
+
+class RowParallelLinear:
+    """y = x W^T + b with the input split over the group: each rank multiplies its columns, then all
+    are summed.
+
+    Only rank 0 holds the bias, so that the sum contains it once.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._tp = tp
+        columns = in_features // tp.size
+        start = tp.rank * columns
+        piece = Piece(
+            f"{prefix}.weight",
+            (out_features, in_features),
+            (slice(0, out_features), slice(start, start + columns)),
+            (slice(0, out_features), slice(0, columns)),
+        )
+        self._weight = Parameter((out_features, columns), (piece,), dtype=dtype, device=device)
+        whole = (RowShard(prefix, out_features, 0, out_features),)
+        self._bias = (
+            Parameter((out_features,), _bias_pieces(whole), dtype=dtype, device=device)
+            if bias and tp.rank == 0
+            else None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N, local I] -> [N, O], equal on every rank."""
+        bias = None if self._bias is None else self._bias.data
+        return self._tp.all_reduce(functional.linear(x, self._weight.data, bias))
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self._weight
+        if self._bias is not None:
+            yield self._bias
+
+
+def _matrix_pieces(shards: Sequence[RowShard], in_features: int) -> Iterator[Piece]:
+    columns = slice(0, in_features)
+    for shard, target in _stacked(shards):
+        source = slice(shard.start, shard.start + shard.rows)
+        full_shape = (shard.total, in_features)
+        yield Piece(f"{shard.prefix}.weight", full_shape, (source, columns), (target, columns))
+
+
+def _bias_pieces(shards: Sequence[RowShard]) -> Iterator[Piece]:
+    for shard, target in _stacked(shards):
+        source = slice(shard.start, shard.start + shard.rows)
+        yield Piece(f"{shard.prefix}.bias", (shard.total,), (source,), (target,), "bias")
+
+
+def _stacked(shards: Sequence[RowShard]) -> Iterator[tuple[RowShard, slice]]:
+    offset = 0
+    for shard in shards:
+        yield shard, slice(offset, offset + shard.rows)
+        offset += shard.rows

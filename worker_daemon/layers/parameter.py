@@ -1,0 +1,65 @@
+"""A weight of one rank, and which checkpoint tensors fill it. Knows no file format."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["matrix", "norm", "bias"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A region of one checkpoint tensor, and its place in a parameter (equal shapes)."""
+
+    name: str
+    """Name of the tensor in the checkpoint."""
+    full_shape: tuple[int, ...]
+    """Shape that the checkpoint tensor must have."""
+    source: tuple[slice, ...]
+    """What to read of it; one slice with explicit bounds for each dimension."""
+    target: tuple[slice, ...]
+    """Where it goes in the parameter; one slice with explicit bounds for each dimension."""
+    kind: Kind = "matrix"
+    """What the tensor is for; decides its values when weights are made up."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True when the piece is the complete checkpoint tensor."""
+        return all(
+            part.start == 0 and part.stop == size
+            for part, size in zip(self.source, self.full_shape, strict=True)
+        )
+
+
+class Parameter:
+    """Owns `data`, the local shard, zero until loaded; rows that no piece covers (padding) stay
+    zero.
+
+    Built and loaded on the step thread; lives in weight memory as long as the stage that holds it.
+    """
+
+    data: Tensor
+    pieces: tuple[Piece, ...]
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        pieces: Iterable[Piece],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.pieces = tuple(pieces)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+
+def whole_vector(name: str, size: int, kind: Kind) -> Piece:
+    """A vector [size] that every rank holds completely."""
+    return Piece(name, (size,), (slice(0, size),), (slice(0, size),), kind)

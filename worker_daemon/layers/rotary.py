@@ -1,0 +1,180 @@
+"""Rotary position embedding (Su et al., 2021): the frequencies of each variant, the cos/sin table,
+the rotation.
+
+Frequencies are computed on the CPU in float32 by the formulas of transformers' modeling_rope_utils,
+so that they are equal on every device. Knows no config.json: models/config.py builds the variants.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultRope:
+    """f_i = theta^(-2i/d), i < d/2."""
+
+    head_dim: int
+    theta: float
+
+    @property
+    def attention_scaling(self) -> float:
+        """Factor on cos and sin."""
+        return 1.0
+
+    def inv_freq(self) -> Tensor:
+        """float32 [head_dim / 2] on the CPU."""
+        return 1.0 / _wavelengths(self.theta, self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRope:
+    """Position interpolation (Chen et al., 2023): every frequency divided by `factor`."""
+
+    head_dim: int
+    theta: float
+    factor: float
+
+    @property
+    def attention_scaling(self) -> float:
+        return 1.0
+
+    def inv_freq(self) -> Tensor:
+        return 1.0 / _wavelengths(self.theta, self.head_dim) / self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicRope:
+    """NTK scaling that depends on the length of the sequence, and changes nothing up to
+    max_position_embeddings.
+
+    Beyond it every key in the cache would need another rotation with each token, so such lengths
+    are refused when the configuration is resolved (`DecoderConfig.max_supported_len`); `factor`
+    then never takes effect.
+    """
+
+    head_dim: int
+    theta: float
+    factor: float
+
+    @property
+    def attention_scaling(self) -> float:
+        return 1.0
+
+    def inv_freq(self) -> Tensor:
+        return 1.0 / _wavelengths(self.theta, self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Rope:
+    """Llama 3.1: long waves divided by `factor`, short ones kept, those between interpolated."""
+
+    head_dim: int
+    theta: float
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    @property
+    def attention_scaling(self) -> float:
+        return 1.0
+
+    def inv_freq(self) -> Tensor:
+        inv_freq = 1.0 / _wavelengths(self.theta, self.head_dim)
+        wavelength = 2 * math.pi / inv_freq
+        context = self.original_max_position_embeddings
+        smooth = (context / wavelength - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        blended = (1 - smooth) * inv_freq / self.factor + smooth * inv_freq
+        is_long = wavelength > context / self.low_freq_factor
+        is_short = wavelength < context / self.high_freq_factor
+        return torch.where(
+            is_long, inv_freq / self.factor, torch.where(is_short, inv_freq, blended)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class YarnRope:
+    """YaRN (Peng et al., 2023): a ramp over the dimensions between interpolation and extrapolation.
+
+    attention_factor None means: computed from factor, mscale and mscale_all_dim. truncate rounds
+    the ramp's ends outward to whole dimensions.
+    """
+
+    head_dim: int
+    theta: float
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    @property
+    def attention_scaling(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._scale(self.mscale) / self._scale(self.mscale_all_dim)
+        return self._scale(1.0)
+
+    def inv_freq(self) -> Tensor:
+        wavelengths = _wavelengths(self.theta, self.head_dim)
+        interpolated = 1.0 / (self.factor * wavelengths)
+        extrapolated = 1.0 / wavelengths
+        share = 1 - self._ramp()
+        return interpolated * (1 - share) + extrapolated * share
+
+    def _scale(self, mscale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+    def _ramp(self) -> Tensor:
+        low, high = self._turning_dim(self.beta_fast), self._turning_dim(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.head_dim - 1)
+        if low == high:
+            high += 0.001
+        steps = torch.arange(self.head_dim // 2, dtype=torch.float32)
+        return ((steps - low) / (high - low)).clamp(0, 1)
+
+    def _turning_dim(self, num_rotations: float) -> float:
+        """The dimension that turns num_rotations times over the original context."""
+        turns = self.original_max_position_embeddings / (num_rotations * 2 * math.pi)
+        return self.head_dim * math.log(turns) / (2 * math.log(self.theta))
+
+
+Rope = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope
+
+
+class RotaryEmbedding:
+    """Owns the float32 table of cos and sin for positions below max_model_len."""
+
+    def __init__(self, rope: Rope, max_model_len: int, device: torch.device) -> None:
+        positions = torch.arange(max_model_len, dtype=torch.float32, device=device)
+        angles = positions.unsqueeze(-1) * rope.inv_freq().to(device)
+        scaling = rope.attention_scaling
+        self._table = torch.stack((angles.cos() * scaling, angles.sin() * scaling), dim=1)
+
+    def lookup(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions int64 [N], below max_model_len -> cos, sin: float32 [N, 1, head_dim / 2]."""
+        cos, sin = self._table[positions].unbind(1)
+        return cos.unsqueeze(1), sin.unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [N, heads, D] turned by the angles of `lookup`: halves paired, rounded once."""
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+def _wavelengths(theta: float, head_dim: int) -> Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    return torch.pow(theta, exponents)

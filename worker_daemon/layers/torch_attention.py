@@ -1,0 +1,85 @@
+"""Paged attention in plain torch, for the CPU and as the reference of faster backends.
+
+One scaled_dot_product_attention for each sequence, so that a sequence's result does not depend on
+its neighbours.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from worker_daemon.layers.attention import AttentionMetadata
+
+
+class TorchPagedAttention:
+    """AttentionBackend on any device; host work grows with the sequences, no device sync."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        _write_kv(k, v, kv_cache, metadata.slot_mapping)
+        out = torch.zeros_like(q)
+        start = 0
+        lengths = zip(metadata.query_lens_np.tolist(), metadata.seq_lens_np.tolist(), strict=True)
+        for seq, (query_len, seq_len) in enumerate(lengths):
+            tokens = slice(start, start + query_len)
+            start += query_len
+            if query_len:
+                blocks = metadata.block_table[seq]
+                out[tokens] = _attend(q[tokens], kv_cache, blocks, seq_len, scale, window)
+        return out
+
+
+def _write_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    block_size = kv_cache.shape[2]
+    block_ids = torch.div(slot_mapping, block_size, rounding_mode="floor")
+    offsets = slot_mapping % block_size
+    kv_cache[block_ids, 0, offsets] = k
+    kv_cache[block_ids, 1, offsets] = v
+
+
+def _attend(
+    q: Tensor, kv_cache: Tensor, blocks: Tensor, seq_len: int, scale: float, window: int | None
+) -> Tensor:
+    """q [L, Hq, D] at positions seq_len - L to seq_len - 1 -> [L, Hq, D]."""
+    query_len = q.shape[0]
+    first_position = seq_len - query_len
+    first_block = 0
+    block_size = kv_cache.shape[2]
+    if window is not None:
+        first_block = max(0, first_position - window + 1) // block_size
+    first_key = first_block * block_size
+    num_keys = seq_len - first_key
+    pages = kv_cache[blocks[first_block : -(-seq_len // block_size)]]
+    keys, values = (
+        pages[:, which].flatten(0, 1)[:num_keys].transpose(0, 1).unsqueeze(0) for which in (0, 1)
+    )
+    is_causal = query_len == num_keys > 1 and window is None
+    mask = None
+    if window is not None or not (is_causal or query_len == 1):
+        mask = _visible(query_len, num_keys, window, q.device)
+    out = functional.scaled_dot_product_attention(
+        q.transpose(0, 1).unsqueeze(0),
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=q.shape[1] != keys.shape[1],
+    )
+    return out.squeeze(0).transpose(0, 1)
+
+
+def _visible(query_len: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """bool [L, S]: key j is seen by query i; the last query sits at the last key."""
+    queries = torch.arange(num_keys - query_len, num_keys, device=device).unsqueeze(1)
+    keys = torch.arange(num_keys, device=device)
+    visible = keys <= queries
+    return visible if window is None else visible & (keys > queries - window)

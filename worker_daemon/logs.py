@@ -1,0 +1,31 @@
+"""Logging to stderr: one line a record, with time, process and rank. Prompts and tokens are never
+logged."""
+
+import logging
+import sys
+from typing import Final
+
+LEVELS: Final = ("debug", "info", "warning", "error")
+
+_FORMAT: Final = (
+    "%(asctime)s.%(msecs)03d %(levelname)-7s [%(process)d rank {rank}] %(name)s: %(message)s"
+)
+
+
+def configure_logs(level: str) -> None:
+    """Send all records of `level` (one of LEVELS) and above to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_formatter("-"))
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(level.upper())
+
+
+def set_rank(rank: int) -> None:
+    """Show the global rank in every line from here on: known once a driver gave one."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_formatter(str(rank)))
+
+
+def _formatter(rank: str) -> logging.Formatter:
+    return logging.Formatter(_FORMAT.format(rank=rank), "%Y-%m-%dT%H:%M:%S")

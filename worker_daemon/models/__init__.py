@@ -1,0 +1,1 @@
+"""Model configurations, the decoder, and checkpoint loading. Knows no wire type."""

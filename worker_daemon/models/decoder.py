@@ -1,0 +1,298 @@
+"""The decoder: one pipeline stage of it, for every architecture of the registry. Knows no request
+and no file.
+
+Shapes: N tokens in the step, R rows with logits, H hidden size, V vocabulary. Between layers and
+between stages goes only the residual stream [N, H], summed and rounded to the model's dtype, so
+that a split model computes the same bits.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from worker_daemon.distributed.tp import SingleRank, TensorParallel
+from worker_daemon.layers.attention import (
+    Attention,
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionShape,
+    ForwardContext,
+)
+from worker_daemon.layers.embedding import LMHead, VocabParallelEmbedding, vocab_parallel_weight
+from worker_daemon.layers.linear import ColumnParallelLinear, RowParallelLinear, even_shard
+from worker_daemon.layers.norm import RMSNorm
+from worker_daemon.layers.parameter import Parameter
+from worker_daemon.layers.rotary import RotaryEmbedding
+from worker_daemon.models.config import DecoderConfig
+
+_EMBEDDING = "model.embed_tokens.weight"
+_LM_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayerSpec:
+    """What one local layer needs of the KV cache."""
+
+    name: str
+    """Checkpoint prefix of the layer's attention."""
+    num_kv_heads: int
+    """KV heads on this rank."""
+    head_dim: int
+    window: int | None
+    """Sliding window in tokens; None keeps everything."""
+
+
+class MLP:
+    """down(silu(gate(x)) * up(x)), gate and up merged to one matrix."""
+
+    def __init__(
+        self,
+        prefix: str,
+        config: DecoderConfig,
+        *,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shards = [
+            even_shard(f"{prefix}.{name}", config.intermediate_size, tp)
+            for name in ("gate_proj", "up_proj")
+        ]
+        self._gate_up = ColumnParallelLinear(
+            shards, config.hidden_size, bias=config.mlp_bias, dtype=dtype, device=device
+        )
+        self._down = RowParallelLinear(
+            f"{prefix}.down_proj",
+            config.intermediate_size,
+            config.hidden_size,
+            bias=config.mlp_bias,
+            tp=tp,
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N, H] -> [N, H]."""
+        gate, up = self._gate_up.forward(x).chunk(2, dim=-1)
+        return self._down.forward(functional.silu(gate) * up)
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield from self._gate_up.parameters()
+        yield from self._down.parameters()
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(
+        self,
+        index: int,
+        config: DecoderConfig,
+        *,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        prefix = f"model.layers.{index}"
+        attention_prefix = f"{prefix}.self_attn"
+        self._input_norm = RMSNorm(
+            f"{prefix}.input_layernorm.weight",
+            config.hidden_size,
+            config.rms_norm_eps,
+            dtype=dtype,
+            device=device,
+        )
+        self._attention = Attention(
+            attention_prefix, _attention_shape(config, index), tp=tp, dtype=dtype, device=device
+        )
+        self._post_attention_norm = RMSNorm(
+            f"{prefix}.post_attention_layernorm.weight",
+            config.hidden_size,
+            config.rms_norm_eps,
+            dtype=dtype,
+            device=device,
+        )
+        self._mlp = MLP(f"{prefix}.mlp", config, tp=tp, dtype=dtype, device=device)
+        self.kv_spec = KVLayerSpec(
+            attention_prefix,
+            self._attention.num_kv_heads,
+            config.head_dim,
+            config.layer_windows[index],
+        )
+
+    def forward(self, residual: Tensor, kv_cache: Tensor, context: ForwardContext) -> Tensor:
+        """residual [N, H] -> [N, H]; writes this layer's k and v into kv_cache."""
+        attended = self._attention.forward(self._input_norm.forward(residual), kv_cache, context)
+        normed, residual = self._post_attention_norm.add_and_norm(attended, residual)
+        return residual + self._mlp.forward(normed)
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield from self._input_norm.parameters()
+        yield from self._attention.parameters()
+        yield from self._post_attention_norm.parameters()
+        yield from self._mlp.parameters()
+
+
+class DecoderStage:
+    """Consecutive layers; the first stage has the embedding too, the last the LM head.
+
+    Built by `build_stage` on the step thread; owns its parameters (zero until loaded) and the
+    rotary table on the device, freed with it. The forward paths never wait for the device.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        rotary: RotaryEmbedding,
+        embedding: VocabParallelEmbedding | None,
+        head: tuple[RMSNorm, LMHead] | None,
+        attention: AttentionBackend,
+    ) -> None:
+        self._layers = layers
+        self._rotary = rotary
+        self._embedding = embedding
+        self._head = head
+        self._attention = attention
+
+    def set_attention(self, attention: AttentionBackend) -> None:
+        """Replaces the attention of all layers, as after the memory profile."""
+        self._attention = attention
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """First stage only: input_ids int32 or int64 [N], each below V -> [N, H]."""
+        assert self._embedding is not None, "embed on a stage that is not the first"
+        return self._embedding.forward(input_ids)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[Tensor],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Residual stream in, residual stream out: hidden [N, H], positions int64 [N] -> [N, H].
+
+        kv_caches holds one cache for each local layer; it may be empty under NullAttention. hidden
+        is not changed.
+        """
+        cos, sin = self._rotary.lookup(positions)
+        context = ForwardContext(cos, sin, metadata, self._attention)
+        caches = kv_caches or [hidden.new_empty(0)] * len(self._layers)
+        for layer, kv_cache in zip(self._layers, caches, strict=True):
+            hidden = layer.forward(hidden, kv_cache, context)
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Last stage only: residual stream [R, H] -> contiguous float32 [R, V]."""
+        assert self._head is not None, "compute_logits on a stage that is not the last"
+        norm, lm_head = self._head
+        return lm_head.forward(norm.forward(hidden))
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Every parameter of this stage and rank once."""
+        embedding = [] if self._embedding is None else list(self._embedding.parameters())
+        yield from embedding
+        for layer in self._layers:
+            yield from layer.parameters()
+        for part in self._head or ():
+            yield from (shared for shared in part.parameters() if shared not in embedding)
+
+    def checkpoint_views(self) -> dict[str, Tensor]:
+        """Checkpoint name -> this rank's region of that tensor, a view of the parameter."""
+        return {
+            piece.name: parameter.data[piece.target]
+            for parameter in self.parameters()
+            for piece in parameter.pieces
+        }
+
+    @property
+    def num_parameters_bytes(self) -> int:
+        return sum(parameter.num_bytes for parameter in self.parameters())
+
+    @property
+    def kv_layer_specs(self) -> tuple[KVLayerSpec, ...]:
+        """One for each local layer, in the order of forward's kv_caches."""
+        return tuple(layer.kv_spec for layer in self._layers)
+
+
+def build_stage(
+    config: DecoderConfig,
+    layers: range,
+    is_first: bool,
+    is_last: bool,
+    tp: TensorParallel,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    attention: AttentionBackend,
+) -> DecoderStage:
+    """A stage with zero weights. The partition must have passed `check_partition`.
+
+    max_model_len (tokens) is the length of the rotary table: no position may reach it. With tied
+    embeddings a last stage that is not the first holds its own copy of the embedding.
+    """
+    embedding = None
+    head = None
+    if is_first or (is_last and config.tie_word_embeddings):
+        embedding = _vocab_weight(_EMBEDDING, config, tp, dtype, device)
+    if is_last:
+        tied = embedding if config.tie_word_embeddings else None
+        weight = tied or _vocab_weight(_LM_HEAD, config, tp, dtype, device)
+        final_norm = RMSNorm(
+            "model.norm.weight", config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device
+        )
+        head = (final_norm, LMHead(weight, config.vocab_size, tp))
+    return DecoderStage(
+        [DecoderLayer(index, config, tp=tp, dtype=dtype, device=device) for index in layers],
+        RotaryEmbedding(config.rope, max_model_len, device),
+        VocabParallelEmbedding(embedding, tp) if is_first and embedding else None,
+        head,
+        attention,
+    )
+
+
+def checkpoint_names(config: DecoderConfig) -> frozenset[str]:
+    """Names of all tensors that the whole model reads; builds it without memory to find them."""
+    tp, device = SingleRank(), torch.device("meta")
+    layers = (
+        DecoderLayer(index, config, tp=tp, dtype=torch.float32, device=device)
+        for index in range(config.num_hidden_layers)
+    )
+    outside = {_EMBEDDING, "model.norm.weight"} | (
+        set() if config.tie_word_embeddings else {_LM_HEAD}
+    )
+    inside = {
+        piece.name
+        for layer in layers
+        for parameter in layer.parameters()
+        for piece in parameter.pieces
+    }
+    return frozenset(outside | inside)
+
+
+def _vocab_weight(
+    name: str,
+    config: DecoderConfig,
+    tp: TensorParallel,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Parameter:
+    return vocab_parallel_weight(
+        name, config.vocab_size, config.hidden_size, tp=tp, dtype=dtype, device=device
+    )
+
+
+def _attention_shape(config: DecoderConfig, layer: int) -> AttentionShape:
+    return AttentionShape(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        qkv_bias=config.qkv_bias,
+        o_bias=config.o_bias,
+        qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+        window=config.layer_windows[layer],
+    )

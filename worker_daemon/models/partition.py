@@ -1,0 +1,79 @@
+"""How a decoder is divided over stages and ranks. Pure; knows no process and no tensor."""
+
+from collections.abc import Sequence
+
+from worker_daemon.errors import ConfigError
+from worker_daemon.models.config import DecoderConfig
+
+
+def check_partition(config: DecoderConfig, pp_size: int, tp_size: int) -> None:
+    """Raises ConfigError unless pp_size stages of tp_size ranks can share the model."""
+    _require_positive("pipeline_parallel_size", pp_size)
+    _require_positive("tensor_parallel_size", tp_size)
+    _check_stage_count(config.num_hidden_layers, pp_size)
+    for name, count in (
+        ("num_attention_heads", config.num_attention_heads),
+        ("intermediate_size", config.intermediate_size),
+    ):
+        if count % tp_size:
+            raise _tp_error(tp_size, f"does not divide {name} {count}")
+    kv_heads = config.num_key_value_heads
+    if kv_heads % tp_size and tp_size % kv_heads:
+        raise _tp_error(
+            tp_size, f"neither divides num_key_value_heads {kv_heads} nor is a multiple of it"
+        )
+
+
+def partition_layers(
+    num_layers: int, pp_size: int, explicit: Sequence[int] | None = None
+) -> tuple[range, ...]:
+    """The layers of each stage, in order.
+
+    Without an explicit list of layer counts the split is even; layers left over go to the middle
+    stages first, then to the first, because the first stage also has the embedding and the last the
+    LM head and the sampler. Raises ConfigError for more stages than layers and for a list that does
+    not fit.
+    """
+    _require_positive("pipeline_parallel_size", pp_size)
+    _check_stage_count(num_layers, pp_size)
+    counts = _even_counts(num_layers, pp_size) if explicit is None else list(explicit)
+    if len(counts) != pp_size or min(counts) < 1 or sum(counts) != num_layers:
+        raise ConfigError(
+            f"the partition must give each of {pp_size} stages at least one of {num_layers} layers",
+            field="pipeline_partition",
+            value=counts,
+            fix=f"list {pp_size} positive counts with the sum {num_layers}",
+        )
+    ends = [sum(counts[: stage + 1]) for stage in range(pp_size)]
+    return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+
+
+def _even_counts(num_layers: int, pp_size: int) -> list[int]:
+    base, left_over = divmod(num_layers, pp_size)
+    middle_then_first = [*range(1, pp_size - 1), 0]
+    extra = set(middle_then_first[:left_over])
+    return [base + (stage in extra) for stage in range(pp_size)]
+
+
+def _check_stage_count(num_layers: int, pp_size: int) -> None:
+    if pp_size > num_layers:
+        raise ConfigError(
+            "there are more pipeline stages than layers",
+            field="pipeline_parallel_size",
+            value=pp_size,
+            fix=f"use at most {num_layers}",
+        )
+
+
+def _require_positive(field: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{field} must be at least 1", field=field, value=value, fix="use 1")
+
+
+def _tp_error(tp_size: int, problem: str) -> ConfigError:
+    return ConfigError(
+        f"tensor_parallel_size {problem}",
+        field="tensor_parallel_size",
+        value=tp_size,
+        fix="use a size that divides the model's heads and intermediate size",
+    )

@@ -1,0 +1,210 @@
+"""Fills the parameters of a stage from safetensors files, or with made-up values. Knows no model.
+
+Each parameter says which regions of which checkpoint tensors it wants; only those are read, through
+a memory map, and copied straight into place with conversion to the parameter's dtype. An error
+leaves the stage half filled: discard it.
+"""
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from worker_daemon.errors import CheckpointError
+from worker_daemon.layers.parameter import Parameter, Piece
+from worker_daemon.models.dummy import fill_dummy
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far a load has come, in bytes of this rank's parameters."""
+
+    bytes_done: int
+    bytes_total: int
+    seconds: float
+    """Since the load began."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a finished load did."""
+
+    bytes_loaded: int
+    seconds: float
+    ignored_tensors: tuple[str, ...]
+    """Tensors of the checkpoint that no stage of the model uses, sorted."""
+
+
+OnProgress = Callable[[LoadProgress], None]
+
+
+def load_weights(
+    parameters: Iterable[Parameter],
+    model_dir: Path,
+    known_names: Collection[str],
+    progress: OnProgress,
+) -> LoadReport:
+    """Loads from model.safetensors, or from the shards of model.safetensors.index.json.
+
+    known_names are the tensors that the whole model reads (`decoder.checkpoint_names`); others in
+    the checkpoint are reported, not loaded. progress is called after every tensor. Raises
+    CheckpointError naming the file or tensor that is missing, truncated or not of the expected
+    shape or type.
+    """
+    files = _tensor_files(model_dir)
+    wanted = _group_by_file(parameters, files, model_dir)
+    meter = _Meter(sum(_num_bytes(*item) for items in wanted.values() for item in items), progress)
+    for path, items in wanted.items():
+        _load_file(path, items, meter)
+    return meter.report(tuple(sorted(files.keys() - set(known_names))))
+
+
+def load_dummy_weights(
+    parameters: Iterable[Parameter], seed: int, progress: OnProgress
+) -> LoadReport:
+    """Fills the parameters with values of name, full shape, index and seed alone (`dummy.py`)."""
+    items = [(parameter, piece) for parameter in parameters for piece in parameter.pieces]
+    meter = _Meter(sum(_num_bytes(*item) for item in items), progress)
+    for parameter, piece in items:
+        fill_dummy(parameter.data[piece.target], piece, seed)
+        meter.advance(_num_bytes(parameter, piece))
+    return meter.report(())
+
+
+class _Region(Protocol):
+    """safetensors' lazy slice of one tensor."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+    def __getitem__(self, region: tuple[slice, ...], /) -> Tensor: ...
+
+
+class _Reader(Protocol):
+    """What is used of an open safetensors file, whose own stubs leave the types out."""
+
+    def get_slice(self, name: str, /) -> _Region: ...
+
+    def get_tensor(self, name: str, /) -> Tensor: ...
+
+
+class _Meter:
+    """Counts bytes against the clock."""
+
+    def __init__(self, bytes_total: int, progress: OnProgress) -> None:
+        self._start_s = time.monotonic()
+        self._bytes_done = 0
+        self._bytes_total = bytes_total
+        self._progress = progress
+
+    def advance(self, num_bytes: int) -> None:
+        self._bytes_done += num_bytes
+        self._progress(LoadProgress(self._bytes_done, self._bytes_total, self._seconds()))
+
+    def report(self, ignored_tensors: tuple[str, ...]) -> LoadReport:
+        return LoadReport(self._bytes_done, self._seconds(), ignored_tensors)
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._start_s
+
+
+def _num_bytes(parameter: Parameter, piece: Piece) -> int:
+    return parameter.data[piece.target].numel() * parameter.data.element_size()
+
+
+def _tensor_files(model_dir: Path) -> Mapping[str, Path]:
+    """Tensor name -> the file that holds it."""
+    single, index = model_dir / _SINGLE_FILE, model_dir / _INDEX_FILE
+    if single.is_file():
+        with _open(single) as handle:
+            return dict.fromkeys(handle.keys(), single)
+    if index.is_file():
+        return _read_index(index)
+    fix = f"provide {_SINGLE_FILE} or {_INDEX_FILE} with its shards"
+    if any(model_dir.glob("*.bin")) or any(model_dir.glob("*.pt")):
+        fix += "; .bin and .pt files are pickles and are not read, convert them with safetensors"
+    raise CheckpointError(
+        f"{model_dir} holds no safetensors weights", field="model", value=str(model_dir), fix=fix
+    )
+
+
+def _read_index(path: Path) -> Mapping[str, Path]:
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _broken(path, f"is no index with a weight_map ({error})") from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise _broken(path, "has a weight_map that is no object or empty")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise _broken(path, f"maps {tensor} to {file!r}, which is no plain file name")
+    return {tensor: path.parent / file for tensor, file in weight_map.items()}
+
+
+def _group_by_file(
+    parameters: Iterable[Parameter], files: Mapping[str, Path], model_dir: Path
+) -> Mapping[Path, list[tuple[Parameter, Piece]]]:
+    wanted: defaultdict[Path, list[tuple[Parameter, Piece]]] = defaultdict(list)
+    for parameter in parameters:
+        for piece in parameter.pieces:
+            if piece.name not in files:
+                raise CheckpointError(
+                    f"the checkpoint in {model_dir} has no tensor {piece.name}",
+                    field="tensor",
+                    value=piece.name,
+                    fix="use weights that belong to this config.json",
+                )
+            wanted[files[piece.name]].append((parameter, piece))
+    return wanted
+
+
+def _load_file(path: Path, items: Iterable[tuple[Parameter, Piece]], meter: _Meter) -> None:
+    with _open(path) as handle:
+        present = set(handle.keys())
+        for parameter, piece in items:
+            if piece.name not in present:
+                raise _broken(path, f"has no tensor {piece.name}, though the index says so")
+            parameter.data[piece.target].copy_(_read(handle, path, piece))
+            meter.advance(_num_bytes(parameter, piece))
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except FileNotFoundError as error:
+        raise _broken(path, "is missing") from error
+    except (OSError, SafetensorError) as error:
+        raise _broken(path, f"is truncated or no safetensors file ({error})") from error
+
+
+def _read(handle: _Reader, path: Path, piece: Piece) -> Tensor:
+    """The piece's region; bytes outside it are not touched."""
+    region = handle.get_slice(piece.name)
+    shape = tuple(region.get_shape())
+    if shape != piece.full_shape:
+        raise _broken(
+            path, f"has {piece.name} in shape {shape}, config.json says {piece.full_shape}"
+        )
+    if region.get_dtype() not in _FLOAT_DTYPES:
+        raise _broken(path, f"has {piece.name} in dtype {region.get_dtype()}, which is not loaded")
+    try:
+        return handle.get_tensor(piece.name) if piece.is_whole else region[piece.source]
+    except SafetensorError as error:
+        raise _broken(path, f"does not yield {piece.name} ({error})") from error
+
+
+def _broken(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} {problem}", field="model", value=str(path.parent), fix="download the file again"
+    )

@@ -1,0 +1,108 @@
+"""Pure: what the driver asked for, the checkpoint and the device, resolved to what the worker runs
+with. "auto" ends here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rpc_schema.config import CacheConfig, ModelConfig, SchedulerConfig
+from worker_daemon.errors import CheckpointError, ConfigError
+from worker_daemon.models.config import DecoderConfig, read_model_config
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """Everything about the model that was open when LoadModel came."""
+
+    directory: Path
+    decoder: DecoderConfig
+    dtype: torch.dtype
+    max_model_len: int
+    longest_model_len: int
+    """What update_max_model_len may raise max_model_len to."""
+
+
+def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedModel:
+    """Read the checkpoint's config.json and settle directory, dtype and context length.
+
+    Raises:
+        ConfigError: the model lies outside the roots, or a value does not fit it.
+        CheckpointError: the directory or its config.json is missing or broken.
+    """
+    directory = _confine(config.model, model_roots)
+    decoder = read_model_config(directory)
+    longest = decoder.max_position_embeddings
+    return ResolvedModel(
+        directory=directory,
+        decoder=decoder,
+        dtype=_resolve_dtype(config.dtype, decoder),
+        max_model_len=_resolve_length(config.max_model_len, decoder),
+        longest_model_len=longest,
+    )
+
+
+def check_cache(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
+    """Raises ConfigError for cache and scheduler settings that no step could run with."""
+    size = cache.block_size
+    if size & (size - 1):
+        raise ConfigError(
+            "a block has a power of two tokens", field="cache.block_size", value=size, fix="16"
+        )
+    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+        raise ConfigError(
+            "a step must have room for a token of each sequence",
+            field="scheduler.max_num_batched_tokens",
+            value=scheduler.max_num_batched_tokens,
+            fix=f"at least max_num_seqs, {scheduler.max_num_seqs}",
+        )
+
+
+def _confine(model: str, roots: Sequence[Path]) -> Path:
+    """Return the model's real directory, which must lie under a root, symbolic links resolved."""
+    for root in roots:
+        real_root = root.resolve()
+        candidate = (real_root / model).resolve()
+        if candidate.is_relative_to(real_root):
+            if not candidate.is_dir():
+                raise CheckpointError(
+                    "no such directory",
+                    field="model",
+                    value=model,
+                    fix="the directory of config.json",
+                )
+            return candidate
+    raise ConfigError(
+        "the model lies outside this daemon's model roots",
+        field="model",
+        value=model,
+        fix=f"a directory under {[str(root) for root in roots]}, or another --model-root",
+    )
+
+
+def _resolve_dtype(dtype: str, decoder: DecoderConfig) -> torch.dtype:
+    name = decoder.dtype or "float32" if dtype == "auto" else dtype
+    if name not in DTYPES:
+        raise ConfigError(
+            "the checkpoint's dtype is not one that can be computed in",
+            field="dtype",
+            value=name,
+            fix=f"ask for one of {sorted(DTYPES)}",
+        )
+    return DTYPES[name]
+
+
+def _resolve_length(asked: int | None, decoder: DecoderConfig) -> int:
+    longest = decoder.max_position_embeddings
+    if asked is None or asked <= longest:
+        return asked or longest
+    why = "exact only up to" if decoder.max_supported_len is not None else "made for"
+    raise ConfigError(
+        f"the model is {why} {longest} tokens",
+        field="max_model_len",
+        value=asked,
+        fix=f"at most {longest}",
+    )

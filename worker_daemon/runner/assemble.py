@@ -1,0 +1,115 @@
+"""Puts a model runner together from its parts: the one place that knows which part serves which
+place in the group."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from worker_daemon.distributed.link import Link
+from worker_daemon.distributed.parallel_state import ParallelState
+from worker_daemon.distributed.pp import NoOutbound, StageInbound, StageOutbound
+from worker_daemon.distributed.tokens import LocalTokens, TokenBroadcast, TokenReturn
+from worker_daemon.distributed.tp import TensorParallel
+from worker_daemon.models.decoder import DecoderStage
+from worker_daemon.runner.input_batch import InputBuilder
+from worker_daemon.runner.model_runner import ModelRunner, StageEnds
+from worker_daemon.runner.request_state import RequestState, StepLimits
+from worker_daemon.runner.stage_ends import (
+    EarlierStageExit,
+    FirstStageEntry,
+    LastStageExit,
+    LaterStageEntry,
+    StageEntry,
+    StageExit,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerParts:
+    """What a runner is made of that outlives it."""
+
+    parallel: ParallelState
+    tp: TensorParallel
+    stage: DecoderStage
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def depth(self) -> int:
+        """Steps whose buffers must not be overwritten: those in flight, and the one being built."""
+        return self.parallel.pp_size + 2
+
+
+def assemble_runner(
+    parts: RunnerParts, link: Link, limits: StepLimits, kv_caches: Sequence[Tensor]
+) -> ModelRunner:
+    """Return a runner with empty rows. kv_caches: one a local layer, or none for NullAttention."""
+    state = RequestState(limits)
+    inputs = InputBuilder(state, parts.device, parts.depth)
+    return ModelRunner(
+        parts.stage,
+        kv_caches,
+        state,
+        inputs,
+        tie_stage(parts, link, limits, inputs),
+        no_hidden=torch.zeros((1, parts.hidden_size), dtype=parts.dtype, device=parts.device),
+        rank=parts.parallel.rank,
+        tp_size=parts.parallel.tp_size,
+    )
+
+
+def tie_stage(
+    parts: RunnerParts, link: Link, limits: StepLimits, inputs: InputBuilder
+) -> StageEnds:
+    """Return the ends that tie this stage to its neighbours over a link."""
+    tokens = _token_return(parts, link, inputs)
+    return StageEnds(
+        entry=_entry(parts, link, limits, inputs, tokens),
+        exit=_exit(parts, inputs, tokens),
+        outbound=NoOutbound()
+        if parts.parallel.is_last_stage
+        else StageOutbound(
+            link,
+            parts.tp,
+            hidden_size=parts.hidden_size,
+            dtype=parts.dtype,
+            device=parts.device,
+            max_num_tokens=limits.max_num_batched_tokens,
+            depth=parts.depth,
+        ),
+    )
+
+
+def _token_return(parts: RunnerParts, link: Link, inputs: InputBuilder) -> TokenReturn:
+    if parts.parallel.pp_size == 1:
+        return LocalTokens(inputs.last_sampled)
+    return TokenBroadcast(
+        link, inputs.last_sampled, num_stages=parts.parallel.pp_size, depth=parts.depth
+    )
+
+
+def _entry(
+    parts: RunnerParts, link: Link, limits: StepLimits, inputs: InputBuilder, tokens: TokenReturn
+) -> StageEntry:
+    if parts.parallel.is_first_stage:
+        return FirstStageEntry(parts.stage, inputs, tokens)
+    return LaterStageEntry(
+        StageInbound(
+            link,
+            parts.tp,
+            hidden_size=parts.hidden_size,
+            dtype=parts.dtype,
+            device=parts.device,
+            max_num_tokens=limits.max_num_batched_tokens,
+            depth=parts.depth,
+        )
+    )
+
+
+def _exit(parts: RunnerParts, inputs: InputBuilder, tokens: TokenReturn) -> StageExit:
+    if not parts.parallel.is_last_stage:
+        return EarlierStageExit(tokens)
+    return LastStageExit(parts.stage, inputs, tokens, replies=parts.parallel.is_output_rank)

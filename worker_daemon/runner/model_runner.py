@@ -1,0 +1,225 @@
+"""THE hot path: one step from the driver's message to sampled tokens. Everything optional is a part
+chosen once, elsewhere.
+
+Dummy, profile and warm-up steps come through the same entry (see warmup.py). Used on the step
+thread only.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rpc_schema.base import StepRequest
+from rpc_schema.codec import Frame
+from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, SampleTokens
+from worker_daemon.distributed.pp import STATUS_FAILED, Outbound
+from worker_daemon.errors import CapacityError, CommError, DeviceError, WorkerError
+from worker_daemon.models.decoder import DecoderStage
+from worker_daemon.runner.grammar_input import GrammarMasks, read_masks
+from worker_daemon.runner.input_batch import InputBuilder, SampleRows, StepInputs
+from worker_daemon.runner.output import ReplyIdentity
+from worker_daemon.runner.request_state import RequestState, ScheduledStep
+from worker_daemon.runner.stage_ends import Entering, PendingReply, StageEntry, StageExit
+
+
+@dataclass(frozen=True, slots=True)
+class StageEnds:
+    """How this stage is tied to its neighbours; a new link brings new ones."""
+
+    entry: StageEntry
+    exit: StageExit
+    outbound: Outbound
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsampled:
+    """What a step with deferred sampling leaves behind."""
+
+    chosen: Tensor
+    rows: SampleRows
+    status: Tensor
+
+
+class ModelRunner:
+    """Runs steps on one stage and shard. Owned by the worker; freed by reset."""
+
+    def __init__(
+        self,
+        stage: DecoderStage,
+        kv_caches: Sequence[Tensor],
+        state: RequestState,
+        inputs: InputBuilder,
+        ends: StageEnds,
+        *,
+        no_hidden: Tensor,
+        rank: int,
+        tp_size: int,
+    ) -> None:
+        """no_hidden: zeros [1, H] in the model's dtype, sent on in place of what a failed step
+        computed."""
+        self.state = state
+        self.inputs = inputs
+        self._stage = stage
+        self._kv_caches = kv_caches
+        self._ends = ends
+        self._no_hidden = no_hidden
+        self._rank = rank
+        self._tp_size = tp_size
+        device = inputs.last_sampled.device
+        self._failed = torch.full((), STATUS_FAILED, dtype=torch.int64, device=device)
+        self._publications = 0
+        self._unsampled: dict[int, _Unsampled] = {}
+
+    @property
+    def kv_caches(self) -> Sequence[Tensor]:
+        """The local layers' caches, in order."""
+        return self._kv_caches
+
+    def tie(self, ends: StageEnds) -> None:
+        """Use a new link's stage ends from here on."""
+        self._ends = ends
+
+    def forget_requests(self) -> None:
+        """Free every row, and whatever waits to be sampled."""
+        self.state.drop_all()
+        self._unsampled.clear()
+
+    @torch.inference_mode()
+    def execute_model(self, request: ExecuteModel, arrays: Sequence[Frame]) -> PendingReply | None:
+        """Run one step: apply the scheduler's difference, then receive, forward, send, sample.
+
+        Returns the reply on the output rank, None elsewhere.
+
+        Raises:
+            InvalidStepError: refused, on every rank alike; nothing was applied.
+            PrecededByError: an earlier step failed; this one ran only to keep the ranks in step.
+            CommError: the link is broken.
+        """
+        step = self.state.apply(request, arrays)
+        if request.resync is not None:
+            self._unsampled.clear()
+        return self._run(step, self._identify(request))
+
+    @torch.inference_mode()
+    def execute_dummy_batch(self, request: ExecuteDummyBatch) -> PendingReply | None:
+        """Run one token through the stage, on behalf of no request."""
+        return self._run(self.state.dummy_step(request.seq), self._identify(request))
+
+    @torch.inference_mode()
+    def sample_tokens(self, request: SampleTokens, arrays: Sequence[Frame]) -> PendingReply | None:
+        """Sample a step that deferred it. Requests that have finished in between are left out.
+
+        Raises:
+            InvalidStepError: no such step waits, or the masks do not fit.
+        """
+        masks = self._read_masks(request, arrays)
+        self.state.take_unsampled(request.step_seq)
+        waiting = self._unsampled.pop(request.step_seq)
+        kept = np.flatnonzero(
+            self.state.are_current(waiting.rows.slots_np, waiting.rows.generations)
+        )
+        rows = waiting.rows.keep(kept)
+        chosen = self._ends.exit.keep(waiting.chosen, kept)
+        allowed = masks.for_slots(rows.slots_np, chosen.device)
+        with self._failing(request.seq):
+            return self._sample(chosen, rows, waiting.status, allowed, self._identify(request))
+
+    def _run(self, step: ScheduledStep, identity: ReplyIdentity) -> PendingReply | None:
+        entering = self._ends.entry.post(step.total_num_tokens, step.seq)
+        with self._failing(step.seq, lambda: self._give_up(step, entering)):
+            inputs = self.inputs.build(step)
+            hidden, status = entering.wait(inputs)
+            hidden = self._stage.forward(
+                hidden, inputs.positions, self._kv_caches, inputs.attention
+            )
+        self._ends.outbound.send(hidden, self._status_to_send(status), step.seq)
+        with self._failing(step.seq):
+            reply = self._finish(step, inputs, hidden, status, identity)
+        self.state.raise_if_failed()
+        return reply
+
+    def _finish(
+        self,
+        step: ScheduledStep,
+        inputs: StepInputs,
+        hidden: Tensor,
+        status: Tensor,
+        identity: ReplyIdentity,
+    ) -> PendingReply | None:
+        rows = inputs.sample_rows
+        chosen = self._ends.exit.choose(hidden, rows)
+        if step.defer_sampling:
+            self._unsampled[step.seq] = _Unsampled(chosen, rows, status)
+            return self._ends.exit.reply_without_tokens(status, identity)
+        return self._sample(chosen, rows, status, None, identity)
+
+    def _sample(
+        self,
+        chosen: Tensor,
+        rows: SampleRows,
+        status: Tensor,
+        allowed: Tensor | None,
+        identity: ReplyIdentity,
+    ) -> PendingReply | None:
+        if not rows.slots_np.size:
+            return self._ends.exit.reply_without_tokens(status, identity)
+        self._publications += 1
+        self.inputs.note_publication(rows.slots_np, self._publications)
+        return self._ends.exit.sample(chosen, rows, status, allowed, self._publications, identity)
+
+    @contextmanager
+    def _failing(self, seq: int, settle: Callable[[], None] | None = None) -> Iterator[None]:
+        """A step may fail in here: settle what the neighbours wait for, then raise what it means.
+
+        A rank of several in a tensor-parallel stage that fails has left a collective that the
+        others are in: that breaks the link.
+        """
+        try:
+            yield
+        except CommError:
+            raise
+        except Exception as error:
+            self.state.mark_failed(seq)
+            if settle is not None:
+                settle()
+            failure = _typed(error)
+            if self._tp_size > 1:
+                raise CommError(f"rank {self._rank} left a collective: {failure}") from failure
+            raise failure from error
+
+    def _give_up(self, step: ScheduledStep, entering: Entering) -> None:
+        """Receive and send what the neighbours of a failed step expect, and bring no tokens."""
+        entering.discard()
+        self._ends.outbound.send(self._nothing(step.total_num_tokens), self._failed, step.seq)
+        rows = self.inputs.lost_rows(step)
+        if step.defer_sampling:
+            chosen = self._ends.exit.choose(self._nothing(step.total_num_tokens), rows)
+            self._unsampled[step.seq] = _Unsampled(chosen, rows, self._failed)
+        elif rows.slots_np.size:
+            self._publications += 1
+            self._ends.exit.give_up(rows.slots, self._publications)
+
+    def _nothing(self, num_tokens: int) -> Tensor:
+        return self._no_hidden.expand(num_tokens, -1)
+
+    def _status_to_send(self, status: Tensor) -> Tensor:
+        return self._failed if self.state.has_failed else status
+
+    def _read_masks(self, request: SampleTokens, arrays: Sequence[Frame]) -> GrammarMasks:
+        return read_masks(request.mask_slots, arrays, self.state.limits.vocab_size)
+
+    def _identify(self, request: StepRequest) -> ReplyIdentity:
+        return ReplyIdentity(request.epoch, request.seq, self._rank)
+
+
+def _typed(error: Exception) -> WorkerError | Exception:
+    """Name what torch raises in our own words; leave the rest as it is."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return CapacityError(f"out of device memory in a step: {error}", fix="send smaller steps")
+    if isinstance(error, torch.AcceleratorError):
+        return DeviceError(f"the device is lost: {error}")
+    return error

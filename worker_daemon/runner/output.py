@@ -1,0 +1,115 @@
+"""A step's result on its way to the host: copied asynchronously, waited for on the completion
+thread, then encoded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rpc_schema.codec import Frame
+from rpc_schema.step import ModelRunnerOutput
+from worker_daemon.distributed.pp import STATUS_MISMATCH, STATUS_OK
+from worker_daemon.errors import UpstreamFailedError
+from worker_daemon.runner.request_state import Int64s
+from worker_daemon.sample.sampler import NO_LOGPROBS, SamplerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyIdentity:
+    """Which request an output answers, and from where."""
+
+    epoch: int
+    seq: int
+    rank: int
+
+
+class StepOutput:
+    """Made on the step thread; result() is called once, on the completion thread.
+
+    Holds references to the device tensors until their copies are done.
+    """
+
+    def __init__(
+        self, identity: ReplyIdentity, slots: Int64s, sampled: SamplerOutput, status: Tensor
+    ) -> None:
+        self._identity = identity
+        self._slots = slots
+        columns = [sampled.token_ids.int(), status]
+        if sampled.logprobs is not None:
+            logprobs = sampled.logprobs
+            columns += [logprobs.token_ids, logprobs.logprobs, logprobs.ranks]
+        self._columns = _to_host(columns)
+        self._copied = _record_event(status)
+
+    def result(self) -> tuple[ModelRunnerOutput, Sequence[Frame]]:
+        """Wait for the copies and return the reply with its frames.
+
+        Raises:
+            UpstreamFailedError: an earlier stage failed in this step, or sent another one.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        token_ids, status, *logprobs = self._columns
+        _raise_for_status(int(status))
+        reply = ModelRunnerOutput(
+            epoch=self._identity.epoch,
+            seq=self._identity.seq,
+            rank=self._identity.rank,
+            slots=self._slots.astype("<u2").tobytes(),
+            sampled_token_ids=_raw(token_ids),
+            num_logprobs=logprobs[0].shape[1] - 1 if logprobs else NO_LOGPROBS,
+        )
+        return reply, [_raw(column) for column in logprobs]
+
+
+class NoTokens:
+    """The output of a step of the output rank that samples nothing, or not yet."""
+
+    def __init__(self, identity: ReplyIdentity, status: Tensor) -> None:
+        self._identity = identity
+        (self._status,) = _to_host([status])
+        self._copied = _record_event(status)
+
+    def result(self) -> tuple[ModelRunnerOutput, Sequence[Frame]]:
+        """Wait for the step's status. Raises UpstreamFailedError as StepOutput does."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        _raise_for_status(int(self._status))
+        identity = self._identity
+        return ModelRunnerOutput(epoch=identity.epoch, seq=identity.seq, rank=identity.rank), []
+
+
+def _raise_for_status(status: int) -> None:
+    if status == STATUS_OK:
+        return
+    if status == STATUS_MISMATCH:
+        raise UpstreamFailedError(
+            "the previous stage sent another step than this one", fix="relink"
+        )
+    raise UpstreamFailedError("an earlier pipeline stage failed in this step")
+
+
+def _to_host(columns: Sequence[Tensor]) -> list[Tensor]:
+    if columns[0].device.type == "cpu":
+        return list(columns)
+    return [
+        torch.empty(column.shape, dtype=column.dtype, pin_memory=True).copy_(
+            column, non_blocking=True
+        )
+        for column in columns
+    ]
+
+
+def _record_event(tensor: Tensor) -> torch.cuda.Event | None:
+    if tensor.device.type == "cpu":
+        return None
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _raw(column: Tensor) -> bytes:
+    values = np.ascontiguousarray(column.numpy())
+    return values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()

@@ -1,0 +1,499 @@
+"""The request rows: what every rank knows of every request, and the one judge of whether a step is
+valid.
+
+A row is a slot of the wire. A step is checked whole before any of it is applied, by its bytes and
+by these rows alone, so that all ranks accept or refuse alike. Host memory is the source of truth;
+device copies are input_batch.py's business.
+
+Shapes: S rows (plus one spare row, which dummy steps use), B scheduled requests, U block-table
+updates.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rpc_schema.codec import Frame
+from rpc_schema.step import ExecuteModel, NewRequestData
+from worker_daemon.errors import InvalidStepError, PrecededByError
+
+Int32s: TypeAlias = npt.NDArray[np.int32]
+Int64s: TypeAlias = npt.NDArray[np.int64]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+MAX_UNSAMPLED_STEPS = 16
+"""Steps whose sampling may be deferred at a time: each keeps its hidden states on the device."""
+
+_NO_BLOCKS = np.zeros(0, np.int32)
+_NO_SLOTS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The sizes that every step must keep to."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockUpdates:
+    """Entries of the block table that a step writes. Aligned columns [U]."""
+
+    slots: Int64s
+    indices: Int64s
+    block_ids: Int32s
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """An accepted step: what to run. Arrays are host memory; batch order is ascending slots."""
+
+    seq: int
+    slots: Int64s
+    """[B]"""
+    num_tokens: Int32s
+    """[B] tokens of this step."""
+    starts: Int32s
+    """[B] position of each request's first token of this step."""
+    total_num_tokens: int
+    samples: Bools
+    """[B] whether the request's last token of this step samples a new one."""
+    new_requests: tuple[NewRequestData, ...]
+    block_updates: BlockUpdates
+    defer_sampling: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Per-row counts, [S + 1] each; copied only by steps that change more than the scheduled
+    rows."""
+
+    live: Bools
+    num_computed: Int32s
+    num_tokens: Int32s
+    num_blocks: Int32s
+
+    def copy(self) -> "_Counts":
+        return _Counts(
+            self.live.copy(),
+            self.num_computed.copy(),
+            self.num_tokens.copy(),
+            self.num_blocks.copy(),
+        )
+
+    def clear(self, slots: Int64s | Bools) -> None:
+        self.live[slots] = False
+        self.num_computed[slots] = 0
+        self.num_tokens[slots] = 0
+        self.num_blocks[slots] = 0
+
+
+class RequestState:
+    """All rows of one rank. Owned by the model runner, used on the step thread only."""
+
+    def __init__(self, limits: StepLimits) -> None:
+        num_rows = limits.max_num_seqs + 1
+        self.limits = limits
+        self.known_tokens: list[Int32s] = [_NO_BLOCKS] * num_rows
+        """Of each row, the tokens that came with its admission."""
+        self.num_known_tokens = np.zeros(num_rows, np.int32)
+        """Of each row, how many of its tokens came with its admission; later ones were sampled."""
+        self.num_prompt_tokens = np.zeros(num_rows, np.int32)
+        self.generation = np.zeros(num_rows, np.int64)
+        """Of each row, how often it was admitted: tells a request from its slot's former ones."""
+        self._unsampled: dict[int, Int64s] = {}
+        self._counts = _Counts(
+            np.zeros(num_rows, np.bool_),
+            np.zeros(num_rows, np.int32),
+            np.zeros(num_rows, np.int32),
+            np.zeros(num_rows, np.int32),
+        )
+        self._failed_seq: int | None = None
+        self._last_bitmap = b""
+        self._last_slots = _NO_SLOTS
+
+    @property
+    def spare_slot(self) -> int:
+        """A row that no request ever has; its block table is the null block's."""
+        return self.limits.max_num_seqs
+
+    @property
+    def num_live(self) -> int:
+        """Rows that hold a request."""
+        return int(self._counts.live.sum())
+
+    @property
+    def has_failed(self) -> bool:
+        """A step failed, and no resynchronisation has come since."""
+        return self._failed_seq is not None
+
+    def are_current(self, slots: Int64s, generations: Int64s) -> Bools:
+        """Return for each slot [R] whether it still holds the request that it held in that
+        generation."""
+        current: Bools = self._counts.live[slots] & (self.generation[slots] == generations)
+        return current
+
+    def drop_all(self) -> None:
+        """Free every row, and forget a failure: a new driver, or a new purpose, begins."""
+        self._counts.clear(slice(None))  # type: ignore[arg-type]  # every row
+        self._failed_seq = None
+        self._unsampled.clear()
+
+    def mark_failed(self, seq: int) -> None:
+        """A step failed after it was accepted: those behind it fail too, until a
+        resynchronisation."""
+        if self._failed_seq is None:
+            self._failed_seq = seq
+
+    def raise_if_failed(self) -> None:
+        """Raises PrecededByError while an earlier step's failure stands."""
+        if self._failed_seq is not None:
+            raise PrecededByError(
+                f"step {self._failed_seq} failed before this one",
+                fix="send the next step with resync",
+            )
+
+    def apply(self, step: ExecuteModel, arrays: Sequence[Frame]) -> ScheduledStep:
+        """Check a step whole, then apply it to the rows.
+
+        Raises:
+            InvalidStepError: some value is out of range or disagrees with the rows. Nothing is
+            applied, but the steps behind it
+                fail as after any failed step.
+        """
+        try:
+            return self._apply(step, arrays)
+        except InvalidStepError:
+            self.mark_failed(step.seq)
+            raise
+
+    def _apply(self, step: ExecuteModel, arrays: Sequence[Frame]) -> ScheduledStep:
+        changes_rows = bool(step.finished or step.scheduled_new_reqs) or step.resync is not None
+        counts = self._counts.copy() if changes_rows else self._counts
+        if changes_rows:
+            self._free(step, counts)
+            tokens = self._admit(step, arrays, counts)
+        elif arrays:
+            raise _invalid("arrays", f"{len(arrays)} frames", "send no frame without new requests")
+        updates = self._append_blocks(step, counts) if step.new_block_ids else _no_updates()
+        num_blocks = counts.num_blocks
+        if updates.slots.size:
+            num_blocks = num_blocks.copy()
+            np.add.at(num_blocks, updates.slots, 1)
+        if step.defer_sampling and len(self._unsampled) == MAX_UNSAMPLED_STEPS:
+            raise _invalid("defer_sampling", True, f"sample step {min(self._unsampled)} first")
+        slots = self._scheduled_slots(step, counts)
+        num_tokens = self._scheduled_tokens(step, slots)
+        starts = counts.num_computed[slots]
+        ends = starts + num_tokens
+        self._check_progress(step, slots, num_tokens, ends, counts, num_blocks)
+        # Nothing has been changed up to here, and nothing can be refused from here on.
+        if changes_rows:
+            self._counts = counts
+            self._remember(step, tokens)
+        if step.resync is not None:
+            self._failed_seq = None
+            self._unsampled.clear()
+        if updates.slots.size:
+            self._counts.num_blocks[:] = num_blocks
+        self._counts.num_computed[slots] = ends
+        samples = ends == self._counts.num_tokens[slots]
+        self._counts.num_tokens[slots] += samples
+        if step.defer_sampling:
+            self._unsampled[step.seq] = slots[samples]
+        return ScheduledStep(
+            seq=step.seq,
+            slots=slots,
+            num_tokens=num_tokens,
+            starts=starts,
+            total_num_tokens=step.total_num_scheduled_tokens,
+            samples=samples,
+            new_requests=step.scheduled_new_reqs,
+            block_updates=updates,
+            defer_sampling=step.defer_sampling,
+        )
+
+    def take_unsampled(self, step_seq: int) -> None:
+        """Note that a deferred step is sampled now.
+
+        Raises:
+            InvalidStepError: that step did not defer its sampling, or was sampled already.
+        """
+        if self._unsampled.pop(step_seq, None) is None:
+            raise _invalid("step_seq", step_seq, f"one of {sorted(self._unsampled)}")
+
+    def dummy_step(self, seq: int) -> ScheduledStep:
+        """Return a step of one token on the spare row, which writes to the null block and samples
+        nothing."""
+        return ScheduledStep(
+            seq=seq,
+            slots=np.array([self.spare_slot], np.int64),
+            num_tokens=np.ones(1, np.int32),
+            starts=np.zeros(1, np.int32),
+            total_num_tokens=1,
+            samples=np.zeros(1, np.bool_),
+            new_requests=(),
+            block_updates=_no_updates(),
+            defer_sampling=False,
+        )
+
+    def _free(self, step: ExecuteModel, counts: _Counts) -> None:
+        if step.finished:
+            slots = _uint16s("finished", step.finished)
+            self._check_live("finished", slots, counts)
+            _check_unique("finished", slots)
+            counts.clear(slots)
+        if step.resync is not None:
+            self._check_resync(step.resync, counts)
+
+    def _check_resync(self, resync: bytes, counts: _Counts) -> None:
+        values = _int32s("resync", resync)
+        if values.size % 4:
+            raise _invalid("resync", f"{values.size} values", "send rows of four int32")
+        slots, computed, tokens, blocks = values.reshape(-1, 4).T.astype(np.int64)
+        self._check_live("resync", slots, counts)
+        _check_unique("resync", slots)
+        wrong = np.flatnonzero(
+            (counts.num_computed[slots] != computed)
+            | (counts.num_tokens[slots] != tokens)
+            | (counts.num_blocks[slots] != blocks)
+        )
+        if wrong.size:
+            slot = int(slots[wrong[0]])
+            raise _invalid(
+                "resync",
+                f"slot {slot}: {values.reshape(-1, 4)[wrong[0], 1:].tolist()}",
+                f"this rank has {counts.num_computed[slot]} computed of "
+                f"{counts.num_tokens[slot]} tokens, "
+                f"{counts.num_blocks[slot]} blocks: finish the request and admit it again",
+            )
+        dropped = counts.live.copy()
+        dropped[slots] = False
+        counts.clear(dropped)
+
+    def _admit(self, step: ExecuteModel, arrays: Sequence[Frame], counts: _Counts) -> Int32s:
+        """Write the new requests' counts and return the tokens of all of them, [sum of
+        num_tokens]."""
+        expected = sum(request.num_tokens for request in step.scheduled_new_reqs)
+        if len(arrays) != (1 if step.scheduled_new_reqs else 0):
+            raise _invalid(
+                "arrays",
+                f"{len(arrays)} frames",
+                "send one frame of tokens with new requests, else none",
+            )
+        tokens = _int32s("tokens", arrays[0]) if arrays else _NO_BLOCKS
+        if tokens.size != expected:
+            raise _invalid("tokens", f"{tokens.size} values", f"the new requests have {expected}")
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.limits.vocab_size:
+            raise _invalid(
+                "tokens",
+                f"{int(tokens.min())}..{int(tokens.max())}",
+                f"token ids from 0 to {self.limits.vocab_size - 1}",
+            )
+        for request in step.scheduled_new_reqs:
+            self._check_admission(request, counts)
+            counts.live[request.slot] = True
+            counts.num_computed[request.slot] = request.num_computed_tokens
+            counts.num_tokens[request.slot] = request.num_tokens
+        return tokens
+
+    def _check_admission(self, request: NewRequestData, counts: _Counts) -> None:
+        name = f"scheduled_new_reqs[{request.req_id}]"
+        if request.slot >= self.limits.max_num_seqs:
+            raise _invalid(
+                f"{name}.slot", request.slot, f"slots from 0 to {self.limits.max_num_seqs - 1}"
+            )
+        if counts.live[request.slot]:
+            raise _invalid(f"{name}.slot", request.slot, "finish the slot's request first")
+        if request.num_tokens > self.limits.max_model_len:
+            raise _invalid(
+                f"{name}.num_tokens",
+                request.num_tokens,
+                f"max_model_len is {self.limits.max_model_len}",
+            )
+        if request.num_prompt_tokens > request.num_tokens:
+            raise _invalid(
+                f"{name}.num_prompt_tokens",
+                request.num_prompt_tokens,
+                f"at most {request.num_tokens}",
+            )
+        if request.num_computed_tokens >= request.num_tokens:
+            raise _invalid(
+                f"{name}.num_computed_tokens",
+                request.num_computed_tokens,
+                "leave at least one token to compute",
+            )
+        unknown = [t for t in request.sampling.stop_token_ids if t >= self.limits.vocab_size]
+        if unknown:
+            raise _invalid(
+                f"{name}.sampling.stop_token_ids", unknown[0], f"below {self.limits.vocab_size}"
+            )
+
+    def _append_blocks(self, step: ExecuteModel, counts: _Counts) -> BlockUpdates:
+        slots = _uint16s("new_block_slots", step.new_block_slots)
+        block_ids = _int32s("new_block_ids", step.new_block_ids)
+        if slots.size != block_ids.size:
+            raise _invalid(
+                "new_block_slots", f"{slots.size} slots", f"one for each of {block_ids.size} blocks"
+            )
+        self._check_live("new_block_slots", slots, counts)
+        low, high = int(block_ids.min()), int(block_ids.max())
+        if low < 1 or high >= self.limits.num_blocks:
+            raise _invalid(
+                "new_block_ids",
+                low if low < 1 else high,
+                f"block ids from 1 to {self.limits.num_blocks - 1}",
+            )
+        indices = counts.num_blocks[slots] + _occurrence(slots)
+        if int(indices.max()) >= self.limits.max_blocks_per_seq:
+            slot = int(slots[int(indices.argmax())])
+            raise _invalid(
+                "new_block_slots",
+                slot,
+                f"a request has at most {self.limits.max_blocks_per_seq} blocks",
+            )
+        return BlockUpdates(slots, indices.astype(np.int64), block_ids)
+
+    def _scheduled_slots(self, step: ExecuteModel, counts: _Counts) -> Int64s:
+        if step.scheduled != self._last_bitmap:
+            bits = np.frombuffer(step.scheduled, np.uint8)
+            self._last_slots = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+            self._last_bitmap = step.scheduled
+        self._check_live("scheduled", self._last_slots, counts)
+        for seq, unsampled in self._unsampled.items():
+            early = np.intersect1d(unsampled, self._last_slots)
+            if early.size:
+                raise _invalid("scheduled", int(early[0]), f"sample the tokens of step {seq} first")
+        return self._last_slots
+
+    def _scheduled_tokens(self, step: ExecuteModel, slots: Int64s) -> Int32s:
+        num_tokens = np.ones(slots.size, np.int32)
+        if step.num_scheduled_tokens:
+            pairs = _int32s("num_scheduled_tokens", step.num_scheduled_tokens)
+            if pairs.size % 2:
+                raise _invalid(
+                    "num_scheduled_tokens", f"{pairs.size} values", "send pairs (slot, tokens)"
+                )
+            named, tokens = pairs.reshape(-1, 2).T
+            positions = np.searchsorted(slots, named)
+            known = positions < slots.size
+            if not (known.all() and (slots[positions] == named).all()):
+                raise _invalid(
+                    "num_scheduled_tokens", named.tolist()[:8], "name scheduled slots only"
+                )
+            _check_unique("num_scheduled_tokens", named)
+            if int(tokens.min()) < 1:
+                raise _invalid(
+                    "num_scheduled_tokens",
+                    int(tokens.min()),
+                    "leave the slot out of scheduled instead",
+                )
+            num_tokens[positions] = tokens
+        total = int(num_tokens.sum(dtype=np.int64))
+        if total != step.total_num_scheduled_tokens:
+            raise _invalid(
+                "total_num_scheduled_tokens",
+                step.total_num_scheduled_tokens,
+                f"the scheduled slots have {total}",
+            )
+        if total > self.limits.max_num_batched_tokens:
+            raise _invalid(
+                "total_num_scheduled_tokens",
+                total,
+                f"max_num_batched_tokens is {self.limits.max_num_batched_tokens}",
+            )
+        return num_tokens
+
+    def _check_progress(
+        self,
+        step: ExecuteModel,
+        slots: Int64s,
+        num_tokens: Int32s,
+        ends: Int32s,
+        counts: _Counts,
+        num_blocks: Int32s,
+    ) -> None:
+        """Each slot computes tokens that exist, into blocks that it has, below max_model_len."""
+        capacity = np.minimum(num_blocks[slots] * self.limits.block_size, self.limits.max_model_len)
+        wrong = (ends > counts.num_tokens[slots]) | (ends > capacity)
+        if wrong.any():
+            position = int(wrong.argmax())
+            slot = int(slots[position])
+            raise _invalid(
+                "num_scheduled_tokens",
+                f"slot {slot}: {int(num_tokens[position])}",
+                f"it has {counts.num_computed[slot]} of {counts.num_tokens[slot]} tokens computed, "
+                f"{num_blocks[slot]} blocks of {self.limits.block_size}, and max_model_len is "
+                f"{self.limits.max_model_len}",
+            )
+
+    def _check_live(self, field: str, slots: Int64s, counts: _Counts) -> None:
+        if slots.size and int(slots.max()) >= self.limits.max_num_seqs:
+            raise _invalid(
+                field, int(slots.max()), f"slots from 0 to {self.limits.max_num_seqs - 1}"
+            )
+        live = counts.live[slots]
+        if not live.all():
+            raise _invalid(
+                field, int(slots[int(live.argmin())]), "admit a request to the slot first"
+            )
+
+    def _remember(self, step: ExecuteModel, tokens: Int32s) -> None:
+        first = 0
+        for request in step.scheduled_new_reqs:
+            self.known_tokens[request.slot] = tokens[first : first + request.num_tokens]
+            self.num_known_tokens[request.slot] = request.num_tokens
+            self.num_prompt_tokens[request.slot] = request.num_prompt_tokens
+            self.generation[request.slot] += 1
+            first += request.num_tokens
+
+
+def _invalid(field: str, value: object, fix: str) -> InvalidStepError:
+    return InvalidStepError(
+        "the step is refused, nothing of it was applied", field=field, value=value, fix=fix
+    )
+
+
+def _no_updates() -> BlockUpdates:
+    return BlockUpdates(_NO_SLOTS, _NO_SLOTS, _NO_BLOCKS)
+
+
+def _int32s(field: str, raw: Frame) -> Int32s:
+    if len(raw) % 4:
+        raise _invalid(field, f"{len(raw)} bytes", "send little-endian int32 values")
+    return np.frombuffer(raw, np.dtype("<i4"))
+
+
+def _uint16s(field: str, raw: bytes) -> Int64s:
+    if len(raw) % 2:
+        raise _invalid(field, f"{len(raw)} bytes", "send little-endian uint16 values")
+    return np.frombuffer(raw, np.dtype("<u2")).astype(np.int64)
+
+
+def _check_unique(field: str, slots: Int64s | Int32s) -> None:
+    values, counts = np.unique(slots, return_counts=True)
+    if values.size < slots.size:
+        raise _invalid(field, int(values[int(counts.argmax())]), "name each slot once")
+
+
+def _occurrence(slots: Int64s) -> Int64s:
+    """Return how often each element's value has come before it: [7, 3, 7, 7] -> [0, 0, 1, 2]."""
+    order = np.argsort(slots, kind="stable")
+    ordered = slots[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    run_lengths = np.diff(np.r_[starts, ordered.size])
+    result = np.empty(slots.size, np.int64)
+    result[order] = np.arange(slots.size) - np.repeat(starts, run_lengths)
+    return result

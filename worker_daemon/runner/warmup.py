@@ -1,0 +1,108 @@
+"""Synthetic steps through the normal entry: for the memory profile and for warm-up. Pure: builds
+messages, runs nothing.
+
+They are the driver's messages, made here; epoch, link and seq are those of the operation that runs
+them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from rpc_schema.base import StepRequest
+from rpc_schema.sampling import SamplingParams
+from rpc_schema.step import ExecuteModel, NewRequestData
+from worker_daemon.runner.request_state import StepLimits
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticStep:
+    """A step and the frames that go with it."""
+
+    message: ExecuteModel
+    arrays: tuple[bytes, ...]
+
+
+def largest_step(request: StepRequest, limits: StepLimits) -> SyntheticStep:
+    """Return the step with the most tokens and the most rows that sample."""
+    num_seqs = min(limits.max_num_seqs, limits.num_blocks - 1)
+    budget = min(limits.max_num_batched_tokens, num_seqs * limits.max_model_len)
+    lengths = [budget // num_seqs + (index < budget % num_seqs) for index in range(num_seqs)]
+    return prefill_step(request, limits, lengths, _EVERY_FEATURE)
+
+
+def warm_up_steps(request: StepRequest, limits: StepLimits) -> Iterator[SyntheticStep]:
+    """Yield a prefill and a decode of its rows, with greedy and then with random sampling.
+
+    Each prefill frees the rows before it; the caller frees the last ones.
+    """
+    num_seqs = min(limits.max_num_seqs, 8, limits.num_blocks - 1)
+    length = max(
+        1,
+        min(
+            limits.block_size - 1,
+            limits.max_model_len - 1,
+            limits.max_num_batched_tokens // num_seqs,
+        ),
+    )
+    for params in (SamplingParams(), _EVERY_FEATURE):
+        yield prefill_step(request, limits, [length] * num_seqs, params)
+        if length < limits.block_size and length < limits.max_model_len:
+            yield _decode_step(request, num_seqs)
+
+
+_EVERY_FEATURE = SamplingParams(
+    temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, seed=1, logprobs=1
+)
+
+
+def prefill_step(
+    request: StepRequest,
+    limits: StepLimits,
+    lengths: list[int],
+    params: SamplingParams,
+) -> SyntheticStep:
+    """Return a step that admits one request a length and computes all of it. Blocks may be shared:
+    nobody reads the output."""
+    num_blocks = [-(-length // limits.block_size) for length in lengths]
+    slots = np.arange(len(lengths))
+    block_ids = 1 + np.arange(sum(num_blocks)) % (limits.num_blocks - 1)
+    message = ExecuteModel(
+        epoch=request.epoch,
+        link=request.link,
+        seq=request.seq,
+        total_num_scheduled_tokens=sum(lengths),
+        scheduled=_bitmap(len(lengths)),
+        num_scheduled_tokens=np.stack([slots, lengths], axis=1).astype("<i4").tobytes(),
+        new_block_slots=np.repeat(slots, num_blocks).astype("<u2").tobytes(),
+        new_block_ids=block_ids.astype("<i4").tobytes(),
+        resync=b"",
+        scheduled_new_reqs=tuple(
+            NewRequestData(
+                slot=slot,
+                req_id=f"synthetic-{slot}",
+                num_tokens=length,
+                num_prompt_tokens=length,
+                num_computed_tokens=0,
+                sampling=params,
+            )
+            for slot, length in enumerate(lengths)
+        ),
+    )
+    return SyntheticStep(message, (np.zeros(sum(lengths), "<i4").tobytes(),))
+
+
+def _decode_step(request: StepRequest, num_seqs: int) -> SyntheticStep:
+    message = ExecuteModel(
+        epoch=request.epoch,
+        link=request.link,
+        seq=request.seq,
+        total_num_scheduled_tokens=num_seqs,
+        scheduled=_bitmap(num_seqs),
+    )
+    return SyntheticStep(message, ())
+
+
+def _bitmap(num_seqs: int) -> bytes:
+    return np.packbits(np.ones(num_seqs, np.bool_), bitorder="little").tobytes()

@@ -1,0 +1,30 @@
+"""Logprobs of the raw logits: before temperature, bans and filters."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """Of R rows; column 0 is the sampled token, columns 1 to n the likeliest in order."""
+
+    token_ids: Tensor
+    """int32 [R, n + 1]"""
+    logprobs: Tensor
+    """float32 [R, n + 1]"""
+    ranks: Tensor
+    """int32 [R]: 1 + the number of tokens strictly more likely than the sampled one."""
+
+
+def gather_logprobs(logits: Tensor, sampled: Tensor, num_logprobs: int) -> LogprobTensors:
+    """logits float32 [R, V], sampled int64 [R], 0 <= num_logprobs <= V."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    chosen = logprobs.gather(1, sampled.unsqueeze(1))
+    top, top_ids = logprobs.topk(num_logprobs, dim=-1)
+    return LogprobTensors(
+        token_ids=torch.cat((sampled.unsqueeze(1), top_ids), dim=1).to(torch.int32),
+        logprobs=torch.cat((chosen, top), dim=1),
+        ranks=(logprobs > chosen).sum(dim=-1, dtype=torch.int32) + 1,
+    )

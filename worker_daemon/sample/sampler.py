@@ -1,0 +1,173 @@
+"""Logits to tokens. A row's token depends on that row alone, not on the rest of the batch.
+
+Hence every reduction over the vocabulary here is exact in any order: maxima, sorts and sums of
+integers. Shapes: R rows, V vocabulary, K banned (row, token) pairs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from worker_daemon.sample.logprobs import LogprobTensors, gather_logprobs
+from worker_daemon.sample.noise import gumbel_noise
+
+NO_LOGPROBS = -1
+_WEIGHT_ONE = 2.0**40
+_CHUNK_ELEMENTS = 1 << 25
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMetadata:
+    """How to sample each row. The any_ flags only save work: needlessly true is harmless."""
+
+    temperature: Tensor
+    """float32 [R]; 0 means greedy."""
+    top_k: Tensor
+    """int32 [R]; 0 means all tokens."""
+    top_p: Tensor
+    """float32 [R] in (0, 1]; 1 means all tokens."""
+    min_p: Tensor
+    """float32 [R] in [0, 1]; 0 means all tokens."""
+    seeds: Tensor
+    """int64 [R], any 64-bit pattern."""
+    positions: Tensor
+    """int64 [R]: position in its sequence of the token that is sampled."""
+    ban_rows: Tensor
+    """int64 [K]: with ban_token_ids, tokens that may not be sampled (`build_bans`)."""
+    ban_token_ids: Tensor
+    """int64 [K]"""
+    any_random: bool
+    any_top_k: bool
+    any_top_p: bool
+    any_min_p: bool
+    num_logprobs: int
+    """Most likely tokens to report besides the sampled one; NO_LOGPROBS reports nothing at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """Device tensors; nothing has been waited for."""
+
+    token_ids: Tensor
+    """int64 [R]"""
+    logprobs: LogprobTensors | None
+
+
+def build_bans(
+    num_generated: Sequence[int],
+    min_tokens: Sequence[int],
+    stop_token_ids: Sequence[Sequence[int]],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """ban_rows and ban_token_ids, each [K]: stop tokens of rows still below their min_tokens.
+
+    Each argument has one entry for a row; num_generated counts the tokens before the one that is
+    now sampled.
+    """
+    pairs = [
+        (row, token)
+        for row, (done, least, stops) in enumerate(
+            zip(num_generated, min_tokens, stop_token_ids, strict=True)
+        )
+        if done < least
+        for token in stops
+    ]
+    rows, tokens = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    return rows.copy(), tokens.copy()
+
+
+def sample(logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+    """One token for each row of logits, float32 [R, V], which are not changed.
+
+    Greedy rows take the largest logit, the lowest id among equals. Other rows: temperature, then
+    min-p, top-k and top-p, each on what the last has left (at least one token), then the largest of
+    logit plus Gumbel noise. top-k and top-p keep all tokens that tie with the last one kept.
+    """
+    allowed = _ban(logits, metadata)
+    token_ids = allowed.argmax(dim=-1)
+    if metadata.any_random:
+        is_greedy = metadata.temperature == 0
+        token_ids = torch.where(is_greedy, token_ids, _sample_random(allowed, metadata))
+    logprobs = None
+    if metadata.num_logprobs != NO_LOGPROBS:
+        logprobs = gather_logprobs(logits, token_ids, metadata.num_logprobs)
+    return SamplerOutput(token_ids, logprobs)
+
+
+def _ban(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+    if metadata.ban_rows.numel() == 0:
+        return logits
+    allowed = logits.clone()
+    banned = (metadata.ban_rows, metadata.ban_token_ids)
+    allowed.index_put_(banned, logits.new_full((), -torch.inf))  # a plain scalar would synchronise
+    return allowed
+
+
+def _sample_random(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """int64 [R]; a few rows at a time, to bound the memory of sorting and noise."""
+    num_rows, vocab_size = logits.shape
+    step = max(1, _CHUNK_ELEMENTS // vocab_size)
+    chunks = [
+        _sample_chunk(logits[start : start + step], _rows(metadata, slice(start, start + step)))
+        for start in range(0, num_rows, step)
+    ]
+    return torch.cat(chunks) if chunks else logits.new_empty(0, dtype=torch.int64)
+
+
+def _rows(metadata: SamplingMetadata, rows: slice) -> SamplingMetadata:
+    return replace(
+        metadata,
+        temperature=metadata.temperature[rows],
+        top_k=metadata.top_k[rows],
+        top_p=metadata.top_p[rows],
+        min_p=metadata.min_p[rows],
+        seeds=metadata.seeds[rows],
+        positions=metadata.positions[rows],
+    )
+
+
+def _sample_chunk(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+    scaled = _scale(logits, metadata.temperature)
+    if metadata.any_min_p:
+        scaled = _filter_min_p(scaled, metadata.min_p)
+    if metadata.any_top_k or metadata.any_top_p:
+        scaled = _filter_top_k_top_p(scaled, metadata.top_k, metadata.top_p)
+    noise = gumbel_noise(metadata.seeds, metadata.positions, logits.shape[1])
+    return (scaled + noise).argmax(dim=-1)
+
+
+def _scale(logits: Tensor, temperature: Tensor) -> Tensor:
+    """(logit - largest) / temperature: the likeliest is 0, so no temperature overflows."""
+    divisor = torch.where(temperature == 0, 1.0, temperature).unsqueeze(1)
+    return (logits - logits.amax(dim=-1, keepdim=True)) / divisor
+
+
+def _filter_min_p(scaled: Tensor, min_p: Tensor) -> Tensor:
+    """Drops tokens less likely than min_p times the likeliest, whose scaled logit is 0."""
+    return scaled.masked_fill(scaled.exp() < min_p.unsqueeze(1), -torch.inf)
+
+
+def _filter_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Keeps the top_k largest, of these the fewest whose probability reaches top_p."""
+    vocab_size = scaled.shape[1]
+    ordered = scaled.sort(dim=-1, descending=True).values
+    num_kept = torch.where(top_k == 0, vocab_size, top_k.clamp(max=vocab_size)).to(torch.int64)
+    kth = ordered.gather(1, num_kept.unsqueeze(1) - 1)
+    weights = _weights(ordered).masked_fill(ordered < kth, 0)
+    before = weights.cumsum(dim=-1) - weights
+    limit = weights.sum(dim=-1) * top_p.to(torch.float64)
+    is_kept = (before < limit.unsqueeze(1)) & (ordered >= kth)
+    last = is_kept.sum(dim=-1, keepdim=True) - 1
+    return scaled.masked_fill(scaled < ordered.gather(1, last), -torch.inf)
+
+
+def _weights(scaled: Tensor) -> Tensor:
+    """exp as a fixed-point integer, int64: sums stay below 2^63 for vocabularies under 2^23.
+
+    A token under 2^-40 of the likeliest weighs nothing and is dropped even for top_p = 1; it lies
+    27.7 behind, and Gumbel noise, which spans 25.8, could never have lifted it to the top.
+    """
+    return scaled.to(torch.float64).exp().mul_(_WEIGHT_ONE).to(torch.int64)

@@ -1,0 +1,31 @@
+"""The daemon with its real worker: the one place where server and torch meet. Everything that loads
+torch is imported on the step thread, after the sockets are bound."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from worker_daemon.server.daemon import serve
+from worker_daemon.server.dispatch import RendezvousServerLike, SetPhase, WorkerLike
+from worker_daemon.settings import ProcessSettings, prepare_environment
+
+
+def run_daemon(settings: ProcessSettings) -> int:
+    """Serve until the end; return the exit code. Raises what `daemon.serve` does."""
+    prepare_environment()
+    return serve(settings, make_worker, open_rendezvous)
+
+
+def make_worker(device: str, model_roots: Sequence[Path], set_phase: SetPhase) -> WorkerLike:
+    """Load torch and make the worker; called on the step thread."""
+    from worker_daemon.worker import Worker  # seconds of torch, while sockets are bound already
+
+    return Worker(device, model_roots, set_phase)
+
+
+def open_rendezvous(host: str) -> RendezvousServerLike:
+    """Serve a key-value store on `host`; called when the worker is there, so torch is loaded."""
+    from worker_daemon.distributed.rendezvous import (  # loads torch
+        RendezvousServer,
+    )
+
+    return RendezvousServer(host)

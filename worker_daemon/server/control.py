@@ -1,0 +1,339 @@
+"""What a driver may ask of the daemon at any time: attach, health, status, shutdown. Runs on the
+main thread's event loop and never waits for the device without a bound. Owns the control and events
+sockets and the epochs."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from typing import Final, Protocol
+
+import zmq
+import zmq.asyncio
+
+from rpc_schema import lifecycle as lc
+from rpc_schema.codec import (
+    ControlMessage,
+    ControlReplyMessage,
+    EventMessage,
+    decode_control,
+    encode_control,
+)
+from rpc_schema.errors import WireError
+from rpc_schema.lifecycle import ServingState
+from rpc_schema.version import PROTOCOL_VERSION
+from worker_daemon.errors import FencedError, NotAttachedError, StateError, WorkerError
+from worker_daemon.server.dispatch import OpenRendezvousServer, RendezvousServerLike
+from worker_daemon.server.endpoints import Endpoint
+from worker_daemon.server.epochs import EpochFile
+from worker_daemon.server.guard import Guard
+from worker_daemon.server.progress import Progress
+from worker_daemon.server.replies import control_error_reply
+from worker_daemon.server.step_thread import Attach, Command, Detach, Standing
+
+HEARTBEAT_S: Final = 0.25
+BUSY_GRACE_S: Final = 0.2
+"""How long attach waits for a running step before it has the link aborted."""
+ATTACH_SLACK_S: Final = 3.0
+
+logger = logging.getLogger(__name__)
+
+
+class Commands(Protocol):
+    """What control asks of the rest of the daemon."""
+
+    def post(self, command: Command) -> None:
+        """Hand a command to the step thread."""
+
+    def begin_shutdown(self, cause: str) -> None:
+        """Drain and end the process; returns at once."""
+
+
+class Control:
+    """Answers one request after the other; a commit that waits for the step thread is a task of its
+    own."""
+
+    def __init__(
+        self,
+        *,
+        control: zmq.asyncio.Socket,
+        events: zmq.asyncio.Socket,
+        endpoint: Endpoint,
+        epochs: EpochFile,
+        progress: Progress,
+        guard: Guard,
+        commands: Commands,
+        open_rendezvous: OpenRendezvousServer,
+    ) -> None:
+        self.worker_uid = os.urandom(16)
+        self.draining = False
+        self._control = control
+        self._events = events
+        self._endpoint = endpoint
+        self._epochs = epochs
+        self._progress = progress
+        self._guard = guard
+        self._commands = commands
+        self._open_rendezvous = open_rendezvous
+        self._rendezvous: RendezvousServerLike | None = None
+        self._prepared: tuple[int, bytes] = (0, b"")
+        self._software = f"worker-daemon {metadata.version('worker-daemon')}"
+        self._commits: set[asyncio.Task[None]] = set()
+        self._bad_frames = 0
+        self._handlers: Mapping[type[ControlMessage], Callable[..., ControlReplyMessage]] = {
+            lc.Hello: self._hello,
+            lc.PrepareAttach: self._prepare_attach,
+            lc.Detach: self._detach,
+            lc.OpenRendezvous: self._open_rendezvous_server,
+            lc.CheckHealth: self._check_health,
+            lc.GetStatus: self._get_status,
+            lc.Shutdown: self._shutdown,
+        }
+
+    async def serve(self) -> None:
+        """Answer control requests until cancelled."""
+        while True:
+            sender, *frames = await self._control.recv_multipart()
+            try:
+                message = decode_control(frames)
+            except WireError as error:
+                self._count_bad_frame(error)
+                await self._reply(sender, control_error_reply(error, call=0))
+                continue
+            if isinstance(message, lc.CommitAttach):
+                task = asyncio.ensure_future(self._commit(sender, message))
+                self._commits.add(task)
+                task.add_done_callback(self._commits.discard)
+            else:
+                await self._reply(sender, self._outcome(message))
+
+    async def beat(self) -> None:
+        """Publish the heartbeat until cancelled."""
+        while True:
+            await self._publish(self._heartbeat())
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def announce(self, transition: str) -> None:
+        """Publish a state change, and the heartbeat that shows it."""
+        await self._publish(
+            lc.StateChanged(
+                worker_uid=self.worker_uid,
+                rank=self._progress.snapshot.rank,
+                transition=transition,
+            )
+        )
+        await self._publish(self._heartbeat())
+
+    def close(self) -> None:
+        """Close what control owns, sockets included."""
+        for task in self._commits:
+            task.cancel()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+        self._control.close(linger=100)
+        self._events.close(linger=0)
+
+    def _outcome(self, message: ControlMessage) -> ControlReplyMessage:
+        try:
+            return self._handlers[type(message)](message)
+        except (
+            Exception
+        ) as error:  # the dispatch boundary of control: a request never ends the daemon
+            if not isinstance(error, WorkerError):
+                logger.exception("%s failed", type(message).__name__)
+            return control_error_reply(error, call=message.call)
+
+    def _hello(self, message: lc.Hello) -> ControlReplyMessage:
+        return lc.HelloReply(
+            call=message.call,
+            protocol_version=PROTOCOL_VERSION,
+            worker_uid=self.worker_uid,
+            software=self._software,
+        )
+
+    def _prepare_attach(self, message: lc.PrepareAttach) -> ControlReplyMessage:
+        if self.draining:
+            raise StateError("the daemon is shutting down", fix="attach to another one")
+        last = self._epochs.last
+        if message.epoch <= last:
+            return lc.PrepareAttachReply(call=message.call, granted=False, last_epoch=last)
+        self._epochs.record(message.epoch)
+        self._prepared = (message.epoch, message.driver_id)
+        return lc.PrepareAttachReply(call=message.call, granted=True, last_epoch=message.epoch)
+
+    def _detach(self, message: lc.Detach) -> ControlReplyMessage:
+        self._need_attached(message.epoch)
+        self._commands.post(Detach(message.epoch))
+        return lc.Acknowledged(call=message.call)
+
+    def _open_rendezvous_server(self, message: lc.OpenRendezvous) -> ControlReplyMessage:
+        self._need_attached(message.epoch)
+        if message.link <= self._progress.link:
+            raise FencedError(
+                f"link {message.link} is not above link {self._progress.link}", fix="raise it"
+            )
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+            self._rendezvous = None
+        self._rendezvous = self._open_rendezvous("127.0.0.1")
+        return lc.OpenRendezvousReply(
+            call=message.call, host=self._rendezvous.host, port=self._rendezvous.port
+        )
+
+    def _check_health(self, message: lc.CheckHealth) -> ControlReplyMessage:
+        stamp = self._progress.stamp
+        now = time.monotonic()
+        failure = self._progress.snapshot.failure
+        if now > stamp.deadline:
+            failure = failure or f"{stamp.phase} is past its deadline"
+        return lc.CheckHealthReply(
+            call=message.call,
+            healthy=not failure,
+            phase=stamp.phase,
+            phase_ms=stamp.age_ms(now),
+            detail=failure,
+        )
+
+    def _get_status(self, message: lc.GetStatus) -> ControlReplyMessage:
+        return lc.GetStatusReply(call=message.call, status=self._status())
+
+    def _shutdown(self, message: lc.Shutdown) -> ControlReplyMessage:
+        self._commands.begin_shutdown("a driver asked for it")
+        return lc.Acknowledged(call=message.call)
+
+    async def _commit(self, sender: bytes, message: lc.CommitAttach) -> None:
+        try:
+            standing = await self._take_epoch(message)
+        except WorkerError as error:
+            await self._reply(sender, control_error_reply(error, call=message.call))
+            return
+        await self._reply(
+            sender,
+            lc.CommitAttachReply(
+                call=message.call,
+                previous_epoch=standing.epoch,
+                previous_seq=standing.seq,
+                previous_clean=standing.clean,
+                status=self._status(),
+            ),
+        )
+
+    async def _take_epoch(self, message: lc.CommitAttach) -> Standing:
+        """Have the step thread take the prepared epoch; free it from a step that hangs on its
+        peers.
+
+        Raises:
+            FencedError: another driver has prepared a higher epoch.
+            NotAttachedError: the epoch was never prepared, or is attached already.
+            StateError: the step thread did not come back in time.
+        """
+        epoch, driver_id = self._prepared
+        if message.epoch < epoch:
+            raise FencedError(f"epoch {message.epoch} is fenced by {epoch}", fix="prepare again")
+        if (message.epoch, message.driver_id) != self._prepared:
+            raise NotAttachedError(f"epoch {message.epoch} was not prepared", fix="prepare first")
+        if message.epoch <= self._progress.epoch:
+            raise NotAttachedError(f"epoch {epoch} is attached already", fix="prepare a new one")
+        loop = asyncio.get_running_loop()
+        taken: asyncio.Future[Standing] = loop.create_future()
+        self._commands.post(Attach(epoch, driver_id, _threadsafe(loop, taken)))
+        done, _ = await asyncio.wait((taken,), timeout=BUSY_GRACE_S)
+        if not done:
+            stamp = self._progress.stamp
+            if stamp.on_link:
+                self._guard.request_abort(f"epoch {epoch} attaches while {stamp.phase} runs")
+            await asyncio.wait((taken,), timeout=self._progress.step_deadline_s + ATTACH_SLACK_S)
+        if taken.done():
+            return taken.result()
+        stamp = self._progress.stamp
+        raise StateError(
+            f"the step thread has been in {stamp.phase} for {stamp.age_ms(time.monotonic())} ms",
+            fix="attach again later, or restart this daemon",
+        )
+
+    def _need_attached(self, epoch: int) -> None:
+        current = self._progress.epoch
+        if epoch < current:
+            raise FencedError(f"epoch {epoch} is fenced by {current}", fix="attach")
+        if epoch > current or epoch == 0:
+            raise NotAttachedError(f"epoch {epoch} is not attached; {current} is", fix="attach")
+
+    def _serving(self) -> ServingState:
+        serving = self._progress.snapshot.state.serving
+        return "DRAINING" if self.draining and serving == "SERVING" else serving
+
+    def _status(self) -> lc.Status:
+        progress = self._progress
+        stamp, snapshot = progress.stamp, progress.snapshot
+        return lc.Status(
+            worker_uid=self.worker_uid,
+            pid=os.getpid(),
+            endpoint=str(self._endpoint),
+            device=snapshot.description.device,
+            serving=self._serving(),
+            load=snapshot.state.load,
+            link_state=snapshot.state.link,
+            link=progress.link,
+            epoch=progress.epoch,
+            last_seq=progress.last_seq,
+            rank=snapshot.rank,
+            phase=stamp.phase,
+            phase_ms=stamp.age_ms(time.monotonic()),
+            config=snapshot.description.config,
+            kv_cache=snapshot.description.kv_cache,
+            memory_bytes=dict(snapshot.description.memory_bytes),
+            transitions=snapshot.transitions,
+            failure=snapshot.failure,
+        )
+
+    def _heartbeat(self) -> lc.Heartbeat:
+        progress = self._progress
+        stamp, snapshot = progress.stamp, progress.snapshot
+        return lc.Heartbeat(
+            worker_uid=self.worker_uid,
+            rank=snapshot.rank,
+            serving=self._serving(),
+            load=snapshot.state.load,
+            link_state=snapshot.state.link,
+            epoch=progress.epoch,
+            link=progress.link,
+            last_seq=progress.last_seq,
+            phase=stamp.phase,
+            phase_ms=stamp.age_ms(time.monotonic()),
+        )
+
+    async def _reply(self, route: bytes, reply: ControlReplyMessage) -> None:
+        """Send without waiting: a driver that is gone, or does not read, asks again if it ever
+        can."""
+        try:
+            await self._control.send_multipart([route, encode_control(reply)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.debug("a control reply could not be sent: %s", error)
+
+    async def _publish(self, event: EventMessage) -> None:
+        try:
+            await self._events.send(encode_control(event), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.debug("an event could not be sent: %s", error)
+
+    def _count_bad_frame(self, error: WireError) -> None:
+        self._bad_frames += 1
+        if self._bad_frames.bit_count() == 1:
+            logger.warning("%d bad frames on the control socket: %s", self._bad_frames, error)
+
+
+def _threadsafe(
+    loop: asyncio.AbstractEventLoop, future: "asyncio.Future[Standing]"
+) -> Callable[[Standing], None]:
+    """Return what sets the future's result from another thread, if somebody still waits for it."""
+
+    def settle(standing: Standing) -> None:
+        if not future.done():
+            future.set_result(standing)
+
+    def taken(standing: Standing) -> None:
+        loop.call_soon_threadsafe(settle, standing)
+
+    return taken

@@ -1,0 +1,299 @@
+"""The daemon as a process: start, loop, shutdown. Wires the threads and decides the exit code;
+knows no message."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from typing import Final, NoReturn
+
+import uvloop
+import zmq
+
+from rpc_schema.errors import ErrorReply
+from worker_daemon.errors import ConfigError
+from worker_daemon.server.completion import Completion
+from worker_daemon.server.control import Control
+from worker_daemon.server.dispatch import MakeWorker, OpenRendezvousServer, WorkerLike
+from worker_daemon.server.endpoints import (
+    Endpoint,
+    EndpointLock,
+    prepare_directory,
+    remove_if_empty,
+    remove_sockets,
+)
+from worker_daemon.server.epochs import EpochFile
+from worker_daemon.server.guard import Guard
+from worker_daemon.server.progress import Progress
+from worker_daemon.server.sockets import bind_sockets
+from worker_daemon.server.step_thread import (
+    EXIT_INTERNAL,
+    Command,
+    Drain,
+    StepThread,
+    Stop,
+    fatal_exit_code,
+    link_failure,
+)
+from worker_daemon.settings import ProcessSettings
+
+DRAIN_LIMIT_S: Final = 10.0
+STOP_LIMIT_S: Final = 0.8
+"""What an orderly end may take after the drain; a thread that is stuck for longer ends with the
+process."""
+
+logger = logging.getLogger(__name__)
+
+
+def serve(
+    settings: ProcessSettings, make_worker: MakeWorker, open_rendezvous: OpenRendezvousServer
+) -> int:
+    """Run a daemon on the main thread until it ends; return the exit code.
+
+    Raises:
+        ConfigError: the endpoint, the state directory or the parent's pipe cannot be used.
+        EndpointInUseError: another daemon has the endpoint.
+    """
+    _check_parent_fd(settings.exit_with_parent_fd)
+    premises = Premises(settings)
+    try:
+        return uvloop.run(Daemon(settings, premises, make_worker, open_rendezvous).run())
+    finally:
+        premises.leave()
+
+
+def _check_parent_fd(fd: int | None) -> None:
+    try:
+        if fd is not None:
+            os.fstat(fd)
+    except OSError as error:
+        raise ConfigError(
+            f"it is not an open file descriptor: {error.strerror}",
+            field="exit-with-parent-fd",
+            value=fd,
+            fix="pass the read end of a pipe to the daemon's process",
+        ) from None
+
+
+class Premises:
+    """What a daemon holds in the file system: directory, lock, socket files, epoch file. Owned by
+    the main thread."""
+
+    def __init__(self, settings: ProcessSettings) -> None:
+        """Claim them. Raises what `serve` does."""
+        self.endpoint = Endpoint.parse(settings.endpoint)
+        self._directory = self.endpoint.path.parent
+        self._state_dir = settings.state_dir or self._directory
+        self._dies_with_parent = settings.exit_with_parent_fd is not None
+        prepare_directory(self._directory)
+        self._lock = EndpointLock(self.endpoint)
+        try:
+            self.epochs = EpochFile(self._state_dir, self.endpoint)
+        except ConfigError:
+            self._lock.release()
+            raise
+
+    def leave(self) -> None:
+        """Remove what is ours; directories too, where nothing else is in them. The epoch file stays
+        unless the endpoint belongs to a launcher and ends with it."""
+        remove_sockets(self.endpoint)
+        if self._dies_with_parent:
+            self.epochs.remove()
+        self._lock.release()
+        if self._directory in self._state_dir.parents:
+            remove_if_empty(self._state_dir)
+        remove_if_empty(self._directory)
+
+
+class Daemon:
+    """One process's threads and sockets. `run` is start, loop and shutdown, in this order."""
+
+    def __init__(
+        self,
+        settings: ProcessSettings,
+        premises: Premises,
+        make_worker: MakeWorker,
+        open_rendezvous: OpenRendezvousServer,
+    ) -> None:
+        self._settings = settings
+        self._premises = premises
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sockets = bind_sockets(self._context, premises.endpoint)
+        self._progress = Progress(settings.device)
+        self._guard = Guard(self._progress)
+        self._completion = Completion(self._sockets.results, self._result_failed)
+        self._step_thread = StepThread(
+            step=self._sockets.step,
+            doorbell=self._sockets.doorbell,
+            completion=self._completion,
+            progress=self._progress,
+            events=self,
+            make_worker=make_worker,
+            device=settings.device,
+            model_roots=settings.model_roots,
+        )
+        self._control = Control(
+            control=self._sockets.control,
+            events=self._sockets.events,
+            endpoint=premises.endpoint,
+            epochs=premises.epochs,
+            progress=self._progress,
+            guard=self._guard,
+            commands=self,
+            open_rendezvous=open_rendezvous,
+        )
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._signals = 0
+
+    async def run(self) -> int:
+        """Serve until somebody ends it; return the exit code."""
+        self._start()
+        exit_code = await self._loop_until_end()
+        self._shut_down(exit_code)
+        return exit_code
+
+    def _start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[int] = self._loop.create_future()
+        self._end: asyncio.Future[int] = self._loop.create_future()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._signalled, number)
+        parent_fd = self._settings.exit_with_parent_fd
+        if parent_fd is not None:
+            self._loop.add_reader(parent_fd, self._parent_wrote, parent_fd)
+        self._guard.start()
+        self._completion.start()
+        self._step_thread.start()
+
+    async def _loop_until_end(self) -> int:
+        """Answer control once the worker is there: a Hello that is answered means a daemon that can
+        work."""
+        await asyncio.wait((self._ready, self._end), return_when=asyncio.FIRST_COMPLETED)
+        if self._end.done():
+            return self._end.result()
+        logger.info("serving %s on %s", self._settings.device, self._premises.endpoint)
+        serving = {self._spawn(self._control.serve()), self._spawn(self._control.beat())}
+        waits: set[asyncio.Future[None] | asyncio.Future[int]] = {*serving, self._end}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if self._end.done():
+            return self._end.result()
+        for task in serving:
+            if task.done():
+                logger.error("the control loop broke", exc_info=task.exception())
+        return EXIT_INTERNAL
+
+    def _shut_down(self, exit_code: int) -> None:
+        """Stop the threads in the order in which they feed each other; leave a stuck one to the end
+        of the process."""
+        for task in self._tasks:
+            task.cancel()
+        deadline = time.monotonic() + STOP_LIMIT_S
+        self.post(Stop())
+        joined = self._step_thread.join(deadline - time.monotonic())
+        self._completion.stop()
+        joined &= self._completion.join(max(0.1, deadline - time.monotonic()))
+        self._guard.stop()
+        joined &= self._guard.join(max(0.1, deadline - time.monotonic()))
+        self._control.close()
+        if not joined or exit_code != 0:
+            self._exit_now(exit_code)
+        self._sockets.doorbell_send.close(linger=0)
+        self._context.term()
+
+    def _exit_now(self, exit_code: int) -> NoReturn:
+        """End without the interpreter's teardown, which would wait for a stuck thread or a lost
+        device."""
+        logger.info("exit %d", exit_code)
+        self._premises.leave()
+        logging.shutdown()
+        os._exit(exit_code)
+
+    def _finish(self, exit_code: int) -> None:
+        if not self._end.done():
+            self._end.set_result(exit_code)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> "asyncio.Future[None]":
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # Signals and the parent's pipe: on the main thread, by the event loop.
+
+    def _signalled(self, number: int) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            self._exit_now(128 + number)
+        self.begin_shutdown(signal.Signals(number).name)
+
+    def _parent_wrote(self, fd: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if os.read(fd, 4096):
+                return
+            self._loop.remove_reader(fd)
+            logger.info("the parent is gone")
+            self._finish(0)
+
+    # What control asks for.
+
+    def post(self, command: Command) -> None:
+        """Hand a command to the step thread; it comes before queued steps. Main thread only."""
+        self._step_thread.commands.put(command)
+        with contextlib.suppress(zmq.Again):  # a full doorbell has been heard
+            self._sockets.doorbell_send.send(b"", zmq.NOBLOCK)
+
+    def begin_shutdown(self, cause: str) -> None:
+        """Refuse new steps, let the running one finish, end with exit code 0."""
+        if self._control.draining:
+            return
+        logger.info("draining: %s", cause)
+        self._control.draining = True
+        self._spawn(self._drain())
+
+    async def _drain(self) -> None:
+        if self._ready.done():
+            idle = asyncio.Event()
+            self.post(Drain(lambda: self._to_loop(idle.set)))
+            if not await _within(idle, DRAIN_LIMIT_S):
+                self._guard.request_abort("the drain time is over")
+                await _within(idle, 1.0)
+        self._finish(0)
+
+    # What the other threads tell: called there, done on the main thread.
+
+    def worker_ready(self, worker: WorkerLike) -> None:
+        """See StepEvents."""
+        self._guard.watch(worker.abort_link)
+        self._to_loop(lambda: self._ready.set_result(0))
+
+    def state_changed(self, transition: str) -> None:
+        """See StepEvents."""
+        logger.info("%s", transition)
+        self._to_loop(lambda: self._spawn(self._control.announce(transition)))
+
+    def fatal(self, exit_code: int, cause: str) -> None:
+        """See StepEvents."""
+        logger.critical("the process ends with %d: %s", exit_code, cause)
+        self._to_loop(lambda: self._finish(exit_code))
+
+    def _result_failed(self, reply: ErrorReply) -> None:
+        """A result failed on the completion thread, after the step thread was done with it."""
+        exit_code = fatal_exit_code(reply)
+        if exit_code is not None:
+            self.fatal(exit_code, reply.message)
+        broke = link_failure(reply)
+        if broke is not None:
+            self._to_loop(lambda: self.post(broke))
+
+    def _to_loop(self, callback: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is left to hear it
+            self._loop.call_soon_threadsafe(callback)
+
+
+async def _within(event: asyncio.Event, limit_s: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), limit_s)
+    return event.is_set()

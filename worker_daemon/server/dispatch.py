@@ -1,0 +1,148 @@
+"""The static table from message type to worker method, and the interfaces of what the server is
+built around. Knows no socket and no thread."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Protocol, TypeAlias
+
+from rpc_schema import lifecycle as lc
+from rpc_schema import step
+from rpc_schema.base import StepReply
+from rpc_schema.codec import Frame, StepMessage, StepReplyMessage
+from worker_daemon.description import WorkerDescription
+
+
+class PendingReply(Protocol):
+    """A step whose result is still on its way to the host."""
+
+    def result(self) -> tuple[StepReplyMessage, Sequence[Frame]]:
+        """Wait for the copy and return the reply with its array frames. Called once, on the
+        completion thread.
+
+        Raises:
+            WorkerError: the step failed after all.
+        """
+
+
+class WorkerLike(Protocol):
+    """What runs the operations. Made and used on the step thread only, `abort_link` apart.
+
+    Each operation takes its message and returns its complete reply, or raises a WorkerError with
+    nothing applied. The three step methods return None where no reply is due from this rank.
+    """
+
+    @property
+    def rank(self) -> int:
+        """The global rank; 0 before init_device."""
+
+    def execute_model(
+        self, message: step.ExecuteModel, arrays: Sequence[Frame]
+    ) -> PendingReply | None: ...
+    def sample_tokens(
+        self, message: step.SampleTokens, arrays: Sequence[Frame]
+    ) -> PendingReply | None: ...
+    def execute_dummy_batch(self, message: step.ExecuteDummyBatch) -> PendingReply | None: ...
+
+    def init_device(self, message: lc.InitDevice) -> StepReply: ...
+    def relink(self, message: lc.Relink) -> StepReply: ...
+    def reset(self, message: lc.Reset) -> StepReply: ...
+    def load_model(self, message: lc.LoadModel) -> StepReply: ...
+    def get_kv_cache_spec(self, message: lc.GetKVCacheSpec) -> StepReply: ...
+    def determine_available_memory(self, message: lc.DetermineAvailableMemory) -> StepReply: ...
+    def initialize_from_config(self, message: lc.InitializeFromConfig) -> StepReply: ...
+    def initialize_cache(self, message: lc.InitializeCache) -> StepReply: ...
+    def update_max_model_len(self, message: lc.UpdateMaxModelLen) -> StepReply: ...
+    def compile_or_warm_up_model(self, message: lc.CompileOrWarmUpModel) -> StepReply: ...
+    def get_supported_tasks(self, message: lc.GetSupportedTasks) -> StepReply: ...
+    def get_model_metadata(self, message: lc.GetModelMetadata) -> StepReply: ...
+
+    def on_attach(self) -> bool:
+        """Drop all requests; True if nothing was cut off and all sends were received."""
+
+    def describe(self) -> WorkerDescription:
+        """Say what is on the device now."""
+
+    def abort_link(self) -> None:
+        """End every wait for other ranks. Called from the guard thread."""
+
+    def close(self) -> None:
+        """Give back what the process end would not."""
+
+
+class RendezvousServerLike(Protocol):
+    """A key-value store that the ranks of one link meet at."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    def close(self) -> None: ...
+
+
+SetPhase: TypeAlias = Callable[[str, float], None]
+"""(phase, seconds of legal silence)."""
+MakeWorker: TypeAlias = Callable[[str, Sequence[Path], SetPhase], WorkerLike]
+"""(device, model roots, set_phase)."""
+OpenRendezvousServer: TypeAlias = Callable[[str], RendezvousServerLike]
+"""(host)."""
+
+StepHandler: TypeAlias = Callable[..., PendingReply | None]
+OperationHandler: TypeAlias = Callable[..., StepReply]
+
+
+def array_step_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], StepHandler]:
+    """Bind the requests whose handler takes (message, arrays)."""
+    return {
+        step.ExecuteModel: worker.execute_model,
+        step.SampleTokens: worker.sample_tokens,
+    }
+
+
+def step_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], StepHandler]:
+    """Bind the requests that only the output rank answers, and whose handler takes the message
+    alone."""
+    return {step.ExecuteDummyBatch: worker.execute_dummy_batch}
+
+
+def operation_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], OperationHandler]:
+    """Bind the lifecycle operations: every rank answers them."""
+    return {
+        lc.InitDevice: worker.init_device,
+        lc.Relink: worker.relink,
+        lc.Reset: worker.reset,
+        lc.LoadModel: worker.load_model,
+        lc.GetKVCacheSpec: worker.get_kv_cache_spec,
+        lc.DetermineAvailableMemory: worker.determine_available_memory,
+        lc.InitializeFromConfig: worker.initialize_from_config,
+        lc.InitializeCache: worker.initialize_cache,
+        lc.UpdateMaxModelLen: worker.update_max_model_len,
+        lc.CompileOrWarmUpModel: worker.compile_or_warm_up_model,
+        lc.GetSupportedTasks: worker.get_supported_tasks,
+        lc.GetModelMetadata: worker.get_model_metadata,
+    }
+
+
+LEGAL_SILENCE_S: Final[Mapping[type[StepMessage], float]] = {
+    lc.InitDevice: 300.0,
+    lc.Relink: 120.0,
+    lc.Reset: 120.0,
+    lc.LoadModel: 3600.0,
+    lc.DetermineAvailableMemory: 900.0,
+    lc.InitializeFromConfig: 300.0,
+    lc.CompileOrWarmUpModel: 1800.0,
+}
+"""Seconds without a sign of life before an operation counts as hung; a worker may set finer phases.
+The rest, steps among them, have the driver's step deadline."""
+
+WAITS_FOR_PEERS: Final[frozenset[type[StepMessage]]] = frozenset(
+    (
+        lc.InitDevice,
+        lc.Relink,
+        lc.DetermineAvailableMemory,
+        lc.CompileOrWarmUpModel,
+        step.ExecuteModel,
+        step.SampleTokens,
+        step.ExecuteDummyBatch,
+    )
+)
+"""Requests that aborting the link can end."""

@@ -1,0 +1,101 @@
+"""The guard thread: frees a step thread that cannot free itself. Executes aborts of the link,
+notices phases past their deadline, and keeps a stack dump armed for the case that the interpreter
+itself is stuck."""
+
+import faulthandler
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from worker_daemon.server.progress import Progress, Stamp
+
+TICK_S: Final = 0.25
+
+logger = logging.getLogger(__name__)
+
+
+class Guard:
+    """Made and started by the daemon; `request_abort` may be called from any thread."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._wake = threading.Event()
+        self._abort_cause = ""
+        self._abort_link: Callable[[], None] | None = None
+        self._running = True
+        self._armed: Stamp | None = None
+        self._hung: Stamp | None = None
+        self._thread = threading.Thread(target=self._run, name="guard", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def watch(self, abort_link: Callable[[], None]) -> None:
+        """Say how a link is aborted; called once, when the worker is there."""
+        self._abort_link = abort_link
+
+    def request_abort(self, cause: str) -> None:
+        """Have the link aborted soon, on the guard thread."""
+        self._abort_cause = cause
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Ask the thread to end."""
+        self._running = False
+        self._wake.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread's end; tell whether it came."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while self._running:
+            self._wake.wait(TICK_S)
+            self._wake.clear()
+            cause, self._abort_cause = self._abort_cause, ""
+            if cause:
+                self._abort(cause)
+            self._watch_phase(self._progress.stamp, time.monotonic())
+        faulthandler.cancel_dump_traceback_later()
+
+    def _abort(self, cause: str) -> None:
+        logger.warning("aborting the link: %s", cause)
+        if self._abort_link is None:
+            return
+        try:
+            self._abort_link()
+        except Exception:
+            logger.exception("the link cannot be aborted")
+
+    def _watch_phase(self, stamp: Stamp, now: float) -> None:
+        """Report a phase past its deadline once; keep the dump of all stacks armed while a phase
+        runs."""
+        if stamp.idle or stamp.deadline == float("inf"):
+            self._disarm()
+        elif now < stamp.deadline:
+            self._arm(stamp, now)
+        elif stamp is not self._hung:
+            self._hung = stamp
+            self._disarm()
+            logger.error("%s has been silent for %d ms: hung", stamp.phase, stamp.age_ms(now))
+            faulthandler.dump_traceback(sys.stderr)
+            if stamp.on_link:
+                self._abort(f"{stamp.phase} is past its deadline")
+
+    def _arm(self, stamp: Stamp, now: float) -> None:
+        """Let the C level dump the stacks should this thread not come by any more: it fires without
+        the interpreter's lock."""
+        if stamp is not self._armed:
+            self._armed = stamp
+            faulthandler.dump_traceback_later(stamp.deadline - now + 2 * TICK_S, exit=False)
+
+    def _disarm(self) -> None:
+        if self._armed is not None:
+            self._armed = None
+            faulthandler.cancel_dump_traceback_later()

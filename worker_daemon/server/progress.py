@@ -1,0 +1,71 @@
+"""What the step thread is doing, written by it alone and read by every thread without a lock: each
+field is one reference, replaced whole. Knows no worker and no socket."""
+
+import math
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from worker_daemon.description import WorkerDescription
+from worker_daemon.server.lifecycle import State
+
+
+class Stamp(NamedTuple):
+    """One phase. Times are of time.monotonic, in seconds."""
+
+    phase: str
+    since: float
+    deadline: float
+    """Silence beyond this is a hang; infinite while idle."""
+    on_link: bool
+    """Whether the phase may wait for other ranks, so that aborting the link can end it."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether the step thread waits for a request."""
+        return self.phase == IDLE
+
+    def age_ms(self, now: float) -> int:
+        """How long the phase has lasted at `now`."""
+        return min(int((now - self.since) * 1000), 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What changes with lifecycle operations only."""
+
+    state: State
+    rank: int
+    transitions: tuple[str, ...]
+    description: WorkerDescription
+    failure: str = ""
+
+
+IDLE = "IDLE"
+
+
+class Progress:
+    """Written by the step thread, read by control and guard."""
+
+    __slots__ = ("epoch", "last_seq", "link", "snapshot", "stamp", "step_deadline_s")
+
+    def __init__(self, device: str) -> None:
+        self.stamp = Stamp("STARTING", time.monotonic(), math.inf, False)
+        self.snapshot = Snapshot(State(), 0, (), WorkerDescription(device))
+        self.epoch = 0
+        self.link = 0
+        self.last_seq = 0
+        self.step_deadline_s = 60.0
+
+    def begin(self, phase: str, legal_silence_s: float, on_link: bool) -> None:
+        """Enter a phase that may last `legal_silence_s`."""
+        now = time.monotonic()
+        self.stamp = Stamp(phase, now, now + legal_silence_s, on_link)
+
+    def set_phase(self, phase: str, legal_silence_s: float) -> None:
+        """Refine the running phase: what a worker calls from inside an operation."""
+        self.begin(phase, legal_silence_s, self.stamp.on_link)
+
+    def idle(self) -> None:
+        """Wait for the next request."""
+        self.stamp = Stamp(IDLE, time.monotonic(), math.inf, False)

@@ -1,0 +1,57 @@
+"""Exceptions to error messages: the one place where the daemon's error tree meets the wire's codes.
+Knows no socket."""
+
+import traceback
+from typing import Final
+
+from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope, WireError
+from worker_daemon.errors import GapError, WorkerError
+
+MAX_MESSAGE: Final = 8192
+MAX_TRACEBACK: Final = 32768
+
+
+def error_reply(error: Exception, *, epoch: int, seq: int, rank: int) -> ErrorReply:
+    """Say to a driver that its request (epoch, seq) failed with `error`."""
+    code, scope = classify(error)
+    return ErrorReply(
+        epoch=epoch,
+        seq=seq,
+        rank=rank,
+        code=code,
+        scope=scope,
+        message=_message(error),
+        traceback=_traceback(error),
+        expected_seq=error.expected if isinstance(error, GapError) else 0,
+    )
+
+
+def control_error_reply(error: Exception, *, call: int) -> ControlErrorReply:
+    """Say to a driver that its control request failed with `error`."""
+    code, scope = classify(error)
+    return ControlErrorReply(
+        call=call, code=code, scope=scope, message=_message(error), traceback=_traceback(error)
+    )
+
+
+def classify(error: Exception) -> tuple[ErrorCode, ErrorScope]:
+    """Return the wire's words for an exception; one that nobody foresaw is INTERNAL and costs one
+    step."""
+    if isinstance(error, WorkerError):
+        return ErrorCode(error.code), ErrorScope(error.scope)
+    if isinstance(error, WireError):
+        return error.code, ErrorScope.STEP
+    return ErrorCode.INTERNAL, ErrorScope.STEP
+
+
+def _message(error: Exception) -> str:
+    text = str(error) if isinstance(error, WorkerError | WireError) else repr(error)
+    return text[:MAX_MESSAGE]
+
+
+def _traceback(error: Exception) -> str:
+    """The frames that led to `error`; none for an error without any (a refusal that was never
+    raised)."""
+    if error.__traceback__ is None:
+        return ""
+    return "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]

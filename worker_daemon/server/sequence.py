@@ -1,0 +1,119 @@
+"""Whether a step request runs, by its (epoch, link, seq) alone. Pure: no socket, no torch, no reply
+bytes."""
+
+import enum
+from typing import Final
+
+from rpc_schema import lifecycle as lc
+from rpc_schema import step
+from rpc_schema.codec import StepMessage
+from worker_daemon.errors import (
+    FencedError,
+    GapError,
+    NotAttachedError,
+    ProtocolError,
+    StaleError,
+)
+
+REPLAYABLE: Final = 64
+"""Replies that may be asked for again; also the size of the reply ring."""
+
+
+_LINKING: Final = (lc.InitDevice, lc.Relink)
+
+
+class Verdict(enum.Enum):
+    """What becomes of a request."""
+
+    RUN = "run"
+    REPLAY = "replay"
+    """It was accepted before: its reply is sent again, if it is still kept."""
+    STALE = "stale"
+    GAP = "gap"
+    FENCED = "fenced"
+    NOT_ATTACHED = "not attached"
+
+
+class StepGate:
+    """The last accepted (epoch, link, seq). Owned by the step thread; `accept` moves it on."""
+
+    __slots__ = ("attached", "epoch", "last_seq", "link")
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.link = 0
+        self.last_seq = 0
+        self.attached = False
+
+    def attach(self, epoch: int) -> None:
+        """Begin `epoch`: seqs start again with 1; the link stays."""
+        assert epoch > self.epoch
+        self.epoch = epoch
+        self.last_seq = 0
+        self.attached = True
+
+    def detach(self, epoch: int) -> None:
+        """End `epoch`, if it is still the current one."""
+        if epoch == self.epoch:
+            self.attached = False
+
+    def judge(self, message: StepMessage) -> Verdict:
+        """Judge a request. Only a RUN may be handed to `accept`.
+
+        The next seq runs. Relink, Reset and an ExecuteModel with a resynchronisation close a gap:
+        their seq need only be new. InitDevice and Relink name a link above the current one in
+        `rendezvous`; all others name the current one. A repeated seq is replayed whatever its link.
+        """
+        if message.epoch != self.epoch or not self.attached:
+            return Verdict.FENCED if message.epoch < self.epoch else Verdict.NOT_ATTACHED
+        seq = message.seq
+        if seq <= self.last_seq:
+            return Verdict.REPLAY if seq > max(0, self.last_seq - REPLAYABLE) else Verdict.STALE
+        if message.link != self.link and not isinstance(message, _LINKING):
+            return Verdict.FENCED
+        if seq != self.last_seq + 1 and not closes_gap(message):
+            return Verdict.GAP
+        if isinstance(message, _LINKING) and not (
+            message.link <= self.link < message.rendezvous.link
+        ):
+            return Verdict.FENCED
+        return Verdict.RUN
+
+    def accept(self, message: StepMessage) -> None:
+        """Take a request that may run: its seq is used up, whatever comes of it."""
+        self.last_seq = message.seq
+
+    def begin_link(self, message: lc.InitDevice | lc.Relink) -> None:
+        """Go on to a new link. The attempt alone uses up its generation, so that ranks agree on it
+        whatever comes of it."""
+        self.link = message.rendezvous.link
+
+    def refusal(self, verdict: Verdict, message: StepMessage) -> ProtocolError:
+        """Return the error that tells the driver why `message` does not run."""
+        if verdict is Verdict.GAP:
+            return GapError(self.last_seq + 1, message.seq)
+        if verdict is Verdict.NOT_ATTACHED:
+            return NotAttachedError(
+                f"epoch {message.epoch} is not attached; the last one granted is {self.epoch}",
+                fix="attach",
+            )
+        if verdict is Verdict.FENCED:
+            return FencedError(
+                f"epoch {message.epoch} with link {message.link} is fenced; "
+                f"epoch {self.epoch} with link {self.link} holds",
+                fix="attach, and relink the group",
+            )
+        return self.stale(message.seq)
+
+    def stale(self, seq: int) -> StaleError:
+        """Return the error for a seq whose reply is no longer kept."""
+        return StaleError(
+            f"the reply to seq {seq} is no longer kept; the last accepted is {self.last_seq}"
+        )
+
+
+def closes_gap(message: StepMessage) -> bool:
+    """Whether a request stands on no step before it."""
+    if isinstance(message, step.ExecuteModel):
+        return message.resync is not None
+    return isinstance(message, lc.Relink | lc.Reset)

@@ -1,0 +1,380 @@
+"""The step thread: takes requests in order, decides whether each is the next and legal, runs it,
+and hands the outcome to the completion thread. Owns the step socket and the worker; the one thread
+that may touch the device."""
+
+import logging
+import queue
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Protocol, TypeAlias
+
+import zmq
+
+from rpc_schema import lifecycle as lc
+from rpc_schema.codec import Frame, StepMessage, decode_step
+from rpc_schema.errors import ErrorCode, ErrorReply, WireError
+from worker_daemon.errors import ConfigError, ProtocolError, WorkerError
+from worker_daemon.logs import set_rank
+from worker_daemon.server.completion import Completion
+from worker_daemon.server.dispatch import (
+    LEGAL_SILENCE_S,
+    WAITS_FOR_PEERS,
+    MakeWorker,
+    WorkerLike,
+    array_step_handlers,
+    operation_handlers,
+    step_handlers,
+)
+from worker_daemon.server.lifecycle import Lifecycle
+from worker_daemon.server.progress import Progress, Snapshot
+from worker_daemon.server.replies import error_reply
+from worker_daemon.server.sequence import StepGate, Verdict
+
+SWITCH_INTERVAL_S: Final = 0.0002
+"""The interpreter's: how long the step thread may keep the completion thread from the
+interpreter."""
+MAX_OLD_DRIVERS: Final = 16
+UID_BYTES: Final = 16
+EXIT_DEVICE: Final = 86
+EXIT_INTERNAL: Final = 70
+EXIT_CONFIG: Final = 78
+_FATAL: Final = {"DEVICE": EXIT_DEVICE, "INTERNAL": EXIT_INTERNAL}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where the daemon stood when a driver took it over."""
+
+    epoch: int
+    seq: int
+    clean: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """Begin an epoch; `taken` hears (on the step thread) once steps of the former one can no longer
+    run."""
+
+    epoch: int
+    driver_id: bytes
+    taken: Callable[[Standing], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """End an epoch."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkBroke:
+    """A step's result, on the completion thread, said that a peer is lost."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Refuse new steps from here on; `idle` hears once the running one is over."""
+
+    idle: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the thread."""
+
+
+Command: TypeAlias = Attach | Detach | LinkBroke | Drain | Stop
+
+
+class StepEvents(Protocol):
+    """What the step thread tells the daemon. Each method is called on the step thread and returns
+    at once."""
+
+    def worker_ready(self, worker: WorkerLike) -> None: ...
+    def state_changed(self, transition: str) -> None: ...
+    def fatal(self, exit_code: int, cause: str) -> None: ...
+
+
+class StepThread:
+    """Started by the daemon with sockets that it alone uses from then on. Commands come by
+    `commands` and a byte on the doorbell."""
+
+    def __init__(
+        self,
+        *,
+        step: "zmq.Socket[bytes]",
+        doorbell: "zmq.Socket[bytes]",
+        completion: Completion,
+        progress: Progress,
+        events: StepEvents,
+        make_worker: MakeWorker,
+        device: str,
+        model_roots: Sequence[Path],
+    ) -> None:
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._step = step
+        self._doorbell = doorbell
+        self._completion = completion
+        self._progress = progress
+        self._events = events
+        self._make_worker = make_worker
+        self._device = device
+        self._model_roots = model_roots
+        self._thread = threading.Thread(target=self._run, name="step", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; events.worker_ready follows."""
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread's end; tell whether it came."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        try:
+            worker = self._make_worker(self._device, self._model_roots, self._progress.set_phase)
+        except Exception as error:
+            logger.exception("the worker cannot be made")
+            self._events.fatal(_start_exit_code(error), str(error))
+            return
+        loop = _StepLoop(worker, self.commands, self._completion, self._progress, self._events)
+        self._events.worker_ready(worker)
+        try:
+            loop.serve(self._step, self._doorbell)
+        except Exception as error:
+            logger.exception("the step loop broke")
+            self._events.fatal(EXIT_INTERNAL, repr(error))
+        finally:
+            self._step.close()
+            self._doorbell.close()
+            if self._progress.snapshot.state.serving != "FAILED":
+                worker.close()
+
+
+def _start_exit_code(error: Exception) -> int:
+    return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_INTERNAL
+
+
+class _StepLoop:
+    """What happens to a request; the thread's own state."""
+
+    def __init__(
+        self,
+        worker: WorkerLike,
+        commands: "queue.SimpleQueue[Command]",
+        completion: Completion,
+        progress: Progress,
+        events: StepEvents,
+    ) -> None:
+        self._worker = worker
+        self._commands = commands
+        self._completion = completion
+        self._progress = progress
+        self._events = events
+        self._gate = StepGate()
+        self._lifecycle = Lifecycle()
+        self._drivers: dict[int, bytes] = {}
+        self._bad_frames = 0
+        self._peer = b""
+        self._running = True
+        self._array_steps = array_step_handlers(worker)
+        self._steps = step_handlers(worker)
+        self._operations = operation_handlers(worker)
+
+    def serve(self, step: "zmq.Socket[bytes]", doorbell: "zmq.Socket[bytes]") -> None:
+        """Take requests and commands until told to stop. Commands come first: a drain or a new
+        driver never waits behind queued steps."""
+        poller = zmq.Poller()
+        poller.register(doorbell, zmq.POLLIN)
+        poller.register(step, zmq.POLLIN)
+        self._publish("started")
+        self._progress.idle()
+        while self._running:
+            for socket, _ in poller.poll():
+                if socket is step:
+                    self._take(step.recv_multipart())
+                else:
+                    doorbell.recv()
+                    while not self._commands.empty():
+                        self._command(self._commands.get())
+
+    def _take(self, frames: list[bytes]) -> None:
+        """Decode and judge one request."""
+        sender = frames.pop(0)
+        try:
+            message = decode_step(frames)
+        except WireError as error:
+            self._refuse_frames(sender, error)
+            return
+        verdict = self._gate.judge(message)
+        if verdict is Verdict.RUN:
+            self._gate.accept(message)
+            self._peer = sender
+            del frames[0]
+            self._run(message, frames)
+        elif verdict is Verdict.REPLAY:
+            self._completion.replay(message.seq)
+        else:
+            self._refuse(sender, message, self._gate.refusal(verdict, message))
+
+    def _run(self, message: StepMessage, arrays: Sequence[Frame]) -> None:
+        """Run an accepted request: exactly one outcome goes to the completion thread, whatever
+        happens."""
+        kind = type(message)
+        progress = self._progress
+        progress.begin(
+            kind.__name__,
+            LEGAL_SILENCE_S.get(kind, progress.step_deadline_s),
+            kind in WAITS_FOR_PEERS,
+        )
+        try:
+            self._lifecycle.check(message)
+            if kind in self._array_steps:
+                self._pend(message.seq, self._array_steps[kind](message, arrays))
+            elif kind in self._steps:
+                self._pend(message.seq, self._steps[kind](message))
+            else:
+                self._operate(message)
+        except Exception as error:  # the dispatch boundary: every failure is an outcome of its seq
+            self._fail(message, error)
+        progress.last_seq = message.seq
+        progress.idle()
+
+    def _pend(self, seq: int, pending: object) -> None:
+        if pending is None:
+            self._completion.nothing(seq)
+        else:
+            self._completion.pending(seq, pending)  # type: ignore[arg-type]  # a PendingReply, by the table
+
+    def _operate(self, message: StepMessage) -> None:
+        if isinstance(message, lc.InitDevice | lc.LoadModel):
+            self._progress.step_deadline_s = message.scheduler.step_deadline_ms / 1000
+        if isinstance(message, lc.InitDevice | lc.Relink):
+            self._gate.begin_link(message)
+            self._progress.link = self._gate.link
+        reply = self._operations[type(message)](message)
+        changed = self._lifecycle.succeeded(message)
+        if isinstance(message, lc.InitDevice):
+            set_rank(self._worker.rank)
+        self._publish(self._lifecycle.transitions[-1] if changed else "")
+        self._completion.reply(reply)
+
+    def _fail(self, message: StepMessage, error: Exception) -> None:
+        if not isinstance(error, WorkerError):
+            logger.error("%s seq %d failed", type(message).__name__, message.seq, exc_info=error)
+        reply = error_reply(error, epoch=message.epoch, seq=message.seq, rank=self._worker.rank)
+        torn = isinstance(message, lc.Relink) and reply.code is not ErrorCode.ILLEGAL_STATE
+        if torn or reply.code is ErrorCode.COMM:
+            self._link_broke(f"{type(message).__name__}: {reply.code}")
+        self._completion.reply(reply)
+        if isinstance(error, WorkerError) and error.code in _FATAL:
+            self._end(_FATAL[error.code], str(error))
+
+    def _end(self, exit_code: int, cause: str) -> None:
+        """Refuse everything from here on; the daemon ends the process."""
+        if not self._lifecycle.serve("FAILED", cause):
+            return
+        snapshot = self._progress.snapshot
+        self._progress.snapshot = replace(
+            snapshot,
+            state=self._lifecycle.state,
+            transitions=self._lifecycle.transitions,
+            failure=cause,
+        )
+        self._events.fatal(exit_code, cause)
+
+    def _link_broke(self, cause: str) -> None:
+        if self._lifecycle.link_broke(cause):
+            self._publish(self._lifecycle.transitions[-1])
+
+    def _refuse(self, sender: bytes, message: StepMessage, error: ProtocolError) -> None:
+        """Answer a request that was not accepted: to the driver of its epoch or, for an epoch that
+        was never granted, to a step socket whose routing id is its driver's."""
+        route = self._drivers.get(message.epoch, sender)
+        if len(route) == UID_BYTES:
+            reply = error_reply(error, epoch=message.epoch, seq=message.seq, rank=self._worker.rank)
+            self._completion.refuse(route, reply)
+
+    def _refuse_frames(self, sender: bytes, error: WireError) -> None:
+        """Count frames that do not decode, and tell a driver that we know."""
+        self._bad_frames += 1
+        if self._bad_frames.bit_count() == 1:
+            logger.warning("%d bad frames on the step socket: %s", self._bad_frames, error)
+        driver_id = self._drivers.get(self._gate.epoch)
+        if driver_id is not None and sender in (self._peer, driver_id):
+            reply = error_reply(error, epoch=self._gate.epoch, seq=0, rank=self._worker.rank)
+            self._completion.refuse(driver_id, reply)
+
+    def _command(self, command: Command) -> None:
+        match command:
+            case Attach():
+                self._attach(command)
+            case Detach():
+                self._gate.detach(command.epoch)
+            case LinkBroke():
+                self._link_broke(command.cause)
+            case Drain():
+                if self._lifecycle.serve("DRAINING", "shutdown"):
+                    self._publish(self._lifecycle.transitions[-1])
+                command.idle()
+            case Stop():
+                self._lifecycle.serve("CLOSED", "stop")
+                self._running = False
+
+    def _attach(self, command: Attach) -> None:
+        gate = self._gate
+        if command.epoch <= gate.epoch:
+            return  # overtaken: a driver behind this one was taken first
+        try:
+            clean = self._worker.on_attach()
+        except Exception:
+            logger.exception("the requests of epoch %d cannot be dropped", gate.epoch)
+            clean = False
+        standing = Standing(gate.epoch, gate.last_seq, clean)
+        gate.attach(command.epoch)
+        self._peer = b""
+        self._progress.epoch = command.epoch
+        self._progress.last_seq = 0
+        self._drivers[command.epoch] = command.driver_id
+        if len(self._drivers) > MAX_OLD_DRIVERS:
+            del self._drivers[min(self._drivers)]
+        self._completion.attached(
+            command.driver_id,
+            lc.Attached(epoch=command.epoch, seq=0, rank=self._worker.rank),
+        )
+        self._progress.idle()
+        command.taken(standing)
+
+    def _publish(self, transition: str) -> None:
+        """Renew the snapshot that other threads read, after anything but a step."""
+        self._progress.snapshot = Snapshot(
+            state=self._lifecycle.state,
+            rank=self._worker.rank,
+            transitions=self._lifecycle.transitions,
+            description=self._worker.describe(),
+        )
+        self._progress.link = self._gate.link
+        if transition:
+            self._events.state_changed(transition)
+
+
+def link_failure(reply: ErrorReply) -> LinkBroke | None:
+    """Return the command for a late failure that broke the link; None for the others."""
+    return LinkBroke(f"seq {reply.seq}: {reply.code}") if reply.code is ErrorCode.COMM else None
+
+
+def fatal_exit_code(reply: ErrorReply) -> int | None:
+    """Return the exit code that a late failure asks for; None for a failure that the daemon
+    survives."""
+    return EXIT_DEVICE if reply.code is ErrorCode.DEVICE else None

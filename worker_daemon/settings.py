@@ -1,0 +1,184 @@
+"""What one process is started with: command line over environment over file. The only reader of
+os.environ; knows nothing of models or ranks."""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from worker_daemon.errors import ConfigError
+from worker_daemon.logs import LEVELS
+
+ENV_PREFIX: Final = "WORKER_DAEMON_"
+KEYS: Final = (
+    "endpoint",
+    "device",
+    "state-dir",
+    "model-root",
+    "exit-with-parent-fd",
+    "log-level",
+)
+_DEVICE: Final = re.compile(r"cpu|cuda:\d{1,3}")
+
+Given: TypeAlias = Mapping[str, str | int | list[str] | None]
+"""Values of one source by key; a missing one is absent or None."""
+
+_ONE_HOST: Final = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+"""Where the tensor plane listens unless somebody says otherwise: it has no authentication."""
+_FIXED: Final = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""torch must not end the process by itself: the guard thread aborts communicators."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSettings:
+    """Everything that `worker-daemon serve` is told."""
+
+    endpoint: str
+    """ipc://DIR/NAME; parsed by the server."""
+    device: str
+    """cpu or cuda:N."""
+    state_dir: Path | None
+    """Where the epochs are kept; None: the endpoint's directory."""
+    model_roots: tuple[Path, ...]
+    """Directories under which models may lie."""
+    exit_with_parent_fd: int | None
+    """The daemon ends when this file descriptor reads end-of-file."""
+    log_level: str
+    """One of debug, info, warning, error."""
+
+
+def load_settings(command_line: Given, config_file: Path | None) -> ProcessSettings:
+    """Merge the three sources, the command line first.
+
+    Raises:
+        ConfigError: a value is missing, malformed or unknown.
+    """
+    if config_file is None and (named := os.environ.get(f"{ENV_PREFIX}CONFIG")):
+        config_file = Path(named)
+    given = dict(read_file(config_file)) if config_file is not None else {}
+    given |= read_environment(os.environ)
+    given |= {key: value for key, value in command_line.items() if value not in (None, [])}
+    return build_settings(given)
+
+
+def prepare_environment() -> None:
+    """Set what torch, gloo and NCCL read when they are loaded. To be called before torch is
+    imported."""
+    for name, value in _ONE_HOST.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(_FIXED)
+
+
+def read_file(path: Path) -> Given:
+    """Read a TOML file with the keys of the command line's options.
+
+    Raises:
+        ConfigError: it cannot be read, is no TOML, or has a key that no option has.
+    """
+    try:
+        with path.open("rb") as file:
+            given = tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the file cannot be read: {error}", field="config", value=str(path)
+        ) from error
+    for key in given:
+        if key not in KEYS:
+            raise ConfigError(
+                f"{path} has an unknown key", field=key, fix=f"use one of {', '.join(KEYS)}"
+            )
+    return given
+
+
+def read_environment(environment: Mapping[str, str]) -> Given:
+    """Take the options out of environment variables; WORKER_DAEMON_MODEL_ROOT separates paths by
+    colons."""
+    given: dict[str, str | int | list[str] | None] = {}
+    for key in KEYS:
+        value = environment.get(ENV_PREFIX + key.upper().replace("-", "_"))
+        if value:
+            given[key] = value.split(os.pathsep) if key == "model-root" else value
+    return given
+
+
+def build_settings(given: Given) -> ProcessSettings:
+    """Check merged values and give them their types.
+
+    Raises:
+        ConfigError: a value is missing or malformed.
+    """
+    fd = given.get("exit-with-parent-fd")
+    state_dir = _text(given, "state-dir", "")
+    return ProcessSettings(
+        endpoint=_required(given, "endpoint", "ipc:///DIR/NAME"),
+        device=_matching(_required(given, "device", "cpu or cuda:N"), _DEVICE),
+        state_dir=Path(state_dir).resolve() if state_dir else None,
+        model_roots=_roots(given),
+        exit_with_parent_fd=None if fd is None else _file_descriptor(fd),
+        log_level=_level(_text(given, "log-level", "info")),
+    )
+
+
+def _text(given: Given, key: str, default: str) -> str:
+    value = given.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, str):
+        raise ConfigError("it is not a string", field=key, value=value, fix="put it in quotes")
+    return value
+
+
+def _required(given: Given, key: str, form: str) -> str:
+    value = _text(given, key, "")
+    if not value:
+        raise ConfigError("it is missing", field=key, fix=f"give --{key} {form}")
+    return value
+
+
+def _matching(device: str, pattern: re.Pattern[str]) -> str:
+    if not pattern.fullmatch(device):
+        raise ConfigError("unknown device", field="device", value=device, fix="use cpu or cuda:N")
+    return device
+
+
+def _roots(given: Given) -> tuple[Path, ...]:
+    value = given.get("model-root")
+    roots = [value] if isinstance(value, str) else value
+    if roots is None:
+        return (Path.cwd(),)
+    if not isinstance(roots, list) or not all(isinstance(root, str) for root in roots):
+        raise ConfigError("it is not a list of paths", field="model-root", value=value)
+    for root in roots:
+        if not Path(root).is_dir():
+            raise ConfigError(
+                "there is no such directory",
+                field="model-root",
+                value=root,
+                fix="name a directory that holds models",
+            )
+    return tuple(Path(root).resolve() for root in roots)
+
+
+def _file_descriptor(value: object) -> int:
+    if isinstance(value, str) and value.isdecimal():
+        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise ConfigError("it is not a file descriptor", field="exit-with-parent-fd", value=value)
+
+
+def _level(value: str) -> str:
+    if value not in LEVELS:
+        raise ConfigError(
+            "unknown level", field="log-level", value=value, fix=f"use one of {', '.join(LEVELS)}"
+        )
+    return value

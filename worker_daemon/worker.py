@@ -1,0 +1,565 @@
+"""The worker: one short method an operation, in the order in which a driver calls them. Composes
+device, link, model and runner.
+
+Knows no socket and no lifecycle state: server/lifecycle.py has decided that a call is legal before
+it comes here. Used on the step thread only, abort_link apart.
+"""
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from rpc_schema import lifecycle as lc
+from rpc_schema.base import StepRequest
+from rpc_schema.codec import Frame
+from rpc_schema.config import CacheConfig, ParallelConfig, Rendezvous, SchedulerConfig, WorkerConfig
+from rpc_schema.kv_cache import KVCacheConfig
+from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
+from worker_daemon.description import WorkerDescription
+from worker_daemon.device.init import device_name, open_device, supports
+from worker_daemon.device.memory import MemorySnapshot, MemorySource, memory_source, profile
+from worker_daemon.distributed.link import Link, open_link
+from worker_daemon.distributed.parallel_state import ParallelState
+from worker_daemon.distributed.tp import LinkedTensorParallel, tensor_parallel
+from worker_daemon.errors import CapacityError, ConfigError, StateError
+from worker_daemon.kv_cache.allocate import allocate_kv_caches
+from worker_daemon.kv_cache.spec import describe_layers
+from worker_daemon.layers.attention import NullAttention
+from worker_daemon.layers.attention_provider import AttentionProvider, probe_attention
+from worker_daemon.models.decoder import DecoderStage, build_stage, checkpoint_names
+from worker_daemon.models.partition import check_partition, partition_layers
+from worker_daemon.models.weights import LoadProgress, load_dummy_weights, load_weights
+from worker_daemon.resolve import ResolvedModel, check_cache, resolve_model
+from worker_daemon.runner.assemble import RunnerParts, assemble_runner, tie_stage
+from worker_daemon.runner.model_runner import ModelRunner
+from worker_daemon.runner.request_state import StepLimits
+from worker_daemon.runner.stage_ends import PendingReply
+from worker_daemon.runner.warmup import largest_step, warm_up_steps
+
+_LOG = logging.getLogger(__name__)
+_PROGRESS_EVERY_S = 1.0
+_LONG_OPERATION_S = 1800.0
+
+SetPhase = Callable[[str, float], None]
+"""(phase, seconds of legal silence): what the worker is at, for whoever watches."""
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceContext:
+    """What init_device makes and reset(CREATED) gives up; a relink replaces link."""
+
+    device: torch.device
+    memory: MemorySource
+    baseline: MemorySnapshot
+    budget_bytes: int
+    config: ParallelConfig
+    parallel: ParallelState
+    tp: LinkedTensorParallel
+    link: Link
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedModel:
+    """What load_model makes and reset(DEVICE_READY) gives up."""
+
+    config: WorkerConfig
+    resolved: ResolvedModel
+    stage: DecoderStage
+    attention: AttentionProvider
+    max_model_len: int
+
+
+class Worker:
+    """One daemon's worker, from an idle process to a serving stage and back."""
+
+    def __init__(self, device: str, model_roots: Sequence[Path], set_phase: SetPhase) -> None:
+        """Touches no device: that is init_device's."""
+        self._device_name = device
+        self._model_roots = model_roots
+        self._set_phase = set_phase
+        self._context_or_none: _DeviceContext | None = None
+        self._model_or_none: _LoadedModel | None = None
+        self._runner_or_none: ModelRunner | None = None
+        self._plan: KVCacheConfig | None = None
+        self._activation_peak_bytes = 0
+
+    @property
+    def rank(self) -> int:
+        """The global rank; 0 before init_device."""
+        return self._context_or_none.parallel.rank if self._context_or_none else 0
+
+    # Start-up, in order.
+
+    def init_device(self, message: lc.InitDevice) -> lc.InitDeviceReply:
+        """Device context, then the link, then the baseline: what those two take is not the KV
+        cache's to lose.
+
+        Raises:
+            ConfigError: no such device, or no such rank.
+            CommError: the other ranks did not come.
+            CapacityError: less memory is free than gpu_memory_utilization asks for.
+        """
+        rendezvous = message.rendezvous
+        parallel = ParallelState(
+            message.parallel.pipeline_parallel_size,
+            message.parallel.tensor_parallel_size,
+            rendezvous.rank,
+        )
+        device = open_device(self._device_name, rendezvous.local_world_size)
+        timeout_s = message.scheduler.step_deadline_ms / 1000 + 1
+        tp = tensor_parallel(parallel.tp_rank, parallel.tp_size)
+        link = self._open_link(rendezvous, parallel, device, timeout_s, tp)
+        memory = memory_source(device)
+        memory.reset_peak()
+        baseline = memory.snapshot()
+        try:
+            budget = memory.budget(baseline, message.cache.gpu_memory_utilization)
+        except CapacityError:
+            link.leave()
+            raise
+        self._context_or_none = _DeviceContext(
+            device=device,
+            memory=memory,
+            baseline=baseline,
+            budget_bytes=budget,
+            config=message.parallel,
+            parallel=parallel,
+            tp=tp,
+            link=link,
+            timeout_s=timeout_s,
+        )
+        return lc.InitDeviceReply(
+            **self._identity(message),
+            device_name=device_name(device),
+            total_memory_bytes=baseline.total,
+            free_memory_bytes=baseline.free,
+            backend=link.backend,
+        )
+
+    def load_model(self, message: lc.LoadModel) -> lc.LoadModelReply:
+        """Build this rank's stage and shard, and fill it.
+
+        Raises:
+            ConfigError: the model, its partition or a size is not possible.
+            CheckpointError: its files are missing, truncated or not what config.json says.
+            CapacityError: it does not fit on the device.
+        """
+        began = time.monotonic()
+        self._set_phase("LOADING", _LONG_OPERATION_S)
+        check_cache(message.cache, message.scheduler)
+        resolved = resolve_model(message.model, self._model_roots)
+        context = self._context
+        if not supports(context.device, resolved.dtype):
+            raise ConfigError(
+                "the device does not compute in it",
+                field="dtype",
+                value=str(resolved.dtype),
+                fix="float16",
+            )
+        try:
+            stage = self._build_stage(resolved)
+            self._fill(stage, message, resolved)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"the weights do not fit: {error}", fix="more pipeline stages or tensor ranks"
+            ) from None
+        self._model_or_none = _LoadedModel(
+            config=WorkerConfig(
+                parallel=context.config,
+                model=message.model,
+                scheduler=message.scheduler,
+                cache=message.cache,
+                graph=message.graph,
+            ),
+            resolved=resolved,
+            stage=stage,
+            attention=probe_attention(context.device),
+            max_model_len=resolved.max_model_len,
+        )
+        return lc.LoadModelReply(
+            **self._identity(message),
+            model_memory_bytes=stage.num_parameters_bytes,
+            seconds=time.monotonic() - began,
+            max_model_len=resolved.max_model_len,
+        )
+
+    def get_kv_cache_spec(self, message: lc.GetKVCacheSpec) -> lc.GetKVCacheSpecReply:
+        """Describe the layers of this stage and shard."""
+        model = self._model
+        layers = describe_layers(model.stage.kv_layer_specs, model.resolved.dtype)
+        return lc.GetKVCacheSpecReply(**self._identity(message), layers=layers)
+
+    def determine_available_memory(
+        self, message: lc.DetermineAvailableMemory
+    ) -> lc.DetermineAvailableMemoryReply:
+        """Run the largest step without a KV cache, and see what it leaves of the budget.
+
+        Raises:
+            CapacityError: it leaves nothing.
+        """
+        self._set_phase("PROFILING", _LONG_OPERATION_S)
+        context, model = self._context, self._model
+        with profile(context.memory, context.baseline) as result:
+            runner = self._assemble(self._limits(num_blocks=1 << 30), ())
+            step = largest_step(message, runner.state.limits)
+            _await(runner.execute_model(step.message, step.arrays))
+            del runner
+        self._activation_peak_bytes = result.transient
+        available = context.memory.limit_kv_cache(
+            context.budget_bytes - result.consumed - result.transient
+        )
+        override = model.config.cache.kv_cache_memory_bytes
+        if override is None and available <= 0:
+            raise CapacityError(
+                f"weights take {result.consumed}, a step {result.transient} bytes: nothing is left",
+                field="gpu_memory_utilization",
+                value=model.config.cache.gpu_memory_utilization,
+                fix="a larger share, smaller steps, or more ranks",
+            )
+        return lc.DetermineAvailableMemoryReply(
+            **self._identity(message),
+            available_bytes=available if override is None else override,
+            weights_bytes=model.stage.num_parameters_bytes,
+            activation_peak_bytes=result.transient,
+            requested_bytes=context.budget_bytes,
+        )
+
+    def initialize_from_config(self, message: lc.InitializeFromConfig) -> Done:
+        """Allocate the KV cache by this rank's entry, and tie attention to it.
+
+        Raises:
+            ConfigError: there is no entry for this rank, or it does not fit its layers.
+            CapacityError: it does not fit on the device.
+        """
+        model, configs = self._model, message.kv_cache_configs
+        if len(configs) != self._context.parallel.world_size:
+            raise ConfigError(
+                "one entry a rank",
+                field="kv_cache_configs",
+                value=len(configs),
+                fix=f"{self._context.parallel.world_size} entries",
+            )
+        plan = configs[self.rank]
+        if plan.block_size != model.config.cache.block_size:
+            raise ConfigError(
+                "the model was loaded for another block size",
+                field="kv_cache_config.block_size",
+                value=plan.block_size,
+                fix=str(model.config.cache.block_size),
+            )
+        kv_caches = allocate_kv_caches(
+            plan, model.stage.kv_layer_specs, model.resolved.dtype, self._context.device
+        )
+        model.stage.set_attention(model.attention.backend)
+        self._runner_or_none = self._assemble(self._limits(plan.num_blocks), kv_caches)
+        self._plan = plan
+        return Done(**self._identity(message))
+
+    def initialize_cache(self, message: lc.InitializeCache) -> Done:
+        """Check that the block counts which the driver settled on are those that were allocated.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        assert self._plan is not None, "legal after initialize_from_config only"
+        if message.num_gpu_blocks != self._plan.num_blocks:
+            raise ConfigError(
+                "another number of blocks was allocated",
+                field="num_gpu_blocks",
+                value=message.num_gpu_blocks,
+                fix=str(self._plan.num_blocks),
+            )
+        if message.num_cpu_blocks:
+            raise ConfigError(
+                "no blocks are kept in host memory",
+                field="num_cpu_blocks",
+                value=message.num_cpu_blocks,
+                fix="0",
+            )
+        return Done(**self._identity(message))
+
+    def update_max_model_len(self, message: lc.UpdateMaxModelLen) -> Done:
+        """Take another limit, up to the one that the model was loaded with.
+
+        Raises:
+            ConfigError: it is longer than that.
+            StateError: requests are running.
+        """
+        model = self._model
+        longest = model.resolved.max_model_len
+        if message.max_model_len > longest:
+            raise ConfigError(
+                "the model was loaded for shorter contexts",
+                field="max_model_len",
+                value=message.max_model_len,
+                fix=f"at most {longest}",
+            )
+        runner = self._runner_or_none
+        if runner is not None and runner.state.num_live:
+            raise StateError("requests are running", fix="finish them first")
+        self._model_or_none = replace(model, max_model_len=message.max_model_len)
+        if runner is not None and self._plan is not None:
+            self._runner_or_none = self._assemble(
+                self._limits(self._plan.num_blocks), runner.kv_caches
+            )
+        return Done(**self._identity(message))
+
+    def compile_or_warm_up_model(
+        self, message: lc.CompileOrWarmUpModel
+    ) -> lc.CompileOrWarmUpModelReply:
+        """Run synthetic steps through the normal entry, and leave no trace of them in the rows."""
+        began = time.monotonic()
+        self._set_phase("COMPILING", _LONG_OPERATION_S)
+        runner = self._runner
+        for step in warm_up_steps(message, runner.state.limits):
+            _await(runner.execute_model(step.message, step.arrays))
+        runner.state.drop_all()
+        return lc.CompileOrWarmUpModelReply(
+            **self._identity(message), seconds=time.monotonic() - began
+        )
+
+    # Serving.
+
+    def execute_model(self, message: ExecuteModel, arrays: Sequence[Frame]) -> PendingReply | None:
+        """See ModelRunner.execute_model."""
+        return self._runner.execute_model(message, arrays)
+
+    def sample_tokens(self, message: SampleTokens, arrays: Sequence[Frame]) -> PendingReply | None:
+        """See ModelRunner.sample_tokens."""
+        return self._runner.sample_tokens(message, arrays)
+
+    def execute_dummy_batch(self, message: ExecuteDummyBatch) -> PendingReply | None:
+        """See ModelRunner.execute_dummy_batch."""
+        return self._runner.execute_dummy_batch(message)
+
+    def get_supported_tasks(self, message: lc.GetSupportedTasks) -> lc.GetSupportedTasksReply:
+        """Every architecture of the registry generates."""
+        return lc.GetSupportedTasksReply(**self._identity(message), tasks=("generate",))
+
+    def get_model_metadata(self, message: lc.GetModelMetadata) -> lc.GetModelMetadataReply:
+        """Say what a driver needs to know of the model."""
+        model = self._model
+        decoder = model.resolved.decoder
+        return lc.GetModelMetadataReply(
+            **self._identity(message),
+            architecture=decoder.architecture,
+            vocab_size=decoder.vocab_size,
+            hidden_size=decoder.hidden_size,
+            num_layers=decoder.num_hidden_layers,
+            max_model_len=model.max_model_len,
+            dtype=str(model.resolved.dtype).removeprefix("torch."),
+            eos_token_ids=decoder.eos_token_ids,
+            attention_backend=model.attention.name,
+        )
+
+    # Changes of hands, and the way back.
+
+    def on_attach(self) -> bool:
+        """Drop all requests. True if no step was cut off; whether every send was received, only the
+        group's seqs tell."""
+        runner = self._runner_or_none
+        if runner is None:
+            return True
+        clean = not runner.state.has_failed
+        runner.forget_requests()
+        return clean
+
+    def relink(self, message: lc.Relink) -> Done:
+        """Leave the link as it is, meet the other ranks anew. Weights, KV cache and rows stay.
+
+        Raises:
+            CommError: the other ranks did not come. This rank then has no link, and can be linked
+            again.
+        """
+        context, runner = self._context, self._runner_or_none
+        context.link.leave()
+        link = self._open_link(
+            message.rendezvous, context.parallel, context.device, context.timeout_s, context.tp
+        )
+        self._context_or_none = replace(context, link=link)
+        if runner is not None:
+            runner.tie(tie_stage(self._parts, link, runner.state.limits, runner.inputs))
+        return Done(**self._identity(message))
+
+    def reset(self, message: lc.Reset) -> Done:
+        """Give up the KV cache, then the model, then the device, as far down as asked."""
+        self._runner_or_none = None
+        self._plan = None
+        if message.to == "MODEL_LOADED":
+            self._model.stage.set_attention(NullAttention())
+        else:
+            self._model_or_none = None
+        reply = Done(**self._identity(message))
+        if message.to == "CREATED" and self._context_or_none is not None:
+            self._context_or_none.link.leave()
+            self._context_or_none = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return reply
+
+    def abort_link(self) -> None:
+        """Unblock the step thread where it waits in NCCL. The guard thread's only call."""
+        context = self._context_or_none
+        if context is not None:
+            context.link.abort()
+
+    def close(self) -> None:
+        """Leave the link; the process's end gives back the rest."""
+        if self._context_or_none is not None:
+            self._context_or_none.link.leave()
+
+    def describe(self) -> WorkerDescription:
+        """Say what is on the device now, and who uses how much of it."""
+        model, context = self._model_or_none, self._context_or_none
+        memory = {}
+        if context is not None:
+            now = context.memory.snapshot()
+            memory = {
+                "total": now.total,
+                "free": now.free,
+                "weights": model.stage.num_parameters_bytes if model else 0,
+                "kv_cache": self._plan.size_bytes if self._plan else 0,
+                "activations_peak": self._activation_peak_bytes,
+            }
+        return WorkerDescription(
+            device=self._device_name,
+            config=model.config if model else None,
+            kv_cache=self._plan,
+            memory_bytes=memory,
+        )
+
+    # Parts.
+
+    @property
+    def _context(self) -> _DeviceContext:
+        assert self._context_or_none is not None, "legal after init_device only"
+        return self._context_or_none
+
+    @property
+    def _model(self) -> _LoadedModel:
+        assert self._model_or_none is not None, "legal after load_model only"
+        return self._model_or_none
+
+    @property
+    def _runner(self) -> ModelRunner:
+        assert self._runner_or_none is not None, "legal after initialize_from_config only"
+        return self._runner_or_none
+
+    @property
+    def _parts(self) -> RunnerParts:
+        context, model = self._context, self._model
+        return RunnerParts(
+            parallel=context.parallel,
+            tp=context.tp,
+            stage=model.stage,
+            hidden_size=model.resolved.decoder.hidden_size,
+            dtype=model.resolved.dtype,
+            device=context.device,
+        )
+
+    def _identity(self, message: StepRequest) -> dict[str, int]:
+        return {"epoch": message.epoch, "seq": message.seq, "rank": self.rank}
+
+    def _open_link(
+        self,
+        rendezvous: Rendezvous,
+        parallel: ParallelState,
+        device: torch.device,
+        timeout_s: float,
+        tp: LinkedTensorParallel,
+    ) -> Link:
+        self._set_phase("LINKING", timeout_s)
+        link = open_link(
+            parallel,
+            generation=rendezvous.link,
+            host=rendezvous.host,
+            port=rendezvous.port,
+            device=device,
+            timeout_s=timeout_s,
+        )
+        tp.bind(link.groups.stage)
+        return link
+
+    def _build_stage(self, resolved: ResolvedModel) -> DecoderStage:
+        context, decoder = self._context, resolved.decoder
+        parallel = context.parallel
+        check_partition(decoder, parallel.pp_size, parallel.tp_size)
+        layers = partition_layers(
+            decoder.num_hidden_layers, parallel.pp_size, context.config.layer_partition
+        )
+        return build_stage(
+            decoder,
+            layers[parallel.pp_rank],
+            parallel.is_first_stage,
+            parallel.is_last_stage,
+            context.tp,
+            resolved.dtype,
+            context.device,
+            resolved.max_model_len,
+            NullAttention(),
+        )
+
+    def _fill(self, stage: DecoderStage, message: lc.LoadModel, resolved: ResolvedModel) -> None:
+        parameters = list(stage.parameters())
+        progress = _ProgressLine(self._set_phase)
+        if message.model.load_format == "dummy":
+            report = load_dummy_weights(parameters, message.model.seed, progress)
+        else:
+            names = checkpoint_names(resolved.decoder)
+            report = load_weights(parameters, resolved.directory, names, progress)
+        _LOG.info("loaded %.3f GB in %.1f s", report.bytes_loaded / 1e9, report.seconds)
+        if report.ignored_tensors:
+            _LOG.warning("the model does not use %s", ", ".join(report.ignored_tensors))
+
+    def _limits(self, num_blocks: int) -> StepLimits:
+        model = self._model
+        scheduler: SchedulerConfig = model.config.scheduler
+        cache: CacheConfig = model.config.cache
+        return StepLimits(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=model.max_model_len,
+            vocab_size=model.resolved.decoder.vocab_size,
+            block_size=cache.block_size,
+            num_blocks=num_blocks,
+        )
+
+    def _assemble(self, limits: StepLimits, kv_caches: Sequence[torch.Tensor]) -> ModelRunner:
+        return assemble_runner(self._parts, self._context.link, limits, kv_caches)
+
+
+class _ProgressLine:
+    """Says how far a load has come, in the log and in the phase, once a second."""
+
+    def __init__(self, set_phase: SetPhase) -> None:
+        self._set_phase = set_phase
+        self._last_s = 0.0
+
+    def __call__(self, progress: LoadProgress) -> None:
+        if progress.seconds - self._last_s < _PROGRESS_EVERY_S:
+            return
+        self._last_s = progress.seconds
+        rate = progress.bytes_done / progress.seconds
+        left_s = (progress.bytes_total - progress.bytes_done) / rate
+        percent = 100 * progress.bytes_done // progress.bytes_total
+        self._set_phase(f"LOADING {percent}%", _LONG_OPERATION_S)
+        _LOG.info(
+            "loading: %.2f of %.2f GB, %.2f GB/s, %.0f s left",
+            progress.bytes_done / 1e9,
+            progress.bytes_total / 1e9,
+            rate / 1e9,
+            left_s,
+        )
+
+
+def _await(reply: PendingReply | None) -> None:
+    """Wait for a synthetic step. Raises what the step raised."""
+    if reply is not None:
+        reply.result()
