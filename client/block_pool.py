@@ -31,9 +31,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self._num_refs = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(
-            range(FIRST_BLOCK_ID, num_blocks)
-        )
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(FIRST_BLOCK_ID, num_blocks))
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 

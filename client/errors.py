@@ -1,4 +1,5 @@
-"""Every error that the driver library raises on purpose, as one tree, and the total mapping from the wire's codes to it.
+"""Every error that the driver library raises on purpose, as one tree, and the total mapping from
+the wire's codes to it.
 
 ClientError
  +- ClientConfigError         a setting of the driver's is wrong: names field, value and fix
@@ -11,8 +12,9 @@ ClientError
  +- DeadlineExceeded          an answer did not come in time
  +- WorkerDied                a daemon's connection ended
  +- LaunchError               a local daemon did not become ready
- +- StepFailed                a step failed on a rank; carries the remote traceback and what was lost
- `- RemoteError               a daemon refused or failed a request: one class for each ErrorCode
+ +- StepFailed                a step failed on a rank; carries the remote traceback and what was
+ lost `- RemoteError               a daemon refused or failed a request: one class for each
+ ErrorCode
      +- RemoteProtocolError       PROTOCOL
      |   +- RemoteBadFrameError       BAD_FRAME
      |   +- RemoteTooLargeError       TOO_LARGE
@@ -58,7 +60,8 @@ class EndpointError(ClientConfigError):
 
 
 class ConfigMismatchError(ClientConfigError):
-    """The daemons are loaded with another configuration. `differences` names each field that differs."""
+    """The daemons are loaded with another configuration. `differences` names each field that
+    differs."""
 
     def __init__(self, differences: list[str]) -> None:
         super().__init__(
@@ -90,7 +93,8 @@ class InvalidSchedulerOutput(ClientError):
 
 
 class TooManyStepsInFlight(ClientError):
-    """execute_model was called with every credit (pipeline size + 1) in use: take a result first."""
+    """execute_model was called with every credit (pipeline size + 1) in use: take a result
+    first."""
 
 
 class DeadlineExceeded(ClientError):
@@ -112,7 +116,8 @@ class WorkerDied(ClientError):
 
 
 class LaunchError(ClientError):
-    """A local daemon did not become ready. `exit_code` is None while it still runs; `log_tail` ends its log."""
+    """A local daemon did not become ready. `exit_code` is None while it still runs; `log_tail` ends
+    its log."""
 
     def __init__(self, message: str, *, exit_code: int | None, log_tail: str) -> None:
         super().__init__(f"{message}\n{log_tail}".rstrip())
@@ -123,8 +128,9 @@ class LaunchError(ClientError):
 class StepFailed(ClientError):
     """A step failed, and with it every step sent after it.
 
-    `lost_req_ids` are the requests that took part in any of them: their rows are gone, so they must be
-    admitted again from their known tokens. `__cause__` is the typed error of the rank (or of the transport).
+    `lost_req_ids` are the requests that took part in any of them: their rows are gone, so they must
+    be admitted again from their known tokens. `__cause__` is the typed error of the rank (or of the
+    transport).
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""How many KV blocks a group gets, and for which context length: pure functions of what the ranks reported."""
+"""How many KV blocks a group gets, and for which context length: pure functions of what the ranks
+reported."""
 
 from collections.abc import Sequence
 
-from rpc_schema.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
-
 from client.errors import KVPlanError
+from rpc_schema.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
 
 NUM_NULL_BLOCKS = 1
 """Block 0 is never given to a request."""
@@ -49,10 +49,12 @@ def choose_num_blocks(fitting: int, asked: int | None) -> int:
 def fit_max_model_len(
     num_blocks: int, block_size: int, max_model_len: int, *, may_lower: bool
 ) -> int:
-    """Return the context length that num_blocks can hold for one request: max_model_len, or less where may_lower.
+    """Return the context length that num_blocks can hold for one request: max_model_len, or less
+    where may_lower.
 
     Raises:
-        KVPlanError: not one request of max_model_len tokens fits, and it may not be lowered, or nothing fits at all.
+        KVPlanError: not one request of max_model_len tokens fits, and it may not be lowered, or
+        nothing fits at all.
     """
     capacity = (num_blocks - NUM_NULL_BLOCKS) * block_size
     if capacity >= max_model_len:

@@ -1,5 +1,6 @@
-"""From daemons in any state to a loaded model: recognise what is loaded, refuse or reset what is not wanted, and walk
-down the load chain with the KV cache planned on the way. Sends nothing itself: it calls a group's operations.
+"""From daemons in any state to a loaded model: recognise what is loaded, refuse or reset what is
+not wanted, and walk down the load chain with the KV cache planned on the way. Sends nothing itself:
+it calls a group's operations.
 """
 
 import time
@@ -8,9 +9,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from rpc_schema.config import WorkerConfig
-from rpc_schema.lifecycle import GetModelMetadataReply, Status
-
 from client.errors import ConfigMismatchError
 from client.kv_planning import (
     build_kv_cache_configs,
@@ -18,6 +16,8 @@ from client.kv_planning import (
     fit_max_model_len,
     fitting_blocks,
 )
+from rpc_schema.config import WorkerConfig
+from rpc_schema.lifecycle import GetModelMetadataReply, Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -124,7 +124,8 @@ def _resume(group: "WorkerGroup", statuses: Sequence[Status], clock: _Stopwatch)
 def _reset(
     group: "WorkerGroup", config: WorkerConfig, statuses: Sequence[Status], clock: _Stopwatch
 ) -> Literal["CREATED", "DEVICE_READY"]:
-    """Bring all ranks to one level: to DEVICE_READY where device and link can stay, else to CREATED."""
+    """Bring all ranks to one level: to DEVICE_READY where device and link can stay, else to
+    CREATED."""
     if all(status.load == "CREATED" for status in statuses):
         return "CREATED"
     level: Literal["CREATED", "DEVICE_READY"] = "CREATED"
@@ -158,7 +159,8 @@ def _load_kv_cache(
     options: LoadOptions,
     clock: _Stopwatch,
 ) -> tuple[int, int]:
-    """Plan and allocate the KV cache; return its block count and the context length that it allows."""
+    """Plan and allocate the KV cache; return its block count and the context length that it
+    allows."""
     block_size = config.cache.block_size
     specs = [reply.layers for reply in group.get_kv_cache_spec()]
     with clock.phase("determine_available_memory"):

@@ -210,10 +210,7 @@ class RequestParser:
 
 
 _FIELDS = frozenset(
-    (
-        "id prompt prompt_token_ids max_tokens temperature top_p top_k min_p seed min_tokens "
-        "ignore_eos stop_token_ids logprobs"
-    ).split()
+    ["id", "prompt", "prompt_token_ids", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos", "stop_token_ids", "logprobs"]
 )
 
 
@@ -248,9 +245,7 @@ def _read_id(fields: Mapping[str, Json], index: int) -> str:
     return str(value)
 
 
-def _number(
-    fields: Mapping[str, Json], field: str, kind: type[ValueT], default: ValueT
-) -> ValueT:
+def _number(fields: Mapping[str, Json], field: str, kind: type[ValueT], default: ValueT) -> ValueT:
     value = fields.get(field)
     if value is None:
         return default

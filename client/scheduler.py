@@ -68,9 +68,7 @@ class SchedulerInterface(Protocol):
         Tokens of requests that have finished meanwhile may be among them.
         """
 
-    def step_failed(
-        self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]
-    ) -> None:
+    def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
         """Take back steps that failed; none of them will have a result.
 
         The workers know the requests of lost_req_ids no more: those that are to go on must be
@@ -141,6 +139,8 @@ class _Step:
     new: list[_Request] = field(default_factory=list)
     new_blocks: dict[str, list[int]] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
+    is_whole_group: bool = False
+    """Everybody in the group decodes: its tuple of ids can be used again."""
 
 
 class Scheduler:
@@ -158,9 +158,7 @@ class Scheduler:
         self._waiting: deque[_Request] = deque()
         self._running: dict[str, _Request] = {}
         self._prefilling: dict[str, _Request] = {}
-        self._groups: list[dict[str, _Request]] = [
-            {} for _ in range(limits.pipeline_parallel_size)
-        ]
+        self._groups: list[dict[str, _Request]] = [{} for _ in range(limits.pipeline_parallel_size)]
         self._group_ids: list[tuple[str, ...] | None] = [None] * limits.pipeline_parallel_size
         self._turn = 0
         self._finished: list[str] = []
@@ -182,7 +180,9 @@ class Scheduler:
             RequestError: its id is in use, or it can never be served.
         """
         if request.id in self._requests:
-            raise RequestError("the id is in use", field="id", value=request.id, fix="choose another")
+            raise RequestError(
+                "the id is in use", field="id", value=request.id, fix="choose another"
+            )
         num_prompt = len(request.prompt_token_ids)
         limits = self._limits
         limit = min(num_prompt + request.max_tokens, limits.max_model_len)
@@ -270,9 +270,7 @@ class Scheduler:
                 self._to_remember.append(request)
         return done
 
-    def step_failed(
-        self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]
-    ) -> None:
+    def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
         """Take back steps that failed: lost requests wait again, in the order they came."""
         for _ in outputs:
             self._in_flight.pop()
@@ -297,6 +295,7 @@ class Scheduler:
             if not ready:
                 continue
             step.decodes = {request.id: request for request in ready}
+            step.is_whole_group = len(ready) == len(self._groups[index])
             self._find_decode_blocks(step, ready)
             step.budget -= len(step.decodes)
             return index
@@ -316,6 +315,7 @@ class Scheduler:
         for request in needy:
             if request.id in step.decodes and not self._extend(step, request, 1):
                 del step.decodes[request.id]
+                step.is_whole_group = False
 
     def _plan_prefills(self, step: _Step) -> None:
         for request in list(self._prefilling.values()):
@@ -347,6 +347,8 @@ class Scheduler:
         step.budget += step.prefills.pop(victim.id, 0)
         step.new_blocks.pop(victim.id, None)
         step.preempted.append(victim.id)
+        step.is_whole_group = False
+        self._remember(victim)
         victim.num_preemptions += 1
         self._requeue(victim)
         self._sort_waiting()
@@ -429,11 +431,10 @@ class Scheduler:
             request.last_step = step.number
             if request.num_tokens == request.limit:
                 ended.append(request)
-        if len(step.decodes) == len(self._groups[turn]):
-            req_ids = self._group_ids[turn] or tuple(step.decodes)
+        known = self._group_ids[turn] if step.is_whole_group else None
+        req_ids = known or tuple(step.decodes)
+        if step.is_whole_group:
             self._group_ids[turn] = req_ids
-        else:
-            req_ids = tuple(step.decodes)
         for request in ended:
             self._leave_group(request)
         return req_ids

@@ -1,5 +1,5 @@
-"""What a scheduler says and hears, in request ids: the convenient form of a step and of its result. Knows no slots and
-no wire; `client/slots.py` turns it into both.
+"""What a scheduler says and hears, in request ids: the convenient form of a step and of its result.
+Knows no slots and no wire; `client/slots.py` turns it into both.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+
 from rpc_schema.sampling import SamplingParams
 
 
@@ -15,7 +16,8 @@ from rpc_schema.sampling import SamplingParams
 class NewRequest:
     """An admission: a request that the workers do not know yet, or no longer know.
 
-    A preempted request, and one that was lost with a failed step, comes back as a NewRequest with all its tokens.
+    A preempted request, and one that was lost with a failed step, comes back as a NewRequest with
+    all its tokens.
     """
 
     req_id: str
@@ -31,17 +33,19 @@ class NewRequest:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step. Order of application: finished and preempted, new requests, new blocks, then the scheduled tokens.
+    """One step. Order of application: finished and preempted, new requests, new blocks, then the
+    scheduled tokens.
 
-    A request that reaches its last known token samples one token, which counts as known from the next step on:
-    a scheduler need not wait for it.
+    A request that reaches its last known token samples one token, which counts as known from the
+    next step on: a scheduler need not wait for it.
     """
 
     num_scheduled_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of each request in this step, each at least 1. Requests of decode_req_ids are not repeated here."""
+    """Tokens of each request in this step, each at least 1. Requests of decode_req_ids are not
+    repeated here."""
     decode_req_ids: tuple[str, ...] = ()
-    """Requests with exactly one token. Pass the same tuple object for as long as the set does not change: encoding
-    then costs nothing per request."""
+    """Requests with exactly one token. Pass the same tuple object for as long as the set does not
+    change: encoding then costs nothing per request."""
     scheduled_new_reqs: Sequence[NewRequest] = ()
     new_block_ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Blocks to append, for requests that are not new in this step."""

@@ -1,8 +1,9 @@
-"""Request ids <-> slots: SchedulerOutput to rpc_schema.step.ExecuteModel and ModelRunnerOutput back. Mirrors the counts
-of the workers' rows, so that it can send a step in full; knows no socket and no scheduling.
+"""Request ids <-> slots: SchedulerOutput to rpc_schema.step.ExecuteModel and ModelRunnerOutput
+back. Mirrors the counts of the workers' rows, so that it can send a step in full; knows no socket
+and no scheduling.
 
-A pure decode step with an unchanged set costs nothing per request: bitmap, slots and the ids of the reply are kept in a
-plan, and its rows' counts are brought up to date only when somebody needs them.
+A pure decode step with an unchanged set costs nothing per request: bitmap, slots and the ids of the
+reply are kept in a plan, and its rows' counts are brought up to date only when somebody needs them.
 """
 
 import heapq
@@ -12,12 +13,12 @@ from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
-from rpc_schema.codec import MAX_STEP_BYTES, Frame, encode_step
-from rpc_schema.errors import BadFrameError
-from rpc_schema.step import ExecuteModel, ModelRunnerOutput, NewRequestData
 
 from client.errors import InvalidSchedulerOutput
 from client.scheduler_output import Logprobs, NewRequest, SchedulerOutput, StepResult
+from rpc_schema.codec import MAX_STEP_BYTES, Frame, encode_step
+from rpc_schema.errors import BadFrameError
+from rpc_schema.step import ExecuteModel, ModelRunnerOutput, NewRequestData
 
 MAX_PLANS = 16
 MESSAGE_RESERVE_BYTES = 4 << 20
@@ -30,7 +31,8 @@ Int32s = NDArray[np.int32]
 
 
 class DecodePlan:
-    """A set of requests that all decode one token a step, with everything that stays the same from step to step."""
+    """A set of requests that all decode one token a step, with everything that stays the same from
+    step to step."""
 
     __slots__ = (
         "bitmap",
@@ -94,7 +96,8 @@ class EncodedStep:
         """Sent in full: if this one fails, the rows it names cannot be trusted either."""
 
     def sampled(self) -> tuple[bytes, Sequence[str]]:
-        """Return the slots that sample, ascending, as little-endian uint16, and their request ids."""
+        """Return the slots that sample, ascending, as little-endian uint16, and their request
+        ids."""
         plan = self.plan
         if plan is not None and not self.extra_slots:
             return plan.slots_bytes, plan.sorted_req_ids
@@ -106,7 +109,8 @@ class EncodedStep:
 
 
 class SlotTable:
-    """Who has which slot, and how far each row is. One thread; `max_num_seqs` slots, the lowest free one first."""
+    """Who has which slot, and how far each row is. One thread; `max_num_seqs` slots, the lowest
+    free one first."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.capacity = max_num_seqs
@@ -176,7 +180,8 @@ class SlotTable:
         return StepResult(req_ids, token_ids, logprobs)
 
     def fail(self, outputs: Iterable[SchedulerOutput]) -> frozenset[str]:
-        """Undo failed steps: forget every request that took part or was to end in them, and send the next step in full.
+        """Undo failed steps: forget every request that took part or was to end in them, and send
+        the next step in full.
 
         Return the ids of those that took part.
         """
@@ -364,7 +369,8 @@ class SlotTable:
         return list(dict.fromkeys(req_id for req_id in chain(*groups) if req_id in self._slot_of))
 
     def _release(self, req_ids: Sequence[str]) -> list[int]:
-        """Free the slots of known requests, and drop the plans that name them; return the slots, ascending."""
+        """Free the slots of known requests, and drop the plans that name them; return the slots,
+        ascending."""
         slots = sorted(self._slot_of.pop(req_id) for req_id in req_ids)
         if not self._num_logprobs.keys().isdisjoint(req_ids):
             gone = set(req_ids)
@@ -412,7 +418,8 @@ class SlotTable:
         return np.repeat(np.array(slots, "<u2"), counts).tobytes(), block_ids
 
     def _advance(self, counts: Mapping[str, int]) -> tuple[Int32s, Int32s, NDArray[np.bool_]]:
-        """Apply scheduled tokens to the rows; return slots (ascending), tokens of each, and which of them sample."""
+        """Apply scheduled tokens to the rows; return slots (ascending), tokens of each, and which
+        of them sample."""
         slots = self._slots(list(counts))
         num_tokens = np.fromiter(counts.values(), np.int32, len(counts))
         order = np.argsort(slots)
@@ -455,7 +462,8 @@ def _token_frames(requests: Sequence[NewRequest]) -> list[Frame]:
 def _logprobs(
     req_ids: Sequence[str], asked: Mapping[str, int], width: int, arrays: Sequence[Frame]
 ) -> dict[str, Logprobs]:
-    """Split the reply's logprob frames over the requests that asked for them, each as wide as it asked."""
+    """Split the reply's logprob frames over the requests that asked for them, each as wide as it
+    asked."""
     rows = len(req_ids)
     if [len(frame) for frame in arrays] != [4 * rows * (width + 1)] * 2 + [4 * rows]:
         raise BadFrameError(f"the logprobs of {rows} rows, {width} wide, have other frames")

@@ -1,8 +1,9 @@
-"""The driver's sockets: endpoints, correlation ids, bounds before sending, a deadline on every wait. Knows frames and
-messages, but nothing of steps, slots or what a daemon does.
+"""The driver's sockets: endpoints, correlation ids, bounds before sending, a deadline on every
+wait. Knows frames and messages, but nothing of steps, slots or what a daemon does.
 
-One thread owns all sockets of a group. Per daemon: a control and a step DEALER. Per group: one results DEALER, whose
-routing id is the driver's id, and one SUB for events, each connected to every daemon.
+One thread owns all sockets of a group. Per daemon: a control and a step DEALER. Per group: one
+results DEALER, whose routing id is the driver's id, and one SUB for events, each connected to every
+daemon.
 """
 
 import os
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from client.errors import DeadlineExceeded, EndpointError, WorkerDied, remote_error
 from rpc_schema.codec import (
     MAX_CONTROL_BYTES,
     MAX_STEP_BYTES,
@@ -24,9 +28,6 @@ from rpc_schema.codec import (
     encode_control,
 )
 from rpc_schema.errors import BadFrameError, ControlErrorReply
-from zmq.utils.monitor import recv_monitor_message
-
-from client.errors import DeadlineExceeded, EndpointError, WorkerDied, remote_error
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -77,7 +78,8 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def new_driver_id() -> bytes:
-    """Return 16 random bytes, the first not 0: ZeroMQ keeps routing ids that begin with 0 for itself."""
+    """Return 16 random bytes, the first not 0: ZeroMQ keeps routing ids that begin with 0 for
+    itself."""
     random = os.urandom(16)
     return bytes([random[0] | 1]) + random[1:]
 
@@ -111,7 +113,8 @@ class ControlChannel:
     def call(
         self, build: Callable[[int], ControlMessage], reply_type: type[ReplyT], timeout_s: float
     ) -> ReplyT:
-        """Send build(correlation id) and return its reply; late replies to earlier calls are dropped.
+        """Send build(correlation id) and return its reply; late replies to earlier calls are
+        dropped.
 
         Raises:
             DeadlineExceeded: no daemon took the request, or none answered it.
@@ -143,7 +146,8 @@ class ControlChannel:
 
 
 class StepChannel:
-    """Where one daemon's step requests go. Send only: replies come by the group's ResultsChannel."""
+    """Where one daemon's step requests go. Send only: replies come by the group's
+    ResultsChannel."""
 
     def __init__(self, context: Context, endpoint: Endpoint, rank: int) -> None:
         self.rank = rank
@@ -190,8 +194,8 @@ class ResultsChannel:
     def receive(self, deadline: float) -> list[bytes] | None:
         """Return the next reply's frames, or None when `deadline` (of time.monotonic) has passed.
 
-        A reply that is here already costs one system call less than polling first. Replies are returned before
-        the news of a death, so that what a daemon sent before it died counts.
+        A reply that is here already costs one system call less than polling first. Replies are
+        returned before the news of a death, so that what a daemon sent before it died counts.
 
         Raises:
             WorkerDied: a daemon's connection ended.
@@ -221,7 +225,8 @@ class ResultsChannel:
 
 
 class EventsChannel:
-    """Heartbeats and state changes of all daemons of a group. Old ones are dropped when nobody reads."""
+    """Heartbeats and state changes of all daemons of a group. Old ones are dropped when nobody
+    reads."""
 
     def __init__(self, context: Context, endpoints: Sequence[Endpoint]) -> None:
         self._socket = _open_socket(context, zmq.SUB, MAX_CONTROL_BYTES)

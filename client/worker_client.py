@@ -1,10 +1,13 @@
-"""One daemon as the driver sees it: one typed method per operation, named as its message. Knows nothing of groups; the
-replies to step requests come by the group's results socket, so those methods only send.
+"""One daemon as the driver sees it: one typed method per operation, named as its message. Knows
+nothing of groups; the replies to step requests come by the group's results socket, so those methods
+only send.
 """
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from client.errors import IncompatibleError
+from client.transport import Context, ControlChannel, Endpoint, StepChannel
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import Frame, StepMessage, encode_step
 from rpc_schema.config import (
@@ -20,9 +23,6 @@ from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.step import ExecuteDummyBatch, SampleTokens
 from rpc_schema.version import PROTOCOL_VERSION
 
-from client.errors import IncompatibleError
-from client.transport import Context, ControlChannel, Endpoint, StepChannel
-
 CONTROL_TIMEOUT_S = 5.0
 
 
@@ -35,10 +35,12 @@ class StepIds(NamedTuple):
 
 
 class WorkerClient:
-    """Sends one daemon's requests. Control methods wait for their answer; step methods return at once.
+    """Sends one daemon's requests. Control methods wait for their answer; step methods return at
+    once.
 
-    Control methods raise DeadlineExceeded and RemoteError, step methods WorkerDied (nothing takes the request)
-    and TooLargeError (over the wire's bounds; nothing was sent). Belongs to one thread.
+    Control methods raise DeadlineExceeded and RemoteError, step methods WorkerDied (nothing takes
+    the request) and TooLargeError (over the wire's bounds; nothing was sent). Belongs to one
+    thread.
     """
 
     def __init__(self, context: Context, endpoint: Endpoint, rank: int, driver_id: bytes) -> None:

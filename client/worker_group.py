@@ -1,5 +1,6 @@
-"""A pipeline x tensor group of daemons as one worker: attach, fan-out of operations, steps in flight, and what happens
-when one fails. Knows how the wire is spoken, but not what to schedule or how a model gets loaded (`client/loading.py`).
+"""A pipeline x tensor group of daemons as one worker: attach, fan-out of operations, steps in
+flight, and what happens when one fails. Knows how the wire is spoken, but not what to schedule or
+how a model gets loaded (`client/loading.py`).
 """
 
 import time
@@ -10,12 +11,6 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 import zmq
 from numpy.typing import NDArray
-from rpc_schema import lifecycle as lc
-from rpc_schema.codec import StepReplyMessage, decode_step_reply
-from rpc_schema.config import ParallelConfig, Rendezvous, WorkerConfig
-from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, ErrorScope, WireError
-from rpc_schema.kv_cache import KVCacheConfig
-from rpc_schema.step import Done, ModelRunnerOutput
 
 from client.errors import (
     ClientConfigError,
@@ -34,12 +29,19 @@ from client.scheduler_output import SchedulerOutput, StepResult
 from client.slots import EncodedStep, SlotTable
 from client.transport import EventsChannel, ResultsChannel, new_driver_id, parse_endpoint
 from client.worker_client import StepIds, WorkerClient
+from rpc_schema import lifecycle as lc
+from rpc_schema.codec import StepReplyMessage, decode_step_reply
+from rpc_schema.config import ParallelConfig, Rendezvous, WorkerConfig
+from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, ErrorScope, WireError
+from rpc_schema.kv_cache import KVCacheConfig
+from rpc_schema.step import Done, ModelRunnerOutput
 
 ROOT_CAUSE_WAIT_S = 1.0
 """How long an UPSTREAM_FAILED waits for the rank that really failed."""
 
 STEP_SLACK_S = 2.0
-"""A step's own deadline plus this is how long its answer is waited for: the daemons' own timeouts come first."""
+"""A step's own deadline plus this is how long its answer is waited for: the daemons' own timeouts
+come first."""
 
 PROGRESS_INTERVAL_S = 0.25
 OPERATION_TIMEOUT_S = 60.0
@@ -60,7 +62,8 @@ class Progress(NamedTuple):
 
 
 class _Gather:
-    """The replies of all ranks to one operation, by arrival: ranks are told apart only once they have numbers."""
+    """The replies of all ranks to one operation, by arrival: ranks are told apart only once they
+    have numbers."""
 
     def __init__(self, seq: int) -> None:
         self.seq = seq
@@ -97,7 +100,8 @@ class _Failure:
 
 
 class StepFuture:
-    """The outcome of one step, to come. `result` and `done` also take in the replies to other steps of the group."""
+    """The outcome of one step, to come. `result` and `done` also take in the replies to other steps
+    of the group."""
 
     def __init__(self, group: "WorkerGroup", seq: int, step: EncodedStep | None, deadline: float):
         self.seq = seq
@@ -120,7 +124,8 @@ class StepFuture:
 
         Raises:
             DeadlineExceeded: timeout_s passed; the step is still in flight.
-            StepFailed: a rank failed the step or one before it, or the step's own deadline passed. From here on
+            StepFailed: a rank failed the step or one before it, or the step's own deadline passed.
+            From here on
                 the group takes steps again, without the requests that the error calls lost.
             WorkerDied: the group is unusable.
         """
@@ -148,7 +153,8 @@ class WorkerGroup:
         """Connect; nothing is sent yet. Endpoint i becomes rank i.
 
         Raises:
-            ClientConfigError: the number of endpoints is not the group's size, or one of them is unusable.
+            ClientConfigError: the number of endpoints is not the group's size, or one of them is
+            unusable.
         """
         if len(endpoints) != parallel.world_size:
             raise ClientConfigError(
@@ -224,7 +230,8 @@ class WorkerGroup:
     # ------------------------------------------------------------------ attach
 
     def attach(self, timeout_s: float = ATTACH_TIMEOUT_S) -> list[lc.Status]:
-        """Take all daemons over, in two phases, and return their states. Requests of earlier drivers are dropped.
+        """Take all daemons over, in two phases, and return their states. Requests of earlier
+        drivers are dropped.
 
         Raises:
             IncompatibleError: a daemon speaks another protocol version.
@@ -294,8 +301,8 @@ class WorkerGroup:
 
         Raises:
             ConfigMismatchError: something else is loaded, and reload is False; names the fields.
-            KVPlanError: not one request of max_model_len fits, or more blocks were asked for than fit.
-            RemoteError: an operation failed; names the first rank that did.
+            KVPlanError: not one request of max_model_len fits, or more blocks were asked for than
+            fit. RemoteError: an operation failed; names the first rank that did.
         """
         if config.parallel != self.parallel:
             raise ClientConfigError(
@@ -424,10 +431,12 @@ class WorkerGroup:
     # ------------------------------------------------------------------ steps
 
     def execute_model(self, output: SchedulerOutput) -> StepFuture:
-        """Send a step to every rank. After a failure the step goes in full, over a new link where need be.
+        """Send a step to every rank. After a failure the step goes in full, over a new link where
+        need be.
 
-        If a failure is known that no result() has told yet, the returned future fails with it, and the requests of
-        `output` count as lost too: a scheduler that has not heard of the failure cannot have meant this step.
+        If a failure is known that no result() has told yet, the returned future fails with it, and
+        the requests of `output` count as lost too: a scheduler that has not heard of the failure
+        cannot have meant this step.
 
         Raises:
             TooManyStepsInFlight: pipeline size + 1 steps are in flight.
@@ -485,7 +494,8 @@ class WorkerGroup:
             pass
 
     def wait_for(self, future: StepFuture, until: float) -> None:
-        """Take in replies until `future` is settled, its own deadline passes (which fails it), or `until` does."""
+        """Take in replies until `future` is settled, its own deadline passes (which fails it), or
+        `until` does."""
         while not future.settled:
             now = time.monotonic()
             if now >= future.deadline:
@@ -549,7 +559,7 @@ class WorkerGroup:
             self._refresh_links()
             raise
         replies = sorted(gather.replies, key=lambda reply: reply.rank)
-        typed = [reply for reply in replies if isinstance(reply, reply_type)]
+        typed: list[ReplyT] = [reply for reply in replies if isinstance(reply, reply_type)]
         if len(typed) != len(replies):
             raise BadFrameError(f"{operation} was answered with a reply of another operation")
         return typed
@@ -567,7 +577,8 @@ class WorkerGroup:
         self._gather = None
 
     def _root_cause(self, gather: _Gather, operation: str) -> RemoteError:
-        """The first failure, unless it only tells of a peer's: then that peer's, if it comes soon."""
+        """The first failure, unless it only tells of a peer's: then that peer's, if it comes
+        soon."""
         consequences = (ErrorCode.UPSTREAM_FAILED, ErrorCode.COMM)
         until = time.monotonic() + ROOT_CAUSE_WAIT_S
         while all(e.code in consequences for e in gather.errors) and time.monotonic() < until:
@@ -635,7 +646,8 @@ class WorkerGroup:
             self._fail_by_reply(reply)
 
     def _convict_suspect(self) -> None:
-        """Nobody else has owned up in time: the step fails with the UPSTREAM_FAILED that told of it."""
+        """Nobody else has owned up in time: the step fails with the UPSTREAM_FAILED that told of
+        it."""
         if self._suspect is not None and time.monotonic() >= self._suspect[2]:
             self._fail_by_reply(self._suspect[1])
 
@@ -649,7 +661,8 @@ class WorkerGroup:
         self._fail_from(seq, _Failure(error, reply.rank, reply.code, reply.traceback))
 
     def _fail_all_rows(self, reply: ErrorReply) -> None:
-        """A rank failed a step whose result is out already: its rows are behind everybody else's."""
+        """A rank failed a step whose result is out already: its rows are behind everybody
+        else's."""
         self._needs_relink = self.world_size > 1
         failure = _Failure(self._to_error(reply), reply.rank, reply.code, reply.traceback)
         failure.lost |= self._slots.drop_all()

@@ -44,6 +44,7 @@ from worker_daemon.runner.warmup import largest_step, warm_up_steps
 _LOG = logging.getLogger(__name__)
 _PROGRESS_EVERY_S = 1.0
 _LONG_OPERATION_S = 1800.0
+_DISPOSAL_S = 0.5
 
 SetPhase = Callable[[str, float], None]
 """(phase, seconds of legal silence): what the worker is at, for whoever watches."""
@@ -411,9 +412,12 @@ class Worker:
             context.link.abort()
 
     def close(self) -> None:
-        """Leave the link; the process's end gives back the rest."""
+        """Leave the link, in good order where the peers let us; the process's end gives back the
+        rest."""
         if self._context_or_none is not None:
-            self._context_or_none.link.leave()
+            disposal = self._context_or_none.link.leave()
+            if disposal is not None:
+                disposal.join(_DISPOSAL_S)
 
     def describe(self) -> WorkerDescription:
         """Say what is on the device now, and who uses how much of it."""

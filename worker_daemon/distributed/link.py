@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.rendezvous import connect_store
-from worker_daemon.distributed.tp import communication
+from worker_daemon.distributed.tp import all_gather, communication
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,13 @@ class Link:
         if self.backend == "nccl" and dist.is_initialized():
             _abort_process_group()
 
-    def leave(self) -> None:
-        """Give the groups up without asking any peer, dead or alive."""
+    def leave(self) -> threading.Thread | None:
+        """Give the groups up without asking any peer, dead or alive.
+
+        Returns the thread that disposes of them, which may take until their timeout.
+        """
         if not dist.is_initialized():
-            return
+            return None
         self.abort()
         left_behind: list[object] = [self.groups, dist.group.WORLD]
         self.groups = NO_GROUPS
@@ -64,7 +67,9 @@ class Link:
             dist.destroy_process_group()
         # Dropping gloo groups joins their threads, which wait for dead peers until the timeout: not
         # on this thread.
-        threading.Thread(target=left_behind.clear, name="link-disposal", daemon=True).start()
+        disposal = threading.Thread(target=left_behind.clear, name="link-disposal", daemon=True)
+        disposal.start()
+        return disposal
 
 
 def open_link(
@@ -152,9 +157,8 @@ def _warm_up(groups: LinkGroups, state: ParallelState, device: torch.device) -> 
         wait()
     if groups.stage is not None:
         dist.all_reduce(byte.clone(), group=groups.stage)
-        dist.all_gather_into_tensor(
-            torch.zeros(state.tp_size, dtype=torch.uint8, device=device), byte, group=groups.stage
-        )
+        gathered = torch.zeros(state.tp_size, dtype=torch.uint8, device=device)
+        all_gather(gathered, byte, groups.stage)
     if groups.column is not None:
         dist.broadcast(byte.clone(), group=groups.column, group_src=state.pp_size - 1)
     if device.type == "cuda":

@@ -76,10 +76,16 @@ class GroupTensorParallel:
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         gathered = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
         with communication("all-gather in the tensor-parallel group"):
-            dist.all_gather_into_tensor(
-                gathered.view(-1), x.contiguous().view(-1), group=self._group
-            )
+            all_gather(gathered.view(-1), x.contiguous().view(-1), self._group)
         return gathered.movedim(0, -2).flatten(-2)
+
+
+def all_gather(gathered: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Fill gathered [size * n] with every rank's own [n], in rank order."""
+    if hasattr(dist, "all_gather_single"):  # torch >= 2.13, which deprecates the other name
+        dist.all_gather_single(gathered, own, group=group)
+    else:
+        dist.all_gather_into_tensor(gathered, own, group=group)
 
 
 def tensor_parallel(rank: int, size: int) -> LinkedTensorParallel:

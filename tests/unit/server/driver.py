@@ -1,4 +1,5 @@
-"""A bare driver for one daemon process: sockets, frames and nothing else, so that a test can break every rule."""
+"""A bare driver for one daemon process: sockets, frames and nothing else, so that a test can break
+every rule."""
 
 import os
 import subprocess
@@ -35,6 +36,10 @@ from rpc_schema.version import PROTOCOL_VERSION
 
 START_LIMIT_S = 20.0
 REPLY_LIMIT_MS = 10_000
+SERVE = (
+    *(sys.executable, "-m", "tests.unit.server.fake_serve", "serve"),
+    *("--device", "cpu", "--log-level", "error"),
+)
 
 
 class DaemonProcess:
@@ -43,8 +48,7 @@ class DaemonProcess:
     def __init__(self, directory: Path, *options: str, pass_fds: Iterable[int] = ()) -> None:
         self.endpoint = f"ipc://{directory}/w0"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.server.fake_serve", "serve"]
-            + ["--endpoint", self.endpoint, "--device", "cpu", "--log-level", "error", *options],
+            [*SERVE, "--endpoint", self.endpoint, *options],
             pass_fds=tuple(pass_fds),
             stderr=subprocess.PIPE,
         )

@@ -1,4 +1,5 @@
-"""`python -m tests.unit.server.fake_serve ARGS`: the daemon's real command line around the fake worker."""
+"""`python -m tests.unit.server.fake_serve ARGS`: the daemon's real command line around the fake
+worker."""
 
 import pytest
 

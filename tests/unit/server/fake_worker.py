@@ -1,5 +1,6 @@
-"""A worker without a device. A step's first new request names a fault, so that a test injects it over the wire:
-`sleep:SECONDS`, `hang` (until the link is aborted), `raise:CODE` or `late:CODE` (from the result), `silent`."""
+"""A worker without a device. A step's first new request names a fault, so that a test injects it
+over the wire: `sleep:SECONDS`, `hang` (until the link is aborted), `raise:CODE` or `late:CODE`
+(from the result), `silent`."""
 
 import threading
 import time

@@ -132,4 +132,4 @@ def test_each_seq_runs_at_most_once_whatever_is_sent() -> None:
             ran.add((epoch, tried.seq))
             last[epoch] = tried.seq
             gate.accept(tried)
-    assert len(ran) > 1000
+    assert len(ran) > 500

@@ -1,0 +1,1 @@
+"""What `make bench` and `make run` execute. Nothing in the packages depends on it."""

@@ -1,0 +1,186 @@
+"""The loop between a scheduler and a group: keeps steps in flight, hands results over in order,
+tells the scheduler of failures, and takes times. Decides nothing about requests itself.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+from client.errors import StepFailed
+from client.requests import GenerationRequest
+from client.scheduler import RequestOutput, SchedulerInterface
+from client.scheduler_output import SchedulerOutput, StepResult
+
+StepKind: TypeAlias = Literal["prefill", "decode", "mixed", "empty"]
+
+MAX_CONSECUTIVE_FAILURES = 3
+"""So many steps may fail in a row before the driver gives up."""
+
+
+class FutureLike(Protocol):
+    """What the driver needs of client.worker_group.StepFuture."""
+
+    def result(self, timeout_s: float | None = None) -> StepResult:
+        """Wait for the outcome; raises StepFailed."""
+
+
+class GroupLike(Protocol):
+    """What the driver needs of client.worker_group.WorkerGroup."""
+
+    max_in_flight: int
+
+    def execute_model(self, output: SchedulerOutput) -> FutureLike:
+        """Send a step."""
+
+
+class StepRecord(NamedTuple):
+    """How long a step took from being sent to its result, in seconds."""
+
+    kind: StepKind
+    num_tokens: int
+    num_requests: int
+    seconds: float
+    """From sending to the result."""
+    interval_s: float
+    """From the result before it (or its sending, if that was later) to its own."""
+
+
+class RequestTiming(NamedTuple):
+    """Moments of a request, of time.monotonic()."""
+
+    added: float
+    first_token: float
+    finished: float
+
+
+class _InFlight(NamedTuple):
+    output: SchedulerOutput
+    future: FutureLike
+    kind: StepKind
+    sent: float
+
+
+class Driver:
+    """Runs one group with one scheduler. Belongs to one thread."""
+
+    def __init__(
+        self,
+        group: GroupLike,
+        scheduler: SchedulerInterface,
+        on_result: Callable[[StepResult], None] | None = None,
+    ) -> None:
+        """on_result sees every step's tokens as they come, those past a request's end too."""
+        self.group = group
+        self.scheduler = scheduler
+        self.records: list[StepRecord] = []
+        self.timings: dict[str, RequestTiming] = {}
+        self.num_failures = 0
+        self._on_result = on_result
+        self._in_flight: deque[_InFlight] = deque()
+        self._added: dict[str, float] = {}
+        self._first_token: dict[str, float] = {}
+        self._last_result = 0.0
+        self._consecutive_failures = 0
+
+    def add_request(self, request: GenerationRequest) -> None:
+        """Queue a request; raises RequestError as the scheduler does."""
+        self.scheduler.add_request(request)
+        self._added[request.id] = time.monotonic()
+
+    def abort_request(self, req_id: str) -> None:
+        """End a request early; it gives no output."""
+        self.scheduler.abort_request(req_id)
+        self._added.pop(req_id, None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is in flight or a request unfinished."""
+        return bool(self._in_flight) or self.scheduler.has_unfinished_requests()
+
+    def run(self) -> Iterator[RequestOutput]:
+        """Step until nothing is left; yield requests as they finish."""
+        while self.busy:
+            yield from self.step()
+        self._fill()
+        while self._in_flight:
+            yield from self._take_oldest()
+
+    def step(self) -> list[RequestOutput]:
+        """Fill the pipeline, then take the oldest result; return the requests that it finished.
+
+        Raises:
+            StepFailed: steps have failed MAX_CONSECUTIVE_FAILURES times in a row.
+            WorkerDied: the group is unusable.
+        """
+        self._fill()
+        return self._take_oldest() if self._in_flight else []
+
+    def _fill(self) -> None:
+        while len(self._in_flight) < self.group.max_in_flight:
+            output = self.scheduler.schedule()
+            if output is None:
+                return
+            sent = time.monotonic()
+            future = self.group.execute_model(output)
+            self._in_flight.append(_InFlight(output, future, _kind(output), sent))
+
+    def _take_oldest(self) -> list[RequestOutput]:
+        flight = self._in_flight[0]
+        try:
+            result = flight.future.result()
+        except StepFailed as error:
+            self._on_failure(error)
+            return []
+        self._in_flight.popleft()
+        self._consecutive_failures = 0
+        self._record(flight, result)
+        if self._on_result is not None:
+            self._on_result(result)
+        finished = self.scheduler.update_from_output(flight.output, result)
+        for output in finished:
+            self._record_finish(output.req_id)
+        return finished
+
+    def _on_failure(self, error: StepFailed) -> None:
+        """The oldest step failed, and so all behind it did."""
+        outputs = [flight.output for flight in self._in_flight]
+        self._in_flight.clear()
+        self.num_failures += 1
+        self._consecutive_failures += 1
+        self.scheduler.step_failed(outputs, error.lost_req_ids)
+        if self._consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
+            raise error
+
+    def _record(self, flight: _InFlight, result: StepResult) -> None:
+        now = time.monotonic()
+        output = flight.output
+        self.records.append(
+            StepRecord(
+                kind=flight.kind,
+                num_tokens=output.total_num_scheduled_tokens,
+                num_requests=len(output.decode_req_ids) + len(output.num_scheduled_tokens),
+                seconds=now - flight.sent,
+                interval_s=now - max(flight.sent, self._last_result),
+            )
+        )
+        self._last_result = now
+        if self._added:
+            for req_id in self._added.keys() & set(result.req_ids):
+                self._first_token.setdefault(req_id, now)
+
+    def _record_finish(self, req_id: str) -> None:
+        now = time.monotonic()
+        added = self._added.pop(req_id, now)
+        first = self._first_token.pop(req_id, now)
+        self.timings[req_id] = RequestTiming(added, first, now)
+
+
+def _kind(output: SchedulerOutput) -> StepKind:
+    decodes = bool(output.decode_req_ids)
+    others = bool(output.num_scheduled_tokens)
+    if decodes and others:
+        return "mixed"
+    if not decodes and not others:
+        return "empty"
+    return "decode" if decodes else "prefill"

@@ -1,0 +1,209 @@
+"""Local daemons for one driver: started together, ready within a deadline, gone with it however it
+ends. Knows processes, directories and the control socket, nothing of models or steps."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from client.errors import ClientError, DeadlineExceeded, LaunchError
+from client.transport import new_driver_id, parse_endpoint
+from client.worker_client import WorkerClient
+
+READY_TIMEOUT_S = 120.0
+HELLO_TIMEOUT_S = 0.5
+STOP_TIMEOUT_S = 10.0
+TERMINATE_TIMEOUT_S = 5.0
+LOG_TAIL_BYTES = 4096
+SOCKET_SUFFIXES = ("", ".step", ".results", ".events", ".lock")
+
+Command = Callable[[str, str, int], Sequence[str]]
+"""From endpoint, device and the file descriptor of the parent's pipe to a daemon's command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Daemon:
+    endpoint: str
+    process: "subprocess.Popen[bytes]"
+    log: Path
+    pipe: int
+    """Our end; the daemon ends when it closes."""
+
+
+class LocalDaemons:
+    """Owns N daemon processes, their directory and their pipes, from construction to stop().
+
+    The directory (mode 0700, under the system's temporary one) holds sockets, state and logs.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        model_root: Path,
+        *,
+        ready_timeout_s: float = READY_TIMEOUT_S,
+        command: Command | None = None,
+    ) -> None:
+        """Start a daemon for each device ("cpu", "cuda:0", ...) and wait until all answer.
+
+        model_root: the directory that they may read models under. command: another command line
+        than `python -m worker_daemon serve` of this interpreter.
+
+        Raises:
+            LaunchError: one exited, or did not answer in time; none is left behind.
+        """
+        self.directory = Path(tempfile.mkdtemp(prefix="wd-"))
+        self._daemons: list[_Daemon] = []
+        self._command = command or self._serve_command(model_root)
+        try:
+            for index, device in enumerate(devices):
+                self._daemons.append(self._start(index, device))
+            self._wait_until_ready(time.monotonic() + ready_timeout_s, ready_timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> "LocalDaemons":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def endpoints(self) -> list[str]:
+        """Where the daemons answer, in rank order."""
+        return [daemon.endpoint for daemon in self._daemons]
+
+    @property
+    def pids(self) -> list[int]:
+        """The daemons' process ids, in rank order."""
+        return [daemon.process.pid for daemon in self._daemons]
+
+    def check_alive(self) -> None:
+        """Raise LaunchError for the first daemon that has exited, with the end of its log."""
+        for daemon in self._daemons:
+            if daemon.process.poll() is not None:
+                raise self._launch_error("the daemon has exited", daemon)
+
+    def log_tail(self, rank: int) -> str:
+        """Return the end of a daemon's log."""
+        return _tail(self._daemons[rank].log)
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """End all daemons: ask, then SIGTERM, then SIGKILL; remove their files. May be repeated."""
+        running = [daemon for daemon in self._daemons if daemon.process.poll() is None]
+        with contextlib.closing(_Asker()) as asker:
+            for daemon in running:
+                asker.shut_down(daemon.endpoint)
+        _wait(running, timeout_s)
+        for number, patience_s in ((signal.SIGTERM, TERMINATE_TIMEOUT_S), (signal.SIGKILL, 5.0)):
+            left = [daemon for daemon in running if daemon.process.poll() is None]
+            for daemon in left:
+                daemon.process.send_signal(number)
+            _wait(left, patience_s)
+        for daemon in self._daemons:
+            os.close(daemon.pipe)
+        self._daemons.clear()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _serve_command(self, model_root: Path) -> Command:
+        def build(endpoint: str, device: str, pipe: int) -> list[str]:
+            options = {
+                "--endpoint": endpoint,
+                "--device": device,
+                "--model-root": str(model_root),
+                "--state-dir": str(self.directory / "state"),
+                "--exit-with-parent-fd": str(pipe),
+            }
+            words = [word for option in options.items() for word in option]
+            return [sys.executable, "-m", "worker_daemon", "serve", *words]
+
+        return build
+
+    def _start(self, index: int, device: str) -> _Daemon:
+        endpoint = f"ipc://{self.directory}/w{index}"
+        parse_endpoint(endpoint)
+        log = self.directory / f"w{index}.log"
+        theirs, ours = os.pipe()
+        try:
+            with log.open("wb") as out:
+                process = subprocess.Popen(
+                    self._command(endpoint, device, theirs),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(theirs,),
+                    start_new_session=True,  # a terminal's Ctrl-C is for us; we stop them in order
+                )
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
+        return _Daemon(endpoint, process, log, ours)
+
+    def _wait_until_ready(self, deadline: float, timeout_s: float) -> None:
+        with contextlib.closing(_Asker()) as asker:
+            for daemon in self._daemons:
+                while not asker.answers(daemon.endpoint):
+                    self.check_alive()
+                    if time.monotonic() >= deadline:
+                        message = f"the daemon did not answer within {timeout_s:.3g} s"
+                        raise self._launch_error(message, daemon)
+
+    def _launch_error(self, message: str, daemon: _Daemon) -> LaunchError:
+        code = daemon.process.poll()
+        ending = "" if code is None else f" (exit code {code})"
+        return LaunchError(
+            f"{daemon.endpoint}: {message}{ending}", exit_code=code, log_tail=_tail(daemon.log)
+        )
+
+
+class _Asker:
+    """Short conversations on control sockets."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._driver_id = new_driver_id()
+
+    def answers(self, endpoint: str) -> bool:
+        return self._try(endpoint, lambda client: client.hello(HELLO_TIMEOUT_S))
+
+    def shut_down(self, endpoint: str) -> bool:
+        return self._try(endpoint, lambda client: client.shutdown(HELLO_TIMEOUT_S))
+
+    def close(self) -> None:
+        self._context.term()
+
+    def _try(self, endpoint: str, ask: Callable[[WorkerClient], object]) -> bool:
+        client = WorkerClient(self._context, parse_endpoint(endpoint), 0, self._driver_id)
+        try:
+            ask(client)
+        except DeadlineExceeded:
+            return False
+        except ClientError:
+            return True  # it answered, if not as wished: attach will tell
+        finally:
+            client.close()
+        return True
+
+
+def _wait(daemons: Sequence[_Daemon], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for daemon in daemons:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            daemon.process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _tail(path: Path) -> str:
+    data = path.read_bytes() if path.is_file() else b""
+    return data[-LOG_TAIL_BYTES:].decode(errors="replace")

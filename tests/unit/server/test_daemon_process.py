@@ -1,0 +1,483 @@
+"""A whole daemon process around the fake worker: order, fencing, control, faults and ends."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from rpc_schema import lifecycle as lc
+from rpc_schema import step
+from rpc_schema.codec import decode_event, decode_step_reply, encode_step
+from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope
+from tests.unit.server.driver import DaemonProcess, Driver, rendezvous, wait_for
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """One daemon for all tests that leave it serving."""
+    daemon = DaemonProcess(private(tmp_path_factory.mktemp("d")))
+    yield daemon
+    assert daemon.process.poll() is None, daemon.stderr()
+    daemon.stop()
+
+
+@pytest.fixture
+def driver(shared: DaemonProcess) -> Iterator[Driver]:
+    """An attached driver of the shared daemon, in READY."""
+    driver = Driver(shared.endpoint)
+    driver.attach()
+    driver.make_ready()
+    yield driver
+    driver.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., DaemonProcess]]:
+    """Start daemons of one's own, all in one directory."""
+    started: list[DaemonProcess] = []
+
+    def start_one(*options: str, **keywords: object) -> DaemonProcess:
+        started.append(DaemonProcess(tmp_path / "d", *options, **keywords))
+        return started[-1]
+
+    yield start_one
+    for daemon in started:
+        daemon.stop()
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[DaemonProcess], Driver]]:
+    """Connect drivers that are closed at the end."""
+    drivers: list[Driver] = []
+
+    def connect_one(daemon: DaemonProcess) -> Driver:
+        drivers.append(Driver(daemon.endpoint))
+        return drivers[-1]
+
+    yield connect_one
+    for driver in drivers:
+        driver.close()
+
+
+def private(directory: Path) -> Path:
+    directory.chmod(0o700)
+    return directory
+
+
+def assert_error(reply: object, code: ErrorCode) -> ErrorReply:
+    assert isinstance(reply, ErrorReply), reply
+    assert reply.code is code, reply
+    return reply
+
+
+# Order of steps.
+
+
+def test_replay_sends_the_same_bytes_and_runs_nothing_twice(driver: Driver) -> None:
+    sent = driver.send_fault("none")
+    first = driver.frames()
+    driver.send_fault("none")
+    second = driver.frames()
+    driver.step.send_multipart(sent)
+    assert driver.frames() == first
+    assert first[0] != second[0]
+    driver.send_fault("none")
+    assert num_steps_run(driver.frames()) == num_steps_run(second) + 1
+
+
+def num_steps_run(frames: list[bytes]) -> int:
+    """What the fake worker puts into its token."""
+    reply = decode_step_reply(frames)
+    assert isinstance(reply, step.ModelRunnerOutput)
+    return int.from_bytes(reply.sampled_token_ids, "little")
+
+
+def test_failures_are_replayed_too(driver: Driver) -> None:
+    sent = driver.send_fault("raise:INVALID_STEP")
+    first = driver.frames()
+    driver.step.send_multipart(sent)
+    assert driver.frames() == first
+
+
+def test_gap_is_refused_until_closed(driver: Driver) -> None:
+    expected = driver.seq + 1
+    driver.seq += 3
+    gap = assert_error(driver.fault(), ErrorCode.GAP)
+    assert gap.expected_seq == expected
+    assert_error(driver.run(lc.GetKVCacheSpec), ErrorCode.GAP)
+    assert isinstance(driver.fault(resync=b""), step.ModelRunnerOutput)
+    assert isinstance(driver.fault(), step.ModelRunnerOutput)
+
+
+def test_reply_that_is_no_longer_kept_is_stale(driver: Driver) -> None:
+    sent = driver.send_fault("none")
+    driver.reply()
+    for _ in range(64):
+        driver.fault()
+    driver.step.send_multipart(sent)
+    assert_error(driver.reply(), ErrorCode.STALE)
+
+
+def test_step_that_owes_no_reply_is_silent_also_when_repeated(driver: Driver) -> None:
+    sent = driver.send_fault("silent")
+    driver.step.send_multipart(sent)
+    assert isinstance(driver.run(lc.GetKVCacheSpec), lc.GetKVCacheSpecReply)
+
+
+def test_second_driver_fences_the_first(
+    driver: Driver, shared: DaemonProcess, connect: Callable[[DaemonProcess], Driver]
+) -> None:
+    second = connect(shared)
+    before = driver.seq
+    committed = second.attach()
+    assert (committed.previous_epoch, committed.previous_seq) == (driver.epoch, before)
+    assert committed.previous_clean
+    assert committed.status.load == "READY"
+    assert committed.status.config is not None
+    assert_error(driver.fault(), ErrorCode.FENCED)
+    assert isinstance(second.fault(), step.ModelRunnerOutput)
+    reply = driver.call(lc.OpenRendezvous, epoch=driver.epoch, link=99)
+    assert isinstance(reply, ControlErrorReply)
+    assert reply.code is ErrorCode.FENCED
+
+
+def test_lower_epoch_is_not_granted_and_commit_needs_prepare(driver: Driver) -> None:
+    refused = driver.prepare(driver.epoch)
+    assert (refused.granted, refused.last_epoch) == (False, driver.epoch)
+    commit = driver.call(lc.CommitAttach, driver_id=driver.driver_id, epoch=driver.epoch + 5)
+    assert isinstance(commit, ControlErrorReply)
+    assert commit.code is ErrorCode.NOT_ATTACHED
+
+
+def test_detach_refuses_steps_and_keeps_the_model(driver: Driver) -> None:
+    assert isinstance(driver.call(lc.Detach, epoch=driver.epoch), lc.Acknowledged)
+    assert_error(driver.fault(), ErrorCode.NOT_ATTACHED)
+    assert driver.attach().status.load == "READY"
+
+
+# Failures inside requests.
+
+
+@pytest.mark.parametrize("code", ["INVALID_STEP", "UPSTREAM_FAILED"])
+@pytest.mark.parametrize("when", ["raise", "late"])
+def test_failed_step_leaves_the_daemon_serving(driver: Driver, when: str, code: str) -> None:
+    assert_error(driver.fault(f"{when}:{code}"), ErrorCode(code))
+    assert isinstance(driver.fault(), step.ModelRunnerOutput)
+
+
+@pytest.mark.parametrize("when", ["raise", "late"])
+def test_unforeseen_exception_is_internal_with_its_traceback(driver: Driver, when: str) -> None:
+    reply = assert_error(driver.fault(f"{when}:OTHER"), ErrorCode.INTERNAL)
+    assert reply.scope is ErrorScope.STEP
+    assert "fake_worker.py" in reply.traceback
+    assert isinstance(driver.fault(), step.ModelRunnerOutput)
+
+
+@pytest.mark.parametrize("when", ["raise", "late"])
+def test_lost_peer_breaks_the_link_until_relink(driver: Driver, when: str) -> None:
+    assert_error(driver.fault(f"{when}:COMM"), ErrorCode.COMM)
+    wait_for(lambda: driver.status().link_state == "broken")
+    assert_error(driver.fault(), ErrorCode.ILLEGAL_STATE)
+    assert_error(
+        driver.run(lc.Relink, rendezvous=rendezvous(driver.link + 1, "nowhere")), ErrorCode.COMM
+    )
+    driver.link += 1
+    new_link = driver.link + 1
+    opened = driver.call(lc.OpenRendezvous, epoch=driver.epoch, link=new_link)
+    assert isinstance(opened, lc.OpenRendezvousReply)
+    assert isinstance(driver.run(lc.Relink, rendezvous=rendezvous(new_link)), step.Done)
+    assert_error(driver.fault(), ErrorCode.FENCED)
+    driver.link, driver.seq = new_link, driver.seq - 1
+    assert isinstance(driver.fault(), step.ModelRunnerOutput)
+
+
+def test_illegal_request_names_the_state_and_changes_nothing(driver: Driver) -> None:
+    before = driver.status()
+    reply = assert_error(driver.load(), ErrorCode.ILLEGAL_STATE)
+    assert "LoadModel is not legal in READY" in reply.message
+    illegal = driver.init_device()
+    assert_error(illegal, ErrorCode.ILLEGAL_STATE)
+    driver.link = before.link
+    assert driver.status().transitions == before.transitions
+    assert isinstance(driver.fault(), step.ModelRunnerOutput)
+
+
+def test_failed_load_leaves_the_state(driver: Driver) -> None:
+    driver.run(lc.Reset, to="DEVICE_READY")
+    assert_error(driver.load("/missing"), ErrorCode.CHECKPOINT)
+    assert driver.status().load == "DEVICE_READY"
+    assert isinstance(driver.load(), lc.LoadModelReply)
+
+
+# Control while the step thread is busy.
+
+
+def test_control_answers_during_a_step(driver: Driver) -> None:
+    driver.send_fault("sleep:0.8")
+    wait_for(lambda: driver.status().phase == "ExecuteModel")
+    began = time.monotonic()
+    health = driver.call(lc.CheckHealth)
+    status = driver.status()
+    assert time.monotonic() - began < 0.6
+    assert isinstance(health, lc.CheckHealthReply)
+    assert health.healthy
+    assert status.phase_ms < 800
+    assert isinstance(driver.reply(), step.ModelRunnerOutput)
+    assert driver.status().phase == "IDLE"
+
+
+def test_attach_frees_a_step_that_hangs_on_its_peers(
+    driver: Driver, shared: DaemonProcess, connect: Callable[[DaemonProcess], Driver]
+) -> None:
+    driver.send_fault("hang")
+    wait_for(lambda: driver.status().phase == "ExecuteModel")
+    committed = connect(shared).attach()
+    assert committed.previous_seq == driver.seq
+    assert not committed.previous_clean
+    assert committed.status.link_state == "broken"
+    assert_error(driver.reply(), ErrorCode.COMM)
+
+
+def test_step_past_its_deadline_is_aborted_and_reported(driver: Driver) -> None:
+    driver.send_fault("hang")
+    wait_for(lambda: driver.status().phase == "ExecuteModel")
+    assert_error(driver.reply(), ErrorCode.COMM)
+    assert driver.status().link_state == "broken"
+
+
+def test_heartbeats_and_state_changes_are_published(driver: Driver) -> None:
+    driver.run(lc.Reset, to="MODEL_LOADED")
+    seen: list[object] = []
+
+    def all_seen() -> bool:
+        while driver.events.poll(0):
+            seen.append(decode_event([driver.events.recv()]))
+        beats = [event for event in seen if isinstance(event, lc.Heartbeat)]
+        return any(isinstance(event, lc.StateChanged) for event in seen) and any(
+            (beat.load, beat.last_seq, beat.epoch) == ("MODEL_LOADED", driver.seq, driver.epoch)
+            for beat in beats
+        )
+
+    wait_for(all_seen)
+
+
+# Bad frames.
+
+
+def test_bad_frames_are_answered_and_harm_nothing(driver: Driver) -> None:
+    driver.step.send(b"\xc1 nonsense")
+    reply = assert_error(driver.reply(), ErrorCode.BAD_FRAME)
+    assert reply.seq == 0
+    driver.step.send_multipart([b"x"] * 7)
+    assert_error(driver.reply(), ErrorCode.TOO_LARGE)
+    driver.control.send(b"\xc1 nonsense")
+    control = driver.control_reply()
+    assert isinstance(control, ControlErrorReply)
+    assert (control.call, control.code) == (0, ErrorCode.BAD_FRAME)
+    assert isinstance(driver.fault(), step.ModelRunnerOutput)
+
+
+def test_hello_of_another_version_is_answered_with_ours(driver: Driver) -> None:
+    reply = driver.call(lc.Hello, protocol_version=999, driver_id=b"any length")
+    assert isinstance(reply, lc.HelloReply)
+    assert reply.protocol_version != 999
+
+
+def test_random_frames_on_all_sockets_leave_the_daemon_serving(
+    driver: Driver, shared: DaemonProcess
+) -> None:
+    randomness = random.Random(11)
+    valid = encode_step(step.ExecuteDummyBatch(epoch=1, link=0, seq=1))[0]
+    context = zmq.Context()
+    sockets = []
+    for suffix in ("", ".step", ".results"):
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(shared.endpoint + suffix)
+        sockets.append(socket)
+    for number in range(20_000):
+        frames = [mangle(randomness, bytes(valid)) for _ in range(randomness.choice((1, 1, 2, 8)))]
+        socket = sockets[2] if number % 50 == 0 else sockets[number % 2]
+        try:
+            socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            time.sleep(0.001)
+        if number % 2 == 0:
+            while sockets[0].poll(0):
+                sockets[0].recv_multipart()
+    context.destroy(linger=0)
+    assert isinstance(driver.fault(), step.ModelRunnerOutput)
+    assert isinstance(driver.call(lc.CheckHealth), lc.CheckHealthReply)
+
+
+def mangle(randomness: random.Random, valid: bytes) -> bytes:
+    kind = randomness.randrange(4)
+    if kind == 0:
+        return randomness.randbytes(randomness.randrange(64))
+    if kind == 1:
+        return b"\x91" * randomness.randrange(2000)
+    if kind == 2:
+        return b"\xdd\xff\xff\xff\xff" + randomness.randbytes(8)
+    cut = bytearray(valid)
+    cut[randomness.randrange(len(cut))] = randomness.randrange(256)
+    return bytes(cut)
+
+
+def test_dead_driver_blocks_nobody(
+    shared: DaemonProcess, connect: Callable[[DaemonProcess], Driver]
+) -> None:
+    first = Driver(shared.endpoint)
+    first.attach()
+    first.make_ready()
+    for _ in range(50):
+        first.send_fault("none")
+    first.close()
+    second = connect(shared)
+    second.attach()
+    assert isinstance(second.fault(), step.ModelRunnerOutput)
+
+
+# Start and end.
+
+
+def test_shutdown_finishes_the_running_step_and_removes_the_files(
+    start: Callable[..., DaemonProcess],
+    connect: Callable[[DaemonProcess], Driver],
+    tmp_path: Path,
+) -> None:
+    daemon = start("--state-dir", str(tmp_path / "state"))
+    driver = connect(daemon)
+    driver.attach()
+    driver.make_ready()
+    driver.send_fault("sleep:0.5")
+    wait_for(lambda: driver.status().phase == "ExecuteModel")
+    assert isinstance(driver.call(lc.Shutdown), lc.Acknowledged)
+    assert driver.status().serving == "DRAINING"
+    refused = driver.call(lc.PrepareAttach, driver_id=driver.driver_id, epoch=99)
+    assert isinstance(refused, ControlErrorReply)
+    assert isinstance(driver.reply(), step.ModelRunnerOutput)
+    assert daemon.wait() == 0
+    assert not (tmp_path / "d").exists()
+
+
+def test_epochs_rise_over_a_restart(
+    start: Callable[..., DaemonProcess], connect: Callable[[DaemonProcess], Driver]
+) -> None:
+    daemon = start()
+    driver = connect(daemon)
+    driver.attach(epoch=41)
+    daemon.process.kill()
+    daemon.wait()
+    driver = connect(start())
+    assert driver.prepare(41) == lc.PrepareAttachReply(
+        call=driver.calls, granted=False, last_epoch=41
+    )
+    assert driver.attach().previous_epoch == 0
+    assert driver.epoch == 42
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_an_idle_daemon(
+    start: Callable[..., DaemonProcess],
+    connect: Callable[[DaemonProcess], Driver],
+    number: signal.Signals,
+) -> None:
+    daemon = start()
+    connect(daemon).attach()
+    daemon.process.send_signal(number)
+    assert daemon.wait(5) == 0
+
+
+def test_second_signal_ends_at_once(
+    start: Callable[..., DaemonProcess],
+    connect: Callable[[DaemonProcess], Driver],
+    tmp_path: Path,
+) -> None:
+    daemon = start("--state-dir", str(tmp_path / "state"))
+    driver = connect(daemon)
+    driver.attach()
+    driver.make_ready()
+    driver.send_fault("sleep:30")
+    wait_for(lambda: driver.status().phase == "ExecuteModel")
+    daemon.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: driver.status().serving == "DRAINING")
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.wait(5) == 128 + signal.SIGTERM
+    assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_parent_s_end_ends_the_daemon_and_its_directory(
+    start: Callable[..., DaemonProcess],
+    connect: Callable[[DaemonProcess], Driver],
+    tmp_path: Path,
+    busy: bool,
+) -> None:
+    read_end, write_end = os.pipe()
+    state_dir = str(tmp_path / "d" / "state")
+    daemon = start(
+        "--exit-with-parent-fd", str(read_end), "--state-dir", state_dir, pass_fds=(read_end,)
+    )
+    os.close(read_end)
+    driver = connect(daemon)
+    driver.attach()
+    if busy:
+        driver.make_ready()
+        driver.send_fault("sleep:30")
+        wait_for(lambda: driver.status().phase == "ExecuteModel")
+    os.close(write_end)
+    assert daemon.wait(5) == 0
+    assert not (tmp_path / "d").exists()
+
+
+def test_endpoint_in_use_is_refused_with_the_holder_s_pid(
+    start: Callable[..., DaemonProcess], connect: Callable[[DaemonProcess], Driver]
+) -> None:
+    first = start()
+    driver = connect(first)
+    driver.attach()
+    second = start()
+    assert second.wait() == 73
+    assert f"pid {first.process.pid}" in second.stderr()
+    assert driver.status().pid == first.process.pid
+
+
+def test_lost_device_is_told_and_ends_the_process(
+    start: Callable[..., DaemonProcess], connect: Callable[[DaemonProcess], Driver]
+) -> None:
+    for fault in ("raise:DEVICE", "late:DEVICE"):
+        daemon = start()
+        driver = connect(daemon)
+        driver.attach()
+        driver.make_ready()
+        assert_error(driver.fault(fault), ErrorCode.DEVICE)
+        assert daemon.wait(5) == 86
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--endpoint", "tcp://127.0.0.1:5"], "tcp needs keys"),
+        (["--device", "cuda:9"], "no such device"),
+        (["--exit-with-parent-fd", "77"], "not an open file descriptor"),
+        (["--model-root", "/nowhere"], "model-root"),
+    ],
+)
+def test_wrong_setting_ends_with_78_and_says_why(
+    start: Callable[..., DaemonProcess], options: list[str], words: str
+) -> None:
+    daemon = start(*options)
+    assert daemon.wait() == 78
+    assert words in daemon.stderr()
+
+
+def test_server_needs_no_torch() -> None:
+    code = "import sys, worker_daemon.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
