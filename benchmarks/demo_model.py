@@ -120,7 +120,7 @@ def _weights(tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
 def _log_follow(tokenizer: Tokenizer) -> torch.Tensor:
     """Return float32 [VOCAB_SIZE, VOCAB_SIZE]: the logarithm of how likely column follows row,
     smoothed a little."""
-    counts = torch.full((VOCAB_SIZE, VOCAB_SIZE), 1e-3)
+    counts = torch.full((VOCAB_SIZE, VOCAB_SIZE), 1e-5)
     end = tokenizer.token_to_id("<eos>")
     for sentence in SENTENCES.splitlines():
         ids = [*tokenizer.encode(sentence).ids, end]

@@ -2,6 +2,7 @@
 
 Checks every case against a dense fp64 softmax, times it with the launcher's own choice of tile and
 splits, then sweeps a handful of others. Times are medians over replays of a CUDA graph, L2 cold.
+With --first-use it times instead what the first launch of each kernel costs, compilation included.
 """
 
 from __future__ import annotations
@@ -64,6 +65,14 @@ PREFILL_TILES = [
 ]
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
 
+FIRST_USES = {
+    "prefill": [(300, 300)] * 2,
+    "short prefill": [(4, 300)] * 2,
+    "decode": [(1, 20)] * 2,
+    "split decode": [(1, 3000)] * 2,
+}
+"""Batches that reach every kernel and every tile of one model; lengths are (query_len, seq_len)."""
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -112,7 +121,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    for batch_size in (1, 64, 256):
+    for batch_size in (1, 8, 32, 64, 256):
         for context in (160, 512, 2048, 8192):
             yield Case(f"decode {batch_size}x{context}", [(1, context)] * batch_size)
     yield Case("prefill 1x8192", [(8192, 8192)])
@@ -121,7 +130,11 @@ def cases() -> Iterator[Case]:
 
 
 def attend(
-    batch: PagedBatch, out: torch.Tensor, tile: Tile | None = None, num_splits: int | None = None
+    batch: PagedBatch,
+    out: torch.Tensor,
+    tile: Tile | None = None,
+    num_splits: int | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     return paged_attention(
         batch.q,
@@ -133,7 +146,7 @@ def attend(
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
         scale=batch.shape.scale,
-        window=None,
+        window=window,
         out=out,
         tile=tile,
         num_splits=num_splits,
@@ -207,6 +220,55 @@ def kv_write_timing(num_tokens: int) -> Timing:
     return Timing(f"kv write {num_tokens}", "-", 1, ms, None, elements * DTYPE.itemsize / 1e9, 0.0)
 
 
+def ceilings() -> str:
+    """What this device reaches: a copy of 4 GiB, a large matrix product, an empty launch."""
+    source = torch.randn(2**31, dtype=DTYPE, device="cuda")
+    target = torch.empty_like(source)
+    copy_ms = graph_ms(lambda: target.copy_(source))
+    matrix = source[: 2**26].view(8192, 8192)
+    product = target[: 2**26].view(8192, 8192)
+    product_ms = graph_ms(lambda: torch.mm(matrix, matrix, out=product))
+    empty_ms = graph_ms(lambda: target[:1].zero_())
+    return (
+        f"copy {2 * source.nbytes / copy_ms / 1e9:.2f} TB/s, "
+        f"product {2 * 8192**3 / product_ms / 1e9:.0f} TFLOP/s, "
+        f"replay of one empty kernel {empty_ms * 1e3:.1f} us"
+    )
+
+
+def report_first_uses() -> None:
+    """Run every kernel a model of these heads needs once, and print what each first run took.
+
+    Cold or warm is the caller's choice: point TRITON_CACHE_DIR at an empty or a filled directory.
+    """
+    torch.zeros(1, device="cuda").add_(1)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        spent = {}
+        for window in (None, 300):
+            suffix = "" if window is None else " window"
+            for name, lengths in FIRST_USES.items():
+                batch = make_batch(LLAMA_8B, lengths, dtype=dtype, device="cuda", seed=4)
+                out = torch.empty(batch.q.shape, dtype=dtype, device="cuda")
+                if window is None and not spent:
+                    spent["kv write"] = first_ms(
+                        lambda b=batch: write_kv(b.k, b.v, b.kv_cache, b.slot_mapping)
+                    )
+                spent[name + suffix] = first_ms(
+                    lambda b=batch, o=out, w=window: attend(b, o, window=w)
+                )
+        parts = ", ".join(f"{name} {ms:.0f}" for name, ms in spent.items())
+        print(f"{dtype} first use: {sum(spent.values()) / 1e3:.2f} s (ms: {parts})", flush=True)
+
+
+def first_ms(launch: Callable[[], object]) -> float:
+    """The time of one launch in ms, until the device has finished it."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    launch()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
 HEADER = (
     f"{'case':<18}{'tile':<16}{'splits':>6}{'us':>10}{'MB':>9}{'TB/s':>7}{'TFLOP/s':>9}"
     f"{'of peak':>9}{'error':>10}"
@@ -240,12 +302,17 @@ def report(chosen: list[Timing], best: list[Timing]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="where to write every measurement as JSON")
+    parser.add_argument("--first-use", action="store_true", help="time first launches instead")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA device", file=sys.stderr)
         return 2
     limits = DeviceLimits.of(torch.device("cuda"))
     print(torch.cuda.get_device_name(), f"torch {torch.__version__} triton {triton.__version__}")
+    if arguments.first_use:
+        report_first_uses()
+        return 0
+    print(ceilings())
     chosen, best, everything = [], [], []
     for case in cases():
         timings = run_case(case, limits)

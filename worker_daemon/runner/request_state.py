@@ -187,7 +187,7 @@ class RequestState:
             tokens = self._admit(step, arrays, counts)
         elif arrays:
             raise _invalid("arrays", f"{len(arrays)} frames", "send no frame without new requests")
-        updates = self._append_blocks(step, counts) if step.new_block_ids else _no_updates()
+        updates = self._append_blocks(step, counts)
         num_blocks = counts.num_blocks
         if updates.slots.size:
             num_blocks = num_blocks.copy()
@@ -342,6 +342,8 @@ class RequestState:
             )
 
     def _append_blocks(self, step: ExecuteModel, counts: _Counts) -> BlockUpdates:
+        if not (step.new_block_slots or step.new_block_ids):
+            return _no_updates()
         slots = _uint16s("new_block_slots", step.new_block_slots)
         block_ids = _int32s("new_block_ids", step.new_block_ids)
         if slots.size != block_ids.size:
@@ -440,10 +442,14 @@ class RequestState:
             )
 
     def _check_live(self, field: str, slots: Int64s, counts: _Counts) -> None:
-        if slots.size and int(slots.max()) >= self.limits.max_num_seqs:
-            raise _invalid(
-                field, int(slots.max()), f"slots from 0 to {self.limits.max_num_seqs - 1}"
-            )
+        if slots.size:
+            low, high = int(slots.min()), int(slots.max())
+            if low < 0 or high >= self.limits.max_num_seqs:
+                raise _invalid(
+                    field,
+                    low if low < 0 else high,
+                    f"slots from 0 to {self.limits.max_num_seqs - 1}",
+                )
         live = counts.live[slots]
         if not live.all():
             raise _invalid(

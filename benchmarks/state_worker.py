@@ -1,0 +1,137 @@
+"""A worker without a model for the control-plane benchmark: real validation and application of every step, and a reply of
+the real size. Knows no torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rpc_schema import lifecycle as lc
+from rpc_schema import step
+from rpc_schema.base import StepReply, StepRequest
+from rpc_schema.codec import Frame
+from worker_daemon.description import WorkerDescription
+from worker_daemon.errors import ConfigError
+from worker_daemon.runner.request_state import RequestState, StepLimits
+from worker_daemon.server.dispatch import SetPhase
+
+ALL_RANKS = "all-ranks"
+"""Loaded as a model of this name, every rank answers every step, not the output rank alone."""
+MAX_MODEL_LEN = 1 << 20
+BLOCK_SIZE = 16
+
+
+class _Ready:
+    """A result that is on the host already."""
+
+    __slots__ = ("_reply",)
+
+    def __init__(self, reply: step.ModelRunnerOutput) -> None:
+        self._reply = reply
+
+    def result(self) -> tuple[step.ModelRunnerOutput, list[Frame]]:
+        return self._reply, []
+
+
+class StateWorker:
+    """WorkerLike around RequestState alone."""
+
+    def __init__(self, device: str) -> None:
+        self.rank = 0
+        self._device = device
+        self._is_output_rank = True
+        self._answers = True
+        self._state: RequestState | None = None
+
+    def execute_model(
+        self, message: step.ExecuteModel, arrays: Sequence[Frame]
+    ) -> _Ready | None:
+        assert self._state is not None
+        scheduled = self._state.apply(message, arrays)
+        if not self._answers:
+            return None
+        slots = scheduled.slots[scheduled.samples]
+        return _Ready(
+            step.ModelRunnerOutput(
+                epoch=message.epoch,
+                seq=message.seq,
+                rank=self.rank,
+                slots=slots.astype("<u2").tobytes(),
+                sampled_token_ids=np.zeros(len(slots), "<i4").tobytes(),
+            )
+        )
+
+    def sample_tokens(self, message: step.SampleTokens, arrays: Sequence[Frame]) -> None:
+        return None
+
+    def execute_dummy_batch(self, message: step.ExecuteDummyBatch) -> None:
+        return None
+
+    def init_device(self, message: lc.InitDevice) -> StepReply:
+        self.rank = message.rendezvous.rank
+        self._is_output_rank = self.rank == message.parallel.world_size - 1
+        return self._done(message)
+
+    def relink(self, message: lc.Relink) -> StepReply:
+        return self._done(message)
+
+    def reset(self, message: lc.Reset) -> StepReply:
+        return self._done(message)
+
+    def load_model(self, message: lc.LoadModel) -> StepReply:
+        self._answers = self._is_output_rank or message.model.model == ALL_RANKS
+        self._state = RequestState(
+            StepLimits(
+                max_num_seqs=message.scheduler.max_num_seqs,
+                max_num_batched_tokens=message.scheduler.max_num_batched_tokens,
+                max_model_len=MAX_MODEL_LEN,
+                vocab_size=128_256,
+                block_size=BLOCK_SIZE,
+                num_blocks=2**31 - 1,
+            )
+        )
+        return self._done(message)
+
+    def initialize_from_config(self, message: lc.InitializeFromConfig) -> StepReply:
+        return self._done(message)
+
+    def compile_or_warm_up_model(self, message: lc.CompileOrWarmUpModel) -> StepReply:
+        return self._done(message)
+
+    def initialize_cache(self, message: lc.InitializeCache) -> StepReply:
+        return self._done(message)
+
+    def update_max_model_len(self, message: lc.UpdateMaxModelLen) -> StepReply:
+        return self._done(message)
+
+    def get_kv_cache_spec(self, message: lc.GetKVCacheSpec) -> StepReply:
+        raise ConfigError("this worker has no model")
+
+    def determine_available_memory(self, message: lc.DetermineAvailableMemory) -> StepReply:
+        raise ConfigError("this worker has no model")
+
+    def get_supported_tasks(self, message: lc.GetSupportedTasks) -> StepReply:
+        raise ConfigError("this worker has no model")
+
+    def get_model_metadata(self, message: lc.GetModelMetadata) -> StepReply:
+        raise ConfigError("this worker has no model")
+
+    def on_attach(self) -> bool:
+        return True
+
+    def describe(self) -> WorkerDescription:
+        return WorkerDescription(self._device)
+
+    def abort_link(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def _done(self, message: StepRequest) -> step.Done:
+        return step.Done(epoch=message.epoch, seq=message.seq, rank=self.rank)
+
+
+def make_worker(device: str, model_roots: Sequence[Path], set_phase: SetPhase) -> StateWorker:
+    """The factory that the benchmark's daemons use."""
+    return StateWorker(device)
