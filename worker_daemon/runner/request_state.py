@@ -396,11 +396,12 @@ class RequestState:
                     "num_scheduled_tokens", named.tolist()[:8], "name scheduled slots only"
                 )
             _check_unique("num_scheduled_tokens", named)
-            if int(tokens.min()) < 1:
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 1 or high > self.limits.max_model_len:
                 raise _invalid(
                     "num_scheduled_tokens",
-                    int(tokens.min()),
-                    "leave the slot out of scheduled instead",
+                    low if low < 1 else high,
+                    f"1 to {self.limits.max_model_len}; leave slots without tokens out of scheduled",
                 )
             num_tokens[positions] = tokens
         total = int(num_tokens.sum(dtype=np.int64))
