@@ -1,5 +1,6 @@
-"""`python -m benchmarks.control_plane [--quick] [--json FILE]`: what a step costs apart from the model, against a bare
-ping-pong and against a pickled payload, all in one run with interleaved rounds."""
+"""`python -m benchmarks.control_plane [--quick] [--json FILE]`: what a step costs apart from the
+model, against a bare ping-pong and against a pickled payload, all in one run with interleaved
+rounds."""
 
 import argparse
 import json
@@ -23,7 +24,6 @@ from benchmarks.control_plane_peers import (
     PeerModelRunnerOutput,
     PeerSchedulerOutput,
     run_codec,
-    run_daemon,
     run_echo,
     run_pickle,
 )
@@ -114,7 +114,9 @@ class Requests:
 class Echo:
     """N processes on one ROUTER: the transport alone, or with a codec in `run`."""
 
-    def __init__(self, target: Callable[..., None], size: int, reply: bytes, directory: str) -> None:
+    def __init__(
+        self, target: Callable[..., None], size: int, reply: bytes, directory: str
+    ) -> None:
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         address = f"ipc://{directory}/{target.__name__}{size}-{len(reply)}"
@@ -230,9 +232,7 @@ class DaemonGroup:
 def _spawn_daemon(endpoint: str, parent_fd: int) -> int:
     code = "import sys; from benchmarks.control_plane_peers import run_daemon as run; "
     code += f"run({endpoint!r}, {parent_fd})"
-    return os.posix_spawn(
-        sys.executable, [sys.executable, "-c", code], dict(os.environ)
-    )
+    return os.posix_spawn(sys.executable, [sys.executable, "-c", code], dict(os.environ))
 
 
 def median_us(work: Callable[[], object], count: int) -> float:
@@ -243,3 +243,238 @@ def median_us(work: Callable[[], object], count: int) -> float:
         work()
         durations.append(time.perf_counter() - began)
     return statistics.median(durations) * 1e6
+
+
+class Prepared:
+    """What one (N, size) measures with: real bytes and a peer's payload of the same step."""
+
+    def __init__(self, size: int) -> None:
+        requests, table = Requests(size), SlotTable(size)
+        table.encode(requests.admission(), epoch=1, link=1, seq=1)
+        self.steps = [
+            table.encode(requests.decode(), epoch=1, link=1, seq=2 + index).frames
+            for index in range(BLOCK_SIZE)
+        ]
+        self.step_bytes = statistics.mean(sum(map(len, frames)) for frames in self.steps)
+        self.reply = ModelRunnerOutput(
+            epoch=1,
+            seq=2,
+            rank=0,
+            slots=np.arange(size, dtype="<u2").tobytes(),
+            sampled_token_ids=np.zeros(size, "<i4").tobytes(),
+        )
+        self.reply_frame = bytes(encode_step(self.reply)[0])
+        self._req_ids = list(requests.req_ids)
+
+    def peer_output(self, step_number: int) -> PeerSchedulerOutput:
+        """The same step as vLLM's scheduler would state it."""
+        size = len(self._req_ids)
+        blocks: list[tuple[list[int], ...] | None] = [
+            ([index],) if (index + step_number) % BLOCK_SIZE == 0 else None for index in range(size)
+        ]
+        cached = PeerCachedRequests(
+            self._req_ids, set(), [], {}, blocks, [100 + step_number] * size, [step_number] * size
+        )
+        return PeerSchedulerOutput([], cached, dict.fromkeys(self._req_ids, 1), size)
+
+
+def measure_group(
+    size: int, num_requests: int, group: DaemonGroup, rounds: int, count: int, directory: str
+) -> dict[str, list[float]]:
+    """Return the medians (us) of each way, one entry a round; the ways take turns."""
+    prepared = Prepared(num_requests)
+    columns = bytes(6 * num_requests)
+    floor = Echo(run_echo, size, prepared.reply_frame, directory)
+    codec = Echo(run_codec, size, columns, directory)
+    peer = Echo(run_pickle, size, bytes(num_requests), directory)
+    outputs = [prepared.peer_output(number) for number in range(BLOCK_SIZE)]
+    table, requests = SlotTable(num_requests), Requests(num_requests)
+    table.encode(requests.admission(), epoch=1, link=1, seq=1)
+    number = 0
+
+    def codec_step() -> None:
+        encoded = table.encode(requests.decode(), epoch=1, link=1, seq=2)
+        decode_step_reply(codec.exchange(encoded.frames))
+
+    def peer_step() -> None:
+        nonlocal number
+        number += 1
+        frame = pickle.dumps(outputs[number % BLOCK_SIZE], pickle.HIGHEST_PROTOCOL)
+        reply = pickle.loads(peer.exchange([frame])[0])  # noqa: S301  # a peer's format
+        assert isinstance(reply, PeerModelRunnerOutput)
+
+    results: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        ways: dict[str, float] = {
+            "floor": median_us(lambda: floor.exchange(prepared.steps[0]), count),
+            "codec": median_us(codec_step, count),
+            "whole": measure_daemons(group, num_requests, count, 1),
+            "all": measure_daemons(group, num_requests, count, size),
+            "pickle": median_us(peer_step, max(count // 3, 20)),
+        }
+        for way, duration in ways.items():
+            results.setdefault(way, []).append(duration)
+    for echo in (floor, codec, peer):
+        echo.close()
+    return results
+
+
+def measure_daemons(group: DaemonGroup, num_requests: int, count: int, num_replies: int) -> float:
+    """Median us of a whole step through the daemons, answered by the last rank or by all."""
+    group.start(num_requests, all_ranks=num_replies > 1)
+    table, requests = SlotTable(num_requests), Requests(num_requests)
+    group.step(table, requests.admission(), num_replies)
+    for _ in range(WARM_UP):
+        group.step(table, requests.decode(), num_replies)
+    return median_us(lambda: group.step(table, requests.decode(), num_replies), count)
+
+
+def ratio(results: dict[str, list[float]], over: str, under: str) -> float:
+    """Median over the rounds of the ratios formed inside each."""
+    pairs = zip(results[over], results[under], strict=True)
+    return statistics.median(upper / lower for upper, lower in pairs)
+
+
+def measure_steps(quick: bool) -> list[Figure]:
+    """Whole steps in every group shape and size."""
+    rounds, count = (3, 60) if quick else (10, 300)
+    figures = []
+    for size in GROUPS:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+            group = DaemonGroup(size, directory)
+            for num_requests in SIZES:
+                results = measure_group(size, num_requests, group, rounds, count, directory)
+                figures += step_figures(size, num_requests, results)
+            if size == 1:
+                figures += measure_cpu(group, quick)
+            group.close()
+    return figures
+
+
+def step_figures(size: int, num_requests: int, results: dict[str, list[float]]) -> list[Figure]:
+    """Ratios against their targets, and the medians themselves."""
+    at = f"N={size}, {num_requests} requests"
+    medians = [
+        Figure(f"{way}, {at}", statistics.median(values), "us") for way, values in results.items()
+    ]
+    faster = 5.0 if num_requests == 256 else 12.0
+    return [
+        *medians,
+        Figure(f"wire and codec / floor, {at}", ratio(results, "codec", "floor"), "x", 1.5),
+        Figure(f"whole step / floor, {at}", ratio(results, "whole", "floor"), "x", 2.0),
+        Figure(f"from all ranks / floor, {at}", ratio(results, "all", "floor"), "x", 2.25),
+        Figure(
+            f"pickled payload / whole step, {at}",
+            ratio(results, "pickle", "whole"),
+            "x",
+            faster,
+            at_least=True,
+        ),
+    ]
+
+
+def measure_cpu(group: DaemonGroup, quick: bool) -> list[Figure]:
+    """CPU of one daemon at one step every SPACING_S, and when idle."""
+    count, idle_s = (100, 2.0) if quick else (600, 10.0)
+    group.start(256, all_ranks=False)
+    table, requests = SlotTable(256), Requests(256)
+    group.step(table, requests.admission())
+    before = cpu_s(group.pids[0])
+    for _ in range(count):
+        time.sleep(SPACING_S)
+        group.step(table, requests.decode())
+    per_step_us = (cpu_s(group.pids[0]) - before) / count * 1e6
+    before = cpu_s(group.pids[0])
+    time.sleep(idle_s)
+    idle = (cpu_s(group.pids[0]) - before) / idle_s * 100
+    return [
+        Figure("worker CPU a step, one every 5 ms, 256 requests", per_step_us, "us", 200.0),
+        Figure("worker CPU when idle", idle, "% of a core", 0.5),
+    ]
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of all threads of a process, from the scheduler's own nanoseconds."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def measure_codec(quick: bool) -> list[Figure]:
+    """Bytes and encode + decode times of steady steps, resynchronisation and prompts."""
+    count = 200 if quick else 2000
+    figures = []
+    for size in SIZES:
+        prepared = Prepared(size)
+        message = decode_step(prepared.steps[0])
+        assert isinstance(message, ExecuteModel)
+        encode_us = median_us(lambda message=message: encode_step(message), count)
+        decode_us = median_us(lambda frames=prepared.steps[0]: decode_step(frames), count)
+        at = f"{size} requests"
+        figures += [
+            Figure(f"decode step, mean, {at}", prepared.step_bytes, "bytes", 1024.0),
+            Figure(f"encode step, {at}", encode_us, "us"),
+            Figure(f"decode step, {at}", decode_us, "us"),
+            Figure(
+                f"encode + decode, {at}", encode_us + decode_us, "us", 10.0 if size == 256 else None
+            ),
+            Figure(f"full resynchronisation, {at}", resync_bytes(size), "bytes/request", 20.0),
+        ]
+    figures.append(Figure("prompt tokens", prompt_bytes(8192), "bytes/token", 4.3))
+    return figures
+
+
+def resync_bytes(size: int) -> float:
+    """Bytes a request of a step that is sent in full."""
+    requests, table = Requests(size), SlotTable(size)
+    table.encode(requests.admission(), epoch=1, link=1, seq=1)
+    table.require_resync()
+    frames = table.encode(requests.decode(), epoch=1, link=1, seq=2).frames
+    return sum(map(len, frames)) / size
+
+
+def prompt_bytes(num_tokens: int) -> float:
+    """Bytes a token of an admission."""
+    request = NewRequest(
+        req_id="cmpl-0",
+        token_ids=np.arange(num_tokens, dtype=np.int32),
+        num_prompt_tokens=num_tokens,
+        num_computed_tokens=0,
+        block_ids=list(range(1, 1 + num_tokens // BLOCK_SIZE)),
+        sampling=SamplingParams(),
+    )
+    output = SchedulerOutput(
+        num_scheduled_tokens={"cmpl-0": num_tokens}, scheduled_new_reqs=[request]
+    )
+    frames = SlotTable(1).encode(output, epoch=1, link=1, seq=1).frames
+    blocks_bytes = 6 * (num_tokens // BLOCK_SIZE)
+    return (sum(map(len, frames)) - blocks_bytes) / num_tokens
+
+
+def print_table(figures: Sequence[Figure]) -> None:
+    """One line a figure: name, value, target, met."""
+    for figure in figures:
+        target = ""
+        if figure.target is not None:
+            sign = ">=" if figure.at_least else "<="
+            target = f"{sign} {figure.target:g}  {'met' if figure.met else 'NOT MET'}"
+        print(f"{figure.name:<52} {figure.value:>10.2f} {figure.unit:<14} {target}")
+
+
+def main() -> None:
+    """Measure and print; with --json also write the figures to a file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds; figures are rough")
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    options = parser.parse_args()
+    figures = measure_codec(options.quick) + measure_steps(options.quick)
+    print_table(figures)
+    if options.json is not None:
+        rows = [
+            {"name": f.name, "value": f.value, "unit": f.unit, "target": f.target, "met": f.met}
+            for f in figures
+        ]
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

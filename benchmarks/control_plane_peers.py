@@ -1,5 +1,5 @@
-"""The processes that the control-plane benchmark talks to: bare echo, echo with our codec, vLLM's payload in pickle, and
-our daemon. Each runs until it is killed or its sockets' owner says so."""
+"""The processes that the control-plane benchmark talks to: bare echo, echo with our codec, vLLM's
+payload in pickle, and our daemon. Each runs until it is killed or its sockets' owner says so."""
 
 import pickle  # noqa: TID251  # measured as a peer's format, never used by us
 from dataclasses import dataclass, field

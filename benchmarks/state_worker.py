@@ -1,5 +1,5 @@
-"""A worker without a model for the control-plane benchmark: real validation and application of every step, and a reply of
-the real size. Knows no torch."""
+"""A worker without a model for the control-plane benchmark: real validation and application of
+every step, and a reply of the real size. Knows no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,9 +43,7 @@ class StateWorker:
         self._answers = True
         self._state: RequestState | None = None
 
-    def execute_model(
-        self, message: step.ExecuteModel, arrays: Sequence[Frame]
-    ) -> _Ready | None:
+    def execute_model(self, message: step.ExecuteModel, arrays: Sequence[Frame]) -> _Ready | None:
         assert self._state is not None
         scheduled = self._state.apply(message, arrays)
         if not self._answers:

@@ -3,7 +3,6 @@ ends. Knows processes, directories and the control socket, nothing of models or 
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +23,6 @@ HELLO_TIMEOUT_S = 0.5
 STOP_TIMEOUT_S = 10.0
 TERMINATE_TIMEOUT_S = 5.0
 LOG_TAIL_BYTES = 4096
-SOCKET_SUFFIXES = ("", ".step", ".results", ".events", ".lock")
 
 Command = Callable[[str, str, int], Sequence[str]]
 """From endpoint, device and the file descriptor of the parent's pipe to a daemon's command line."""
@@ -63,6 +61,7 @@ class LocalDaemons:
         """
         self.directory = Path(tempfile.mkdtemp(prefix="wd-"))
         self._daemons: list[_Daemon] = []
+        self._reaper, self._reaper_pipe = _start_reaper(self.directory)
         self._command = command or self._serve_command(model_root)
         try:
             for index, device in enumerate(devices):
@@ -113,7 +112,9 @@ class LocalDaemons:
         for daemon in self._daemons:
             os.close(daemon.pipe)
         self._daemons.clear()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        if self._reaper.returncode is None:
+            os.close(self._reaper_pipe)
+            self._reaper.wait()
 
     def _serve_command(self, model_root: Path) -> Command:
         def build(endpoint: str, device: str, pipe: int) -> list[str]:
@@ -141,7 +142,7 @@ class LocalDaemons:
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(theirs,),
+                    pass_fds=(theirs, self._reaper_pipe),
                     start_new_session=True,  # a terminal's Ctrl-C is for us; we stop them in order
                 )
         except BaseException:
@@ -195,6 +196,25 @@ class _Asker:
         finally:
             client.close()
         return True
+
+
+def _start_reaper(directory: Path) -> tuple["subprocess.Popen[bytes]", int]:
+    """Start a shell that removes the directory once we and all daemons are gone.
+
+    We and they hold the other end of its standard input, which is returned; nobody writes to it.
+    """
+    theirs, ours = os.pipe()
+    try:
+        reaper = subprocess.Popen(
+            ["/bin/sh", "-c", 'cat > /dev/null; rm -rf -- "$1"', "reaper", str(directory)],
+            stdin=theirs,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    finally:
+        os.close(theirs)
+    return reaper, ours
 
 
 def _wait(daemons: Sequence[_Daemon], timeout_s: float) -> None:

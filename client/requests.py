@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from client.errors import RequestError
 from rpc_schema.sampling import MAX_LOGPROBS, SamplingParams
 
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Encode = Callable[[str], Sequence[int]]
 ValueT = TypeVar("ValueT", int, float)
 
@@ -210,7 +210,21 @@ class RequestParser:
 
 
 _FIELDS = frozenset(
-    ["id", "prompt", "prompt_token_ids", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos", "stop_token_ids", "logprobs"]
+    (
+        "id",
+        "prompt",
+        "prompt_token_ids",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "min_tokens",
+        "ignore_eos",
+        "stop_token_ids",
+        "logprobs",
+    )
 )
 
 

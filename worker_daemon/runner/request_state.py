@@ -401,7 +401,7 @@ class RequestState:
                 raise _invalid(
                     "num_scheduled_tokens",
                     low if low < 1 else high,
-                    f"1 to {self.limits.max_model_len}; leave slots without tokens out of scheduled",
+                    f"1 to {self.limits.max_model_len}; leave slots without tokens out",
                 )
             num_tokens[positions] = tokens
         total = int(num_tokens.sum(dtype=np.int64))

@@ -47,25 +47,24 @@ class DaemonProcess:
 
     def __init__(self, directory: Path, *options: str, pass_fds: Iterable[int] = ()) -> None:
         self.endpoint = f"ipc://{directory}/w0"
-        self.process = subprocess.Popen(
-            [*SERVE, "--endpoint", self.endpoint, *options],
-            pass_fds=tuple(pass_fds),
-            stderr=subprocess.PIPE,
-        )
+        self._stderr = directory.with_name(f"{directory.name}.stderr")
+        with self._stderr.open("a") as stderr:
+            self.process = subprocess.Popen(
+                [*SERVE, "--endpoint", self.endpoint, *options],
+                pass_fds=tuple(pass_fds),
+                stderr=stderr,
+            )
 
     def wait(self, timeout_s: float = START_LIMIT_S) -> int:
         return self.process.wait(timeout_s)
 
     def stderr(self) -> str:
-        assert self.process.stderr is not None
-        return self.process.stderr.read().decode()
+        return self._stderr.read_text()
 
     def stop(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(10)
-        if self.process.stderr is not None:
-            self.process.stderr.close()
 
 
 class Driver:
