@@ -160,7 +160,6 @@ class DaemonGroup:
             WorkerClient(context, address, rank, driver_id)
             for rank, address in enumerate(addresses)
         ]
-        self._step_sockets = [client._steps for client in self._clients]
         self._seq = 0
         self._link = 0
         for client in self._clients:
@@ -198,8 +197,8 @@ class DaemonGroup:
         """Encode, send to all, receive, decode; return the sampled tokens."""
         self._seq += 1
         encoded = table.encode(output, epoch=1, link=self._link, seq=self._seq)
-        for channel in self._step_sockets:
-            channel.send(encoded.frames)
+        for client in self._clients:
+            client.execute_model(encoded.frames)
         frames = self._receive(num_replies)
         reply = decode_step_reply(frames)
         assert isinstance(reply, ModelRunnerOutput), reply
@@ -291,9 +290,10 @@ def measure_group(
     table, requests = SlotTable(num_requests), Requests(num_requests)
     table.encode(requests.admission(), epoch=1, link=1, seq=1)
     number = 0
+    steps = iter([requests.decode() for _ in range(rounds * count)])
 
     def codec_step() -> None:
-        encoded = table.encode(requests.decode(), epoch=1, link=1, seq=2)
+        encoded = table.encode(next(steps), epoch=1, link=1, seq=2)
         decode_step_reply(codec.exchange(encoded.frames))
 
     def peer_step() -> None:
@@ -326,7 +326,8 @@ def measure_daemons(group: DaemonGroup, num_requests: int, count: int, num_repli
     group.step(table, requests.admission(), num_replies)
     for _ in range(WARM_UP):
         group.step(table, requests.decode(), num_replies)
-    return median_us(lambda: group.step(table, requests.decode(), num_replies), count)
+    outputs = iter([requests.decode() for _ in range(count)])
+    return median_us(lambda: group.step(table, next(outputs), num_replies), count)
 
 
 def ratio(results: dict[str, list[float]], over: str, under: str) -> float:

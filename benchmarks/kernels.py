@@ -45,30 +45,31 @@ FULL_FLOP_PER_S = 560e12
 
 DECODE_TILES = [
     Tile(16, 32, num_warps=2, num_stages=5),
-    Tile(16, 32, num_warps=4, num_stages=7),
-    Tile(16, 64, num_warps=2, num_stages=5),
+    Tile(16, 64, num_warps=2, num_stages=3),
     Tile(16, 64, num_warps=4, num_stages=3),
     Tile(16, 64, num_warps=4, num_stages=5),
-    Tile(16, 64, num_warps=4, num_stages=7),
     Tile(16, 128, num_warps=4, num_stages=3),
-    Tile(16, 128, num_warps=8, num_stages=5),
+    Tile(16, 128, num_warps=8, num_stages=3),
 ]
 PREFILL_TILES = [
+    Tile(64, 32, num_warps=4, num_stages=5),
     Tile(64, 64, num_warps=4, num_stages=3),
     Tile(64, 64, num_warps=4, num_stages=5),
-    Tile(64, 128, num_warps=4, num_stages=3),
+    Tile(128, 32, num_warps=4, num_stages=5),
     Tile(128, 64, num_warps=4, num_stages=3),
-    Tile(128, 64, num_warps=8, num_stages=3),
     Tile(128, 64, num_warps=8, num_stages=5),
     Tile(128, 128, num_warps=8, num_stages=3),
+    Tile(256, 32, num_warps=8, num_stages=5),
     Tile(256, 64, num_warps=8, num_stages=3),
+    Tile(256, 64, num_warps=8, num_stages=5),
 ]
-SPLITS = (1, 2, 4, 8, 16, 32, 64)
+SPLITS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 
 FIRST_USES = {
     "prefill": [(300, 300)] * 2,
     "short prefill": [(4, 300)] * 2,
     "decode": [(1, 20)] * 2,
+    "large decode": [(1, 20)] * 64,
     "split decode": [(1, 3000)] * 2,
 }
 """Batches that reach every kernel and every tile of one model; lengths are (query_len, seq_len)."""
@@ -124,9 +125,18 @@ def cases() -> Iterator[Case]:
     for batch_size in (1, 8, 32, 64, 256):
         for context in (160, 512, 2048, 8192):
             yield Case(f"decode {batch_size}x{context}", [(1, context)] * batch_size)
+    yield Case("decode 16x2048", [(1, 2048)] * 16)
+    yield Case("decode 48x2048", [(1, 2048)] * 48)
     yield Case("prefill 1x8192", [(8192, 8192)])
+    yield Case("prefill 1x2048", [(2048, 2048)])
     yield Case("prefill 8x2048", [(2048, 2048)] * 8)
+    yield Case("prefill 16x512", [(512, 512)] * 16)
+    yield Case("prefill 16x128", [(128, 128)] * 16)
+    yield Case("prefill 1x512/8192", [(512, 8192)])
+    yield Case("verify 64x5/2048", [(5, 2048)] * 64)
     yield Case("mixed 64+1x2048", [(1, 2048)] * 64 + [(2048, 2048)])
+    yield Case("mixed 256+1x2048", [(1, 2048)] * 256 + [(2048, 2048)])
+    yield Case("mixed 1x32768+512", [(1, 32768), (512, 512)])
 
 
 def attend(
@@ -200,11 +210,13 @@ def run_case(case: Case, limits: DeviceLimits) -> list[Timing]:
     head_dim, num_kv_heads = LLAMA_8B.head_dim, LLAMA_8B.num_kv_heads
     expected = dense_attention(batch, None)
     if not case.is_decode:
-        chosen = prefill_tile(batch.max_query_len, group_size, head_dim, DTYPE, limits)
+        num_tokens = batch.num_real_tokens
+        chosen = prefill_tile(num_tokens, batch.num_seqs, group_size, head_dim, DTYPE, limits)
         timings = [measure(case, batch, chosen, 1, expected)]
         return timings + [measure(case, batch, tile, 1, expected) for tile in PREFILL_TILES]
-    chosen = decode_tile(group_size, head_dim, DTYPE, limits)
     splits = choose_num_splits(batch.num_seqs, num_kv_heads, batch.max_seq_len, None, limits)
+    num_programs = batch.num_seqs * num_kv_heads * splits
+    chosen = decode_tile(num_programs, group_size, head_dim, DTYPE, limits)
     timings = [measure(case, batch, chosen, splits, expected)]
     timings += [measure(case, batch, tile, splits, expected) for tile in DECODE_TILES]
     useful = [count for count in SPLITS if count == 1 or 128 * count <= batch.max_seq_len]
@@ -224,7 +236,7 @@ def ceilings() -> str:
     """What this device reaches: a copy of 4 GiB, a large matrix product, an empty launch."""
     source = torch.randn(2**31, dtype=DTYPE, device="cuda")
     target = torch.empty_like(source)
-    copy_ms = graph_ms(lambda: target.copy_(source))
+    copy_ms = graph_ms(lambda: torch.neg(source, out=target))
     matrix = source[: 2**26].view(8192, 8192)
     product = target[: 2**26].view(8192, 8192)
     product_ms = graph_ms(lambda: torch.mm(matrix, matrix, out=product))
@@ -270,13 +282,13 @@ def first_ms(launch: Callable[[], object]) -> float:
 
 
 HEADER = (
-    f"{'case':<18}{'tile':<16}{'splits':>6}{'us':>10}{'MB':>9}{'TB/s':>7}{'TFLOP/s':>9}"
+    f"{'case':<19}{'tile':<16}{'splits':>6}{'us':>10}{'MB':>9}{'TB/s':>7}{'TFLOP/s':>9}"
     f"{'of peak':>9}{'error':>10}"
 )
 
 
 def line(timing: Timing) -> str:
-    head = f"{timing.case:<18}{timing.tile:<16}{timing.num_splits:>6}"
+    head = f"{timing.case:<19}{timing.tile:<16}{timing.num_splits:>6}"
     if timing.ms is None:
         return f"{head}{'does not fit':>20}"
     seconds = timing.ms * 1e-3

@@ -63,8 +63,8 @@ def fit_max_model_len(
         return capacity
     needed = blocks_for(max_model_len, block_size) + NUM_NULL_BLOCKS
     raise KVPlanError(
-        f"one request of max_model_len = {max_model_len} tokens needs {needed} KV blocks of {block_size} tokens, "
-        f"and there are {max(num_blocks, 0)}",
+        f"one request of max_model_len = {max_model_len} tokens needs {needed} KV blocks of "
+        f"{block_size} tokens, and there are {max(num_blocks, 0)}",
         field="max_model_len",
         value=max_model_len,
         fix="lower it (or let it be fitted), raise gpu_memory_utilization, or use more ranks",

@@ -94,9 +94,9 @@ def validated(request: GenerationRequest) -> GenerationRequest:
             raise RequestError(
                 f"{what} is out of bounds", field=field, value=value, fix=f"use {low} to {high}"
             )
-    if not 0.0 < request.top_p <= 1.0:
+    if not 1e-6 <= request.top_p <= 1.0:
         raise RequestError(
-            "top_p is out of bounds", field="top_p", value=request.top_p, fix="use more than 0 to 1"
+            "top_p is out of bounds", field="top_p", value=request.top_p, fix="use 1e-6 to 1"
         )
     if request.min_tokens > request.max_tokens:
         raise RequestError(

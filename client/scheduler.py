@@ -4,7 +4,7 @@ no wire, no clock.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
@@ -297,8 +297,9 @@ class Scheduler:
             step.decodes = {request.id: request for request in ready}
             step.is_whole_group = len(ready) == len(self._groups[index])
             self._find_decode_blocks(step, ready)
-            step.budget -= len(step.decodes)
-            return index
+            if step.decodes:
+                step.budget -= len(step.decodes)
+                return index
         return self._turn
 
     def _may_decode(self, request: _Request, number: int) -> bool:
@@ -542,8 +543,3 @@ class Scheduler:
             parent = request.hashes[-1] if request.hashes else ROOT_HASH
             tokens = np.array(request.tokens[index * size : (index + 1) * size], np.int32)
             request.hashes.append(chained_hash(parent, tokens))
-
-
-def outputs_by_id(outputs: Iterable[RequestOutput]) -> dict[str, RequestOutput]:
-    """Index finished requests by id."""
-    return {output.req_id: output for output in outputs}

@@ -317,34 +317,32 @@ class SlotTable:
         num_tokens = np.fromiter((counts[req_id] for req_id in standing), np.int64, len(standing))
         left = self._num_tokens[slots] - self._num_computed[slots]
         for i in np.flatnonzero((num_tokens < 1) | (num_tokens > left))[:1].tolist():
-            raise InvalidSchedulerOutput(
-                f"num_scheduled_tokens[{standing[i]!r}] = {num_tokens[i]}; it has {left[i]} tokens left to compute"
-            )
+            raise _wrong_count(standing[i], int(num_tokens[i]), int(left[i]))
         for req_id in output.new_block_ids:
             if req_id in new or req_id in gone or req_id not in self._slot_of:
                 raise InvalidSchedulerOutput(
-                    f"new_block_ids[{req_id!r}]: not a request that runs on; a new one brings block_ids of its own"
+                    f"new_block_ids[{req_id!r}]: not a request that runs on; a new one brings its own"
                 )
         for req_id in counts.keys() & new.keys():
             left_of_new = len(new[req_id].token_ids) - new[req_id].num_computed_tokens
             if not 1 <= counts[req_id] <= left_of_new:
-                raise InvalidSchedulerOutput(
-                    f"num_scheduled_tokens[{req_id!r}] = {counts[req_id]}; it has {left_of_new} tokens left to compute"
-                )
+                raise _wrong_count(req_id, counts[req_id], left_of_new)
 
     def _check_admissions(
         self, requests: Sequence[NewRequest], by_id: Mapping[str, NewRequest], gone: set[str]
     ) -> None:
         if len(by_id) != len(requests):
             raise InvalidSchedulerOutput("a request is new twice in one step")
-        if len(requests) > len(self._free) + len(gone):
+        num_free = len(self._free) + len(gone)
+        if len(requests) > num_free:
             raise InvalidSchedulerOutput(
-                f"{len(requests)} new requests, but only {len(self._free) + len(gone)} of max_num_seqs = "
+                f"{len(requests)} new requests, but only {num_free} of max_num_seqs = "
                 f"{self.capacity} slots are free"
             )
         if sum(len(request.token_ids) for request in requests) > MAX_ADMITTED_TOKENS:
             raise InvalidSchedulerOutput(
-                f"the new requests of one step may have {MAX_ADMITTED_TOKENS} tokens together: admit some later"
+                f"the new requests of one step may have {MAX_ADMITTED_TOKENS} tokens together: "
+                "admit some later"
             )
         for request in requests:
             if request.req_id in self._slot_of and request.req_id not in gone:
@@ -353,8 +351,9 @@ class SlotTable:
                 raise InvalidSchedulerOutput("a request id has 1 to 256 characters")
             if not 0 <= request.num_computed_tokens < len(request.token_ids):
                 raise InvalidSchedulerOutput(
-                    f"request {request.req_id!r}: num_computed_tokens = {request.num_computed_tokens} leaves none "
-                    f"of its {len(request.token_ids)} tokens to compute"
+                    f"request {request.req_id!r}: num_computed_tokens = "
+                    f"{request.num_computed_tokens} leaves none of its "
+                    f"{len(request.token_ids)} tokens to compute"
                 )
 
     def _slots(self, req_ids: Sequence[str]) -> Int32s:
@@ -445,6 +444,12 @@ class SlotTable:
             self._num_blocks[slots],
         )
         return np.stack(columns, axis=1).astype("<i4").tobytes()
+
+
+def _wrong_count(req_id: str, count: int, left: int) -> InvalidSchedulerOutput:
+    return InvalidSchedulerOutput(
+        f"num_scheduled_tokens[{req_id!r}] = {count}; it has {left} tokens left to compute"
+    )
 
 
 def _pack(bits: NDArray[np.bool_]) -> bytes:

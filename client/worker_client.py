@@ -231,7 +231,7 @@ def _incompatible(reply: lc.HelloReply) -> ControlErrorReply:
         code=ErrorCode.INCOMPATIBLE,
         scope=ErrorScope.WORKER,
         message=(
-            f"the daemon ({reply.software}) speaks protocol version {reply.protocol_version}, this driver "
-            f"{PROTOCOL_VERSION}; fix: run the same release on both sides"
+            f"the daemon ({reply.software}) speaks protocol version {reply.protocol_version}, "
+            f"this driver {PROTOCOL_VERSION}; fix: run the same release on both sides"
         ),
     )

@@ -658,6 +658,8 @@ class WorkerGroup:
         if isinstance(error, FencedError | NotAttachedError):
             self._dead = error
         seq = reply.seq if self._suspect is None else min(reply.seq, self._suspect[0])
+        if reply.code is ErrorCode.GAP:
+            seq = min(seq, reply.expected_seq)  # what is missing never ran either
         self._fail_from(seq, _Failure(error, reply.rank, reply.code, reply.traceback))
 
     def _fail_all_rows(self, reply: ErrorReply) -> None:

@@ -19,7 +19,7 @@ class SamplingParams(Value, frozen=True, kw_only=True):
     effect."""
     top_k: Count = 0
     """Keep the k most likely tokens; 0 keeps all."""
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_p: Annotated[float, Meta(ge=1e-6, le=1.0)] = 1.0
     min_p: Fraction = 0.0
     seed: Unsigned = 0
     """Given by the client where the caller gave none."""

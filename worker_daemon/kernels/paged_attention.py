@@ -31,7 +31,7 @@ from worker_daemon.kernels.tiles import (
 _NO_SCORE = tl.constexpr(-1.0e30)
 
 # Splits that the reduction merges at a time.
-_REDUCE_CHUNK = 16
+_REDUCE_CHUNK = 64
 
 # Arguments that change from step to step must not each bring a compilation of their own.
 _STEP_SIZES = ("num_seqs", "num_tokens", "window", "table_stride")
@@ -73,7 +73,7 @@ def paged_attention(
         num_seqs: B. Sequences without query tokens are allowed.
         max_query_len: an upper bound of the query lengths.
         max_seq_len: an upper bound of seq_lens; serves to choose the number of splits.
-        scale: factor of the scores.
+        scale: factor of the scores, > 0.
         window: keys a query sees, itself included; None = all.
         out: [N, Hq, D], dtype of q; allocated when None. Rows past the last real token become 0.
         limits: the device's; looked up when None.
@@ -87,6 +87,7 @@ def paged_attention(
     assert q.dtype == kv_cache.dtype
     assert q.stride(2) == kv_cache.stride(4) == block_table.stride(1) == 1
     assert q.shape[1] % kv_cache.shape[3] == 0
+    assert scale > 0
     assert window is None or window > 0
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if q.shape[0] == 0:
@@ -95,12 +96,14 @@ def paged_attention(
     group_size = q.shape[1] // kv_cache.shape[3]
     batch = (block_table, query_start_loc, seq_lens)
     if max_query_len != 1:
-        tile = tile or prefill_tile(max_query_len, group_size, q.shape[2], q.dtype, limits)
+        tile = tile or prefill_tile(q.shape[0], num_seqs, group_size, q.shape[2], q.dtype, limits)
         _launch_prefill(out, q, kv_cache, *batch, num_seqs, scale, window, tile)
         return out
-    tile = tile or decode_tile(group_size, q.shape[2], q.dtype, limits)
     if num_splits is None:
         num_splits = choose_num_splits(num_seqs, kv_cache.shape[3], max_seq_len, window, limits)
+    if tile is None:
+        num_programs = num_seqs * kv_cache.shape[3] * num_splits
+        tile = decode_tile(num_programs, group_size, q.shape[2], q.dtype, limits)
     if num_splits > 1 and workspace is None:
         elements = workspace_elements(q.shape[0], q.shape[1], q.shape[2], num_splits)
         workspace = torch.empty(elements, dtype=torch.float32, device=q.device)
@@ -301,14 +304,15 @@ def _attend(
         else:
             k = tl.load(key_ptr)
             v = tl.load(value_ptr)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             visible = key_pos[None, :] <= q_pos[:, None]
             if HAS_WINDOW:
                 visible = visible & (key_pos[None, :] > q_pos[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_max[:, None])
+        # Scaling after the maximum makes one fused multiply-add a score; it needs a scale > 0.
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)
+        weights = tl.exp2(scores * score_scale - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
@@ -477,19 +481,10 @@ def _decode_kernel(
     tiles_per_split = tl.cdiv(tiles, num_splits)
     start = (first_tile + split * tiles_per_split) * BLOCK_N
     end = tl.minimum(start + tiles_per_split * BLOCK_N, seq_len)
-    if HAS_WINDOW:
-        masked_from = start
-    else:
-        masked_from = tl.maximum(end // BLOCK_N * BLOCK_N, start)
-        acc, row_sum, row_max = _attend(
-            queries, q_pos, acc, row_sum, row_max, keys, table,
-            start, masked_from, window, score_scale,
-            cache_block_stride, cache_value_stride, cache_token_stride,
-            HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, False, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
+    # One masked loop: a second one for the last tile would fill the pipeline a second time.
     acc, row_sum, row_max = _attend(
         queries, q_pos, acc, row_sum, row_max, keys, table,
-        masked_from, end, window, score_scale,
+        start, end, window, score_scale,
         cache_block_stride, cache_value_stride, cache_token_stride,
         HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, True, BLOCK_N, BLOCK_D,
     )  # fmt: skip

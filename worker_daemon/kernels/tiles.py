@@ -12,10 +12,13 @@ import torch
 MIN_DOT_ROWS = 16
 """The smallest edge of a tile that a matrix instruction takes."""
 
-MIN_KEYS_PER_SPLIT = 256
+MIN_KEYS_PER_SPLIT = 128
 """A split shorter than this costs more in the reduction than it gains in parallelism."""
 
 MAX_SPLITS = 64
+
+FEW_ROWS_PER_SEQ = 512
+"""Up to so many rows (query tokens x heads of a group) a sequence on average, tiles stay small."""
 
 RESERVED_SHARED_BYTES = 8 * 1024
 """Left to the compiler for reductions and layout conversions."""
@@ -66,25 +69,44 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def prefill_tile(
-    max_query_len: int, group_size: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits
+    num_tokens: int,
+    num_seqs: int,
+    group_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    limits: DeviceLimits,
 ) -> Tile:
-    """The tile for queries of up to max_query_len tokens; group_size = query heads per KV head."""
+    """The tile for num_seqs sequences of num_tokens query tokens in all.
+
+    Where sequences have few tokens on average, large tiles would be mostly empty. group_size is
+    query heads per KV head.
+    """
     rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
     if dtype == torch.float32:
         wanted = _exact_tile(rows)
-    elif max(max_query_len * group_size, rows) <= 64:
-        wanted = Tile(64, 64, num_warps=4, num_stages=5)
+    elif num_tokens * group_size <= FEW_ROWS_PER_SEQ * num_seqs:
+        wanted = Tile(max(rows, 64), 64, num_warps=4, num_stages=5)
     else:
-        wanted = Tile(max(rows, 128), 64, num_warps=8, num_stages=5)
+        # The output stays in registers: wider heads leave room for fewer rows.
+        block_m = 256 if padded_head_dim(head_dim) <= 128 else 128
+        wanted = Tile(max(rows, block_m), 64, num_warps=8, num_stages=3)
     return fit_tile(wanted, rows, head_dim, dtype, limits)
 
 
-def decode_tile(group_size: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Tile:
-    """The tile for one query token a sequence: just enough rows for a group, and long K/V tiles."""
+def decode_tile(
+    num_programs: int, group_size: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits
+) -> Tile:
+    """The tile for one query token a sequence, with just enough rows for a group.
+
+    num_programs is sequences x KV heads x splits. A few programs hurry most with long tiles; many
+    want small ones, of which a multiprocessor holds more.
+    """
     rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
-    wanted = Tile(rows, 64, num_warps=4, num_stages=5)
     if dtype == torch.float32:
         wanted = _exact_tile(rows)
+    else:
+        block_n = 128 if num_programs <= 2 * limits.num_sms else 64
+        wanted = Tile(rows, block_n, num_warps=4, num_stages=3)
     return fit_tile(wanted, rows, head_dim, dtype, limits)
 
 
@@ -96,10 +118,14 @@ def _exact_tile(rows: int) -> Tile:
 def fit_tile(
     tile: Tile, min_rows: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits
 ) -> Tile:
-    """Shrink a tile until it fits shared memory: fewer stages, then fewer keys, then fewer rows."""
+    """Shrink a tile until it fits shared memory; give up the last stages after long tiles."""
     budget = limits.shared_memory_bytes - RESERVED_SHARED_BYTES
     while shared_bytes(tile, head_dim, dtype) > budget:
-        if tile.num_stages > 1:
+        if tile.num_stages > 3:
+            tile = replace(tile, num_stages=tile.num_stages - 2)
+        elif tile.block_n > 2 * MIN_DOT_ROWS:
+            tile = replace(tile, block_n=tile.block_n // 2)
+        elif tile.num_stages > 1:
             tile = replace(tile, num_stages=max(1, tile.num_stages - 2))
         elif tile.block_n > MIN_DOT_ROWS:
             tile = replace(tile, block_n=tile.block_n // 2)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rpc_schema.codec import Frame
+from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.errors import InvalidStepError, PrecededByError
 
@@ -26,6 +27,9 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 
 MAX_UNSAMPLED_STEPS = 16
 """Steps whose sampling may be deferred at a time: each keeps its hidden states on the device."""
+
+MIN_TEMPERATURE = 1e-5
+"""Logits divided by less than this may leave float32."""
 
 _NO_BLOCKS = np.zeros(0, np.int32)
 _NO_SLOTS = np.zeros(0, np.int64)
@@ -84,6 +88,8 @@ class _Counts:
     num_computed: Int32s
     num_tokens: Int32s
     num_blocks: Int32s
+    unsampled: Bools
+    """The row's newest token waits for SampleTokens."""
 
     def copy(self) -> "_Counts":
         return _Counts(
@@ -91,6 +97,7 @@ class _Counts:
             self.num_computed.copy(),
             self.num_tokens.copy(),
             self.num_blocks.copy(),
+            self.unsampled.copy(),
         )
 
     def clear(self, slots: Int64s | Bools) -> None:
@@ -98,6 +105,7 @@ class _Counts:
         self.num_computed[slots] = 0
         self.num_tokens[slots] = 0
         self.num_blocks[slots] = 0
+        self.unsampled[slots] = False
 
 
 class RequestState:
@@ -113,12 +121,14 @@ class RequestState:
         self.num_prompt_tokens = np.zeros(num_rows, np.int32)
         self.generation = np.zeros(num_rows, np.int64)
         """Of each row, how often it was admitted: tells a request from its slot's former ones."""
-        self._unsampled: dict[int, Int64s] = {}
+        self._deferred: dict[int, tuple[Int64s, Int64s]] = {}
+        """Slots and generations that each step with deferred sampling is to sample."""
         self._counts = _Counts(
             np.zeros(num_rows, np.bool_),
             np.zeros(num_rows, np.int32),
             np.zeros(num_rows, np.int32),
             np.zeros(num_rows, np.int32),
+            np.zeros(num_rows, np.bool_),
         )
         self._failed_seq: int | None = None
         self._last_bitmap = b""
@@ -149,7 +159,7 @@ class RequestState:
         """Free every row, and forget a failure: a new driver, or a new purpose, begins."""
         self._counts.clear(slice(None))  # type: ignore[arg-type]  # every row
         self._failed_seq = None
-        self._unsampled.clear()
+        self._deferred.clear()
 
     def mark_failed(self, seq: int) -> None:
         """A step failed after it was accepted: those behind it fail too, until a
@@ -192,8 +202,9 @@ class RequestState:
         if updates.slots.size:
             num_blocks = num_blocks.copy()
             np.add.at(num_blocks, updates.slots, 1)
-        if step.defer_sampling and len(self._unsampled) == MAX_UNSAMPLED_STEPS:
-            raise _invalid("defer_sampling", True, f"sample step {min(self._unsampled)} first")
+        deferred = {} if step.resync is not None else self._deferred
+        if step.defer_sampling and len(deferred) == MAX_UNSAMPLED_STEPS:
+            raise _invalid("defer_sampling", True, f"sample step {min(deferred)} first")
         slots = self._scheduled_slots(step, counts)
         num_tokens = self._scheduled_tokens(step, slots)
         starts = counts.num_computed[slots]
@@ -205,14 +216,16 @@ class RequestState:
             self._remember(step, tokens)
         if step.resync is not None:
             self._failed_seq = None
-            self._unsampled.clear()
+            self._deferred.clear()
         if updates.slots.size:
             self._counts.num_blocks[:] = num_blocks
         self._counts.num_computed[slots] = ends
         samples = ends == self._counts.num_tokens[slots]
         self._counts.num_tokens[slots] += samples
         if step.defer_sampling:
-            self._unsampled[step.seq] = slots[samples]
+            sampling = slots[samples]
+            self._counts.unsampled[sampling] = True
+            self._deferred[step.seq] = (sampling, self.generation[sampling])
         return ScheduledStep(
             seq=step.seq,
             slots=slots,
@@ -231,8 +244,10 @@ class RequestState:
         Raises:
             InvalidStepError: that step did not defer its sampling, or was sampled already.
         """
-        if self._unsampled.pop(step_seq, None) is None:
-            raise _invalid("step_seq", step_seq, f"one of {sorted(self._unsampled)}")
+        if step_seq not in self._deferred:
+            raise _invalid("step_seq", step_seq, f"one of {sorted(self._deferred)}")
+        slots, generations = self._deferred.pop(step_seq)
+        self._counts.unsampled[slots[self.are_current(slots, generations)]] = False
 
     def dummy_step(self, seq: int) -> ScheduledStep:
         """Return a step of one token on the spare row, which writes to the null block and samples
@@ -269,6 +284,7 @@ class RequestState:
             (counts.num_computed[slots] != computed)
             | (counts.num_tokens[slots] != tokens)
             | (counts.num_blocks[slots] != blocks)
+            | counts.unsampled[slots]
         )
         if wrong.size:
             slot = int(slots[wrong[0]])
@@ -276,8 +292,8 @@ class RequestState:
                 "resync",
                 f"slot {slot}: {values.reshape(-1, 4)[wrong[0], 1:].tolist()}",
                 f"this rank has {counts.num_computed[slot]} computed of "
-                f"{counts.num_tokens[slot]} tokens, "
-                f"{counts.num_blocks[slot]} blocks: finish the request and admit it again",
+                f"{counts.num_tokens[slot]} tokens, {counts.num_blocks[slot]} blocks, "
+                f"unsampled {bool(counts.unsampled[slot])}: finish the request and admit it again",
             )
         dropped = counts.live.copy()
         dropped[slots] = False
@@ -335,10 +351,20 @@ class RequestState:
                 request.num_computed_tokens,
                 "leave at least one token to compute",
             )
-        unknown = [t for t in request.sampling.stop_token_ids if t >= self.limits.vocab_size]
+        self._check_sampling(name, request.sampling)
+
+    def _check_sampling(self, name: str, sampling: SamplingParams) -> None:
+        vocab_size = self.limits.vocab_size
+        unknown = [token for token in sampling.stop_token_ids if token >= vocab_size]
         if unknown:
+            raise _invalid(f"{name}.sampling.stop_token_ids", unknown[0], f"below {vocab_size}")
+        if sampling.logprobs is not None and sampling.logprobs > vocab_size:
+            raise _invalid(f"{name}.sampling.logprobs", sampling.logprobs, f"at most {vocab_size}")
+        if 0 < sampling.temperature < MIN_TEMPERATURE:
             raise _invalid(
-                f"{name}.sampling.stop_token_ids", unknown[0], f"below {self.limits.vocab_size}"
+                f"{name}.sampling.temperature",
+                sampling.temperature,
+                f"0 for the most likely token, or at least {MIN_TEMPERATURE}",
             )
 
     def _append_blocks(self, step: ExecuteModel, counts: _Counts) -> BlockUpdates:
@@ -374,10 +400,10 @@ class RequestState:
             self._last_slots = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
             self._last_bitmap = step.scheduled
         self._check_live("scheduled", self._last_slots, counts)
-        for seq, unsampled in self._unsampled.items():
-            early = np.intersect1d(unsampled, self._last_slots)
-            if early.size:
-                raise _invalid("scheduled", int(early[0]), f"sample the tokens of step {seq} first")
+        unsampled = counts.unsampled[self._last_slots]
+        if unsampled.any():
+            slot = int(self._last_slots[int(unsampled.argmax())])
+            raise _invalid("scheduled", slot, "send SampleTokens for its last step first")
         return self._last_slots
 
     def _scheduled_tokens(self, step: ExecuteModel, slots: Int64s) -> Int32s:

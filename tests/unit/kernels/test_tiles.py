@@ -23,10 +23,13 @@ CONSUMER = DeviceLimits(num_sms=40, shared_memory_bytes=99 * 1024)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_tiles_fit_and_hold_a_group(limits: DeviceLimits, dtype: torch.dtype) -> None:
     for group_size, head_dim in itertools.product(range(1, 17), range(8, 257, 8)):
-        tiles = [decode_tile(group_size, head_dim, dtype, limits)]
+        tiles = [
+            decode_tile(num_programs, group_size, head_dim, dtype, limits)
+            for num_programs in (8, 4096)
+        ]
         tiles += [
-            prefill_tile(query_len, group_size, head_dim, dtype, limits)
-            for query_len in (2, 16, 4096)
+            prefill_tile(num_tokens, 8, group_size, head_dim, dtype, limits)
+            for num_tokens in (9, 128, 32768)
         ]
         for tile in tiles:
             assert tile.block_m >= group_size
@@ -43,8 +46,8 @@ def test_one_split_once_the_device_is_full() -> None:
 
 
 def test_splits_fill_the_device_but_keep_their_length() -> None:
-    assert choose_num_splits(1, 8, 8192, None, H200) == 32
-    assert choose_num_splits(1, 8, 2048, None, H200) == 8
+    assert choose_num_splits(1, 8, 8192, None, H200) == 33
+    assert choose_num_splits(1, 8, 2048, None, H200) == 16
     assert choose_num_splits(1, 1, 10**6, None, H200) == MAX_SPLITS
     for num_seqs, max_seq_len in itertools.product((1, 3, 16), (1, 300, 5000)):
         splits = choose_num_splits(num_seqs, 2, max_seq_len, None, H200)

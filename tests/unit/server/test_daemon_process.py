@@ -317,6 +317,25 @@ def test_random_frames_on_all_sockets_leave_the_daemon_serving(
     assert isinstance(driver.call(lc.CheckHealth), lc.CheckHealthReply)
 
 
+def test_peer_that_fills_queues_and_dies_is_survived(driver: Driver, shared: DaemonProcess) -> None:
+    """libzmq itself would end the process here if the daemon sent ZMTP heartbeats."""
+    driver.send_fault("sleep:0.6")
+    context = zmq.Context()
+    sockets = [context.socket(zmq.DEALER) for _ in range(2)]
+    for socket, suffix in zip(sockets, (".step", ".results"), strict=True):
+        socket.connect(shared.endpoint + suffix)
+        for _ in range(1000):
+            try:
+                socket.send(b"x", zmq.NOBLOCK)
+            except zmq.Again:
+                time.sleep(0.001)
+    context.destroy(linger=0)
+    time.sleep(1.0)
+    assert shared.process.poll() is None, shared.stderr()
+    assert isinstance(driver.reply(), step.ModelRunnerOutput)
+    assert isinstance(driver.fault(), step.ModelRunnerOutput)
+
+
 def mangle(randomness: random.Random, valid: bytes) -> bytes:
     kind = randomness.randrange(4)
     if kind == 0:

@@ -1,0 +1,232 @@
+"""The options of `generate` and `bench`, once for both, and where their defaults come from: command
+line, then environment (WORKER_CLIENT_*), then the TOML file of --config."""
+
+import tomllib
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+
+from client.errors import ClientConfigError
+from rpc_schema.config import (
+    CacheConfig,
+    Dtype,
+    GraphConfig,
+    LoadFormat,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
+
+
+class Device(StrEnum):
+    """What local daemons run on."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+def default_device() -> Device:
+    """Return cuda where an NVIDIA device node exists."""
+    found = any(Path("/dev").glob("nvidia[0-9]*"))
+    return Device.CUDA if found else Device.CPU
+
+
+def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
+    """Make a TOML file's keys (`max_num_seqs = 64`) the defaults of a command's options."""
+    if path is None:
+        return None
+    try:
+        values = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise typer.BadParameter(f"cannot read {path}: {error}") from None
+    known = {parameter.name for parameter in context.command.params}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise typer.BadParameter(f"{path} sets {unknown[0]!r}, which is no option of this command")
+    context.default_map = {**values, **(context.default_map or {})}
+    return path
+
+
+def _env(name: str) -> str:
+    return f"WORKER_CLIENT_{name}"
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", is_eager=True, callback=read_config_file, help="TOML file with defaults."
+    ),
+]
+Endpoints = Annotated[
+    str, typer.Option(envvar=_env("ENDPOINTS"), help="Running daemons, in rank order: EP,EP,...")
+]
+Model = Annotated[
+    Path, typer.Option(envvar=_env("MODEL"), help="Checkpoint directory, Hugging Face format.")
+]
+PipelineParallelSize = Annotated[
+    int, typer.Option(envvar=_env("PIPELINE_PARALLEL_SIZE"), min=1, help="Pipeline stages.")
+]
+TensorParallelSize = Annotated[
+    int, typer.Option(envvar=_env("TENSOR_PARALLEL_SIZE"), min=1, help="Ranks of a stage.")
+]
+DeviceOption = Annotated[
+    Device | None,
+    typer.Option("--device", envvar=_env("DEVICE"), help="Default: cuda where there is one."),
+]
+DtypeOption = Annotated[
+    str, typer.Option("--dtype", envvar=_env("DTYPE"), help=", ".join(get_args(Dtype)))
+]
+LoadFormatOption = Annotated[
+    str,
+    typer.Option("--load-format", envvar=_env("LOAD_FORMAT"), help=", ".join(get_args(LoadFormat))),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(envvar=_env("MAX_MODEL_LEN"), min=1, help="Default: the model's own limit."),
+]
+FitMaxModelLen = Annotated[
+    bool, typer.Option(envvar=_env("FIT_MAX_MODEL_LEN"), help="Lower it to what the cache holds.")
+]
+MaxNumSeqs = Annotated[
+    int,
+    typer.Option(envvar=_env("MAX_NUM_SEQS"), min=1, max=65535, help="Requests running at once."),
+]
+MaxNumBatchedTokens = Annotated[
+    int, typer.Option(envvar=_env("MAX_NUM_BATCHED_TOKENS"), min=1, help="Tokens in a step.")
+]
+BlockSize = Annotated[
+    int, typer.Option(envvar=_env("BLOCK_SIZE"), min=1, max=1024, help="Tokens in a KV block.")
+]
+NumGpuBlocks = Annotated[
+    int | None,
+    typer.Option(envvar=_env("NUM_GPU_BLOCKS"), min=2, help="KV blocks; default: what fits."),
+]
+GpuMemoryUtilization = Annotated[
+    float,
+    typer.Option(envvar=_env("GPU_MEMORY_UTILIZATION"), max=1.0, help="Share of the memory."),
+]
+EnforceEager = Annotated[
+    bool, typer.Option("--enforce-eager", envvar=_env("ENFORCE_EAGER"), help="No CUDA graphs.")
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(envvar=_env("SEED"), min=0, help="Seeds dummy weights and requests without one."),
+]
+Reload = Annotated[
+    bool, typer.Option("--reload", envvar=_env("RELOAD"), help="Load anew, whatever is loaded.")
+]
+Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="A prompt; may be repeated.")]
+Input = Annotated[
+    Path | None, typer.Option("--input", help="Requests, one JSON object a line (JSONL).")
+]
+Output = Annotated[Path | None, typer.Option("--output", help="Where results go, as JSONL.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Of each --prompt.")]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What generate and bench run with."""
+
+    model: Path
+    endpoints: tuple[str, ...]
+    device: Device
+    config: WorkerConfig
+    num_gpu_blocks: int | None
+    fit_max_model_len: bool
+    seed: int | None
+    reload: bool
+
+
+def build_run_options(
+    *,
+    model: Path,
+    endpoints: str,
+    pipeline_parallel_size: int,
+    tensor_parallel_size: int,
+    device: Device | None,
+    dtype: str,
+    load_format: str,
+    max_model_len: int | None,
+    fit_max_model_len: bool,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    block_size: int,
+    num_gpu_blocks: int | None,
+    gpu_memory_utilization: float,
+    enforce_eager: bool,
+    seed: int | None,
+    reload: bool,
+) -> RunOptions:
+    """Check the options and put them into a worker configuration.
+
+    Raises:
+        ClientConfigError: one of them cannot be.
+    """
+    if not model.is_dir():
+        raise ClientConfigError(
+            "no such directory", field="model", value=str(model), fix="name a checkpoint directory"
+        )
+    if not 0.0 < gpu_memory_utilization <= 1.0:
+        raise ClientConfigError(
+            "out of bounds",
+            field="gpu_memory_utilization",
+            value=gpu_memory_utilization,
+            fix="use more than 0, at most 1",
+        )
+    config = WorkerConfig(
+        parallel=ParallelConfig(
+            pipeline_parallel_size=pipeline_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+        ),
+        model=ModelConfig(
+            model=str(model.resolve()),
+            dtype=_dtype(dtype),
+            load_format=_load_format(load_format),
+            max_model_len=max_model_len,
+            seed=seed or 0,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        ),
+        cache=CacheConfig(block_size=block_size, gpu_memory_utilization=gpu_memory_utilization),
+        graph=GraphConfig(enforce_eager=enforce_eager),
+    )
+    return RunOptions(
+        model=model.resolve(),
+        endpoints=split_endpoints(endpoints),
+        device=device or default_device(),
+        config=config,
+        num_gpu_blocks=num_gpu_blocks,
+        fit_max_model_len=fit_max_model_len,
+        seed=seed,
+        reload=reload,
+    )
+
+
+def split_endpoints(text: str) -> tuple[str, ...]:
+    """Return the endpoints of `EP,EP,...`."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _dtype(text: str) -> Dtype:
+    for value in ("auto", "float32", "bfloat16", "float16"):
+        if text == value:
+            return value
+    raise _not_one_of("dtype", text, get_args(Dtype))
+
+
+def _load_format(text: str) -> LoadFormat:
+    for value in ("auto", "dummy"):
+        if text == value:
+            return value
+    raise _not_one_of("load_format", text, get_args(LoadFormat))
+
+
+def _not_one_of(field: str, value: str, allowed: tuple[str, ...]) -> ClientConfigError:
+    return ClientConfigError(
+        "unknown value", field=field, value=value, fix="use " + ", ".join(allowed)
+    )

@@ -1,0 +1,191 @@
+"""`worker-client generate` and `worker-client bench`."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from client.cli import options as opt
+from client.cli.report import JsonObject, bench_object, output_lines
+from client.cli.session import InputRequest, Session, open_session, read_inputs, read_lines
+from client.errors import ClientConfigError
+from client.worker_group import Progress
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+
+_DEFAULT_MAX_TOKENS = 64
+
+
+def generate(
+    model: opt.Model,
+    config: opt.ConfigFile = None,
+    endpoints: opt.Endpoints = "",
+    pipeline_parallel_size: opt.PipelineParallelSize = 1,
+    tensor_parallel_size: opt.TensorParallelSize = 1,
+    device: opt.DeviceOption = None,
+    dtype: opt.DtypeOption = "auto",
+    load_format: opt.LoadFormatOption = "auto",
+    max_model_len: opt.MaxModelLen = None,
+    fit_max_model_len: opt.FitMaxModelLen = False,
+    max_num_seqs: opt.MaxNumSeqs = 256,
+    max_num_batched_tokens: opt.MaxNumBatchedTokens = 8192,
+    block_size: opt.BlockSize = 16,
+    num_gpu_blocks: opt.NumGpuBlocks = None,
+    gpu_memory_utilization: opt.GpuMemoryUtilization = 0.9,
+    enforce_eager: opt.EnforceEager = False,
+    seed: opt.Seed = None,
+    reload: opt.Reload = False,
+    prompt: opt.Prompts = None,
+    input_: opt.Input = None,
+    output: opt.Output = None,
+    max_tokens: opt.MaxTokens = _DEFAULT_MAX_TOKENS,
+) -> None:
+    """Generate for prompts or for a file of requests."""
+    run = opt.build_run_options(
+        model=model,
+        endpoints=endpoints,
+        pipeline_parallel_size=pipeline_parallel_size,
+        tensor_parallel_size=tensor_parallel_size,
+        device=device,
+        dtype=dtype,
+        load_format=load_format,
+        max_model_len=max_model_len,
+        fit_max_model_len=fit_max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_gpu_blocks=num_gpu_blocks,
+        gpu_memory_utilization=gpu_memory_utilization,
+        enforce_eager=enforce_eager,
+        seed=seed,
+        reload=reload,
+    )
+    lines = _input_lines(prompt or [], input_, max_tokens)
+    with open_session(run, _ProgressPrinter()) as session:
+        inputs = read_inputs(lines, session.tokenizer, seed)
+        served = session.serve(inputs)
+    results = output_lines(inputs, served, session.tokenizer)
+    if output is None:
+        _print_texts(results)
+    else:
+        _write_lines(output, results)
+    for req_id, error in served.errors.items():
+        Console(stderr=True).print(f"{req_id}: {error}", markup=False, highlight=False)
+    if results and len(served.errors) == len(results):
+        raise typer.Exit(1)
+
+
+def bench(
+    model: opt.Model,
+    config: opt.ConfigFile = None,
+    endpoints: opt.Endpoints = "",
+    pipeline_parallel_size: opt.PipelineParallelSize = 1,
+    tensor_parallel_size: opt.TensorParallelSize = 1,
+    device: opt.DeviceOption = None,
+    dtype: opt.DtypeOption = "auto",
+    load_format: opt.LoadFormatOption = "auto",
+    max_model_len: opt.MaxModelLen = None,
+    fit_max_model_len: opt.FitMaxModelLen = False,
+    max_num_seqs: opt.MaxNumSeqs = 256,
+    max_num_batched_tokens: opt.MaxNumBatchedTokens = 8192,
+    block_size: opt.BlockSize = 16,
+    num_gpu_blocks: opt.NumGpuBlocks = None,
+    gpu_memory_utilization: opt.GpuMemoryUtilization = 0.9,
+    enforce_eager: opt.EnforceEager = False,
+    seed: opt.Seed = None,
+    reload: opt.Reload = False,
+    prompt: opt.Prompts = None,
+    input_: opt.Input = None,
+    output: opt.Output = None,
+    max_tokens: opt.MaxTokens = _DEFAULT_MAX_TOKENS,
+    as_json: AsJson = False,
+) -> None:
+    """Generate, and measure it."""
+    run = opt.build_run_options(
+        model=model,
+        endpoints=endpoints,
+        pipeline_parallel_size=pipeline_parallel_size,
+        tensor_parallel_size=tensor_parallel_size,
+        device=device,
+        dtype=dtype,
+        load_format=load_format,
+        max_model_len=max_model_len,
+        fit_max_model_len=fit_max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_gpu_blocks=num_gpu_blocks,
+        gpu_memory_utilization=gpu_memory_utilization,
+        enforce_eager=enforce_eager,
+        seed=seed,
+        reload=reload,
+    )
+    lines = _input_lines(prompt or [], input_, max_tokens)
+    with open_session(run, _ProgressPrinter()) as session:
+        inputs = read_inputs(lines, session.tokenizer, seed)
+        result, results = _measure(session, inputs)
+    if output is not None:
+        _write_lines(output, results)
+    if as_json:
+        sys.stdout.write(json.dumps(result) + "\n")
+    else:
+        Console().print_json(json.dumps(result))
+
+
+def _measure(
+    session: Session, inputs: Sequence[InputRequest]
+) -> tuple[JsonObject, list[JsonObject]]:
+    served = session.serve(inputs)
+    device = session.group.get_status()[0].device
+    result = bench_object(served, session.memory_bytes(), device)
+    return result, output_lines(inputs, served, session.tokenizer)
+
+
+def _input_lines(prompts: Sequence[str], path: Path | None, max_tokens: int) -> list[str]:
+    if bool(prompts) == (path is not None):
+        raise ClientConfigError(
+            "there is nothing to generate for, or two sources of it",
+            field="input",
+            value=None if path is None else str(path),
+            fix="give either --prompt or --input",
+        )
+    if path is None:
+        return [json.dumps({"prompt": text, "max_tokens": max_tokens}) for text in prompts]
+    if not path.is_file():
+        raise ClientConfigError(
+            "no such file", field="input", value=str(path), fix="name a JSONL file"
+        )
+    return read_lines(path)
+
+
+def _print_texts(results: Sequence[JsonObject]) -> None:
+    for result in results:
+        if "error" not in result:
+            sys.stdout.write(f"{result['id']}: {result.get('text', result['token_ids'])}\n")
+
+
+def _write_lines(path: Path, results: Sequence[JsonObject]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(result) + "\n" for result in results)
+
+
+class _ProgressPrinter:
+    """Prints each phase of each rank once, to standard error."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._seen: set[tuple[str, int, str]] = set()
+
+    def __call__(self, progress: Progress) -> None:
+        key = (progress.operation, progress.rank, progress.phase)
+        if key not in self._seen:
+            self._seen.add(key)
+            self._console.print(
+                f"rank {progress.rank}: {progress.operation}: {progress.phase}",
+                markup=False,
+                highlight=False,
+            )

@@ -1,0 +1,120 @@
+"""`python -m rpc_schema`: the protocol's reference, as Markdown, made from the schema itself
+(docs/protocol.md)."""
+
+import inspect
+import sys
+import textwrap
+import typing
+
+import msgspec
+
+from rpc_schema import codec, config, errors, kv_cache, lifecycle, sampling, step
+from rpc_schema.version import PROTOCOL_VERSION
+
+_DIRECTIONS = (
+    ("Control socket, driver to daemon", codec.ControlMessage),
+    ("Control socket, daemon to driver", codec.ControlReplyMessage),
+    ("Step socket, driver to daemon", codec.StepMessage),
+    ("Results socket, daemon to driver", codec.StepReplyMessage),
+    ("Events socket, daemon to everybody", codec.EventMessage),
+)
+_MODULES = (config, sampling, kv_cache, step, lifecycle, errors)
+
+
+def render() -> str:
+    """Return the reference: every message with its tag and fields, then the values inside them."""
+    parts = [_introduction()]
+    messages: list[type[msgspec.Struct]] = []
+    for title, union in _DIRECTIONS:
+        members = sorted(typing.get_args(union), key=_tag)
+        messages += members
+        parts += [f"## {title}\n", *(_describe(member) for member in members)]
+    parts += ["## Values\n", *(_describe(value) for value in _values(messages))]
+    parts += ["## Error codes\n", *(f"- `{code}`" for code in errors.ErrorCode)]
+    return "\n".join(parts) + "\n"
+
+
+def _introduction() -> str:
+    return textwrap.dedent(
+        f"""\
+        # Protocol {PROTOCOL_VERSION}
+
+        Made from `rpc_schema` by `python -m rpc_schema`; do not edit.
+
+        A message is one msgpack frame, `[tag, field, field, ...]` in the order below, followed by
+        raw little-endian array frames where the message says so. At most {codec.MAX_FRAMES} frames;
+        at most {codec.MAX_STEP_BYTES} bytes on the step and results sockets and
+        {codec.MAX_CONTROL_BYTES} on the others. Unknown tags, missing and extra fields and values
+        out of bounds are refused before anything is done; Hello and HelloReply alone tolerate extra
+        fields.
+        """
+    )
+
+
+def _values(messages: list[type[msgspec.Struct]]) -> list[type[msgspec.Struct]]:
+    found = [
+        member
+        for module in _MODULES
+        for _, member in inspect.getmembers(module, inspect.isclass)
+        if issubclass(member, msgspec.Struct) and member.__module__ == module.__name__
+    ]
+    return [member for member in found if member not in messages]
+
+
+def _tag(member: type[msgspec.Struct]) -> int:
+    tag = member.__struct_config__.tag
+    return tag if isinstance(tag, int) else -1
+
+
+def _describe(member: type[msgspec.Struct]) -> str:
+    tag = _tag(member)
+    head = f"### {member.__name__}" + (f" (tag {tag})" if tag >= 0 else "")
+    fields = msgspec.structs.fields(member)
+    rows = [
+        f"| `{field.name}` | {_type_name(field.type)} | {_default(field)} |" for field in fields
+    ]
+    table = ["| field | type | default |", "|---|---|---|", *rows] if rows else ["No fields."]
+    return "\n".join([head, "", inspect.cleandoc(member.__doc__ or ""), "", *table, ""])
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    return "" if field.required else f"`{field.default!r}`"
+
+
+def _type_name(annotation: object) -> str:
+    """Return a type for people: bounds in words, unions with |."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        base, *metas = typing.get_args(annotation)
+        return " ".join([_type_name(base), *map(_bounds, metas)])
+    if typing.get_origin(annotation) is typing.Literal:
+        return " \\| ".join(repr(value) for value in typing.get_args(annotation))
+    if arguments := typing.get_args(annotation):
+        names = [_type_name(argument) for argument in arguments if argument is not ...]
+        origin = typing.get_origin(annotation)
+        if origin is tuple:
+            return f"array of {names[0]}"
+        return f"map of {names[0]} to {names[1]}" if origin is dict else " \\| ".join(names)
+    if annotation is type(None):
+        return "nil"
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+
+def _bounds(meta: msgspec.Meta) -> str:
+    names = {
+        "ge": ">=",
+        "gt": ">",
+        "le": "<=",
+        "lt": "<",
+        "min_length": "length >=",
+        "max_length": "length <=",
+    }
+    limits = [
+        f"{words} {getattr(meta, name)}"
+        for name, words in names.items()
+        if getattr(meta, name) is not None
+    ]
+    return f"({', '.join(limits)})"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render())

@@ -1,0 +1,33 @@
+"""What every test gets: one thread a process for torch, and a check that no process is left."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, and for daemons as well
+
+import psutil  # noqa: E402
+import pytest  # noqa: E402
+
+_LEFT_TIMEOUT_S = 10.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_running():
+    """Daemons that a session started must be gone at its end."""
+    before = set(_daemons())
+    yield
+    left = [process for process in _daemons() if process not in before]
+    _, alive = psutil.wait_procs(left, timeout=_LEFT_TIMEOUT_S)
+    assert not alive, f"left running: {alive}"
+
+
+def _daemons() -> list[psutil.Process]:
+    """Our child processes that run one of our programs."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        if any("worker_daemon" in word or "tests.support" in word for word in words):
+            found.append(process)
+    return found

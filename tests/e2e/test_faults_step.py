@@ -1,0 +1,184 @@
+"""Steps that fail on one rank, and steps that never reach one: the driver is told who and why, goes
+on, and every request ends with the tokens that it would have had."""
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from client.errors import DeadlineExceeded, GapError, StepFailed, WorkerDied
+from client.worker_group import WorkerGroup
+from rpc_schema.errors import ErrorCode
+from tests.support.driving import RecordingGroup, assert_serves, random_cases
+from tests.support.faulty_daemon import INJECTED, Fault, FaultyDaemons
+from tests.support.serving import connect, generate, worker_config
+
+STEP_DEADLINE_MS = 1000
+"""gloo ends a wait for a peer that never comes a second after this."""
+
+
+@pytest.fixture(scope="module")
+def faulty(model_root, tmp_path_factory):
+    """Two daemons that fail on demand."""
+    with FaultyDaemons(2, model_root, tmp_path_factory.mktemp("faults")) as daemons:
+        yield daemons
+
+
+@pytest.fixture
+def serving(faulty, checkpoint):
+    """serving(pp, tp): the group of the first pp * tp faulty daemons, ready."""
+
+    @contextmanager
+    def open_group(pp, tp=1):
+        config = worker_config(checkpoint().path, pp, tp, step_deadline_ms=STEP_DEADLINE_MS)
+        with connect(faulty.endpoints[: pp * tp], config) as (group, loaded):
+            yield RecordingGroup(group), loaded
+
+    return open_group
+
+
+def links(group: WorkerGroup) -> set[int]:
+    return {status.link for status in group.get_status()}
+
+
+def drop_call(group: WorkerGroup, rank: int, number: int) -> SimpleNamespace:
+    """Lose the step that is sent to `rank` as its number-th from now."""
+    client = group.clients[rank]
+    send, state = client.execute_model, SimpleNamespace(calls=0, dropped=False)
+
+    def execute_model(frames: Sequence[bytes]) -> None:
+        state.calls += 1
+        if state.calls == number:
+            state.dropped = True
+        else:
+            send(frames)
+
+    client.execute_model = execute_model
+    return state
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "rank", "where"),
+    [
+        (1, 1, 0, "forward"),
+        (2, 1, 0, "forward"),
+        (2, 1, 1, "forward"),
+        (2, 1, 1, "compute_logits"),
+        (1, 2, 0, "forward"),
+        (1, 2, 1, "forward"),
+    ],
+)
+@pytest.mark.parametrize("calls_before", [0, 7])
+def test_rank_that_raises_is_named_and_costs_no_token(
+    faulty, serving, checkpoint, pp, tp, rank, where, calls_before
+):
+    cases = random_cases(checkpoint(), seed=calls_before)
+    with serving(pp, tp) as (group, loaded):
+        faulty.faults[rank].put(Fault(where, "raise", calls_before))
+        run = generate(group, loaded, cases.requests)
+        again = generate(group, loaded, cases.requests)
+    assert run.tokens == again.tokens == cases.expected
+    assert not faulty.faults[rank].armed
+    failure = group.failures[0]
+    assert failure.rank == rank
+    assert f"rank {rank}" in str(failure)
+    assert f"{INJECTED} in {where}" in failure.remote_traceback
+    assert "Traceback (most recent call last)" in failure.remote_traceback
+    assert failure.lost_req_ids <= set(cases.expected)
+    assert len(group.failures) == 1
+
+
+def test_failures_of_several_ranks_one_after_the_other(faulty, serving, checkpoint):
+    cases = random_cases(checkpoint(), seed=3, count=8, max_tokens=24)
+    with serving(2) as (group, loaded):
+        faulty.faults[0].put(Fault("forward", "raise", 4))
+        faulty.faults[1].put(Fault("compute_logits", "raise", 13))
+        run = generate(group, loaded, cases.requests)
+    assert run.tokens == cases.expected
+    assert [failure.rank for failure in group.failures] == [0, 1]
+
+
+def test_same_rank_failing_again_and_again_is_given_up_with_the_cause(
+    faulty, serving, checkpoint
+):
+    cases = random_cases(checkpoint(), seed=4, count=2)
+    fault = Fault("forward", "raise")
+
+    with serving(1) as (group, loaded):
+        send = group.execute_model
+
+        def send_into_a_fault(output):
+            faulty.faults[0].put(fault)
+            return send(output)
+
+        group.execute_model = send_into_a_fault
+        with pytest.raises(StepFailed, match=INJECTED):
+            generate(group, loaded, cases.requests)
+    faulty.faults[0].path.unlink(missing_ok=True)
+    assert_serves(faulty.endpoints[:1], checkpoint())
+
+
+def test_hung_step_ends_at_its_deadline(faulty, serving, checkpoint):
+    cases = random_cases(checkpoint(), seed=5)
+    with serving(2) as (group, loaded):
+        before = links(group)
+        faulty.faults[0].put(Fault("forward", "hang", 5, seconds=5.0))
+        run = generate(group, loaded, cases.requests)
+        assert links(group) > set() and not links(group) & before
+    assert run.tokens == cases.expected
+    assert group.failures[0].code in (ErrorCode.COMM, ErrorCode.UPSTREAM_FAILED)
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "rank"), [(1, 1, 0), (2, 1, 0), (2, 1, 1), (1, 2, 1)]
+)
+@pytest.mark.parametrize("number", [1, 6])
+def test_lost_step_is_repaired_by_a_full_resynchronisation(
+    serving, checkpoint, pp, tp, rank, number
+):
+    cases = random_cases(checkpoint(), seed=10 + number)
+    with serving(pp, tp) as (group, loaded):
+        before = links(group)
+        loss = drop_call(group, rank, number)
+        run = generate(group, loaded, cases.requests)
+        after = links(group)
+    assert loss.dropped
+    assert run.tokens == cases.expected
+    assert len(group.failures) == 1
+    if pp * tp == 1:
+        assert after == before
+        assert isinstance(group.failures[0].__cause__, GapError)
+    else:
+        assert min(after) > max(before)
+
+
+def test_lost_last_step_is_noticed_by_its_deadline(serving, checkpoint):
+    """No step comes behind it that would show the gap."""
+    cases = random_cases(checkpoint(), seed=20, count=1, max_tokens=1)
+    with serving(1) as (group, loaded):
+        loss = drop_call(group, 0, 1)
+        run = generate(group, loaded, cases.requests)
+    assert loss.dropped
+    assert run.tokens == cases.expected
+    assert isinstance(group.failures[0].__cause__, DeadlineExceeded)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_daemon_killed_in_a_step_is_named(model_root, tmp_path, checkpoint, rank):
+    config = worker_config(checkpoint().path, 2, step_deadline_ms=100_000)
+    cases = random_cases(checkpoint(), seed=30)
+    with FaultyDaemons(2, model_root, tmp_path) as daemons:
+        with connect(daemons.endpoints, config) as (group, loaded):
+            daemons.faults[rank].put(Fault("forward", "kill", 6))
+            with pytest.raises(WorkerDied) as died:
+                generate(group, loaded, cases.requests)
+            survivor = group.clients[1 - rank]
+            assert survivor.check_health().phase
+            assert survivor.get_status().load == "READY"
+            with pytest.raises(WorkerDied):
+                generate(group, loaded, cases.requests)
+        assert died.value.rank == rank
+        assert died.value.endpoint == daemons.endpoints[rank]
+        assert daemons.endpoints[rank] in str(died.value)
+        assert_serves([daemons.endpoints[1 - rank]], checkpoint())

@@ -1,0 +1,193 @@
+"""Random tiny checkpoints in Hugging Face format, and what transformers computes with them: the
+reference that this project did not write.
+
+    checkpoint = make_checkpoint(directory, "Qwen3ForCausalLM", rope=YARN, form=4, seed=3)
+    checkpoint.path                       # pass it to serve()
+    checkpoint.greedy([1, 2, 3], 16)      # the tokens of transformers' generate
+    checkpoint.logprobs(token_ids)        # float32 [len(token_ids), vocab_size]
+    prompts(seed, lengths)                # random token ids
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import transformers
+
+VOCAB_SIZE = 331
+"""Odd, so that no shard of it is a round number."""
+
+MAX_LEN = 192
+INITIALIZER_RANGE = 0.16
+"""Eight times the usual one: logits are decisive and outputs wander."""
+
+LEAST_MARGIN = 1e-3
+"""In nats, between a greedy token and the next best: far above the rounding of float32."""
+
+DEFAULT: Mapping[str, object] = {"rope_type": "default"}
+LINEAR: Mapping[str, object] = {"rope_type": "linear", "factor": 3.0}
+DYNAMIC: Mapping[str, object] = {"rope_type": "dynamic", "factor": 2.0}
+LLAMA3: Mapping[str, object] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
+YARN: Mapping[str, object] = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 24,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+ROPES = {"default": DEFAULT, "linear": LINEAR, "dynamic": DYNAMIC, "llama3": LLAMA3, "yarn": YARN}
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+SIZES: Mapping[str, object] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": MAX_LEN,
+    "initializer_range": INITIALIZER_RANGE,
+    "eos_token_id": None,
+}
+
+
+class NearTie(Exception):
+    """A greedy token of the reference is not clearly the best: choose another seed."""
+
+
+@dataclass
+class Checkpoint:
+    """A directory, and the model that was written to it."""
+
+    path: Path
+    model: transformers.PreTrainedModel
+    _greedy: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.path.name
+
+    def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """Tokens of transformers' generate; remembered.
+
+        Raises:
+            NearTie: rounding could change them.
+        """
+        key = (tuple(int(token) for token in prompt), max_tokens)
+        if key not in self._greedy:
+            self._greedy[key] = self._generate(key[0], max_tokens)
+        return self._greedy[key]
+
+    def _generate(self, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            output = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                pad_token_id=0,
+                output_scores=True,
+                return_dict_in_generate=True,
+            )
+        scores = torch.cat(output.scores).float()
+        best = scores.log_softmax(-1).topk(2).values
+        margin = (best[:, 0] - best[:, 1]).min().item()
+        if margin < LEAST_MARGIN:
+            raise NearTie(f"{self.name}: margin {margin:.2g} after {prompt[:4]}...")
+        return output.sequences[0, len(prompt) :].tolist()
+
+    def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Row i: log probabilities, float32 [vocab_size], of the token after token_ids[i]."""
+        with torch.no_grad():
+            logits = self.model(torch.tensor([list(token_ids)])).logits[0]
+        return logits.float().log_softmax(-1)
+
+
+def make_checkpoint(
+    directory: Path,
+    architecture: str = "LlamaForCausalLM",
+    *,
+    rope: Mapping[str, object] = DEFAULT,
+    form: int = 5,
+    seed: int = 0,
+    max_shard_size: str = "1GB",
+    **overrides: object,
+) -> Checkpoint:
+    """Make a float32 checkpoint in a new directory under `directory`.
+
+    form: 5 or 4, the release of transformers in whose form config.json is written. overrides:
+    fields of the configuration.
+    """
+    family = architecture.removesuffix("ForCausalLM")
+    config_class = getattr(transformers, f"{family}Config")
+    if "hidden_size" in overrides:
+        overrides.setdefault("head_dim", None)
+    config = config_class(
+        **{**SIZES, **overrides}, rope_parameters={"rope_theta": 10_000.0, **rope}
+    )
+    torch.manual_seed(seed)
+    model = getattr(transformers, architecture)(config).float().eval()
+    _randomise_vectors(model, seed)
+    path = _new_directory(directory, f"{family}-{rope['rope_type']}-{form}-{seed}")
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    if form == 4:
+        _write_transformers_4_form(path / "config.json")
+    return Checkpoint(path, model)
+
+
+def edit_config(checkpoint: Checkpoint, **fields: object) -> None:
+    """Change fields of config.json; the reference model is left as it is."""
+    path = checkpoint.path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def _randomise_vectors(model: transformers.PreTrainedModel, seed: int) -> None:
+    """Biases are made as zeros and norms as ones, which would hide that one is left out."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if tensor.dim() == 1:
+                tensor.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+
+
+def _write_transformers_4_form(path: Path) -> None:
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    config["torch_dtype"] = config.pop("dtype")
+    path.write_text(json.dumps(config))
+
+
+def _new_directory(parent: Path, name: str) -> Path:
+    number = len(list(parent.glob(f"{name}*")))
+    path = parent / (name if number == 0 else f"{name}.{number}")
+    path.mkdir(parents=True)
+    return path
+
+
+class Sequences(NamedTuple):
+    """Prompts and how many tokens to generate for each."""
+
+    prompts: list[np.ndarray]
+    max_tokens: list[int]
+
+
+def prompts(seed: int, lengths: Iterable[int], vocab_size: int = VOCAB_SIZE) -> list[np.ndarray]:
+    """Random token ids, int32, one array for each length."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab_size, length).astype(np.int32) for length in lengths]

@@ -1,0 +1,82 @@
+"""What the fault tests have in common: requests with the tokens that transformers gives for them, a
+group that remembers its failures, and the proof that daemons still serve."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from client.errors import StepFailed
+from client.requests import GenerationRequest
+from client.scheduler_output import SchedulerOutput, StepResult
+from client.worker_group import StepFuture, WorkerGroup
+from tests.support.checkpoints import Checkpoint, NearTie, prompts
+from tests.support.serving import connect, generate, greedy_request, worker_config
+
+
+@dataclass(frozen=True)
+class Cases:
+    """Greedy requests and what must come of them."""
+
+    requests: list[GenerationRequest]
+    expected: dict[str, list[int]]
+
+
+def random_cases(checkpoint: Checkpoint, seed: int, count: int = 5, max_tokens: int = 16) -> Cases:
+    """Return requests with random prompts; those that rounding could change are left out."""
+    requests: list[GenerationRequest] = []
+    expected: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts(seed, [3 + 7 * i % 41 for i in range(4 * count)])):
+        name = f"{seed}-{index}"
+        try:
+            expected[name] = checkpoint.greedy(prompt.tolist(), max_tokens)
+        except NearTie:
+            continue
+        requests.append(greedy_request(name, prompt, max_tokens))
+        if len(requests) == count:
+            return Cases(requests, expected)
+    raise AssertionError("too few prompts have a clear continuation: choose another seed")
+
+
+@dataclass
+class RecordingFuture:
+    future: StepFuture
+    failures: list[StepFailed]
+
+    def result(self, timeout_s: float | None = None) -> StepResult:
+        try:
+            return self.future.result(timeout_s)
+        except StepFailed as error:
+            self.failures.append(error)
+            raise
+
+
+class RecordingGroup:
+    """A group that remembers the failures which it handed out."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self.failures: list[StepFailed] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._group, name)
+
+    def execute_model(self, output: SchedulerOutput) -> RecordingFuture:
+        return RecordingFuture(self._group.execute_model(output), self.failures)
+
+
+def assert_serves(
+    endpoints: Sequence[str], checkpoint: Checkpoint, pp: int = 1, tp: int = 1
+) -> None:
+    """A new driver loads the model, whatever was there before, and gets the right tokens."""
+    cases = random_cases(checkpoint, seed=77, count=2, max_tokens=6)
+    config = worker_config(checkpoint.path, pp, tp)
+    with connect(endpoints, config) as (group, loaded):
+        assert generate(group, loaded, cases.requests).tokens == cases.expected
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+    """Poll until condition() holds; fail with `what` when it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)

@@ -1,0 +1,562 @@
+"""A scripted daemon in a thread: speaks rpc_schema on real sockets, and instead of a model has a KV
+cache of tokens. A sampled token is a function of what the row's blocks hold, so a wrong block, a
+wrong prefix hit or a lost row shows as a wrong token.
+"""
+
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+import zmq
+
+from rpc_schema import codec, step
+from rpc_schema import lifecycle as lc
+from rpc_schema.config import WorkerConfig
+from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope
+from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
+from rpc_schema.version import PROTOCOL_VERSION
+
+VOCAB_SIZE = 1000
+EOS = 7
+CHAIN = ("CREATED", "DEVICE_READY", "MODEL_LOADED", "KV_READY", "READY")
+
+
+def next_token(tokens: Sequence[int], seed: int = 0) -> int:
+    """The token after `tokens`: what every reply must be equal to."""
+    data = np.array(tokens, "<i4").tobytes() + seed.to_bytes(8, "little")
+    return int.from_bytes(blake2b(data, digest_size=4).digest(), "little") % VOCAB_SIZE
+
+
+def reference_tokens(prompt: Sequence[int], num: int, stop: frozenset[int], seed: int = 0) -> list:
+    """What a request must give, computed without any of the machinery."""
+    tokens = list(prompt)
+    for _ in range(num):
+        tokens.append(next_token(tokens, seed))
+        if tokens[-1] in stop:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Fault:
+    """What happens at the execute-th ExecuteModel (from 0) that this daemon gets."""
+
+    execute: int
+    kind: str = "error"
+    """error: answer with `code`; hang: never answer; die: close everything; swallow: as if it had
+    never come."""
+    code: ErrorCode = ErrorCode.INTERNAL
+    scope: ErrorScope = ErrorScope.STEP
+    message: str = "scripted"
+    traceback: str = "Traceback: scripted"
+    delay_s: float = 0.0
+
+
+@dataclass
+class Row:
+    """One slot."""
+
+    req_id: str
+    tokens: list[int]
+    num_computed: int
+    seed: int
+    logprobs: int | None
+    blocks: list[int] = field(default_factory=list)
+
+
+class Refused(Exception):
+    """A step breaks a rule."""
+
+
+class FakeDaemon:
+    """One daemon; start() binds and runs, stop() ends it, kill() ends it without a word."""
+
+    def __init__(
+        self, endpoint: str, *, available_bytes: int = 1 << 20, version: int | None = None
+    ):
+        self.endpoint = endpoint
+        self.available_bytes = available_bytes
+        self.version = PROTOCOL_VERSION if version is None else version
+        self.model_max_len = 512
+        self.faults: list[Fault] = []
+        self.uid = uuid.uuid4().bytes
+        self.operations: list[str] = []
+        self.executes: list[step.ExecuteModel] = []
+        self.mute = False
+        self.load = "CREATED"
+        self.rank = 0
+        self.link = 0
+        self.link_state = "none"
+        self.epoch = 0
+        self.granted = 0
+        self.last_seq = 0
+        self.drivers: dict[int, bytes] = {}
+        self.config: WorkerConfig | None = None
+        self.kv_cache: KVCacheConfig | None = None
+        self.rows: dict[int, Row] = {}
+        self.kv: dict[tuple[int, int], int] = {}
+        self.failed = False
+        self.deferred: dict[int, list[int]] = {}
+        self._num_executes = 0
+        self._outbox: deque[tuple[float, int, list[bytes]]] = deque()
+        self._stop = threading.Event()
+        self._bound = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> "FakeDaemon":
+        self._thread.start()
+        assert self._bound.wait(10)
+        return self
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    kill = stop
+
+    # ------------------------------------------------------------------ sockets
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        sockets = []
+        for kind, suffix in (
+            (zmq.ROUTER, ""),
+            (zmq.ROUTER, ".step"),
+            (zmq.ROUTER, ".results"),
+            (zmq.PUB, ".events"),
+        ):
+            socket = context.socket(kind)
+            socket.setsockopt(zmq.LINGER, 0)
+            if kind == zmq.ROUTER:
+                socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            if suffix == ".results":
+                socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            if suffix == ".step":
+                socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_STEP_BYTES)
+            socket.bind(self.endpoint + suffix)
+            sockets.append(socket)
+        self._control, self._steps, self._results, self._events = sockets
+        self._bound.set()
+        poller = zmq.Poller()
+        poller.register(self._control, zmq.POLLIN)
+        poller.register(self._steps, zmq.POLLIN)
+        last_beat = 0.0
+        while not self._stop.is_set():
+            ready = dict(poller.poll(2 if self._outbox else 20))
+            if self._control in ready:
+                self._on_control(self._control.recv_multipart())
+            if self._steps in ready:
+                self._on_step(self._steps.recv_multipart())
+            self._flush()
+            if time.monotonic() - last_beat > 0.25:
+                last_beat = time.monotonic()
+                self._events.send(codec.encode_control(self._heartbeat()))
+        for socket in sockets:
+            socket.close()
+        context.term()
+
+    def _flush(self) -> None:
+        now = time.monotonic()
+        while self._outbox and self._outbox[0][0] <= now:
+            try:
+                _, epoch, frames = self._outbox[0]
+                self._results.send_multipart([self.drivers[epoch], *frames])
+            except zmq.ZMQError as error:
+                if error.errno == zmq.EHOSTUNREACH:
+                    return
+                raise
+            self._outbox.popleft()
+
+    def _reply(self, message, arrays=(), delay_s: float = 0.0) -> None:
+        frames = codec.encode_step(message, arrays)
+        self._outbox.append((time.monotonic() + delay_s, message.epoch, frames))
+        self._flush()
+
+    # ------------------------------------------------------------------ control
+
+    def _on_control(self, frames) -> None:
+        if self.mute:
+            return
+        request = codec.decode_control(frames[1:])
+        self.operations.append(type(request).__name__)
+        reply = self._control_reply(request)
+        self._control.send_multipart([frames[0], codec.encode_control(reply)])
+
+    def _control_reply(self, request):
+        call = request.call
+        match request:
+            case lc.Hello():
+                return lc.HelloReply(
+                    call=call, protocol_version=self.version, worker_uid=self.uid, software="fake"
+                )
+            case lc.PrepareAttach(epoch=epoch):
+                granted = epoch > max(self.epoch, self.granted)
+                last = max(self.epoch, self.granted)
+                if granted:
+                    self.granted = epoch
+                return lc.PrepareAttachReply(call=call, granted=granted, last_epoch=last)
+            case lc.CommitAttach():
+                reply = lc.CommitAttachReply(
+                    call=call,
+                    previous_epoch=self.epoch,
+                    previous_seq=self.last_seq,
+                    previous_clean=True,
+                    status=self.status(),
+                )
+                self.epoch, self.last_seq = request.epoch, 0
+                self.drivers[request.epoch] = request.driver_id
+                self.rows.clear()
+                self.failed = False
+                self._outbox.clear()
+                self._reply(lc.Attached(epoch=self.epoch, seq=0, rank=self.rank))
+                return reply
+            case lc.Detach() | lc.Shutdown():
+                return lc.Acknowledged(call=call)
+            case lc.OpenRendezvous():
+                return lc.OpenRendezvousReply(call=call, host="127.0.0.1", port=1234)
+            case lc.CheckHealth():
+                return lc.CheckHealthReply(call=call, healthy=True, phase="IDLE", phase_ms=0)
+            case lc.GetStatus():
+                return lc.GetStatusReply(call=call, status=self.status())
+        return ControlErrorReply(
+            call=call, code=ErrorCode.PROTOCOL, scope=ErrorScope.WORKER, message="unknown"
+        )
+
+    def status(self) -> lc.Status:
+        return lc.Status(
+            worker_uid=self.uid,
+            pid=1,
+            endpoint=self.endpoint,
+            device="cpu",
+            serving="SERVING",
+            load=self.load,
+            link_state=self.link_state,
+            link=self.link,
+            epoch=self.epoch,
+            last_seq=self.last_seq,
+            rank=self.rank,
+            phase="IDLE",
+            phase_ms=0,
+            config=self.config if CHAIN.index(self.load) >= 2 else None,
+            kv_cache=self.kv_cache,
+            memory_bytes={"weights": 10, "kv_cache": 20},
+            transitions=(),
+        )
+
+    def _heartbeat(self) -> lc.Heartbeat:
+        return lc.Heartbeat(
+            worker_uid=self.uid,
+            rank=self.rank,
+            serving="SERVING",
+            load=self.load,
+            link_state=self.link_state,
+            epoch=self.epoch,
+            link=self.link,
+            last_seq=self.last_seq,
+            phase="IDLE",
+            phase_ms=0,
+        )
+
+    # ------------------------------------------------------------------ steps
+
+    def _on_step(self, frames) -> None:
+        request = codec.decode_step(frames[1:])
+        fault = None
+        if isinstance(request, step.ExecuteModel):
+            fault = next((f for f in self.faults if f.execute == self._num_executes), None)
+            self._num_executes += 1
+        if fault is not None and fault.kind == "swallow":
+            return
+        if fault is not None and fault.kind == "die":
+            self._stop.set()
+            return
+        self.operations.append(type(request).__name__)
+        closes_gap = isinstance(request, lc.Relink | lc.Reset) or (
+            isinstance(request, step.ExecuteModel) and request.resync is not None
+        )
+        if request.epoch != self.epoch:
+            self._error(request, ErrorCode.FENCED, "epoch")
+        elif request.link != self.link:
+            self._error(request, ErrorCode.FENCED, f"link {request.link}, mine is {self.link}")
+        elif request.seq != self.last_seq + 1 and not closes_gap:
+            self._error(request, ErrorCode.GAP, "gap", expected=self.last_seq + 1)
+        else:
+            self.last_seq = request.seq
+            self._handle(request, frames[2:], fault)
+
+    def _error(self, request, code, message, *, expected=0, fault: Fault | None = None) -> None:
+        self._reply(
+            ErrorReply(
+                epoch=request.epoch,
+                seq=request.seq,
+                rank=self.rank,
+                code=code,
+                scope=ErrorScope.STEP if fault is None else fault.scope,
+                message=message,
+                traceback="" if fault is None else fault.traceback,
+                expected_seq=expected,
+            ),
+            delay_s=0.0 if fault is None else fault.delay_s,
+        )
+
+    def _handle(self, request, arrays, fault) -> None:
+        ids = {"epoch": request.epoch, "seq": request.seq, "rank": self.rank}
+        match request:
+            case step.ExecuteModel():
+                self.executes.append(request)
+                self._execute(request, arrays, fault, ids)
+            case step.SampleTokens():
+                self._sample(request.step_seq, ids)
+            case step.ExecuteDummyBatch():
+                if self._is_output:
+                    self._reply(step.Done(**ids))
+            case _:
+                self._lifecycle(request, ids)
+
+    @property
+    def _is_output(self) -> bool:
+        parallel = self._parallel
+        return self.rank == (parallel.pipeline_parallel_size - 1) * parallel.tensor_parallel_size
+
+    def _lifecycle(self, request, ids) -> None:
+        match request:
+            case lc.InitDevice(rendezvous=meeting):
+                self.rank, self.link, self.link_state = meeting.rank, meeting.link, "up"
+                self._parallel = request.parallel
+                ids["rank"] = self.rank
+                if self.load != "CREATED":
+                    self._error(request, ErrorCode.ILLEGAL_STATE, self.load)
+                    return
+                self.load = "DEVICE_READY"
+                reply = lc.InitDeviceReply(
+                    **ids,
+                    device_name="fake",
+                    total_memory_bytes=1,
+                    free_memory_bytes=1,
+                    backend="gloo",
+                )
+            case lc.Relink(rendezvous=meeting):
+                self.link, self.link_state = meeting.link, "up"
+                reply = step.Done(**ids)
+            case lc.Reset(to=to):
+                self.load = to
+                self.rows.clear()
+                self.kv_cache = None
+                if to == "CREATED":
+                    self.link_state = "none"
+                reply = step.Done(**ids)
+            case lc.LoadModel():
+                if self.load != "DEVICE_READY":
+                    self._error(request, ErrorCode.ILLEGAL_STATE, self.load)
+                    return
+                self.load = "MODEL_LOADED"
+                self.config = WorkerConfig(
+                    parallel=self._parallel,
+                    model=request.model,
+                    scheduler=request.scheduler,
+                    cache=request.cache,
+                    graph=request.graph,
+                )
+                self.max_len = request.model.max_model_len or self.model_max_len
+                reply = lc.LoadModelReply(
+                    **ids, model_memory_bytes=1, seconds=0.0, max_model_len=self.max_len
+                )
+            case lc.GetKVCacheSpec():
+                layer = KVCacheSpec(
+                    layer_name=f"layers.{self.rank}",
+                    num_kv_heads=1,
+                    head_size=4,
+                    dtype="float32",
+                    bytes_per_token=32,
+                )
+                reply = lc.GetKVCacheSpecReply(**ids, layers=(layer,))
+            case lc.DetermineAvailableMemory():
+                reply = lc.DetermineAvailableMemoryReply(
+                    **ids,
+                    available_bytes=self.available_bytes,
+                    weights_bytes=1,
+                    activation_peak_bytes=1,
+                    requested_bytes=1,
+                )
+            case lc.InitializeFromConfig(kv_cache_configs=configs):
+                self.kv_cache, self.load = configs[self.rank], "KV_READY"
+                self.kv.clear()
+                reply = step.Done(**ids)
+            case lc.UpdateMaxModelLen(max_model_len=length):
+                self.max_len = length
+                reply = step.Done(**ids)
+            case lc.CompileOrWarmUpModel():
+                self.load = "READY"
+                reply = lc.CompileOrWarmUpModelReply(**ids, seconds=0.0)
+            case lc.GetSupportedTasks():
+                reply = lc.GetSupportedTasksReply(**ids, tasks=("generate",))
+            case lc.GetModelMetadata():
+                reply = lc.GetModelMetadataReply(
+                    **ids,
+                    architecture="Fake",
+                    vocab_size=VOCAB_SIZE,
+                    hidden_size=1,
+                    num_layers=1,
+                    max_model_len=self.max_len,
+                    dtype="float32",
+                    eos_token_ids=(EOS,),
+                    attention_backend="none",
+                )
+            case _:
+                reply = step.Done(**ids)
+        self._reply(reply)
+
+    def _execute(self, request: step.ExecuteModel, arrays, fault, ids) -> None:
+        if self.failed and request.resync is None:
+            self._error(request, ErrorCode.PRECEDED_BY, "an earlier step failed")
+            return
+        if fault is not None:
+            self.failed = True
+            if fault.kind == "error":
+                self._error(request, fault.code, fault.message, fault=fault)
+            return
+        try:
+            sampled = self._apply(request, arrays)
+        except Refused as error:
+            self.failed = True
+            self._error(request, ErrorCode.INVALID_STEP, str(error))
+            return
+        self.failed = False
+        if request.defer_sampling:
+            self.deferred[request.seq] = sampled
+            if self._is_output:
+                self._reply(step.ModelRunnerOutput(**ids))
+        else:
+            self._emit(sampled, ids)
+
+    def _apply(self, request: step.ExecuteModel, arrays) -> list[int]:
+        for slot in np.frombuffer(request.finished, "<u2").tolist():
+            if self.rows.pop(slot, None) is None:
+                raise Refused(f"finished slot {slot} is not in use")
+        if request.resync is not None:
+            self._resync(np.frombuffer(request.resync, "<i4").reshape(-1, 4).tolist())
+        self._admit(request.scheduled_new_reqs, arrays)
+        num_blocks = self.kv_cache.num_blocks
+        for slot, block in zip(
+            np.frombuffer(request.new_block_slots, "<u2").tolist(),
+            np.frombuffer(request.new_block_ids, "<i4").tolist(),
+            strict=True,
+        ):
+            if not 1 <= block < num_blocks:
+                raise Refused(f"block {block}")
+            self.rows[slot].blocks.append(block)
+        bits = np.unpackbits(np.frombuffer(request.scheduled, np.uint8), bitorder="little")
+        counts = dict.fromkeys(np.flatnonzero(bits).tolist(), 1)
+        pairs = np.frombuffer(request.num_scheduled_tokens, "<i4").reshape(-1, 2).tolist()
+        for slot, count in pairs:
+            if slot not in counts:
+                raise Refused(f"slot {slot} has tokens, but is not scheduled")
+            counts[slot] = count
+        if sum(counts.values()) != request.total_num_scheduled_tokens:
+            raise Refused("the sum is wrong")
+        if sum(counts.values()) > self.config.scheduler.max_num_batched_tokens:
+            raise Refused("too many tokens")
+        return self._forward(counts)
+
+    def _resync(self, rows) -> None:
+        for slot, computed, tokens, blocks in rows:
+            row = self.rows.get(slot)
+            if row is None or (row.num_computed, len(row.tokens), len(row.blocks)) != (
+                computed,
+                tokens,
+                blocks,
+            ):
+                raise Refused(f"resync: slot {slot} is {row}, not {computed, tokens, blocks}")
+        keep = {row[0] for row in rows}
+        self.rows = {slot: row for slot, row in self.rows.items() if slot in keep}
+
+    def _admit(self, requests, arrays) -> None:
+        tokens = np.frombuffer(arrays[0], "<i4").tolist() if requests else []
+        for new in requests:
+            if new.slot in self.rows or new.slot >= self.config.scheduler.max_num_seqs:
+                raise Refused(f"slot {new.slot} cannot be taken")
+            own, tokens = tokens[: new.num_tokens], tokens[new.num_tokens :]
+            assert len(own) == new.num_tokens > new.num_computed_tokens
+            self.rows[new.slot] = Row(
+                new.req_id,
+                own,
+                new.num_computed_tokens,
+                new.sampling.seed,
+                new.sampling.logprobs,
+            )
+        assert not tokens
+
+    def _forward(self, counts: dict[int, int]) -> list[int]:
+        size = self.kv_cache.block_size
+        for slot, count in counts.items():
+            row = self.rows.get(slot)
+            if row is None:
+                raise Refused(f"slot {slot} is not in use")
+            end = row.num_computed + count
+            if not 1 <= count <= len(row.tokens) - row.num_computed:
+                raise Refused(f"slot {slot}: {count} tokens")
+            if end > len(row.blocks) * size:
+                raise Refused(f"slot {slot}: {len(row.blocks)} blocks for {end} tokens")
+            for position in range(row.num_computed, end):
+                self.kv[row.blocks[position // size], position % size] = row.tokens[position]
+        sampled = []
+        for slot, count in counts.items():
+            row = self.rows[slot]
+            row.num_computed += count
+            if row.num_computed == len(row.tokens):
+                seen = [self.kv[row.blocks[p // size], p % size] for p in range(row.num_computed)]
+                row.tokens.append(next_token(seen, row.seed))
+                sampled.append(slot)
+        return sampled
+
+    def _sample(self, step_seq: int, ids) -> None:
+        self._emit(self.deferred.pop(step_seq), ids)
+
+    def _emit(self, slots: list[int], ids) -> None:
+        if not self._is_output:
+            return
+        rows = [self.rows[slot] for slot in slots]
+        tokens = np.array([row.tokens[-1] for row in rows], "<i4")
+        width = max((-1 if row.logprobs is None else row.logprobs for row in rows), default=-1)
+        arrays = []
+        if width >= 0:
+            ids_np = np.repeat(tokens[:, None], width + 1, axis=1) + np.arange(width + 1)
+            logprobs = -np.arange(width + 1, dtype="<f4")[None].repeat(len(rows), 0)
+            arrays = [
+                ids_np.astype("<i4").tobytes(),
+                logprobs.tobytes(),
+                np.ones(len(rows), "<i4").tobytes(),
+            ]
+        self._reply(
+            step.ModelRunnerOutput(
+                **ids,
+                slots=np.array(slots, "<u2").tobytes(),
+                sampled_token_ids=tokens.tobytes(),
+                num_logprobs=width,
+            ),
+            arrays,
+        )
+
+
+class FakeGroup:
+    """world_size fake daemons under a directory."""
+
+    def __init__(self, directory, world_size: int, **options) -> None:
+        self.daemons = [
+            FakeDaemon(f"ipc://{directory}/w{rank}", **options).start()
+            for rank in range(world_size)
+        ]
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [daemon.endpoint for daemon in self.daemons]
+
+    def stop(self) -> None:
+        for daemon in self.daemons:
+            daemon.stop()

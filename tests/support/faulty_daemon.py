@@ -1,0 +1,156 @@
+"""`python -m tests.support.faulty_daemon FAULT_FILE serve ...`: the real daemon, whose worker fails
+where and when a file tells it to. A fault strikes once; without one it is the daemon as shipped."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from client.launcher import LocalDaemons
+from worker_daemon.cli import app
+from worker_daemon.server import assembly
+from worker_daemon.server.dispatch import SetPhase
+
+HANG_S = 3600.0
+INJECTED = "an injected fault"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, and where: on entry to a function of the worker."""
+
+    where: Literal["make_worker", "load_model", "forward", "compute_logits", "execute_model"]
+    what: Literal["raise", "hang", "kill"]
+    calls_before: int = 0
+    """Calls that go well first."""
+    seconds: float = HANG_S
+    """How long a hang takes."""
+
+
+class InjectedError(Exception):
+    """Nothing that the daemon could have foreseen."""
+
+
+class FaultFile:
+    """The mailbox between a test and one daemon."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def put(self, fault: Fault) -> None:
+        """Arm a fault."""
+        draft = self.path.with_suffix(".draft")
+        draft.write_text(json.dumps(asdict(fault)))
+        draft.rename(self.path)
+
+    @property
+    def armed(self) -> bool:
+        """Whether a fault still waits for its call."""
+        return self.path.exists()
+
+    def strike(self, where: str) -> None:
+        """Fail, if a fault is armed for a call of `where` and this is the one."""
+        if not self.path.exists():
+            return
+        fault = Fault(**json.loads(self.path.read_text()))
+        if fault.where != where:
+            return
+        if fault.calls_before:
+            self.put(Fault(fault.where, fault.what, fault.calls_before - 1, fault.seconds))
+            return
+        self.path.unlink()
+        if fault.what == "raise":
+            raise InjectedError(f"{INJECTED} in {where}")
+        if fault.what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(fault.seconds)
+
+
+class FaultyDaemons(LocalDaemons):
+    """Local daemons with a fault file each."""
+
+    def __init__(
+        self,
+        num_daemons: int,
+        model_root: Path,
+        faults_dir: Path,
+        first_fault: Fault | None = None,
+        ready_timeout_s: float = 60.0,
+    ) -> None:
+        """Start them. first_fault is armed for all of them before they start."""
+        self.faults = [FaultFile(faults_dir / f"{rank}.fault") for rank in range(num_daemons)]
+        if first_fault is not None:
+            for file in self.faults:
+                file.put(first_fault)
+        files = iter(self.faults)
+
+        def command(endpoint: str, device: str, pipe: int) -> Sequence[str]:
+            entry = (sys.executable, "-m", "tests.support.faulty_daemon", str(next(files).path))
+            options = ("serve", "--endpoint", endpoint, "--device", device)
+            roots = ("--model-root", str(model_root), "--exit-with-parent-fd", str(pipe))
+            return (*entry, *options, *roots)
+
+        super().__init__(
+            ["cpu"] * num_daemons, model_root, command=command, ready_timeout_s=ready_timeout_s
+        )
+
+
+class FaultyWorker:
+    """A worker behind a fault file."""
+
+    def __init__(self, worker: object, faults: FaultFile) -> None:
+        self._worker = worker
+        self._faults = faults
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._worker, name)
+
+    def load_model(self, message: object) -> object:
+        self._faults.strike("load_model")
+        return self._worker.load_model(message)
+
+    def execute_model(self, message: object, arrays: Sequence[bytes]) -> object:
+        self._faults.strike("execute_model")
+        return self._worker.execute_model(message, arrays)
+
+
+def faulty(function: Callable[..., object], faults: FaultFile) -> Callable[..., object]:
+    """Return `function`, with a fault to strike before it."""
+
+    @wraps(function)
+    def wrapper(*args: object, **kwargs: object) -> object:
+        faults.strike(function.__name__)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def main(patch: pytest.MonkeyPatch) -> None:
+    """Run the daemon's own command line around the faulty worker."""
+    faults = FaultFile(Path(sys.argv.pop(1)))
+    make_worker = assembly.make_worker
+
+    def make_faulty(device: str, model_roots: Sequence[Path], set_phase: SetPhase) -> object:
+        faults.strike("make_worker")
+        worker = make_worker(device, model_roots, set_phase)
+        from worker_daemon.models.decoder import DecoderStage  # torch is loaded here, not before
+
+        for name in ("forward", "compute_logits"):
+            patch.setattr(DecoderStage, name, faulty(getattr(DecoderStage, name), faults))
+        return FaultyWorker(worker, faults)
+
+    patch.setattr(assembly, "make_worker", make_faulty)
+    app()
+
+
+if __name__ == "__main__":
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        main(monkeypatch)

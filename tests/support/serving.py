@@ -1,0 +1,270 @@
+"""Real daemons for tests, and the two verbs that most tests need. By way of the fixtures in
+tests/e2e/conftest.py:
+
+    daemons                                   # session-wide DaemonPool, CPU, at most 4
+    with serve(path, pp=2, tp=1, block_size=4, num_gpu_blocks=64) as (group, loaded):
+        run = generate(group, loaded, [greedy_request("a", [1, 2, 3], 16)])
+        run.tokens["a"]                       # list[int]
+        run.outputs["a"]                      # client.scheduler.RequestOutput
+        run.driver.records                    # one for each step
+
+serve() attaches to the pool's first pp * tp daemons and loads anew, whatever they had loaded; a dead
+one is replaced first. Use start_daemons() for daemons of your own that you mean to kill or damage.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from client.driver import Driver, GroupLike
+from client.errors import LaunchError
+from client.launcher import LocalDaemons
+from client.loading import LoadedModel
+from client.requests import GenerationRequest
+from client.scheduler import (
+    RequestOutput,
+    Scheduler,
+    SchedulerInterface,
+    SchedulerLimits,
+    outputs_by_id,
+)
+from client.worker_group import WorkerGroup
+from rpc_schema.config import (
+    CacheConfig,
+    GraphConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
+
+MAX_DAEMONS = 4
+STEP_DEADLINE_MS = 20_000
+
+
+def worker_config(
+    model: Path,
+    pp: int = 1,
+    tp: int = 1,
+    *,
+    layer_partition: tuple[int, ...] | None = None,
+    dtype: str = "float32",
+    load_format: str = "auto",
+    max_model_len: int | None = None,
+    model_seed: int = 0,
+    max_num_seqs: int = 32,
+    max_num_batched_tokens: int = 256,
+    step_deadline_ms: int = STEP_DEADLINE_MS,
+    block_size: int = 4,
+) -> WorkerConfig:
+    """The configuration of a small group."""
+    return WorkerConfig(
+        parallel=ParallelConfig(
+            pipeline_parallel_size=pp, tensor_parallel_size=tp, layer_partition=layer_partition
+        ),
+        model=ModelConfig(
+            model=str(model),
+            dtype=dtype,
+            load_format=load_format,
+            max_model_len=max_model_len,
+            seed=model_seed,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            step_deadline_ms=step_deadline_ms,
+        ),
+        cache=CacheConfig(block_size=block_size),
+        graph=GraphConfig(),
+    )
+
+
+def start_daemons(count: int, model_root: Path, module: str | None = None) -> LocalDaemons:
+    """Daemons of one's own on the CPU; a context manager. `module`: a test's own entry instead of
+    worker_daemon's, started with the same options."""
+    if module is None:
+        return LocalDaemons(["cpu"] * count, model_root)
+
+    def command(endpoint: str, device: str, pipe: int) -> list[str]:
+        options = {
+            "--endpoint": endpoint,
+            "--device": device,
+            "--model-root": str(model_root),
+            "--exit-with-parent-fd": str(pipe),
+        }
+        return [sys.executable, "-m", module, *(w for option in options.items() for w in option)]
+
+    return LocalDaemons(["cpu"] * count, model_root, command=command)
+
+
+class DaemonPool:
+    """Daemons that outlive a test: started when first needed, stopped by stop()."""
+
+    def __init__(self, model_root: Path) -> None:
+        self.model_root = model_root
+        self._started: list[LocalDaemons] = []
+
+    def endpoints(self, count: int) -> list[str]:
+        """Of `count` living daemons, always the same ones first."""
+        assert count <= MAX_DAEMONS, f"the pool has at most {MAX_DAEMONS} daemons"
+        self._drop_dead()
+        have = sum(len(daemons.endpoints) for daemons in self._started)
+        if have < count:
+            self._started.append(start_daemons(count - have, self.model_root))
+        return [e for daemons in self._started for e in daemons.endpoints][:count]
+
+    def log_tails(self, count: int) -> str:
+        """The ends of the logs of the first `count` daemons."""
+        tails = [
+            f"--- {endpoint}\n{daemons.log_tail(index)}"
+            for daemons in self._started
+            for index, endpoint in enumerate(daemons.endpoints)
+        ]
+        return "\n".join(tails[:count])
+
+    def stop(self) -> None:
+        """End all of them."""
+        for daemons in self._started:
+            daemons.stop()
+        self._started.clear()
+
+    def _drop_dead(self) -> None:
+        for daemons in list(self._started):
+            try:
+                daemons.check_alive()
+            except LaunchError:
+                daemons.stop()
+                self._started.remove(daemons)
+
+
+class Served(NamedTuple):
+    """A group with a model, ready for steps."""
+
+    group: WorkerGroup
+    loaded: LoadedModel
+
+
+@contextlib.contextmanager
+def connect(
+    endpoints: Sequence[str],
+    config: WorkerConfig,
+    *,
+    num_gpu_blocks: int | None = 256,
+    reload: bool = True,
+) -> Iterator[Served]:
+    """Attach to these daemons and prepare them; closes the group's sockets at the end."""
+    with WorkerGroup(endpoints, config.parallel) as group:
+        group.attach()
+        loaded = group.prepare(config, num_gpu_blocks=num_gpu_blocks, reload=reload)
+        yield Served(group, loaded)
+
+
+@dataclass
+class Serve:
+    """The `serve` fixture: see this module's description."""
+
+    pool: DaemonPool
+
+    @contextlib.contextmanager
+    def __call__(
+        self,
+        model: Path,
+        pp: int = 1,
+        tp: int = 1,
+        *,
+        num_gpu_blocks: int | None = 256,
+        reload: bool = True,
+        **config: object,
+    ) -> Iterator[Served]:
+        """config: fields of worker_config. A failure carries the ends of the daemons' logs."""
+        wanted = worker_config(model, pp, tp, **config)
+        endpoints = self.pool.endpoints(pp * tp)
+        try:
+            with connect(endpoints, wanted, num_gpu_blocks=num_gpu_blocks, reload=reload) as served:
+                yield served
+        except Exception as error:
+            error.add_note(self.pool.log_tails(pp * tp))
+            raise
+
+
+@dataclass
+class Run:
+    """What generate() did."""
+
+    outputs: dict[str, RequestOutput]
+    driver: Driver
+    most_in_flight: int
+    """Steps that were sent and not answered, at the same time."""
+
+    @property
+    def tokens(self) -> dict[str, list[int]]:
+        """The generated tokens by request."""
+        return {req_id: output.token_ids for req_id, output in self.outputs.items()}
+
+
+class CountingGroup:
+    """A group that remembers how many steps were in flight."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self.max_in_flight = group.max_in_flight
+        self.most_in_flight = 0
+
+    def execute_model(self, output):
+        """Send a step."""
+        future = self._group.execute_model(output)
+        self.most_in_flight = max(self.most_in_flight, self._group.num_in_flight)
+        return future
+
+
+def scheduler_limits(group: WorkerGroup, loaded: LoadedModel, **changes: object) -> SchedulerLimits:
+    """What a scheduler may use of a loaded group; `changes` override fields."""
+    loaded_config = group.get_status()[0].config
+    assert loaded_config is not None, "prepare() comes first"
+    fields = {
+        "max_num_seqs": loaded_config.scheduler.max_num_seqs,
+        "max_num_batched_tokens": loaded_config.scheduler.max_num_batched_tokens,
+        "max_model_len": loaded.max_model_len,
+        "num_blocks": loaded.num_blocks,
+        "block_size": loaded.block_size,
+        "pipeline_parallel_size": group.parallel.pipeline_parallel_size,
+        "eos_token_ids": loaded.metadata.eos_token_ids,
+    }
+    return SchedulerLimits(**{**fields, **changes})
+
+
+def generate(
+    group: WorkerGroup,
+    loaded: LoadedModel,
+    requests: Sequence[GenerationRequest],
+    scheduler: SchedulerInterface | None = None,
+    **limits: object,
+) -> Run:
+    """Generate all requests at once. Without a scheduler: the reference one, within
+    scheduler_limits(group, loaded, **limits)."""
+    counting = CountingGroup(group)
+    as_group: GroupLike = counting
+    if scheduler is None:
+        scheduler = Scheduler(scheduler_limits(group, loaded, **limits))
+    driver = Driver(as_group, scheduler)
+    for request in requests:
+        driver.add_request(request)
+    outputs = outputs_by_id(driver.run())
+    return Run(outputs, driver, counting.most_in_flight)
+
+
+def greedy_request(
+    req_id: str, prompt: Sequence[int], max_tokens: int, **fields: object
+) -> GenerationRequest:
+    """A request at temperature 0; `fields` of GenerationRequest."""
+    return GenerationRequest(
+        id=req_id,
+        prompt_token_ids=np.asarray(prompt, np.int32),
+        max_tokens=max_tokens,
+        **fields,
+    )

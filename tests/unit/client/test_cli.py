@@ -1,0 +1,140 @@
+"""worker-client against fake daemons, and the example of docs/scheduler.md."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from client.__main__ import main
+from tests.support.fake_daemon import next_token
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run worker-client; returns exit code, standard output, standard error."""
+    handlers = []
+    monkeypatch.setattr("signal.signal", lambda *arguments: handlers.append(arguments))
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["worker-client", *map(str, words)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        captured = capsys.readouterr()
+        return caught.value.code or 0, captured.out, captured.err
+
+    return call
+
+
+def options(daemons, directory):
+    pp = len(daemons.endpoints)
+    endpoints = ",".join(daemons.endpoints)
+    return [
+        "--endpoints", endpoints, "--model", directory, "--pipeline-parallel-size", pp,
+        "--max-num-seqs", 8, "--max-num-batched-tokens", 32,
+    ]  # fmt: skip
+
+
+def test_generate_writes_lines_in_input_order(fakes, directory, run):
+    daemons = fakes(2)
+    source, target = directory / "in.jsonl", directory / "out.jsonl"
+    source.write_text(
+        '{"id": "a", "prompt_token_ids": [1, 2, 3], "max_tokens": 9, "ignore_eos": true}\n'
+        '{"id": "b", "prompt": "text"}\n'
+        '{"id": "c", "prompt_token_ids": [5], "max_tokens": 2, "ignore_eos": true, "logprobs": 1}\n'
+        f'{{"id": "d", "prompt_token_ids": {[1] * 600}}}\n'
+    )
+    code, _, errors = run(
+        "generate", *options(daemons, directory), "--seed", 3, "--input", source, "--output", target
+    )
+    assert code == 0
+    lines = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [line["id"] for line in lines] == ["a", "line 2", "c", "d"]
+    assert len(lines[0]["token_ids"]) == 9 and lines[0]["finish_reason"] == "length"
+    assert "tokenizer.json" in lines[1]["error"] and "line 2" in errors
+    assert [entry["token_id"] for entry in lines[2]["logprobs"]] == lines[2]["token_ids"]
+    assert "max_model_len" in lines[3]["error"]
+    assert daemons.daemons[0].operations[-1] == "Detach"
+
+
+def test_bench_prints_one_object(fakes, directory, run):
+    source = directory / "in.jsonl"
+    source.write_text('{"prompt_token_ids": [1, 2], "max_tokens": 8, "ignore_eos": true}\n' * 4)
+    code, out, _ = run("bench", *options(fakes(1), directory), "--input", source, "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert (result["tokens_in"], result["tokens_out"]) == (8, 32)
+    assert {
+        "seconds", "out_tok_s", "total_tok_s", "ttft_ms", "tpot_ms", "step_ms", "startup_s",
+        "gpu_memory_bytes", "device", "versions",
+    } <= result.keys()  # fmt: skip
+    assert result["step_ms"]["decode"]["count"] >= 7
+    assert result["ttft_ms"]["p50"] <= result["ttft_ms"]["p99"]
+
+
+def test_options_come_from_line_environment_and_file(fakes, directory, run, monkeypatch):
+    daemons = fakes(1)
+    source, settings = directory / "in.jsonl", directory / "settings.toml"
+    source.write_text('{"prompt_token_ids": [1]}\n')
+    settings.write_text("max_num_seqs = 3\nblock_size = 8\nmax_num_batched_tokens = 40\n")
+    monkeypatch.setenv("WORKER_CLIENT_BLOCK_SIZE", "4")
+    monkeypatch.setenv("WORKER_CLIENT_MAX_NUM_SEQS", "5")
+    code, _, errors = run(
+        "generate", "--endpoints", daemons.endpoints[0], "--model", directory, "--config", settings,
+        "--max-num-seqs", 6, "--input", source,
+    )  # fmt: skip
+    assert code == 0, errors
+    config = daemons.daemons[0].config
+    assert config.scheduler.max_num_seqs == 6
+    assert config.cache.block_size == 4
+    assert config.scheduler.max_num_batched_tokens == 40
+    settings.write_text("block_sise = 8\n")
+    code, _, errors = run("generate", "--model", directory, "--config", settings, "--prompt", "a")
+    assert code == 2 and "block_sise" in errors
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "--model", "/nonexistent", "--prompt", "a"], "field model"),
+        (["generate", "--model", "/tmp"], "field input"),
+        (["generate", "--model", "/tmp", "--prompt", "a", "--dtype", "int7"], "field dtype"),
+        (["generate", "--model", "/tmp", "--prompt", "a", "--endpoints", "tcp://h:1"], "keys"),
+        (
+            ["generate", "--model", "/tmp", "--prompt", "a", "--endpoints", "ipc:///a,ipc:///b"],
+            "fix",
+        ),
+        (["status", "--endpoints", ""], "field endpoints"),
+    ],
+)
+def test_mistakes_are_one_line(run, words, message):
+    code, _, errors = run(*words)
+    assert code == 2
+    assert message in errors and len(errors.strip().splitlines()) == 1
+
+
+def test_status_and_shutdown(fakes, run):
+    daemons = fakes(2)
+    endpoints = ",".join(daemons.endpoints)
+    code, out, _ = run("status", "--endpoints", endpoints, "--json")
+    assert code == 0
+    assert [entry["load"] for entry in json.loads(out)] == ["CREATED", "CREATED"]
+    assert "CREATED" in run("status", "--endpoints", endpoints)[1]
+    assert run("shutdown", "--endpoints", endpoints)[0] == 0
+    assert [daemon.operations[-1] for daemon in daemons.daemons] == ["Shutdown"] * 2
+
+
+def test_the_documented_example_runs(fakes, capsys):
+    daemons = fakes(1)
+    text = (ROOT / "docs" / "scheduler.md").read_text()
+    (source,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    source = source.replace('"ipc:///tmp/wd/w0"', repr(daemons.endpoints[0]))
+    exec(compile(source, "docs/scheduler.md", "exec"), {})  # noqa: S102
+    tokens = [1, 2, 3, 4, 5]
+    for _ in range(10):
+        tokens.append(next_token(tokens))
+    printed = [f"{{'hello': {token}}}" for token in tokens[5:]]
+    assert capsys.readouterr().out.splitlines() == printed

@@ -1,0 +1,83 @@
+"""Local daemons: ready or refused in time, and nothing left however they or their driver end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from client.errors import LaunchError
+from client.launcher import LocalDaemons
+from client.worker_group import WorkerGroup
+from rpc_schema.config import ParallelConfig
+
+ROOT = Path(__file__).parents[3]
+
+
+def command(mode):
+    def build(endpoint, device, fd):
+        return [sys.executable, "-m", "tests.support.serve_fake", endpoint, str(fd), mode]
+
+    return build
+
+
+def wait_until(condition, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert condition()
+
+
+def test_daemons_become_ready_and_leave_nothing(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    before = {child.pid for child in psutil.Process().children()}
+    fds = psutil.Process().num_fds()
+    monkeypatch.setattr("client.launcher.STOP_TIMEOUT_S", 1)
+    with LocalDaemons(["cpu", "cpu"], ROOT, command=command("serve")) as daemons:
+        assert daemons.directory.stat().st_mode & 0o777 == 0o700
+        with WorkerGroup(daemons.endpoints, ParallelConfig(pipeline_parallel_size=2)) as group:
+            assert [status.load for status in group.attach()] == ["CREATED", "CREATED"]
+        daemons.check_alive()
+        os.kill(daemons.pids[1], signal.SIGKILL)
+        wait_until(lambda: psutil.Process(daemons.pids[1]).status() == psutil.STATUS_ZOMBIE)
+        with pytest.raises(LaunchError, match="exit code -9"):
+            daemons.check_alive()
+        daemons.stop(timeout_s=0.2)
+    assert not daemons.directory.exists()
+    assert {child.pid for child in psutil.Process().children()} == before
+    assert psutil.Process().num_fds() == fds
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"), [("exit", r"exit code 1\)\nno such device"), ("silent", "within 1 s")]
+)
+def test_daemons_that_do_not_get_ready(monkeypatch, mode, message):
+    monkeypatch.chdir(ROOT)
+    before = {child.pid for child in psutil.Process().children()}
+    timeout_s = 1 if mode == "silent" else 20
+    monkeypatch.setattr("client.launcher.STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(LocalDaemons.stop, "__defaults__", (0.2,))
+    with pytest.raises(LaunchError, match=message):
+        LocalDaemons(["cpu"], ROOT, ready_timeout_s=timeout_s, command=command(mode))
+    assert {child.pid for child in psutil.Process().children()} == before
+
+
+def test_a_killed_launcher_takes_its_daemons_and_files_along():
+    script = (
+        "import sys, time; from pathlib import Path\n"
+        "from client.launcher import LocalDaemons\n"
+        "from tests.unit.client.test_launcher import command\n"
+        "daemons = LocalDaemons(['cpu'], Path('.'), command=command('serve'))\n"
+        "print(daemons.directory, *daemons.pids, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT)
+    with launcher:
+        directory, pid = launcher.stdout.readline().decode().split()
+        assert Path(directory).is_dir() and psutil.pid_exists(int(pid))
+        launcher.kill()
+    wait_until(lambda: not psutil.pid_exists(int(pid)) and not Path(directory).exists())

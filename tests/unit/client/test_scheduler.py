@@ -1,0 +1,234 @@
+"""The reference scheduler over fake daemons: every request gets the tokens that it must, under
+random load, for each pipeline size; and the rules that it keeps."""
+
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+
+from client.driver import Driver
+from client.errors import RequestError
+from client.requests import GenerationRequest
+from client.scheduler import Scheduler, SchedulerLimits
+from client.scheduler_output import StepResult
+from tests.support.fake_daemon import EOS, VOCAB_SIZE, next_token, reference_tokens
+from tests.unit.client.conftest import worker_config
+
+
+def make_limits(**fields) -> SchedulerLimits:
+    defaults = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 128,
+        "num_blocks": 64,
+        "block_size": 4,
+        "eos_token_ids": (EOS,),
+    }
+    return SchedulerLimits(**{**defaults, **fields})
+
+
+def random_requests(rng: random.Random, count: int, longest: int = 60) -> list[GenerationRequest]:
+    """Requests of which many share prefixes."""
+    stems = [[rng.randrange(VOCAB_SIZE) for _ in range(40)] for _ in range(2)]
+    requests = []
+    for index in range(count):
+        prompt = rng.choice(stems)[: rng.randrange(41)]
+        prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 20))]
+        requests.append(
+            GenerationRequest(
+                id=f"r{index}",
+                prompt_token_ids=np.array(prompt[:longest], np.int32),
+                max_tokens=rng.randrange(1, 40),
+                ignore_eos=rng.random() < 0.5,
+                stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 20]))),
+                seed=rng.randrange(4),
+            )
+        )
+    return requests
+
+
+def expected(request: GenerationRequest, max_model_len: int = 10**9) -> list[int]:
+    prompt = request.prompt_token_ids.tolist()
+    num = min(request.max_tokens, max_model_len - len(prompt))
+    return reference_tokens(prompt, num, frozenset(request.stop_ids((EOS,))), request.seed)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3])
+@pytest.mark.parametrize("num_blocks", [200, 34])
+def test_every_request_gets_its_tokens(fakes, connect, pp, num_blocks):
+    daemons = fakes(pp)
+    config = worker_config(pp, max_model_len=128)
+    group = connect(daemons, pp)
+    group.attach()
+    model = group.prepare(config, num_gpu_blocks=num_blocks)
+    scheduler = Scheduler(make_limits(num_blocks=num_blocks, pipeline_parallel_size=pp))
+    driver = Driver(group, scheduler)
+    requests = random_requests(random.Random(pp * 100 + num_blocks), 40)
+    for request in requests:
+        driver.add_request(request)
+    outputs = {output.req_id: output for output in driver.run()}
+    assert model.num_blocks == num_blocks
+    assert driver.num_failures == 0
+    assert {r.id: outputs[r.id].token_ids for r in requests} == {
+        r.id: expected(r) for r in requests
+    }
+    assert sum(output.num_cached_tokens for output in outputs.values()) > 0
+    if num_blocks == 34:
+        assert sum(output.num_preemptions for output in outputs.values()) > 0
+    assert scheduler.num_free_blocks == num_blocks - 1
+    assert not daemons.daemons[-1].rows  # the others may be a step behind
+
+
+class Model:
+    """Runs a scheduler without any transport, and checks its rules at each step."""
+
+    def __init__(self, limits: SchedulerLimits, latency: int) -> None:
+        self.limits = limits
+        self.scheduler = Scheduler(limits)
+        self.latency = latency
+        self.rows: dict[str, dict] = {}
+        self.in_flight: deque = deque()
+        self.kinds: list[tuple[int, int]] = []
+
+    def check_and_run(self, output) -> StepResult:
+        limits = self.limits
+        for req_id in (*output.finished_req_ids, *output.preempted_req_ids):
+            del self.rows[req_id]
+        for new in output.scheduled_new_reqs:
+            assert new.req_id not in self.rows
+            self.rows[new.req_id] = {
+                "tokens": new.token_ids.tolist(),
+                "computed": new.num_computed_tokens,
+                "blocks": list(new.block_ids),
+                "seed": new.sampling.seed,
+            }
+        assert len(self.rows) <= limits.max_num_seqs
+        for req_id, blocks in output.new_block_ids.items():
+            self.rows[req_id]["blocks"] += blocks
+        assert output.total_num_scheduled_tokens <= limits.max_num_batched_tokens
+        counts = {**dict.fromkeys(output.decode_req_ids, 1), **output.num_scheduled_tokens}
+        assert len(counts) == len(output.decode_req_ids) + len(output.num_scheduled_tokens)
+        sampled = {}
+        for req_id, count in counts.items():
+            row = self.rows[req_id]
+            assert 1 <= count <= len(row["tokens"]) - row["computed"]
+            row["computed"] += count
+            assert row["computed"] <= len(row["blocks"]) * limits.block_size
+            assert all(0 < block < limits.num_blocks for block in row["blocks"])
+            if row["computed"] == len(row["tokens"]):
+                row["tokens"].append(next_token(row["tokens"], row["seed"]))
+                assert len(row["tokens"]) <= limits.max_model_len
+                sampled[req_id] = row["tokens"][-1]
+        written = [
+            block
+            for row in self.rows.values()
+            for block in row["blocks"][row["computed"] // limits.block_size :]
+        ]
+        assert len(written) == len(set(written)), "a block that is not full has two owners"
+        self.kinds.append((len(output.decode_req_ids), len(counts)))
+        return StepResult(list(sampled), list(sampled.values()))
+
+    def run(self, requests) -> dict:
+        outputs = {}
+        for request in requests:
+            self.scheduler.add_request(request)
+        while self.scheduler.has_unfinished_requests() or self.in_flight:
+            output = None
+            if len(self.in_flight) < self.latency:
+                output = self.scheduler.schedule()
+            if output is not None:
+                recent = [set(o.decode_req_ids) for o, _ in self.in_flight]
+                recent = recent[max(0, len(recent) - self.limits.pipeline_parallel_size + 1) :]
+                assert all(seen.isdisjoint(output.decode_req_ids) for seen in recent)
+                self.in_flight.append((output, self.check_and_run(output)))
+                continue
+            for done in self.scheduler.update_from_output(*self.in_flight.popleft()):
+                outputs[done.req_id] = done
+        return outputs
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rules_hold_under_random_load(seed):
+    rng = random.Random(seed)
+    pp = rng.choice([1, 2, 3])
+    limits = make_limits(
+        max_num_seqs=rng.choice([1, 3, 8]),
+        max_num_batched_tokens=rng.choice([4, 16, 64]),
+        num_blocks=rng.choice([33, 40, 100]),
+        pipeline_parallel_size=pp,
+        enable_prefix_caching=rng.random() < 0.8,
+    )
+    model = Model(limits, latency=rng.randrange(1, pp + 2))
+    requests = random_requests(rng, 30)
+    outputs = model.run(requests)
+    assert {r.id: outputs[r.id].token_ids for r in requests} == {
+        r.id: expected(r, limits.max_model_len) for r in requests
+    }
+    assert model.scheduler.num_free_blocks == limits.num_blocks - 1
+
+
+def test_prefix_hits_leave_one_token_to_compute():
+    model = Model(make_limits(), latency=1)
+    prompt = np.arange(16, dtype=np.int32)
+    first = GenerationRequest(id="a", prompt_token_ids=prompt, max_tokens=1)
+    again = GenerationRequest(id="b", prompt_token_ids=prompt, max_tokens=1)
+    model.run([first])
+    assert model.run([again])["b"].num_cached_tokens == 12
+
+
+def test_the_pipeline_is_filled_with_different_requests():
+    model = Model(make_limits(pipeline_parallel_size=2, max_num_batched_tokens=64), latency=3)
+    requests = [
+        GenerationRequest(
+            id=str(i),
+            prompt_token_ids=np.arange(4, dtype=np.int32) + i,
+            max_tokens=20,
+            ignore_eos=True,
+        )
+        for i in range(8)
+    ]
+    model.run(requests)
+    assert model.kinds.count((4, 4)) >= 30
+
+
+def test_the_decode_tuple_is_reused_while_its_set_stays():
+    scheduler = Scheduler(make_limits())
+    for i in range(3):
+        scheduler.add_request(
+            GenerationRequest(
+                id=str(i),
+                prompt_token_ids=np.arange(5, dtype=np.int32),
+                max_tokens=30,
+                ignore_eos=True,
+            )
+        )
+    outputs = [scheduler.schedule() for _ in range(10)]
+    assert len({id(output.decode_req_ids) for output in outputs[1:]}) == 1
+
+
+def test_requests_that_can_never_be_served_are_refused():
+    scheduler = Scheduler(make_limits(num_blocks=5))
+    prompt = np.zeros(16, np.int32)
+    with pytest.raises(RequestError, match="blocks"):
+        scheduler.add_request(GenerationRequest(id="a", prompt_token_ids=prompt, max_tokens=5))
+    with pytest.raises(RequestError, match="max_model_len"):
+        scheduler.add_request(GenerationRequest(id="a", prompt_token_ids=np.zeros(128, np.int32)))
+    scheduler.add_request(GenerationRequest(id="a", prompt_token_ids=prompt, max_tokens=1))
+    with pytest.raises(RequestError, match="in use"):
+        scheduler.add_request(GenerationRequest(id="a", prompt_token_ids=prompt, max_tokens=1))
+
+
+def test_aborted_requests_leave_nothing():
+    scheduler = Scheduler(make_limits())
+    for i in range(3):
+        scheduler.add_request(
+            GenerationRequest(id=str(i), prompt_token_ids=np.arange(8, dtype=np.int32))
+        )
+    output = scheduler.schedule()
+    for i in range(4):
+        scheduler.abort_request(str(i))
+    assert not scheduler.has_unfinished_requests()
+    assert scheduler.update_from_output(output, StepResult(["0", "1", "2"], [1, 2, 3])) == []
+    assert sorted(scheduler.schedule().finished_req_ids) == ["0", "1", "2"]
+    assert scheduler.num_free_blocks == 63

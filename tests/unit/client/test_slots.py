@@ -1,0 +1,270 @@
+"""SlotTable against a naive model that reads the encoded bytes as a worker would; and sizes."""
+
+import random
+
+import numpy as np
+import pytest
+
+from client.errors import InvalidSchedulerOutput
+from client.scheduler_output import NewRequest, SchedulerOutput
+from client.slots import MAX_ADMITTED_TOKENS, SlotTable
+from rpc_schema import codec, step
+from rpc_schema.errors import BadFrameError
+from rpc_schema.sampling import SamplingParams
+
+IDS = {"epoch": 3, "link": 2}
+
+
+def new_request(req_id: str, num_tokens: int, num_computed: int = 0, blocks=(1,), **sampling):
+    return NewRequest(
+        req_id=req_id,
+        token_ids=np.arange(num_tokens, dtype=np.int32),
+        num_prompt_tokens=num_tokens,
+        num_computed_tokens=num_computed,
+        block_ids=list(blocks),
+        sampling=SamplingParams(**sampling),
+    )
+
+
+class NaiveWorker:
+    """Applies messages to plain lists, by the rules of rpc_schema/step.py."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, list] = {}  # slot -> [req_id, computed, tokens, num_blocks]
+
+    def apply(self, frames) -> tuple[step.ExecuteModel, list[int]]:
+        message = codec.decode_step(frames)
+        for slot in np.frombuffer(message.finished, "<u2").tolist():
+            del self.rows[slot]
+        if message.resync is not None:
+            rows = np.frombuffer(message.resync, "<i4").reshape(-1, 4).tolist()
+            assert [r[0] for r in rows] == sorted(r[0] for r in rows)
+            for slot, *counts in rows:
+                assert self.rows[slot][1:] == counts
+            kept = {row[0] for row in rows}
+            self.rows = {slot: row for slot, row in self.rows.items() if slot in kept}
+        for new in message.scheduled_new_reqs:
+            free = min(set(range(len(self.rows) + 1)) - self.rows.keys())
+            assert new.slot == free
+            self.rows[new.slot] = [new.req_id, new.num_computed_tokens, new.num_tokens, 0]
+        for slot in np.frombuffer(message.new_block_slots, "<u2").tolist():
+            self.rows[slot][3] += 1
+        bits = np.unpackbits(np.frombuffer(message.scheduled, np.uint8), bitorder="little")
+        counts = dict.fromkeys(np.flatnonzero(bits).tolist(), 1)
+        pairs = np.frombuffer(message.num_scheduled_tokens, "<i4").reshape(-1, 2).tolist()
+        assert [slot for slot, _ in pairs] == sorted(slot for slot, _ in pairs)
+        counts.update(pairs)
+        assert sum(counts.values()) == message.total_num_scheduled_tokens
+        sampled = []
+        for slot, count in counts.items():
+            row = self.rows[slot]
+            row[1] += count
+            assert row[1] <= row[2]
+            if row[1] == row[2]:
+                row[2] += 1
+                sampled.append(slot)
+        return message, sampled
+
+
+def random_output(rng: random.Random, state: dict, counter: list[int], free: int):
+    """A random legal step over `state` (req_id -> [computed, tokens]), and what it does to it."""
+    finished = [r for r in state if rng.random() < 0.1]
+    alive = [r for r in state if r not in finished]
+    new = []
+    for _ in range(rng.randrange(3)):
+        if len(new) < free + len(finished):
+            counter[0] += 1
+            num = rng.randrange(1, 12)
+            new.append(new_request(f"q{counter[0]}", num, rng.randrange(num), [5, 6]))
+    counts, decodes = {}, []
+    for req_id in alive:
+        computed, tokens = state[req_id]
+        if rng.random() < 0.7:
+            if tokens - computed == 1 and rng.random() < 0.7:
+                decodes.append(req_id)
+            else:
+                counts[req_id] = rng.randrange(1, tokens - computed + 1)
+    for request in new:
+        if rng.random() < 0.8:
+            left = len(request.token_ids) - request.num_computed_tokens
+            counts[request.req_id] = rng.randrange(1, left + 1)
+    blocks = {
+        r: [rng.randrange(1, 9) for _ in range(rng.randrange(1, 4))]
+        for r in alive
+        if rng.random() < 0.3
+    }
+    return SchedulerOutput(
+        num_scheduled_tokens=counts,
+        decode_req_ids=tuple(decodes),
+        scheduled_new_reqs=new,
+        new_block_ids=blocks,
+        finished_req_ids=finished,
+    )
+
+
+def apply_naively(state: dict, output: SchedulerOutput) -> list[str]:
+    for req_id in output.finished_req_ids:
+        del state[req_id]
+    for new in output.scheduled_new_reqs:
+        state[new.req_id] = [new.num_computed_tokens, len(new.token_ids)]
+    sampled = []
+    for req_id, count in {
+        **dict.fromkeys(output.decode_req_ids, 1),
+        **output.num_scheduled_tokens,
+    }.items():
+        state[req_id][0] += count
+        if state[req_id][0] == state[req_id][1]:
+            state[req_id][1] += 1
+            sampled.append(req_id)
+    return sampled
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_steps_mean_the_same_to_a_worker(seed):
+    rng = random.Random(seed)
+    capacity = rng.choice([3, 8, 40])
+    table, worker, state, counter = SlotTable(capacity), NaiveWorker(), {}, [0]
+    repeated = None
+    for seq in range(1, 200):
+        output = random_output(rng, state, counter, capacity - len(state))
+        if (
+            repeated
+            and rng.random() < 0.6
+            and all(r in state and state[r][1] - state[r][0] == 1 for r in repeated)
+        ):
+            output = SchedulerOutput(decode_req_ids=repeated)
+        elif output.decode_req_ids:
+            repeated = output.decode_req_ids
+        if rng.random() < 0.05:
+            table.require_resync()
+        encoded = table.encode(output, **IDS, seq=seq)
+        expected = apply_naively(state, output)
+        message, sampled = worker.apply(encoded.frames)
+        assert (message.epoch, message.link, message.seq) == (3, 2, seq)
+        names = {slot: row[0] for slot, row in worker.rows.items()}
+        assert sorted(names[slot] for slot in sampled) == sorted(expected)
+        assert {row[0]: row[1:3] for row in worker.rows.values()} == state
+        reply = step.ModelRunnerOutput(
+            epoch=3,
+            seq=seq,
+            rank=0,
+            slots=np.array(sampled, "<u2").tobytes(),
+            sampled_token_ids=np.array([100 + s for s in sampled], "<i4").tobytes(),
+        )
+        result = table.decode(encoded, reply, [])
+        assert result.sampled == {names[slot]: 100 + slot for slot in sampled}
+
+
+def test_failed_steps_are_undone_and_the_next_is_full():
+    table, worker = SlotTable(8), NaiveWorker()
+    start = SchedulerOutput(
+        dict.fromkeys("abc", 4), scheduled_new_reqs=[new_request(r, 4) for r in "abc"]
+    )
+    worker.apply(table.encode(start, **IDS, seq=1).frames)
+    failed = SchedulerOutput({"a": 1}, finished_req_ids=["b"])
+    table.encode(failed, **IDS, seq=2)
+    assert table.fail([failed]) == {"a"}
+    again = SchedulerOutput({"a": 5, "c": 1}, scheduled_new_reqs=[new_request("a", 5)])
+    message, sampled = worker.apply(table.encode(again, **IDS, seq=3).frames)
+    assert np.frombuffer(message.resync, "<i4").tolist() == [2, 4, 5, 1]
+    assert message.finished == b""
+    assert sorted(worker.rows[slot][0] for slot in sampled) == ["a", "c"]
+    message, _ = worker.apply(table.encode(SchedulerOutput({"c": 1}), **IDS, seq=4).frames)
+    assert message.resync is None
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (SchedulerOutput({"x": 1}), "no slot"),
+        (SchedulerOutput({"a": 0}), "tokens left"),
+        (SchedulerOutput({"a": 2}), "tokens left"),
+        (SchedulerOutput({"a": 1}, ("a",)), "decode_req_ids"),
+        (SchedulerOutput({}, ("a", "a")), "twice"),
+        (SchedulerOutput({}, ("long", "long")), "twice"),
+        (SchedulerOutput({"a": 1}, finished_req_ids=["a"]), "finished and scheduled"),
+        (SchedulerOutput(new_block_ids={"x": [1]}), "new_block_ids"),
+        (SchedulerOutput(scheduled_new_reqs=[new_request("a", 3)]), "has a slot"),
+        (SchedulerOutput(scheduled_new_reqs=[new_request("n", 3, 3)]), "none"),
+        (SchedulerOutput(scheduled_new_reqs=[new_request("n", 3)] * 2), "twice"),
+        (SchedulerOutput({"n": 4}, scheduled_new_reqs=[new_request("n", 3)]), "tokens left"),
+        (SchedulerOutput(scheduled_new_reqs=[new_request(c, 3) for c in "mnopq"]), "max_num_seqs"),
+        (
+            SchedulerOutput(scheduled_new_reqs=[new_request("n", MAX_ADMITTED_TOKENS + 1)]),
+            "admit some later",
+        ),
+    ],
+)
+def test_broken_rules_change_nothing(output, message):
+    table, worker = SlotTable(4), NaiveWorker()
+    start = SchedulerOutput(
+        {"a": 4, "long": 1}, scheduled_new_reqs=[new_request("a", 4), new_request("long", 9)]
+    )
+    worker.apply(table.encode(start, **IDS, seq=1).frames)
+    with pytest.raises(InvalidSchedulerOutput, match=message):
+        table.encode(output, **IDS, seq=2)
+    table.require_resync()
+    good = SchedulerOutput({"a": 1, "long": 8})
+    _, sampled = worker.apply(table.encode(good, **IDS, seq=2).frames)
+    assert sampled == [0, 1]
+
+
+def test_sizes():
+    table, worker, num, block_size = SlotTable(1024), NaiveWorker(), 1024, 16
+    names = [f"request-{i:032d}" for i in range(num)]
+    lengths = [512 + i % block_size for i in range(num)]
+    start = SchedulerOutput(
+        dict(zip(names, lengths, strict=True)),
+        scheduled_new_reqs=[new_request(n, k) for n, k in zip(names, lengths, strict=True)],
+    )
+    frames = table.encode(start, **IDS, seq=1).frames
+    worker.apply(frames)
+    assert sum(map(len, frames)) <= 4.3 * sum(lengths)
+    decodes, total = tuple(names), 0
+    for seq in range(2, 2 + block_size):
+        blocks = {
+            n: [seq * num]
+            for n, k in zip(names, lengths, strict=True)
+            if (k + seq) % block_size == 0
+        }
+        output = SchedulerOutput(decode_req_ids=decodes, new_block_ids=blocks)
+        encoded = table.encode(output, **IDS, seq=seq)
+        worker.apply(encoded.frames)
+        total += sum(map(len, encoded.frames))
+    assert total / block_size <= 1024
+    table.require_resync()
+    frames = table.encode(SchedulerOutput(decode_req_ids=decodes), **IDS, seq=99).frames
+    worker.apply(frames)
+    assert sum(map(len, frames)) <= 20 * num
+
+
+def test_logprobs_are_cut_to_what_each_request_asked_for():
+    table = SlotTable(4)
+    start = SchedulerOutput(
+        {"a": 1, "b": 1, "c": 1},
+        scheduled_new_reqs=[
+            new_request("a", 1, logprobs=2),
+            new_request("b", 1),
+            new_request("c", 1, logprobs=0),
+        ],
+    )
+    encoded = table.encode(start, **IDS, seq=1)
+    table.encode(SchedulerOutput(finished_req_ids=["a"]), **IDS, seq=2)
+    ids, logprobs = np.arange(9, dtype="<i4").reshape(3, 3), np.ones((3, 3), "<f4")
+    reply = step.ModelRunnerOutput(
+        epoch=3,
+        seq=1,
+        rank=0,
+        num_logprobs=2,
+        slots=np.arange(3, dtype="<u2").tobytes(),
+        sampled_token_ids=np.array([0, 3, 6], "<i4").tobytes(),
+    )
+    arrays = [ids.tobytes(), logprobs.tobytes(), np.array([1, 1, 5], "<i4").tobytes()]
+    result = table.decode(encoded, reply, arrays)
+    assert {k: v.token_ids.tolist() for k, v in result.logprobs.items()} == {
+        "a": [0, 1, 2],
+        "c": [6],
+    }
+    assert result.logprobs["c"].rank == 5
+    with pytest.raises(BadFrameError):
+        table.decode(encoded, reply, arrays[:2])

@@ -1,0 +1,353 @@
+"""A group on fake daemons: attach, load, steps, and each way in which a step or a daemon fails."""
+
+import time
+
+import numpy as np
+import pytest
+
+from client.driver import Driver
+from client.errors import (
+    REMOTE_ERRORS,
+    ClientConfigError,
+    ConfigMismatchError,
+    DeadlineExceeded,
+    EndpointError,
+    FencedError,
+    GapError,
+    IncompatibleError,
+    InvalidStepError,
+    KVPlanError,
+    RemoteCapacityError,
+    StepFailed,
+    TooManyStepsInFlight,
+    WorkerDied,
+)
+from client.requests import GenerationRequest
+from client.scheduler import Scheduler, SchedulerLimits
+from client.scheduler_output import NewRequest, SchedulerOutput
+from client.worker_group import WorkerGroup
+from rpc_schema.config import ParallelConfig
+from rpc_schema.errors import ErrorCode, ErrorScope
+from rpc_schema.sampling import SamplingParams
+from tests.support.fake_daemon import Fault, next_token
+from tests.unit.client.conftest import worker_config
+
+
+def admit(req_id: str, num_tokens: int = 3, first_block: int = 1) -> SchedulerOutput:
+    request = NewRequest(
+        req_id,
+        np.arange(num_tokens, dtype=np.int32),
+        num_tokens,
+        0,
+        [first_block],
+        SamplingParams(),
+    )
+    return SchedulerOutput({req_id: num_tokens}, scheduled_new_reqs=[request])
+
+
+def serve(group: WorkerGroup, model, count: int = 10, pp: int = 1) -> Driver:
+    """Run requests to their end and check their tokens."""
+    limits = SchedulerLimits(4, 32, model.max_model_len, model.num_blocks, model.block_size, pp)
+    driver = Driver(group, Scheduler(limits))
+    for i in range(count):
+        prompt = np.arange(i + 1, dtype=np.int32)
+        driver.add_request(GenerationRequest(id=str(i), prompt_token_ids=prompt, max_tokens=12))
+    outputs = {output.req_id: output.token_ids for output in driver.run()}
+    for i in range(count):
+        tokens = list(range(i + 1))
+        for _ in range(12):
+            tokens.append(next_token(tokens))
+        assert outputs[str(i)] == tokens[i + 1 :]
+    return driver
+
+
+def ready(fakes, connect, pp=1, tp=1, **fields):
+    daemons = fakes(pp * tp)
+    group = connect(daemons, pp, tp)
+    group.attach()
+    model = group.prepare(worker_config(pp, tp, **fields))
+    return daemons, group, model
+
+
+def test_every_code_has_an_exception_of_its_own():
+    assert set(REMOTE_ERRORS) == set(ErrorCode)
+    assert len(set(REMOTE_ERRORS.values())) == len(ErrorCode)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://127.0.0.1:5555", "ipc://relative/w0", "/tmp/w0", f"ipc:///tmp/{'x' * 100}"]
+)
+def test_endpoints_that_cannot_be_are_refused(endpoint):
+    with pytest.raises(EndpointError, match="fix: use"):
+        WorkerGroup([endpoint], ParallelConfig())
+
+
+def test_the_number_of_endpoints_is_checked():
+    with pytest.raises(ClientConfigError, match="needs 2 daemons"):
+        WorkerGroup(["ipc:///tmp/w0"], ParallelConfig(pipeline_parallel_size=2))
+
+
+def test_load_walks_down_the_chain_and_takes_the_smallest_rank(fakes, connect):
+    daemons = fakes(4)
+    daemons.daemons[2].available_bytes = 32 * 4 * 50
+    group = connect(daemons, 2, 2)
+    group.attach()
+    seen = []
+    model = group.prepare(worker_config(2, 2, max_model_len=100), on_progress=seen.append)
+    assert (model.num_blocks, model.max_model_len, model.was_loaded) == (50, 100, False)
+    assert {daemon.kv_cache.num_blocks for daemon in daemons.daemons} == {50}
+    assert [daemon.rank for daemon in daemons.daemons] == [0, 1, 2, 3]
+    assert [status.load for status in group.get_status()] == ["READY"] * 4
+    assert {"load_model", "determine_available_memory"} < model.seconds.keys()
+    serve(group, model, pp=2)
+
+
+def test_too_small_a_cache_is_refused_or_fitted(fakes, connect):
+    daemons = fakes(1, available_bytes=32 * 4 * 11)
+    group = connect(daemons)
+    group.attach()
+    with pytest.raises(KVPlanError, match="max_model_len"):
+        group.prepare(worker_config(max_model_len=100))
+    with pytest.raises(KVPlanError, match="num_gpu_blocks"):
+        group.attach()
+        group.prepare(worker_config(max_model_len=40), num_gpu_blocks=12)
+    group.attach()
+    model = group.prepare(worker_config(max_model_len=100), fit_max_model_len=True)
+    assert model.max_model_len == 40 == daemons.daemons[0].max_len
+
+
+def test_a_second_driver_goes_on_with_what_is_loaded(fakes, connect):
+    daemons, group, model = ready(fakes, connect, 2)
+    serve(group, model, pp=2)
+    other = connect(daemons, 2)
+    other.attach()
+    again = other.prepare(worker_config(2))
+    assert again.was_loaded and again.num_blocks == model.num_blocks
+    assert daemons.daemons[0].operations.count("LoadModel") == 1
+    assert daemons.daemons[0].operations.count("Relink") == 0
+    serve(other, again, pp=2)
+    with pytest.raises(StepFailed) as caught:
+        group.execute_model(admit("late")).result()
+    assert isinstance(caught.value.__cause__, FencedError)
+
+
+def test_another_configuration_is_refused_by_field_or_loaded_anew(fakes, connect):
+    daemons, _, _ = ready(fakes, connect)
+    other = connect(daemons)
+    other.attach()
+    with pytest.raises(ConfigMismatchError, match=r"scheduler\.max_num_seqs: 4 != 8"):
+        other.prepare(worker_config(max_num_seqs=4))
+    with pytest.raises(ConfigMismatchError, match="num_gpu_blocks: 200"):
+        other.prepare(worker_config(), num_gpu_blocks=200)
+    serve(other, other.prepare(worker_config(max_num_seqs=4), reload=True))
+
+
+def test_ranks_at_different_steps_are_linked_anew(fakes, connect):
+    daemons, group, model = ready(fakes, connect, 2)
+    daemons.daemons[1].faults = [Fault(0, "swallow")]
+    group.execute_model(admit("a"))
+    other = connect(daemons, 2)
+    other.attach()
+    again = other.prepare(worker_config(2))
+    assert again.was_loaded
+    assert [daemon.operations.count("Relink") for daemon in daemons.daemons] == [1, 1]
+    serve(other, again, pp=2)
+
+
+def test_half_loaded_daemons_are_reset(fakes, connect):
+    daemons = fakes(2)
+    group = connect(daemons, 2)
+    group.attach()
+    config = worker_config(2)
+    group.init_device(config)
+    group.load_model(config)
+    other = connect(daemons, 2)
+    other.attach()
+    serve(other, other.prepare(worker_config(2, max_num_seqs=5)), pp=2)
+
+
+def test_versions_must_match(fakes, connect):
+    group = connect(fakes(1, version=99))
+    with pytest.raises(IncompatibleError, match="99"):
+        group.attach()
+
+
+def test_a_silent_daemon_runs_into_the_deadline(fakes, connect):
+    daemons = fakes(1)
+    daemons.daemons[0].mute = True
+    with pytest.raises(DeadlineExceeded, match="Hello"):
+        connect(daemons).attach(timeout_s=0.3)
+
+
+def test_at_most_pp_plus_one_steps_in_flight(fakes, connect):
+    _, group, _ = ready(fakes, connect, 2)
+    futures = [group.execute_model(admit(name, first_block=i + 1)) for i, name in enumerate("abc")]
+    with pytest.raises(TooManyStepsInFlight):
+        group.execute_model(admit("d", first_block=4))
+    assert [future.result().sampled for future in futures] == [
+        {name: next_token(range(3))} for name in "abc"
+    ]
+    assert group.num_in_flight == 0
+
+
+def test_a_refused_operation_names_the_rank(fakes, connect):
+    daemons, group, _ = ready(fakes, connect, 2)
+    daemons.daemons[1].load = "KV_READY"
+    daemons.daemons[0].load = "DEVICE_READY"
+    with pytest.raises(Exception, match=f"rank 1 at {daemons.endpoints[1]}: ILLEGAL_STATE"):
+        group.load_model(worker_config(2))
+
+
+def test_a_failed_step_fails_those_behind_it_and_is_repaired(fakes, connect):
+    daemons, group, _ = ready(fakes, connect, 2)
+    group.execute_model(admit("stays")).result()
+    for daemon in daemons.daemons:
+        daemon.faults = [Fault(1, code=ErrorCode.CAPACITY, traceback="Traceback: rank")]
+    first = group.execute_model(admit("a", first_block=2))
+    second = group.execute_model(admit("b", first_block=3))
+    with pytest.raises(StepFailed, match="Traceback: rank") as caught:
+        second.result()
+    assert caught.value.code is ErrorCode.CAPACITY
+    assert isinstance(caught.value.__cause__, RemoteCapacityError)
+    assert caught.value.lost_req_ids == {"a", "b"}
+    with pytest.raises(StepFailed):
+        first.result()
+    output = SchedulerOutput(
+        {"stays": 1, "a": 3}, scheduled_new_reqs=admit("a", first_block=2).scheduled_new_reqs
+    )
+    assert group.execute_model(output).result().sampled.keys() == {"stays", "a"}
+    resync = np.frombuffer(daemons.daemons[0].executes[-1].resync, "<i4").tolist()
+    assert resync == [0, 3, 4, 1]
+
+
+def test_a_step_sent_before_the_failure_was_heard_of_fails_with_it(fakes, connect):
+    daemons, group, _ = ready(fakes, connect, 2)
+    daemons.daemons[0].faults = [Fault(1)]
+    daemons.daemons[1].faults = [Fault(1, delay_s=0.5)]
+    first = group.execute_model(admit("a"))
+    group.execute_model(admit("b", first_block=2))
+    first.result()
+    deadline = time.monotonic() + 5
+    while group.num_in_flight and time.monotonic() < deadline:
+        first._group._take_reply(0.0)
+    third = group.execute_model(SchedulerOutput({"a": 1}))
+    with pytest.raises(StepFailed) as caught:
+        third.result()
+    assert caught.value.lost_req_ids == {"a", "b"}
+    assert group.slots.req_ids == []
+
+
+def test_the_root_cause_is_preferred_to_its_consequence(fakes, connect):
+    daemons, group, _ = ready(fakes, connect, 2)
+    daemons.daemons[0].faults = [Fault(0, code=ErrorCode.DEVICE, message="cause", delay_s=0.2)]
+    daemons.daemons[1].faults = [Fault(0, code=ErrorCode.UPSTREAM_FAILED)]
+    with pytest.raises(StepFailed, match="cause") as caught:
+        group.execute_model(admit("a")).result()
+    assert (caught.value.rank, caught.value.code) == (0, ErrorCode.DEVICE)
+
+
+def test_a_consequence_alone_is_told_after_a_while(fakes, connect):
+    daemons, group, _ = ready(fakes, connect, 2)
+    daemons.daemons[0].faults = [Fault(0, "hang")]
+    daemons.daemons[1].faults = [Fault(0, code=ErrorCode.UPSTREAM_FAILED)]
+    with pytest.raises(StepFailed) as caught:
+        group.execute_model(admit("a")).result()
+    assert caught.value.code is ErrorCode.UPSTREAM_FAILED
+
+
+def test_a_lost_step_shows_as_a_gap_and_is_repaired(fakes, connect):
+    daemons, group, model = ready(fakes, connect)
+    daemons.daemons[0].faults = [Fault(0, "swallow")]
+    group.execute_model(admit("a"))
+    with pytest.raises(StepFailed) as caught:
+        group.execute_model(admit("b", first_block=2)).result()
+    assert isinstance(caught.value.__cause__, GapError)
+    assert caught.value.lost_req_ids == {"a", "b"}
+    serve(group, model)
+
+
+def test_a_hung_step_runs_into_its_own_deadline(fakes, connect):
+    daemons, group, model = ready(fakes, connect, 2, step_deadline_ms=100)
+    for daemon in daemons.daemons:
+        daemon.faults = [Fault(0, "hang")]
+    future = group.execute_model(admit("a"))
+    with pytest.raises(DeadlineExceeded):
+        future.result(timeout_s=0.05)
+    assert not future.done()
+    with pytest.raises(StepFailed, match="no answer") as caught:
+        future.result()
+    assert caught.value.lost_req_ids == {"a"}
+    serve(group, model, pp=2)
+    assert [daemon.operations.count("Relink") for daemon in daemons.daemons] == [1, 1]
+
+
+@pytest.mark.parametrize("code", [ErrorCode.COMM, ErrorCode.CAPACITY, ErrorCode.INTERNAL])
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_requests_survive_failures_of_any_step(fakes, connect, pp, code):
+    daemons, group, model = ready(fakes, connect, pp)
+    scope = ErrorScope.GROUP if code is ErrorCode.COMM else ErrorScope.STEP
+    for daemon in daemons.daemons:
+        daemon.faults = [Fault(n, code=code, scope=scope) for n in (0, 7, 15, 16)]
+    driver = serve(group, model, count=20, pp=pp)
+    assert driver.num_failures >= 3
+    relinks = daemons.daemons[0].operations.count("Relink")
+    assert relinks >= 2 if code is ErrorCode.COMM and pp > 1 else relinks == 0
+
+
+def test_steps_that_fail_for_ever_end_the_driver(fakes, connect):
+    daemons, group, model = ready(fakes, connect)
+    daemons.daemons[0].faults = [Fault(n) for n in range(50)]
+    with pytest.raises(StepFailed, match="scripted"):
+        serve(group, model)
+
+
+def test_a_refusal_by_the_daemon_is_typed(fakes, connect):
+    _, group, _ = ready(fakes, connect)
+    with pytest.raises(StepFailed) as caught:
+        group.execute_model(admit("a", first_block=10**6)).result()
+    assert isinstance(caught.value.__cause__, InvalidStepError)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_daemons_death_is_known_at_once(fakes, connect, rank):
+    daemons, group, _ = ready(fakes, connect, 2, step_deadline_ms=60_000)
+    daemons.daemons[rank].faults = [Fault(0, "die")]
+    daemons.daemons[1 - rank].faults = [Fault(0, "hang")]
+    future = group.execute_model(admit("a"))
+    start = time.monotonic()
+    with pytest.raises(WorkerDied) as caught:
+        future.result()
+    assert (caught.value.rank, caught.value.endpoint) == (rank, daemons.endpoints[rank])
+    assert time.monotonic() - start < 30
+    with pytest.raises(WorkerDied):
+        group.execute_model(admit("b"))
+
+
+def test_deferred_sampling(fakes, connect):
+    _, group, _ = ready(fakes, connect)
+    output = admit("a")
+    output.defer_sampling = True
+    deferred = group.execute_model(output)
+    sampled = group.sample_tokens(deferred, {"a": np.full(32, -1, np.int32)})
+    assert deferred.result().sampled == {}
+    assert sampled.result().sampled == {"a": next_token(range(3))}
+    assert group.execute_dummy_batch().result().sampled == {}
+
+
+def test_long_prompts_are_sent_whole(fakes, connect):
+    daemons = fakes(1, available_bytes=1 << 24)
+    group = connect(daemons)
+    group.attach()
+    config = worker_config(
+        max_model_len=140_000,
+        block_size=1024,
+        max_num_batched_tokens=70_000,
+        step_deadline_ms=60_000,
+    )
+    model = group.prepare(config)
+    limits = SchedulerLimits(8, 70_000, model.max_model_len, model.num_blocks, 1024)
+    driver = Driver(group, Scheduler(limits))
+    prompt = np.arange(139_000, dtype=np.int32) % 1000
+    driver.add_request(GenerationRequest(id="long", prompt_token_ids=prompt, max_tokens=2))
+    (output,) = driver.run()
+    assert output.token_ids[0] == next_token(prompt)

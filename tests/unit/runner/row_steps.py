@@ -1,0 +1,219 @@
+"""Random valid steps over a plain dict of requests: what the row tests compare RequestState and
+InputBuilder with. Knows nothing of how either keeps its rows.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rpc_schema.sampling import SamplingParams
+from rpc_schema.step import ExecuteModel, NewRequestData
+
+
+@dataclass
+class Request:
+    """One request as a driver thinks of it."""
+
+    known: list[int]
+    num_prompt: int
+    computed: int
+    sampling: SamplingParams
+    sampled: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Admission:
+    slot: int
+    tokens: list[int]
+    num_prompt: int
+    computed: int
+    sampling: SamplingParams
+
+
+@dataclass
+class Plan:
+    """One step in plain Python."""
+
+    finished: list[int] = field(default_factory=list)
+    keep: list[int] | None = None
+    admissions: list[Admission] = field(default_factory=list)
+    blocks: list[tuple[int, int]] = field(default_factory=list)
+    scheduled: dict[int, int] = field(default_factory=dict)
+    defer: bool = False
+
+
+class NaiveRows:
+    """Requests by slot, stepped one at a time."""
+
+    def __init__(self, limits):
+        self.limits = limits
+        self.requests = {}
+        self.unsampled = {}
+        self.admissions = [0] * limits.max_num_seqs
+
+    def apply(self, seq, plan):
+        """Returns {slot: (start, count, samples)} of the step."""
+        for slot in plan.finished:
+            del self.requests[slot]
+            for slots in self.unsampled.values():
+                slots.discard(slot)
+        if plan.keep is not None:
+            self.requests = {s: r for s, r in self.requests.items() if s in plan.keep}
+            self.unsampled = {}
+        for new in plan.admissions:
+            self.requests[new.slot] = Request(
+                new.tokens, new.num_prompt, new.computed, new.sampling, [], len(new.tokens)
+            )
+            self.admissions[new.slot] += 1
+        for slot, block_id in plan.blocks:
+            self.requests[slot].blocks.append(block_id)
+        ran = {}
+        for slot in sorted(plan.scheduled):
+            request, count = self.requests[slot], plan.scheduled[slot]
+            start = request.computed
+            request.computed += count
+            samples = request.computed == request.num_tokens
+            request.num_tokens += samples
+            ran[slot] = (start, count, samples)
+        if plan.defer:
+            self.unsampled[seq] = {slot for slot, (_, _, samples) in ran.items() if samples}
+        return ran
+
+    @property
+    def waiting(self):
+        """Slots whose newest token is not sampled yet."""
+        return set().union(*self.unsampled.values())
+
+    def resync_rows(self, slots):
+        return [
+            (
+                s,
+                self.requests[s].computed,
+                self.requests[s].num_tokens,
+                len(self.requests[s].blocks),
+            )
+            for s in sorted(slots)
+        ]
+
+
+class StepGenerator:
+    """Draws valid plans: admissions, chunks, decodes, finishes, resynchronisations."""
+
+    def __init__(self, rng, limits):
+        self.rng = rng
+        self.limits = limits
+
+    def draw(self, rows):
+        rng, plan = self.rng, Plan()
+        plan.finished = [s for s in rows.requests if rng.random() < 0.08]
+        waiting = rows.waiting - {*plan.finished}
+        live = {s: r for s, r in rows.requests.items() if s not in plan.finished}
+        if rng.random() < 0.06:
+            plan.keep = [s for s in live if s not in waiting and rng.random() < 0.8]
+            live, waiting = {s: live[s] for s in plan.keep}, set()
+        free = [s for s in range(self.limits.max_num_seqs) if s not in live]
+        rng.shuffle(free)
+        plan.admissions = [self.admission(s) for s in free[: int(rng.integers(0, 3))]]
+        sizes = {s: (r.computed, r.num_tokens, len(r.blocks)) for s, r in live.items()}
+        sizes |= {a.slot: (a.computed, len(a.tokens), 0) for a in plan.admissions}
+        self._schedule(plan, {s: size for s, size in sizes.items() if s not in waiting})
+        plan.defer = len(rows.unsampled) < 8 and rng.random() < 0.15
+        return plan
+
+    def admission(self, slot):
+        rng, limits = self.rng, self.limits
+        length = int(rng.integers(1, limits.max_model_len + 1))
+        return Admission(
+            slot,
+            [int(t) for t in rng.integers(0, limits.vocab_size, length)],
+            int(rng.integers(1, length + 1)),
+            int(rng.integers(0, length)) if rng.random() < 0.4 else 0,
+            self.sampling(),
+        )
+
+    def sampling(self):
+        rng = self.rng
+        random = rng.random() < 0.6
+        return SamplingParams(
+            temperature=float(rng.uniform(0.1, 2)) if random else 0.0,
+            top_k=int(rng.integers(0, 9)),
+            top_p=float(rng.uniform(0.05, 1)) if rng.random() < 0.5 else 1.0,
+            min_p=float(rng.uniform(0, 0.5)) if rng.random() < 0.5 else 0.0,
+            seed=int(rng.integers(0, 2**63 - 1, endpoint=True)),
+            min_tokens=int(rng.integers(0, 4)),
+            stop_token_ids=tuple(
+                int(t) for t in rng.integers(0, self.limits.vocab_size, rng.integers(0, 3))
+            ),
+            logprobs=None
+            if rng.random() < 0.5
+            else int(rng.integers(0, min(6, self.limits.vocab_size + 1))),
+        )
+
+    def _schedule(self, plan, sizes):
+        rng, limits, budget = self.rng, self.limits, self.limits.max_num_batched_tokens
+        for slot, (computed, num_tokens, num_blocks) in sizes.items():
+            room = min(num_tokens - computed, limits.max_model_len - computed, budget)
+            if room < 1 or rng.random() < 0.15:
+                continue
+            count = room if rng.random() < 0.6 else int(rng.integers(1, room + 1))
+            budget -= count
+            needed = -(-(computed + count) // limits.block_size)
+            spare = int(rng.integers(0, 2))
+            total = min(max(needed, num_blocks + spare), limits.max_blocks_per_seq)
+            plan.blocks += [
+                (slot, int(rng.integers(1, limits.num_blocks))) for _ in range(total - num_blocks)
+            ]
+            plan.scheduled[slot] = count
+        rng.shuffle(plan.blocks)
+        plan.blocks = [(int(s), int(b)) for s, b in plan.blocks]
+
+
+def int32s(*values):
+    return np.array(values, "<i4").tobytes()
+
+
+def uint16s(*values):
+    return np.array(values, "<u2").tobytes()
+
+
+def bitmap(slots):
+    bits = bytearray(max(slots) // 8 + 1 if slots else 0)
+    for slot in slots:
+        bits[slot // 8] |= 1 << slot % 8
+    return bytes(bits)
+
+
+def encode(seq, plan, rows):
+    """The plan as the driver sends it: (ExecuteModel, frames). rows: before the plan."""
+    pairs = [v for s in sorted(plan.scheduled) if (n := plan.scheduled[s]) != 1 for v in (s, n)]
+    resync = None
+    if plan.keep is not None:
+        resync = int32s(*(v for row in rows.resync_rows(plan.keep) for v in row))
+    message = ExecuteModel(
+        epoch=1,
+        link=1,
+        seq=seq,
+        total_num_scheduled_tokens=sum(plan.scheduled.values()),
+        scheduled=bitmap(plan.scheduled),
+        num_scheduled_tokens=int32s(*pairs),
+        new_block_slots=uint16s(*(slot for slot, _ in plan.blocks)),
+        new_block_ids=int32s(*(block_id for _, block_id in plan.blocks)),
+        finished=uint16s(*plan.finished),
+        scheduled_new_reqs=tuple(
+            NewRequestData(
+                slot=new.slot,
+                req_id=f"request-{seq}-{new.slot}",
+                num_tokens=len(new.tokens),
+                num_prompt_tokens=new.num_prompt,
+                num_computed_tokens=new.computed,
+                sampling=new.sampling,
+            )
+            for new in plan.admissions
+        ),
+        resync=resync,
+        defer_sampling=plan.defer,
+    )
+    tokens = [token for new in plan.admissions for token in new.tokens]
+    return message, [int32s(*tokens)] if plan.admissions else []

@@ -1,0 +1,69 @@
+"""A step's reply: columns as raw little-endian bytes, and failures that came from upstream."""
+
+import numpy as np
+import pytest
+import torch
+
+from rpc_schema.codec import decode_step_reply, encode_step
+from worker_daemon.distributed.pp import STATUS_FAILED, STATUS_MISMATCH, STATUS_OK
+from worker_daemon.errors import UpstreamFailedError
+from worker_daemon.runner.output import NoTokens, ReplyIdentity, StepOutput
+from worker_daemon.sample.logprobs import LogprobTensors
+from worker_daemon.sample.sampler import SamplerOutput
+
+IDENTITY = ReplyIdentity(epoch=4, seq=17, rank=3)
+
+
+def status(value):
+    return torch.full((), value, dtype=torch.int64)
+
+
+def test_tokens_and_logprobs_come_back_from_their_bytes():
+    rng = np.random.default_rng(0)
+    slots = np.array([0, 7, 300, 65534])
+    token_ids = rng.integers(0, 2**31 - 1, 4)
+    logprobs = LogprobTensors(
+        torch.from_numpy(rng.integers(0, 1000, (4, 6)).astype(np.int32)),
+        torch.from_numpy(rng.standard_normal((4, 6)).astype(np.float32)),
+        torch.from_numpy(rng.integers(1, 1000, 4).astype(np.int32)),
+    )
+    sampled = SamplerOutput(torch.from_numpy(token_ids), logprobs)
+    reply, frames = StepOutput(IDENTITY, slots, sampled, status(STATUS_OK)).result()
+    received = decode_step_reply(encode_step(reply, frames))
+    assert (received.epoch, received.seq, received.rank) == (4, 17, 3)
+    assert np.frombuffer(received.slots, "<u2").tolist() == slots.tolist()
+    assert np.frombuffer(received.sampled_token_ids, "<i4").tolist() == token_ids.tolist()
+    assert received.num_logprobs == 5
+    ids, values, ranks = frames
+    assert ids == logprobs.token_ids.numpy().astype("<i4").tobytes()
+    assert values == logprobs.logprobs.numpy().astype("<f4").tobytes()
+    assert ranks == logprobs.ranks.numpy().astype("<i4").tobytes()
+
+
+def test_strided_columns_are_sent_row_by_row():
+    ids = torch.arange(12, dtype=torch.int32).view(3, 4).t()
+    logprobs = LogprobTensors(ids, ids.float(), torch.arange(4, dtype=torch.int32))
+    sampled = SamplerOutput(torch.arange(4), logprobs)
+    _, frames = StepOutput(IDENTITY, np.arange(4), sampled, status(STATUS_OK)).result()
+    assert np.frombuffer(frames[0], "<i4").reshape(4, 3).tolist() == ids.tolist()
+
+
+def test_no_logprobs_means_no_frames():
+    sampled = SamplerOutput(torch.tensor([5]), None)
+    reply, frames = StepOutput(IDENTITY, np.array([2]), sampled, status(STATUS_OK)).result()
+    assert (reply.num_logprobs, frames) == (-1, [])
+    reply, frames = NoTokens(IDENTITY, status(STATUS_OK)).result()
+    assert (reply.slots, reply.sampled_token_ids, reply.num_logprobs, frames) == (b"", b"", -1, [])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [(STATUS_FAILED, "earlier pipeline stage"), (STATUS_MISMATCH, "relink")]
+)
+def test_failure_upstream_is_raised_when_the_reply_is_taken(value, message):
+    sampled = SamplerOutput(torch.tensor([5]), None)
+    for output in (
+        StepOutput(IDENTITY, np.array([2]), sampled, status(value)),
+        NoTokens(IDENTITY, status(value)),
+    ):
+        with pytest.raises(UpstreamFailedError, match=message):
+            output.result()

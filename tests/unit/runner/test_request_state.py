@@ -1,0 +1,631 @@
+"""The judge of steps against a plain dict: every valid step gives the same rows, every broken one
+is refused by name and leaves no trace."""
+
+import copy
+from dataclasses import fields, is_dataclass
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from row_steps import Admission, NaiveRows, Plan, StepGenerator, bitmap, encode, int32s, uint16s
+
+from rpc_schema.sampling import SamplingParams
+from rpc_schema.step import ExecuteModel
+from worker_daemon.errors import InvalidStepError, PrecededByError
+from worker_daemon.runner.request_state import MAX_UNSAMPLED_STEPS, RequestState, StepLimits
+
+LIMITS = StepLimits(
+    max_num_seqs=9,
+    max_num_batched_tokens=40,
+    max_model_len=23,
+    vocab_size=19,
+    block_size=4,
+    num_blocks=30,
+)
+MEMOS = {"_failed_seq", "_last_bitmap", "_last_slots", "limits"}
+
+
+def draw_limits(rng):
+    max_num_seqs = int(rng.integers(1, 20))
+    return StepLimits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + int(rng.integers(0, 60)),
+        max_model_len=int(rng.integers(1, 50)),
+        vocab_size=int(rng.integers(1, 100)),
+        block_size=2 ** int(rng.integers(0, 5)),
+        num_blocks=int(rng.integers(2, 60)),
+    )
+
+
+def flatten(value):
+    """Nested state as a list of comparable leaves."""
+    if isinstance(value, np.ndarray):
+        return [("array", value.shape, value.tobytes())]
+    if is_dataclass(value):
+        return [leaf for f in fields(value) for leaf in flatten(getattr(value, f.name))]
+    if isinstance(value, dict):
+        return [leaf for key in value for leaf in (key, *flatten(value[key]))]
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in flatten(item)]
+    return [value]
+
+
+def everything(state):
+    """All that a step may change, copied."""
+    return {k: flatten(copy.deepcopy(v)) for k, v in vars(state).items() if k not in MEMOS}
+
+
+def check_step(step, ran, plan, rows):
+    assert step.slots.tolist() == list(ran)
+    assert step.starts.tolist() == [start for start, _, _ in ran.values()]
+    assert step.num_tokens.tolist() == [count for _, count, _ in ran.values()]
+    assert step.samples.tolist() == [samples for _, _, samples in ran.values()]
+    assert step.total_num_tokens == sum(plan.scheduled.values())
+    assert step.defer_sampling == plan.defer
+    updates = step.block_updates
+    triples = zip(updates.slots, updates.indices, updates.block_ids, strict=True)
+    for slot, index, block_id in triples:
+        assert rows.requests[slot].blocks[index] == block_id
+    assert sorted(zip(updates.slots, updates.block_ids, strict=True)) == sorted(plan.blocks)
+    assert len({*zip(updates.slots.tolist(), updates.indices.tolist(), strict=True)}) == len(
+        plan.blocks
+    )
+
+
+def check_rows(state, rows):
+    assert state.num_live == len(rows.requests)
+    for slot, request in rows.requests.items():
+        assert state.known_tokens[slot].tolist() == request.known
+        assert state.num_known_tokens[slot] == len(request.known)
+        assert state.num_prompt_tokens[slot] == request.num_prompt
+    slots = np.arange(rows.limits.max_num_seqs)
+    generations = np.array(rows.admissions)
+    current = state.are_current(slots, generations)
+    assert current.tolist() == [slot in rows.requests for slot in slots]
+    assert not state.are_current(slots, generations - 1).any()
+
+
+def check_counts(state, rows, seq):
+    """A full resynchronisation is accepted only where every count agrees, and no token is
+    outstanding."""
+    settled = [slot for slot in rows.requests if slot not in rows.waiting]
+    message, _ = encode(seq, Plan(keep=settled), rows)
+    copy.deepcopy(state).apply(message, [])
+    for slot in rows.waiting:
+        message, _ = encode(seq, Plan(keep=[*settled, slot]), rows)
+        with pytest.raises(InvalidStepError) as refused:
+            copy.deepcopy(state).apply(message, [])
+        assert refused.value.field == "resync"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_follow_a_plain_dict_over_random_steps(seed):
+    rng = np.random.default_rng(seed)
+    limits = draw_limits(rng) if seed else LIMITS
+    state, rows, steps = RequestState(limits), NaiveRows(limits), StepGenerator(rng, limits)
+    num_samples = 0
+    for seq in range(1, 400):
+        plan = steps.draw(rows)
+        message, arrays = encode(seq, plan, rows)
+        ran = rows.apply(seq, plan)
+        check_step(state.apply(message, arrays), ran, plan, rows)
+        check_rows(state, rows)
+        num_samples += sum(samples for _, _, samples in ran.values())
+        if rng.random() < 0.3:
+            check_counts(state, rows, seq)
+        for waiting in [s for s in rows.unsampled if rng.random() < 0.4]:
+            state.take_unsampled(waiting)
+            del rows.unsampled[waiting]
+    assert num_samples > 20
+
+
+# Ways to break a valid step: (message, frames, rows before it) -> the broken one and the field that
+# must be named, or None where the step has nothing to break.
+
+
+def pick(rng, values):
+    values = list(values)
+    return values[int(rng.integers(len(values)))] if values else None
+
+
+def free_slot(message, rows):
+    taken = {new.slot for new in message.scheduled_new_reqs}
+    finished = {int(s) for s in np.frombuffer(message.finished, "<u2")}
+    stay = {*rows.requests} - finished
+    if message.resync is not None:
+        stay = {int(s) for s in np.frombuffer(message.resync, "<i4")[::4]}
+    free = [s for s in range(rows.limits.max_num_seqs) if s not in stay | taken]
+    return free[-1] if free else None
+
+
+def finished_odd_bytes(rng, message, arrays, rows):
+    return replace(message, finished=message.finished + b"\0"), arrays, "finished"
+
+
+def finished_out_of_range(rng, message, arrays, rows):
+    slot = pick(rng, [rows.limits.max_num_seqs, 65535])
+    return replace(message, finished=message.finished + uint16s(slot)), arrays, "finished"
+
+
+def finished_not_live(rng, message, arrays, rows):
+    free = [s for s in range(rows.limits.max_num_seqs) if s not in rows.requests]
+    if not free:
+        return None
+    finished = message.finished + uint16s(pick(rng, free))
+    return replace(message, finished=finished), arrays, "finished"
+
+
+def finished_twice(rng, message, arrays, rows):
+    if not message.finished:
+        return None
+    return replace(message, finished=message.finished + message.finished[:2]), arrays, "finished"
+
+
+def resync_odd_bytes(rng, message, arrays, rows):
+    resync = (message.resync or b"") + bytes(int(rng.integers(1, 4)))
+    return replace(message, resync=resync), arrays, "resync"
+
+
+def resync_not_rows(rng, message, arrays, rows):
+    resync = (message.resync or b"") + int32s(*[0] * int(rng.integers(1, 4)))
+    return replace(message, resync=resync), arrays, "resync"
+
+
+def resync_not_live(rng, message, arrays, rows):
+    gone = {*np.frombuffer(message.finished, "<u2").tolist()}
+    dead = [s for s in range(rows.limits.max_num_seqs) if s not in rows.requests or s in gone]
+    slot = pick(rng, [*dead, rows.limits.max_num_seqs, 2**31 - 1])
+    return (
+        replace(message, resync=(message.resync or b"") + int32s(slot, 0, 0, 0)),
+        arrays,
+        "resync",
+    )
+
+
+def resync_negative_slot(rng, message, arrays, rows):
+    """A negative slot must not stand for a row counted from the end."""
+    slot = int(rng.integers(1, rows.limits.max_num_seqs + 3))
+    aliased = rows.limits.max_num_seqs + 1 - slot
+    counts = rows.resync_rows([aliased])[0][1:] if aliased in rows.requests else (0, 0, 0)
+    return replace(message, resync=int32s(-slot, *counts)), arrays, "resync"
+
+
+def resync_twice(rng, message, arrays, rows):
+    if not message.resync:
+        return None
+    return replace(message, resync=message.resync + message.resync[:16]), arrays, "resync"
+
+
+def resync_other_counts(rng, message, arrays, rows):
+    if not message.resync:
+        return None
+    values = np.frombuffer(message.resync, "<i4").reshape(-1, 4).copy()
+    values[rng.integers(len(values)), rng.integers(1, 4)] += pick(rng, [-1, 1, 100])
+    return replace(message, resync=values.tobytes()), arrays, "resync"
+
+
+def with_request(rng, message, **changes):
+    """The message with one of its new requests changed, or None without any."""
+    if not message.scheduled_new_reqs:
+        return None
+    chosen = int(rng.integers(len(message.scheduled_new_reqs)))
+    requests = tuple(
+        replace(new, **changes) if index == chosen else new
+        for index, new in enumerate(message.scheduled_new_reqs)
+    )
+    return replace(message, scheduled_new_reqs=requests)
+
+
+def new_slot_out_of_range(rng, message, arrays, rows):
+    broken = with_request(rng, message, slot=pick(rng, [rows.limits.max_num_seqs, 65534]))
+    return broken and (broken, arrays, "slot")
+
+
+def new_slot_taken(rng, message, arrays, rows):
+    finished = {*np.frombuffer(message.finished, "<u2").tolist()}
+    if message.resync is not None or not (taken := {*rows.requests} - finished):
+        return None
+    broken = with_request(rng, message, slot=pick(rng, taken))
+    return broken and (broken, arrays, "slot")
+
+
+def new_slot_twice(rng, message, arrays, rows):
+    if len(message.scheduled_new_reqs) < 2:
+        return None
+    first, second, *rest = message.scheduled_new_reqs
+    requests = (first, replace(second, slot=first.slot), *rest)
+    return replace(message, scheduled_new_reqs=requests), arrays, "slot"
+
+
+def new_too_long(rng, message, arrays, rows):
+    if not message.scheduled_new_reqs:
+        return None
+    first, *rest = message.scheduled_new_reqs
+    length = rows.limits.max_model_len + 1
+    extra = int32s(*[0] * (length - first.num_tokens))
+    requests = (replace(first, num_tokens=length), *rest)
+    return replace(message, scheduled_new_reqs=requests), [extra + arrays[0]], "num_tokens"
+
+
+def new_prompt_longer_than_tokens(rng, message, arrays, rows):
+    broken = with_request(rng, message, num_prompt_tokens=rows.limits.max_model_len + 1)
+    return broken and (broken, arrays, "num_prompt_tokens")
+
+
+def new_all_computed(rng, message, arrays, rows):
+    if not message.scheduled_new_reqs:
+        return None
+    first, *rest = message.scheduled_new_reqs
+    more = first.num_tokens + int(rng.integers(0, 2))
+    requests = (replace(first, num_computed_tokens=more), *rest)
+    return replace(message, scheduled_new_reqs=requests), arrays, "num_computed_tokens"
+
+
+def new_unknown_stop_token(rng, message, arrays, rows):
+    params = SamplingParams(stop_token_ids=(0, rows.limits.vocab_size))
+    broken = with_request(rng, message, sampling=params)
+    return broken and (broken, arrays, "stop_token_ids")
+
+
+def new_more_logprobs_than_tokens(rng, message, arrays, rows):
+    broken = with_request(rng, message, sampling=SamplingParams(logprobs=20))
+    return broken and (broken, arrays, "logprobs")
+
+
+def new_temperature_too_small(rng, message, arrays, rows):
+    params = SamplingParams(temperature=pick(rng, [1e-300, 1e-40, 9e-6]))
+    broken = with_request(rng, message, sampling=params)
+    return broken and (broken, arrays, "temperature")
+
+
+def token_out_of_vocabulary(rng, message, arrays, rows):
+    if not arrays:
+        return None
+    tokens = np.frombuffer(arrays[0], "<i4").copy()
+    tokens[rng.integers(tokens.size)] = pick(rng, [-1, rows.limits.vocab_size, -(2**31)])
+    return message, [tokens.tobytes()], "tokens"
+
+
+def tokens_of_another_size(rng, message, arrays, rows):
+    if not arrays:
+        return None
+    return message, [pick(rng, [arrays[0][4:], arrays[0] + bytes(4), b""])], "tokens"
+
+
+def tokens_of_odd_bytes(rng, message, arrays, rows):
+    return (message, [arrays[0][:-1]], "tokens") if arrays else None
+
+
+def another_number_of_frames(rng, message, arrays, rows):
+    return message, pick(rng, [[], arrays * 2]) if arrays else [b""], "arrays"
+
+
+def block_out_of_range(rng, message, arrays, rows):
+    if not message.new_block_ids:
+        return None
+    block_ids = np.frombuffer(message.new_block_ids, "<i4").copy()
+    bad = [0, -1, rows.limits.num_blocks, 2**31 - 1, -(2**31)]
+    block_ids[rng.integers(block_ids.size)] = pick(rng, bad)
+    return replace(message, new_block_ids=block_ids.tobytes()), arrays, "new_block_ids"
+
+
+def block_ids_of_odd_bytes(rng, message, arrays, rows):
+    return replace(message, new_block_ids=message.new_block_ids + b"\0"), arrays, "new_block_ids"
+
+
+def block_slots_of_odd_bytes(rng, message, arrays, rows):
+    broken = replace(message, new_block_slots=message.new_block_slots + b"\0")
+    return broken, arrays, "new_block_slots"
+
+
+def more_block_slots_than_ids(rng, message, arrays, rows):
+    broken = replace(message, new_block_slots=message.new_block_slots + uint16s(0))
+    return broken, arrays, "new_block_slots"
+
+
+def fewer_block_slots_than_ids(rng, message, arrays, rows):
+    broken = replace(message, new_block_ids=message.new_block_ids + int32s(1))
+    return broken, arrays, "new_block_slots"
+
+
+def block_for_unknown_slot(rng, message, arrays, rows):
+    free = free_slot(message, rows)
+    slot = pick(rng, [s for s in (free, rows.limits.max_num_seqs, 65535) if s is not None])
+    broken = replace(
+        message,
+        new_block_slots=message.new_block_slots + uint16s(slot),
+        new_block_ids=message.new_block_ids + int32s(1),
+    )
+    return broken, arrays, "new_block_slots"
+
+
+def too_many_blocks(rng, message, arrays, rows):
+    bits = np.unpackbits(np.frombuffer(message.scheduled, np.uint8), bitorder="little")
+    slot = pick(rng, np.flatnonzero(bits))
+    if slot is None:
+        return None
+    count = rows.limits.max_blocks_per_seq + 1
+    broken = replace(
+        message,
+        new_block_slots=message.new_block_slots + uint16s(*[slot] * count),
+        new_block_ids=message.new_block_ids + int32s(*[1] * count),
+    )
+    return broken, arrays, "new_block_slots"
+
+
+def without_blocks(rng, message, arrays, rows):
+    """At least one scheduled request has no room for its tokens."""
+    if not message.scheduled_new_reqs or not message.new_block_ids:
+        return None
+    slots = np.frombuffer(message.new_block_slots, "<u2")
+    if message.scheduled_new_reqs[0].slot not in slots:
+        return None
+    keep = slots != message.scheduled_new_reqs[0].slot
+    block_ids = np.frombuffer(message.new_block_ids, "<i4")[keep]
+    broken = replace(
+        message, new_block_slots=slots[keep].tobytes(), new_block_ids=block_ids.tobytes()
+    )
+    return broken, arrays, "num_scheduled_tokens"
+
+
+def scheduled_unknown_slot(rng, message, arrays, rows):
+    free = free_slot(message, rows)
+    slot = pick(rng, [s for s in (free, rows.limits.max_num_seqs, 65535) if s is not None])
+    named = np.zeros(65536, np.uint8)
+    bits = np.unpackbits(np.frombuffer(message.scheduled, np.uint8), bitorder="little")
+    named[: bits.size] = bits
+    named[slot] = 1
+    broken = replace(
+        message,
+        scheduled=np.packbits(named, bitorder="little").tobytes(),
+        total_num_scheduled_tokens=message.total_num_scheduled_tokens + 1,
+    )
+    return broken, arrays, "scheduled"
+
+
+def scheduled_before_it_is_sampled(rng, message, arrays, rows):
+    waiting = rows.waiting - {*np.frombuffer(message.finished, "<u2").tolist()}
+    if message.resync is not None or not waiting:
+        return None
+    return replace(message, scheduled=bitmap(sorted(waiting))), arrays, "scheduled"
+
+
+def counts_of_odd_bytes(rng, message, arrays, rows):
+    broken = replace(message, num_scheduled_tokens=message.num_scheduled_tokens + b"\0\0")
+    return broken, arrays, "num_scheduled_tokens"
+
+
+def counts_not_pairs(rng, message, arrays, rows):
+    broken = replace(message, num_scheduled_tokens=message.num_scheduled_tokens + int32s(0))
+    return broken, arrays, "num_scheduled_tokens"
+
+
+def count_of_unscheduled_slot(rng, message, arrays, rows):
+    bits = np.unpackbits(np.frombuffer(message.scheduled, np.uint8), bitorder="little")
+    slot = pick(rng, [-1, 65536, 2**31 - 1, -(2**31), *np.flatnonzero(bits == 0).tolist()])
+    counts = message.num_scheduled_tokens + int32s(slot, 1)
+    return replace(message, num_scheduled_tokens=counts), arrays, "num_scheduled_tokens"
+
+
+def count_twice(rng, message, arrays, rows):
+    if not message.num_scheduled_tokens:
+        return None
+    counts = message.num_scheduled_tokens + message.num_scheduled_tokens[:8]
+    return replace(message, num_scheduled_tokens=counts), arrays, "num_scheduled_tokens"
+
+
+def count_below_one(rng, message, arrays, rows):
+    if not message.num_scheduled_tokens:
+        return None
+    pairs = np.frombuffer(message.num_scheduled_tokens, "<i4").reshape(-1, 2).copy()
+    pairs[rng.integers(len(pairs)), 1] = pick(rng, [0, -1, -(2**31)])
+    return replace(message, num_scheduled_tokens=pairs.tobytes()), arrays, "num_scheduled_tokens"
+
+
+def count_above_what_remains(rng, message, arrays, rows):
+    """One more token than the request still has, where the batch has room for it."""
+    total = message.total_num_scheduled_tokens + 1
+    if not message.num_scheduled_tokens or total > rows.limits.max_num_batched_tokens:
+        return None
+    pairs = np.frombuffer(message.num_scheduled_tokens, "<i4").reshape(-1, 2).copy()
+    slot, count = pairs[0]
+    new = {new.slot: new for new in message.scheduled_new_reqs}
+    request = new.get(slot) or rows.requests[slot]
+    computed = new[slot].num_computed_tokens if slot in new else request.computed
+    if computed + count != request.num_tokens:
+        return None
+    pairs[0, 1] += 1
+    broken = replace(
+        message, num_scheduled_tokens=pairs.tobytes(), total_num_scheduled_tokens=total
+    )
+    return broken, arrays, "num_scheduled_tokens"
+
+
+def another_total(rng, message, arrays, rows):
+    total = message.total_num_scheduled_tokens
+    broken = replace(message, total_num_scheduled_tokens=pick(rng, [total + 1, abs(total - 1)]))
+    return broken, arrays, "total_num_scheduled_tokens"
+
+
+MUTATIONS = [
+    finished_odd_bytes,
+    finished_out_of_range,
+    finished_not_live,
+    finished_twice,
+    resync_odd_bytes,
+    resync_not_rows,
+    resync_not_live,
+    resync_negative_slot,
+    resync_twice,
+    resync_other_counts,
+    new_slot_out_of_range,
+    new_slot_taken,
+    new_slot_twice,
+    new_too_long,
+    new_prompt_longer_than_tokens,
+    new_all_computed,
+    new_unknown_stop_token,
+    new_more_logprobs_than_tokens,
+    new_temperature_too_small,
+    token_out_of_vocabulary,
+    tokens_of_another_size,
+    tokens_of_odd_bytes,
+    another_number_of_frames,
+    block_out_of_range,
+    block_ids_of_odd_bytes,
+    block_slots_of_odd_bytes,
+    more_block_slots_than_ids,
+    fewer_block_slots_than_ids,
+    block_for_unknown_slot,
+    too_many_blocks,
+    without_blocks,
+    scheduled_unknown_slot,
+    scheduled_before_it_is_sampled,
+    counts_of_odd_bytes,
+    counts_not_pairs,
+    count_of_unscheduled_slot,
+    count_twice,
+    count_below_one,
+    count_above_what_remains,
+    another_total,
+]
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_broken_step_is_refused_by_name_and_leaves_no_trace(mutate):
+    rng = np.random.default_rng(MUTATIONS.index(mutate))
+    state, rows, steps = RequestState(LIMITS), NaiveRows(LIMITS), StepGenerator(rng, LIMITS)
+    num_broken = 0
+    for seq in range(1, 250):
+        plan = steps.draw(rows)
+        message, arrays = encode(seq, plan, rows)
+        broken = mutate(rng, message, arrays, rows)
+        if broken is not None:
+            num_broken += 1
+            before = everything(state)
+            with pytest.raises(InvalidStepError) as refused:
+                state.apply(broken[0], broken[1])
+            assert refused.value.field.split(".")[-1] == broken[2]
+            assert refused.value.fix
+            assert everything(state) == before
+            assert state.has_failed
+        rows.apply(seq, plan)
+        state.apply(message, arrays)
+        check_rows(state, rows)
+        for waiting in [s for s in rows.unsampled if rng.random() < 0.3]:
+            state.take_unsampled(waiting)
+            del rows.unsampled[waiting]
+    assert num_broken >= 3
+
+
+def admit(state, slot, num_tokens, seq=1, schedule=None, num_blocks=None, **changes):
+    """One admission, scheduled whole unless told otherwise."""
+    limits = state.limits
+    count = num_tokens if schedule is None else schedule
+    blocks = -(-num_tokens // limits.block_size) if num_blocks is None else num_blocks
+    plan = Plan(
+        admissions=[Admission(slot, [0] * num_tokens, num_tokens, 0, SamplingParams())],
+        blocks=[(slot, 1)] * blocks,
+        scheduled={slot: count} if count else {},
+    )
+    message, arrays = encode(seq, plan, NaiveRows(limits))
+    return state.apply(replace(message, **changes), arrays)
+
+
+def decode(seq, slots, **changes):
+    message = ExecuteModel(
+        epoch=1, link=1, seq=seq, total_num_scheduled_tokens=len(slots), scheduled=bitmap(slots)
+    )
+    return replace(message, **changes)
+
+
+def test_more_tokens_than_a_batch_holds_are_refused():
+    limits = StepLimits(4, 10, 32, 50, 4, 30)
+    with pytest.raises(InvalidStepError, match="max_num_batched_tokens is 10") as refused:
+        admit(RequestState(limits), 0, 11)
+    assert refused.value.field == "total_num_scheduled_tokens"
+
+
+def test_context_ends_at_max_model_len():
+    limits = StepLimits(4, 40, 5, 50, 4, 30)
+    state = RequestState(limits)
+    admit(state, 0, 4, num_blocks=2)
+    assert state.apply(decode(2, [0]), []).starts.tolist() == [4]
+    with pytest.raises(InvalidStepError, match="max_model_len is 5"):
+        state.apply(decode(3, [0]), [])
+
+
+def test_count_that_would_wrap_an_int32_is_refused():
+    limits = StepLimits(4, 2**31 - 1, 64, 50, 4, 30)
+    state = RequestState(limits)
+    admit(state, 0, 8, schedule=5)
+    counts = int32s(0, 2**31 - 1)
+    with pytest.raises(InvalidStepError, match="num_scheduled_tokens"):
+        state.apply(
+            decode(2, [0], num_scheduled_tokens=counts, total_num_scheduled_tokens=2**31 - 1), []
+        )
+
+
+def test_deferred_samplings_are_bounded_and_taken_once():
+    state = RequestState(LIMITS)
+    admit(state, 0, 20, schedule=1)
+    for seq in range(2, 2 + MAX_UNSAMPLED_STEPS):
+        state.apply(decode(seq, [0], defer_sampling=True), [])
+    with pytest.raises(InvalidStepError, match="sample step 2 first") as refused:
+        state.apply(decode(90, [0], defer_sampling=True), [])
+    assert refused.value.field == "defer_sampling"
+    state.take_unsampled(2)
+    for step_seq in (2, 1, 90):
+        with pytest.raises(InvalidStepError) as refused:
+            state.take_unsampled(step_seq)
+        assert refused.value.field == "step_seq"
+
+
+def test_failure_stands_until_a_resynchronisation():
+    state = RequestState(LIMITS)
+    state.raise_if_failed()
+    with pytest.raises(InvalidStepError):
+        state.apply(decode(7, [3]), [])
+    admit(state, 0, 4, seq=8)
+    with pytest.raises(PrecededByError, match="step 7 failed"):
+        state.raise_if_failed()
+    state.mark_failed(9)
+    with pytest.raises(PrecededByError, match="step 7 failed"):
+        state.raise_if_failed()
+    state.apply(decode(10, [], resync=int32s(0, 4, 5, 1)), [])
+    state.raise_if_failed()
+    assert state.num_live == 1
+
+
+def test_resynchronisation_frees_the_slots_it_does_not_name():
+    state = RequestState(LIMITS)
+    for slot in (0, 3, 8):
+        admit(state, slot, 4, seq=1 + slot)
+    state.apply(decode(20, [], resync=int32s(3, 4, 5, 1)), [])
+    assert state.num_live == 1
+    admit(state, 8, 4, seq=21)
+    assert state.are_current(np.array([0, 3, 8]), np.array([1, 1, 2])).tolist() == [
+        False,
+        True,
+        True,
+    ]
+
+
+def test_drop_all_forgets_requests_failures_and_deferred_samplings():
+    state = RequestState(LIMITS)
+    admit(state, 2, 4, defer_sampling=True)
+    state.mark_failed(1)
+    state.drop_all()
+    assert (state.num_live, state.has_failed) == (0, False)
+    with pytest.raises(InvalidStepError):
+        state.take_unsampled(1)
+    admit(state, 2, 4, seq=2)
+
+
+def test_dummy_step_lies_on_a_row_that_no_request_can_have():
+    state = RequestState(LIMITS)
+    step = state.dummy_step(5)
+    assert (step.seq, step.slots.tolist(), step.total_num_tokens) == (5, [LIMITS.max_num_seqs], 1)
+    assert not step.samples.any()
+    with pytest.raises(InvalidStepError):
+        admit(state, LIMITS.max_num_seqs, 4)

@@ -1,0 +1,77 @@
+"""Synthetic steps: the judge accepts every one of them, within any limits, and the largest is as
+large as it gets."""
+
+import numpy as np
+import pytest
+
+from rpc_schema.lifecycle import CompileOrWarmUpModel, DetermineAvailableMemory
+from worker_daemon.runner.request_state import RequestState, StepLimits
+from worker_daemon.runner.warmup import largest_step, warm_up_steps
+
+TINY = [
+    StepLimits(1, 1, 1, 1, 1, 2),
+    StepLimits(1, 1, 1, 1, 1024, 2),
+    StepLimits(1, 1, 2, 5, 1, 2),
+    StepLimits(1, 1, 2, 5, 2, 2),
+    StepLimits(1, 8192, 1, 5, 16, 3),
+    StepLimits(300, 300, 1, 5, 16, 2),
+    StepLimits(300, 300, 4096, 5, 16, 2),
+    StepLimits(300, 8192, 4096, 5, 1, 400),
+    StepLimits(65535, 65535, 3, 5, 4, 100),
+]
+
+
+def random_limits(seed):
+    rng = np.random.default_rng(seed)
+    max_num_seqs = int(rng.integers(1, 2 ** rng.integers(1, 10)))
+    return StepLimits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + int(rng.integers(0, 2 ** rng.integers(1, 13))),
+        max_model_len=int(rng.integers(1, 2 ** rng.integers(1, 13))),
+        vocab_size=int(rng.integers(1, 1000)),
+        block_size=2 ** int(rng.integers(0, 8)),
+        num_blocks=2 + int(rng.integers(0, 2 ** rng.integers(1, 13))),
+    )
+
+
+ALL_LIMITS = TINY + [random_limits(seed) for seed in range(150)]
+
+
+def test_warm_up_steps_are_valid_within_any_limits():
+    request = CompileOrWarmUpModel(epoch=3, link=2, seq=9)
+    for limits in ALL_LIMITS:
+        state = RequestState(limits)
+        steps = [state.apply(s.message, s.arrays) for s in warm_up_steps(request, limits)]
+        assert len(steps) >= 2
+        assert all(step.samples.all() and step.slots.size for step in steps)
+        kinds = {step.new_requests[0].sampling.temperature for step in steps if step.new_requests}
+        assert kinds == {0.0, 1.0}
+        assert not state.has_failed
+
+
+def test_warm_up_decodes_where_a_second_token_fits():
+    limits = StepLimits(8, 64, 64, 10, 16, 20)
+    state = RequestState(limits)
+    request = CompileOrWarmUpModel(epoch=1, link=1, seq=1)
+    steps = [state.apply(s.message, s.arrays) for s in warm_up_steps(request, limits)]
+    assert [bool(step.new_requests) for step in steps] == [True, False, True, False]
+
+
+def test_largest_step_fills_the_batch_and_every_row():
+    request = DetermineAvailableMemory(epoch=1, link=1, seq=4)
+    for limits in ALL_LIMITS:
+        num_seqs = min(limits.max_num_seqs, limits.num_blocks - 1)
+        synthetic = largest_step(request, limits)
+        step = RequestState(limits).apply(synthetic.message, synthetic.arrays)
+        assert step.slots.size == step.samples.sum() == num_seqs
+        assert step.total_num_tokens == min(
+            limits.max_num_batched_tokens, num_seqs * limits.max_model_len
+        )
+
+
+@pytest.mark.parametrize("kind", [CompileOrWarmUpModel, DetermineAvailableMemory])
+def test_synthetic_steps_carry_the_ids_of_their_operation(kind):
+    request, limits = kind(epoch=7, link=5, seq=11), StepLimits(4, 16, 8, 10, 4, 20)
+    for step in (largest_step(request, limits), *warm_up_steps(request, limits)):
+        message = step.message
+        assert (message.epoch, message.link, message.seq) == (7, 5, 11)
