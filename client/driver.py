@@ -80,6 +80,7 @@ class Driver:
         self._in_flight: deque[_InFlight] = deque()
         self._added: dict[str, float] = {}
         self._first_token: dict[str, float] = {}
+        self._without_token: set[str] = set()
         self._last_result = 0.0
         self._consecutive_failures = 0
 
@@ -87,11 +88,14 @@ class Driver:
         """Queue a request; raises RequestError as the scheduler does."""
         self.scheduler.add_request(request)
         self._added[request.id] = time.monotonic()
+        self._without_token.add(request.id)
 
     def abort_request(self, req_id: str) -> None:
         """End a request early; it gives no output."""
         self.scheduler.abort_request(req_id)
         self._added.pop(req_id, None)
+        self._first_token.pop(req_id, None)
+        self._without_token.discard(req_id)
 
     @property
     def busy(self) -> bool:
@@ -165,9 +169,10 @@ class Driver:
             )
         )
         self._last_result = now
-        if self._added:
-            for req_id in self._added.keys() & set(result.req_ids):
-                self._first_token.setdefault(req_id, now)
+        if self._without_token:
+            first = self._without_token.intersection(result.req_ids)
+            self._first_token.update(dict.fromkeys(first, now))
+            self._without_token -= first
 
     def _record_finish(self, req_id: str) -> None:
         now = time.monotonic()

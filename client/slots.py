@@ -118,7 +118,7 @@ class SlotTable:
         self._free: list[int] = list(range(max_num_seqs))
         self._num_computed = np.zeros(max_num_seqs, np.int32)
         self._num_tokens = np.zeros(max_num_seqs, np.int32)
-        self._num_blocks = np.zeros(max_num_seqs, np.int32)
+        self._num_blocks = [0] * max_num_seqs  # a list: few change in a step, one by one
         self._num_logprobs: Mapping[
             str, int
         ] = {}  # replaced, never changed: steps in flight share it
@@ -321,7 +321,7 @@ class SlotTable:
         for req_id in output.new_block_ids:
             if req_id in new or req_id in gone or req_id not in self._slot_of:
                 raise InvalidSchedulerOutput(
-                    f"new_block_ids[{req_id!r}]: not a request that runs on; a new one brings its own"
+                    f"new_block_ids[{req_id!r}]: not a request that runs on (a new one has its own)"
                 )
         for req_id in counts.keys() & new.keys():
             left_of_new = len(new[req_id].token_ids) - new[req_id].num_computed_tokens
@@ -410,7 +410,9 @@ class SlotTable:
         except KeyError as error:
             raise InvalidSchedulerOutput(f"new_block_ids: {error.args[0]!r} has no slot") from None
         counts = [len(ids) for ids in blocks.values()]
-        self._num_blocks[slots] += counts
+        num_blocks = self._num_blocks
+        for slot, count in zip(slots, counts, strict=True):
+            num_blocks[slot] += count
         block_ids = array("i", chain.from_iterable(blocks.values())).tobytes()
         if len(block_ids) == 4 * len(slots) and min(counts) == 1:
             return array("H", slots).tobytes(), block_ids
@@ -437,12 +439,8 @@ class SlotTable:
 
     def _resync_rows(self) -> bytes:
         slots = np.sort(np.fromiter(self._slot_of.values(), np.int32, len(self._slot_of)))
-        columns = (
-            slots,
-            self._num_computed[slots],
-            self._num_tokens[slots],
-            self._num_blocks[slots],
-        )
+        num_blocks = np.array(self._num_blocks, np.int32)[slots]
+        columns = (slots, self._num_computed[slots], self._num_tokens[slots], num_blocks)
         return np.stack(columns, axis=1).astype("<i4").tobytes()
 
 

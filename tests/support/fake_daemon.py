@@ -188,7 +188,7 @@ class FakeDaemon:
         reply = self._control_reply(request)
         self._control.send_multipart([frames[0], codec.encode_control(reply)])
 
-    def _control_reply(self, request):
+    def _control_reply(self, request):  # noqa: PLR0911
         call = request.call
         match request:
             case lc.Hello():
@@ -324,7 +324,7 @@ class FakeDaemon:
         parallel = self._parallel
         return self.rank == (parallel.pipeline_parallel_size - 1) * parallel.tensor_parallel_size
 
-    def _lifecycle(self, request, ids) -> None:
+    def _lifecycle(self, request, ids) -> None:  # noqa: PLR0912
         match request:
             case lc.InitDevice(rendezvous=meeting):
                 self.rank, self.link, self.link_state = meeting.rank, meeting.link, "up"

@@ -31,7 +31,6 @@ from client.scheduler import (
     Scheduler,
     SchedulerInterface,
     SchedulerLimits,
-    outputs_by_id,
 )
 from client.worker_group import WorkerGroup
 from rpc_schema.config import (
@@ -254,7 +253,7 @@ def generate(
     driver = Driver(as_group, scheduler)
     for request in requests:
         driver.add_request(request)
-    outputs = outputs_by_id(driver.run())
+    outputs = {output.req_id: output for output in driver.run()}
     return Run(outputs, driver, counting.most_in_flight)
 
 

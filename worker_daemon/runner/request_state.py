@@ -60,6 +60,9 @@ class BlockUpdates:
     block_ids: Int32s
 
 
+_NO_UPDATES = BlockUpdates(_NO_SLOTS, _NO_SLOTS, _NO_BLOCKS)
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
     """An accepted step: what to run. Arrays are host memory; batch order is ascending slots."""
@@ -88,6 +91,8 @@ class _Counts:
     num_computed: Int32s
     num_tokens: Int32s
     num_blocks: Int32s
+    capacity: Int32s
+    """Tokens that the row's blocks and max_model_len have room for."""
     unsampled: Bools
     """The row's newest token waits for SampleTokens."""
 
@@ -97,6 +102,7 @@ class _Counts:
             self.num_computed.copy(),
             self.num_tokens.copy(),
             self.num_blocks.copy(),
+            self.capacity.copy(),
             self.unsampled.copy(),
         )
 
@@ -105,6 +111,7 @@ class _Counts:
         self.num_computed[slots] = 0
         self.num_tokens[slots] = 0
         self.num_blocks[slots] = 0
+        self.capacity[slots] = 0
         self.unsampled[slots] = False
 
 
@@ -128,11 +135,13 @@ class RequestState:
             np.zeros(num_rows, np.int32),
             np.zeros(num_rows, np.int32),
             np.zeros(num_rows, np.int32),
+            np.zeros(num_rows, np.int32),
             np.zeros(num_rows, np.bool_),
         )
         self._failed_seq: int | None = None
         self._last_bitmap = b""
         self._last_slots = _NO_SLOTS
+        self._one_each = np.ones(num_rows, np.int32)
 
     @property
     def spare_slot(self) -> int:
@@ -197,19 +206,19 @@ class RequestState:
             tokens = self._admit(step, arrays, counts)
         elif arrays:
             raise _invalid("arrays", f"{len(arrays)} frames", "send no frame without new requests")
-        updates = self._append_blocks(step, counts)
-        num_blocks = counts.num_blocks
-        if updates.slots.size:
-            num_blocks = num_blocks.copy()
-            np.add.at(num_blocks, updates.slots, 1)
-        deferred = {} if step.resync is not None else self._deferred
-        if step.defer_sampling and len(deferred) == MAX_UNSAMPLED_STEPS:
-            raise _invalid("defer_sampling", True, f"sample step {min(deferred)} first")
-        slots = self._scheduled_slots(step, counts)
+        updates = self._check_blocks(step, counts)
+        capacity = self._grow(counts, updates)
+        if step.defer_sampling:
+            self._check_deferral(step)
+        slots = self._scheduled_slots(step)
+        if self._deferred:
+            self._check_sampled(slots, counts)
         num_tokens = self._scheduled_tokens(step, slots)
         starts = counts.num_computed[slots]
         ends = starts + num_tokens
-        self._check_progress(step, slots, num_tokens, ends, counts, num_blocks)
+        known = counts.num_tokens[slots]
+        if not (ends <= np.minimum(known, capacity[slots])).all():
+            raise self._misfit(slots, num_tokens, ends, counts, capacity)
         # Nothing has been changed up to here, and nothing can be refused from here on.
         if changes_rows:
             self._counts = counts
@@ -218,13 +227,14 @@ class RequestState:
             self._failed_seq = None
             self._deferred.clear()
         if updates.slots.size:
-            self._counts.num_blocks[:] = num_blocks
-        self._counts.num_computed[slots] = ends
-        samples = ends == self._counts.num_tokens[slots]
-        self._counts.num_tokens[slots] += samples
+            counts.num_blocks[updates.slots] = updates.indices + 1
+            counts.capacity[:] = capacity
+        samples = ends == known
+        counts.num_computed[slots] = ends
+        counts.num_tokens[slots] = known + samples
         if step.defer_sampling:
             sampling = slots[samples]
-            self._counts.unsampled[sampling] = True
+            counts.unsampled[sampling] = True
             self._deferred[step.seq] = (sampling, self.generation[sampling])
         return ScheduledStep(
             seq=step.seq,
@@ -260,7 +270,7 @@ class RequestState:
             total_num_tokens=1,
             samples=np.zeros(1, np.bool_),
             new_requests=(),
-            block_updates=_no_updates(),
+            block_updates=_NO_UPDATES,
             defer_sampling=False,
         )
 
@@ -367,9 +377,9 @@ class RequestState:
                 f"0 for the most likely token, or at least {MIN_TEMPERATURE}",
             )
 
-    def _append_blocks(self, step: ExecuteModel, counts: _Counts) -> BlockUpdates:
+    def _check_blocks(self, step: ExecuteModel, counts: _Counts) -> BlockUpdates:
         if not (step.new_block_slots or step.new_block_ids):
-            return _no_updates()
+            return _NO_UPDATES
         slots = _uint16s("new_block_slots", step.new_block_slots)
         block_ids = _int32s("new_block_ids", step.new_block_ids)
         if slots.size != block_ids.size:
@@ -377,60 +387,59 @@ class RequestState:
                 "new_block_slots", f"{slots.size} slots", f"one for each of {block_ids.size} blocks"
             )
         self._check_live("new_block_slots", slots, counts)
-        low, high = int(block_ids.min()), int(block_ids.max())
-        if low < 1 or high >= self.limits.num_blocks:
+        outside = (block_ids < 1) | (block_ids >= self.limits.num_blocks)
+        if outside.any():
             raise _invalid(
                 "new_block_ids",
-                low if low < 1 else high,
+                int(block_ids[int(outside.argmax())]),
                 f"block ids from 1 to {self.limits.num_blocks - 1}",
             )
         indices = counts.num_blocks[slots] + _occurrence(slots)
-        if int(indices.max()) >= self.limits.max_blocks_per_seq:
-            slot = int(slots[int(indices.argmax())])
+        if not (indices < self.limits.max_blocks_per_seq).all():
             raise _invalid(
                 "new_block_slots",
-                slot,
+                int(slots[int(indices.argmax())]),
                 f"a request has at most {self.limits.max_blocks_per_seq} blocks",
             )
-        return BlockUpdates(slots, indices.astype(np.int64), block_ids)
+        return BlockUpdates(slots, indices, block_ids)
 
-    def _scheduled_slots(self, step: ExecuteModel, counts: _Counts) -> Int64s:
+    def _grow(self, counts: _Counts, updates: BlockUpdates) -> Int32s:
+        """Return every row's capacity once the updates are made."""
+        if not updates.slots.size:
+            return counts.capacity
+        capacity = counts.capacity.copy()
+        capacity[updates.slots] = np.minimum(
+            (updates.indices + 1) * self.limits.block_size, self.limits.max_model_len
+        )
+        return capacity
+
+    def _check_deferral(self, step: ExecuteModel) -> None:
+        waiting = {} if step.resync is not None else self._deferred
+        if len(waiting) == MAX_UNSAMPLED_STEPS:
+            raise _invalid("defer_sampling", True, f"sample step {min(waiting)} first")
+
+    def _check_sampled(self, slots: Int64s, counts: _Counts) -> None:
+        unsampled = counts.unsampled[slots]
+        if unsampled.any():
+            slot = int(slots[int(unsampled.argmax())])
+            raise _invalid("scheduled", slot, "send SampleTokens for its last step first")
+
+    def _scheduled_slots(self, step: ExecuteModel) -> Int64s:
+        """Unpack the bitmap, or keep the last step's slots where it is the same."""
         if step.scheduled != self._last_bitmap:
             bits = np.frombuffer(step.scheduled, np.uint8)
-            self._last_slots = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+            slots = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+            if slots.size and slots[-1] >= self.limits.max_num_seqs:
+                raise _invalid("scheduled", int(slots[-1]), self._known_slots)
+            self._last_slots = slots
             self._last_bitmap = step.scheduled
-        self._check_live("scheduled", self._last_slots, counts)
-        unsampled = counts.unsampled[self._last_slots]
-        if unsampled.any():
-            slot = int(self._last_slots[int(unsampled.argmax())])
-            raise _invalid("scheduled", slot, "send SampleTokens for its last step first")
         return self._last_slots
 
     def _scheduled_tokens(self, step: ExecuteModel, slots: Int64s) -> Int32s:
-        num_tokens = np.ones(slots.size, np.int32)
+        num_tokens, total = self._one_each[: slots.size], slots.size
         if step.num_scheduled_tokens:
-            pairs = _int32s("num_scheduled_tokens", step.num_scheduled_tokens)
-            if pairs.size % 2:
-                raise _invalid(
-                    "num_scheduled_tokens", f"{pairs.size} values", "send pairs (slot, tokens)"
-                )
-            named, tokens = pairs.reshape(-1, 2).T
-            positions = np.searchsorted(slots, named)
-            known = positions < slots.size
-            if not (known.all() and (slots[positions] == named).all()):
-                raise _invalid(
-                    "num_scheduled_tokens", named.tolist()[:8], "name scheduled slots only"
-                )
-            _check_unique("num_scheduled_tokens", named)
-            low, high = int(tokens.min()), int(tokens.max())
-            if low < 1 or high > self.limits.max_model_len:
-                raise _invalid(
-                    "num_scheduled_tokens",
-                    low if low < 1 else high,
-                    f"1 to {self.limits.max_model_len}; leave slots without tokens out",
-                )
-            num_tokens[positions] = tokens
-        total = int(num_tokens.sum(dtype=np.int64))
+            num_tokens = self._read_exceptions(step.num_scheduled_tokens, slots)
+            total = int(num_tokens.sum(dtype=np.int64))
         if total != step.total_num_scheduled_tokens:
             raise _invalid(
                 "total_num_scheduled_tokens",
@@ -445,38 +454,51 @@ class RequestState:
             )
         return num_tokens
 
-    def _check_progress(
-        self,
-        step: ExecuteModel,
-        slots: Int64s,
-        num_tokens: Int32s,
-        ends: Int32s,
-        counts: _Counts,
-        num_blocks: Int32s,
-    ) -> None:
-        """Each slot computes tokens that exist, into blocks that it has, below max_model_len."""
-        capacity = np.minimum(num_blocks[slots] * self.limits.block_size, self.limits.max_model_len)
-        wrong = (ends > counts.num_tokens[slots]) | (ends > capacity)
-        if wrong.any():
-            position = int(wrong.argmax())
-            slot = int(slots[position])
+    def _read_exceptions(self, raw: bytes, slots: Int64s) -> Int32s:
+        """Return the tokens of each slot: one, but for the (slot, tokens) pairs of raw."""
+        pairs = _int32s("num_scheduled_tokens", raw)
+        if pairs.size % 2:
+            raise _invalid(
+                "num_scheduled_tokens", f"{pairs.size} values", "send pairs (slot, tokens)"
+            )
+        named, tokens = pairs.reshape(-1, 2).T
+        positions = np.searchsorted(slots, named)
+        if not ((positions < slots.size).all() and (slots[positions] == named).all()):
+            raise _invalid("num_scheduled_tokens", named.tolist()[:8], "name scheduled slots only")
+        _check_unique("num_scheduled_tokens", named)
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 1 or high > self.limits.max_model_len:
             raise _invalid(
                 "num_scheduled_tokens",
-                f"slot {slot}: {int(num_tokens[position])}",
-                f"it has {counts.num_computed[slot]} of {counts.num_tokens[slot]} tokens computed, "
-                f"{num_blocks[slot]} blocks of {self.limits.block_size}, and max_model_len is "
-                f"{self.limits.max_model_len}",
+                low if low < 1 else high,
+                f"1 to {self.limits.max_model_len}; leave slots without tokens out",
             )
+        num_tokens = np.ones(slots.size, np.int32)
+        num_tokens[positions] = tokens
+        return num_tokens
+
+    def _misfit(
+        self, slots: Int64s, num_tokens: Int32s, ends: Int32s, counts: _Counts, capacity: Int32s
+    ) -> InvalidStepError:
+        """Say why a scheduled slot cannot have its tokens."""
+        self._check_live("scheduled", slots, counts)
+        position = int((ends > np.minimum(counts.num_tokens[slots], capacity[slots])).argmax())
+        slot = int(slots[position])
+        return _invalid(
+            "num_scheduled_tokens",
+            f"slot {slot}: {int(num_tokens[position])}",
+            f"it has {counts.num_computed[slot]} of {counts.num_tokens[slot]} tokens computed, and "
+            f"blocks for {capacity[slot]} of at most {self.limits.max_model_len}",
+        )
+
+    @property
+    def _known_slots(self) -> str:
+        return f"slots from 0 to {self.limits.max_num_seqs - 1}"
 
     def _check_live(self, field: str, slots: Int64s, counts: _Counts) -> None:
-        if slots.size:
-            low, high = int(slots.min()), int(slots.max())
-            if low < 0 or high >= self.limits.max_num_seqs:
-                raise _invalid(
-                    field,
-                    low if low < 0 else high,
-                    f"slots from 0 to {self.limits.max_num_seqs - 1}",
-                )
+        outside = (slots < 0) | (slots >= self.limits.max_num_seqs)
+        if outside.any():
+            raise _invalid(field, int(slots[int(outside.argmax())]), self._known_slots)
         live = counts.live[slots]
         if not live.all():
             raise _invalid(
@@ -499,10 +521,6 @@ def _invalid(field: str, value: object, fix: str) -> InvalidStepError:
     )
 
 
-def _no_updates() -> BlockUpdates:
-    return BlockUpdates(_NO_SLOTS, _NO_SLOTS, _NO_BLOCKS)
-
-
 def _int32s(field: str, raw: Frame) -> Int32s:
     if len(raw) % 4:
         raise _invalid(field, f"{len(raw)} bytes", "send little-endian int32 values")
@@ -523,6 +541,8 @@ def _check_unique(field: str, slots: Int64s | Int32s) -> None:
 
 def _occurrence(slots: Int64s) -> Int64s:
     """Return how often each element's value has come before it: [7, 3, 7, 7] -> [0, 0, 1, 2]."""
+    if (slots[1:] > slots[:-1]).all():
+        return np.zeros(slots.size, np.int64)
     order = np.argsort(slots, kind="stable")
     ordered = slots[order]
     starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])

@@ -143,7 +143,7 @@ def test_another_configuration_is_refused_by_field_or_loaded_anew(fakes, connect
 
 
 def test_ranks_at_different_steps_are_linked_anew(fakes, connect):
-    daemons, group, model = ready(fakes, connect, 2)
+    daemons, group, _ = ready(fakes, connect, 2)
     daemons.daemons[1].faults = [Fault(0, "swallow")]
     group.execute_model(admit("a"))
     other = connect(daemons, 2)

@@ -135,6 +135,7 @@ def test_seeds_keep_all_their_bits():
     state, rows = RequestState(limits), NaiveRows(limits)
     steps = StepGenerator(np.random.default_rng(0), limits)
     builder, plan = InputBuilder(state, CPU, depth=1), Plan()
+    seeds = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62 + 12345, 2**63 - 1]
     plan.admissions = [steps.admission(slot) for slot in range(8)]
     for new, seed in zip(plan.admissions, seeds, strict=True):
         new.tokens, new.num_prompt, new.computed = [1], 1, 0

@@ -104,7 +104,7 @@ def test_rows_follow_a_plain_dict_over_random_steps(seed):
     limits = draw_limits(rng) if seed else LIMITS
     state, rows, steps = RequestState(limits), NaiveRows(limits), StepGenerator(rng, limits)
     num_samples = 0
-    for seq in range(1, 400):
+    for seq in range(1, 250):
         plan = steps.draw(rows)
         message, arrays = encode(seq, plan, rows)
         ran = rows.apply(seq, plan)
@@ -496,7 +496,7 @@ def test_broken_step_is_refused_by_name_and_leaves_no_trace(mutate):
     rng = np.random.default_rng(MUTATIONS.index(mutate))
     state, rows, steps = RequestState(LIMITS), NaiveRows(LIMITS), StepGenerator(rng, LIMITS)
     num_broken = 0
-    for seq in range(1, 250):
+    for seq in range(1, 90):
         plan = steps.draw(rows)
         message, arrays = encode(seq, plan, rows)
         broken = mutate(rng, message, arrays, rows)

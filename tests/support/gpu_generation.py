@@ -1,0 +1,129 @@
+"""Generation on GPUs through real daemons, and transformers' own figures for the same tokens."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from client.driver import Driver
+from client.launcher import LocalDaemons
+from client.loading import LoadedModel
+from client.requests import GenerationRequest
+from client.scheduler import RequestOutput, Scheduler, SchedulerLimits
+from client.worker_group import WorkerGroup
+from rpc_schema.config import (
+    CacheConfig,
+    GraphConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
+
+SCHEDULER = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512, step_deadline_ms=20_000)
+
+
+def make_checkpoint(directory: Path) -> Path:
+    """A random Llama that is large enough for real kernel shapes; saved in float32."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        initializer_range=0.04,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def make_requests(count: int, seed: int = 0, **fields: object) -> list[GenerationRequest]:
+    """Requests of 5 to 200 random tokens in and 64 out."""
+    rng = np.random.default_rng(seed)
+    return [
+        GenerationRequest(
+            id=str(index),
+            prompt_token_ids=rng.integers(3, 8192, rng.integers(5, 200)).astype(np.int32),
+            ignore_eos=True,
+            seed=index,
+            **{"max_tokens": 64, **fields},
+        )
+        for index in range(count)
+    ]
+
+
+@contextmanager
+def gpu_group(
+    checkpoint: Path, pp: int, tp: int, dtype: str
+) -> Iterator[tuple[LocalDaemons, WorkerGroup, LoadedModel]]:
+    """pp x tp daemons on as many GPUs, loaded."""
+    parallel = ParallelConfig(pipeline_parallel_size=pp, tensor_parallel_size=tp)
+    devices = [f"cuda:{index}" for index in range(pp * tp)]
+    with (
+        LocalDaemons(devices, checkpoint.parent) as daemons,
+        WorkerGroup(daemons.endpoints, parallel) as group,
+    ):
+        try:
+            group.attach()
+            yield daemons, group, group.prepare(worker_config(checkpoint, parallel, dtype))
+        except BaseException:
+            for rank in range(len(devices)):
+                print(f"--- log of rank {rank}\n{daemons.log_tail(rank)}")
+            raise
+
+
+def worker_config(checkpoint: Path, parallel: ParallelConfig, dtype: str) -> WorkerConfig:
+    """What the group is loaded with."""
+    return WorkerConfig(
+        parallel=parallel,
+        model=ModelConfig(model=str(checkpoint), dtype=dtype),
+        scheduler=SCHEDULER,
+        cache=CacheConfig(kv_cache_memory_bytes=2 << 30),
+        graph=GraphConfig(),
+    )
+
+
+def generate(
+    group: WorkerGroup, model: LoadedModel, requests: Sequence[GenerationRequest]
+) -> Mapping[str, RequestOutput]:
+    """Serve the requests with the reference scheduler; outputs by request id."""
+    limits = SchedulerLimits(
+        max_num_seqs=SCHEDULER.max_num_seqs,
+        max_num_batched_tokens=SCHEDULER.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+        num_blocks=model.num_blocks,
+        block_size=model.block_size,
+        pipeline_parallel_size=group.parallel.pipeline_parallel_size,
+        eos_token_ids=model.metadata.eos_token_ids,
+    )
+    driver = Driver(group, Scheduler(limits))
+    for request in requests:
+        driver.add_request(request)
+    return {output.req_id: output for output in driver.run()}
+
+
+@torch.inference_mode()
+def reference_logprobs(
+    checkpoint: Path,
+    dtype: torch.dtype,
+    requests: Sequence[GenerationRequest],
+    outputs: Mapping[str, RequestOutput],
+) -> dict[str, torch.Tensor]:
+    """transformers' log probabilities of the generated positions: float32 [tokens, vocabulary] a
+    request."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to("cuda:0").eval()
+    rows = {}
+    for request in requests:
+        generated = list(outputs[request.id].token_ids)
+        tokens = [*request.prompt_token_ids.tolist(), *generated]
+        logits = model(torch.tensor([tokens], device="cuda:0")).logits[0].float()
+        start = len(request.prompt_token_ids) - 1
+        rows[request.id] = torch.log_softmax(logits[start:-1], dim=-1).cpu()
+    return rows
