@@ -31,7 +31,12 @@ class WorkerError(Exception):
     scope: ClassVar[str] = "worker"
 
     def __init__(
-        self, message: str, *, field: str | None = None, value: object = None, fix: str | None = None
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        value: object = None,
+        fix: str | None = None,
     ) -> None:
         """message says what is wrong; field, value and fix (where given) are appended to it."""
         parts = [message]

@@ -9,6 +9,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from worker_daemon.device.memory import MemorySnapshot, MemorySource, memory_sou
 from worker_daemon.distributed.link import Link, open_link
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import LinkedTensorParallel, tensor_parallel
-from worker_daemon.errors import CapacityError, ConfigError, StateError
+from worker_daemon.errors import CapacityError, CommError, ConfigError, StateError
 from worker_daemon.kv_cache.allocate import allocate_kv_caches
 from worker_daemon.kv_cache.spec import describe_layers
 from worker_daemon.layers.attention import NullAttention
@@ -210,6 +211,7 @@ class Worker:
             runner = self._assemble(self._limits(num_blocks=1 << 30), ())
             step = largest_step(message, runner.state.limits)
             _await(runner.execute_model(step.message, step.arrays))
+            runner.settle()
             del runner
         self._activation_peak_bytes = result.transient
         available = context.memory.limit_kv_cache(
@@ -306,6 +308,7 @@ class Worker:
             raise StateError("requests are running", fix="finish them first")
         self._model_or_none = replace(model, max_model_len=message.max_model_len)
         if runner is not None and self._plan is not None:
+            runner.settle()
             self._runner_or_none = self._assemble(
                 self._limits(self._plan.num_blocks), runner.kv_caches
             )
@@ -390,6 +393,9 @@ class Worker:
 
     def reset(self, message: lc.Reset) -> Done:
         """Give up the KV cache, then the model, then the device, as far down as asked."""
+        if self._runner_or_none is not None:
+            with suppress(CommError):  # what a lost neighbour has not received is nobody's now
+                self._runner_or_none.settle()
         self._runner_or_none = None
         self._plan = None
         if message.to == "MODEL_LOADED":

@@ -105,7 +105,7 @@ def open_link(
     link = Link(generation, backend, NO_GROUPS)
     try:
         with communication("making the process groups"):
-            link.groups = _make_groups(state)
+            link.groups = _make_groups(state, timedelta(seconds=timeout_s))
             _warm_up(link.groups, state, device)
     except BaseException:
         link.leave()
@@ -113,13 +113,13 @@ def open_link(
     return link
 
 
-def _make_groups(state: ParallelState) -> LinkGroups:
+def _make_groups(state: ParallelState, timeout: timedelta) -> LinkGroups:
     """Every rank makes every group, in the same order, and keeps those that it is in."""
 
     def make(ranks: list[int]) -> dist.ProcessGroup | None:
         if len(ranks) == 1:
             return None
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=timeout)
         return group if state.rank in ranks else None
 
     def keep(candidates: list[dist.ProcessGroup | None]) -> dist.ProcessGroup | None:

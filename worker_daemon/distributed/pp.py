@@ -60,11 +60,21 @@ class Outbound(Protocol):
             CommError: the neighbour is gone.
         """
 
+    def settle(self) -> None:
+        """Wait until everything is sent: a buffer that is freed earlier takes its message with it.
+
+        Raises:
+            CommError: the neighbour is gone.
+        """
+
 
 class NoOutbound:
     """The last stage has no stage after it."""
 
     def send(self, hidden: Tensor, status: Tensor, seq: int) -> None:
+        return None
+
+    def settle(self) -> None:
         return None
 
 
@@ -195,8 +205,7 @@ class StageOutbound:
         once."""
         layout, num_tokens = self._layout, hidden.shape[0]
         if len(self._in_flight) == len(self._buffers):
-            with communication("sending to the next stage"):
-                self._in_flight.popleft().wait()
+            self._await_oldest()
         self._buffers.rotate(-1)
         message = self._buffers[0][: layout.message_bytes(num_tokens)]
         size = layout.slice_numel(num_tokens)
@@ -210,3 +219,12 @@ class StageOutbound:
             work = dist.isend(message, group=self._group, group_dst=1, tag=seq % _TAG_RANGE)
         assert work is not None, "this rank is in the group"
         self._in_flight.append(work)
+
+    def settle(self) -> None:
+        """Wait until everything is sent."""
+        while self._in_flight:
+            self._await_oldest()
+
+    def _await_oldest(self) -> None:
+        with communication("sending to the next stage"):
+            self._in_flight.popleft().wait()

@@ -34,6 +34,9 @@ class TokenReturn(Protocol):
         """Make last_sampled hold the tokens of all publications up to step. On CUDA only the stream
         waits."""
 
+    def settle(self) -> None:
+        """Collect everything that was published."""
+
 
 class LocalTokens:
     """The token return of a pipeline of one stage: tokens are where they are needed."""
@@ -46,6 +49,9 @@ class LocalTokens:
         self._last_sampled[rows] = token_ids
 
     def collect(self, step: int) -> None:
+        return None
+
+    def settle(self) -> None:
         return None
 
 
@@ -88,6 +94,11 @@ class TokenBroadcast:
     def collect(self, step: int) -> None:
         """Make last_sampled hold the tokens of all publications up to step."""
         while self._on_their_way and self._on_their_way[0].step <= step:
+            self._apply(self._on_their_way.popleft())
+
+    def settle(self) -> None:
+        """Collect everything that was published."""
+        while self._on_their_way:
             self._apply(self._on_their_way.popleft())
 
     def _apply(self, publication: _Publication) -> None:

@@ -93,16 +93,19 @@ def paged_attention(
     if q.shape[0] == 0:
         return out
     limits = DeviceLimits.of(q.device) if limits is None else limits
-    group_size = q.shape[1] // kv_cache.shape[3]
+    num_kv_heads = kv_cache.shape[3]
+    group_size = q.shape[1] // num_kv_heads
     batch = (block_table, query_start_loc, seq_lens)
     if max_query_len != 1:
-        tile = tile or prefill_tile(q.shape[0], num_seqs, group_size, q.shape[2], q.dtype, limits)
+        tile = tile or prefill_tile(
+            q.shape[0], num_seqs, num_kv_heads, group_size, q.shape[2], q.dtype, limits
+        )
         _launch_prefill(out, q, kv_cache, *batch, num_seqs, scale, window, tile)
         return out
     if num_splits is None:
-        num_splits = choose_num_splits(num_seqs, kv_cache.shape[3], max_seq_len, window, limits)
+        num_splits = choose_num_splits(num_seqs, num_kv_heads, max_seq_len, window, limits)
     if tile is None:
-        num_programs = num_seqs * kv_cache.shape[3] * num_splits
+        num_programs = num_seqs * num_kv_heads * num_splits
         tile = decode_tile(num_programs, group_size, q.shape[2], q.dtype, limits)
     if num_splits > 1 and workspace is None:
         elements = workspace_elements(q.shape[0], q.shape[1], q.shape[2], num_splits)

@@ -20,6 +20,9 @@ MAX_SPLITS = 64
 FEW_ROWS_PER_SEQ = 512
 """Up to so many rows (query tokens x heads of a group) a sequence on average, tiles stay small."""
 
+LARGE_TILE_ROWS = 256
+"""With a head dimension up to 128 the output of so many rows still fits eight warps' registers."""
+
 RESERVED_SHARED_BYTES = 8 * 1024
 """Left to the compiler for reductions and layout conversions."""
 
@@ -71,6 +74,7 @@ def padded_head_dim(head_dim: int) -> int:
 def prefill_tile(
     num_tokens: int,
     num_seqs: int,
+    num_kv_heads: int,
     group_size: int,
     head_dim: int,
     dtype: torch.dtype,
@@ -78,18 +82,20 @@ def prefill_tile(
 ) -> Tile:
     """The tile for num_seqs sequences of num_tokens query tokens in all.
 
-    Where sequences have few tokens on average, large tiles would be mostly empty. group_size is
+    Large tiles read keys less often, but where sequences have few tokens on average they would be
+    mostly empty, and where the batch is small they would leave multiprocessors idle. group_size is
     query heads per KV head.
     """
     rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
+    large_tiles = num_tokens * group_size * num_kv_heads // LARGE_TILE_ROWS
     if dtype == torch.float32:
         wanted = _exact_tile(rows)
     elif num_tokens * group_size <= FEW_ROWS_PER_SEQ * num_seqs:
         wanted = Tile(max(rows, 64), 64, num_warps=4, num_stages=5)
+    elif large_tiles < 4 * limits.num_sms or padded_head_dim(head_dim) > 128:
+        wanted = Tile(max(rows, 128), 128, num_warps=8, num_stages=3)
     else:
-        # The output stays in registers: wider heads leave room for fewer rows.
-        block_m = 256 if padded_head_dim(head_dim) <= 128 else 128
-        wanted = Tile(max(rows, block_m), 64, num_warps=8, num_stages=3)
+        wanted = Tile(max(rows, LARGE_TILE_ROWS), 64, num_warps=8, num_stages=3)
     return fit_tile(wanted, rows, head_dim, dtype, limits)
 
 
@@ -154,4 +160,4 @@ def choose_num_splits(
     """
     keys = max_seq_len if window is None else min(max_seq_len, window)
     wanted = 2 * limits.num_sms // max(1, num_seqs * num_kv_heads)
-    return max(1, min(wanted, -(-keys // MIN_KEYS_PER_SPLIT), MAX_SPLITS))
+    return max(1, min(wanted, keys // MIN_KEYS_PER_SPLIT, MAX_SPLITS))

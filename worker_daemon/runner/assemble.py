@@ -69,6 +69,7 @@ def tie_stage(
     return StageEnds(
         entry=_entry(parts, link, limits, inputs, tokens),
         exit=_exit(parts, inputs, tokens),
+        tokens=tokens,
         outbound=NoOutbound()
         if parts.parallel.is_last_stage
         else StageOutbound(

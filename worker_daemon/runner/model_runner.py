@@ -17,6 +17,7 @@ from rpc_schema.base import StepRequest
 from rpc_schema.codec import Frame
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.distributed.pp import STATUS_FAILED, Outbound
+from worker_daemon.distributed.tokens import TokenReturn
 from worker_daemon.errors import CapacityError, CommError, DeviceError, WorkerError
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.grammar_input import GrammarMasks, read_masks
@@ -33,6 +34,7 @@ class StageEnds:
     entry: StageEntry
     exit: StageExit
     outbound: Outbound
+    tokens: TokenReturn
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,15 @@ class ModelRunner:
     def tie(self, ends: StageEnds) -> None:
         """Use a new link's stage ends from here on."""
         self._ends = ends
+
+    def settle(self) -> None:
+        """Wait for what is still on its way from and to the neighbours, before buffers are given up.
+
+        Raises:
+            CommError: a neighbour is gone.
+        """
+        self._ends.outbound.settle()
+        self._ends.tokens.settle()
 
     def forget_requests(self) -> None:
         """Free every row, and whatever waits to be sampled."""
