@@ -66,6 +66,7 @@ PREFILL_TILES = [
 SPLITS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 
 FIRST_USES = {
+    "large prefill": [(2500, 2500)] * 2,
     "prefill": [(300, 300)] * 2,
     "short prefill": [(4, 300)] * 2,
     "decode": [(1, 20)] * 2,
@@ -210,8 +211,8 @@ def run_case(case: Case, limits: DeviceLimits) -> list[Timing]:
     head_dim, num_kv_heads = LLAMA_8B.head_dim, LLAMA_8B.num_kv_heads
     expected = dense_attention(batch, None)
     if not case.is_decode:
-        num_tokens = batch.num_real_tokens
-        chosen = prefill_tile(num_tokens, batch.num_seqs, group_size, head_dim, DTYPE, limits)
+        sizes = batch.num_real_tokens, batch.num_seqs, num_kv_heads, group_size, head_dim
+        chosen = prefill_tile(*sizes, DTYPE, limits)
         timings = [measure(case, batch, chosen, 1, expected)]
         return timings + [measure(case, batch, tile, 1, expected) for tile in PREFILL_TILES]
     splits = choose_num_splits(batch.num_seqs, num_kv_heads, batch.max_seq_len, None, limits)

@@ -75,6 +75,14 @@ def test_mixed_batch(dtype: torch.dtype, window: int | None) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_large_prefill(dtype: torch.dtype, window: int | None, head_dim: int) -> None:
+    shape = Shape(32, 8, head_dim)
+    check(build(shape, [(3000, 3000), (2503, 4001)], dtype, seed=6, num_padding=3), window)
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("num_splits", [None, 1, 5, 64])
 def test_decode(dtype: torch.dtype, window: int | None, num_splits: int | None) -> None:
     batch = build(LLAMA_8B, DECODES, dtype, seed=2, num_padding=5)

@@ -6,13 +6,13 @@ reference that this project did not write.
     checkpoint.greedy([1, 2, 3], 16)      # the tokens of transformers' generate
     checkpoint.logprobs(token_ids)        # float32 [len(token_ids), vocab_size]
     prompts(seed, lengths)                # random token ids
+    decisive_prompts(checkpoint, seed, lengths, 16)  # those that rounding cannot change
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ MAX_LEN = 192
 INITIALIZER_RANGE = 0.16
 """Eight times the usual one: logits are decisive and outputs wander."""
 
+MAX_TRIES = 20
 LEAST_MARGIN = 1e-3
 """In nats, between a greedy token and the next best: far above the rounding of float32."""
 
@@ -73,25 +74,36 @@ class Checkpoint:
 
     path: Path
     model: transformers.PreTrainedModel
-    _greedy: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict)
+    _greedy: dict[tuple[object, ...], list[int]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """The directory's name."""
         return self.path.name
 
-    def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        """Tokens of transformers' generate; remembered.
+    def greedy(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        eos: Sequence[int] = (),
+        min_tokens: int = 0,
+    ) -> list[int]:
+        """Tokens of transformers' generate, which ends at one of `eos`; remembered.
 
         Raises:
             NearTie: rounding could change them.
         """
-        key = (tuple(int(token) for token in prompt), max_tokens)
+        ids = tuple(int(token) for token in prompt)
+        key = (ids, max_tokens, tuple(eos), min_tokens)
         if key not in self._greedy:
-            self._greedy[key] = self._generate(key[0], max_tokens)
+            ending = {"eos_token_id": list(eos), "min_new_tokens": min_tokens} if eos else {}
+            self._greedy[key] = self._generate(ids, max_tokens, ending)
         return self._greedy[key]
 
-    def _generate(self, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    def _generate(
+        self, prompt: tuple[int, ...], max_tokens: int, ending: Mapping[str, object]
+    ) -> list[int]:
         ids = torch.tensor([prompt])
         with torch.no_grad():
             output = self.model.generate(
@@ -102,9 +114,9 @@ class Checkpoint:
                 pad_token_id=0,
                 output_scores=True,
                 return_dict_in_generate=True,
+                **ending,
             )
-        scores = torch.cat(output.scores).float()
-        best = scores.log_softmax(-1).topk(2).values
+        best = torch.cat(output.scores).float().log_softmax(-1).topk(2).values
         margin = (best[:, 0] - best[:, 1]).min().item()
         if margin < LEAST_MARGIN:
             raise NearTie(f"{self.name}: margin {margin:.2g} after {prompt[:4]}...")
@@ -180,14 +192,34 @@ def _new_directory(parent: Path, name: str) -> Path:
     return path
 
 
-class Sequences(NamedTuple):
-    """Prompts and how many tokens to generate for each."""
-
-    prompts: list[np.ndarray]
-    max_tokens: list[int]
-
-
 def prompts(seed: int, lengths: Iterable[int], vocab_size: int = VOCAB_SIZE) -> list[np.ndarray]:
     """Random token ids, int32, one array for each length."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, vocab_size, length).astype(np.int32) for length in lengths]
+
+
+def decisive_prompts(
+    checkpoint: Checkpoint,
+    seed: int,
+    lengths: Iterable[int],
+    max_tokens: int,
+    *,
+    prefix: Sequence[int] = (),
+) -> list[np.ndarray]:
+    """Random token ids after `prefix`, one array for each total length, such that
+    greedy(prompt, max_tokens) is no NearTie."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for length in lengths:
+        for _ in range(MAX_TRIES):
+            tail = rng.integers(0, VOCAB_SIZE, length - len(prefix))
+            prompt = np.concatenate((np.asarray(prefix, np.int64), tail)).astype(np.int32)
+            try:
+                checkpoint.greedy(prompt.tolist(), max_tokens)
+            except NearTie:
+                continue
+            found.append(prompt)
+            break
+        else:
+            raise NearTie(f"{checkpoint.name}: none of {MAX_TRIES} prompts of {length} is decisive")
+    return found

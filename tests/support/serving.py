@@ -13,7 +13,6 @@ one is replaced first. Use start_daemons() for daemons of your own that you mean
 """
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +40,7 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from tests.support.checkpoints import Checkpoint
 
 MAX_DAEMONS = 4
 STEP_DEADLINE_MS = 20_000
@@ -83,24 +83,6 @@ def worker_config(
     )
 
 
-def start_daemons(count: int, model_root: Path, module: str | None = None) -> LocalDaemons:
-    """Daemons of one's own on the CPU; a context manager. `module`: a test's own entry instead of
-    worker_daemon's, started with the same options."""
-    if module is None:
-        return LocalDaemons(["cpu"] * count, model_root)
-
-    def command(endpoint: str, device: str, pipe: int) -> list[str]:
-        options = {
-            "--endpoint": endpoint,
-            "--device": device,
-            "--model-root": str(model_root),
-            "--exit-with-parent-fd": str(pipe),
-        }
-        return [sys.executable, "-m", module, *(w for option in options.items() for w in option)]
-
-    return LocalDaemons(["cpu"] * count, model_root, command=command)
-
-
 class DaemonPool:
     """Daemons that outlive a test: started when first needed, stopped by stop()."""
 
@@ -114,7 +96,7 @@ class DaemonPool:
         self._drop_dead()
         have = sum(len(daemons.endpoints) for daemons in self._started)
         if have < count:
-            self._started.append(start_daemons(count - have, self.model_root))
+            self._started.append(LocalDaemons(["cpu"] * (count - have), self.model_root))
         return [e for daemons in self._started for e in daemons.endpoints][:count]
 
     def log_tails(self, count: int) -> str:
@@ -267,3 +249,16 @@ def greedy_request(
         max_tokens=max_tokens,
         **fields,
     )
+
+
+def assert_greedy(
+    run: Run, checkpoint: Checkpoint, requests: Sequence[GenerationRequest]
+) -> None:
+    """Every request ended with transformers' tokens, and they are not all the same few."""
+    expected = {
+        request.id: checkpoint.greedy(request.prompt_token_ids.tolist(), request.max_tokens)
+        for request in requests
+    }
+    assert run.tokens == expected
+    for req_id, tokens in expected.items():
+        assert len(tokens) < 8 or len(set(tokens)) > 3, f"{req_id} says nothing: {tokens}"

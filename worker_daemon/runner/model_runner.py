@@ -86,7 +86,7 @@ class ModelRunner:
         self._ends = ends
 
     def settle(self) -> None:
-        """Wait for what is still on its way from and to the neighbours, before buffers are given up.
+        """Wait for what is on its way from and to the neighbours, before buffers are given up.
 
         Raises:
             CommError: a neighbour is gone.

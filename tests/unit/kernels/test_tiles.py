@@ -28,7 +28,7 @@ def test_tiles_fit_and_hold_a_group(limits: DeviceLimits, dtype: torch.dtype) ->
             for num_programs in (8, 4096)
         ]
         tiles += [
-            prefill_tile(num_tokens, 8, group_size, head_dim, dtype, limits)
+            prefill_tile(num_tokens, 8, 4, group_size, head_dim, dtype, limits)
             for num_tokens in (9, 128, 32768)
         ]
         for tile in tiles:
@@ -37,6 +37,23 @@ def test_tiles_fit_and_hold_a_group(limits: DeviceLimits, dtype: torch.dtype) ->
             assert tile.block_m & (tile.block_m - 1) == tile.block_n & (tile.block_n - 1) == 0
             assert tile.num_stages >= 1
             assert shared_bytes(tile, head_dim, dtype) <= limits.shared_memory_bytes
+
+
+def test_prefill_tiles_grow_with_the_tokens_of_a_sequence_and_with_the_batch() -> None:
+    def rows(num_tokens: int, num_seqs: int) -> int:
+        return prefill_tile(num_tokens, num_seqs, 8, 4, 128, torch.bfloat16, H200).block_m
+
+    assert rows(320, 64) == rows(2112, 65) == 64  # verification; decodes beside one prefill
+    assert rows(512, 1) == rows(2048, 1) == 128
+    assert rows(8192, 1) == rows(8192, 16) == 256
+
+
+def test_decode_tiles_are_long_while_the_device_has_room() -> None:
+    def keys(num_programs: int) -> int:
+        return decode_tile(num_programs, 4, 128, torch.bfloat16, H200).block_n
+
+    assert keys(8) == keys(2 * H200.num_sms) == 128
+    assert keys(2 * H200.num_sms + 1) == keys(2048) == 64
 
 
 def test_one_split_once_the_device_is_full() -> None:
@@ -51,7 +68,7 @@ def test_splits_fill_the_device_but_keep_their_length() -> None:
     assert choose_num_splits(1, 1, 10**6, None, H200) == MAX_SPLITS
     for num_seqs, max_seq_len in itertools.product((1, 3, 16), (1, 300, 5000)):
         splits = choose_num_splits(num_seqs, 2, max_seq_len, None, H200)
-        assert (splits - 1) * MIN_KEYS_PER_SPLIT < max_seq_len
+        assert splits == 1 or splits * MIN_KEYS_PER_SPLIT <= max_seq_len
 
 
 def test_a_window_bounds_the_keys_to_split() -> None:

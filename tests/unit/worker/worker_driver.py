@@ -106,8 +106,10 @@ class WorkerDriver:
     # Steps.
 
     def execute(self, scheduled, new=(), finished=(), resync=None, defer=False):
-        """Runs one step. scheduled: {slot: tokens}; new: [(slot, token ids, SamplingParams)] or with
-        a fourth entry, the tokens already computed and their blocks. Returns {slot: Sampled}."""
+        """Runs one step and returns {slot: Sampled}.
+
+        scheduled: {slot: tokens}; new: [(slot, token ids, SamplingParams)], where a fourth entry
+        says (tokens already computed, their blocks)."""
         message, arrays = self.step(scheduled, new, finished, resync, defer)
         return self.read(self.worker.execute_model(message, arrays))
 

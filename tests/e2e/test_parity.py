@@ -1,0 +1,92 @@
+"""Greedy tokens are transformers' own, whatever the architecture, the position embedding, the form
+of config.json and the shape of the group."""
+
+import itertools
+
+import pytest
+
+from tests.support.checkpoints import ARCHITECTURES, ROPES, decisive_prompts
+from tests.support.serving import assert_greedy, generate, greedy_request
+
+SHAPES = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
+LENGTHS = [3, 9, 17, 40, 70]
+"""The longest are past every original context length and sliding window of the checkpoints."""
+MAX_TOKENS = 14
+
+FIELDS = {
+    ("LlamaForCausalLM", "default"): {"tie_word_embeddings": True},
+    ("LlamaForCausalLM", "linear"): {"attention_bias": True},
+    ("LlamaForCausalLM", "dynamic"): {"mlp_bias": True, "tie_word_embeddings": True},
+    ("LlamaForCausalLM", "llama3"): {"attention_bias": True, "mlp_bias": True},
+    ("LlamaForCausalLM", "yarn"): {"attention_bias": True, "tie_word_embeddings": True},
+    ("Qwen2ForCausalLM", "default"): {"tie_word_embeddings": True},
+    ("Qwen2ForCausalLM", "yarn"): {"num_key_value_heads": 4},
+    ("Qwen3ForCausalLM", "linear"): {"tie_word_embeddings": True},
+    ("Qwen3ForCausalLM", "dynamic"): {"head_dim": 24},
+    ("Qwen3ForCausalLM", "llama3"): {"num_key_value_heads": 1},
+}
+
+
+def latin_square():
+    """Every architecture with every position embedding; each meets every shape and both forms."""
+    for (row, architecture), (column, rope) in itertools.product(
+        enumerate(ARCHITECTURES), enumerate(ROPES)
+    ):
+        shape = SHAPES[(row + column) % len(SHAPES)]
+        form = 4 + (row // 2 + column) % 2
+        name = f"{architecture.removesuffix('ForCausalLM')}-{rope}-form{form}-{shape[0]}x{shape[1]}"
+        yield pytest.param(architecture, rope, form, shape, id=name)
+
+
+@pytest.mark.parametrize(("architecture", "rope", "form", "shape"), latin_square())
+def test_greedy_tokens_equal_transformers(serve, checkpoint, architecture, rope, form, shape):
+    fields = dict(FIELDS.get((architecture, rope), {}))
+    if architecture == "MistralForCausalLM":
+        fields["sliding_window"] = 13
+    reference = checkpoint(architecture, rope=ROPES[rope], form=form, **fields)
+    requests = [
+        greedy_request(f"r{index}", prompt, MAX_TOKENS)
+        for index, prompt in enumerate(decisive_prompts(reference, 7, LENGTHS, MAX_TOKENS))
+    ]
+    with serve(reference.path, *shape) as (group, loaded):
+        whole = generate(group, loaded, requests)
+        chunked = generate(group, loaded, requests, max_num_batched_tokens=11)
+    assert_greedy(whole, reference, requests)
+    assert_greedy(chunked, reference, requests)
+    assert max(record.num_tokens for record in whole.driver.records) == sum(LENGTHS)
+    assert max(record.num_tokens for record in chunked.driver.records) <= 11
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "partition"),
+    [
+        pytest.param((3, 1), 5, None, id="even-as-can-be"),
+        pytest.param((3, 1), 5, (1, 1, 3), id="explicit"),
+        pytest.param((2, 2), 4, (3, 1), id="explicit-2x2"),
+        pytest.param((4, 1), 4, None, id="one-layer-a-stage"),
+    ],
+)
+def test_stages_of_different_sizes(serve, checkpoint, shape, layers, partition):
+    reference = checkpoint("Qwen3ForCausalLM", num_hidden_layers=layers, seed=layers)
+    requests = [
+        greedy_request(f"r{index}", prompt, MAX_TOKENS)
+        for index, prompt in enumerate(decisive_prompts(reference, 8, LENGTHS, MAX_TOKENS))
+    ]
+    with serve(reference.path, *shape, layer_partition=partition) as (group, loaded):
+        assert_greedy(generate(group, loaded, requests), reference, requests)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
+def test_key_value_heads_are_replicated(serve, checkpoint, architecture, shape):
+    kv_heads = 2 if shape[1] == 4 else 1
+    reference = checkpoint(
+        architecture, num_key_value_heads=kv_heads, num_hidden_layers=2, max_shard_size="60KB"
+    )
+    assert len(list(reference.path.glob("*.safetensors"))) > 1
+    requests = [
+        greedy_request(f"r{index}", prompt, MAX_TOKENS)
+        for index, prompt in enumerate(decisive_prompts(reference, 9, LENGTHS, MAX_TOKENS))
+    ]
+    with serve(reference.path, *shape) as (group, loaded):
+        assert_greedy(generate(group, loaded, requests), reference, requests)

@@ -1,0 +1,221 @@
+"""What the ranks do in the tests of links: each function runs in every rank's process, with that
+process's one link kept between calls.
+"""
+
+import random
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from worker_daemon.distributed.link import Link, open_link
+from worker_daemon.distributed.parallel_state import ParallelState
+from worker_daemon.distributed.pp import StageInbound, StageOutbound
+from worker_daemon.distributed.tokens import TokenBroadcast
+from worker_daemon.distributed.tp import tensor_parallel
+from worker_daemon.errors import CommError
+
+CPU = torch.device("cpu")
+MAX_TOKENS = 33
+
+torch.set_num_threads(1)
+
+
+class Audit:
+    """Counts unpickling while it is armed; a hook stays for the process's life."""
+
+    armed = False
+    unpickled = 0
+
+
+def _hook(event, args):
+    if Audit.armed and event in ("pickle.find_class", "marshal.loads"):
+        Audit.unpickled += 1
+
+
+sys.addaudithook(_hook)
+
+
+@contextmanager
+def no_unpickling():
+    Audit.unpickled, Audit.armed = 0, True
+    try:
+        yield
+    finally:
+        Audit.armed = False
+    assert Audit.unpickled == 0
+
+
+class Member:
+    """This process as a rank of the link that it opened last."""
+
+    state: ParallelState
+    link: Link
+    tp: object
+
+
+def open_member(rank, pp_size, tp_size, generation, port, timeout_s=20.0):
+    """Opens a link in the place of the last one."""
+    leave()
+    Member.state = ParallelState(pp_size, tp_size, rank)
+    with no_unpickling():
+        Member.link = open_link(
+            Member.state,
+            generation=generation,
+            host="127.0.0.1",
+            port=port,
+            device=CPU,
+            timeout_s=timeout_s,
+        )
+    Member.tp = tensor_parallel(Member.state.tp_rank, tp_size)
+    Member.tp.bind(Member.link.groups.stage)
+    return Member.link.backend
+
+
+def leave(rank=0, wait=True):
+    """Leaves the link; with wait, until its groups are disposed of."""
+    disposal = Member.link.leave() if hasattr(Member, "link") else None
+    if disposal is not None and wait:
+        disposal.join(30)
+        return not disposal.is_alive()
+    return True
+
+
+def num_threads(rank=0):
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def _ends(hidden_size, dtype, depth, generation=None):
+    link = Member.link
+    if generation is not None:
+        link = Link(generation, link.backend, link.groups)
+    options = {
+        "hidden_size": hidden_size,
+        "dtype": dtype,
+        "device": CPU,
+        "max_num_tokens": MAX_TOKENS,
+        "depth": depth,
+    }
+    inbound = None if Member.state.is_first_stage else StageInbound(link, Member.tp, **options)
+    outbound = None if Member.state.is_last_stage else StageOutbound(link, Member.tp, **options)
+    return inbound, outbound
+
+
+def activations(seq, num_tokens, hidden_size, dtype):
+    """What the first stage sends in step seq."""
+    generator = torch.Generator().manual_seed(seq)
+    return torch.randn((num_tokens, hidden_size), generator=generator).to(dtype)
+
+
+def hop(rank, hidden_size, dtype_name, depth, steps):
+    """Steps (seq, tokens, status) from stage to stage; each stage adds one.
+
+    Returns (equal, status) of each step on the last stage.
+    """
+    dtype = getattr(torch, dtype_name)
+    inbound, outbound = _ends(hidden_size, dtype, depth)
+    arrived = []
+    with no_unpickling():
+        for seq, num_tokens, status in steps:
+            sent = activations(seq, num_tokens, hidden_size, dtype)
+            hidden, state = sent, torch.tensor(status)
+            if inbound is not None:
+                hidden, state = inbound.post(num_tokens, seq).wait()
+                arrived.append((torch.equal(hidden, sent + Member.state.pp_rank - 1), int(state)))
+            if outbound is not None:
+                scratch = hidden + 1 if inbound is not None else hidden.clone()
+                outbound.send(scratch, state, seq)
+                scratch.fill_(-7)  # both may be overwritten at once
+    return arrived
+
+
+def delayed(rank, hidden_size, depth, num_steps, seed):
+    """Many steps of many sizes, posted ahead, with random pauses on every rank."""
+    pauses, sizes = random.Random(seed + rank), random.Random(seed)
+    inbound, outbound = _ends(hidden_size, torch.float32, depth)
+    steps = [(seq, sizes.randint(1, MAX_TOKENS)) for seq in range(1, num_steps + 1)]
+    posted, wrong = [], 0
+    ahead = iter(steps)
+    for seq, num_tokens in steps:
+        time.sleep(pauses.choice([0, 0, 0, pauses.random() * 0.02]))
+        hidden, status = activations(seq, num_tokens, hidden_size, torch.float32), torch.tensor(0)
+        if inbound is not None:
+            while len(posted) < depth and (upcoming := next(ahead, None)):
+                posted.append(inbound.post(upcoming[1], upcoming[0]))
+            expected = hidden + Member.state.pp_rank
+            hidden, status = posted.pop(0).wait()
+            hidden = hidden + 1
+            wrong += not torch.equal(hidden, expected) or int(status) != 0
+        if outbound is not None:
+            outbound.send(hidden, status, seq)
+    return wrong
+
+
+def other_step(rank, first_seq, second_seq, first_generation, second_generation):
+    """The first stage sends one step, the second expects another. Returns the status seen there."""
+    generation = first_generation if rank == 0 else second_generation
+    inbound, outbound = _ends(8, torch.float32, 2, generation)
+    if outbound is not None:
+        outbound.send(torch.ones(3, 8), torch.tensor(0), first_seq)
+        return None
+    return int(inbound.post(3, second_seq).wait()[1])
+
+
+def return_tokens(rank, num_rows, lag, seed):
+    """Publications over rows that are used again and again; readers collect them late.
+
+    Returns the number of collects after which some row did not hold its newest token.
+    """
+    rng, pauses = random.Random(seed), random.Random(seed + rank)
+    last_sampled = torch.zeros(num_rows, dtype=torch.int64)
+    state, depth = Member.state, Member.state.pp_size + 2
+    tokens = TokenBroadcast(Member.link, last_sampled, num_stages=state.pp_size, depth=depth)
+    naive, wrong = [[0] * num_rows], 0
+    for step in range(1, 60):
+        rows = rng.sample(range(num_rows), rng.randint(1, num_rows))
+        values = [rng.randrange(1 << 40) for _ in rows]
+        naive.append(list(naive[-1]))
+        for row, value in zip(rows, values, strict=True):
+            naive[-1][row] = value
+        sampled = torch.tensor(values) if state.is_last_stage else None
+        time.sleep(pauses.choice([0, 0, pauses.random() * 0.005]))
+        tokens.publish(step, torch.tensor(rows), sampled)
+        seen = step if state.is_last_stage else max(0, step - lag)
+        tokens.collect(step - lag)
+        wrong += last_sampled.tolist() != naive[seen]
+    tokens.collect(59)
+    return wrong + (last_sampled.tolist() != naive[-1])
+
+
+def stage_sums(rank, seed):
+    """(all-reduce, all-gather) of this stage's tensor-parallel ranks."""
+    generator = torch.Generator().manual_seed(seed + rank)
+    x = torch.randint(-9, 9, (3, 4), generator=generator)
+    return Member.tp.all_reduce(x.clone()).tolist(), Member.tp.all_gather_last_dim(x).tolist()
+
+
+def receive_until_broken(rank):
+    """Waits for a step that never comes. Returns (error type, seconds until it was raised)."""
+    inbound, _ = _ends(8, torch.float32, 2)
+    began = time.monotonic()
+    try:
+        inbound.post(3, 1).wait()
+    except CommError:
+        return "CommError", time.monotonic() - began
+    return "arrived", time.monotonic() - began
+
+
+def collect_until_broken(rank):
+    """Waits for tokens that never come, after sends that nobody takes."""
+    _, outbound = _ends(8, torch.float32, 2)
+    began = time.monotonic()
+    try:
+        outbound.send(torch.ones(3, 8), torch.tensor(0), 1)
+        tokens = TokenBroadcast(Member.link, torch.zeros(4).long(), num_stages=3, depth=5)
+        tokens.publish(1, torch.tensor([0]), None)
+        tokens.collect(1)
+    except CommError:
+        return "CommError", time.monotonic() - began
+    return "arrived", time.monotonic() - began

@@ -1,0 +1,151 @@
+"""Links between real processes over gloo: hops, token return, failures, links anew."""
+
+import socket
+import time
+
+import pytest
+from group_processes import Pool
+
+from worker_daemon.distributed.pp import STATUS_FAILED, STATUS_MISMATCH, STATUS_OK
+from worker_daemon.distributed.rendezvous import RendezvousServer, connect_store
+from worker_daemon.errors import CommError
+
+TAG_RANGE = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def connected(pool):
+    """(pp, tp) -> the pool with a fresh link between its first pp * tp ranks; left at the end."""
+    servers, sizes = [], []
+
+    def connect(pp_size, tp_size, generation=1, timeout_s=20.0):
+        servers.append(RendezvousServer("127.0.0.1"))
+        size = pp_size * tp_size
+        sizes.append(size)
+        port = servers[-1].port
+        backends = pool.run(size, "open_member", pp_size, tp_size, generation, port, timeout_s)
+        assert backends == ["gloo"] * size
+        return pool
+
+    yield connect
+    if sizes:
+        assert pool.run(max(sizes), "leave") == [True] * max(sizes)
+    for server in servers:
+        server.close()
+
+
+def test_activations_and_status_cross_two_stages(connected):
+    pool = connected(2, 1)
+    sizes = [1, 33, 7, 2, 33, 1, 16, 5]
+    statuses = [STATUS_OK, STATUS_FAILED, STATUS_OK, STATUS_MISMATCH] * 2
+    for dtype, hidden_size in (("float32", 24), ("bfloat16", 7), ("float16", 16)):
+        steps = [(seq + 100, n, s) for seq, (n, s) in enumerate(zip(sizes, statuses, strict=True))]
+        _, arrived = pool.run(2, "hop", hidden_size, dtype, 3, steps)
+        assert arrived == [(True, status) for status in statuses]
+
+
+def test_another_step_than_the_one_expected_is_seen(connected):
+    pool = connected(2, 1, generation=5)
+    assert pool.run(2, "other_step", 7, 7, 5, 5)[1] == STATUS_OK
+    assert pool.run(2, "other_step", 8 + TAG_RANGE, 8, 5, 5)[1] == STATUS_MISMATCH
+    assert pool.run(2, "other_step", 9, 9, 4, 5)[1] == STATUS_MISMATCH
+    assert pool.run(2, "other_step", 10, 10, 5, 5)[1] == STATUS_OK
+
+
+@pytest.mark.parametrize("hidden_size", [24, 7])
+def test_tensor_parallel_slices_are_gathered(connected, hidden_size):
+    pool = connected(2, 2)
+    steps = [(seq, n, STATUS_OK) for seq, n in enumerate([1, 33, 5, 32], start=1)]
+    outcomes = pool.run(4, "hop", hidden_size, "float32", 4, steps)
+    assert outcomes == [[], [], *[[(True, STATUS_OK)] * 4] * 2]
+    sums = pool.run(4, "stage_sums", 5)
+    assert sums[0] == sums[1]
+    assert sums[2] == sums[3]
+    assert sums[0] != sums[2]
+    (total, gathered), size = sums[0], 4
+    for row in range(3):
+        own = [gathered[row][rank * size : (rank + 1) * size] for rank in range(2)]
+        assert total[row] == [a + b for a, b in zip(*own, strict=True)]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_steps_in_flight_survive_random_delays(connected, seed):
+    pool = connected(3, 1)
+    assert pool.run(3, "delayed", 24, 5, 80, seed) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("pp_size", "lag"), [(2, 0), (3, 3)])
+def test_tokens_return_in_order_though_rows_are_used_again(connected, pp_size, lag):
+    pool = connected(pp_size, 1)
+    assert pool.run(pp_size, "return_tokens", 6, lag, 7) == [0] * pp_size
+
+
+def test_survivors_of_a_killed_peer_link_anew_with_a_fresh_process(connected, pool):
+    timeout_s = 3.0
+    connected(3, 1, timeout_s=timeout_s)
+    pool.ranks[2].start("receive_until_broken", 2)
+    pool.ranks[0].start("collect_until_broken", 0)
+    pool.ranks[1].kill()
+    for index in (0, 2):
+        outcome, (error, seconds) = pool.ranks[index].outcome()
+        assert (outcome, error) == ("returned", "CommError")
+        assert seconds < timeout_s + 5
+    pool.replace(1)
+    connected(3, 1, generation=2)
+    steps = [(seq, 4, STATUS_OK) for seq in range(1, 6)]
+    outcomes = pool.run(3, "hop", 16, "float32", 5, steps)
+    assert outcomes[2] == [(True, STATUS_OK)] * 5
+    assert pool.run(3, "return_tokens", 4, 2, 3) == [0, 0, 0]
+
+
+def test_linking_again_and_again_leaves_no_threads_behind(connected, pool):
+    connected(2, 2)
+    assert pool.run(4, "leave") == [True] * 4
+    before = pool.run(4, "num_threads")
+    for generation in range(2, 7):
+        connected(2, 2, generation=generation)
+        assert pool.run(4, "leave") == [True] * 4
+    after = pool.run(4, "num_threads")
+    assert all(late <= early + 2 for early, late in zip(before, after, strict=True))
+
+
+def test_a_link_that_not_everybody_joins_is_a_comm_error(pool):
+    pool.grow(1)
+    server = RendezvousServer("127.0.0.1")
+    pool.ranks[0].start("open_member", 0, 2, 1, 9, server.port, 1.0)
+    outcome, (error, text, _) = pool.ranks[0].outcome()
+    assert (outcome, error) == ("raised", "CommError")
+    assert "relink" in text
+    server.close()
+
+
+def test_store_that_nobody_serves_is_a_comm_error():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(CommError) as caught:
+        connect_store("127.0.0.1", port, 0.5)
+    assert (caught.value.field, caught.value.value) == ("rendezvous", f"127.0.0.1:{port}")
+
+
+def test_rendezvous_listens_on_its_own_interface_until_it_is_closed():
+    server = RendezvousServer("127.0.0.1")
+    connect_store("127.0.0.1", server.port, 5.0).set("key", "value")
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", server.port), 1).close()
+    port = server.port
+    server.close()
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
