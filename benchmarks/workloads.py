@@ -1,4 +1,4 @@
-"""Write a seeded workload as JSON lines of {"id", "prompt_token_ids", "max_tokens", "ignore_eos"}."""
+"""Writes a seeded workload as JSON lines: id, prompt_token_ids, max_tokens, ignore_eos."""
 
 import argparse
 import json

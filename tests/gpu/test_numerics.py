@@ -32,8 +32,8 @@ def top_errors(outputs, exact, other=None):
     errors = []
     for req_id, output in outputs.items():
         for row, entry in enumerate(output.logprobs):
-            ids = torch.from_numpy(np.asarray(entry.token_ids, np.int64))
-            ours = torch.from_numpy(np.asarray(entry.logprobs, np.float32))
+            ids = torch.from_numpy(np.array(entry.token_ids, np.int64))
+            ours = torch.from_numpy(np.array(entry.logprobs, np.float32))
             value = ours if other is None else other[req_id][row, ids]
             errors.append(value - exact[req_id][row, ids])
     return torch.stack(errors)

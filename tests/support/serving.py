@@ -8,8 +8,9 @@ tests/e2e/conftest.py:
         run.outputs["a"]                      # client.scheduler.RequestOutput
         run.driver.records                    # one for each step
 
-serve() attaches to the pool's first pp * tp daemons and loads anew, whatever they had loaded; a dead
-one is replaced first. Use start_daemons() for daemons of your own that you mean to kill or damage.
+serve() attaches to the pool's first pp * tp daemons and loads anew, whatever they had loaded; dead
+ones are replaced first. For daemons that a test means to damage: LocalDaemons of its own, and
+connect().
 """
 
 import contextlib
