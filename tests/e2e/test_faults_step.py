@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from client.errors import DeadlineExceeded, GapError, StepFailed, WorkerDied
+from client.scheduler_output import SchedulerOutput
 from client.worker_group import WorkerGroup
 from rpc_schema.errors import ErrorCode
 from tests.support.driving import RecordingGroup, assert_serves, random_cases
@@ -177,7 +178,7 @@ def test_daemon_killed_in_a_step_is_named(model_root, tmp_path, checkpoint, rank
             assert survivor.check_health().phase
             assert survivor.get_status().load == "READY"
             with pytest.raises(WorkerDied):
-                generate(group, loaded, cases.requests)
+                group.execute_model(SchedulerOutput())
         assert died.value.rank == rank
         assert died.value.endpoint == daemons.endpoints[rank]
         assert daemons.endpoints[rank] in str(died.value)

@@ -66,8 +66,9 @@ from client.worker_client import WorkerClient
 from client.worker_group import WorkerGroup
 from rpc_schema.config import ParallelConfig
 from tests.support.gpu_generation import generate, make_requests, worker_config
-endpoints, checkpoint, pp, tp, last = sys.argv[1].split(","), Path(sys.argv[2]), *map(int,
-sys.argv[3:6]) parallel = ParallelConfig(pipeline_parallel_size=pp, tensor_parallel_size=tp)
+endpoints, checkpoint = sys.argv[1].split(","), Path(sys.argv[2])
+pp, tp, last = map(int, sys.argv[3:6])
+parallel = ParallelConfig(pipeline_parallel_size=pp, tensor_parallel_size=tp)
 group = WorkerGroup(endpoints, parallel)
 group.attach()
 model = group.prepare(worker_config(checkpoint, parallel, "bfloat16"))

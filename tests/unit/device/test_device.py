@@ -1,0 +1,131 @@
+"""Devices by name, memory figures, and what a profile makes of them."""
+
+import mmap
+import os
+
+import pytest
+import torch
+
+from worker_daemon.device.init import device_name, open_device, supports
+from worker_daemon.device.memory import (
+    HOST_KV_CACHE_LIMIT_BYTES,
+    HostMemory,
+    MemorySnapshot,
+    memory_source,
+    profile,
+    request_memory,
+)
+from worker_daemon.errors import CapacityError, ConfigError
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def threads():
+    """Puts torch's thread count back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_daemons_of_a_host_share_its_cores():
+    cores = os.cpu_count() or 1
+    for sharing in (1, 2, cores, 4 * cores):
+        assert open_device("cpu", sharing) == CPU
+        assert torch.get_num_threads() == max(1, cores // sharing)
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert device_name(CPU) == "CPU"
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("name", ["", "cpu:x", "gpu", "mps", "meta", "cuda:999", "CPU"])
+def test_unknown_devices_are_refused_with_the_known_ones(name):
+    with pytest.raises(ConfigError, match="'cpu'") as caught:
+        open_device(name, 1)
+    assert (caught.value.field, caught.value.value) == ("device", name)
+
+
+def test_the_host_computes_in_every_dtype():
+    assert all(supports(CPU, d) for d in (torch.float32, torch.float16, torch.bfloat16))
+
+
+def test_host_figures_are_bytes_of_this_machine_and_process():
+    source = memory_source(CPU)
+    now = source.snapshot()
+    assert now.total == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < now.free < now.total
+    assert 0 < now.allocated <= now.peak
+
+
+def test_host_peak_remembers_what_is_gone_until_it_is_reset():
+    source = HostMemory()
+    source.reset_peak()
+    before = source.snapshot()
+    with mmap.mmap(-1, 96 * MIB) as region:
+        region.write(b"\1" * (96 * MIB))
+    after = source.snapshot()
+    assert after.peak - before.allocated > 90 * MIB
+    assert after.allocated < after.peak - 80 * MIB
+    source.reset_peak()
+    assert source.snapshot().peak < after.peak - 80 * MIB
+
+
+def test_a_host_offers_a_share_of_what_is_free_and_no_more_than_its_limit():
+    source = HostMemory()
+    baseline = MemorySnapshot(total=1000, free=501, allocated=0, peak=0)
+    assert source.budget(baseline, 0.5) == 251
+    assert source.budget(baseline, 1.0) == 501
+    assert source.limit_kv_cache(12345) == 12345
+    assert source.limit_kv_cache(10 * HOST_KV_CACHE_LIMIT_BYTES) == HOST_KV_CACHE_LIMIT_BYTES
+    assert source.limit_kv_cache(-5) == -5
+
+
+def test_a_device_share_that_is_not_free_is_refused_with_one_that_is():
+    baseline = MemorySnapshot(total=1000, free=799, allocated=0, peak=0)
+    assert request_memory(baseline, 0.799) == 799
+    with pytest.raises(CapacityError) as caught:
+        request_memory(baseline, 0.8)
+    assert caught.value.field == "gpu_memory_utilization"
+    assert "0.79" in caught.value.fix
+    assert request_memory(baseline, 0.79) <= baseline.free
+
+
+class ScriptedMemory:
+    """Gives the snapshots of a list, one after the other."""
+
+    def __init__(self, *snapshots):
+        self.snapshots = list(snapshots)
+        self.num_resets = 0
+
+    def snapshot(self):
+        return self.snapshots.pop(0)
+
+    def reset_peak(self):
+        self.num_resets += 1
+
+    def budget(self, baseline, utilization):
+        raise AssertionError("not the profile's business")
+
+    def limit_kv_cache(self, available):
+        raise AssertionError("not the profile's business")
+
+
+def test_a_profile_splits_what_stays_from_what_was_there_for_a_while():
+    baseline = MemorySnapshot(total=1000, free=900, allocated=10, peak=10)
+    at_peak = MemorySnapshot(total=1000, free=400, allocated=210, peak=460)
+    after = MemorySnapshot(total=1000, free=640, allocated=230, peak=230)
+    source = ScriptedMemory(at_peak, after)
+    with profile(source, baseline) as result:
+        assert source.num_resets == 1
+    assert (result.consumed, result.transient) == (260, 230)
+    assert source.num_resets == 2
+
+
+def test_memory_that_others_gave_back_is_no_negative_consumption():
+    baseline = MemorySnapshot(total=1000, free=500, allocated=10, peak=10)
+    later = MemorySnapshot(total=1000, free=900, allocated=10, peak=5)
+    with profile(ScriptedMemory(later, later), baseline) as result:
+        pass
+    assert (result.consumed, result.transient) == (0, 0)
