@@ -1,1 +1,1 @@
-
+"""The driver's side: clients, groups, a launcher, a reference scheduler. Never imports torch."""

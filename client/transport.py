@@ -91,8 +91,11 @@ def _open_socket(context: Context, kind: int, max_bytes: int) -> Socket:
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    if kind != zmq.SUB:
+        # libzmq 4.3.5 aborts the process when the heartbeat timer fires for a peer that filled a
+        # queue and went away; events may fill theirs, replies never do.
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     return socket
 
 
@@ -210,6 +213,11 @@ class ResultsChannel:
                 self._raise_death()
             if not ready:
                 return None
+
+    def check_deaths(self, within_s: float = 0.0) -> None:
+        """Raise WorkerDied if a daemon's connection has ended, or does so within the time."""
+        if self._monitor.poll(int(within_s * 1000)):
+            self._raise_death()
 
     def _raise_death(self) -> None:
         event = recv_monitor_message(self._monitor, zmq.NOBLOCK)

@@ -2,10 +2,10 @@
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, and for daemons as well
+import psutil
+import pytest
 
-import psutil  # noqa: E402
-import pytest  # noqa: E402
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, and for daemons as well
 
 _LEFT_TIMEOUT_S = 10.0
 

@@ -46,13 +46,18 @@ def test_prefix_cache_hits(serve, reference, shape):
     shared_full = len(shared) // BLOCK_SIZE * BLOCK_SIZE
     assert [run.outputs[r.id].num_cached_tokens for r in others] == [shared_full] * len(others)
     computed = sum(record.num_tokens for record in run.driver.records)
-    assert computed < sum(lengths) + 12 * len(lengths)
+    assert computed == sum(length - shared_full + 12 - 1 for length in lengths)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 2), (2, 2)])
 def test_preemption_in_the_middle(serve, reference, shape):
     requests = make_requests(reference, 3, [9, 22, 5, 31, 14, 18, 27, 11], 24)
-    config = {"block_size": BLOCK_SIZE, "num_gpu_blocks": 34, "max_num_seqs": 6}
+    config = {
+        "block_size": BLOCK_SIZE,
+        "num_gpu_blocks": 34,
+        "max_num_seqs": 6,
+        "max_model_len": 100,
+    }
     with serve(reference.path, *shape, **config) as (group, loaded):
         cached = generate(group, loaded, requests)
         uncached = generate(
@@ -77,8 +82,7 @@ def test_many_requests_of_different_lengths(serve, reference, shape):
     assert {record.kind for record in run.driver.records} >= {"prefill", "mixed", "decode"}
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("shape", [(2, 1), (2, 2)])
+@pytest.mark.parametrize(("shape", "seed"), [((2, 1), 1), ((2, 2), 2), ((3, 1), 3)])
 def test_random_scheduler(serve, reference, shape, seed):
     requests = make_requests(reference, 3, [9, 22, 5, 31, 14, 18, 27, 11], 24)
     config = {"block_size": BLOCK_SIZE, "num_gpu_blocks": 60, "max_num_seqs": 7}

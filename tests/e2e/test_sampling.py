@@ -47,7 +47,9 @@ def alone(serve, reference):
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2), (3, 1), (2, 2)])
 def test_seeded_tokens_are_the_same_everywhere(serve, reference, alone, shape):
     company = [
-        greedy_request(f"x{index}", prompt, 20, temperature=index % 3 * 0.7, seed=index, top_k=index)
+        greedy_request(
+            f"x{index}", prompt, 20, temperature=index % 3 * 0.7, seed=index, top_k=index
+        )
         for index, prompt in enumerate(prompts(13, [2, 40, 13, 7, 21, 33]))
     ]
     mixed = [request for pair in zip(company, sampled_requests(), strict=False) for request in pair]

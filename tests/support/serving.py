@@ -45,6 +45,7 @@ from tests.support.checkpoints import Checkpoint
 
 MAX_DAEMONS = 4
 STEP_DEADLINE_MS = 20_000
+LOG_TAIL_CHARS = 1500
 
 
 def worker_config(
@@ -103,7 +104,7 @@ class DaemonPool:
     def log_tails(self, count: int) -> str:
         """The ends of the logs of the first `count` daemons."""
         tails = [
-            f"--- {endpoint}\n{daemons.log_tail(index)}"
+            f"--- {endpoint}\n{daemons.log_tail(index)[-LOG_TAIL_CHARS:]}"
             for daemons in self._started
             for index, endpoint in enumerate(daemons.endpoints)
         ]
@@ -252,9 +253,7 @@ def greedy_request(
     )
 
 
-def assert_greedy(
-    run: Run, checkpoint: Checkpoint, requests: Sequence[GenerationRequest]
-) -> None:
+def assert_greedy(run: Run, checkpoint: Checkpoint, requests: Sequence[GenerationRequest]) -> None:
     """Every request ended with the tokens of transformers' generate."""
     expected = {
         request.id: checkpoint.greedy(request.prompt_token_ids.tolist(), request.max_tokens)

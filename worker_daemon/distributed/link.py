@@ -12,8 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public all the same
-from torch.distributed.distributed_c10d import _abort_process_group
+from torch.distributed import distributed_c10d
 
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.rendezvous import connect_store
@@ -35,6 +34,11 @@ class LinkGroups:
     """This tensor-parallel rank of every stage, first to last: sampled tokens go back over it."""
 
 
+ABORT_LIMIT_S = 10.0
+"""An abort takes half a second where the device answers; no longer is waited for one that hangs."""
+
+MEETING_SLACK_S = 5.0
+
 NO_GROUPS = LinkGroups(stage=None, from_previous=None, to_next=None, column=None)
 
 
@@ -49,27 +53,54 @@ class Link:
 
     def abort(self) -> None:
         """Unblock whoever waits in an NCCL call of this link, now. gloo has no such thing: there
-        the timeout ends a wait."""
-        if self.backend == "nccl" and dist.is_initialized():
-            _abort_process_group()
+        the timeout ends a wait.
+
+        All groups at once: an abort frees memory, for which CUDA waits until the kernels of the
+        other groups have ended too, so that one abort after another would wait for each other.
+        """
+        if self.backend != "nccl":
+            return
+        members = [group for group in self._members() if group is not None]
+        aborts = [threading.Thread(target=group.abort, daemon=True) for group in members]
+        for thread in aborts:
+            thread.start()
+        for thread in aborts:
+            thread.join(ABORT_LIMIT_S)
 
     def leave(self) -> threading.Thread | None:
         """Give the groups up without asking any peer, dead or alive.
 
         Returns the thread that disposes of them, which may take until their timeout.
         """
-        if not dist.is_initialized():
-            return None
         self.abort()
-        left_behind: list[object] = [self.groups, dist.group.WORLD]
+        left_behind: list[object] = [*self._members(), dist.group.WORLD]
         self.groups = NO_GROUPS
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        # Dropping gloo groups joins their threads, which wait for dead peers until the timeout: not
-        # on this thread.
+        if not _forget_groups(self.backend):
+            return None
+        # Dropping gloo groups joins their threads, which wait for dead peers until the timeout:
+        # not on this thread.
         disposal = threading.Thread(target=left_behind.clear, name="link-disposal", daemon=True)
         disposal.start()
         return disposal
+
+    def _members(self) -> list[dist.ProcessGroup | None]:
+        groups = self.groups
+        return [groups.stage, groups.from_previous, groups.to_next, groups.column]
+
+
+def _forget_groups(backend: str) -> bool:
+    """Make torch forget every group, so that the next link's begin anew; tell whether it had any.
+
+    torch names groups by a counter that all ranks must agree on, and a start that failed leaves it
+    where it was.
+    """
+    had_groups = dist.is_initialized()
+    if had_groups and backend == "nccl":
+        distributed_c10d._abort_process_group()
+    elif had_groups:
+        dist.destroy_process_group()
+    distributed_c10d._world.group_count = 0
+    return had_groups
 
 
 def open_link(
@@ -87,24 +118,26 @@ def open_link(
     the warm-up, here, before any memory baseline. Blocks until all ranks have come.
 
     Raises:
-        CommError: they have not within timeout_s.
+        CommError: they have not within a time that lets a peer first notice, within timeout_s, that
+            its old link is broken.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if state.world_size == 1:
-        return Link(generation, backend, NO_GROUPS)
-    store = PrefixStore(f"link{generation}", connect_store(host, port, timeout_s))
-    with communication("making the process groups"):
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=state.rank,
-            world_size=state.world_size,
-            timeout=timedelta(seconds=timeout_s),
-            group_name=f"link{generation}",
-        )
     link = Link(generation, backend, NO_GROUPS)
+    if state.world_size == 1:
+        return link
+    meeting_s = 2 * timeout_s + MEETING_SLACK_S
     try:
         with communication("making the process groups"):
+            dist.init_process_group(
+                backend,
+                store=distributed_c10d.PrefixStore(
+                    f"link{generation}", connect_store(host, port, meeting_s)
+                ),
+                rank=state.rank,
+                world_size=state.world_size,
+                timeout=timedelta(seconds=meeting_s),
+                group_name=f"link{generation}",
+            )
             link.groups = _make_groups(state, timedelta(seconds=timeout_s))
             _warm_up(link.groups, state, device)
     except BaseException:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rpc_schema.kv_cache import KVCacheConfig
 from worker_daemon.errors import CapacityError, ConfigError
-from worker_daemon.models.decoder import KVLayerSpec
+from worker_daemon.layers.attention import KVLayerSpec
 
 
 def allocate_kv_caches(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from rpc_schema.kv_cache import KVCacheSpec
-from worker_daemon.models.decoder import KVLayerSpec
+from worker_daemon.layers.attention import KVLayerSpec
 
 
 def describe_layers(layers: Sequence[KVLayerSpec], dtype: torch.dtype) -> tuple[KVCacheSpec, ...]:

@@ -98,6 +98,19 @@ class ForwardContext:
 
 
 @dataclass(frozen=True, slots=True)
+class KVLayerSpec:
+    """What one local layer needs of the KV cache."""
+
+    name: str
+    """Checkpoint prefix of the layer's attention."""
+    num_kv_heads: int
+    """KV heads on this rank."""
+    head_dim: int
+    window: int | None
+    """Sliding window in tokens; None keeps everything."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionShape:
     """Sizes and switches of an attention layer, before tensor parallelism splits it."""
 

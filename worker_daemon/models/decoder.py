@@ -7,7 +7,6 @@ that a split model computes the same bits.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from worker_daemon.layers.attention import (
     AttentionMetadata,
     AttentionShape,
     ForwardContext,
+    KVLayerSpec,
 )
 from worker_daemon.layers.embedding import LMHead, VocabParallelEmbedding, vocab_parallel_weight
 from worker_daemon.layers.linear import ColumnParallelLinear, RowParallelLinear, even_shard
@@ -30,19 +30,6 @@ from worker_daemon.models.config import DecoderConfig
 
 _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class KVLayerSpec:
-    """What one local layer needs of the KV cache."""
-
-    name: str
-    """Checkpoint prefix of the layer's attention."""
-    num_kv_heads: int
-    """KV heads on this rank."""
-    head_dim: int
-    window: int | None
-    """Sliding window in tokens; None keeps everything."""
 
 
 class MLP:

@@ -487,8 +487,8 @@ class RequestState:
         return _invalid(
             "num_scheduled_tokens",
             f"slot {slot}: {int(num_tokens[position])}",
-            f"it has {counts.num_computed[slot]} of {counts.num_tokens[slot]} tokens computed, blocks "
-            f"for {capacity[slot]}, and max_model_len is {self.limits.max_model_len}",
+            f"it has {counts.num_computed[slot]} of {counts.num_tokens[slot]} tokens computed, "
+            f"blocks for {capacity[slot]}, and max_model_len is {self.limits.max_model_len}",
         )
 
     @property

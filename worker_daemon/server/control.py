@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Final, Protocol
@@ -77,7 +78,8 @@ class Control:
         self._guard = guard
         self._commands = commands
         self._open_rendezvous = open_rendezvous
-        self._rendezvous: RendezvousServerLike | None = None
+        self._rendezvous: deque[RendezvousServerLike] = deque()
+        # The newest, and the one before it: NCCL's watchdog of the old link still asks there.
         self._prepared: tuple[int, bytes] = (0, b"")
         self._software = f"worker-daemon {metadata.version('worker-daemon')}"
         self._commits: set[asyncio.Task[None]] = set()
@@ -130,8 +132,8 @@ class Control:
         """Close what control owns, sockets included."""
         for task in self._commits:
             task.cancel()
-        if self._rendezvous is not None:
-            self._rendezvous.close()
+        for server in self._rendezvous:
+            server.close()
         self._control.close(linger=100)
         self._events.close(linger=0)
 
@@ -174,13 +176,11 @@ class Control:
             raise FencedError(
                 f"link {message.link} is not above link {self._progress.link}", fix="raise it"
             )
-        if self._rendezvous is not None:
-            self._rendezvous.close()
-            self._rendezvous = None
-        self._rendezvous = self._open_rendezvous("127.0.0.1")
-        return lc.OpenRendezvousReply(
-            call=message.call, host=self._rendezvous.host, port=self._rendezvous.port
-        )
+        while len(self._rendezvous) > 1:
+            self._rendezvous.popleft().close()
+        server = self._open_rendezvous("127.0.0.1")
+        self._rendezvous.append(server)
+        return lc.OpenRendezvousReply(call=message.call, host=server.host, port=server.port)
 
     def _check_health(self, message: lc.CheckHealth) -> ControlReplyMessage:
         stamp = self._progress.stamp

@@ -54,8 +54,6 @@ class Member:
     state: ParallelState
     link: Link
     tp: object
-    ends: tuple[StageInbound | None, StageOutbound | None]
-    """Kept until the next ones: dropping a StageOutbound drops the sends that it has started."""
 
 
 def open_member(rank, pp_size, tp_size, generation, port, timeout_s=20.0):
@@ -102,8 +100,13 @@ def _ends(hidden_size, dtype, depth, generation=None):
     }
     inbound = None if Member.state.is_first_stage else StageInbound(link, Member.tp, **options)
     outbound = None if Member.state.is_last_stage else StageOutbound(link, Member.tp, **options)
-    Member.ends = inbound, outbound
-    return Member.ends
+    return inbound, outbound
+
+
+def _settle(outbound):
+    """The sender lets go of its buffers right after this; nothing may be lost by it."""
+    if outbound is not None:
+        outbound.settle()
 
 
 def activations(seq, num_tokens, hidden_size, dtype):
@@ -131,6 +134,7 @@ def hop(rank, hidden_size, dtype_name, depth, steps):
                 scratch = hidden + 1 if inbound is not None else hidden.clone()
                 outbound.send(scratch, state, seq)
                 scratch.fill_(-7)  # both may be overwritten at once
+        _settle(outbound)
     return arrived
 
 
@@ -153,6 +157,7 @@ def delayed(rank, hidden_size, depth, num_steps, seed):
             wrong += not torch.equal(hidden, expected) or int(status) != 0
         if outbound is not None:
             outbound.send(hidden, status, seq)
+    _settle(outbound)
     return wrong
 
 
@@ -162,7 +167,7 @@ def other_step(rank, first_seq, second_seq, first_generation, second_generation)
     inbound, outbound = _ends(8, torch.float32, 2, generation)
     if outbound is not None:
         outbound.send(torch.ones(3, 8), torch.tensor(0), first_seq)
-        return None
+        return _settle(outbound)
     return int(inbound.post(3, second_seq).wait()[1])
 
 
@@ -188,7 +193,7 @@ def return_tokens(rank, num_rows, lag, seed):
         seen = step if state.is_last_stage else max(0, step - lag)
         tokens.collect(step - lag)
         wrong += last_sampled.tolist() != naive[seen]
-    tokens.collect(59)
+    tokens.settle()
     return wrong + (last_sampled.tolist() != naive[-1])
 
 

@@ -1,0 +1,97 @@
+"""The commands as a user runs them: processes of their own, in a temporary directory of their own."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import zmq
+
+from client.errors import ClientError
+from client.transport import new_driver_id, parse_endpoint
+from client.worker_client import WorkerClient
+from rpc_schema.lifecycle import Status
+
+CLIENT = (sys.executable, "-m", "client")
+DAEMON = (sys.executable, "-m", "worker_daemon")
+COMMAND_LIMIT_S = 60.0
+
+
+def environment(directory: Path, **variables: str) -> dict[str, str]:
+    """Our own environment, with temporary files in `directory`, and with these variables."""
+    return {**os.environ, "TMPDIR": str(directory), "OMP_NUM_THREADS": "1", **variables}
+
+
+def short_directory() -> Path:
+    """A new directory whose path leaves room for a socket's name."""
+    return Path(tempfile.mkdtemp(prefix="cl-"))
+
+
+def run_client(
+    directory: Path, *words: str, check: bool = True, **variables: str
+) -> "subprocess.CompletedProcess[str]":
+    """Run `worker-client WORDS` to its end. check: it must succeed."""
+    done = subprocess.run(
+        [*CLIENT, *words],
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_LIMIT_S,
+        env=environment(directory, **variables),
+        check=False,
+    )
+    assert done.returncode == 0 or not check, done.stderr
+    return done
+
+
+def start_daemon(
+    directory: Path, *words: str, **variables: str
+) -> "subprocess.Popen[bytes]":
+    """Start `worker-daemon serve WORDS`."""
+    with (directory / "daemon.log").open("ab") as log:
+        return subprocess.Popen(
+            [*DAEMON, "serve", *words],
+            stdout=log,
+            stderr=log,
+            env=environment(directory, **variables),
+        )
+
+
+def ask_status(endpoint: str, timeout_s: float = 0.5) -> Status | None:
+    """A daemon's status; None where none answers."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    client = WorkerClient(context, parse_endpoint(endpoint), 0, new_driver_id())
+    try:
+        return client.get_status(timeout_s)
+    except ClientError:
+        return None
+    finally:
+        client.close()
+        context.term()
+
+
+def wait_for_daemons(
+    endpoints: Sequence[str], processes: Sequence["subprocess.Popen[bytes]"]
+) -> None:
+    """Wait until all answer."""
+    deadline = time.monotonic() + COMMAND_LIMIT_S
+    for endpoint, process in zip(endpoints, processes, strict=True):
+        while ask_status(endpoint) is None:
+            assert process.poll() is None, f"{endpoint} ended with {process.returncode}"
+            assert time.monotonic() < deadline, f"{endpoint} does not answer"
+
+
+def processes_of(directory: Path) -> list[psutil.Process]:
+    """Processes that name the directory on their command line or have it as TMPDIR."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = [*process.cmdline(), process.environ().get("TMPDIR", "")]
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+        if any(str(directory) in word for word in words):
+            found.append(process)
+    return found

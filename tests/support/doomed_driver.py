@@ -1,0 +1,141 @@
+"""`python -m tests.support.doomed_driver PLAN`: a driver that attaches, goes on with what is loaded,
+proves that by generating, reports in one JSON line, and then dies in the middle of a step, or serves
+until it is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from client.driver import Driver
+from client.loading import LoadedModel
+from client.requests import GenerationRequest
+from client.scheduler import Scheduler, SchedulerLimits
+from client.worker_client import WorkerClient
+from client.worker_group import WorkerGroup
+from rpc_schema.config import WorkerConfig
+
+NUM_GPU_BLOCKS = 256
+
+
+class Death(msgspec.Struct, frozen=True):
+    """Where the driver dies: after it sent a step to some of the ranks."""
+
+    step: int
+    """Counted from 1."""
+    ranks: list[int]
+    after_receipt: bool
+    """Not before the daemons have it."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    endpoints: list[str]
+    config: WorkerConfig
+    prompts: list[list[int]]
+    max_tokens: int
+    death: Death | None = None
+    forever: bool = False
+    """Serve until killed."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    was_loaded: bool
+    phases: list[str]
+    """What prepare() did."""
+    tokens: list[list[int]]
+
+
+def start(plan: Plan) -> "subprocess.Popen[str]":
+    """Start a driver of its own process."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.support.doomed_driver", msgspec.json.encode(plan).decode()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def read_report(process: "subprocess.Popen[str]") -> Report:
+    """Wait for the driver's report."""
+    assert process.stdout is not None and process.stderr is not None
+    line = process.stdout.readline()
+    assert line, process.stderr.read()
+    return msgspec.json.decode(line, type=Report)
+
+
+@dataclass
+class Executioner:
+    """Counts the steps on their way to the daemons, and ends the process at the last one."""
+
+    clients: Sequence[WorkerClient]
+    death: Death
+    step: int = 0
+
+    def attend(self, client: WorkerClient) -> None:
+        """Stand between a client and its daemon."""
+        send = client.execute_model
+
+        def execute_model(frames: Sequence[bytes]) -> None:
+            self.step += client is self.clients[0]
+            if self.step < self.death.step or client.rank in self.death.ranks:
+                send(frames)
+            if self.step == self.death.step and client is self.clients[-1]:
+                self._die()
+
+        client.execute_model = execute_model
+
+    def _die(self) -> None:
+        while self.death.after_receipt and not all(map(self._has_it, self.death.ranks)):
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _has_it(self, rank: int) -> bool:
+        """Whether the rank is idle, or stuck, after all that was sent to it."""
+        return self.clients[rank].get_status().phase_ms > 20
+
+
+def run(plan: Plan) -> None:
+    """Live and die by the plan."""
+    with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
+        group.attach()
+        loaded = group.prepare(plan.config, num_gpu_blocks=NUM_GPU_BLOCKS)
+        tokens = generate_all(group, loaded, plan)
+        report = Report(loaded.was_loaded, list(loaded.seconds), tokens)
+        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+        sys.stdout.flush()
+        if plan.death is not None:
+            executioner = Executioner(group.clients, plan.death)
+            for client in group.clients:
+                executioner.attend(client)
+            generate_all(group, loaded, plan)
+        while plan.forever:
+            generate_all(group, loaded, plan)
+
+
+def generate_all(group: WorkerGroup, loaded: LoadedModel, plan: Plan) -> list[list[int]]:
+    """Generate greedily for all prompts; return their tokens in order."""
+    scheduler = plan.config.scheduler
+    limits = SchedulerLimits(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=loaded.max_model_len,
+        num_blocks=loaded.num_blocks,
+        block_size=loaded.block_size,
+        pipeline_parallel_size=plan.config.parallel.pipeline_parallel_size,
+    )
+    driver = Driver(group, Scheduler(limits))
+    for index, prompt in enumerate(plan.prompts):
+        tokens = np.array(prompt, np.int32)
+        driver.add_request(GenerationRequest(str(index), tokens, max_tokens=plan.max_tokens))
+    outputs = {output.req_id: output.token_ids for output in driver.run()}
+    return [outputs[str(index)] for index in range(len(plan.prompts))]
+
+
+if __name__ == "__main__":
+    run(msgspec.json.decode(sys.argv[1], type=Plan))
