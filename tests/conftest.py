@@ -5,7 +5,9 @@ import os
 import psutil
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, and for daemons as well
+# Before torch is loaded, and for daemons as well: they share two cores and must not spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _LEFT_TIMEOUT_S = 10.0
 

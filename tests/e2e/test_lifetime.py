@@ -46,12 +46,13 @@ def generating(directory, endless_input, checkpoint):
     """A `generate` with daemons of its own, just started."""
     options = ["--model", str(checkpoint().path), "--device", "cpu", "--input", str(endless_input)]
     sizes = ["--pipeline-parallel-size", str(NUM_DAEMONS), "--num-gpu-blocks", "256"]
-    process = subprocess.Popen(
-        [*CLIENT, "generate", *options, *sizes, "--max-num-seqs", "8"],
-        env=environment(directory),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    with endless_input.with_name("stderr").open("w") as stderr:
+        process = subprocess.Popen(
+            [*CLIENT, "generate", *options, *sizes, "--max-num-seqs", "8"],
+            env=environment(directory),
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+        )
     yield process
     process.kill()
     process.wait()

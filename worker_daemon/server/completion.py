@@ -18,6 +18,7 @@ from rpc_schema.errors import ErrorReply, WireError
 from rpc_schema.lifecycle import Attached
 from worker_daemon.errors import StaleError
 from worker_daemon.server.dispatch import PendingReply
+from worker_daemon.server.progress import NO_RESULT, Progress
 from worker_daemon.server.replies import error_reply
 from worker_daemon.server.sequence import REPLAYABLE
 
@@ -65,15 +66,20 @@ class _Kind(IntEnum):
     STOP = 6
 
 
+def _nothing() -> None:
+    return None
+
+
 class _Outcome(NamedTuple):
     """What the step thread hands over. seq is 0 where it has no meaning; route is a refusal's or an
-    attached driver's."""
+    attached driver's; heard is told that an attached driver's turn has come."""
 
     kind: _Kind
     seq: int = 0
     reply: StepReply | None = None
     pending: PendingReply | None = None
     route: bytes = b""
+    heard: Callable[[], None] = _nothing
 
 
 _STOP: Final = _Outcome(_Kind.STOP)
@@ -83,12 +89,15 @@ class Completion:
     """Hands outcomes from the step thread (its methods) to the completion thread, in order."""
 
     def __init__(
-        self, results: "zmq.Socket[bytes]", on_failure: Callable[[ErrorReply], None]
+        self,
+        results: "zmq.Socket[bytes]",
+        progress: Progress,
+        on_failure: Callable[[ErrorReply], None],
     ) -> None:
         """results is used by the completion thread only. on_failure hears of steps whose result
         failed after the step thread was done with them; it is called on the completion thread."""
         self._queue: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
-        self._sender = _Sender(results, self._queue, on_failure)
+        self._sender = _Sender(results, self._queue, progress, on_failure)
         self._thread = threading.Thread(target=self._sender.run, name="completion", daemon=True)
 
     def start(self) -> None:
@@ -125,9 +134,10 @@ class Completion:
         """Send a refusal to any driver; it is not kept, because its request was not accepted."""
         self._queue.put(_Outcome(_Kind.REFUSAL, 0, reply, None, route))
 
-    def attached(self, route: bytes, reply: Attached) -> None:
-        """Forget the former driver and greet this one."""
-        self._queue.put(_Outcome(_Kind.ATTACHED, 0, reply, None, route))
+    def attached(self, route: bytes, reply: Attached, heard: Callable[[], None]) -> None:
+        """Forget the former driver and greet this one; `heard` is called (on the completion thread)
+        once no result of the former one is waited for any more."""
+        self._queue.put(_Outcome(_Kind.ATTACHED, 0, reply, None, route, heard))
 
 
 class _Sender:
@@ -137,10 +147,12 @@ class _Sender:
         self,
         results: "zmq.Socket[bytes]",
         outcomes: "queue.SimpleQueue[_Outcome]",
+        progress: Progress,
         on_failure: Callable[[ErrorReply], None],
     ) -> None:
         self._results = results
         self._queue = outcomes
+        self._progress = progress
         self._on_failure = on_failure
         self._ring = ReplyRing()
         self._route = b""
@@ -188,6 +200,7 @@ class _Sender:
 
     def _finish(self, outcome: _Outcome) -> None:
         assert outcome.pending is not None
+        self._progress.await_result(outcome.seq)
         try:
             reply, arrays = outcome.pending.result()
         except Exception as error:  # the dispatch boundary, where it ends a step on this thread
@@ -195,6 +208,8 @@ class _Sender:
             self._keep_and_send(failure, ())
             self._on_failure(failure)
             return
+        finally:
+            self._progress.result = NO_RESULT
         self._keep_and_send(reply, arrays)
 
     def _keep_and_send(self, reply: StepReply, arrays: Sequence[Frame]) -> None:
@@ -225,6 +240,7 @@ class _Sender:
         self._greeting = encode_step(outcome.reply)
         self._greet_until = time.monotonic() + ATTACH_LIMIT_S
         self._greet()
+        outcome.heard()
 
     def _greet(self) -> None:
         """Send Attached once the driver's results socket is there, or give up at the limit."""

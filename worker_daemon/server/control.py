@@ -8,6 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import metadata
 from typing import Final, Protocol
 
@@ -241,17 +242,23 @@ class Control:
         self._commands.post(Attach(epoch, driver_id, _threadsafe(loop, taken)))
         done, _ = await asyncio.wait((taken,), timeout=BUSY_GRACE_S)
         if not done:
-            stamp = self._progress.stamp
-            if stamp.on_link:
-                self._guard.request_abort(f"epoch {epoch} attaches while {stamp.phase} runs")
+            self._free_from_peers(f"epoch {epoch} attaches")
             await asyncio.wait((taken,), timeout=self._progress.step_deadline_s + ATTACH_SLACK_S)
         if taken.done():
-            return taken.result()
+            standing = taken.result()
+            return standing if done else replace(standing, clean=False)
         stamp = self._progress.stamp
         raise StateError(
             f"the step thread has been in {stamp.phase} for {stamp.age_ms(time.monotonic())} ms",
             fix="attach again later, or restart this daemon",
         )
+
+    def _free_from_peers(self, cause: str) -> None:
+        """Abort the link if the step or a result may be waiting for other ranks."""
+        for stamp in (self._progress.stamp, self._progress.result):
+            if stamp.on_link:
+                self._guard.request_abort(f"{cause} while {stamp.phase} is waited for")
+                return
 
     def _need_attached(self, epoch: int) -> None:
         current = self._progress.epoch

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Final, NoReturn
@@ -124,7 +125,7 @@ class Daemon:
         self._sockets = bind_sockets(self._context, premises.endpoint)
         self._progress = Progress(settings.device)
         self._guard = Guard(self._progress)
-        self._completion = Completion(self._sockets.results, self._result_failed)
+        self._completion = Completion(self._sockets.results, self._progress, self._result_failed)
         self._step_thread = StepThread(
             step=self._sockets.step,
             doorbell=self._sockets.doorbell,
@@ -198,7 +199,8 @@ class Daemon:
         self._guard.stop()
         joined &= self._guard.join(max(0.1, deadline - time.monotonic()))
         self._control.close()
-        if not joined or exit_code != 0:
+        left = threading.active_count() > 1  # a link's disposal, say, which waits for dead peers
+        if not joined or left or exit_code != 0:
             self._exit_now(exit_code)
         self._sockets.doorbell_send.close(linger=0)
         self._context.term()

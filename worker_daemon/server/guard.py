@@ -62,6 +62,7 @@ class Guard:
             if cause:
                 self._abort(cause)
             self._watch_phase(self._progress.stamp, time.monotonic())
+            self._watch_result(self._progress.result, time.monotonic())
         faulthandler.cancel_dump_traceback_later()
 
     def _abort(self, cause: str) -> None:
@@ -87,6 +88,14 @@ class Guard:
             faulthandler.dump_traceback(sys.stderr)
             if stamp.on_link:
                 self._abort(f"{stamp.phase} is past its deadline")
+
+    def _watch_result(self, stamp: Stamp, now: float) -> None:
+        """Free the completion thread from a result that hangs on the device, once."""
+        if now >= stamp.deadline and stamp is not self._hung:
+            self._hung = stamp
+            logger.error("%s has not come for %d ms: hung", stamp.phase, stamp.age_ms(now))
+            faulthandler.dump_traceback(sys.stderr)
+            self._abort(f"{stamp.phase} is past its deadline")
 
     def _arm(self, stamp: Stamp, now: float) -> None:
         """Let the C level dump the stacks should this thread not come by any more: it fires without

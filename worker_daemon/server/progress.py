@@ -42,15 +42,18 @@ class Snapshot:
 
 
 IDLE = "IDLE"
+NO_RESULT = Stamp(IDLE, 0.0, math.inf, False)
 
 
 class Progress:
-    """Written by the step thread, read by control and guard."""
+    """Written by the step thread (`result` by the completion thread), read by control and guard."""
 
-    __slots__ = ("epoch", "last_seq", "link", "snapshot", "stamp", "step_deadline_s")
+    __slots__ = ("epoch", "last_seq", "link", "result", "snapshot", "stamp", "step_deadline_s")
 
     def __init__(self, device: str) -> None:
         self.stamp = Stamp("STARTING", time.monotonic(), math.inf, False)
+        self.result = NO_RESULT
+        """The result that the completion thread waits for: where a device hangs, it hangs there."""
         self.snapshot = Snapshot(State(), 0, (), WorkerDescription(device))
         self.epoch = 0
         self.link = 0
@@ -61,6 +64,11 @@ class Progress:
         """Enter a phase that may last `legal_silence_s`."""
         now = time.monotonic()
         self.stamp = Stamp(phase, now, now + legal_silence_s, on_link)
+
+    def await_result(self, seq: int) -> None:
+        """The completion thread begins to wait for the result of `seq`."""
+        now = time.monotonic()
+        self.result = Stamp(f"RESULT {seq}", now, now + self.step_deadline_s, True)
 
     def set_phase(self, phase: str, legal_silence_s: float) -> None:
         """Refine the running phase: what a worker calls from inside an operation."""

@@ -57,8 +57,8 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Begin an epoch; `taken` hears (on the step thread) once steps of the former one can no longer
-    run."""
+    """Begin an epoch; `taken` hears (on the completion thread) once steps of the former one can no
+    longer run and nobody waits for their results."""
 
     epoch: int
     driver_id: bytes
@@ -352,9 +352,9 @@ class _StepLoop:
         self._completion.attached(
             command.driver_id,
             lc.Attached(epoch=command.epoch, seq=0, rank=self._worker.rank),
+            lambda: command.taken(standing),
         )
         self._progress.idle()
-        command.taken(standing)
 
     def _publish(self, transition: str) -> None:
         """Renew the snapshot that other threads read, after anything but a step."""

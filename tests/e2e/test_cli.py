@@ -1,0 +1,342 @@
+"""The command lines from end to end, each command a process of its own."""
+
+import json
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+
+from benchmarks.demo_model import make_demo_model
+from tests.support.checkpoints import Checkpoint
+from tests.support.command_line import (
+    ask_status,
+    processes_of,
+    run_client,
+    short_directory,
+    start_daemon,
+    wait_for_daemons,
+)
+
+PROMPTS = ("The driver decides", "A new driver", "Nothing warm")
+BENCH_KEYS = {
+    *("seconds", "tokens_in", "tokens_out", "out_tok_s", "total_tok_s", "ttft_ms", "tpot_ms"),
+    *("step_ms", "startup_s", "gpu_memory_bytes", "device", "versions"),
+}
+LOAD_PHASES = {"init_device", "load_model", "compile_or_warm_up_model"}
+
+
+@pytest.fixture(scope="module")
+def demo(model_root):
+    """The demo checkpoint, which has a tokenizer."""
+    path = model_root / "demo"
+    make_demo_model(path)
+    model = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return Checkpoint(path, model)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo):
+    return Tokenizer.from_file(str(demo.path / "tokenizer.json"))
+
+
+@pytest.fixture
+def directory():
+    path = short_directory()
+    yield path
+    for process in processes_of(path):
+        process.kill()
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def model_options(demo):
+    return ("--model", str(demo.path), "--device", "cpu", "--num-gpu-blocks", "128")
+
+
+@pytest.fixture(scope="module")
+def served(model_root):
+    """Two daemons started by hand: one by its command line, one by environment and file."""
+    path = short_directory()
+    endpoints = [f"ipc://{path}/a", f"ipc://{path}/b"]
+    file = path / "daemon.toml"
+    file.write_text(f'device = "cpu"\nmodel-root = ["{model_root}"]\nendpoint = "ipc:///wrong/x"\n')
+    processes = [
+        start_daemon(
+            path, *("--endpoint", endpoints[0], "--device", "cpu", "--model-root", str(model_root))
+        ),
+        start_daemon(
+            path,
+            *("--config", str(file)),
+            WORKER_DAEMON_ENDPOINT=endpoints[1],
+        ),
+    ]
+    wait_for_daemons(endpoints, processes)
+    yield endpoints
+    for process in processes:
+        process.kill()
+        process.wait()
+    shutil.rmtree(path)
+
+
+def write_lines(path, *lines):
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(text + "\n" for text in texts))
+    return str(path)
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_generate_prints_the_texts_of_prompts(directory, model_options, demo, tokenizer):
+    prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    done = run_client(
+        directory,
+        *("generate", *model_options, *prompts, "--max-tokens", "8"),
+        *("--pipeline-parallel-size", "2"),
+    )
+    lines = [
+        f"{index}: {tokenizer.decode(demo.greedy(tokenizer.encode(prompt).ids, 8))}"
+        for index, prompt in enumerate(PROMPTS)
+    ]
+    assert done.stdout.splitlines() == lines
+    assert not list(directory.iterdir())
+
+
+def test_generate_keeps_the_order_of_a_file_and_survives_wrong_lines(
+    directory, tmp_path, model_options, demo, tokenizer
+):
+    ids = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
+    source = write_lines(
+        tmp_path / "in.jsonl",
+        {"id": "long", "prompt": PROMPTS[0], "max_tokens": 20, "ignore_eos": True, "logprobs": 3},
+        {"id": "short", "prompt_token_ids": ids[1], "max_tokens": 2, "ignore_eos": True},
+        "{this is not JSON",
+        {"id": "hot", "prompt": PROMPTS[2], "temperature": -1},
+        "",
+        {"id": "odd", "prompt": PROMPTS[2], "best_of": 2},
+        {"id": "both", "prompt": PROMPTS[2], "prompt_token_ids": [1]},
+        {"id": "token", "prompt_token_ids": [10**6]},
+        {"id": "endless", "prompt_token_ids": [1] * 2000},
+        {"id": "short", "prompt": PROMPTS[2]},
+        {"prompt": PROMPTS[2], "max_tokens": 3, "ignore_eos": True},
+    )
+    target = tmp_path / "out.jsonl"
+    done = run_client(
+        directory, "generate", *model_options, "--input", source, "--output", str(target)
+    )
+    results = read_lines(target)
+    assert [result["id"] for result in results] == [
+        *("long", "short", "line 3", "line 4", "line 6", "line 7", "token", "endless"),
+        *("line 10", "10"),
+    ]
+    by_id = {result["id"]: result for result in results}
+    wrong = {
+        "line 3": "not JSON",
+        "line 4": "temperature = -1",
+        "line 6": "best_of",
+        "line 7": "prompt",
+        "token": "1000000",
+        "endless": "max_model_len",
+        "line 10": "the id occurs twice",
+    }
+    for req_id, words in wrong.items():
+        assert by_id[req_id].keys() == {"id", "error"}
+        assert words in by_id[req_id]["error"]
+        assert "fix: " in by_id[req_id]["error"]
+        assert words in done.stderr
+    for req_id, prompt, count in (("long", ids[0], 20), ("short", ids[1], 2), ("10", ids[2], 3)):
+        result = by_id[req_id]
+        assert result["token_ids"] == greedy_without_end(demo, prompt, count)
+        assert result["text"] == tokenizer.decode(result["token_ids"])
+        assert result["finish_reason"] == "length"
+        assert ("logprobs" in result) == (req_id == "long")
+    check_logprobs(by_id["long"], ids[0], demo)
+
+
+def greedy_without_end(demo, prompt, count):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(demo.logprobs(tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def check_logprobs(result, prompt, demo):
+    """Against transformers, to 1e-4."""
+    tokens = [*prompt, *result["token_ids"]]
+    rows = demo.logprobs(tokens)[len(prompt) - 1 : -1]
+    assert len(result["logprobs"]) == len(result["token_ids"])
+    for row, token, entry in zip(rows, result["token_ids"], result["logprobs"], strict=True):
+        best = row.topk(3)
+        assert (entry["token_id"], entry["rank"]) == (token, 1)
+        np.testing.assert_allclose(entry["logprob"], row[token], atol=1e-4)
+        np.testing.assert_allclose(entry["top_logprobs"], best.values, atol=1e-4)
+        np.testing.assert_allclose(row[entry["top_token_ids"]], best.values, atol=1e-4)
+
+
+def test_generate_fails_where_no_line_can_be_served(directory, tmp_path, model_options):
+    source = write_lines(tmp_path / "in.jsonl", "[]", {"prompt": 3})
+    target = tmp_path / "out.jsonl"
+    done = run_client(
+        directory,
+        *("generate", *model_options, "--input", source, "--output", str(target)),
+        check=False,
+    )
+    assert done.returncode == 1
+    assert [set(line) for line in read_lines(target)] == [{"id", "error"}] * 2
+
+
+def test_second_bench_finds_the_model_loaded(served, directory, tmp_path, model_options, demo):
+    ids = [[7 * i % 400 + 1, 5, 9] for i in range(6)]
+    source = write_lines(
+        tmp_path / "in.jsonl",
+        *({"prompt_token_ids": prompt, "max_tokens": 12, "ignore_eos": True} for prompt in ids),
+    )
+    words = ("bench", "--endpoints", ",".join(served), "--input", source, "--json")
+    sizes = ("--pipeline-parallel-size", "2", "--max-num-seqs", "16")
+    first = json.loads(run_client(directory, *words, *model_options, *sizes).stdout)
+    weights = [ask_status(endpoint).memory_bytes["weights"] for endpoint in served]
+    second = json.loads(run_client(directory, *words, *model_options, *sizes).stdout)
+
+    assert LOAD_PHASES <= set(first["startup_s"])
+    assert not LOAD_PHASES & set(second["startup_s"])
+    for figures in (first, second):
+        check_bench_object(figures, num_requests=6, tokens_in=18, tokens_out=72)
+        assert figures["gpu_memory_bytes"]["weights"] == sum(weights)
+    assert sum(weights) == sum(p.numel() * 4 for p in demo.model.parameters())
+
+
+def check_bench_object(figures, num_requests, tokens_in, tokens_out):
+    assert BENCH_KEYS <= set(figures)
+    assert (figures["requests"], figures["failed"]) == (num_requests, 0)
+    assert (figures["tokens_in"], figures["tokens_out"]) == (tokens_in, tokens_out)
+    seconds = figures["seconds"]
+    assert seconds > 0
+    assert figures["out_tok_s"] == pytest.approx(tokens_out / seconds)
+    assert figures["total_tok_s"] == pytest.approx((tokens_in + tokens_out) / seconds)
+    for name in ("ttft_ms", "tpot_ms"):
+        assert 0 < figures[name]["p50"] <= figures[name]["p99"] <= seconds * 1e3
+    assert {"prefill", "decode"} & set(figures["step_ms"])
+    for times in figures["step_ms"].values():
+        assert times["count"] > 0
+        assert 0 < times["p50"] <= times["p99"] <= seconds * 1e3
+    startup = dict(figures["startup_s"])
+    total = startup.pop("total")
+    assert 0 < sum(startup.values()) <= total * 1.01
+    assert {"weights", "kv_cache", "activations_peak"} <= set(figures["gpu_memory_bytes"])
+    assert figures["gpu_memory_bytes"]["kv_cache"] > 0
+    assert figures["device"]
+    assert {"worker-daemon", "protocol", "python"} <= set(figures["versions"])
+
+
+def test_another_configuration_is_refused_by_name_or_loaded_anew(
+    served, directory, model_options
+):
+    words = (
+        *("generate", "--endpoints", ",".join(served), *model_options, "--prompt", PROMPTS[0]),
+        *("--pipeline-parallel-size", "2", "--max-tokens", "3"),
+    )
+    run_client(directory, *words, "--max-num-seqs", "16", "--reload")
+    refused = run_client(
+        directory, *words, "--max-num-seqs", "8", "--max-model-len", "64", check=False
+    )
+    assert refused.returncode == 2
+    assert "ConfigMismatchError" in refused.stderr
+    assert "scheduler.max_num_seqs: 8 != 16" in refused.stderr
+    assert "model.max_model_len: 64 != None" in refused.stderr
+    assert "--reload" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    run_client(directory, *words, "--max-num-seqs", "16")
+    run_client(directory, *words, "--max-num-seqs", "8", "--max-model-len", "64", "--reload")
+    status = ask_status(served[0])
+    assert status.config.scheduler.max_num_seqs == 8
+    assert status.config.model.max_model_len == 64
+
+
+def test_options_come_from_command_line_then_environment_then_file(
+    served, directory, tmp_path, demo
+):
+    file = tmp_path / "options.toml"
+    file.write_text(
+        f'model = "{demo.path}"\nendpoints = "{served[0]}"\nnum_gpu_blocks = 64\n'
+        "max_num_seqs = 3\nmax_num_batched_tokens = 100\nblock_size = 8\nreload = true\n"
+    )
+    run_client(
+        directory,
+        *("generate", "--config", str(file), "--prompt", PROMPTS[0], "--block-size", "4"),
+        WORKER_CLIENT_BLOCK_SIZE="32",
+        WORKER_CLIENT_MAX_NUM_BATCHED_TOKENS="90",
+    )
+    config = ask_status(served[0]).config
+    assert config.scheduler.max_num_seqs == 3
+    assert config.scheduler.max_num_batched_tokens == 90
+    assert config.cache.block_size == 4
+    file.write_text("max_num_sequences = 3\n")
+    done = run_client(directory, "generate", "--config", str(file), check=False)
+    assert done.returncode == 2
+    assert "max_num_sequences" in done.stderr
+
+
+def test_status_shows_every_daemon(served, directory, demo, model_options):
+    run_client(
+        directory,
+        *("generate", "--endpoints", ",".join(served), *model_options, "--prompt", PROMPTS[0]),
+        *("--pipeline-parallel-size", "2", "--reload"),
+    )
+    listed = run_client(directory, "status", "--endpoints", ",".join(served), "--json")
+    statuses = json.loads(listed.stdout)
+    assert [status["endpoint"] for status in statuses] == served
+    for rank, status in enumerate(statuses):
+        assert (status["load"], status["serving"], status["rank"]) == ("READY", "SERVING", rank)
+        assert status["model"] == str(demo.path)
+        assert status["num_blocks"] == 128
+    table = run_client(directory, "status", "--endpoints", ",".join(served), COLUMNS="250")
+    for endpoint in served:
+        assert endpoint in table.stdout
+
+
+def test_status_of_nobody_is_an_error_in_one_line(directory):
+    endpoint = f"ipc://{directory}/nobody"
+    done = run_client(directory, "status", "--endpoints", endpoint, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert endpoint in done.stderr
+
+
+def test_shutdown_ends_daemons_in_order(directory, demo, model_options):
+    endpoints = [f"ipc://{directory}/run/{name}" for name in "ab"]
+    processes = [
+        start_daemon(
+            directory,
+            *("--endpoint", endpoint, "--device", "cpu", "--model-root", str(demo.path.parent)),
+            *("--state-dir", str(directory / "state")),
+        )
+        for endpoint in endpoints
+    ]
+    wait_for_daemons(endpoints, processes)
+    named = ("--endpoints", ",".join(endpoints))
+    pp = ("--pipeline-parallel-size", "2")
+    run_client(directory, "generate", *named, *model_options, *pp, "--prompt", PROMPTS[0])
+    run_client(directory, "shutdown", *named)
+    assert [process.wait(20) for process in processes] == [0, 0]
+    left = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+    assert {path for path in left if not path.startswith("state/")} == {"daemon.log"}
+    assert not list(directory.glob("run/*"))
+
+
+def test_sigterm_ends_a_loaded_daemon_in_order(directory, demo, model_options):
+    endpoint = f"ipc://{directory}/w"
+    process = start_daemon(
+        directory,
+        *("--endpoint", endpoint, "--device", "cpu", "--model-root", str(demo.path.parent)),
+    )
+    wait_for_daemons([endpoint], [process])
+    words = ("--endpoints", endpoint, *model_options, "--prompt", PROMPTS[0])
+    run_client(directory, "generate", *words)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    assert not list(directory.glob("w*"))
