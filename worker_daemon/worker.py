@@ -85,6 +85,7 @@ class Worker:
         self._device_name = device
         self._model_roots = model_roots
         self._set_phase = set_phase
+        self._max_threads = torch.get_num_threads()
         self._context_or_none: _DeviceContext | None = None
         self._model_or_none: _LoadedModel | None = None
         self._runner_or_none: ModelRunner | None = None
@@ -113,7 +114,7 @@ class Worker:
             message.parallel.tensor_parallel_size,
             rendezvous.rank,
         )
-        device = open_device(self._device_name, rendezvous.local_world_size)
+        device = open_device(self._device_name, rendezvous.local_world_size, self._max_threads)
         timeout_s = message.scheduler.step_deadline_ms / 1000 + 1
         tp = tensor_parallel(parallel.tp_rank, parallel.tp_size)
         link = self._open_link(rendezvous, parallel, device, timeout_s, tp)

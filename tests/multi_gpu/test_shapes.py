@@ -59,7 +59,7 @@ def test_seeded_sampling_does_not_depend_on_the_shape(checkpoint, pp, tp):
 
 
 DYING_DRIVER = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 from client.driver import Driver
 from client.worker_client import WorkerClient
@@ -78,6 +78,7 @@ def send_some(client, *args):
     global sent
     sent += 1
     if sent > last:
+        time.sleep(0.1)  # let the sends before this one arrive
         os.kill(os.getpid(), signal.SIGKILL)
     return send(client, *args)
 WorkerClient.execute_model = send_some

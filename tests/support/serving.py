@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from client.driver import Driver, GroupLike
+from client.driver import Driver
 from client.errors import LaunchError
 from client.launcher import LocalDaemons
 from client.loading import LoadedModel
@@ -32,7 +32,8 @@ from client.scheduler import (
     SchedulerInterface,
     SchedulerLimits,
 )
-from client.worker_group import WorkerGroup
+from client.scheduler_output import SchedulerOutput
+from client.worker_group import StepFuture, WorkerGroup
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
@@ -198,7 +199,7 @@ class CountingGroup:
         self.max_in_flight = group.max_in_flight
         self.most_in_flight = 0
 
-    def execute_model(self, output):
+    def execute_model(self, output: SchedulerOutput) -> StepFuture:
         """Send a step."""
         future = self._group.execute_model(output)
         self.most_in_flight = max(self.most_in_flight, self._group.num_in_flight)
@@ -231,10 +232,9 @@ def generate(
     """Generate all requests at once. Without a scheduler: the reference one, within
     scheduler_limits(group, loaded, **limits)."""
     counting = CountingGroup(group)
-    as_group: GroupLike = counting
     if scheduler is None:
         scheduler = Scheduler(scheduler_limits(group, loaded, **limits))
-    driver = Driver(as_group, scheduler)
+    driver = Driver(counting, scheduler)
     for request in requests:
         driver.add_request(request)
     outputs = {output.req_id: output for output in driver.run()}

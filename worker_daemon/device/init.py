@@ -7,15 +7,17 @@ import torch
 from worker_daemon.errors import ConfigError
 
 
-def open_device(name: str, local_world_size: int) -> torch.device:
+def open_device(name: str, local_world_size: int, max_threads: int) -> torch.device:
     """Create the device's context and settle what torch does on the calling thread.
 
-    local_world_size is the number of daemons that share this host's cores.
+    local_world_size is the number of daemons that share this host's cores; max_threads bounds
+    torch's threads besides, as OMP_NUM_THREADS does.
 
     Raises:
         ConfigError: there is no such device here.
     """
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
+    share = len(os.sched_getaffinity(0)) // local_world_size
+    torch.set_num_threads(max(1, min(share, max_threads)))
     torch.set_float32_matmul_precision("highest")
     try:
         device = torch.device(name)

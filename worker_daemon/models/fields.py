@@ -101,8 +101,10 @@ class Fields:
         return value
 
     def error(self, name: str, problem: str, fix: str | None = None) -> ConfigError:
-        """The error to raise about field `name`, with its present value."""
+        """The error to raise about field `name`, with its present value; without a fix, the problem
+        says what the value has to be."""
         field = self._prefix + name
+        fix = fix or f"in config.json, {field} {problem}"
         return ConfigError(f"{field} {problem}", field=field, value=self._values.get(name), fix=fix)
 
     def _required(self, name: str, value: _T | None, default: _T | None) -> _T:

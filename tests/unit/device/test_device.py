@@ -31,10 +31,12 @@ def threads():
 
 @pytest.mark.usefixtures("threads")
 def test_daemons_of_a_host_share_its_cores():
-    cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     for sharing in (1, 2, cores, 4 * cores):
-        assert open_device("cpu", sharing) == CPU
+        assert open_device("cpu", sharing, max_threads=cores) == CPU
         assert torch.get_num_threads() == max(1, cores // sharing)
+    open_device("cpu", 1, max_threads=1)
+    assert torch.get_num_threads() == 1
     assert torch.get_float32_matmul_precision() == "highest"
     assert device_name(CPU) == "CPU"
 
@@ -43,7 +45,7 @@ def test_daemons_of_a_host_share_its_cores():
 @pytest.mark.parametrize("name", ["", "cpu:x", "gpu", "mps", "meta", "cuda:999", "CPU"])
 def test_unknown_devices_are_refused_with_the_known_ones(name):
     with pytest.raises(ConfigError, match="'cpu'") as caught:
-        open_device(name, 1)
+        open_device(name, 1, max_threads=1)
     assert (caught.value.field, caught.value.value) == ("device", name)
 
 

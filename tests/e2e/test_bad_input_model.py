@@ -1,0 +1,364 @@
+"""Models, shapes and endpoints that cannot be: each a typed error that names field, value and fix, and
+the daemons go on serving."""
+
+import json
+import shutil
+import sys
+from subprocess import run
+
+import pytest
+
+from client.errors import (
+    ClientError,
+    ConfigMismatchError,
+    DeadlineExceeded,
+    EndpointError,
+    IncompatibleError,
+    KVPlanError,
+    LaunchError,
+    RemoteCheckpointError,
+    RemoteConfigError,
+    RequestError,
+)
+from client.launcher import LocalDaemons
+from client.worker_group import WorkerGroup
+from rpc_schema.config import ParallelConfig
+from tests.support.checkpoints import DYNAMIC
+from tests.support.driving import assert_serves
+from tests.support.faulty_daemon import INJECTED, Fault, FaultyDaemons
+from tests.support.serving import connect, generate, greedy_request, worker_config
+
+
+def set_fields(**fields):
+    def change(path):
+        config = path / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), **fields}))
+
+    return change
+
+
+def last_shard(path):
+    return sorted(path.glob("model-*.safetensors"))[-1]
+
+
+def cut_shard(path):
+    shard = last_shard(path)
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+
+
+def cut_header(path):
+    shard = last_shard(path)
+    shard.write_bytes(shard.read_bytes()[:5])
+
+
+def remove_weights(path):
+    for file in path.glob("model*"):
+        file.unlink()
+
+
+def break_index(path):
+    (path / "model.safetensors.index.json").write_text('{"weight_map": []}')
+
+
+def leave_directory(path):
+    """An index that points outside the checkpoint."""
+    index = path / "model.safetensors.index.json"
+    names = json.loads(index.read_text())
+    names["weight_map"] = dict.fromkeys(names["weight_map"], "../other/model.safetensors")
+    index.write_text(json.dumps(names))
+
+
+@pytest.fixture
+def assert_refused(daemons, checkpoint):
+    """assert_refused(config, error, words): loading fails so, and the daemons serve afterwards."""
+
+    def check(config, error, *words, num_gpu_blocks=256):
+        endpoints = daemons.endpoints(config.parallel.world_size)
+        with (
+            pytest.raises(error) as raised,
+            connect(endpoints, config, num_gpu_blocks=num_gpu_blocks),
+        ):
+            pass
+        for word in ("field ", "fix: ", *words):
+            assert word in str(raised.value)
+        assert_serves(
+            endpoints,
+            checkpoint(),
+            config.parallel.pipeline_parallel_size,
+            config.parallel.tensor_parallel_size,
+        )
+
+    return check
+
+
+@pytest.fixture(scope="module")
+def sharded(checkpoint):
+    return checkpoint(max_shard_size="100KB")
+
+
+@pytest.fixture
+def broken_copy(sharded, model_root):
+    """A copy of a checkpoint in several shards, to be broken."""
+    path = model_root / "broken"
+    shutil.copytree(sharded.path, path)
+    assert len(list(path.glob("model-*.safetensors"))) > 1
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (
+            set_fields(architectures=["BertForMaskedLM"]),
+            RemoteConfigError,
+            ("architectures", "BertForMaskedLM", "LlamaForCausalLM"),
+        ),
+        (set_fields(architectures=None), RemoteConfigError, ("architectures",)),
+        (set_fields(hidden_size="64"), RemoteConfigError, ("hidden_size", "'64'", "integer")),
+        (set_fields(num_hidden_layers=2.5), RemoteConfigError, ("num_hidden_layers", "2.5")),
+        (set_fields(vocab_size=True), RemoteConfigError, ("vocab_size", "True")),
+        (set_fields(vocab_size=-1), RemoteConfigError, ("vocab_size", "-1")),
+        (set_fields(rms_norm_eps="tiny"), RemoteConfigError, ("rms_norm_eps", "tiny")),
+        (set_fields(rope_parameters=[1]), RemoteConfigError, ("rope_parameters",)),
+        (set_fields(hidden_act="gelu"), RemoteConfigError, ("hidden_act", "gelu")),
+        (set_fields(intermediate_size=None), RemoteConfigError, ("intermediate_size",)),
+        (set_fields(intermediate_size=80), RemoteCheckpointError, ("model-", "80")),
+        (lambda path: last_shard(path).unlink(), RemoteCheckpointError, ("model-", "missing")),
+        (cut_shard, RemoteCheckpointError, ("model-", "truncated")),
+        (cut_header, RemoteCheckpointError, ("model-", "truncated")),
+        (remove_weights, RemoteCheckpointError, ("safetensors",)),
+        (break_index, RemoteCheckpointError, ("index.json",)),
+        (leave_directory, RemoteCheckpointError, ("../other",)),
+        (lambda path: (path / "config.json").unlink(), RemoteCheckpointError, ("config.json",)),
+        (
+            lambda path: (path / "config.json").write_text('{"hidden_size":'),
+            RemoteCheckpointError,
+            ("config.json", "JSON"),
+        ),
+    ],
+)
+def test_broken_checkpoint(assert_refused, broken_copy, change, error, words):
+    change(broken_copy)
+    assert_refused(worker_config(broken_copy), error, *words)
+
+
+def test_dtype_of_a_checkpoint_that_cannot_be_computed_in(assert_refused, broken_copy):
+    set_fields(dtype="float64")(broken_copy)
+    assert_refused(
+        worker_config(broken_copy, dtype="auto"), RemoteConfigError, "dtype", "float64", "float32"
+    )
+
+
+def test_dtype_that_no_message_can_carry(daemons, checkpoint):
+    """The driver need not wait for an answer that cannot come."""
+    endpoints = daemons.endpoints(1)
+    config = worker_config(checkpoint().path, dtype="float64")
+    with pytest.raises(ClientError, match="float64") as raised, connect(endpoints, config):
+        pass
+    assert "dtype" in str(raised.value)
+    assert_serves(endpoints, checkpoint())
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "overrides", "options", "words"),
+    [
+        (2, 1, {"num_hidden_layers": 1}, {}, ("pipeline_parallel_size", "2", "at most 1")),
+        (2, 1, {}, {"layer_partition": (1, 2)}, ("partition", "(1, 2)", "sum 4")),
+        (2, 1, {}, {"layer_partition": (4,)}, ("partition", "(4,)", "2 positive counts")),
+        (
+            1,
+            2,
+            {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16},
+            {},
+            ("tensor_parallel_size", "2", "num_attention_heads 3"),
+        ),
+        (1, 2, {"intermediate_size": 97}, {}, ("tensor_parallel_size", "2", "97")),
+    ],
+)
+def test_shape_that_does_not_fit_the_model(
+    assert_refused, checkpoint, pp, tp, overrides, options, words
+):
+    config = worker_config(checkpoint(**overrides).path, pp, tp, **options)
+    assert_refused(config, RemoteConfigError, *words)
+
+
+def test_number_of_endpoints_that_is_not_the_group_s(daemons):
+    with pytest.raises(ClientError, match="needs 2 daemons"):
+        WorkerGroup(daemons.endpoints(1), ParallelConfig(tensor_parallel_size=2))
+    with pytest.raises(ClientError, match="named twice"):
+        WorkerGroup(daemons.endpoints(1) * 2, ParallelConfig(tensor_parallel_size=2))
+
+
+@pytest.mark.parametrize("how", ["elsewhere", "dots", "link", "relative"])
+def test_model_outside_the_roots(assert_refused, checkpoint, model_root, tmp_path, how):
+    outside = tmp_path / "model"
+    shutil.copytree(checkpoint().path, outside)
+    link = model_root / "link"
+    paths = {
+        "elsewhere": outside,
+        "dots": f"{model_root}/../{outside.relative_to('/tmp')}",
+        "link": link,
+        "relative": f"../{outside.relative_to('/tmp')}",
+    }
+    link.symlink_to(outside)
+    try:
+        assert_refused(
+            worker_config(paths[how]), RemoteConfigError, "model", "outside", "--model-root"
+        )
+    finally:
+        link.unlink()
+
+
+def test_model_that_is_not_there(assert_refused, model_root):
+    config = worker_config(model_root / "nothing")
+    assert_refused(config, RemoteCheckpointError, "model", "nothing", "no such directory")
+
+
+def test_context_beyond_dynamic_rope_s_exact_range(assert_refused, checkpoint):
+    model = checkpoint(rope=DYNAMIC)
+    config = worker_config(model.path, max_model_len=193)
+    assert_refused(config, RemoteConfigError, "max_model_len", "193", "exact", "at most 192")
+
+
+def test_too_few_blocks_for_one_request(assert_refused, checkpoint):
+    config = worker_config(checkpoint().path, block_size=16)
+    assert_refused(config, KVPlanError, "max_model_len", "192", "13", num_gpu_blocks=12)
+
+
+def test_more_blocks_than_fit(assert_refused, checkpoint):
+    config = worker_config(checkpoint().path)
+    assert_refused(config, KVPlanError, "num_gpu_blocks", "1000000000", num_gpu_blocks=10**9)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"block_size": 12}, "cache.block_size = 12"),
+        ({"max_num_batched_tokens": 8}, "scheduler.max_num_batched_tokens = 8"),
+    ],
+)
+def test_sizes_that_no_step_could_run_with(assert_refused, checkpoint, options, field):
+    assert_refused(worker_config(checkpoint().path, **options), RemoteConfigError, field)
+
+
+def test_another_configuration_names_every_field_that_differs(daemons, checkpoint):
+    endpoints = daemons.endpoints(1)
+    loaded = worker_config(checkpoint().path, max_num_seqs=8)
+    other = worker_config(checkpoint(seed=1).path, max_num_seqs=9, block_size=8)
+    request = greedy_request("a", [5, 6, 7], 4)
+    with connect(endpoints, loaded):
+        pass
+    with (
+        pytest.raises(ConfigMismatchError) as raised,
+        connect(endpoints, other, reload=False),
+    ):
+        pass
+    assert {difference.split(":")[0] for difference in raised.value.differences} == {
+        *("model.model", "scheduler.max_num_seqs", "cache.block_size")
+    }
+    assert "reload" in raised.value.fix
+    with connect(endpoints, loaded, reload=False) as (group, model):
+        assert model.was_loaded
+        before = generate(group, model, [request]).tokens["a"]
+    with connect(endpoints, other, reload=True) as (group, model):
+        assert not model.was_loaded
+        after = generate(group, model, [request]).tokens["a"]
+    assert (before, after) == (
+        checkpoint().greedy([5, 6, 7], 4),
+        checkpoint(seed=1).greedy([5, 6, 7], 4),
+    )
+
+
+def test_prompt_longer_than_the_context(serve, checkpoint):
+    with (
+        serve(checkpoint().path, max_model_len=32) as (group, loaded),
+        pytest.raises(RequestError, match="max_model_len = 32") as raised,
+    ):
+        generate(group, loaded, [greedy_request("long", [1] * 32, 4)])
+    assert raised.value.field == "prompt_token_ids"
+
+
+def test_other_protocol_version_names_both(daemons, checkpoint, monkeypatch):
+    endpoints = daemons.endpoints(1)
+    with monkeypatch.context() as patch:
+        patch.setattr("client.worker_client.PROTOCOL_VERSION", 4711)
+        with pytest.raises(IncompatibleError) as raised, connect(endpoints, None):
+            pass
+    assert "version 1," in str(raised.value)
+    assert "4711" in str(raised.value)
+    assert "fix: " in str(raised.value)
+    assert_serves(endpoints, checkpoint())
+
+
+def test_tcp_is_refused_on_both_sides(model_root):
+    with pytest.raises(EndpointError, match="tcp needs keys.*tcp://127.0.0.1:5000.*ipc://"):
+        WorkerGroup(["tcp://127.0.0.1:5000"], ParallelConfig())
+    command = (sys.executable, "-m", "worker_daemon", "serve", "--device", "cpu")
+    done = run(
+        [*command, "--endpoint", "tcp://127.0.0.1:5000"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 78
+    assert "tcp needs keys" in done.stderr
+    assert "tcp://127.0.0.1:5000" in done.stderr
+    assert "ipc://" in done.stderr
+
+
+def test_endpoint_in_use(daemons, checkpoint):
+    endpoint = daemons.endpoints(1)[0]
+    command = (sys.executable, "-m", "worker_daemon", "serve", "--device", "cpu")
+    done = run(
+        [*command, "--endpoint", endpoint], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 73
+    assert endpoint.removeprefix("ipc://") in done.stderr
+    assert_serves([endpoint], checkpoint())
+
+
+def test_daemon_that_never_becomes_ready(model_root, tmp_path):
+    with pytest.raises(LaunchError, match=r"did not answer within 3 s") as raised:
+        FaultyDaemons(2, model_root, tmp_path, Fault("make_worker", "hang"), ready_timeout_s=3.0)
+    assert raised.value.exit_code is None
+
+
+def test_daemon_that_cannot_make_its_worker(model_root, tmp_path):
+    with pytest.raises(LaunchError, match="exited") as raised:
+        FaultyDaemons(1, model_root, tmp_path, Fault("make_worker", "raise"))
+    assert raised.value.exit_code == 70
+    assert INJECTED in raised.value.log_tail
+
+
+def test_daemon_whose_device_is_not_there(model_root):
+    with LocalDaemons(["cuda:7"], model_root) as daemons:
+        config = worker_config(model_root)
+        with pytest.raises(RemoteConfigError, match="device.*cuda:7"), connect(
+            daemons.endpoints, config
+        ):
+            pass
+        daemons.check_alive()
+
+
+def test_worker_that_raises_in_a_load(model_root, tmp_path, checkpoint):
+    config = worker_config(checkpoint().path, 2)
+    with FaultyDaemons(2, model_root, tmp_path) as daemons:
+        daemons.faults[1].put(Fault("load_model", "raise"))
+        with pytest.raises(ClientError, match=INJECTED) as raised, connect(
+            daemons.endpoints, config
+        ):
+            pass
+        assert raised.value.rank == 1
+        assert "Traceback" in raised.value.remote_traceback
+        assert_serves(daemons.endpoints, checkpoint(), pp=2)
+
+
+def test_endpoint_of_nobody_is_given_up_at_the_deadline(tmp_path):
+    endpoint = f"ipc://{tmp_path}/w"
+    with (
+        WorkerGroup([endpoint], ParallelConfig()) as group,
+        pytest.raises(DeadlineExceeded, match=endpoint),
+    ):
+        group.attach(timeout_s=0.5)
