@@ -35,6 +35,9 @@ ReplyT = TypeVar("ReplyT", bound=ControlReplyMessage)
 
 MAX_SOCKET_PATH_BYTES = 107
 HIGH_WATER_MARK = 64
+DEATH_CHECK_MS = 20
+"""How long a wait for replies goes on before it looks whether a daemon has died."""
+
 HEARTBEAT_INTERVAL_MS = 250
 HEARTBEAT_TIMEOUT_MS = 750
 CONNECT_TIMEOUT_S = 5.0
@@ -187,31 +190,29 @@ class ResultsChannel:
         self._socket.setsockopt(zmq.ROUTING_ID, driver_id)
         self._ranks = {endpoint.results: rank for rank, endpoint in enumerate(endpoints)}
         self._endpoints = endpoints
+        self._socket.setsockopt(zmq.RCVTIMEO, DEATH_CHECK_MS)
         self._monitor: Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
         for endpoint in endpoints:
             self._socket.connect(endpoint.results)
 
     def receive(self, deadline: float) -> list[bytes] | None:
         """Return the next reply's frames, or None when `deadline` (of time.monotonic) has passed.
 
-        A reply that is here already costs one system call less than polling first. Replies are
-        returned before the news of a death, so that what a daemon sent before it died counts.
+        It is one blocking receive, which ends now and then to look whether a daemon has died:
+        cheaper than polling two sockets before each. Replies are returned before the news of a
+        death, so that what a daemon sent before it died counts.
 
         Raises:
             WorkerDied: a daemon's connection ended.
         """
         while True:
             try:
+                if time.monotonic() < deadline:
+                    return self._socket.recv_multipart()
                 return self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                pass
-            ready = dict(self._poller.poll(_milliseconds_until(deadline)))
-            if self._socket not in ready and self._monitor in ready:
-                self._raise_death()
-            if not ready:
+                self.check_deaths()
+            if time.monotonic() >= deadline:
                 return None
 
     def check_deaths(self, within_s: float = 0.0) -> None:

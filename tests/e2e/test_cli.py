@@ -182,12 +182,13 @@ def check_logprobs(result, prompt, demo):
         np.testing.assert_allclose(row[entry["top_token_ids"]], best.values, atol=1e-4)
 
 
-def test_generate_fails_where_no_line_can_be_served(directory, tmp_path, model_options):
+def test_generate_fails_where_no_line_can_be_served(served, directory, tmp_path, model_options):
     source = write_lines(tmp_path / "in.jsonl", "[]", {"prompt": 3})
     target = tmp_path / "out.jsonl"
     done = run_client(
         directory,
         *("generate", *model_options, "--input", source, "--output", str(target)),
+        *("--endpoints", served[0], "--reload"),
         check=False,
     )
     assert done.returncode == 1
@@ -239,9 +240,7 @@ def check_bench_object(figures, num_requests, tokens_in, tokens_out):
     assert {"worker-daemon", "protocol", "python"} <= set(figures["versions"])
 
 
-def test_another_configuration_is_refused_by_name_or_loaded_anew(
-    served, directory, model_options
-):
+def test_another_configuration_is_refused_by_name_or_loaded_anew(served, directory, model_options):
     words = (
         *("generate", "--endpoints", ",".join(served), *model_options, "--prompt", PROMPTS[0]),
         *("--pipeline-parallel-size", "2", "--max-tokens", "3"),

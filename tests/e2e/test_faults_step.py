@@ -1,6 +1,7 @@
 """Steps that fail on one rank, and steps that never reach one: the driver is told who and why, goes
 on, and every request ends with the tokens that it would have had."""
 
+import shutil
 from collections.abc import Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from client.errors import DeadlineExceeded, GapError, StepFailed, WorkerDied
 from client.scheduler_output import SchedulerOutput
 from client.worker_group import WorkerGroup
 from rpc_schema.errors import ErrorCode
+from tests.support.command_line import short_directory, start_daemon, wait_for_daemons
 from tests.support.driving import RecordingGroup, assert_serves, random_cases
 from tests.support.faulty_daemon import INJECTED, Fault, FaultyDaemons
 from tests.support.serving import connect, generate, worker_config
@@ -60,17 +62,19 @@ def drop_call(group: WorkerGroup, rank: int, number: int) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("pp", "tp", "rank", "where"),
+    ("pp", "tp", "rank", "where", "calls_before"),
     [
-        (1, 1, 0, "forward"),
-        (2, 1, 0, "forward"),
-        (2, 1, 1, "forward"),
-        (2, 1, 1, "compute_logits"),
-        (1, 2, 0, "forward"),
-        (1, 2, 1, "forward"),
+        (1, 1, 0, "forward", 0),
+        (1, 1, 0, "compute_logits", 9),
+        (2, 1, 0, "forward", 0),
+        (2, 1, 0, "forward", 7),
+        (2, 1, 1, "forward", 0),
+        (2, 1, 1, "forward", 8),
+        (2, 1, 1, "compute_logits", 5),
+        (1, 2, 0, "forward", 6),
+        (1, 2, 1, "forward", 0),
     ],
 )
-@pytest.mark.parametrize("calls_before", [0, 7])
 def test_rank_that_raises_is_named_and_costs_no_token(
     faulty, serving, checkpoint, pp, tp, rank, where, calls_before
 ):
@@ -100,9 +104,7 @@ def test_failures_of_several_ranks_one_after_the_other(faulty, serving, checkpoi
     assert [failure.rank for failure in group.failures] == [0, 1]
 
 
-def test_same_rank_failing_again_and_again_is_given_up_with_the_cause(
-    faulty, serving, checkpoint
-):
+def test_same_rank_failing_again_and_again_is_given_up_with_the_cause(faulty, serving, checkpoint):
     cases = random_cases(checkpoint(), seed=4, count=2)
     fault = Fault("forward", "raise")
 
@@ -132,9 +134,9 @@ def test_hung_step_ends_at_its_deadline(faulty, serving, checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("pp", "tp", "rank"), [(1, 1, 0), (2, 1, 0), (2, 1, 1), (1, 2, 1)]
+    ("pp", "tp", "rank", "number"),
+    [(1, 1, 0, 1), (1, 1, 0, 6), (2, 1, 0, 1), (2, 1, 1, 6), (1, 2, 1, 4)],
 )
-@pytest.mark.parametrize("number", [1, 6])
 def test_lost_step_is_repaired_by_a_full_resynchronisation(
     serving, checkpoint, pp, tp, rank, number
 ):
@@ -183,3 +185,33 @@ def test_daemon_killed_in_a_step_is_named(model_root, tmp_path, checkpoint, rank
         assert died.value.endpoint == daemons.endpoints[rank]
         assert daemons.endpoints[rank] in str(died.value)
         assert_serves([daemons.endpoints[1 - rank]], checkpoint())
+
+
+def test_new_daemon_takes_a_dead_one_s_place(model_root, checkpoint):
+    directory = short_directory()
+    endpoints = [f"ipc://{directory}/{rank}/w" for rank in range(2)]
+    config = worker_config(checkpoint().path, 2, step_deadline_ms=STEP_DEADLINE_MS)
+    cases = random_cases(checkpoint(), seed=31)
+
+    def start(endpoint: str):
+        options = ("--endpoint", endpoint, "--device", "cpu", "--model-root", str(model_root))
+        return start_daemon(directory, *options)
+
+    processes = [start(endpoint) for endpoint in endpoints]
+    try:
+        wait_for_daemons(endpoints, processes)
+        with connect(endpoints, config) as (group, loaded):
+            assert generate(group, loaded, cases.requests).tokens == cases.expected
+            processes[1].kill()
+            processes[1].wait()
+        processes[1] = start(endpoints[1])
+        wait_for_daemons(endpoints, processes)
+        with connect(endpoints, config, reload=False) as (group, loaded):
+            assert not loaded.was_loaded
+            assert generate(group, loaded, cases.requests).tokens == cases.expected
+            assert [status.pid for status in group.get_status()] == [p.pid for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        shutil.rmtree(directory)

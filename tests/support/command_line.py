@@ -47,9 +47,7 @@ def run_client(
     return done
 
 
-def start_daemon(
-    directory: Path, *words: str, **variables: str
-) -> "subprocess.Popen[bytes]":
+def start_daemon(directory: Path, *words: str, **variables: str) -> "subprocess.Popen[bytes]":
     """Start `worker-daemon serve WORDS`."""
     with (directory / "daemon.log").open("ab") as log:
         return subprocess.Popen(

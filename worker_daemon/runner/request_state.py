@@ -11,7 +11,7 @@ updates.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -51,8 +51,7 @@ class StepLimits:
         return -(-self.max_model_len // self.block_size)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockUpdates:
+class BlockUpdates(NamedTuple):
     """Entries of the block table that a step writes. Aligned columns [U]."""
 
     slots: Int64s
@@ -63,8 +62,7 @@ class BlockUpdates:
 _NO_UPDATES = BlockUpdates(_NO_SLOTS, _NO_SLOTS, _NO_BLOCKS)
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledStep:
+class ScheduledStep(NamedTuple):
     """An accepted step: what to run. Arrays are host memory; batch order is ascending slots."""
 
     seq: int
@@ -141,6 +139,8 @@ class RequestState:
         self._failed_seq: int | None = None
         self._last_bitmap = b""
         self._last_slots = _NO_SLOTS
+        self._last_rows: slice | Int64s = slice(0)
+        self._num_usable_blocks = np.uint32(limits.num_blocks - 1)
         self._one_each = np.ones(num_rows, np.int32)
 
     @property
@@ -214,10 +214,11 @@ class RequestState:
         if self._deferred:
             self._check_sampled(slots, counts)
         num_tokens = self._scheduled_tokens(step, slots)
-        starts = counts.num_computed[slots]
+        rows = self._last_rows
+        starts = counts.num_computed[rows].copy()
         ends = starts + num_tokens
-        known = counts.num_tokens[slots]
-        if not (ends <= np.minimum(known, capacity[slots])).all():
+        known = counts.num_tokens[rows]
+        if np.count_nonzero(ends <= np.minimum(known, capacity[rows])) < slots.size:
             raise self._misfit(slots, num_tokens, ends, counts, capacity)
         # Nothing has been changed up to here, and nothing can be refused from here on.
         if changes_rows:
@@ -230,8 +231,8 @@ class RequestState:
             counts.num_blocks[updates.slots] = updates.indices + 1
             counts.capacity[:] = capacity
         samples = ends == known
-        counts.num_computed[slots] = ends
-        counts.num_tokens[slots] = known + samples
+        counts.num_computed[rows] = ends
+        counts.num_tokens[rows] = known + samples
         if step.defer_sampling:
             sampling = slots[samples]
             counts.unsampled[sampling] = True
@@ -288,6 +289,8 @@ class RequestState:
         if values.size % 4:
             raise _invalid("resync", f"{values.size} values", "send rows of four int32")
         slots, computed, tokens, blocks = values.reshape(-1, 4).T.astype(np.int64)
+        if slots.size and slots.min() < 0:
+            raise _invalid("resync", int(slots.min()), self._known_slots)
         self._check_live("resync", slots, counts)
         _check_unique("resync", slots)
         wrong = np.flatnonzero(
@@ -387,15 +390,15 @@ class RequestState:
                 "new_block_slots", f"{slots.size} slots", f"one for each of {block_ids.size} blocks"
             )
         self._check_live("new_block_slots", slots, counts)
-        outside = (block_ids < 1) | (block_ids >= self.limits.num_blocks)
-        if outside.any():
+        outside = (block_ids - 1).view(np.uint32) >= self._num_usable_blocks
+        if np.count_nonzero(outside):
             raise _invalid(
                 "new_block_ids",
                 int(block_ids[int(outside.argmax())]),
                 f"block ids from 1 to {self.limits.num_blocks - 1}",
             )
         indices = counts.num_blocks[slots] + _occurrence(slots)
-        if not (indices < self.limits.max_blocks_per_seq).all():
+        if np.count_nonzero(indices >= self.limits.max_blocks_per_seq):
             raise _invalid(
                 "new_block_slots",
                 int(slots[int(indices.argmax())]),
@@ -432,6 +435,7 @@ class RequestState:
             if slots.size and slots[-1] >= self.limits.max_num_seqs:
                 raise _invalid("scheduled", int(slots[-1]), self._known_slots)
             self._last_slots = slots
+            self._last_rows = _as_rows(slots)
             self._last_bitmap = step.scheduled
         return self._last_slots
 
@@ -496,11 +500,11 @@ class RequestState:
         return f"slots from 0 to {self.limits.max_num_seqs - 1}"
 
     def _check_live(self, field: str, slots: Int64s, counts: _Counts) -> None:
-        outside = (slots < 0) | (slots >= self.limits.max_num_seqs)
-        if outside.any():
-            raise _invalid(field, int(slots[int(outside.argmax())]), self._known_slots)
-        live = counts.live[slots]
-        if not live.all():
+        try:
+            live = counts.live[slots]
+        except IndexError:
+            raise _invalid(field, int(slots.max()), self._known_slots) from None
+        if np.count_nonzero(live) < slots.size:
             raise _invalid(
                 field, int(slots[int(live.argmin())]), "admit a request to the slot first"
             )
@@ -519,6 +523,13 @@ def _invalid(field: str, value: object, fix: str) -> InvalidStepError:
     return InvalidStepError(
         "the step is refused, nothing of it was applied", field=field, value=value, fix=fix
     )
+
+
+def _as_rows(slots: Int64s) -> slice | Int64s:
+    """Return what indexes these ascending slots fastest: a slice where they have no gap."""
+    if slots.size and int(slots[-1]) - int(slots[0]) + 1 == slots.size:
+        return slice(int(slots[0]), int(slots[-1]) + 1)
+    return slots
 
 
 def _int32s(field: str, raw: Frame) -> Int32s:
@@ -541,7 +552,7 @@ def _check_unique(field: str, slots: Int64s | Int32s) -> None:
 
 def _occurrence(slots: Int64s) -> Int64s:
     """Return how often each element's value has come before it: [7, 3, 7, 7] -> [0, 0, 1, 2]."""
-    if (slots[1:] > slots[:-1]).all():
+    if np.count_nonzero(slots[1:] <= slots[:-1]) == 0:
         return np.zeros(slots.size, np.int64)
     order = np.argsort(slots, kind="stable")
     ordered = slots[order]

@@ -128,7 +128,6 @@ class Daemon:
         self._completion = Completion(self._sockets.results, self._progress, self._result_failed)
         self._step_thread = StepThread(
             step=self._sockets.step,
-            doorbell=self._sockets.doorbell,
             completion=self._completion,
             progress=self._progress,
             events=self,
@@ -202,7 +201,7 @@ class Daemon:
         left = threading.active_count() > 1  # a link's disposal, say, which waits for dead peers
         if not joined or left or exit_code != 0:
             self._exit_now(exit_code)
-        self._sockets.doorbell_send.close(linger=0)
+        self._sockets.doorbell.close(linger=0)
         self._context.term()
 
     def _exit_now(self, exit_code: int) -> NoReturn:
@@ -245,7 +244,7 @@ class Daemon:
         """Hand a command to the step thread; it comes before queued steps. Main thread only."""
         self._step_thread.commands.put(command)
         with contextlib.suppress(zmq.Again):  # a full doorbell has been heard
-            self._sockets.doorbell_send.send(b"", zmq.NOBLOCK)
+            self._sockets.doorbell.send(b"", zmq.NOBLOCK)
 
     def begin_shutdown(self, cause: str) -> None:
         """Refuse new steps, let the running one finish, end with exit code 0."""

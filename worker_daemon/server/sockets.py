@@ -13,6 +13,8 @@ from worker_daemon.server.endpoints import Endpoint, private_umask
 
 HIGH_WATER_MARK: Final = 64
 DOORBELL: Final = "inproc://step-commands"
+"""A second address of the step socket, so that the step thread waits for requests and commands in
+one blocking receive. Whoever else sends an empty message only makes it look for commands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +23,8 @@ class Sockets:
 
     control: zmq.asyncio.Socket
     events: zmq.asyncio.Socket
-    doorbell_send: zmq.Socket[bytes]
-    """Of the control thread: wakes the step thread."""
     doorbell: zmq.Socket[bytes]
+    """Of the control thread: an empty message on it wakes the step thread."""
     step: zmq.Socket[bytes]
     results: zmq.Socket[bytes]
 
@@ -31,15 +32,10 @@ class Sockets:
 def bind_sockets(context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint) -> Sockets:
     """Make and bind all of a daemon's sockets; the caller holds the endpoint's lock."""
     loop_context = zmq.asyncio.Context.shadow(context)
-    doorbell = context.socket(zmq.PAIR)
-    doorbell.bind(DOORBELL)
-    doorbell_send = context.socket(zmq.PAIR)
-    doorbell_send.connect(DOORBELL)
     sockets = Sockets(
         control=loop_context.socket(zmq.ROUTER),
         events=loop_context.socket(zmq.PUB),
-        doorbell_send=doorbell_send,
-        doorbell=doorbell,
+        doorbell=context.socket(zmq.DEALER),
         step=context.socket(zmq.ROUTER),
         results=context.socket(zmq.ROUTER),
     )
@@ -52,6 +48,8 @@ def bind_sockets(context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint) ->
         sockets.events.bind(endpoint.address("events"))
         sockets.step.bind(endpoint.address("step"))
         sockets.results.bind(endpoint.address("results"))
+    sockets.step.bind(DOORBELL)
+    sockets.doorbell.connect(DOORBELL)
     return sockets
 
 

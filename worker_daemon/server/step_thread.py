@@ -105,13 +105,12 @@ class StepEvents(Protocol):
 
 class StepThread:
     """Started by the daemon with sockets that it alone uses from then on. Commands come by
-    `commands` and a byte on the doorbell."""
+    `commands` and an empty message on the step socket's inner address."""
 
     def __init__(
         self,
         *,
         step: "zmq.Socket[bytes]",
-        doorbell: "zmq.Socket[bytes]",
         completion: Completion,
         progress: Progress,
         events: StepEvents,
@@ -121,7 +120,6 @@ class StepThread:
     ) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._step = step
-        self._doorbell = doorbell
         self._completion = completion
         self._progress = progress
         self._events = events
@@ -151,13 +149,12 @@ class StepThread:
         loop = _StepLoop(worker, self.commands, self._completion, self._progress, self._events)
         self._events.worker_ready(worker)
         try:
-            loop.serve(self._step, self._doorbell)
+            loop.serve(self._step)
         except Exception as error:
             logger.exception("the step loop broke")
             self._events.fatal(EXIT_INTERNAL, repr(error))
         finally:
             self._step.close()
-            self._doorbell.close()
             if self._progress.snapshot.state.serving != "FAILED":
                 worker.close()
 
@@ -192,22 +189,18 @@ class _StepLoop:
         self._steps = step_handlers(worker)
         self._operations = operation_handlers(worker)
 
-    def serve(self, step: "zmq.Socket[bytes]", doorbell: "zmq.Socket[bytes]") -> None:
+    def serve(self, step: "zmq.Socket[bytes]") -> None:
         """Take requests and commands until told to stop. Commands come first: a drain or a new
         driver never waits behind queued steps."""
-        poller = zmq.Poller()
-        poller.register(doorbell, zmq.POLLIN)
-        poller.register(step, zmq.POLLIN)
         self._publish("started")
         self._progress.idle()
+        commands = self._commands
         while self._running:
-            for socket, _ in poller.poll():
-                if socket is step:
-                    self._take(step.recv_multipart())
-                else:
-                    doorbell.recv()
-                    while not self._commands.empty():
-                        self._command(self._commands.get())
+            frames = step.recv_multipart()
+            while not commands.empty():
+                self._command(commands.get())
+            if frames[-1]:
+                self._take(frames)
 
     def _take(self, frames: list[bytes]) -> None:
         """Decode and judge one request."""

@@ -22,7 +22,7 @@ LIMITS = StepLimits(
     block_size=4,
     num_blocks=30,
 )
-MEMOS = {"_failed_seq", "_last_bitmap", "_last_slots", "limits"}
+MEMOS = {"_failed_seq", "_last_bitmap", "_last_rows", "_last_slots", "limits"}
 
 
 def draw_limits(rng):
