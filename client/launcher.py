@@ -101,9 +101,8 @@ class LocalDaemons:
         """End all daemons: ask, then SIGTERM, then SIGKILL; remove their files. May be repeated."""
         running = [daemon for daemon in self._daemons if daemon.process.poll() is None]
         with contextlib.closing(_Asker()) as asker:
-            for daemon in running:
-                asker.shut_down(daemon.endpoint)
-        _wait(running, timeout_s)
+            asked = [daemon for daemon in running if asker.shut_down(daemon.endpoint)]
+        _wait(asked, timeout_s)
         for number, patience_s in ((signal.SIGTERM, TERMINATE_TIMEOUT_S), (signal.SIGKILL, 5.0)):
             left = [daemon for daemon in running if daemon.process.poll() is None]
             for daemon in left:

@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from client.errors import ConfigMismatchError
+import msgspec
+
+from client.errors import ClientConfigError, ConfigMismatchError
 from client.kv_planning import (
     build_kv_cache_configs,
     choose_num_blocks,
@@ -65,6 +67,27 @@ class _Stopwatch:
         start = time.monotonic()
         yield
         self.seconds[name] = time.monotonic() - start
+
+
+def check_config(config: WorkerConfig) -> None:
+    """Check every field against the schema, which does so itself only when it decodes.
+
+    Raises:
+        ClientConfigError: a value that no message can carry.
+    """
+    for section in WorkerConfig.__struct_fields__:
+        part: msgspec.Struct = getattr(config, section)
+        for entry in msgspec.structs.fields(part):
+            value = getattr(part, entry.name)
+            try:
+                msgspec.convert(value, entry.type)
+            except msgspec.ValidationError as error:
+                raise ClientConfigError(
+                    "the value is not allowed",
+                    field=f"{section}.{entry.name}",
+                    value=value,
+                    fix=str(error),
+                ) from None
 
 
 def load(

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import zmq
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from client.errors import (
     WorkerDied,
     remote_error,
 )
-from client.loading import LoadedModel, LoadOptions, load
+from client.loading import LoadedModel, LoadOptions, check_config, load
 from client.scheduler_output import SchedulerOutput, StepResult
 from client.slots import EncodedStep, SlotTable
 from client.transport import EventsChannel, ResultsChannel, new_driver_id, parse_endpoint
@@ -307,6 +308,7 @@ class WorkerGroup:
             KVPlanError: not one request of max_model_len fits, or more blocks were asked for than
             fit. RemoteError: an operation failed; names the first rank that did.
         """
+        check_config(config)
         if config.parallel != self.parallel:
             raise ClientConfigError(
                 "the configuration is for another group",
@@ -623,8 +625,13 @@ class WorkerGroup:
         return True
 
     def _dispatch(self, reply: StepReplyMessage, frames: Sequence[bytes]) -> None:
+        """Hand a reply to whom it is for. An error of seq 0 is a daemon's that could not read a
+        request of ours: it stands for what is outstanding."""
         gather = self._gather
-        if gather is not None and reply.seq == gather.seq:
+        unread = isinstance(reply, ErrorReply) and reply.seq == 0 and reply.epoch == self._epoch
+        if unread and gather is None and self._in_flight:
+            self._fail_by_reply(msgspec.structs.replace(reply, seq=min(self._in_flight)))
+        elif gather is not None and (unread or reply.seq == gather.seq):
             if isinstance(reply, ErrorReply):
                 gather.errors.append(reply)
             else:

@@ -124,10 +124,18 @@ def _read_object(path: Path) -> Mapping[str, object]:
         ) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is not valid JSON: {error}", field="model", value=str(path.parent)
+            f"{path} is not valid JSON: {error}",
+            field="model",
+            value=str(path.parent),
+            fix="write config.json anew",
         ) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no JSON object", field="model", value=str(path.parent))
+        raise CheckpointError(
+            f"{path} holds no JSON object",
+            field="model",
+            value=str(path.parent),
+            fix="write config.json anew",
+        )
     return value
 
 

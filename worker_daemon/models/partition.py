@@ -40,7 +40,7 @@ def partition_layers(
     if len(counts) != pp_size or min(counts) < 1 or sum(counts) != num_layers:
         raise ConfigError(
             f"the partition must give each of {pp_size} stages at least one of {num_layers} layers",
-            field="pipeline_partition",
+            field="parallel.layer_partition",
             value=counts,
             fix=f"list {pp_size} positive counts with the sum {num_layers}",
         )

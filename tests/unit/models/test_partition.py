@@ -55,7 +55,7 @@ def test_an_explicit_partition_is_followed():
 def test_a_partition_that_does_not_fit_is_refused(explicit):
     with pytest.raises(ConfigError) as caught:
         partition_layers(6, 3, explicit)
-    assert caught.value.field == "pipeline_partition"
+    assert caught.value.field == "parallel.layer_partition"
 
 
 @pytest.mark.parametrize("pp_size", [0, -1, 7])
