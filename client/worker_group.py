@@ -625,13 +625,12 @@ class WorkerGroup:
         return True
 
     def _dispatch(self, reply: StepReplyMessage, frames: Sequence[bytes]) -> None:
-        """Hand a reply to whom it is for. An error of seq 0 is a daemon's that could not read a
-        request of ours: it stands for what is outstanding."""
         gather = self._gather
-        unread = isinstance(reply, ErrorReply) and reply.seq == 0 and reply.epoch == self._epoch
-        if unread and gather is None and self._in_flight:
-            self._fail_by_reply(msgspec.structs.replace(reply, seq=min(self._in_flight)))
-        elif gather is not None and (unread or reply.seq == gather.seq):
+        if isinstance(reply, ErrorReply) and reply.seq == 0 and reply.epoch == self._epoch:
+            # A daemon could not read a request of ours: it fails what is outstanding.
+            outstanding = gather.seq if gather is not None else min(self._in_flight, default=0)
+            reply = msgspec.structs.replace(reply, seq=outstanding)
+        if gather is not None and reply.seq == gather.seq:
             if isinstance(reply, ErrorReply):
                 gather.errors.append(reply)
             else:
