@@ -1,5 +1,5 @@
-"""Models, shapes and endpoints that cannot be: each a typed error that names field, value and fix, and
-the daemons go on serving."""
+"""Models, shapes and endpoints that cannot be: each a typed error that names field, value and fix,
+and the daemons go on serving."""
 
 import json
 import shutil
@@ -294,7 +294,7 @@ def test_other_protocol_version_names_both(daemons, checkpoint, monkeypatch):
 
 
 def test_tcp_is_refused_on_both_sides(model_root):
-    with pytest.raises(EndpointError, match="tcp needs keys.*tcp://127.0.0.1:5000.*ipc://"):
+    with pytest.raises(EndpointError, match=r"tcp needs keys.*tcp://127.0.0.1:5000.*ipc://"):
         WorkerGroup(["tcp://127.0.0.1:5000"], ParallelConfig())
     command = (sys.executable, "-m", "worker_daemon", "serve", "--device", "cpu")
     done = run(
@@ -338,7 +338,7 @@ def test_daemon_whose_device_is_not_there(model_root):
     with LocalDaemons(["cuda:7"], model_root) as daemons:
         config = worker_config(model_root)
         with (
-            pytest.raises(RemoteConfigError, match="device.*cuda:7"),
+            pytest.raises(RemoteConfigError, match=r"device.*cuda:7"),
             connect(daemons.endpoints, config),
         ):
             pass

@@ -1,5 +1,5 @@
-"""Steps and frames that break a rule: refused whole, by name, and the daemon goes on serving, also the
-driver that it serves at the moment."""
+"""Steps and frames that break a rule: refused whole, by name, and the daemon goes on serving, also
+the driver that it serves at the moment."""
 
 import contextlib
 import random
@@ -168,7 +168,7 @@ def test_operation_before_its_time(daemons, checkpoint, operation):
 
 def test_second_load_without_reset(serving, checkpoint):
     group, loaded = serving
-    with pytest.raises(IllegalStateError, match="LoadModel is not legal in READY.*Reset"):
+    with pytest.raises(IllegalStateError, match=r"LoadModel is not legal in READY.*Reset"):
         group.load_model(worker_config(checkpoint().path))
     cases = random_cases(checkpoint(), seed=51, count=2, max_tokens=4)
     assert generate(group, loaded, cases.requests).tokens == cases.expected

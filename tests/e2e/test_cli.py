@@ -205,11 +205,11 @@ def test_second_bench_finds_the_model_loaded(served, directory, tmp_path, model_
         *("bench", "--endpoints", ",".join(served), "--input", source, "--json"),
         *(*model_options, "--pipeline-parallel-size", "2", "--max-num-seqs", "16"),
     )
-    first = json.loads(run_client(directory, *words).stdout)
+    first = json.loads(run_client(directory, *words, "--reload").stdout)
     weights = [ask_status(endpoint).memory_bytes["weights"] for endpoint in served]
     second = json.loads(run_client(directory, *words).stdout)
 
-    assert LOAD_PHASES <= set(first["startup_s"])
+    assert set(first["startup_s"]) >= LOAD_PHASES
     assert not LOAD_PHASES & set(second["startup_s"])
     for figures in (first, second):
         check_bench_object(figures, num_requests=6, tokens_in=18, tokens_out=72)
@@ -218,7 +218,7 @@ def test_second_bench_finds_the_model_loaded(served, directory, tmp_path, model_
 
 
 def check_bench_object(figures, num_requests, tokens_in, tokens_out):
-    assert BENCH_KEYS <= set(figures)
+    assert set(figures) >= BENCH_KEYS
     assert (figures["requests"], figures["failed"]) == (num_requests, 0)
     assert (figures["tokens_in"], figures["tokens_out"]) == (tokens_in, tokens_out)
     seconds = figures["seconds"]

@@ -1,5 +1,5 @@
-"""Drivers that are killed or stopped: the daemons keep what is loaded, and the next driver goes on at
-once, whatever the dead one had sent to whom."""
+"""Drivers that are killed or stopped: the daemons keep what is loaded, and the next driver goes on
+at once, whatever the dead one had sent to whom."""
 
 import os
 import random

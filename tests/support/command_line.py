@@ -1,4 +1,5 @@
-"""The commands as a user runs them: processes of their own, in a temporary directory of their own."""
+"""The commands as a user runs them: processes of their own, in a temporary directory of their
+own."""
 
 import os
 import subprocess

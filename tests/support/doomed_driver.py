@@ -1,6 +1,6 @@
-"""`python -m tests.support.doomed_driver PLAN`: a driver that attaches, goes on with what is loaded,
-proves that by generating, reports in one JSON line, and then dies in the middle of a step, or serves
-until it is killed."""
+"""`python -m tests.support.doomed_driver PLAN`: a driver that attaches, goes on with what is
+loaded, proves that by generating, reports in one JSON line, and then dies in the middle of a step,
+or serves until it is killed."""
 
 import os
 import signal
