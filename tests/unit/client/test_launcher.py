@@ -43,7 +43,8 @@ def test_daemons_become_ready_and_leave_nothing(monkeypatch):
             assert [status.load for status in group.attach()] == ["CREATED", "CREATED"]
         daemons.check_alive()
         os.kill(daemons.pids[1], signal.SIGKILL)
-        wait_until(lambda: psutil.Process(daemons.pids[1]).status() == psutil.STATUS_ZOMBIE)
+        # A process is a zombie before the last of its threads is gone and it can be waited for.
+        os.waitid(os.P_PID, daemons.pids[1], os.WEXITED | os.WNOWAIT)
         with pytest.raises(LaunchError, match="exit code -9"):
             daemons.check_alive()
         daemons.stop(timeout_s=0.2)
