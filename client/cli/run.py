@@ -174,7 +174,7 @@ def _write_lines(path: Path, results: Sequence[JsonObject]) -> None:
 
 
 class _ProgressPrinter:
-    """Prints each phase of each rank once, to standard error."""
+    """Prints each phase of each rank once, to standard error, between-times left out."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)
@@ -182,7 +182,7 @@ class _ProgressPrinter:
 
     def __call__(self, progress: Progress) -> None:
         key = (progress.operation, progress.rank, progress.phase)
-        if key not in self._seen:
+        if progress.phase != "IDLE" and key not in self._seen:
             self._seen.add(key)
             self._console.print(
                 f"rank {progress.rank}: {progress.operation}: {progress.phase}",
