@@ -9,6 +9,9 @@ from rpc_schema.base import Count, Fraction, Unsigned, Value
 
 MAX_LOGPROBS = 20
 
+MIN_TEMPERATURE = 1e-5
+"""Logits divided by less than this may leave float32: below it, only 0 is a temperature."""
+
 
 class SamplingParams(Value, frozen=True, kw_only=True):
     """One request's sampling. The same (seed, position, logits) gives the same token in any batch

@@ -22,8 +22,6 @@ class ResolvedModel:
     decoder: DecoderConfig
     dtype: torch.dtype
     max_model_len: int
-    longest_model_len: int
-    """What update_max_model_len may raise max_model_len to."""
 
 
 def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedModel:
@@ -35,13 +33,11 @@ def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedM
     """
     directory = _confine(config.model, model_roots)
     decoder = read_model_config(directory)
-    longest = decoder.max_position_embeddings
     return ResolvedModel(
         directory=directory,
         decoder=decoder,
         dtype=_resolve_dtype(config.dtype, decoder),
         max_model_len=_resolve_length(config.max_model_len, decoder),
-        longest_model_len=longest,
     )
 
 
@@ -62,25 +58,39 @@ def check_cache(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
 
 
 def _confine(model: str, roots: Sequence[Path]) -> Path:
-    """Return the model's real directory, which must lie under a root, symbolic links resolved."""
-    for root in roots:
-        real_root = root.resolve()
-        candidate = (real_root / model).resolve()
-        if candidate.is_relative_to(real_root):
-            if not candidate.is_dir():
-                raise CheckpointError(
-                    "no such directory",
-                    field="model",
-                    value=model,
-                    fix="the directory of config.json",
-                )
-            return candidate
+    """Return the model's real directory, which must lie under a root with every file that may be
+    read from it, symbolic links resolved."""
+    try:
+        for root in (root.resolve() for root in roots):
+            directory = (root / model).resolve()
+            if directory.is_relative_to(root):
+                _check_directory(model, directory, root)
+                return directory
+    except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a null byte
+        raise ConfigError(
+            f"this is no path: {error}", field="model", value=model, fix="name a directory"
+        ) from None
     raise ConfigError(
         "the model lies outside this daemon's model roots",
         field="model",
         value=model,
         fix=f"a directory under {[str(root) for root in roots]}, or another --model-root",
     )
+
+
+def _check_directory(model: str, directory: Path, root: Path) -> None:
+    if not directory.is_dir():
+        raise CheckpointError(
+            "no such directory", field="model", value=model, fix="the directory of config.json"
+        )
+    for file in (*directory.glob("*.json"), *directory.glob("*.safetensors")):
+        if not file.resolve().is_relative_to(root):
+            raise ConfigError(
+                "a file of the model leads out of this daemon's model roots",
+                field="model",
+                value=str(file),
+                fix=f"keep it under {root}",
+            )
 
 
 def _resolve_dtype(dtype: str, decoder: DecoderConfig) -> torch.dtype:

@@ -24,10 +24,10 @@ from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.description import WorkerDescription
 from worker_daemon.device.init import device_name, open_device, supports
 from worker_daemon.device.memory import MemorySnapshot, MemorySource, memory_source, profile
-from worker_daemon.distributed.link import Link, open_link
+from worker_daemon.distributed.link import Link, meeting_s
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import LinkedTensorParallel, tensor_parallel
-from worker_daemon.errors import CapacityError, CommError, ConfigError, StateError
+from worker_daemon.errors import CapacityError, CommError, ConfigError
 from worker_daemon.kv_cache.allocate import allocate_kv_caches
 from worker_daemon.kv_cache.spec import describe_layers
 from worker_daemon.layers.attention import NullAttention
@@ -86,6 +86,8 @@ class Worker:
         self._model_roots = model_roots
         self._set_phase = set_phase
         self._max_threads = torch.get_num_threads()
+        self._opening: Link | None = None
+        """The newest link, open or not, for abort_link to see while it is opened."""
         self._context_or_none: _DeviceContext | None = None
         self._model_or_none: _LoadedModel | None = None
         self._runner_or_none: ModelRunner | None = None
@@ -182,7 +184,7 @@ class Worker:
             ),
             resolved=resolved,
             stage=stage,
-            attention=probe_attention(context.device),
+            attention=probe_attention(context.device, resolved.decoder.head_dim),
             max_model_len=resolved.max_model_len,
         )
         return lc.LoadModelReply(
@@ -293,7 +295,6 @@ class Worker:
 
         Raises:
             ConfigError: it is longer than that.
-            StateError: requests are running.
         """
         model = self._model
         longest = model.resolved.max_model_len
@@ -305,8 +306,6 @@ class Worker:
                 fix=f"at most {longest}",
             )
         runner = self._runner_or_none
-        if runner is not None and runner.state.num_live:
-            raise StateError("requests are running", fix="finish them first")
         self._model_or_none = replace(model, max_model_len=message.max_model_len)
         if runner is not None and self._plan is not None:
             runner.settle()
@@ -394,7 +393,7 @@ class Worker:
 
     def reset(self, message: lc.Reset) -> Done:
         """Give up the KV cache, then the model, then the device, as far down as asked."""
-        if self._runner_or_none is not None:
+        if self._runner_or_none is not None and message.to != "CREATED":
             with suppress(CommError):  # what a lost neighbour has not received is nobody's now
                 self._runner_or_none.settle()
         self._runner_or_none = None
@@ -412,11 +411,10 @@ class Worker:
             torch.cuda.empty_cache()
         return reply
 
-    def abort_link(self) -> None:
-        """Unblock the step thread where it waits in NCCL. The guard thread's only call."""
-        context = self._context_or_none
-        if context is not None:
-            context.link.abort()
+    def abort_link(self) -> bool:
+        """Unblock whoever waits in NCCL; tell whether there was a link to abort. The guard thread's
+        only call."""
+        return self._opening is not None and self._opening.abort()
 
     def close(self) -> None:
         """Leave the link, in good order where the peers let us; the process's end gives back the
@@ -486,17 +484,11 @@ class Worker:
         timeout_s: float,
         tp: LinkedTensorParallel,
     ) -> Link:
-        self._set_phase("LINKING", timeout_s)
-        link = open_link(
-            parallel,
-            generation=rendezvous.link,
-            host=rendezvous.host,
-            port=rendezvous.port,
-            device=device,
-            timeout_s=timeout_s,
-        )
-        tp.bind(link.groups.stage)
-        return link
+        self._set_phase("LINKING", meeting_s(timeout_s) + _DISPOSAL_S)
+        self._opening = Link(rendezvous.link, device)
+        self._opening.open(parallel, rendezvous.host, rendezvous.port, timeout_s)
+        tp.bind(self._opening.groups.stage)
+        return self._opening
 
     def _build_stage(self, resolved: ResolvedModel) -> DecoderStage:
         context, decoder = self._context, resolved.decoder

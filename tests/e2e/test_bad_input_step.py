@@ -181,7 +181,7 @@ def nested(depth: int) -> bytes:
 @pytest.mark.parametrize(
     ("frames", "code"),
     [
-        ([b""], ErrorCode.BAD_FRAME),
+        ([b"\xc1", b""], ErrorCode.BAD_FRAME),
         ([b"\xc1"], ErrorCode.BAD_FRAME),
         ([nested(100_000)], ErrorCode.BAD_FRAME),
         ([b"\xdd\xff\xff\xff\xff\x01"], ErrorCode.BAD_FRAME),

@@ -13,7 +13,7 @@ from client.scheduler_output import SchedulerOutput
 from client.worker_group import WorkerGroup
 from rpc_schema.errors import ErrorCode
 from tests.support.command_line import short_directory, start_daemon, wait_for_daemons
-from tests.support.driving import RecordingGroup, assert_serves, random_cases
+from tests.support.driving import RecordingGroup, assert_serves, random_cases, wait_until
 from tests.support.faulty_daemon import INJECTED, Fault, FaultyDaemons
 from tests.support.serving import connect, generate, worker_config
 
@@ -106,19 +106,12 @@ def test_failures_of_several_ranks_one_after_the_other(faulty, serving, checkpoi
 
 def test_same_rank_failing_again_and_again_is_given_up_with_the_cause(faulty, serving, checkpoint):
     cases = random_cases(checkpoint(), seed=4, count=2)
-    fault = Fault("forward", "raise")
-
     with serving(1) as (group, loaded):
-        send = group.execute_model
-
-        def send_into_a_fault(output):
-            faulty.faults[0].put(fault)
-            return send(output)
-
-        group.execute_model = send_into_a_fault
+        faulty.faults[0].put(Fault("forward", "raise", times=1000))
         with pytest.raises(StepFailed, match=INJECTED):
             generate(group, loaded, cases.requests)
-    faulty.faults[0].path.unlink(missing_ok=True)
+        wait_until(lambda: group.get_status()[0].phase == "IDLE", "no step runs any more")
+    faulty.faults[0].path.unlink()
     assert_serves(faulty.endpoints[:1], checkpoint())
 
 

@@ -1,5 +1,5 @@
 """`python -m tests.support.faulty_daemon FAULT_FILE serve ...`: the real daemon, whose worker fails
-where and when a file tells it to. A fault strikes once; without one it is the daemon as shipped."""
+where and when a file tells it to. Without a fault it is the daemon as shipped."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Literal
@@ -33,6 +33,8 @@ class Fault:
     """Calls that go well first."""
     seconds: float = HANG_S
     """How long a hang takes."""
+    times: int = 1
+    """How often it strikes."""
 
 
 class InjectedError(Exception):
@@ -64,9 +66,12 @@ class FaultFile:
         if fault.where != where:
             return
         if fault.calls_before:
-            self.put(Fault(fault.where, fault.what, fault.calls_before - 1, fault.seconds))
+            self.put(replace(fault, calls_before=fault.calls_before - 1))
             return
-        self.path.unlink()
+        if fault.times > 1:
+            self.put(replace(fault, times=fault.times - 1))
+        else:
+            self.path.unlink()
         if fault.what == "raise":
             raise InjectedError(f"{INJECTED} in {where}")
         if fault.what == "kill":

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.rendezvous import connect_store
 from worker_daemon.distributed.tp import all_gather, communication
+from worker_daemon.errors import CommError
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +47,65 @@ class Link:
     """Owned by the worker, used on the step thread; only abort may be called from the guard
     thread."""
 
-    def __init__(self, generation: int, backend: str, groups: LinkGroups) -> None:
+    def __init__(self, generation: int, device: torch.device) -> None:
+        """Make a link that has no groups yet, so that it can be aborted while it is opened."""
         self.generation = generation
-        self.backend = backend
-        self.groups = groups
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self.groups = NO_GROUPS
+        self._device = device
+        self._aborted = False
 
-    def abort(self) -> None:
-        """Unblock whoever waits in an NCCL call of this link, now. gloo has no such thing: there
-        the timeout ends a wait.
+    def open(self, state: ParallelState, host: str, port: int, timeout_s: float) -> None:
+        """Meet the other ranks at host:port, make every group, and pass one message over each pair.
+
+        NCCL creates a pair's communicator at its first message, which blocks and takes memory:
+        hence the warm-up, here, before any memory baseline. Blocks until all ranks have come.
+        timeout_s bounds every later wait on gloo.
+
+        Raises:
+            CommError: they have not come within meeting_s(timeout_s).
+        """
+        if state.world_size == 1:
+            return
+        try:
+            store = connect_store(host, port, meeting_s(timeout_s))
+            with communication("making the process groups"):
+                dist.init_process_group(
+                    self.backend,
+                    store=distributed_c10d.PrefixStore(f"link{self.generation}", store),
+                    rank=state.rank,
+                    world_size=state.world_size,
+                    timeout=timedelta(seconds=meeting_s(timeout_s)),
+                    group_name=f"link{self.generation}",
+                )
+                self.groups = _make_groups(state, timedelta(seconds=timeout_s))
+                _warm_up(self.groups, state, self._device)
+        except BaseException:
+            self.leave()
+            raise
+
+    def raise_if_aborted(self) -> None:
+        """Raises CommError once the link was aborted: what its kernels left means nothing."""
+        if self._aborted:
+            raise CommError("the link was aborted", fix="relink the group")
+
+    def abort(self) -> bool:
+        """Unblock whoever waits in an NCCL call of this link, now; tell whether there was one to
+        abort. gloo has no such thing: there the timeout ends a wait.
 
         All groups at once: an abort frees memory, for which CUDA waits until the kernels of the
         other groups have ended too, so that one abort after another would wait for each other.
         """
-        if self.backend != "nccl":
-            return
         members = [group for group in self._members() if group is not None]
+        if self.backend != "nccl" or not members:
+            return False
+        self._aborted = True
         aborts = [threading.Thread(target=group.abort, daemon=True) for group in members]
         for thread in aborts:
             thread.start()
         for thread in aborts:
             thread.join(ABORT_LIMIT_S)
+        return True
 
     def leave(self) -> threading.Thread | None:
         """Give the groups up without asking any peer, dead or alive.
@@ -88,6 +128,12 @@ class Link:
         return [groups.stage, groups.from_previous, groups.to_next, groups.column]
 
 
+def meeting_s(timeout_s: float) -> float:
+    """Return how long ranks wait for each other at a rendezvous: long enough for a peer to notice
+    first, within timeout_s, that its old link is broken."""
+    return 2 * timeout_s + MEETING_SLACK_S
+
+
 def _forget_groups(backend: str) -> bool:
     """Make torch forget every group, so that the next link's begin anew; tell whether it had any.
 
@@ -101,49 +147,6 @@ def _forget_groups(backend: str) -> bool:
         dist.destroy_process_group()
     distributed_c10d._world.group_count = 0
     return had_groups
-
-
-def open_link(
-    state: ParallelState,
-    *,
-    generation: int,
-    host: str,
-    port: int,
-    device: torch.device,
-    timeout_s: float,
-) -> Link:
-    """Meet the other ranks at host:port, make every group, and pass one message over each pair.
-
-    NCCL creates a pair's communicator at its first message, which blocks and takes memory: hence
-    the warm-up, here, before any memory baseline. Blocks until all ranks have come.
-
-    Raises:
-        CommError: they have not within a time that lets a peer first notice, within timeout_s, that
-            its old link is broken.
-    """
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    link = Link(generation, backend, NO_GROUPS)
-    if state.world_size == 1:
-        return link
-    meeting_s = 2 * timeout_s + MEETING_SLACK_S
-    try:
-        with communication("making the process groups"):
-            dist.init_process_group(
-                backend,
-                store=distributed_c10d.PrefixStore(
-                    f"link{generation}", connect_store(host, port, meeting_s)
-                ),
-                rank=state.rank,
-                world_size=state.world_size,
-                timeout=timedelta(seconds=meeting_s),
-                group_name=f"link{generation}",
-            )
-            link.groups = _make_groups(state, timedelta(seconds=timeout_s))
-            _warm_up(link.groups, state, device)
-    except BaseException:
-        link.leave()
-        raise
-    return link
 
 
 def _make_groups(state: ParallelState, timeout: timedelta) -> LinkGroups:

@@ -102,5 +102,7 @@ def communication(what: str) -> Iterator[None]:
     """
     try:
         yield
+    except (torch.AcceleratorError, torch.OutOfMemoryError):
+        raise  # the device's trouble, not a peer's
     except (RuntimeError, ValueError) as error:
         raise CommError(f"{what} failed: {error}", fix="relink the group") from error

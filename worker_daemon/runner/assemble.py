@@ -68,7 +68,7 @@ def tie_stage(
     tokens = _token_return(parts, link, inputs)
     return StageEnds(
         entry=_entry(parts, link, limits, inputs, tokens),
-        exit=_exit(parts, inputs, tokens),
+        exit=_exit(parts, link, inputs, tokens),
         tokens=tokens,
         outbound=NoOutbound()
         if parts.parallel.is_last_stage
@@ -110,7 +110,7 @@ def _entry(
     )
 
 
-def _exit(parts: RunnerParts, inputs: InputBuilder, tokens: TokenReturn) -> StageExit:
+def _exit(parts: RunnerParts, link: Link, inputs: InputBuilder, tokens: TokenReturn) -> StageExit:
     if not parts.parallel.is_last_stage:
         return EarlierStageExit(tokens)
-    return LastStageExit(parts.stage, inputs, tokens, replies=parts.parallel.is_output_rank)
+    return LastStageExit(parts.stage, inputs, tokens, link, replies=parts.parallel.is_output_rank)

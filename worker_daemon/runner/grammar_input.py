@@ -15,6 +15,7 @@ from torch import Tensor
 from rpc_schema.codec import Frame
 from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner.request_state import Int64s
+from worker_daemon.runner.staging import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class GrammarMasks:
         order = np.argsort(slots)
         rows = order[np.searchsorted(slots, self.slots[named], sorter=order)]
         allowed[rows] = self.allowed[named]
-        return torch.from_numpy(allowed).to(device)
+        return upload(allowed, device)
 
 
 def apply_masks(logits: Tensor, allowed: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from rpc_schema.sampling import SamplingParams
 from worker_daemon.layers.attention import AttentionMetadata
 from worker_daemon.runner.request_state import Int32s, Int64s, RequestState, ScheduledStep
-from worker_daemon.runner.staging import HostStaging
+from worker_daemon.runner.staging import HostStaging, upload
 from worker_daemon.sample.sampler import NO_LOGPROBS, SamplingMetadata, build_bans
 
 _SAMPLING_COLUMNS = 6
@@ -42,7 +42,7 @@ class SampleRows:
 
     def keep(self, chosen: Int64s) -> "SampleRows":
         """Return these rows only. chosen [R'] int64: indices into the rows."""
-        on_device = torch.from_numpy(chosen).to(self.slots.device)
+        on_device = upload(chosen, self.slots.device)
         return SampleRows(
             self.slots_np[chosen],
             self.generations[chosen],
@@ -144,7 +144,7 @@ class InputBuilder:
     def lost_rows(self, step: ScheduledStep) -> SampleRows:
         """Return the sequences that sample in a step whose inputs could not be built or used."""
         slots_np = step.slots[step.samples]
-        slots = torch.from_numpy(slots_np).to(self.last_sampled.device)
+        slots = upload(slots_np, self.last_sampled.device)
         nothing = torch.zeros_like(slots)
         return SampleRows(
             slots_np=slots_np,
@@ -199,7 +199,7 @@ class InputBuilder:
             [p.stop_token_ids for p in params],
         )
         device = rows.slots.device
-        return torch.from_numpy(bans[0]).to(device), torch.from_numpy(bans[1]).to(device)
+        return upload(bans[0], device), upload(bans[1], device)
 
     def _attention(
         self,

@@ -16,15 +16,17 @@ from torch import Tensor
 from rpc_schema.base import StepRequest
 from rpc_schema.codec import Frame
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, SampleTokens
+from worker_daemon.device.failures import typed_device_error
 from worker_daemon.distributed.pp import STATUS_FAILED, Outbound
 from worker_daemon.distributed.tokens import TokenReturn
-from worker_daemon.errors import CapacityError, CommError, DeviceError, WorkerError
+from worker_daemon.errors import CommError
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.grammar_input import GrammarMasks, read_masks
-from worker_daemon.runner.input_batch import InputBuilder, SampleRows, StepInputs
+from worker_daemon.runner.input_batch import InputBuilder, SampleRows
 from worker_daemon.runner.output import ReplyIdentity
-from worker_daemon.runner.request_state import RequestState, ScheduledStep
+from worker_daemon.runner.request_state import Int64s, RequestState, ScheduledStep
 from worker_daemon.runner.stage_ends import Entering, PendingReply, StageEntry, StageExit
+from worker_daemon.runner.staging import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +131,22 @@ class ModelRunner:
         """
         masks = self._read_masks(request, arrays)
         self.state.take_unsampled(request.step_seq)
-        waiting = self._unsampled.pop(request.step_seq)
+        waiting = self._unsampled.pop(request.step_seq, None)
+        if waiting is None:  # its step broke the link before there was anything to sample
+            self.state.raise_if_failed()
+        assert waiting is not None, "a step that did not fail has left its hidden states"
         kept = np.flatnonzero(
             self.state.are_current(waiting.rows.slots_np, waiting.rows.generations)
         )
-        rows = waiting.rows.keep(kept)
-        chosen = self._ends.exit.keep(waiting.chosen, kept)
-        allowed = masks.for_slots(rows.slots_np, chosen.device)
+        kept_slots = waiting.rows.slots_np[kept]
+        with self._failing(request.seq, lambda: self._bring_no_tokens(kept_slots)):
+            rows = waiting.rows.keep(kept)
+            chosen = self._ends.exit.keep(waiting.chosen, kept)
+            allowed = masks.for_slots(rows.slots_np, chosen.device)
         with self._failing(request.seq):
-            return self._sample(chosen, rows, waiting.status, allowed, self._identify(request))
+            reply = self._sample(chosen, rows, waiting.status, allowed, self._identify(request))
+        self.state.raise_if_failed()
+        return reply
 
     def _run(self, step: ScheduledStep, identity: ReplyIdentity) -> PendingReply | None:
         entering = self._ends.entry.post(step.total_num_tokens, step.seq)
@@ -147,22 +156,21 @@ class ModelRunner:
             hidden = self._stage.forward(
                 hidden, inputs.positions, self._kv_caches, inputs.attention
             )
+            chosen = self._ends.exit.choose(hidden, inputs.sample_rows)
         self._ends.outbound.send(hidden, self._status_to_send(status), step.seq)
         with self._failing(step.seq):
-            reply = self._finish(step, inputs, hidden, status, identity)
+            reply = self._finish(step, chosen, inputs.sample_rows, status, identity)
         self.state.raise_if_failed()
         return reply
 
     def _finish(
         self,
         step: ScheduledStep,
-        inputs: StepInputs,
-        hidden: Tensor,
+        chosen: Tensor,
+        rows: SampleRows,
         status: Tensor,
         identity: ReplyIdentity,
     ) -> PendingReply | None:
-        rows = inputs.sample_rows
-        chosen = self._ends.exit.choose(hidden, rows)
         if step.defer_sampling:
             self._unsampled[step.seq] = _Unsampled(chosen, rows, status)
             return self._ends.exit.reply_without_tokens(status, identity)
@@ -192,12 +200,13 @@ class ModelRunner:
         try:
             yield
         except CommError:
+            self.state.mark_failed(seq)
             raise
         except Exception as error:
             self.state.mark_failed(seq)
             if settle is not None:
                 settle()
-            failure = _typed(error)
+            failure = typed_device_error(error)
             if self._tp_size > 1:
                 raise CommError(f"rank {self._rank} left a collective: {failure}") from failure
             raise failure from error
@@ -210,9 +219,14 @@ class ModelRunner:
         if step.defer_sampling:
             chosen = self._ends.exit.choose(self._nothing(step.total_num_tokens), rows)
             self._unsampled[step.seq] = _Unsampled(chosen, rows, self._failed)
-        elif rows.slots_np.size:
+        else:
+            self._bring_no_tokens(rows.slots_np)
+
+    def _bring_no_tokens(self, slots: Int64s) -> None:
+        """Take part in the return of tokens that this rank cannot sample or use."""
+        if slots.size:
             self._publications += 1
-            self._ends.exit.give_up(rows.slots, self._publications)
+            self._ends.exit.give_up(upload(slots, self._failed.device), self._publications)
 
     def _nothing(self, num_tokens: int) -> Tensor:
         return self._no_hidden.expand(num_tokens, -1)
@@ -225,12 +239,3 @@ class ModelRunner:
 
     def _identify(self, request: StepRequest) -> ReplyIdentity:
         return ReplyIdentity(request.epoch, request.seq, self._rank)
-
-
-def _typed(error: Exception) -> WorkerError | Exception:
-    """Name what torch raises in our own words; leave the rest as it is."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return CapacityError(f"out of device memory in a step: {error}", fix="send smaller steps")
-    if isinstance(error, torch.AcceleratorError):
-        return DeviceError(f"the device is lost: {error}")
-    return error

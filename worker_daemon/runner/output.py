@@ -10,8 +10,10 @@ from torch import Tensor
 
 from rpc_schema.codec import Frame
 from rpc_schema.step import ModelRunnerOutput
+from worker_daemon.device.failures import typed_device_error
+from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.pp import STATUS_MISMATCH, STATUS_OK
-from worker_daemon.errors import UpstreamFailedError
+from worker_daemon.errors import CommError, UpstreamFailedError
 from worker_daemon.runner.request_state import Int64s
 from worker_daemon.sample.sampler import NO_LOGPROBS, SamplerOutput
 
@@ -28,31 +30,34 @@ class ReplyIdentity:
 class StepOutput:
     """Made on the step thread; result() is called once, on the completion thread.
 
-    Holds references to the device tensors until their copies are done.
+    The copies are enqueued behind the step; the caching allocator keeps their sources until then.
     """
 
     def __init__(
-        self, identity: ReplyIdentity, slots: Int64s, sampled: SamplerOutput, status: Tensor
+        self,
+        identity: ReplyIdentity,
+        slots: Int64s,
+        sampled: SamplerOutput,
+        status: Tensor,
+        link: Link,
     ) -> None:
         self._identity = identity
         self._slots = slots
-        columns = [sampled.token_ids.int(), status]
+        columns = [status, sampled.token_ids.int()]
         if sampled.logprobs is not None:
             logprobs = sampled.logprobs
             columns += [logprobs.token_ids, logprobs.logprobs, logprobs.ranks]
-        self._columns = _to_host(columns)
-        self._copied = _record_event(status)
+        self._copies = _HostCopies(columns, link)
 
     def result(self) -> tuple[ModelRunnerOutput, Sequence[Frame]]:
         """Wait for the copies and return the reply with its frames.
 
         Raises:
-            UpstreamFailedError: an earlier stage failed in this step, or sent another one.
+            UpstreamFailedError: an earlier stage failed in this step.
+            CommError: it sent another step, or the link was aborted meanwhile.
+            DeviceError: the device is lost.
         """
-        if self._copied is not None:
-            self._copied.synchronize()
-        token_ids, status, *logprobs = self._columns
-        _raise_for_status(int(status))
+        token_ids, *logprobs = self._copies.wait()
         reply = ModelRunnerOutput(
             epoch=self._identity.epoch,
             seq=self._identity.seq,
@@ -67,27 +72,44 @@ class StepOutput:
 class NoTokens:
     """The output of a step of the output rank that samples nothing, or not yet."""
 
-    def __init__(self, identity: ReplyIdentity, status: Tensor) -> None:
+    def __init__(self, identity: ReplyIdentity, status: Tensor, link: Link) -> None:
         self._identity = identity
-        (self._status,) = _to_host([status])
-        self._copied = _record_event(status)
+        self._copies = _HostCopies([status], link)
 
     def result(self) -> tuple[ModelRunnerOutput, Sequence[Frame]]:
-        """Wait for the step's status. Raises UpstreamFailedError as StepOutput does."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        _raise_for_status(int(self._status))
+        """Wait for the step's status. Raises as StepOutput does."""
+        self._copies.wait()
         identity = self._identity
         return ModelRunnerOutput(epoch=identity.epoch, seq=identity.seq, rank=identity.rank), []
+
+
+class _HostCopies:
+    """A step's status and result columns on their way to the host. On CUDA pinned, and complete
+    once an event behind the copies is."""
+
+    def __init__(self, columns: Sequence[Tensor], link: Link) -> None:
+        self._link = link
+        self._columns = _to_host(columns)
+        self._copied = _record_event(columns[0])
+
+    def wait(self) -> list[Tensor]:
+        """Return the result columns. Raises what StepOutput.result does."""
+        try:
+            if self._copied is not None:
+                self._copied.synchronize()
+        except RuntimeError as error:
+            raise typed_device_error(error) from error
+        self._link.raise_if_aborted()
+        status, *columns = self._columns
+        _raise_for_status(int(status))
+        return columns
 
 
 def _raise_for_status(status: int) -> None:
     if status == STATUS_OK:
         return
     if status == STATUS_MISMATCH:
-        raise UpstreamFailedError(
-            "the previous stage sent another step than this one", fix="relink"
-        )
+        raise CommError("the previous stage sent another step than this one", fix="relink")
     raise UpstreamFailedError("an earlier pipeline stage failed in this step")
 
 

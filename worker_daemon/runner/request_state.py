@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rpc_schema.codec import Frame
-from rpc_schema.sampling import SamplingParams
+from rpc_schema.sampling import MIN_TEMPERATURE, SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.errors import InvalidStepError, PrecededByError
 
@@ -27,9 +27,6 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 
 MAX_UNSAMPLED_STEPS = 16
 """Steps whose sampling may be deferred at a time: each keeps its hidden states on the device."""
-
-MIN_TEMPERATURE = 1e-5
-"""Logits divided by less than this may leave float32."""
 
 _NO_BLOCKS = np.zeros(0, np.int32)
 _NO_SLOTS = np.zeros(0, np.int64)
@@ -512,7 +509,7 @@ class RequestState:
     def _remember(self, step: ExecuteModel, tokens: Int32s) -> None:
         first = 0
         for request in step.scheduled_new_reqs:
-            self.known_tokens[request.slot] = tokens[first : first + request.num_tokens]
+            self.known_tokens[request.slot] = tokens[first : first + request.num_tokens].copy()
             self.num_known_tokens[request.slot] = request.num_tokens
             self.num_prompt_tokens[request.slot] = request.num_prompt_tokens
             self.generation[request.slot] += 1

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rpc_schema.codec import Frame
 from rpc_schema.step import ModelRunnerOutput
+from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.pp import STATUS_OK, Arrival, Inbound
 from worker_daemon.distributed.tokens import TokenReturn
 from worker_daemon.errors import CommError
@@ -21,6 +22,7 @@ from worker_daemon.runner.grammar_input import apply_masks
 from worker_daemon.runner.input_batch import InputBuilder, SampleRows, StepInputs
 from worker_daemon.runner.output import NoTokens, ReplyIdentity, StepOutput
 from worker_daemon.runner.request_state import Int64s
+from worker_daemon.runner.staging import upload
 from worker_daemon.sample.sampler import sample
 
 
@@ -127,9 +129,16 @@ class LastStageExit:
     """Logits, sampling, the return of the tokens, and on the output rank the reply."""
 
     def __init__(
-        self, stage: DecoderStage, inputs: InputBuilder, tokens: TokenReturn, *, replies: bool
+        self,
+        stage: DecoderStage,
+        inputs: InputBuilder,
+        tokens: TokenReturn,
+        link: Link,
+        *,
+        replies: bool,
     ) -> None:
         self._stage = stage
+        self._link = link
         self._inputs = inputs
         self._tokens = tokens
         self._replies = replies
@@ -138,7 +147,7 @@ class LastStageExit:
         return hidden[rows.token_indices]
 
     def keep(self, chosen: Tensor, kept: Int64s) -> Tensor:
-        return chosen[torch.from_numpy(kept).to(chosen.device)]
+        return chosen[upload(kept, chosen.device)]
 
     def give_up(self, slots: Tensor, publication: int) -> None:
         self._tokens.publish(publication, slots, torch.zeros_like(slots))
@@ -161,10 +170,12 @@ class LastStageExit:
             self.give_up(rows.slots, publication)
             raise
         self._tokens.publish(publication, rows.slots, sampled.token_ids)
-        return StepOutput(identity, rows.slots_np, sampled, status) if self._replies else None
+        if not self._replies:
+            return None
+        return StepOutput(identity, rows.slots_np, sampled, status, self._link)
 
     def reply_without_tokens(self, status: Tensor, identity: ReplyIdentity) -> PendingReply | None:
-        return NoTokens(identity, status) if self._replies else None
+        return NoTokens(identity, status, self._link) if self._replies else None
 
 
 class EarlierStageExit:

@@ -10,6 +10,15 @@ import torch
 from torch import Tensor
 
 
+def upload(values: npt.NDArray[np.int64] | npt.NDArray[np.bool_], device: torch.device) -> Tensor:
+    """Copy host values to the device without waiting for it: on CUDA from a pinned copy, which
+    torch keeps until the device has read it."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class HostStaging:
     """Rotating host buffers: a buffer is written again only after its copy to the device is done.
 

@@ -199,7 +199,7 @@ class _StepLoop:
             frames = step.recv_multipart()
             while not commands.empty():
                 self._command(commands.get())
-            if frames[-1]:
+            if len(frames) != 2 or frames[1]:  # else the doorbell, or somebody who rings it
                 self._take(frames)
 
     def _take(self, frames: list[bytes]) -> None:

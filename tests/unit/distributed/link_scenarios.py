@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from worker_daemon.distributed.link import Link, open_link
+from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.pp import StageInbound, StageOutbound
 from worker_daemon.distributed.tokens import TokenBroadcast
@@ -61,14 +61,8 @@ def open_member(rank, pp_size, tp_size, generation, port, timeout_s=20.0):
     leave()
     Member.state = ParallelState(pp_size, tp_size, rank)
     with no_unpickling():
-        Member.link = open_link(
-            Member.state,
-            generation=generation,
-            host="127.0.0.1",
-            port=port,
-            device=CPU,
-            timeout_s=timeout_s,
-        )
+        Member.link = Link(generation, CPU)
+        Member.link.open(Member.state, "127.0.0.1", port, timeout_s)
     Member.tp = tensor_parallel(Member.state.tp_rank, tp_size)
     Member.tp.bind(Member.link.groups.stage)
     return Member.link.backend
@@ -90,7 +84,8 @@ def num_threads(rank=0):
 def _ends(hidden_size, dtype, depth, generation=None):
     link = Member.link
     if generation is not None:
-        link = Link(generation, link.backend, link.groups)
+        groups, link = link.groups, Link(generation, CPU)
+        link.groups = groups
     options = {
         "hidden_size": hidden_size,
         "dtype": dtype,
