@@ -120,8 +120,8 @@ class StateWorker:
     def describe(self) -> WorkerDescription:
         return WorkerDescription(self._device)
 
-    def abort_link(self) -> None:
-        pass
+    def abort_link(self) -> bool:
+        return False
 
     def close(self) -> None:
         pass

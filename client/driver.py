@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from client.errors import StepFailed
-from client.requests import GenerationRequest
+from client.errors import SchedulerStalled, StepFailed
+from client.requests import GenerationRequest, seeded
 from client.scheduler import RequestOutput, SchedulerInterface
 from client.scheduler_output import SchedulerOutput, StepResult
 
@@ -16,6 +16,10 @@ StepKind: TypeAlias = Literal["prefill", "decode", "mixed", "empty"]
 
 MAX_CONSECUTIVE_FAILURES = 3
 """So many steps may fail in a row before the driver gives up."""
+
+
+MAX_HISTORY = 65_536
+"""So many steps and requests a driver remembers the times of, unless told otherwise."""
 
 
 class FutureLike(Protocol):
@@ -69,14 +73,19 @@ class Driver:
         group: GroupLike,
         scheduler: SchedulerInterface,
         on_result: Callable[[StepResult], None] | None = None,
+        *,
+        max_history: int | None = MAX_HISTORY,
     ) -> None:
-        """on_result sees every step's tokens as they come, those past a request's end too."""
+        """on_result sees every step's tokens as they come, those past a request's end too.
+        max_history bounds `records` and `timings`, the oldest of which go first; None keeps
+        all."""
         self.group = group
         self.scheduler = scheduler
-        self.records: list[StepRecord] = []
+        self.records: deque[StepRecord] = deque(maxlen=max_history)
         self.timings: dict[str, RequestTiming] = {}
         self.num_failures = 0
         self._on_result = on_result
+        self._max_history = max_history
         self._in_flight: deque[_InFlight] = deque()
         self._added: dict[str, float] = {}
         self._first_token: dict[str, float] = {}
@@ -85,8 +94,9 @@ class Driver:
         self._consecutive_failures = 0
 
     def add_request(self, request: GenerationRequest) -> None:
-        """Queue a request; raises RequestError as the scheduler does."""
-        self.scheduler.add_request(request)
+        """Queue a request, with a random seed if it has none and needs one; raises RequestError as
+        the scheduler does."""
+        self.scheduler.add_request(seeded(request))
         self._added[request.id] = time.monotonic()
         self._without_token.add(request.id)
 
@@ -115,10 +125,17 @@ class Driver:
 
         Raises:
             StepFailed: steps have failed MAX_CONSECUTIVE_FAILURES times in a row.
+            SchedulerStalled: the scheduler has requests, no step, and no result to wait for.
             WorkerDied: the group is unusable.
         """
         self._fill()
-        return self._take_oldest() if self._in_flight else []
+        if self._in_flight:
+            return self._take_oldest()
+        if self.scheduler.has_unfinished_requests():
+            raise SchedulerStalled(
+                "the scheduler has unfinished requests, but no step for them, and none is in flight"
+            )
+        return []
 
     def _fill(self) -> None:
         while len(self._in_flight) < self.group.max_in_flight:
@@ -179,6 +196,8 @@ class Driver:
         added = self._added.pop(req_id, now)
         first = self._first_token.pop(req_id, now)
         self.timings[req_id] = RequestTiming(added, first, now)
+        if self._max_history is not None and len(self.timings) > self._max_history:
+            del self.timings[next(iter(self.timings))]
 
 
 def _kind(output: SchedulerOutput) -> StepKind:

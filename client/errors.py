@@ -12,9 +12,9 @@ ClientError
  +- DeadlineExceeded          an answer did not come in time
  +- WorkerDied                a daemon's connection ended
  +- LaunchError               a local daemon did not become ready
- +- StepFailed                a step failed on a rank; carries the remote traceback and what was
- lost `- RemoteError               a daemon refused or failed a request: one class for each
- ErrorCode
+ +- SchedulerStalled          a scheduler has requests, but nothing to send, and nothing is to come
+ +- StepFailed                a step failed on a rank; carries the traceback and what was lost
+ `- RemoteError               a daemon refused or failed a request: one class for each ErrorCode
      +- RemoteProtocolError       PROTOCOL
      |   +- RemoteBadFrameError       BAD_FRAME
      |   +- RemoteTooLargeError       TOO_LARGE
@@ -92,6 +92,11 @@ class InvalidSchedulerOutput(ClientError):
     """A scheduler's output breaks a rule of `client/scheduler_output.py`; nothing was sent."""
 
 
+class SchedulerStalled(ClientError):
+    """A scheduler with unfinished requests gave no step while none was in flight: no result will
+    ever come to change its mind."""
+
+
 class TooManyStepsInFlight(ClientError):
     """execute_model was called with every credit (pipeline size + 1) in use: take a result
     first."""
@@ -113,6 +118,7 @@ class WorkerDied(ClientError):
         super().__init__(f"rank {rank} at {endpoint}: {detail}")
         self.rank = rank
         self.endpoint = endpoint
+        self.detail = detail
 
 
 class LaunchError(ClientError):

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from client.errors import RequestError
-from rpc_schema.sampling import MAX_LOGPROBS, SamplingParams
+from rpc_schema.sampling import MAX_LOGPROBS, MIN_TEMPERATURE, SamplingParams
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Encode = Callable[[str], Sequence[int]]
@@ -26,7 +26,7 @@ MAX_ID_LENGTH = 256
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What a caller wants generated. Build it with `validated`, which checks every field."""
+    """What a caller wants generated. `validated` checks every field, as schedulers do."""
 
     id: str
     prompt_token_ids: NDArray[np.int32]
@@ -36,7 +36,8 @@ class GenerationRequest:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    seed: int = 0
+    seed: int | None = None
+    """None: a random one, given at add_request."""
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
@@ -48,13 +49,21 @@ class GenerationRequest:
         return tuple(dict.fromkeys((*eos, *self.stop_token_ids)))
 
     def sampling(self, eos_token_ids: Sequence[int]) -> SamplingParams:
-        """Return what the workers need to know of it."""
+        """Return what the workers need to know of it.
+
+        Raises:
+            RequestError: it samples and has no seed, which `seeded` would give it.
+        """
+        if self.seed is None and self.temperature > 0:
+            raise RequestError(
+                "the request has no seed yet", field="seed", value=None, fix="use seeded(request)"
+            )
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
-            seed=self.seed,
+            seed=self.seed or 0,
             min_tokens=self.min_tokens,
             stop_token_ids=self.stop_ids(eos_token_ids),
             logprobs=self.logprobs,
@@ -64,6 +73,13 @@ class GenerationRequest:
 def random_seed() -> int:
     """Return a seed for a request that has none."""
     return int.from_bytes(os.urandom(8), "little") & MAX_SEED
+
+
+def seeded(request: GenerationRequest) -> GenerationRequest:
+    """Return the request with a seed: its own, or a random one where it samples without one."""
+    if request.seed is not None or request.temperature == 0:
+        return request
+    return replace(request, seed=random_seed())
 
 
 def derived_seed(seed: int, index: int) -> int:
@@ -85,7 +101,7 @@ def validated(request: GenerationRequest) -> GenerationRequest:
         ("temperature", request.temperature, 0.0, 1e6),
         ("top_k", request.top_k, 0, MAX_COUNT),
         ("min_p", request.min_p, 0.0, 1.0),
-        ("seed", request.seed, 0, MAX_SEED),
+        ("seed", request.seed or 0, 0, MAX_SEED),
         ("min_tokens", request.min_tokens, 0, MAX_COUNT),
         ("logprobs", request.logprobs or 0, 0, MAX_LOGPROBS),
     ):
@@ -94,6 +110,13 @@ def validated(request: GenerationRequest) -> GenerationRequest:
             raise RequestError(
                 f"{what} is out of bounds", field=field, value=value, fix=f"use {low} to {high}"
             )
+    if 0 < request.temperature < MIN_TEMPERATURE:
+        raise RequestError(
+            "the temperature is too small to divide by",
+            field="temperature",
+            value=request.temperature,
+            fix=f"use 0 for the most likely token, or at least {MIN_TEMPERATURE}",
+        )
     if not 1e-6 <= request.top_p <= 1.0:
         raise RequestError(
             "top_p is out of bounds", field="top_p", value=request.top_p, fix="use 1e-6 to 1"
@@ -105,13 +128,14 @@ def validated(request: GenerationRequest) -> GenerationRequest:
             value=request.min_tokens,
             fix="lower it",
         )
-    _check_token_ids("prompt_token_ids", request.prompt_token_ids.tolist(), MAX_COUNT)
+    prompt = request.prompt_token_ids
+    _check_token_ids("prompt_token_ids", (int(prompt.min()), int(prompt.max())), MAX_COUNT)
     _check_token_ids("stop_token_ids", request.stop_token_ids, MAX_COUNT)
     return request
 
 
-def check_fits(request: GenerationRequest, *, max_model_len: int, vocab_size: int) -> None:
-    """Check a request against the loaded model.
+def check_fits(request: GenerationRequest, *, max_model_len: int, vocab_size: int | None) -> None:
+    """Check a valid request against the loaded model; vocab_size None leaves its tokens unchecked.
 
     Raises:
         RequestError: the prompt leaves no room for a token, or names tokens that do not exist.
@@ -124,6 +148,8 @@ def check_fits(request: GenerationRequest, *, max_model_len: int, vocab_size: in
             value=length,
             fix=f"use a prompt of at most {max_model_len - 1} tokens, or a longer max_model_len",
         )
+    if vocab_size is None:
+        return
     top = int(request.prompt_token_ids.max())
     if top >= vocab_size:
         raise RequestError(

@@ -13,9 +13,11 @@ import numpy as np
 from client.block_pool import ROOT_HASH, BlockPool, chained_hash
 from client.errors import RequestError
 from client.kv_planning import NUM_NULL_BLOCKS, blocks_for
-from client.requests import GenerationRequest
+from client.loading import LoadedModel
+from client.requests import GenerationRequest, check_fits, seeded, validated
 from client.scheduler_output import Logprobs, NewRequest, SchedulerOutput, StepResult
 from client.slots import MAX_ADMITTED_TOKENS
+from rpc_schema.config import WorkerConfig
 from rpc_schema.sampling import SamplingParams
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
@@ -89,6 +91,22 @@ class SchedulerLimits:
     pipeline_parallel_size: int = 1
     eos_token_ids: tuple[int, ...] = ()
     enable_prefix_caching: bool = True
+    vocab_size: int | None = None
+    """None leaves the token ids of requests unchecked."""
+
+
+def scheduler_limits(model: LoadedModel, config: WorkerConfig) -> SchedulerLimits:
+    """Return what a scheduler may use of a group that was loaded with `config`."""
+    return SchedulerLimits(
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+        num_blocks=model.num_blocks,
+        block_size=model.block_size,
+        pipeline_parallel_size=config.parallel.pipeline_parallel_size,
+        eos_token_ids=model.metadata.eos_token_ids,
+        vocab_size=model.metadata.vocab_size,
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +171,7 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
+        self._eos_token_ids = _existing_tokens(limits)
         self._pool = BlockPool(limits.num_blocks)
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[_Request] = deque()
@@ -177,37 +196,22 @@ class Scheduler:
         """Queue a request. Its id may be one that finished, once no step in flight names it.
 
         Raises:
-            RequestError: its id is in use, or it can never be served.
+            RequestError: a field is out of bounds, its id is in use, or it can never be served.
         """
+        request = seeded(validated(request))
         if request.id in self._requests:
             raise RequestError(
                 "the id is in use", field="id", value=request.id, fix="choose another"
             )
         num_prompt = len(request.prompt_token_ids)
-        limits = self._limits
-        limit = min(num_prompt + request.max_tokens, limits.max_model_len)
-        if num_prompt >= limit:
-            raise RequestError(
-                f"the prompt leaves no room in max_model_len = {limits.max_model_len}",
-                field="prompt_token_ids",
-                value=num_prompt,
-                fix="use a shorter prompt",
-            )
-        usable = limits.num_blocks - NUM_NULL_BLOCKS
-        if blocks_for(limit - 1, limits.block_size) > usable:
-            raise RequestError(
-                f"{limit} tokens do not fit into {usable} blocks of {limits.block_size}",
-                field="max_tokens",
-                value=request.max_tokens,
-                fix="ask for less",
-            )
+        limit = self._limit(request)
         entry = _Request(
             id=request.id,
             tokens=request.prompt_token_ids.tolist(),
             num_prompt_tokens=num_prompt,
             limit=limit,
-            sampling=request.sampling(limits.eos_token_ids),
-            stop_ids=frozenset(request.stop_ids(limits.eos_token_ids)),
+            sampling=request.sampling(self._eos_token_ids),
+            stop_ids=frozenset(request.stop_ids(self._eos_token_ids)),
             arrival=self._num_arrivals,
             num_tokens=num_prompt,
         )
@@ -276,13 +280,37 @@ class Scheduler:
             self._in_flight.pop()
         self._to_remember.clear()
         self._pool.forget_all()
-        # What the cache held is gone, but blocks of requests that go on may be remembered anew.
         lost = [self._running[req_id] for req_id in lost_req_ids if req_id in self._running]
         for request in lost:
             self._requeue(request)
+        for request in self._running.values():  # its blocks are good, and are remembered anew
+            request.num_remembered = 0
         for request in self._requests.values():
             request.num_tokens = len(request.tokens)
         self._sort_waiting()
+
+    def _limit(self, request: GenerationRequest) -> int:
+        """Return the number of tokens at which a request ends, if it can be served to there."""
+        limits = self._limits
+        check_fits(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
+        num_prompt = len(request.prompt_token_ids)
+        limit = min(num_prompt + request.max_tokens, limits.max_model_len)
+        usable = limits.num_blocks - NUM_NULL_BLOCKS
+        if blocks_for(limit - 1, limits.block_size) > usable:
+            raise RequestError(
+                f"{limit} tokens do not fit into {usable} blocks of {limits.block_size}",
+                field="max_tokens",
+                value=request.max_tokens,
+                fix="ask for less",
+            )
+        if limit - 1 > MAX_ADMITTED_TOKENS:  # after a preemption all of them are sent at once
+            raise RequestError(
+                f"{limit} tokens are more than a step can admit",
+                field="prompt_token_ids" if num_prompt > MAX_ADMITTED_TOKENS else "max_tokens",
+                value=num_prompt if num_prompt > MAX_ADMITTED_TOKENS else request.max_tokens,
+                fix=f"use at most {MAX_ADMITTED_TOKENS} tokens, prompt and output together",
+            )
+        return limit
 
     # ------------------------------------------------------------------ planning a step
 
@@ -543,3 +571,9 @@ class Scheduler:
             parent = request.hashes[-1] if request.hashes else ROOT_HASH
             tokens = np.array(request.tokens[index * size : (index + 1) * size], np.int32)
             request.hashes.append(chained_hash(parent, tokens))
+
+
+def _existing_tokens(limits: SchedulerLimits) -> tuple[int, ...]:
+    """The tokens that end a sequence, without those that the model cannot produce."""
+    size = limits.vocab_size
+    return tuple(token for token in limits.eos_token_ids if size is None or token < size)

@@ -10,6 +10,7 @@ import heapq
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from client.errors import InvalidSchedulerOutput
 from client.scheduler_output import Logprobs, NewRequest, SchedulerOutput, StepResult
 from rpc_schema.codec import MAX_STEP_BYTES, Frame, encode_step
-from rpc_schema.errors import BadFrameError
+from rpc_schema.errors import BadFrameError, TooLargeError
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput, NewRequestData
 
 MAX_PLANS = 16
@@ -108,6 +109,18 @@ class EncodedStep:
         return array("H", [slot for slot, _ in pairs]).tobytes(), [req_id for _, req_id in pairs]
 
 
+class _Saved(NamedTuple):
+    """A SlotTable's state, for a step that turns out not to fit into a message."""
+
+    slot_of: dict[str, int]
+    free: list[int]
+    num_computed: Int32s
+    num_tokens: Int32s
+    num_blocks: list[int]
+    num_logprobs: Mapping[str, int]
+    plans: dict[int, DecodePlan]
+
+
 class SlotTable:
     """Who has which slot, and how far each row is. One thread; `max_num_seqs` slots, the lowest
     free one first."""
@@ -161,14 +174,40 @@ class SlotTable:
             return self._encode_steady(output, plan, epoch, link, seq)
         return self._encode_changed(output, plan, counts, (epoch, link, seq))
 
+    def encode_masks(
+        self, step: EncodedStep, masks: Mapping[str, NDArray[np.int32]]
+    ) -> tuple[bytes, list[Frame]]:
+        """Return mask_slots and frames of a SampleTokens for `step`; masks of requests that have
+        left their slots since are left out.
+
+        Raises:
+            InvalidSchedulerOutput: the step does not sample a request, or masks differ in shape.
+        """
+        packed, req_ids = step.sampled()
+        slot_of = dict(zip(req_ids, np.frombuffer(packed, "<u2").tolist(), strict=True))
+        for req_id in masks:
+            if req_id not in slot_of:
+                raise InvalidSchedulerOutput(f"masks: step {step.seq} does not sample {req_id!r}")
+        if len({mask.shape for mask in masks.values()}) > 1:
+            raise InvalidSchedulerOutput("masks: they differ in length")
+        staying = [name for name in req_ids if self._slot_of.get(name) == slot_of[name]]
+        rows = [(slot_of[req_id], masks[req_id]) for req_id in staying if req_id in masks]
+        if not rows:
+            return b"", []
+        frame = np.stack([mask for _, mask in rows]).astype("<i4").tobytes()
+        return array("H", [slot for slot, _ in rows]).tobytes(), [frame]
+
     @staticmethod
     def decode(step: EncodedStep, reply: ModelRunnerOutput, arrays: Sequence[Frame]) -> StepResult:
-        """Turn a reply to `step` into request ids.
+        """Turn a reply to `step` into request ids. Requests that finished before the deferred
+        sampling of their step may be missing.
 
         Raises:
             BadFrameError: the reply does not fit the step.
         """
         slots, req_ids = step.sampled()
+        if step.output.defer_sampling and reply.slots != slots:
+            slots, req_ids = _those_left(slots, req_ids, reply.slots)
         if reply.slots != slots or len(reply.sampled_token_ids) != 4 * len(req_ids):
             raise BadFrameError(
                 f"step {step.seq} was to sample {len(req_ids)} slots; the reply's columns differ"
@@ -241,7 +280,14 @@ class SlotTable:
             new_block_ids=block_ids,
             defer_sampling=output.defer_sampling,
         )
-        return EncodedStep(seq, output, encode_step(message), plan, (), (), self._num_logprobs)
+        try:
+            frames = encode_step(message)
+        except TooLargeError as error:
+            plan.num_pending -= 1
+            for req_id, ids in output.new_block_ids.items():
+                self._num_blocks[self._slot_of[req_id]] -= len(ids)
+            raise _too_large(error) from None
+        return EncodedStep(seq, output, frames, plan, (), (), self._num_logprobs)
 
     def _encode_changed(
         self,
@@ -253,6 +299,7 @@ class SlotTable:
         self._flush()
         ending = self._known(output.finished_req_ids, output.preempted_req_ids)
         self._check(output, plan, counts, ending)
+        saved = self._save()
         finished = self._release(ending)
         rows = self._resync_rows() if self._must_resync else None
         new_reqs = tuple(self._admit(new) for new in output.scheduled_new_reqs)
@@ -282,8 +329,14 @@ class SlotTable:
             resync=rows,
             defer_sampling=output.defer_sampling,
         )
+        try:
+            frames = encode_step(message, _token_frames(output.scheduled_new_reqs))
+        except TooLargeError as error:
+            self._restore(saved)
+            if plan is not None:
+                plan.num_pending -= 1
+            raise _too_large(error) from None
         self._must_resync = False
-        frames = encode_step(message, _token_frames(output.scheduled_new_reqs))
         extra_slots = slots[sampled].tolist()
         names = {self._slot_of[req_id]: req_id for req_id in counts}
         extra_req_ids = [names[slot] for slot in extra_slots]
@@ -297,6 +350,23 @@ class SlotTable:
             self._num_logprobs,
             resync=rows is not None,
         )
+
+    def _save(self) -> _Saved:
+        return _Saved(
+            self._slot_of.copy(),
+            self._free.copy(),
+            self._num_computed.copy(),
+            self._num_tokens.copy(),
+            self._num_blocks.copy(),
+            self._num_logprobs,
+            self._plans,
+        )
+
+    def _restore(self, saved: _Saved) -> None:
+        self._slot_of, self._free = saved.slot_of, saved.free
+        self._num_computed, self._num_tokens = saved.num_computed, saved.num_tokens
+        self._num_blocks, self._num_logprobs = saved.num_blocks, saved.num_logprobs
+        self._plans = saved.plans
 
     def _check(
         self,
@@ -448,6 +518,20 @@ def _wrong_count(req_id: str, count: int, left: int) -> InvalidSchedulerOutput:
     return InvalidSchedulerOutput(
         f"num_scheduled_tokens[{req_id!r}] = {count}; it has {left} tokens left to compute"
     )
+
+
+def _too_large(error: TooLargeError) -> InvalidSchedulerOutput:
+    return InvalidSchedulerOutput(f"the step does not fit into a message: {error}")
+
+
+def _those_left(
+    slots: bytes, req_ids: Sequence[str], reply_slots: bytes
+) -> tuple[bytes, Sequence[str]]:
+    """Those of a step's slots, and their requests, that the reply names."""
+    named = set(memoryview(reply_slots[: len(reply_slots) & ~1]).cast("H"))
+    pairs = zip(np.frombuffer(slots, "<u2").tolist(), req_ids, strict=True)
+    left = [(slot, req_id) for slot, req_id in pairs if slot in named]
+    return array("H", [slot for slot, _ in left]).tobytes(), [req_id for _, req_id in left]
 
 
 def _pack(bits: NDArray[np.bool_]) -> bytes:

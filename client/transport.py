@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -32,6 +32,8 @@ from rpc_schema.errors import BadFrameError, ControlErrorReply
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Socket: TypeAlias = "zmq.Socket[bytes]"
 ReplyT = TypeVar("ReplyT", bound=ControlReplyMessage)
+
+CheckDeaths: TypeAlias = Callable[[], None]
 
 MAX_SOCKET_PATH_BYTES = 107
 HIGH_WATER_MARK = 64
@@ -106,6 +108,46 @@ def _milliseconds_until(deadline: float) -> int:
     return max(0, int((deadline - time.monotonic()) * 1000) + 1)
 
 
+class PendingCall(Generic[ReplyT]):
+    """A control request that was sent, and its reply to come. Of one channel, only the latest can
+    still be answered."""
+
+    def __init__(
+        self,
+        channel: "ControlChannel",
+        call: int,
+        what: str,
+        reply_type: type[ReplyT],
+        timeout_s: float,
+        deadline: float,
+    ) -> None:
+        self._channel = channel
+        self._call = call
+        self._what = what
+        self._reply_type = reply_type
+        self._timeout_s = timeout_s
+        self._deadline = deadline
+
+    def result(self) -> ReplyT:
+        """Wait for the reply; late replies to earlier calls are dropped.
+
+        Raises:
+            DeadlineExceeded: none came within the timeout, which began with the sending.
+            RemoteError: the daemon answered with an error.
+            BadFrameError: the answer is of another type.
+        """
+        channel = self._channel
+        while (reply := channel.receive(self._deadline)) is not None:
+            if reply.call != self._call:
+                continue
+            if isinstance(reply, ControlErrorReply):
+                raise remote_error(reply, rank=channel.rank, endpoint=channel.endpoint.control)
+            if not isinstance(reply, self._reply_type):
+                raise BadFrameError(f"{self._what} was answered with {type(reply).__name__}")
+            return reply
+        raise DeadlineExceeded(self._what, self._timeout_s)
+
+
 class ControlChannel:
     """Requests and replies on one daemon's control socket, matched by correlation id."""
 
@@ -119,13 +161,17 @@ class ControlChannel:
     def call(
         self, build: Callable[[int], ControlMessage], reply_type: type[ReplyT], timeout_s: float
     ) -> ReplyT:
-        """Send build(correlation id) and return its reply; late replies to earlier calls are
-        dropped.
+        """Send build(correlation id) and return its reply. Raises as send() and
+        PendingCall.result() do."""
+        return self.send(build, reply_type, timeout_s).result()
+
+    def send(
+        self, build: Callable[[int], ControlMessage], reply_type: type[ReplyT], timeout_s: float
+    ) -> PendingCall[ReplyT]:
+        """Send build(correlation id); the reply is waited for by result().
 
         Raises:
-            DeadlineExceeded: no daemon took the request, or none answered it.
-            RemoteError: the daemon answered with an error.
-            BadFrameError: the answer is of another type.
+            DeadlineExceeded: no daemon took the request.
         """
         self._last_call += 1
         request = build(self._last_call)
@@ -135,16 +181,14 @@ class ControlChannel:
         if not self._socket.poll(_milliseconds_until(deadline), zmq.POLLOUT):
             raise DeadlineExceeded(what, timeout_s)
         self._socket.send(frame, zmq.NOBLOCK)
-        while self._socket.poll(_milliseconds_until(deadline), zmq.POLLIN):
-            reply = decode_control_reply(self._socket.recv_multipart(zmq.NOBLOCK))
-            if reply.call != self._last_call:
-                continue
-            if isinstance(reply, ControlErrorReply):
-                raise remote_error(reply, rank=self.rank, endpoint=self.endpoint.control)
-            if not isinstance(reply, reply_type):
-                raise BadFrameError(f"{what} was answered with {type(reply).__name__}")
-            return reply
-        raise DeadlineExceeded(what, timeout_s)
+        return PendingCall(self, self._last_call, what, reply_type, timeout_s, deadline)
+
+    def receive(self, deadline: float) -> ControlReplyMessage | None:
+        """Return the next reply to any call, or None when `deadline` (of time.monotonic) has
+        passed."""
+        if not self._socket.poll(_milliseconds_until(deadline), zmq.POLLIN):
+            return None
+        return decode_control_reply(self._socket.recv_multipart(zmq.NOBLOCK))
 
     def close(self) -> None:
         """Close the socket."""
@@ -155,9 +199,14 @@ class StepChannel:
     """Where one daemon's step requests go. Send only: replies come by the group's
     ResultsChannel."""
 
-    def __init__(self, context: Context, endpoint: Endpoint, rank: int) -> None:
+    def __init__(
+        self, context: Context, endpoint: Endpoint, rank: int, check_deaths: CheckDeaths
+    ) -> None:
+        """check_deaths raises WorkerDied once a daemon is known to be gone; it is asked while a
+        request finds nobody to take it."""
         self.rank = rank
         self.endpoint = endpoint
+        self._check_deaths = check_deaths
         self._socket = _open_socket(context, zmq.DEALER, MAX_STEP_BYTES)
         self._socket.connect(endpoint.step)
 
@@ -165,7 +214,7 @@ class StepChannel:
         """Send an encoded request.
 
         Raises:
-            WorkerDied: there is no connection that would take it.
+            WorkerDied: there is no connection that would take it, or a daemon has died.
         """
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
@@ -173,8 +222,11 @@ class StepChannel:
             self._send_once_connected(frames)
 
     def _send_once_connected(self, frames: Sequence[Frame]) -> None:
-        if not self._socket.poll(int(CONNECT_TIMEOUT_S * 1000), zmq.POLLOUT):
-            raise WorkerDied(self.rank, self.endpoint.step, "the step socket takes nothing")
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        while not self._socket.poll(DEATH_CHECK_MS, zmq.POLLOUT):
+            self._check_deaths()
+            if time.monotonic() >= deadline:
+                raise WorkerDied(self.rank, self.endpoint.step, "the step socket takes nothing")
         self._socket.send_multipart(frames, zmq.NOBLOCK)
 
     def close(self) -> None:
@@ -234,14 +286,22 @@ class ResultsChannel:
 
 
 class EventsChannel:
-    """Heartbeats and state changes of all daemons of a group. Old ones are dropped when nobody
-    reads."""
+    """Heartbeats and state changes of all daemons of a group. When nobody reads, the queue fills
+    and then the newest are lost."""
 
     def __init__(self, context: Context, endpoints: Sequence[Endpoint]) -> None:
         self._socket = _open_socket(context, zmq.SUB, MAX_CONTROL_BYTES)
         self._socket.subscribe(b"")
         for endpoint in endpoints:
             self._socket.connect(endpoint.events)
+
+    def discard_all(self) -> None:
+        """Drop the events that are here, unread: a full queue would lose the newest instead."""
+        while True:
+            try:
+                self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
 
     def receive_all(self) -> list[EventMessage]:
         """Return the events that are here, oldest first; never waits."""

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from client.errors import IncompatibleError
-from client.transport import Context, ControlChannel, Endpoint, StepChannel
+from client.transport import (
+    CheckDeaths,
+    Context,
+    ControlChannel,
+    Endpoint,
+    PendingCall,
+    StepChannel,
+)
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import Frame, StepMessage, encode_step
 from rpc_schema.config import (
@@ -43,12 +50,20 @@ class WorkerClient:
     thread.
     """
 
-    def __init__(self, context: Context, endpoint: Endpoint, rank: int, driver_id: bytes) -> None:
+    def __init__(
+        self,
+        context: Context,
+        endpoint: Endpoint,
+        rank: int,
+        driver_id: bytes,
+        check_deaths: CheckDeaths = lambda: None,
+    ) -> None:
+        """check_deaths: see StepChannel; the default knows of none."""
         self.endpoint = endpoint
         self.rank = rank
         self._driver_id = driver_id
         self._control = ControlChannel(context, endpoint, rank)
-        self._steps = StepChannel(context, endpoint, rank)
+        self._steps = StepChannel(context, endpoint, rank, check_deaths)
 
     def close(self) -> None:
         """Close the sockets; the daemon is not told."""
@@ -88,7 +103,13 @@ class WorkerClient:
         self, epoch: int, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> lc.CommitAttachReply:
         """Take the daemon over; requests of earlier drivers are dropped."""
-        return self._control.call(
+        return self.send_commit_attach(epoch, timeout_s).result()
+
+    def send_commit_attach(
+        self, epoch: int, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> PendingCall[lc.CommitAttachReply]:
+        """The same without waiting: over gloo a rank may only be done once its peers let go."""
+        return self._control.send(
             lambda call: lc.CommitAttach(call=call, driver_id=self._driver_id, epoch=epoch),
             lc.CommitAttachReply,
             timeout_s,
@@ -218,7 +239,8 @@ class WorkerClient:
         self._send(SampleTokens(**ids._asdict(), step_seq=step_seq, mask_slots=mask_slots), masks)
 
     def execute_dummy_batch(self, ids: StepIds) -> None:
-        """Run a one-token forward without effect; answered with Done by the output rank."""
+        """Run a one-token forward without effect; answered with an empty ModelRunnerOutput by the
+        output rank."""
         self._send(ExecuteDummyBatch(**ids._asdict()))
 
     def _send(self, message: StepMessage, arrays: Sequence[Frame] = ()) -> None:

@@ -33,7 +33,14 @@ from client.worker_client import StepIds, WorkerClient
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import StepReplyMessage, decode_step_reply
 from rpc_schema.config import ParallelConfig, Rendezvous, WorkerConfig
-from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, ErrorScope, WireError
+from rpc_schema.errors import (
+    BadFrameError,
+    ErrorCode,
+    ErrorReply,
+    ErrorScope,
+    TooLargeError,
+    WireError,
+)
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.step import Done, ModelRunnerOutput
 
@@ -48,9 +55,30 @@ DEATH_NEWS_S = 0.1
 """A killed process's connections end within this time (2 ms measured), not all at once."""
 
 PROGRESS_INTERVAL_S = 0.25
+EVENTS_INTERVAL_S = 1.0
+"""So often heartbeats that nobody asked for are cleared away while steps run."""
+
 OPERATION_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 3600.0
 ATTACH_TIMEOUT_S = 30.0
+
+DEFAULT_STEP_DEADLINE_S = 60.0
+"""Assumed of a daemon that has no configuration yet."""
+
+ATTACH_SLACK_S = 15.0
+"""Daemons let go of a hung step within its deadline and a few seconds; then they attach."""
+
+LINK_SLACK_S = 30.0
+
+
+def link_timeout_s(step_deadline_s: float) -> float:
+    """Return how long ranks may take to leave one link and meet on the next.
+
+    They wait for each other for up to twice the communicators' own timeout (the step deadline and a
+    second) and 5 s; their verdict is to come before ours.
+    """
+    return 2 * (step_deadline_s + 1.0) + 5.0 + LINK_SLACK_S
+
 
 ReplyT = TypeVar("ReplyT", bound=StepReplyMessage)
 Send = Callable[[WorkerClient, StepIds], None]
@@ -85,6 +113,18 @@ class _Failure:
         self.traceback = traceback
         self.lost: set[str] = set()
         self.reported = False
+        self._futures: list[StepFuture] = []
+
+    def settle(self, future: "StepFuture") -> None:
+        """Fail a future."""
+        future.failure = self
+        self._futures.append(future)
+
+    def take_over(self, older: "_Failure") -> None:
+        """Tell an older failure's losses too, to whoever would have heard of that one."""
+        self.lost |= older.lost
+        for future in older._futures:
+            self.settle(future)
 
     def to_exception(self) -> ClientError:
         """What the caller of result() gets; after this the group accepts steps again."""
@@ -112,7 +152,7 @@ class StepFuture:
         self.step = step
         self.deadline = deadline
         self.samples = step is not None
-        """False for steps whose answer is Done."""
+        """False for steps whose answer names no request."""
         self.value: StepResult | None = None
         self.failure: _Failure | None = None
         self._group = group
@@ -184,7 +224,7 @@ class WorkerGroup:
         self._results = ResultsChannel(self._context, parsed, self.driver_id)
         self._events = EventsChannel(self._context, parsed)
         self.clients = [
-            WorkerClient(self._context, endpoint, rank, self.driver_id)
+            WorkerClient(self._context, endpoint, rank, self.driver_id, self._results.check_deaths)
             for rank, endpoint in enumerate(parsed)
         ]
         self._epoch = 0
@@ -199,7 +239,10 @@ class WorkerGroup:
         self._suspect: tuple[int, ErrorReply, float] | None = None
         self._dead: ClientError | None = None
         self._slots = SlotTable(1)
-        self._step_timeout_s = OPERATION_TIMEOUT_S
+        self._step_timeout_s = DEFAULT_STEP_DEADLINE_S + STEP_SLACK_S
+        self._link_deadline_s = DEFAULT_STEP_DEADLINE_S
+        """The longest step deadline that a rank's present link may have been built with."""
+        self._next_events = 0.0
         self._on_progress: Callable[[Progress], None] | None = None
 
     def __enter__(self) -> "WorkerGroup":
@@ -233,34 +276,62 @@ class WorkerGroup:
 
     # ------------------------------------------------------------------ attach
 
-    def attach(self, timeout_s: float = ATTACH_TIMEOUT_S) -> list[lc.Status]:
-        """Take all daemons over, in two phases, and return their states. Requests of earlier
-        drivers are dropped.
+    def attach(self, timeout_s: float | None = None) -> list[lc.Status]:
+        """Take all daemons over, in two phases, and return their states.
+
+        Requests of earlier drivers are dropped, and so are this group's own where it was attached
+        before: its steps in flight fail. timeout_s bounds all of it; the default is
+        ATTACH_TIMEOUT_S for agreeing, and then what daemons that hang in a step need to let go.
 
         Raises:
             IncompatibleError: a daemon speaks another protocol version.
             DeadlineExceeded: a daemon does not answer, or its results do not reach this driver.
+            WorkerDied: the group has lost a daemon before: make a new one.
         """
-        deadline = time.monotonic() + timeout_s
+        if isinstance(self._dead, WorkerDied):
+            raise self._dead
+        agree_s = ATTACH_TIMEOUT_S if timeout_s is None else timeout_s
+        deadline = time.monotonic() + agree_s
         for client in self.clients:
-            client.hello(max(0.0, deadline - time.monotonic()))
-        self._epoch = self._agree_on_epoch(deadline)
-        self._seq = 0
+            client.hello(_remaining(deadline))
+        statuses = [client.get_status(_remaining(deadline)) for client in self.clients]
+        self._link_deadline_s = max(map(_step_deadline_s, statuses))
+        epoch = self._agree_on_epoch(deadline)
+        self._start_epoch(epoch)
+        if timeout_s is None:
+            agree_s = self._link_deadline_s + ATTACH_SLACK_S
+            deadline = time.monotonic() + agree_s
+        self._commit_attach(deadline, agree_s)
+        return [reply.status for reply in self._attached]
+
+    def _start_epoch(self, epoch: int) -> None:
+        """Forget everything of the epoch before; what was in flight in it fails."""
+        error = ClientError("the group was attached anew: requests of before are dropped")
+        failure = _Failure(error, self.output_rank, ErrorCode.FENCED, "")
+        failure.lost |= self._slots.drop_all()
+        self._fail_from(0, failure)
+        self._failure = self._dead = self._gather = None
+        self._recently_done.clear()
+        self._epoch, self._seq = epoch, 0
+
+    def _commit_attach(self, deadline: float, timeout_s: float) -> None:
+        """To all ranks before any is waited for: gloo has no abort, so a rank that hangs in a step
+        is let go by its peers'."""
         gather = self._gather = _Gather(0)
-        self._attached = [
-            client.commit_attach(self._epoch, max(0.0, deadline - time.monotonic()))
-            for client in self.clients
+        pending = [
+            client.send_commit_attach(self._epoch, _remaining(deadline)) for client in self.clients
         ]
+        self._attached = [call.result() for call in pending]
         self._collect(gather, "attach", deadline, timeout_s)
         self._links = [reply.status.link for reply in self._attached]
         self._needs_relink = self._must_relink_after_attach()
-        return [reply.status for reply in self._attached]
 
     def _agree_on_epoch(self, deadline: float) -> int:
         epoch = 1
         while True:
-            remaining = max(0.0, deadline - time.monotonic())
-            replies = [client.prepare_attach(epoch, remaining) for client in self.clients]
+            replies = [
+                client.prepare_attach(epoch, _remaining(deadline)) for client in self.clients
+            ]
             if all(reply.granted for reply in replies):
                 return epoch
             epoch = max(epoch, *(reply.last_epoch for reply in replies)) + 1
@@ -302,12 +373,14 @@ class WorkerGroup:
         on_progress: Callable[[Progress], None] | None = None,
     ) -> LoadedModel:
         """Make the group ready to serve `config`; goes on at once where it is loaded already.
+        Requests that it has are dropped: start with a new scheduler.
 
         Raises:
             ConfigMismatchError: something else is loaded, and reload is False; names the fields.
             KVPlanError: not one request of max_model_len fits, or more blocks were asked for than
             fit. RemoteError: an operation failed; names the first rank that did.
         """
+        self._check_usable()
         check_config(config)
         if config.parallel != self.parallel:
             raise ClientConfigError(
@@ -317,11 +390,15 @@ class WorkerGroup:
                 fix=f"use the group's own: {self.parallel}",
             )
         self._on_progress = on_progress
-        self._step_timeout_s = config.scheduler.step_deadline_ms / 1000 + STEP_SLACK_S
+        deadline_s = config.scheduler.step_deadline_ms / 1000
+        self._link_deadline_s = max(self._link_deadline_s, deadline_s)
+        self._drain()
         options = LoadOptions(num_gpu_blocks, fit_max_model_len=fit_max_model_len, reload=reload)
-        model = load(self, config, [reply.status for reply in self._attached], options)
+        model = load(self, config, self.get_status(), options)
+        self._link_deadline_s, self._step_timeout_s = deadline_s, deadline_s + STEP_SLACK_S
         self._slots = SlotTable(config.scheduler.max_num_seqs)
         self._slots.require_resync()
+        self._failure = None
         return model
 
     @property
@@ -331,6 +408,8 @@ class WorkerGroup:
 
     def init_device(self, config: WorkerConfig) -> list[lc.InitDeviceReply]:
         """Create device contexts and the first link."""
+        deadline_s = config.scheduler.step_deadline_ms / 1000
+        self._link_deadline_s = max(self._link_deadline_s, deadline_s)
         rendezvous = self._open_rendezvous()
         replies = self._fan_out(
             "init_device",
@@ -338,32 +417,48 @@ class WorkerGroup:
                 ids, config.parallel, rendezvous[client.rank], config.cache, config.scheduler
             ),
             lc.InitDeviceReply,
-            timeout_s=LOAD_TIMEOUT_S,
+            timeout_s=link_timeout_s(self._link_deadline_s) + OPERATION_TIMEOUT_S,
         )
         self._linked(rendezvous)
         return replies
 
     def relink(self) -> None:
-        """Build new communicators on all ranks; weights, KV cache and rows stay.
+        """Build new communicators on all ranks; weights and KV cache stay, requests do not.
+
+        Tokens may have been under way between ranks, so no row can be trusted. The requests that
+        are running are lost: the next step fails and names them.
 
         Raises:
             WorkerDied: a daemon is gone: its neighbours may know that before its own connection
                 ends, hence a moment's patience.
         """
-        self._results.check_deaths(DEATH_NEWS_S)
+        try:
+            self._results.check_deaths(DEATH_NEWS_S)
+        except WorkerDied as error:
+            self._die(error)
+            raise
         self._drain()
+        self._lose_rows("the group was linked anew")
         rendezvous = self._open_rendezvous()
         self._fan_out(
-            "relink", lambda client, ids: client.relink(ids, rendezvous[client.rank]), Done
+            "relink",
+            lambda client, ids: client.relink(ids, rendezvous[client.rank]),
+            Done,
+            timeout_s=link_timeout_s(self._link_deadline_s),
         )
         self._linked(rendezvous)
         self._needs_relink = False
-        self._slots.require_resync()
 
     def reset(self, to: Literal["CREATED", "DEVICE_READY", "MODEL_LOADED"]) -> None:
-        """Go back down the load chain on all ranks."""
+        """Go back down the load chain on all ranks. Requests are lost as in relink()."""
         self._drain()
-        self._fan_out("reset", lambda client, ids: client.reset(ids, to), Done)
+        self._lose_rows("the group was reset")
+        self._fan_out(
+            "reset",
+            lambda client, ids: client.reset(ids, to),
+            Done,
+            timeout_s=link_timeout_s(self._link_deadline_s),
+        )
         if to == "CREATED":
             self._needs_relink = False
         self._refresh_links()
@@ -447,7 +542,7 @@ class WorkerGroup:
 
         If a failure is known that no result() has told yet, the returned future fails with it, and
         the requests of `output` count as lost too: a scheduler that has not heard of the failure
-        cannot have meant this step.
+        cannot have meant this step. The same goes for a new link that cannot be had.
 
         Raises:
             TooManyStepsInFlight: pipeline size + 1 steps are in flight.
@@ -455,14 +550,11 @@ class WorkerGroup:
             WorkerDied: the group is unusable.
         """
         self._check_usable()
-        if self._failure is not None and not self._failure.reported:
-            self._failure.lost |= self._slots.fail([output])
-            refused = StepFuture(self, 0, None, 0.0)
-            refused.failure = self._failure
-            return refused
+        failure = self._untold_failure()
+        if failure is not None:
+            failure.lost |= self._slots.fail([output])
+            return self._refuse(failure)
         self._check_credit()
-        if self._needs_relink:
-            self.relink()
         seq = self._seq + 1
         step = self._slots.encode(output, epoch=self._epoch, link=self._links[0], seq=seq)
         self._seq = seq
@@ -475,24 +567,34 @@ class WorkerGroup:
     ) -> StepFuture:
         """Complete the sampling of a step with defer_sampling.
 
-        masks: for some of its requests, int32 [ceil(vocab_size / 32)], bit 1 = allowed.
+        masks: for some of its requests, int32 [ceil(vocab_size / 32)], bit 1 = allowed. Requests
+        that have finished since are left out, and so are their masks.
+
+        Raises: as execute_model does, and
+            InvalidSchedulerOutput: a mask is for a request that the step does not sample, or masks
+            differ in length; nothing was sent.
+            TooLargeError: the masks do not fit into a message; nothing was sent.
         """
         self._check_usable()
-        self._check_credit()
         step = deferred.step
         if step is None or deferred.samples:
             raise ClientError(f"step {deferred.seq} did not defer its sampling")
-        rows = sorted((self._slots.slot_of(req_id), mask) for req_id, mask in (masks or {}).items())
-        slots = np.array([slot for slot, _ in rows], "<u2").tobytes()
-        frames = [np.stack([mask for _, mask in rows]).astype("<i4").tobytes()] if rows else []
+        if deferred.failure is not None:
+            return self._refuse(deferred.failure)
+        self._check_credit()
+        slots, frames = self._slots.encode_masks(step, masks or {})
         ids = self._next_ids()
         future = self._expect(ids.seq, step, samples=True)
         self._send_to_all(lambda client: client.sample_tokens(ids, step.seq, slots, frames))
         return future
 
     def execute_dummy_batch(self) -> StepFuture:
-        """Run a one-token forward without effect on any request; its result is empty."""
+        """Run a one-token forward without effect on any request; its result is empty. Fails and
+        raises as execute_model does."""
         self._check_usable()
+        failure = self._untold_failure()
+        if failure is not None:
+            return self._refuse(failure)
         self._check_credit()
         ids = self._next_ids()
         future = self._expect(ids.seq, None, samples=False)
@@ -524,6 +626,51 @@ class WorkerGroup:
         if not self._epoch:
             raise ClientError("the group is not attached: call attach() and prepare() first")
 
+    def _untold_failure(self) -> _Failure | None:
+        """The failure that no result() has told yet, if any: also one that shows only now, as a
+        broken link is mended before the next step.
+
+        Raises:
+            WorkerDied: the group is unusable.
+        """
+        if self._needs_relink and not self._has_untold_failure:
+            self._mend_link()
+        return self._failure if self._has_untold_failure else None
+
+    @property
+    def _has_untold_failure(self) -> bool:
+        return self._failure is not None and not self._failure.reported
+
+    def _refuse(self, failure: _Failure) -> StepFuture:
+        """A future that fails at once; nothing was sent for it."""
+        refused = StepFuture(self, 0, None, 0.0)
+        failure.settle(refused)
+        return refused
+
+    def _mend_link(self) -> None:
+        """Relink. Where that fails, so does the step that it was for: its scheduler has committed
+        to it already."""
+        try:
+            self.relink()
+        except (ClientError, WireError) as error:
+            if isinstance(error, WorkerDied):
+                raise
+            remote = error if isinstance(error, RemoteError) else None
+            if isinstance(error, FencedError | NotAttachedError):
+                self._dead = error
+            rank = self.output_rank if remote is None else remote.rank
+            code = ErrorCode.COMM if remote is None else remote.code
+            traceback = "" if remote is None else remote.remote_traceback
+            self._fail_from(0, _Failure(_as_client(error), rank, code, traceback))
+
+    def _lose_rows(self, reason: str) -> None:
+        """Forget all requests, and have the next step fail so that the scheduler hears of it."""
+        lost = self._slots.drop_all()
+        if lost:
+            failure = _Failure(ClientError(reason), self.output_rank, ErrorCode.PRECEDED_BY, "")
+            failure.lost |= lost
+            self._fail_from(0, failure)
+
     def _check_credit(self) -> None:
         if len(self._in_flight) >= self.max_in_flight:
             raise TooManyStepsInFlight(
@@ -548,6 +695,11 @@ class WorkerGroup:
         except WorkerDied as error:
             self._die(error)
             raise
+        except TooLargeError:  # for the first rank, as it would be for all: nothing was sent
+            self._in_flight.pop(self._seq, None)
+            self._gather = None
+            self._seq -= 1
+            raise
 
     def _fan_out(
         self,
@@ -559,6 +711,7 @@ class WorkerGroup:
     ) -> list[ReplyT]:
         """Send one operation to every rank under one seq and return the replies in rank order."""
         self._check_usable()
+        self._events.discard_all()
         self._seq += 1
         gather = self._gather = _Gather(self._seq)
         self._send_to_all(
@@ -607,10 +760,18 @@ class WorkerGroup:
             if self._on_progress is not None and isinstance(event, lc.Heartbeat):
                 self._on_progress(Progress(operation, event.rank, event.phase, event.phase_ms))
 
+    def _discard_events(self) -> None:
+        """Keep the events' queue from filling up while steps run; operations read theirs."""
+        now = time.monotonic()
+        if self._gather is None and now >= self._next_events:
+            self._next_events = now + EVENTS_INTERVAL_S
+            self._events.discard_all()
+
     def _take_reply(self, deadline: float) -> bool:
         """Take in one reply; False when none came by the deadline."""
         if self._suspect is not None:
             deadline = min(deadline, self._suspect[2])
+        self._discard_events()
         try:
             frames = self._results.receive(deadline)
             reply = None if frames is None else decode_step_reply(frames)
@@ -680,7 +841,7 @@ class WorkerGroup:
     def _fail_all_rows(self, reply: ErrorReply) -> None:
         """A rank failed a step whose result is out already: its rows are behind everybody
         else's."""
-        self._needs_relink = self.world_size > 1
+        self._needs_relink = self._needs_relink or self.world_size > 1
         failure = _Failure(self._to_error(reply), reply.rank, reply.code, reply.traceback)
         failure.lost |= self._slots.drop_all()
         self._fail_from(0, failure)
@@ -689,19 +850,22 @@ class WorkerGroup:
         error = DeadlineExceeded(f"step {future.seq}", self._step_timeout_s)
         failure = _Failure(error, self.output_rank, ErrorCode.COMM, "")
         failure.lost |= self._slots.drop_all()
-        self._needs_relink = self.world_size > 1
+        self._needs_relink = self._needs_relink or self.world_size > 1
         self._fail_from(future.seq, failure)
 
     def _fail_from(self, seq: int, failure: _Failure) -> None:
-        """Fail step `seq` and every step behind it."""
+        """Fail step `seq` and every step behind it; and all requests where the link is broken,
+        since no row survives a relink."""
         failed = [future for number, future in self._in_flight.items() if number >= seq]
         steps = [future.step for future in failed if future.step is not None]
         failure.lost |= self._slots.fail(step.output for step in steps)
-        if any(step.resync for step in steps):
+        if self._needs_relink or any(step.resync for step in steps):
             failure.lost |= self._slots.drop_all()
         for future in failed:
-            future.failure = failure
+            failure.settle(future)
             del self._in_flight[future.seq]
+        if self._failure is not None and not self._failure.reported:
+            failure.take_over(self._failure)
         self._failure = failure
         self._suspect = None
 
@@ -741,6 +905,16 @@ class WorkerGroup:
         return remote_error(reply, rank=reply.rank, endpoint=self.clients[rank].endpoint.control)
 
 
+def _remaining(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+def _step_deadline_s(status: lc.Status) -> float:
+    if status.config is None:
+        return DEFAULT_STEP_DEADLINE_S
+    return status.config.scheduler.step_deadline_ms / 1000
+
+
 def _as_client(error: ClientError | WireError) -> ClientError:
     return error if isinstance(error, ClientError) else ClientError(f"{error.code}: {error}")
 
@@ -748,8 +922,8 @@ def _as_client(error: ClientError | WireError) -> ClientError:
 def _decode_outcome(
     future: StepFuture, reply: StepReplyMessage, arrays: Sequence[bytes]
 ) -> StepResult:
-    if not future.samples and isinstance(reply, Done | ModelRunnerOutput):
-        return StepResult((), ())
-    if future.step is None or not isinstance(reply, ModelRunnerOutput):
+    if not isinstance(reply, ModelRunnerOutput):
         raise BadFrameError(f"step {future.seq} was answered with {type(reply).__name__}")
+    if future.step is None or not future.samples:
+        return StepResult((), ())
     return SlotTable.decode(future.step, reply, arrays)

@@ -1,11 +1,14 @@
 """The options of `generate` and `bench`, once for both, and where their defaults come from: command
 line, then environment (WORKER_CLIENT_*), then the TOML file of --config."""
 
+import functools
+import inspect
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -143,23 +146,23 @@ class RunOptions:
 
 def build_run_options(
     *,
-    model: Path,
-    endpoints: str,
-    pipeline_parallel_size: int,
-    tensor_parallel_size: int,
-    device: Device | None,
-    dtype: str,
-    load_format: str,
-    max_model_len: int | None,
-    fit_max_model_len: bool,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    block_size: int,
-    num_gpu_blocks: int | None,
-    gpu_memory_utilization: float,
-    enforce_eager: bool,
-    seed: int | None,
-    reload: bool,
+    model: Model,
+    endpoints: Endpoints = "",
+    pipeline_parallel_size: PipelineParallelSize = 1,
+    tensor_parallel_size: TensorParallelSize = 1,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "auto",
+    load_format: LoadFormatOption = "auto",
+    max_model_len: MaxModelLen = None,
+    fit_max_model_len: FitMaxModelLen = False,
+    max_num_seqs: MaxNumSeqs = 256,
+    max_num_batched_tokens: MaxNumBatchedTokens = 8192,
+    block_size: BlockSize = 16,
+    num_gpu_blocks: NumGpuBlocks = None,
+    gpu_memory_utilization: GpuMemoryUtilization = 0.9,
+    enforce_eager: EnforceEager = False,
+    seed: Seed = None,
+    reload: Reload = False,
 ) -> RunOptions:
     """Check the options and put them into a worker configuration.
 
@@ -205,6 +208,23 @@ def build_run_options(
         seed=seed,
         reload=reload,
     )
+
+
+def takes_run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Make a command of the command line that has the parameters of build_run_options and its own,
+    and is called with the former as one RunOptions in front."""
+    shared = list(inspect.signature(build_run_options).parameters.values())
+    own = list(inspect.signature(command).parameters.values())[1:]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        options = build_run_options(**{entry.name: values.pop(entry.name) for entry in shared})
+        command(options, **values)
+
+    keyword_only = [entry.replace(kind=inspect.Parameter.KEYWORD_ONLY) for entry in own]
+    vars(run)["__signature__"] = inspect.Signature([*shared, *keyword_only])
+    run.__annotations__ = {entry.name: entry.annotation for entry in (*shared, *own)}
+    return run
 
 
 def split_endpoints(text: str) -> tuple[str, ...]:

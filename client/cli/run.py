@@ -20,53 +20,19 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standar
 _DEFAULT_MAX_TOKENS = 64
 
 
+@opt.takes_run_options
 def generate(
-    model: opt.Model,
+    run: opt.RunOptions,
     config: opt.ConfigFile = None,
-    endpoints: opt.Endpoints = "",
-    pipeline_parallel_size: opt.PipelineParallelSize = 1,
-    tensor_parallel_size: opt.TensorParallelSize = 1,
-    device: opt.DeviceOption = None,
-    dtype: opt.DtypeOption = "auto",
-    load_format: opt.LoadFormatOption = "auto",
-    max_model_len: opt.MaxModelLen = None,
-    fit_max_model_len: opt.FitMaxModelLen = False,
-    max_num_seqs: opt.MaxNumSeqs = 256,
-    max_num_batched_tokens: opt.MaxNumBatchedTokens = 8192,
-    block_size: opt.BlockSize = 16,
-    num_gpu_blocks: opt.NumGpuBlocks = None,
-    gpu_memory_utilization: opt.GpuMemoryUtilization = 0.9,
-    enforce_eager: opt.EnforceEager = False,
-    seed: opt.Seed = None,
-    reload: opt.Reload = False,
     prompt: opt.Prompts = None,
     input_: opt.Input = None,
     output: opt.Output = None,
     max_tokens: opt.MaxTokens = _DEFAULT_MAX_TOKENS,
 ) -> None:
     """Generate for prompts or for a file of requests."""
-    run = opt.build_run_options(
-        model=model,
-        endpoints=endpoints,
-        pipeline_parallel_size=pipeline_parallel_size,
-        tensor_parallel_size=tensor_parallel_size,
-        device=device,
-        dtype=dtype,
-        load_format=load_format,
-        max_model_len=max_model_len,
-        fit_max_model_len=fit_max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        block_size=block_size,
-        num_gpu_blocks=num_gpu_blocks,
-        gpu_memory_utilization=gpu_memory_utilization,
-        enforce_eager=enforce_eager,
-        seed=seed,
-        reload=reload,
-    )
     lines = _input_lines(prompt or [], input_, max_tokens)
     with open_session(run, _ProgressPrinter()) as session:
-        inputs = read_inputs(lines, session.tokenizer, seed)
+        inputs = read_inputs(lines, session.tokenizer, run.seed)
         served = session.serve(inputs)
     results = output_lines(inputs, served, session.tokenizer)
     if output is None:
@@ -79,25 +45,10 @@ def generate(
         raise typer.Exit(1)
 
 
+@opt.takes_run_options
 def bench(
-    model: opt.Model,
+    run: opt.RunOptions,
     config: opt.ConfigFile = None,
-    endpoints: opt.Endpoints = "",
-    pipeline_parallel_size: opt.PipelineParallelSize = 1,
-    tensor_parallel_size: opt.TensorParallelSize = 1,
-    device: opt.DeviceOption = None,
-    dtype: opt.DtypeOption = "auto",
-    load_format: opt.LoadFormatOption = "auto",
-    max_model_len: opt.MaxModelLen = None,
-    fit_max_model_len: opt.FitMaxModelLen = False,
-    max_num_seqs: opt.MaxNumSeqs = 256,
-    max_num_batched_tokens: opt.MaxNumBatchedTokens = 8192,
-    block_size: opt.BlockSize = 16,
-    num_gpu_blocks: opt.NumGpuBlocks = None,
-    gpu_memory_utilization: opt.GpuMemoryUtilization = 0.9,
-    enforce_eager: opt.EnforceEager = False,
-    seed: opt.Seed = None,
-    reload: opt.Reload = False,
     prompt: opt.Prompts = None,
     input_: opt.Input = None,
     output: opt.Output = None,
@@ -105,28 +56,9 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Generate, and measure it."""
-    run = opt.build_run_options(
-        model=model,
-        endpoints=endpoints,
-        pipeline_parallel_size=pipeline_parallel_size,
-        tensor_parallel_size=tensor_parallel_size,
-        device=device,
-        dtype=dtype,
-        load_format=load_format,
-        max_model_len=max_model_len,
-        fit_max_model_len=fit_max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        block_size=block_size,
-        num_gpu_blocks=num_gpu_blocks,
-        gpu_memory_utilization=gpu_memory_utilization,
-        enforce_eager=enforce_eager,
-        seed=seed,
-        reload=reload,
-    )
     lines = _input_lines(prompt or [], input_, max_tokens)
     with open_session(run, _ProgressPrinter()) as session:
-        inputs = read_inputs(lines, session.tokenizer, seed)
+        inputs = read_inputs(lines, session.tokenizer, run.seed)
         result, results = _measure(session, inputs)
     if output is not None:
         _write_lines(output, results)

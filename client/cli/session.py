@@ -11,11 +11,11 @@ from pathlib import Path
 
 from client.cli.options import Device, RunOptions
 from client.driver import Driver
-from client.errors import RequestError
+from client.errors import RequestError, WorkerDied
 from client.launcher import LocalDaemons
 from client.loading import LoadedModel
-from client.requests import GenerationRequest, RequestParser, check_fits
-from client.scheduler import RequestOutput, Scheduler, SchedulerLimits
+from client.requests import GenerationRequest, RequestParser
+from client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from client.tokenizer import Tokenizer, load_tokenizer
 from client.worker_group import Progress, WorkerGroup
 from rpc_schema.version import PROTOCOL_VERSION
@@ -53,41 +53,22 @@ class Session:
 
     def serve(self, inputs: Sequence[InputRequest]) -> Served:
         """Generate for all requests that can be served."""
-        scheduler = Scheduler(scheduler_limits(self.model, self.options))
-        driver = Driver(self.group, scheduler)
+        scheduler = Scheduler(scheduler_limits(self.model, self.options.config))
+        driver = Driver(self.group, scheduler, max_history=None)
         errors = {entry.id: entry.error for entry in inputs if entry.request is None}
         start = time.monotonic()
         for entry in inputs:
             if entry.request is not None:
                 try:
-                    self._add(driver, entry.request)
+                    driver.add_request(entry.request)
                 except RequestError as error:
                     errors[entry.id] = str(error)
         outputs = {output.req_id: output for output in driver.run()}
         return Served(outputs, errors, time.monotonic() - start, driver, self.startup_s)
 
-    def _add(self, driver: Driver, request: GenerationRequest) -> None:
-        metadata = self.model.metadata
-        check_fits(request, max_model_len=self.model.max_model_len, vocab_size=metadata.vocab_size)
-        driver.add_request(request)
-
     def memory_bytes(self) -> list[dict[str, int]]:
         """Return each daemon's memory by use."""
         return [status.memory_bytes for status in self.group.get_status()]
-
-
-def scheduler_limits(model: LoadedModel, options: RunOptions) -> SchedulerLimits:
-    """Return what the reference scheduler may use of a loaded group."""
-    config = options.config
-    return SchedulerLimits(
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        max_model_len=model.max_model_len,
-        num_blocks=model.num_blocks,
-        block_size=model.block_size,
-        pipeline_parallel_size=config.parallel.pipeline_parallel_size,
-        eos_token_ids=model.metadata.eos_token_ids,
-    )
 
 
 @contextlib.contextmanager
@@ -96,11 +77,16 @@ def open_session(
 ) -> Iterator[Session]:
     """Attach to the given daemons, or start local ones, and load the model.
 
-    At the end daemons that were given are left running and loaded, and local ones are stopped.
+    At the end daemons that were given are left running and loaded, and local ones are stopped. The
+    WorkerDied of a local one ends with the end of its log, which goes with it.
     """
     with contextlib.ExitStack() as stack:
         start = time.monotonic()
-        endpoints = options.endpoints or _start_local(stack, options)
+        endpoints = options.endpoints
+        if not endpoints:
+            daemons = stack.enter_context(_start_local(options))
+            stack.enter_context(_logs_of_the_dead(daemons))
+            endpoints = tuple(daemons.endpoints)
         launched = time.monotonic()
         group = stack.enter_context(WorkerGroup(endpoints, options.config.parallel))
         group.attach()
@@ -119,11 +105,20 @@ def open_session(
             group.detach()
 
 
-def _start_local(stack: contextlib.ExitStack, options: RunOptions) -> list[str]:
+def _start_local(options: RunOptions) -> LocalDaemons:
     world_size = options.config.parallel.world_size
     cuda = options.device is Device.CUDA
     devices = [f"cuda:{index}" if cuda else "cpu" for index in range(world_size)]
-    return stack.enter_context(LocalDaemons(devices, options.model.parent)).endpoints
+    return LocalDaemons(devices, options.model.parent)
+
+
+@contextlib.contextmanager
+def _logs_of_the_dead(daemons: LocalDaemons) -> Iterator[None]:
+    try:
+        yield
+    except WorkerDied as error:
+        detail = f"{error.detail}; its log ends with\n{daemons.log_tail(error.rank)}".rstrip()
+        raise WorkerDied(error.rank, error.endpoint, detail) from error
 
 
 def read_inputs(

@@ -101,7 +101,12 @@ class FakeDaemon:
         self.rows: dict[int, Row] = {}
         self.kv: dict[tuple[int, int], int] = {}
         self.failed = False
-        self.deferred: dict[int, list[int]] = {}
+        self.deferred: dict[int, dict[int, Row]] = {}
+        self.relink_faults: list[Fault] = []
+        """One for each Relink to come, as long as there are any."""
+        self.attach_gate = threading.Event()
+        """CommitAttach is answered once it is set."""
+        self.attach_gate.set()
         self._num_executes = 0
         self._outbox: deque[tuple[float, int, list[bytes]]] = deque()
         self._stop = threading.Event()
@@ -185,6 +190,8 @@ class FakeDaemon:
             return
         request = codec.decode_control(frames[1:])
         self.operations.append(type(request).__name__)
+        if isinstance(request, lc.CommitAttach):
+            self.attach_gate.wait(10)
         reply = self._control_reply(request)
         self._control.send_multipart([frames[0], codec.encode_control(reply)])
 
@@ -315,7 +322,7 @@ class FakeDaemon:
                 self._sample(request.step_seq, ids)
             case step.ExecuteDummyBatch():
                 if self._is_output:
-                    self._reply(step.Done(**ids))
+                    self._reply(step.ModelRunnerOutput(**ids))
             case _:
                 self._lifecycle(request, ids)
 
@@ -341,6 +348,11 @@ class FakeDaemon:
                     free_memory_bytes=1,
                     backend="gloo",
                 )
+            case lc.Relink() if self.relink_faults:
+                fault = self.relink_faults.pop(0)
+                if fault.kind == "error":
+                    self._error(request, fault.code, fault.message, fault=fault)
+                return
             case lc.Relink(rendezvous=meeting):
                 self.link, self.link_state = meeting.link, "up"
                 reply = step.Done(**ids)
@@ -429,7 +441,7 @@ class FakeDaemon:
             return
         self.failed = False
         if request.defer_sampling:
-            self.deferred[request.seq] = sampled
+            self.deferred[request.seq] = {slot: self.rows[slot] for slot in sampled}
             if self._is_output:
                 self._reply(step.ModelRunnerOutput(**ids))
         else:
@@ -516,7 +528,8 @@ class FakeDaemon:
         return sampled
 
     def _sample(self, step_seq: int, ids) -> None:
-        self._emit(self.deferred.pop(step_seq), ids)
+        waiting = self.deferred.pop(step_seq)
+        self._emit([slot for slot, row in waiting.items() if self.rows.get(slot) is row], ids)
 
     def _emit(self, slots: list[int], ids) -> None:
         if not self._is_output:

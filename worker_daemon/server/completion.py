@@ -14,7 +14,7 @@ import zmq
 
 from rpc_schema.base import StepReply
 from rpc_schema.codec import Frame, encode_step
-from rpc_schema.errors import ErrorReply, WireError
+from rpc_schema.errors import ErrorReply
 from rpc_schema.lifecycle import Attached
 from worker_daemon.errors import StaleError
 from worker_daemon.server.dispatch import PendingReply
@@ -71,8 +71,9 @@ def _nothing() -> None:
 
 
 class _Outcome(NamedTuple):
-    """What the step thread hands over. seq is 0 where it has no meaning; route is a refusal's or an
-    attached driver's; heard is told that an attached driver's turn has come."""
+    """What the step thread hands over. seq is 0 where it has no meaning; link is the one that a
+    pending result was made on; route is a refusal's or an attached driver's; heard is told that an
+    attached driver's turn has come."""
 
     kind: _Kind
     seq: int = 0
@@ -80,6 +81,7 @@ class _Outcome(NamedTuple):
     pending: PendingReply | None = None
     route: bytes = b""
     heard: Callable[[], None] = _nothing
+    link: int = 0
 
 
 _STOP: Final = _Outcome(_Kind.STOP)
@@ -92,10 +94,11 @@ class Completion:
         self,
         results: "zmq.Socket[bytes]",
         progress: Progress,
-        on_failure: Callable[[ErrorReply], None],
+        on_failure: Callable[[ErrorReply, int], None],
     ) -> None:
-        """results is used by the completion thread only. on_failure hears of steps whose result
-        failed after the step thread was done with them; it is called on the completion thread."""
+        """results is used by the completion thread only. on_failure(reply, link) hears of steps
+        whose result failed after the step thread was done with them; it is called on the completion
+        thread."""
         self._queue: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         self._sender = _Sender(results, self._queue, progress, on_failure)
         self._thread = threading.Thread(target=self._sender.run, name="completion", daemon=True)
@@ -118,9 +121,9 @@ class Completion:
         """Send a finished reply and keep it for its seq."""
         self._queue.put(_Outcome(_Kind.REPLY, reply.seq, reply))
 
-    def pending(self, seq: int, pending: PendingReply) -> None:
-        """Wait for a result, then as `reply`."""
-        self._queue.put(_Outcome(_Kind.PENDING, seq, None, pending))
+    def pending(self, seq: int, pending: PendingReply, link: int) -> None:
+        """Wait for a result of a step that ran on `link`, then as `reply`."""
+        self._queue.put(_Outcome(_Kind.PENDING, seq, None, pending, link=link))
 
     def nothing(self, seq: int) -> None:
         """Keep the fact that this rank owes no reply to `seq`."""
@@ -148,7 +151,7 @@ class _Sender:
         results: "zmq.Socket[bytes]",
         outcomes: "queue.SimpleQueue[_Outcome]",
         progress: Progress,
-        on_failure: Callable[[ErrorReply], None],
+        on_failure: Callable[[ErrorReply, int], None],
     ) -> None:
         self._results = results
         self._queue = outcomes
@@ -206,7 +209,7 @@ class _Sender:
         except Exception as error:  # the dispatch boundary, where it ends a step on this thread
             failure = error_reply(error, epoch=self._epoch, seq=outcome.seq, rank=self._rank)
             self._keep_and_send(failure, ())
-            self._on_failure(failure)
+            self._on_failure(failure, outcome.link)
             return
         finally:
             self._progress.result = NO_RESULT
@@ -216,7 +219,7 @@ class _Sender:
         self._rank = reply.rank
         try:
             frames = encode_step(reply, arrays)  # type: ignore[arg-type]  # every StepReply is in the union
-        except WireError as error:
+        except Exception as error:  # a reply that cannot be sent is an outcome of its seq too
             frames = encode_step(
                 error_reply(error, epoch=reply.epoch, seq=reply.seq, rank=reply.rank)
             )

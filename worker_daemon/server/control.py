@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import metadata
@@ -23,22 +23,31 @@ from rpc_schema.codec import (
     decode_control,
     encode_control,
 )
-from rpc_schema.errors import WireError
+from rpc_schema.errors import ControlErrorReply, WireError
 from rpc_schema.lifecycle import ServingState
 from rpc_schema.version import PROTOCOL_VERSION
-from worker_daemon.errors import FencedError, NotAttachedError, StateError, WorkerError
+from worker_daemon.errors import (
+    FencedError,
+    IncompatibleError,
+    NotAttachedError,
+    StateError,
+    WorkerError,
+)
 from worker_daemon.server.dispatch import OpenRendezvousServer, RendezvousServerLike
 from worker_daemon.server.endpoints import Endpoint
 from worker_daemon.server.epochs import EpochFile
 from worker_daemon.server.guard import Guard
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.replies import control_error_reply
-from worker_daemon.server.step_thread import Attach, Command, Detach, Standing
+from worker_daemon.server.step_thread import UID_BYTES, Attach, Command, Detach, Standing
 
 HEARTBEAT_S: Final = 0.25
 BUSY_GRACE_S: Final = 0.2
 """How long attach waits for a running step before it has the link aborted."""
 ATTACH_SLACK_S: Final = 3.0
+"""What attach waits beyond the step deadline: a wait on gloo ends one second after that."""
+MAX_GREETED: Final = 256
+"""Drivers whose version is remembered; one that attaches has said Hello just before."""
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +88,9 @@ class Control:
         self._guard = guard
         self._commands = commands
         self._open_rendezvous = open_rendezvous
-        self._rendezvous: deque[RendezvousServerLike] = deque()
         # The newest, and the one before it: NCCL's watchdog of the old link still asks there.
+        self._rendezvous: deque[RendezvousServerLike] = deque()
+        self._versions: OrderedDict[bytes, int] = OrderedDict()
         self._prepared: tuple[int, bytes] = (0, b"")
         self._software = f"worker-daemon {metadata.version('worker-daemon')}"
         self._commits: set[asyncio.Task[None]] = set()
@@ -141,14 +151,16 @@ class Control:
     def _outcome(self, message: ControlMessage) -> ControlReplyMessage:
         try:
             return self._handlers[type(message)](message)
-        except (
-            Exception
-        ) as error:  # the dispatch boundary of control: a request never ends the daemon
-            if not isinstance(error, WorkerError):
-                logger.exception("%s failed", type(message).__name__)
-            return control_error_reply(error, call=message.call)
+        except Exception as error:  # the dispatch boundary: a request never ends the daemon
+            return _failure(message, error)
 
     def _hello(self, message: lc.Hello) -> ControlReplyMessage:
+        """Answer whatever the version, and remember it; a driver that attaches has a proper id."""
+        if len(message.driver_id) == UID_BYTES:
+            self._versions[message.driver_id] = message.protocol_version
+            self._versions.move_to_end(message.driver_id)
+        if len(self._versions) > MAX_GREETED:
+            self._versions.popitem(last=False)
         return lc.HelloReply(
             call=message.call,
             protocol_version=PROTOCOL_VERSION,
@@ -159,6 +171,7 @@ class Control:
     def _prepare_attach(self, message: lc.PrepareAttach) -> ControlReplyMessage:
         if self.draining:
             raise StateError("the daemon is shutting down", fix="attach to another one")
+        self._need_same_version(message.driver_id)
         last = self._epochs.last
         if message.epoch <= last:
             return lc.PrepareAttachReply(call=message.call, granted=False, last_epoch=last)
@@ -205,21 +218,19 @@ class Control:
         return lc.Acknowledged(call=message.call)
 
     async def _commit(self, sender: bytes, message: lc.CommitAttach) -> None:
+        reply: ControlReplyMessage
         try:
             standing = await self._take_epoch(message)
-        except WorkerError as error:
-            await self._reply(sender, control_error_reply(error, call=message.call))
-            return
-        await self._reply(
-            sender,
-            lc.CommitAttachReply(
+            reply = lc.CommitAttachReply(
                 call=message.call,
                 previous_epoch=standing.epoch,
                 previous_seq=standing.seq,
                 previous_clean=standing.clean,
                 status=self._status(),
-            ),
-        )
+            )
+        except Exception as error:  # the dispatch boundary again, for the request that waits
+            reply = _failure(message, error)
+        await self._reply(sender, reply)
 
     async def _take_epoch(self, message: lc.CommitAttach) -> Standing:
         """Have the step thread take the prepared epoch; free it from a step that hangs on its
@@ -259,6 +270,16 @@ class Control:
             if stamp.on_link:
                 self._guard.request_abort(f"{cause} while {stamp.phase} is waited for")
                 return
+
+    def _need_same_version(self, driver_id: bytes) -> None:
+        version = self._versions.get(driver_id)
+        if version == PROTOCOL_VERSION:
+            return
+        spoken = "has not said Hello" if version is None else f"speaks protocol version {version}"
+        raise IncompatibleError(
+            f"the driver {spoken}; the daemon speaks protocol version {PROTOCOL_VERSION}",
+            fix="say Hello first" if version is None else "use releases of the same version",
+        )
 
     def _need_attached(self, epoch: int) -> None:
         current = self._progress.epoch
@@ -315,20 +336,36 @@ class Control:
         """Send without waiting: a driver that is gone, or does not read, asks again if it ever
         can."""
         try:
-            await self._control.send_multipart([route, encode_control(reply)], zmq.NOBLOCK)
+            await self._control.send_multipart([route, _encoded(reply)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.debug("a control reply could not be sent: %s", error)
 
     async def _publish(self, event: EventMessage) -> None:
         try:
             await self._events.send(encode_control(event), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, WireError) as error:
             logger.debug("an event could not be sent: %s", error)
 
     def _count_bad_frame(self, error: WireError) -> None:
         self._bad_frames += 1
         if self._bad_frames.bit_count() == 1:
             logger.warning("%d bad frames on the control socket: %s", self._bad_frames, error)
+
+
+def _failure(message: ControlMessage, error: Exception) -> ControlErrorReply:
+    """Return the answer to a request that failed; what nobody foresaw goes to the log too."""
+    if not isinstance(error, WorkerError):
+        logger.error("%s failed", type(message).__name__, exc_info=error)
+    return control_error_reply(error, call=message.call)
+
+
+def _encoded(reply: ControlReplyMessage) -> bytes:
+    """Encode a reply or, where it cannot be sent (over a bound, say), the reason."""
+    try:
+        return encode_control(reply)
+    except Exception as error:
+        logger.exception("%s cannot be encoded", type(reply).__name__)
+        return encode_control(control_error_reply(error, call=reply.call))
 
 
 def _threadsafe(

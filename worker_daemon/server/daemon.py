@@ -34,6 +34,7 @@ from worker_daemon.server.step_thread import (
     EXIT_INTERNAL,
     Command,
     Drain,
+    LinkBroke,
     StepThread,
     Stop,
     fatal_exit_code,
@@ -124,7 +125,7 @@ class Daemon:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets = bind_sockets(self._context, premises.endpoint)
         self._progress = Progress(settings.device)
-        self._guard = Guard(self._progress)
+        self._guard = Guard(self._progress, self._link_aborted)
         self._completion = Completion(self._sockets.results, self._progress, self._result_failed)
         self._step_thread = StepThread(
             step=self._sockets.step,
@@ -280,12 +281,16 @@ class Daemon:
         logger.critical("the process ends with %d: %s", exit_code, cause)
         self._to_loop(lambda: self._finish(exit_code))
 
-    def _result_failed(self, reply: ErrorReply) -> None:
+    def _link_aborted(self, link: int, cause: str) -> None:
+        """The guard thread has aborted `link`: whoever waited may come back with any outcome."""
+        self._to_loop(lambda: self.post(LinkBroke(link, cause)))
+
+    def _result_failed(self, reply: ErrorReply, link: int) -> None:
         """A result failed on the completion thread, after the step thread was done with it."""
         exit_code = fatal_exit_code(reply)
         if exit_code is not None:
             self.fatal(exit_code, reply.message)
-        broke = link_failure(reply)
+        broke = link_failure(reply, link)
         if broke is not None:
             self._to_loop(lambda: self.post(broke))
 

@@ -62,8 +62,9 @@ class WorkerLike(Protocol):
     def describe(self) -> WorkerDescription:
         """Say what is on the device now."""
 
-    def abort_link(self) -> None:
-        """End every wait for other ranks. Called from the guard thread."""
+    def abort_link(self) -> bool:
+        """End every wait for other ranks; tell whether there was a link to abort. Called from the
+        guard thread."""
 
     def close(self) -> None:
         """Give back what the process end would not."""
@@ -122,22 +123,37 @@ def operation_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], Operati
     }
 
 
-LEGAL_SILENCE_S: Final[Mapping[type[StepMessage], float]] = {
-    lc.InitDevice: 300.0,
-    lc.Relink: 120.0,
-    lc.Reset: 120.0,
+_OWN_WORK_S: Final[Mapping[type[StepMessage], float]] = {
     lc.LoadModel: 3600.0,
     lc.DetermineAvailableMemory: 900.0,
     lc.InitializeFromConfig: 300.0,
     lc.CompileOrWarmUpModel: 1800.0,
 }
-"""Seconds without a sign of life before an operation counts as hung; a worker may set finer phases.
-The rest, steps among them, have the driver's step deadline."""
+_BESIDE_MEETING_S: Final[Mapping[type[StepMessage], float]] = {
+    lc.InitDevice: 120.0,
+    lc.Relink: 30.0,
+    lc.Reset: 30.0,
+}
+"""What these take apart from the wait for ranks that are still stuck in their last step."""
+
+
+def legal_silence_s(kind: type[StepMessage], step_deadline_s: float) -> float:
+    """Return the seconds without a sign of life before a request of this kind counts as hung; a
+    worker may set finer phases. Steps have the driver's step deadline.
+
+    Ranks meet for at most 2 * (step deadline + 1) + 5 seconds: time enough for a peer to notice
+    that its old link is broken. What meets them must be allowed more.
+    """
+    if kind in _BESIDE_MEETING_S:
+        return 2 * (step_deadline_s + 1) + 5 + _BESIDE_MEETING_S[kind]
+    return _OWN_WORK_S.get(kind, step_deadline_s)
+
 
 WAITS_FOR_PEERS: Final[frozenset[type[StepMessage]]] = frozenset(
     (
         lc.InitDevice,
         lc.Relink,
+        lc.Reset,
         lc.DetermineAvailableMemory,
         lc.CompileOrWarmUpModel,
         step.ExecuteModel,

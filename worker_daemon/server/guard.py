@@ -20,22 +20,26 @@ logger = logging.getLogger(__name__)
 class Guard:
     """Made and started by the daemon; `request_abort` may be called from any thread."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, on_abort: Callable[[int, str], None]) -> None:
+        """on_abort(link, cause) hears, on the guard thread, that this link has been aborted."""
         self._progress = progress
+        self._on_abort = on_abort
         self._wake = threading.Event()
         self._abort_cause = ""
-        self._abort_link: Callable[[], None] | None = None
+        self._abort_link: Callable[[], bool] | None = None
         self._running = True
         self._armed: Stamp | None = None
-        self._hung: Stamp | None = None
+        self._hung_phase: Stamp | None = None
+        self._hung_result: Stamp | None = None
         self._thread = threading.Thread(target=self._run, name="guard", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def watch(self, abort_link: Callable[[], None]) -> None:
-        """Say how a link is aborted; called once, when the worker is there."""
+    def watch(self, abort_link: Callable[[], bool]) -> None:
+        """Say how a link is aborted (True: there was one); called once, when the worker is
+        there."""
         self._abort_link = abort_link
 
     def request_abort(self, cause: str) -> None:
@@ -69,8 +73,10 @@ class Guard:
         logger.warning("aborting the link: %s", cause)
         if self._abort_link is None:
             return
+        link = self._progress.link
         try:
-            self._abort_link()
+            if self._abort_link():
+                self._on_abort(link, cause)
         except Exception:
             logger.exception("the link cannot be aborted")
 
@@ -81,8 +87,8 @@ class Guard:
             self._disarm()
         elif now < stamp.deadline:
             self._arm(stamp, now)
-        elif stamp is not self._hung:
-            self._hung = stamp
+        elif stamp is not self._hung_phase:
+            self._hung_phase = stamp
             self._disarm()
             logger.error("%s has been silent for %d ms: hung", stamp.phase, stamp.age_ms(now))
             faulthandler.dump_traceback(sys.stderr)
@@ -91,8 +97,8 @@ class Guard:
 
     def _watch_result(self, stamp: Stamp, now: float) -> None:
         """Free the completion thread from a result that hangs on the device, once."""
-        if now >= stamp.deadline and stamp is not self._hung:
-            self._hung = stamp
+        if now >= stamp.deadline and stamp is not self._hung_result:
+            self._hung_result = stamp
             logger.error("%s has not come for %d ms: hung", stamp.phase, stamp.age_ms(now))
             faulthandler.dump_traceback(sys.stderr)
             self._abort(f"{stamp.phase} is past its deadline")

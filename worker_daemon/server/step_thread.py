@@ -20,16 +20,16 @@ from worker_daemon.errors import ConfigError, ProtocolError, WorkerError
 from worker_daemon.logs import set_rank
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.dispatch import (
-    LEGAL_SILENCE_S,
     WAITS_FOR_PEERS,
     MakeWorker,
     WorkerLike,
     array_step_handlers,
+    legal_silence_s,
     operation_handlers,
     step_handlers,
 )
 from worker_daemon.server.lifecycle import Lifecycle
-from worker_daemon.server.progress import Progress, Snapshot
+from worker_daemon.server.progress import Progress
 from worker_daemon.server.replies import error_reply
 from worker_daemon.server.sequence import StepGate, Verdict
 
@@ -74,8 +74,10 @@ class Detach:
 
 @dataclass(frozen=True, slots=True)
 class LinkBroke:
-    """A step's result, on the completion thread, said that a peer is lost."""
+    """Another thread knows that `link` is broken: a result said that a peer is lost, or the guard
+    aborted it."""
 
+    link: int
     cause: str
 
 
@@ -192,6 +194,7 @@ class _StepLoop:
     def serve(self, step: "zmq.Socket[bytes]") -> None:
         """Take requests and commands until told to stop. Commands come first: a drain or a new
         driver never waits behind queued steps."""
+        self._describe()
         self._publish("started")
         self._progress.idle()
         commands = self._commands
@@ -225,14 +228,9 @@ class _StepLoop:
         """Run an accepted request: exactly one outcome goes to the completion thread, whatever
         happens."""
         kind = type(message)
-        progress = self._progress
-        progress.begin(
-            kind.__name__,
-            LEGAL_SILENCE_S.get(kind, progress.step_deadline_s),
-            kind in WAITS_FOR_PEERS,
-        )
         try:
             self._lifecycle.check(message)
+            self._begin(message)
             if kind in self._array_steps:
                 self._pend(message.seq, self._array_steps[kind](message, arrays))
             elif kind in self._steps:
@@ -241,18 +239,24 @@ class _StepLoop:
                 self._operate(message)
         except Exception as error:  # the dispatch boundary: every failure is an outcome of its seq
             self._fail(message, error)
-        progress.last_seq = message.seq
-        progress.idle()
+        self._progress.last_seq = message.seq
+        self._progress.idle()
+
+    def _begin(self, message: StepMessage) -> None:
+        """Enter the phase of a legal request, under the step deadline that it may bring along."""
+        kind, progress = type(message), self._progress
+        if isinstance(message, lc.InitDevice | lc.LoadModel):
+            progress.step_deadline_s = message.scheduler.step_deadline_ms / 1000
+        silence_s = legal_silence_s(kind, progress.step_deadline_s)
+        progress.begin(kind.__name__, silence_s, kind in WAITS_FOR_PEERS)
 
     def _pend(self, seq: int, pending: object) -> None:
         if pending is None:
             self._completion.nothing(seq)
         else:
-            self._completion.pending(seq, pending)  # type: ignore[arg-type]  # a PendingReply, by the table
+            self._completion.pending(seq, pending, self._gate.link)  # type: ignore[arg-type]  # a PendingReply, by the table
 
     def _operate(self, message: StepMessage) -> None:
-        if isinstance(message, lc.InitDevice | lc.LoadModel):
-            self._progress.step_deadline_s = message.scheduler.step_deadline_ms / 1000
         if isinstance(message, lc.InitDevice | lc.Relink):
             self._gate.begin_link(message)
             self._progress.link = self._gate.link
@@ -260,6 +264,7 @@ class _StepLoop:
         changed = self._lifecycle.succeeded(message)
         if isinstance(message, lc.InitDevice):
             set_rank(self._worker.rank)
+        self._describe()
         self._publish(self._lifecycle.transitions[-1] if changed else "")
         self._completion.reply(reply)
 
@@ -267,10 +272,10 @@ class _StepLoop:
         if not isinstance(error, WorkerError):
             logger.error("%s seq %d failed", type(message).__name__, message.seq, exc_info=error)
         reply = error_reply(error, epoch=message.epoch, seq=message.seq, rank=self._worker.rank)
+        self._completion.reply(reply)
         torn = isinstance(message, lc.Relink) and reply.code is not ErrorCode.ILLEGAL_STATE
         if torn or reply.code is ErrorCode.COMM:
             self._link_broke(f"{type(message).__name__}: {reply.code}")
-        self._completion.reply(reply)
         if isinstance(error, WorkerError) and error.code in _FATAL:
             self._end(_FATAL[error.code], str(error))
 
@@ -278,13 +283,8 @@ class _StepLoop:
         """Refuse everything from here on; the daemon ends the process."""
         if not self._lifecycle.serve("FAILED", cause):
             return
-        snapshot = self._progress.snapshot
-        self._progress.snapshot = replace(
-            snapshot,
-            state=self._lifecycle.state,
-            transitions=self._lifecycle.transitions,
-            failure=cause,
-        )
+        self._progress.snapshot = replace(self._progress.snapshot, failure=cause)
+        self._publish("")
         self._events.fatal(exit_code, cause)
 
     def _link_broke(self, cause: str) -> None:
@@ -316,7 +316,8 @@ class _StepLoop:
             case Detach():
                 self._gate.detach(command.epoch)
             case LinkBroke():
-                self._link_broke(command.cause)
+                if command.link == self._gate.link:  # else it has been replaced since
+                    self._link_broke(command.cause)
             case Drain():
                 if self._lifecycle.serve("DRAINING", "shutdown"):
                     self._publish(self._lifecycle.transitions[-1])
@@ -349,22 +350,34 @@ class _StepLoop:
         )
         self._progress.idle()
 
+    def _describe(self) -> None:
+        """Renew what is known of the device. After lifecycle operations only: it waits for the
+        device, which a failed step may have left hanging."""
+        try:
+            description = self._worker.describe()
+        except Exception:
+            logger.exception("the worker cannot say what is on the device")
+            return
+        self._progress.snapshot = replace(self._progress.snapshot, description=description)
+
     def _publish(self, transition: str) -> None:
-        """Renew the snapshot that other threads read, after anything but a step."""
-        self._progress.snapshot = Snapshot(
+        """Renew the state that other threads read, after anything but a step."""
+        self._progress.snapshot = replace(
+            self._progress.snapshot,
             state=self._lifecycle.state,
             rank=self._worker.rank,
             transitions=self._lifecycle.transitions,
-            description=self._worker.describe(),
         )
         self._progress.link = self._gate.link
         if transition:
             self._events.state_changed(transition)
 
 
-def link_failure(reply: ErrorReply) -> LinkBroke | None:
-    """Return the command for a late failure that broke the link; None for the others."""
-    return LinkBroke(f"seq {reply.seq}: {reply.code}") if reply.code is ErrorCode.COMM else None
+def link_failure(reply: ErrorReply, link: int) -> LinkBroke | None:
+    """Return the command for a late failure that broke `link`; None for the others."""
+    if reply.code is not ErrorCode.COMM:
+        return None
+    return LinkBroke(link, f"seq {reply.seq}: {reply.code}")
 
 
 def fatal_exit_code(reply: ErrorReply) -> int | None:

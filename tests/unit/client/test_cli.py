@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from client.__main__ import main
+from client.launcher import LocalDaemons
 from tests.support.fake_daemon import next_token
 
 ROOT = Path(__file__).parents[3]
@@ -138,3 +139,28 @@ def test_the_documented_example_runs(fakes, capsys):
         tokens.append(next_token(tokens))
     printed = [f"{{'hello': {token}}}" for token in tokens[5:]]
     assert capsys.readouterr().out.splitlines() == printed
+
+
+DYING = """
+import sys
+from tests.support.fake_daemon import FakeDaemon, Fault
+daemon = FakeDaemon(sys.argv[1])
+daemon.faults = [Fault(0, "die")]
+daemon.start()
+print("its last words", flush=True)
+daemon._thread.join()
+"""
+
+
+def test_a_local_daemon_that_dies_leaves_its_last_words(directory, run, monkeypatch):
+    def start(devices, model_root):
+        return LocalDaemons(devices, model_root, command=lambda *words: (*command, words[0]))
+
+    command = (sys.executable, "-c", DYING)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("client.cli.session.LocalDaemons", start)
+    source = directory / "in.jsonl"
+    source.write_text('{"prompt_token_ids": [1, 2, 3]}\n')
+    code, _, errors = run("generate", "--model", directory, "--input", source)
+    assert code == 2
+    assert "WorkerDied: rank 0" in errors and errors.endswith("its last words\n")

@@ -3,15 +3,17 @@ random load, for each pipeline size; and the rules that it keeps."""
 
 import random
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from client.driver import Driver
-from client.errors import RequestError
+from client.errors import RequestError, SchedulerStalled
 from client.requests import GenerationRequest
-from client.scheduler import Scheduler, SchedulerLimits
+from client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
 from client.scheduler_output import StepResult
+from client.slots import MAX_ADMITTED_TOKENS
 from tests.support.fake_daemon import EOS, VOCAB_SIZE, next_token, reference_tokens
 from tests.unit.client.conftest import worker_config
 
@@ -232,3 +234,107 @@ def test_aborted_requests_leave_nothing():
     assert scheduler.update_from_output(output, StepResult(["0", "1", "2"], [1, 2, 3])) == []
     assert sorted(scheduler.schedule().finished_req_ids) == ["0", "1", "2"]
     assert scheduler.num_free_blocks == 63
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"temperature": 9e-6}, "temperature"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"min_tokens": 99}, "min_tokens"),
+        ({"stop_token_ids": (VOCAB_SIZE,)}, "stop_token_ids"),
+        ({"prompt_token_ids": np.array([1, VOCAB_SIZE], np.int32)}, "prompt_token_ids"),
+        ({"prompt_token_ids": np.array([3, -1, 3], np.int32)}, "prompt_token_ids"),
+        ({"prompt_token_ids": np.array([], np.int32)}, "prompt_token_ids"),
+    ],
+)
+def test_a_request_that_would_fail_its_whole_batch_is_refused(fields, field):
+    scheduler = Scheduler(make_limits(vocab_size=VOCAB_SIZE))
+    defaults = {"id": "a", "prompt_token_ids": np.arange(3, dtype=np.int32)}
+    with pytest.raises(RequestError) as caught:
+        scheduler.add_request(GenerationRequest(**{**defaults, **fields}))
+    assert caught.value.field == field
+    assert not scheduler.has_unfinished_requests()
+
+
+def test_stop_tokens_of_the_model_that_it_cannot_produce_are_ignored():
+    scheduler = Scheduler(make_limits(vocab_size=VOCAB_SIZE, eos_token_ids=(EOS, VOCAB_SIZE)))
+    prompt = np.arange(3, dtype=np.int32)
+    scheduler.add_request(GenerationRequest(id="a", prompt_token_ids=prompt, temperature=1e-5))
+    (new,) = scheduler.schedule().scheduled_new_reqs
+    assert new.sampling.stop_token_ids == (EOS,)
+
+
+def test_what_no_step_can_admit_is_refused():
+    scheduler = Scheduler(make_limits(max_model_len=10**7, num_blocks=4000, block_size=1024))
+    long = np.zeros(MAX_ADMITTED_TOKENS + 1, np.int32)
+    with pytest.raises(RequestError, match="admit") as caught:
+        scheduler.add_request(GenerationRequest(id="a", prompt_token_ids=long))
+    assert caught.value.field == "prompt_token_ids"
+    with pytest.raises(RequestError, match="admit") as caught:
+        scheduler.add_request(GenerationRequest(id="a", prompt_token_ids=long[:-9], max_tokens=11))
+    assert caught.value.field == "max_tokens"
+
+
+def test_requests_get_a_seed_where_they_need_one():
+    class Seeds(Scheduler):
+        def add_request(self, request) -> None:
+            seeds.append(request.seed)
+
+    seeds = []
+    driver = Driver(None, Seeds(make_limits()))
+    prompt = np.arange(3, dtype=np.int32)
+    for fields in ({}, {"seed": 5, "temperature": 1.0}, *[{"temperature": 1.0}] * 20):
+        driver.add_request(GenerationRequest(id="a", prompt_token_ids=prompt, **fields))
+    assert seeds[:2] == [None, 5]
+    assert len(set(seeds[2:])) == 20 and None not in seeds[2:]
+    unseeded = GenerationRequest(id="a", prompt_token_ids=prompt, temperature=1.0)
+    with pytest.raises(RequestError, match="seeded"):
+        unseeded.sampling(())
+    scheduler = Scheduler(make_limits())
+    for name in "ab":
+        scheduler.add_request(replace(unseeded, id=name))
+    one, two = scheduler.schedule().scheduled_new_reqs
+    assert one.sampling.seed != two.sampling.seed
+
+
+def test_a_scheduler_that_is_stuck_ends_the_driver(fakes, connect):
+    class Stuck(Scheduler):
+        def schedule(self):
+            return None
+
+    group = connect(fakes(1))
+    driver = Driver(group, Stuck(make_limits()))
+    assert driver.step() == []
+    driver.add_request(GenerationRequest(id="a", prompt_token_ids=np.arange(3, dtype=np.int32)))
+    with pytest.raises(SchedulerStalled):
+        list(driver.run())
+
+
+def test_a_driver_s_history_is_bounded(fakes, connect):
+    config = worker_config(max_model_len=128)
+    group = connect(fakes(1))
+    group.attach()
+    limits = scheduler_limits(group.prepare(config), config)
+    assert (limits.vocab_size, limits.max_model_len, limits.max_num_seqs) == (VOCAB_SIZE, 128, 8)
+    for max_history, kept in ((3, 3), (None, 6)):
+        driver = Driver(group, Scheduler(limits), max_history=max_history)
+        for request in random_requests(random.Random(1), 6):
+            driver.add_request(request)
+        finished = [output.req_id for output in driver.run()]
+        assert list(driver.timings) == finished[-kept:]
+        assert (len(driver.records) == 3) == (max_history == 3)
+
+
+def test_blocks_of_requests_that_go_on_are_found_again_after_a_failure():
+    scheduler = Scheduler(make_limits())
+    prompt = np.arange(16, dtype=np.int32)
+    scheduler.add_request(GenerationRequest(id="on", prompt_token_ids=prompt, ignore_eos=True))
+    scheduler.update_from_output(scheduler.schedule(), StepResult(["on"], [9]))
+    scheduler.step_failed([scheduler.schedule()], frozenset())
+    for _ in range(4):
+        output = scheduler.schedule()
+        scheduler.update_from_output(output, StepResult(output.decode_req_ids, [9]))
+    scheduler.add_request(GenerationRequest(id="new", prompt_token_ids=prompt))
+    (new,) = scheduler.schedule().scheduled_new_reqs
+    assert new.num_computed_tokens == 12

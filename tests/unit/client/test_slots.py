@@ -268,3 +268,53 @@ def test_logprobs_are_cut_to_what_each_request_asked_for():
     assert result.logprobs["c"].rank == 5
     with pytest.raises(BadFrameError):
         table.decode(encoded, reply, arrays[:2])
+
+
+def test_a_step_that_no_message_can_carry_changes_nothing():
+    table, worker = SlotTable(4), NaiveWorker()
+    start = SchedulerOutput(
+        {"a": 4, "b": 4}, scheduled_new_reqs=[new_request("a", 4), new_request("b", 4)]
+    )
+    worker.apply(table.encode(start, **IDS, seq=1).frames)
+    pair = ("a", "b")
+    worker.apply(table.encode(SchedulerOutput(decode_req_ids=pair), **IDS, seq=2).frames)
+    many = [1] * (codec.MAX_STEP_BYTES // 4)
+    for output in (
+        SchedulerOutput(decode_req_ids=pair, new_block_ids={"a": many}),
+        SchedulerOutput({"n": 2}, pair, [new_request("n", 2, blocks=many)]),
+        SchedulerOutput({"b": 1}, new_block_ids={"b": many}, finished_req_ids=["a"]),
+    ):
+        with pytest.raises(InvalidSchedulerOutput, match="does not fit into a message"):
+            table.encode(output, **IDS, seq=3)
+        assert sorted(table.req_ids) == ["a", "b"]
+    table.require_resync()
+    good = SchedulerOutput({"n": 2}, pair, [new_request("n", 2)], {"a": [2]})
+    message, sampled = worker.apply(table.encode(good, **IDS, seq=3).frames)
+    assert np.frombuffer(message.resync, "<i4").tolist() == [0, 5, 6, 1, 1, 5, 6, 1]
+    assert sorted(worker.rows[slot][0] for slot in sampled) == ["a", "b", "n"]
+
+
+def test_only_a_deferred_step_may_be_answered_in_part():
+    def reply(seq, *slots):
+        return step.ModelRunnerOutput(
+            epoch=3,
+            seq=seq,
+            rank=0,
+            slots=np.array(slots, "<u2").tobytes(),
+            sampled_token_ids=np.array(slots, "<i4").tobytes(),
+        )
+
+    table = SlotTable(4)
+    start = SchedulerOutput(
+        dict.fromkeys("abc", 2), scheduled_new_reqs=[new_request(r, 2) for r in "abc"]
+    )
+    whole = table.encode(start, **IDS, seq=1)
+    with pytest.raises(BadFrameError):
+        table.decode(whole, reply(1, 0, 2), [])
+    deferred = table.encode(
+        SchedulerOutput(dict.fromkeys("abc", 1), defer_sampling=True), **IDS, seq=2
+    )
+    assert table.decode(deferred, reply(2, 0, 2), []).sampled == {"a": 0, "c": 2}
+    for slots in ((0, 3), (2, 0), (1, 1)):
+        with pytest.raises(BadFrameError):
+            table.decode(deferred, reply(2, *slots), [])

@@ -1,5 +1,6 @@
 """A group on fake daemons: attach, load, steps, and each way in which a step or a daemon fails."""
 
+import threading
 import time
 
 import numpy as np
@@ -15,6 +16,7 @@ from client.errors import (
     FencedError,
     GapError,
     IncompatibleError,
+    InvalidSchedulerOutput,
     InvalidStepError,
     KVPlanError,
     RemoteCapacityError,
@@ -25,9 +27,9 @@ from client.errors import (
 from client.requests import GenerationRequest
 from client.scheduler import Scheduler, SchedulerLimits
 from client.scheduler_output import NewRequest, SchedulerOutput
-from client.worker_group import WorkerGroup
+from client.worker_group import WorkerGroup, link_timeout_s
 from rpc_schema.config import ParallelConfig
-from rpc_schema.errors import ErrorCode, ErrorScope
+from rpc_schema.errors import ErrorCode, ErrorScope, TooLargeError
 from rpc_schema.sampling import SamplingParams
 from tests.support.fake_daemon import Fault, next_token
 from tests.unit.client.conftest import worker_config
@@ -351,3 +353,179 @@ def test_long_prompts_are_sent_whole(fakes, connect):
     driver.add_request(GenerationRequest(id="long", prompt_token_ids=prompt, max_tokens=2))
     (output,) = driver.run()
     assert output.token_ids[0] == next_token(prompt)
+
+
+def live(group, *names):
+    """Admit requests and take their first tokens."""
+    for index, name in enumerate(names):
+        group.execute_model(admit(name, first_block=index + 1)).result()
+
+
+def test_no_request_survives_a_broken_link(fakes, connect):
+    daemons, group, model = ready(fakes, connect, 2)
+    live(group, "stays", "waits")
+    for daemon in daemons.daemons:
+        daemon.faults = [Fault(2, code=ErrorCode.COMM, scope=ErrorScope.GROUP)]
+    with pytest.raises(StepFailed) as caught:
+        group.execute_model(SchedulerOutput({"stays": 1})).result()
+    assert caught.value.lost_req_ids == {"stays", "waits"}
+    with pytest.raises(InvalidSchedulerOutput, match="'waits' has no slot"):
+        group.execute_model(SchedulerOutput({"waits": 1}))
+    assert [daemon.operations.count("Relink") for daemon in daemons.daemons] == [1, 1]
+    serve(group, model, pp=2)
+
+
+def test_an_explicit_relink_tells_of_the_requests_that_it_costs(fakes, connect):
+    daemons, group, model = ready(fakes, connect, 2)
+    live(group, "a", "b")
+    group.relink()
+    with pytest.raises(StepFailed, match="linked anew") as caught:
+        group.execute_model(admit("c", first_block=3)).result()
+    assert caught.value.lost_req_ids == {"a", "b", "c"}
+    assert group.execute_model(admit("a")).result().sampled == {"a": next_token(range(3))}
+    assert not daemons.daemons[0].rows.keys() - {0}
+    group.execute_model(SchedulerOutput(finished_req_ids=["a"])).result()
+    serve(group, model, pp=2)
+    group.relink()
+    serve(group, model, pp=2)
+
+
+def test_a_later_failure_of_an_earlier_step_keeps_what_the_first_one_lost(fakes, connect):
+    daemons, group, _ = ready(fakes, connect, 2)
+    live(group, "stays")
+    daemons.daemons[0].faults = [Fault(1, code=ErrorCode.CAPACITY, delay_s=0.5)]
+    daemons.daemons[1].faults = [Fault(1, "hang")]
+    first = group.execute_model(admit("a", first_block=2))
+    second = group.execute_model(admit("b", first_block=3))
+    while not second.done():
+        time.sleep(0.01)
+    assert not first.settled
+    refused = group.execute_model(admit("c", first_block=4))
+    while not first.done():
+        time.sleep(0.01)
+    for future in (refused, second, first):
+        with pytest.raises(StepFailed) as caught:
+            future.result()
+        assert caught.value.code is ErrorCode.CAPACITY
+        assert caught.value.lost_req_ids == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("kind", ["error", "hang"])
+def test_a_relink_that_fails_fails_the_step_that_it_was_for(fakes, connect, monkeypatch, kind):
+    daemons, group, model = ready(fakes, connect, 2, step_deadline_ms=1000)
+    monkeypatch.setattr("client.worker_group.LINK_SLACK_S", -8.5)
+    for daemon in daemons.daemons:
+        daemon.faults = [Fault(5, code=ErrorCode.COMM, scope=ErrorScope.GROUP)]
+    daemons.daemons[1].relink_faults = [Fault(0, kind, code=ErrorCode.COMM)]
+    driver = serve(group, model, pp=2)
+    assert driver.num_failures == 2
+    assert [daemon.operations.count("Relink") for daemon in daemons.daemons] == [2, 2]
+
+
+def test_ranks_get_the_time_that_they_may_take_to_meet(fakes, connect, monkeypatch):
+    for deadline_s in (0.1, 60.0, 3600.0):
+        assert link_timeout_s(deadline_s) > 2 * (deadline_s + 1) + 5
+    daemons, group, _ = ready(fakes, connect, 2, step_deadline_ms=200)
+    monkeypatch.setattr("client.worker_group.LINK_SLACK_S", -7.3)
+    daemons.daemons[0].relink_faults = [Fault(0, "hang")]
+    with pytest.raises(DeadlineExceeded, match="relink") as caught:
+        group.relink()
+    assert caught.value.timeout_s == link_timeout_s(0.2)
+
+
+def test_all_ranks_are_told_to_attach_before_one_is_waited_for(fakes, connect, monkeypatch):
+    """Rank 0 lets go of its step only once rank 1 does; and that may take longer than agreeing."""
+    daemons, _, _ = ready(fakes, connect, 2)
+    first, second = daemons.daemons
+    first.attach_gate.clear()
+    second.operations.clear()
+
+    def release() -> None:
+        while "CommitAttach" not in second.operations:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        first.attach_gate.set()
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    monkeypatch.setattr("client.worker_group.ATTACH_TIMEOUT_S", 0.4)
+    monkeypatch.setattr("client.worker_group.ATTACH_SLACK_S", 1.0)  # less than the gate's own 10 s
+    other = connect(daemons, 2)
+    other.attach()
+    thread.join()
+    serve(other, other.prepare(worker_config(2)), pp=2)
+
+
+def test_prepare_goes_by_what_is_loaded_now(fakes, connect):
+    daemons, group, model = ready(fakes, connect)
+    live(group, "before")
+    again = group.prepare(worker_config())
+    assert (again.was_loaded, again.num_blocks) == (True, model.num_blocks)
+    assert daemons.daemons[0].operations.count("LoadModel") == 1
+    serve(group, again)
+    with pytest.raises(ConfigMismatchError, match="max_num_seqs"):
+        group.prepare(worker_config(max_num_seqs=4))
+
+
+def test_attaching_again_starts_from_nothing(fakes, connect):
+    daemons, group, _ = ready(fakes, connect, step_deadline_ms=60_000)
+    daemons.daemons[0].faults = [Fault(0), Fault(1, "hang")]
+    with pytest.raises(StepFailed):
+        group.execute_model(admit("a")).result()
+    hanging = group.execute_model(admit("b"))
+    group.attach()
+    assert (group.num_in_flight, group.slots.req_ids) == (0, [])
+    with pytest.raises(StepFailed, match="attached anew") as caught:
+        hanging.result()
+    assert caught.value.lost_req_ids == {"b"}
+    serve(group, group.prepare(worker_config(step_deadline_ms=60_000)))
+
+
+def test_a_fenced_driver_may_attach_again_but_a_dead_group_may_not(fakes, connect):
+    daemons, group, _ = ready(fakes, connect)
+    connect(daemons).attach()
+    with pytest.raises(StepFailed):
+        group.execute_model(admit("a")).result()
+    with pytest.raises(FencedError):
+        group.execute_model(admit("a"))
+    group.attach()
+    serve(group, group.prepare(worker_config()))
+    daemons.daemons[0].kill()
+    with pytest.raises(WorkerDied):
+        group.execute_model(admit("a")).result()
+    with pytest.raises(WorkerDied):
+        group.attach()
+
+
+def test_requests_may_finish_before_their_deferred_sampling(fakes, connect):
+    _, group, _ = ready(fakes, connect)
+    requests = [admit(name, first_block=i + 1).scheduled_new_reqs[0] for i, name in enumerate("ab")]
+    output = SchedulerOutput({"a": 3, "b": 3}, scheduled_new_reqs=requests, defer_sampling=True)
+    deferred = group.execute_model(output)
+    deferred.result()
+    group.execute_model(
+        SchedulerOutput(
+            {"c": 3},
+            scheduled_new_reqs=admit("c", first_block=3).scheduled_new_reqs,
+            finished_req_ids=["a"],
+        )
+    ).result()
+    mask = np.full(32, -1, np.int32)
+    with pytest.raises(InvalidSchedulerOutput, match="'c'"):
+        group.sample_tokens(deferred, {"c": mask})
+    with pytest.raises(InvalidSchedulerOutput, match="length"):
+        group.sample_tokens(deferred, {"a": mask, "b": mask[1:]})
+    with pytest.raises(TooLargeError):
+        group.sample_tokens(deferred, {"b": np.zeros(1 << 22, np.int32)})
+    assert group.num_in_flight == 0
+    sampled = group.sample_tokens(deferred, {"a": mask, "b": mask}).result()
+    assert sampled.sampled == {"b": next_token(range(3))}
+
+
+def test_events_are_cleared_away_while_steps_run(fakes, connect, monkeypatch):
+    _, group, model = ready(fakes, connect)
+    monkeypatch.setattr("client.worker_group.EVENTS_INTERVAL_S", 0.0)
+    discarded = []
+    monkeypatch.setattr(group._events, "discard_all", lambda: discarded.append(True))
+    serve(group, model)
+    assert discarded

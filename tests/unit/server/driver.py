@@ -110,8 +110,7 @@ class Driver:
         return reply
 
     def attach(self, epoch: int | None = None) -> lc.CommitAttachReply:
-        hello = self.call(lc.Hello, protocol_version=PROTOCOL_VERSION, driver_id=self.driver_id)
-        assert isinstance(hello, lc.HelloReply)
+        self.hello()
         prepared = self.prepare(epoch or 1)
         if not prepared.granted:
             prepared = self.prepare(prepared.last_epoch + 1)
@@ -123,6 +122,11 @@ class Driver:
         assert isinstance(attached, lc.Attached)
         assert (attached.epoch, attached.seq) == (self.epoch, 0)
         return committed
+
+    def hello(self, version: int = PROTOCOL_VERSION) -> lc.HelloReply:
+        reply = self.call(lc.Hello, protocol_version=version, driver_id=self.driver_id)
+        assert isinstance(reply, lc.HelloReply)
+        return reply
 
     def prepare(self, epoch: int) -> lc.PrepareAttachReply:
         reply = self.call(lc.PrepareAttach, driver_id=self.driver_id, epoch=epoch)

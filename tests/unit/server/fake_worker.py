@@ -1,6 +1,8 @@
 """A worker without a device. A step's first new request names a fault, so that a test injects it
-over the wire: `sleep:SECONDS`, `hang` (until the link is aborted), `raise:CODE` or `late:CODE`
-(from the result), `silent`."""
+over the wire: `sleep:SECONDS`, `hang` (until the link is aborted, then fail), `freed` (the same,
+then succeed), `raise:CODE`, `late:CODE` (from the result), `later:CODE` (from the result, once a
+relink runs), `silent`. A model named `/huge` or `/mute` is described at too great length, or not at
+all."""
 
 import threading
 import time
@@ -31,11 +33,19 @@ def ids(message: StepRequest, rank: int = 0) -> dict[str, int]:
 
 
 class FakePending:
-    def __init__(self, reply: step.ModelRunnerOutput, late: Exception | None) -> None:
+    def __init__(
+        self,
+        reply: step.ModelRunnerOutput,
+        late: Exception | None,
+        wait_for: threading.Event | None,
+    ) -> None:
         self._reply = reply
         self._late = late
+        self._wait_for = wait_for
 
     def result(self) -> tuple[step.ModelRunnerOutput, list[Frame]]:
+        if self._wait_for is not None:
+            self._wait_for.wait(60)
         if self._late is not None:
             raise self._late
         return self._reply, []
@@ -46,12 +56,14 @@ class FakeWorker:
         self.device = device
         self.rank = 0
         self.steps = 0
+        self.descriptions = 0
         self.config: WorkerConfig | None = None
         self._set_phase = set_phase
         self._clean = True
         self._parallel = lc.ParallelConfig()
         self._cache = lc.CacheConfig()
         self._aborted = threading.Event()
+        self._relinked = threading.Event()
 
     def execute_model(
         self, message: step.ExecuteModel, arrays: Sequence[Frame]
@@ -61,24 +73,26 @@ class FakeWorker:
         name, _, value = fault.partition(":")
         if name == "sleep":
             time.sleep(float(value))
-        elif name == "hang":
+        elif name in ("hang", "freed"):
             self._hang()
+            if name == "hang":
+                raise errors.CommError("the link was aborted")
         elif name == "raise":
             raise ERRORS[value]
         elif name == "silent":
             return None
-        late = ERRORS[value] if name == "late" else None
+        late = ERRORS[value] if name in ("late", "later") else None
+        self._relinked.clear()
         tokens = array("i", [self.steps]).tobytes()
         reply = step.ModelRunnerOutput(
             **ids(message, self.rank), slots=b"\0\0", sampled_token_ids=tokens
         )
-        return FakePending(reply, late)
+        return FakePending(reply, late, self._relinked if name == "later" else None)
 
     def _hang(self) -> None:
         self._aborted.wait(60)
         self._aborted.clear()
         self._clean = False
-        raise errors.CommError("the link was aborted")
 
     def sample_tokens(
         self, message: step.SampleTokens, arrays: Sequence[Frame]
@@ -101,6 +115,7 @@ class FakeWorker:
         )
 
     def relink(self, message: lc.Relink) -> StepReply:
+        self._relinked.set()
         if message.rendezvous.host == "nowhere":
             raise errors.CommError("nobody there")
         return self._done(message)
@@ -159,10 +174,18 @@ class FakeWorker:
         return clean
 
     def describe(self) -> WorkerDescription:
-        return WorkerDescription(self.device, self.config, None, {"total": 2})
+        self.descriptions += 1
+        model = self.config.model.model if self.config else ""
+        if model == "/mute":
+            raise errors.DeviceError("the device does not answer")
+        memory = {"total": 2, "descriptions": self.descriptions}
+        if model == "/huge":
+            memory |= {"x" * 1000 + str(number): number for number in range(1100)}
+        return WorkerDescription(self.device, self.config, None, memory)
 
-    def abort_link(self) -> None:
+    def abort_link(self) -> bool:
         self._aborted.set()
+        return True
 
     def close(self) -> None:
         pass

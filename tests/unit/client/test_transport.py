@@ -1,0 +1,71 @@
+"""The driver's sockets by themselves: a dead daemon's step socket, and events that nobody reads."""
+
+import time
+
+import pytest
+import zmq
+
+from client.errors import WorkerDied
+from client.transport import EventsChannel, StepChannel, parse_endpoint
+from rpc_schema import codec
+from rpc_schema import lifecycle as lc
+
+
+@pytest.fixture
+def context():
+    with zmq.Context() as made:
+        yield made
+
+
+def test_a_request_that_nobody_takes_asks_who_died(context, directory, monkeypatch):
+    def check_deaths() -> None:
+        raise WorkerDied(3, "there")
+
+    monkeypatch.setattr("client.transport.CONNECT_TIMEOUT_S", 0.1)
+    endpoint = parse_endpoint(f"ipc://{directory}/w0")
+    for check, rank in ((check_deaths, 3), (lambda: None, 7)):
+        channel = StepChannel(context, endpoint, 7, check)
+        with pytest.raises(WorkerDied) as caught:
+            channel.send([b"x"])
+        assert caught.value.rank == rank
+        channel.close()
+
+
+def heartbeat(seq: int) -> bytes:
+    return codec.encode_control(
+        lc.Heartbeat(
+            worker_uid=bytes(16),
+            rank=0,
+            serving="SERVING",
+            load="READY",
+            link_state="up",
+            epoch=1,
+            link=1,
+            last_seq=seq,
+            phase="IDLE",
+            phase_ms=0,
+        )
+    )
+
+
+def test_discarded_events_are_gone_and_newer_ones_come(context, directory):
+    endpoint = parse_endpoint(f"ipc://{directory}/w0")
+    with context.socket(zmq.PUB) as publisher:
+        publisher.linger = 0
+        publisher.bind(endpoint.events)
+        channel = EventsChannel(context, [endpoint])
+        seen = []
+        while not seen:
+            publisher.send(heartbeat(1))
+            seen = channel.receive_all()
+        for _ in range(10):
+            publisher.send(heartbeat(2))
+        time.sleep(0.3)  # they arrive
+        channel.discard_all()
+        assert channel.receive_all() == []
+        publisher.send(heartbeat(3))
+        events = []
+        while not events:
+            events = channel.receive_all()
+        assert [event.last_seq for event in events] == [3]
+        channel.close()

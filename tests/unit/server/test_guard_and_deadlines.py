@@ -1,0 +1,77 @@
+"""How long silence is legal, and what the guard does about silence that is not."""
+
+import math
+import time
+
+import pytest
+
+from rpc_schema import lifecycle as lc
+from rpc_schema import step
+from tests.unit.server.driver import wait_for
+from worker_daemon.server.dispatch import legal_silence_s
+from worker_daemon.server.guard import TICK_S, Guard
+from worker_daemon.server.progress import Progress, Stamp
+
+
+def hung(phase: str) -> Stamp:
+    now = time.monotonic()
+    return Stamp(phase, now - 2.0, now - 1.0, True)
+
+
+class Aborts:
+    """What a guard did."""
+
+    def __init__(self, *, had_link: bool) -> None:
+        self.had_link = had_link
+        self.count = 0
+        self.told: list[tuple[int, str]] = []
+
+    def abort(self) -> bool:
+        self.count += 1
+        return self.had_link
+
+    def tell(self, link: int, cause: str) -> None:
+        self.told.append((link, cause))
+
+
+def guard_of(progress: Progress, aborts: Aborts) -> Guard:
+    guard = Guard(progress, aborts.tell)
+    guard.watch(aborts.abort)
+    guard.start()
+    return guard
+
+
+def test_phase_and_result_that_hang_together_are_each_reported_once() -> None:
+    progress, aborts = Progress("cpu"), Aborts(had_link=True)
+    progress.link = 7
+    progress.stamp, progress.result = hung("ExecuteModel"), hung("RESULT 3")
+    guard = guard_of(progress, aborts)
+    wait_for(lambda: aborts.count >= 2)
+    time.sleep(4 * TICK_S)
+    guard.stop()
+    assert guard.join(5.0)
+    assert aborts.told == [
+        (7, "ExecuteModel is past its deadline"),
+        (7, "RESULT 3 is past its deadline"),
+    ]
+
+
+def test_abort_without_a_link_is_told_to_nobody() -> None:
+    aborts = Aborts(had_link=False)
+    guard = guard_of(Progress("cpu"), aborts)
+    guard.request_abort("a test asks")
+    wait_for(lambda: aborts.count == 1)
+    guard.stop()
+    assert guard.join(5.0)
+    assert aborts.told == []
+
+
+@pytest.mark.parametrize("deadline_s", [0.5, 60.0, 900.0])
+@pytest.mark.parametrize("kind", [lc.InitDevice, lc.Relink, lc.Reset])
+def test_silence_covers_a_meeting_with_peers(kind: type, deadline_s: float) -> None:
+    assert legal_silence_s(kind, deadline_s) > 2 * (deadline_s + 1) + 5
+
+
+def test_steps_have_the_driver_s_deadline() -> None:
+    assert legal_silence_s(step.ExecuteModel, 4.5) == 4.5
+    assert math.isfinite(legal_silence_s(lc.LoadModel, 4.5))
