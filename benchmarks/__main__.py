@@ -1,5 +1,6 @@
-"""`python -m benchmarks [--quick]`: every benchmark that this machine can run, one table at the end,
-and the figures in build/bench.json. Runs each in a process of its own; measures nothing itself."""
+"""`python -m benchmarks [--quick]`: every benchmark that this machine can run, one table at the
+end, and the figures in build/bench.json. Runs each in a process of its own; measures nothing
+itself."""
 
 import argparse
 import json
@@ -47,18 +48,14 @@ class Parts:
         standard output. A run that fails gives no rows."""
         print(f"\n# {part}", flush=True)
         self._scratch.unlink(missing_ok=True)
-        writes_file = "{}" in arguments
         command = [str(self._scratch) if word == "{}" else word for word in arguments]
         done = subprocess.run(
-            [sys.executable, "-m", *command],
-            stdout=None if writes_file else subprocess.PIPE,
-            text=True,
-            check=False,
+            [sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True, check=False
         )
         if done.returncode != 0:
             self.failed.append(f"{part}: exit code {done.returncode}")
             return
-        text = self._scratch.read_text() if writes_file else done.stdout
+        text = self._scratch.read_text() if "{}" in arguments else done.stdout
         self.rows += read(json.loads(text))
 
 
