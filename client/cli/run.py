@@ -87,7 +87,7 @@ def _input_lines(prompts: Sequence[str], path: Path | None, max_tokens: int) -> 
         )
     if path is None:
         return [json.dumps({"prompt": text, "max_tokens": max_tokens}) for text in prompts]
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         raise ClientConfigError(
             "no such file", field="input", value=str(path), fix="name a JSONL file"
         )
