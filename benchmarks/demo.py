@@ -14,7 +14,7 @@ from benchmarks.demo_model import make_demo_model
 from client.driver import Driver
 from client.launcher import LocalDaemons
 from client.requests import GenerationRequest
-from client.scheduler import RequestOutput, Scheduler, SchedulerLimits
+from client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from client.worker_group import WorkerGroup
 from rpc_schema.config import (
     CacheConfig,
@@ -55,16 +55,7 @@ def main() -> None:
             f"ready in {time.monotonic() - began:.1f} s (processes {started - began:.1f} s, "
             f"model {sum(model.seconds.values()):.1f} s)\n"
         )
-        limits = SchedulerLimits(
-            max_num_seqs=SCHEDULER.max_num_seqs,
-            max_num_batched_tokens=SCHEDULER.max_num_batched_tokens,
-            max_model_len=model.max_model_len,
-            num_blocks=model.num_blocks,
-            block_size=model.block_size,
-            pipeline_parallel_size=parallel.pipeline_parallel_size,
-            eos_token_ids=model.metadata.eos_token_ids,
-        )
-        generate(Driver(group, Scheduler(limits)))
+        generate(Driver(group, Scheduler(scheduler_limits(model, config))))
         show_memory(group)
     say("stopped")
 

@@ -20,12 +20,12 @@ from client.errors import (
     FencedError,
     NotAttachedError,
     RemoteError,
-    StepFailed,
     TooManyStepsInFlight,
     WorkerDied,
     remote_error,
 )
 from client.loading import LoadedModel, LoadOptions, check_config, load
+from client.outcomes import Failure, Gather, StepFuture
 from client.scheduler_output import SchedulerOutput, StepResult
 from client.slots import EncodedStep, SlotTable
 from client.transport import EventsChannel, ResultsChannel, new_driver_id, parse_endpoint
@@ -93,100 +93,6 @@ class Progress(NamedTuple):
     phase_ms: int
 
 
-class _Gather:
-    """The replies of all ranks to one operation, by arrival: ranks are told apart only once they
-    have numbers."""
-
-    def __init__(self, seq: int) -> None:
-        self.seq = seq
-        self.replies: list[StepReplyMessage] = []
-        self.errors: list[ErrorReply] = []
-
-
-class _Failure:
-    """A failed step and what it takes with it; shared by the futures that it fails."""
-
-    def __init__(self, error: ClientError, rank: int, code: ErrorCode, traceback: str) -> None:
-        self.error = error
-        self.rank = rank
-        self.code = code
-        self.traceback = traceback
-        self.lost: set[str] = set()
-        self.reported = False
-        self._futures: list[StepFuture] = []
-
-    def settle(self, future: "StepFuture") -> None:
-        """Fail a future."""
-        future.failure = self
-        self._futures.append(future)
-
-    def take_over(self, older: "_Failure") -> None:
-        """Tell an older failure's losses too, to whoever would have heard of that one."""
-        self.lost |= older.lost
-        for future in older._futures:
-            self.settle(future)
-
-    def to_exception(self) -> ClientError:
-        """What the caller of result() gets; after this the group accepts steps again."""
-        self.reported = True
-        if isinstance(self.error, WorkerDied):
-            return self.error
-        message = self.error.message if isinstance(self.error, RemoteError) else str(self.error)
-        failed = StepFailed(
-            rank=self.rank,
-            code=self.code,
-            message=message,
-            remote_traceback=self.traceback,
-            lost_req_ids=frozenset(self.lost),
-        )
-        failed.__cause__ = self.error
-        return failed
-
-
-class StepFuture:
-    """The outcome of one step, to come. `result` and `done` also take in the replies to other steps
-    of the group."""
-
-    def __init__(self, group: "WorkerGroup", seq: int, step: EncodedStep | None, deadline: float):
-        self.seq = seq
-        self.step = step
-        self.deadline = deadline
-        self.samples = step is not None
-        """False for steps whose answer names no request."""
-        self.value: StepResult | None = None
-        self.failure: _Failure | None = None
-        self._group = group
-
-    def done(self) -> bool:
-        """Whether the outcome is known; never waits."""
-        if not self.settled:
-            self._group.take_replies(self)
-        return self.settled
-
-    def result(self, timeout_s: float | None = None) -> StepResult:
-        """Wait for the outcome.
-
-        Raises:
-            DeadlineExceeded: timeout_s passed; the step is still in flight.
-            StepFailed: a rank failed the step or one before it, or the step's own deadline passed.
-            From here on
-                the group takes steps again, without the requests that the error calls lost.
-            WorkerDied: the group is unusable.
-        """
-        until = self.deadline if timeout_s is None else time.monotonic() + timeout_s
-        self._group.wait_for(self, until)
-        if self.failure is not None:
-            raise self.failure.to_exception()
-        if self.value is None:
-            raise DeadlineExceeded(f"step {self.seq}", timeout_s or 0.0)
-        return self.value
-
-    @property
-    def settled(self) -> bool:
-        """Whether the outcome is known already."""
-        return self.value is not None or self.failure is not None
-
-
 class WorkerGroup:
     """Owns the sockets to a group's daemons. Belongs to one thread; close() (or `with`) frees it.
 
@@ -232,10 +138,10 @@ class WorkerGroup:
         self._links = [0] * len(endpoints)
         self._needs_relink = False
         self._attached: list[lc.CommitAttachReply] = []
-        self._gather: _Gather | None = None
+        self._gather: Gather | None = None
         self._in_flight: dict[int, StepFuture] = {}
         self._recently_done: deque[int] = deque(maxlen=16)
-        self._failure: _Failure | None = None
+        self._failure: Failure | None = None
         self._suspect: tuple[int, ErrorReply, float] | None = None
         self._dead: ClientError | None = None
         self._slots = SlotTable(1)
@@ -307,7 +213,7 @@ class WorkerGroup:
     def _start_epoch(self, epoch: int) -> None:
         """Forget everything of the epoch before; what was in flight in it fails."""
         error = ClientError("the group was attached anew: requests of before are dropped")
-        failure = _Failure(error, self.output_rank, ErrorCode.FENCED, "")
+        failure = Failure(error, self.output_rank, ErrorCode.FENCED, "")
         failure.lost |= self._slots.drop_all()
         self._fail_from(0, failure)
         self._failure = self._dead = self._gather = None
@@ -317,7 +223,7 @@ class WorkerGroup:
     def _commit_attach(self, deadline: float, timeout_s: float) -> None:
         """To all ranks before any is waited for: gloo has no abort, so a rank that hangs in a step
         is let go by its peers'."""
-        gather = self._gather = _Gather(0)
+        gather = self._gather = Gather(0)
         pending = [
             client.send_commit_attach(self._epoch, _remaining(deadline)) for client in self.clients
         ]
@@ -626,7 +532,7 @@ class WorkerGroup:
         if not self._epoch:
             raise ClientError("the group is not attached: call attach() and prepare() first")
 
-    def _untold_failure(self) -> _Failure | None:
+    def _untold_failure(self) -> Failure | None:
         """The failure that no result() has told yet, if any: also one that shows only now, as a
         broken link is mended before the next step.
 
@@ -641,7 +547,7 @@ class WorkerGroup:
     def _has_untold_failure(self) -> bool:
         return self._failure is not None and not self._failure.reported
 
-    def _refuse(self, failure: _Failure) -> StepFuture:
+    def _refuse(self, failure: Failure) -> StepFuture:
         """A future that fails at once; nothing was sent for it."""
         refused = StepFuture(self, 0, None, 0.0)
         failure.settle(refused)
@@ -661,13 +567,13 @@ class WorkerGroup:
             rank = self.output_rank if remote is None else remote.rank
             code = ErrorCode.COMM if remote is None else remote.code
             traceback = "" if remote is None else remote.remote_traceback
-            self._fail_from(0, _Failure(_as_client(error), rank, code, traceback))
+            self._fail_from(0, Failure(_as_client(error), rank, code, traceback))
 
     def _lose_rows(self, reason: str) -> None:
         """Forget all requests, and have the next step fail so that the scheduler hears of it."""
         lost = self._slots.drop_all()
         if lost:
-            failure = _Failure(ClientError(reason), self.output_rank, ErrorCode.PRECEDED_BY, "")
+            failure = Failure(ClientError(reason), self.output_rank, ErrorCode.PRECEDED_BY, "")
             failure.lost |= lost
             self._fail_from(0, failure)
 
@@ -713,7 +619,7 @@ class WorkerGroup:
         self._check_usable()
         self._events.discard_all()
         self._seq += 1
-        gather = self._gather = _Gather(self._seq)
+        gather = self._gather = Gather(self._seq)
         self._send_to_all(
             lambda client: send(client, StepIds(self._epoch, self._links[client.rank], gather.seq))
         )
@@ -728,7 +634,7 @@ class WorkerGroup:
             raise BadFrameError(f"{operation} was answered with a reply of another operation")
         return typed
 
-    def _collect(self, gather: _Gather, operation: str, deadline: float, timeout_s: float) -> None:
+    def _collect(self, gather: Gather, operation: str, deadline: float, timeout_s: float) -> None:
         while len(gather.replies) < self.world_size:
             if gather.errors:
                 raise self._root_cause(gather, operation)
@@ -740,7 +646,7 @@ class WorkerGroup:
             self._report_progress(operation)
         self._gather = None
 
-    def _root_cause(self, gather: _Gather, operation: str) -> RemoteError:
+    def _root_cause(self, gather: Gather, operation: str) -> RemoteError:
         """The first failure, unless it only tells of a peer's: then that peer's, if it comes
         soon."""
         consequences = (ErrorCode.UPSTREAM_FAILED, ErrorCode.COMM)
@@ -806,7 +712,7 @@ class WorkerGroup:
         try:
             future.value = _decode_outcome(future, reply, frames[1:])
         except BadFrameError as error:
-            self._fail_from(reply.seq, _Failure(_as_client(error), reply.rank, error.code, ""))
+            self._fail_from(reply.seq, Failure(_as_client(error), reply.rank, error.code, ""))
             return
         del self._in_flight[reply.seq]
         self._recently_done.append(reply.seq)
@@ -836,24 +742,24 @@ class WorkerGroup:
         seq = reply.seq if self._suspect is None else min(reply.seq, self._suspect[0])
         if reply.code is ErrorCode.GAP:
             seq = min(seq, reply.expected_seq)  # what is missing never ran either
-        self._fail_from(seq, _Failure(error, reply.rank, reply.code, reply.traceback))
+        self._fail_from(seq, Failure(error, reply.rank, reply.code, reply.traceback))
 
     def _fail_all_rows(self, reply: ErrorReply) -> None:
         """A rank failed a step whose result is out already: its rows are behind everybody
         else's."""
         self._needs_relink = self._needs_relink or self.world_size > 1
-        failure = _Failure(self._to_error(reply), reply.rank, reply.code, reply.traceback)
+        failure = Failure(self._to_error(reply), reply.rank, reply.code, reply.traceback)
         failure.lost |= self._slots.drop_all()
         self._fail_from(0, failure)
 
     def _fail_hung(self, future: StepFuture) -> None:
         error = DeadlineExceeded(f"step {future.seq}", self._step_timeout_s)
-        failure = _Failure(error, self.output_rank, ErrorCode.COMM, "")
+        failure = Failure(error, self.output_rank, ErrorCode.COMM, "")
         failure.lost |= self._slots.drop_all()
         self._needs_relink = self._needs_relink or self.world_size > 1
         self._fail_from(future.seq, failure)
 
-    def _fail_from(self, seq: int, failure: _Failure) -> None:
+    def _fail_from(self, seq: int, failure: Failure) -> None:
         """Fail step `seq` and every step behind it; and all requests where the link is broken,
         since no row survives a relink."""
         failed = [future for number, future in self._in_flight.items() if number >= seq]
@@ -872,7 +778,7 @@ class WorkerGroup:
     def _die(self, error: ClientError | WireError) -> None:
         self._dead = _as_client(error)
         rank = error.rank if isinstance(error, WorkerDied) else self.output_rank
-        self._fail_from(0, _Failure(self._dead, rank, ErrorCode.COMM, ""))
+        self._fail_from(0, Failure(self._dead, rank, ErrorCode.COMM, ""))
 
     def _drain(self) -> None:
         """Wait for the steps in flight, so that an operation on all rows finds none running."""

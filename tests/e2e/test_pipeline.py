@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from client.outcomes import StepFuture
 from client.requests import GenerationRequest
 from client.scheduler_output import NewRequest, SchedulerOutput
-from client.worker_group import StepFuture, WorkerGroup
+from client.worker_group import WorkerGroup
 from tests.support.checkpoints import VOCAB_SIZE, decisive_prompts, prompts
 from tests.support.delayed_daemon import DelayedDaemons, most_steps_at_once
 from tests.support.mock_schedulers import RandomScheduler

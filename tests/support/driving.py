@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from client.errors import StepFailed
+from client.outcomes import StepFuture
 from client.requests import GenerationRequest
 from client.scheduler_output import SchedulerOutput, StepResult
-from client.worker_group import StepFuture, WorkerGroup
+from client.worker_group import WorkerGroup
 from tests.support.checkpoints import Checkpoint, NearTie, prompts
 from tests.support.serving import connect, generate, greedy_request, worker_config
 

@@ -25,6 +25,7 @@ from client.driver import Driver
 from client.errors import LaunchError
 from client.launcher import LocalDaemons
 from client.loading import LoadedModel
+from client.outcomes import StepFuture
 from client.requests import GenerationRequest
 from client.scheduler import (
     RequestOutput,
@@ -33,7 +34,7 @@ from client.scheduler import (
     SchedulerLimits,
 )
 from client.scheduler_output import SchedulerOutput
-from client.worker_group import StepFuture, WorkerGroup
+from client.worker_group import WorkerGroup
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
