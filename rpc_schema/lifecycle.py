@@ -53,7 +53,8 @@ class HelloReply(msgspec.Struct, array_like=True, frozen=True, tag=1, kw_only=Tr
 
 
 class PrepareAttach(ControlRequest, frozen=True, tag=2, kw_only=True):
-    """First phase of attach: announce an epoch higher than any that this daemon has seen."""
+    """First phase of attach: announce an epoch higher than any that this daemon has seen. Refused
+    to a driver that has not said Hello with this daemon's protocol version."""
 
     driver_id: Uid
     epoch: Annotated[int, Meta(ge=1, le=2**63 - 1)]
