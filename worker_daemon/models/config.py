@@ -54,7 +54,6 @@ class DecoderConfig:
     tie_word_embeddings: bool
     dtype: str | None
     """One of DTYPES, as the checkpoint states it; None where it does not."""
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
     @property
@@ -107,7 +106,6 @@ def parse_model_config(hf: Mapping[str, object]) -> DecoderConfig:
         qk_norm=architecture.qk_norm,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         dtype=_dtype(fields),
-        bos_token_id=_bos_token_id(fields, architecture),
         eos_token_ids=_eos_token_ids(fields, architecture),
     )
 
@@ -198,12 +196,6 @@ def _dtype(fields: Fields) -> str | None:
     if name not in DTYPES:
         raise fields.error(field, "is not supported", "use one of " + ", ".join(DTYPES))
     return name
-
-
-def _bos_token_id(fields: Fields, architecture: Architecture) -> int | None:
-    if not fields.has("bos_token_id"):
-        return architecture.default_bos_token_id
-    return fields.optional_integer("bos_token_id", minimum=0)
 
 
 def _eos_token_ids(fields: Fields, architecture: Architecture) -> tuple[int, ...]:

@@ -32,7 +32,6 @@ class Architecture:
     """None means: as many as query heads."""
     default_head_dim: int | None
     """None means: hidden_size / num_attention_heads."""
-    default_bos_token_id: int | None
     default_eos_token_ids: tuple[int, ...]
 
 
@@ -46,7 +45,6 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             windows="none",
             default_num_kv_heads=None,
             default_head_dim=None,
-            default_bos_token_id=1,
             default_eos_token_ids=(2,),
         ),
         "MistralForCausalLM": Architecture(
@@ -57,7 +55,6 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             windows="all_layers",
             default_num_kv_heads=8,
             default_head_dim=None,
-            default_bos_token_id=1,
             default_eos_token_ids=(2,),
         ),
         "Qwen2ForCausalLM": Architecture(
@@ -68,7 +65,6 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             windows="upper_layers",
             default_num_kv_heads=32,
             default_head_dim=None,
-            default_bos_token_id=None,
             default_eos_token_ids=(),
         ),
         "Qwen3ForCausalLM": Architecture(
@@ -79,7 +75,6 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             windows="upper_layers",
             default_num_kv_heads=32,
             default_head_dim=128,
-            default_bos_token_id=None,
             default_eos_token_ids=(),
         ),
     }

@@ -103,9 +103,9 @@ class StepGate:
                 f"epoch {self.epoch} with link {self.link} holds",
                 fix="attach, and relink the group",
             )
-        return self.stale(message.seq)
+        return self._stale(message.seq)
 
-    def stale(self, seq: int) -> StaleError:
+    def _stale(self, seq: int) -> StaleError:
         """Return the error for a seq whose reply is no longer kept."""
         return StaleError(
             f"the reply to seq {seq} is no longer kept; the last accepted is {self.last_seq}"

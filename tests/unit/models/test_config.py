@@ -31,7 +31,7 @@ def test_required_fields_and_llama_defaults():
     assert (config.head_dim, config.num_key_value_heads) == (16, 4)
     assert config.layer_windows == (None,) * 4
     assert config.dtype is None and not config.tie_word_embeddings
-    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    assert config.eos_token_ids == (2,)
     assert not (config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm)
     assert config.max_supported_len is None
 
