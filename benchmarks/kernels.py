@@ -26,7 +26,6 @@ from benchmarks.paged_reference import (
     make_batch,
     relative_error,
 )
-from worker_daemon.kernels.kv_write import write_kv
 from worker_daemon.kernels.paged_attention import paged_attention
 from worker_daemon.kernels.tiles import (
     DeviceLimits,
@@ -151,8 +150,10 @@ def attend(
         batch.q,
         batch.kv_cache,
         batch.block_table,
+        batch.seq_rows,
         batch.query_start_loc,
         batch.seq_lens,
+        batch.seq_order,
         num_seqs=batch.num_seqs,
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
@@ -206,7 +207,7 @@ def measure(
 def run_case(case: Case, limits: DeviceLimits) -> list[Timing]:
     """The launcher's own choice first, checked, then the other tiles, then other splits."""
     batch = make_batch(LLAMA_8B, case.lengths, dtype=DTYPE, device="cuda", seed=1)
-    write_kv(batch.k, batch.v, batch.kv_cache, batch.slot_mapping)
+    batch.store()
     group_size = LLAMA_8B.num_q_heads // LLAMA_8B.num_kv_heads
     head_dim, num_kv_heads = LLAMA_8B.head_dim, LLAMA_8B.num_kv_heads
     expected = dense_attention(batch, None)
@@ -222,15 +223,6 @@ def run_case(case: Case, limits: DeviceLimits) -> list[Timing]:
     timings += [measure(case, batch, tile, splits, expected) for tile in DECODE_TILES]
     useful = [count for count in SPLITS if count == 1 or 128 * count <= batch.max_seq_len]
     return timings + [measure(case, batch, chosen, count, expected) for count in useful]
-
-
-def kv_write_timing(num_tokens: int) -> Timing:
-    """The time to write num_tokens tokens' keys and values."""
-    lengths = [(num_tokens // 8, num_tokens // 8)] * 8
-    batch = make_batch(LLAMA_8B, lengths, dtype=DTYPE, device="cuda", seed=2)
-    ms = graph_ms(lambda: write_kv(batch.k, batch.v, batch.kv_cache, batch.slot_mapping))
-    elements = 4 * num_tokens * LLAMA_8B.num_kv_heads * LLAMA_8B.head_dim
-    return Timing(f"kv write {num_tokens}", "-", 1, ms, None, elements * DTYPE.itemsize / 1e9, 0.0)
 
 
 def ceilings() -> str:
@@ -262,10 +254,6 @@ def report_first_uses() -> None:
             for name, lengths in FIRST_USES.items():
                 batch = make_batch(LLAMA_8B, lengths, dtype=dtype, device="cuda", seed=4)
                 out = torch.empty(batch.q.shape, dtype=dtype, device="cuda")
-                if window is None and not spent:
-                    spent["kv write"] = first_ms(
-                        lambda b=batch: write_kv(b.k, b.v, b.kv_cache, b.slot_mapping)
-                    )
                 spent[name + suffix] = first_ms(
                     lambda b=batch, o=out, w=window: attend(b, o, window=w)
                 )
@@ -334,14 +322,13 @@ def main() -> int:
         chosen.append(timings[0])
         best.append(min(timings, key=lambda timing: timing.ms or float("inf")))
         everything += timings
-    writes = [kv_write_timing(num_tokens) for num_tokens in (256, 8192)]
-    report(chosen + writes, best)
+    report(chosen, best)
     batch = make_batch(LLAMA_8B, [(1, 64)] * 8, dtype=DTYPE, device="cuda", seed=3)
     out = torch.empty(batch.q.shape, dtype=DTYPE, device="cuda")
-    write_kv(batch.k, batch.v, batch.kv_cache, batch.slot_mapping)
+    batch.store()
     print(f"\nhost cost of an eager launch: {host_us(lambda: attend(batch, out)):.1f} us")
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps([asdict(row) for row in everything + writes], indent=1))
+        arguments.out.write_text(json.dumps([asdict(row) for row in everything], indent=1))
     wrong = [row for row in everything if row.error is not None and not row.error < MAX_ERROR]
     for row in wrong:
         print(f"WRONG {line(row)}", file=sys.stderr)

@@ -37,9 +37,11 @@ class PagedBatch:
     v: torch.Tensor  # [N, Hkv, D]
     kv_cache: torch.Tensor  # [num_blocks, 2, block_size, Hkv, D], NaN wherever nothing was written
     slot_mapping: torch.Tensor  # [N] int64, -1 = padding
-    block_table: torch.Tensor  # [B, max_blocks] int32
+    block_table: torch.Tensor  # [rows, max_blocks] int32
+    seq_rows: torch.Tensor  # [B] int32, distinct rows of the block table
     query_start_loc: torch.Tensor  # [B + 1] int32
     seq_lens: torch.Tensor  # [B] int32
+    seq_order: torch.Tensor  # [B] int32, a permutation
     num_seqs: int
     max_query_len: int
     max_seq_len: int
@@ -49,6 +51,13 @@ class PagedBatch:
     @property
     def num_real_tokens(self) -> int:
         return sum(self.query_lens)
+
+    def store(self) -> None:
+        """Write this step's k and v to their slots, as the layer operations do before attention."""
+        slots = self.slot_mapping[: self.num_real_tokens]
+        block, offset = slots // self.shape.block_size, slots % self.shape.block_size
+        self.kv_cache[block, 0, offset] = self.k[: self.num_real_tokens]
+        self.kv_cache[block, 1, offset] = self.v[: self.num_real_tokens]
 
 
 def make_batch(
@@ -76,6 +85,9 @@ def make_batch(
     q, k, v = (part.unflatten(1, (-1, shape.head_dim)) for part in projected.split(widths, dim=1))
 
     tables = _random_tables(seq_lens, shape.block_size, generator, device)
+    seq_rows = torch.randperm(len(lengths) + 2, generator=generator, device=device)[: len(lengths)]
+    block_table = torch.full((len(lengths) + 2, tables.shape[1]), -1, device=device).int()
+    block_table[seq_rows] = tables
     num_blocks = 1 + max(1, int(tables.max()) if tables.numel() else 1)
     cache = torch.full(
         (num_blocks, 2, shape.block_size, shape.num_kv_heads, shape.head_dim),
@@ -112,9 +124,11 @@ def make_batch(
         v=v,
         kv_cache=cache,
         slot_mapping=slots,
-        block_table=tables,
+        block_table=block_table,
+        seq_rows=seq_rows.int(),
         query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        seq_order=torch.randperm(len(lengths), generator=generator, device=device).int(),
         num_seqs=len(lengths),
         max_query_len=max(query_lens, default=0),
         max_seq_len=max(seq_lens, default=0),

@@ -11,7 +11,6 @@ from benchmarks.paged_reference import (
     relative_error,
 )
 from worker_daemon.kernels.backend import TritonAttention
-from worker_daemon.kernels.kv_write import write_kv
 from worker_daemon.kernels.paged_attention import paged_attention
 
 pytestmark = [
@@ -43,13 +42,15 @@ def build(
 
 def attend(batch: PagedBatch, window: int | None, **overrides: object) -> torch.Tensor:
     """Writes K and V, attends into an output full of NaN."""
-    write_kv(batch.k, batch.v, batch.kv_cache, batch.slot_mapping)
+    batch.store()
     return paged_attention(
         batch.q,
         batch.kv_cache,
         batch.block_table,
+        batch.seq_rows,
         batch.query_start_loc,
         batch.seq_lens,
+        batch.seq_order,
         num_seqs=batch.num_seqs,
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
@@ -134,12 +135,11 @@ def test_many_sequences_beyond_the_first_two_gibielements() -> None:
 
 def test_the_backend_runs_in_a_cuda_graph() -> None:
     batch = build(LLAMA_8B, DECODES, torch.bfloat16, seed=5, num_padding=5)
+    batch.store()
     backend = TritonAttention(torch.device("cuda"))
 
     def step() -> torch.Tensor:
-        return backend.forward(
-            batch.q, batch.k, batch.v, batch.kv_cache, batch, batch.shape.scale, None
-        )
+        return backend.attend(batch.q, batch.kv_cache, batch, batch.shape.scale, None)
 
     step()
     torch.cuda.synchronize()

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 from worker_daemon.kernels.tiles import (
     DeviceLimits,
     Tile,
@@ -35,15 +36,17 @@ _REDUCE_CHUNK = 64
 
 # Arguments that change from step to step must not each bring a compilation of their own.
 _STEP_SIZES = ("num_seqs", "num_tokens", "window", "table_stride")
-_STEP_TENSORS = ("block_table", "query_start_loc", "seq_lens")
+_STEP_TENSORS = ("block_table", "seq_rows", "query_start_loc", "seq_lens", "seq_order")
 
 
 def paged_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
+    seq_rows: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
+    seq_order: torch.Tensor,
     *,
     num_seqs: int,
     max_query_len: int,
@@ -55,6 +58,7 @@ def paged_attention(
     tile: Tile | None = None,
     num_splits: int | None = None,
     workspace: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Causal softmax(scale * q k^T) v of every query token over its sequence's cached keys.
 
@@ -67,9 +71,12 @@ def paged_attention(
         q: [N, Hq, D] fp32, bf16 or fp16, the last dimension contiguous. D is a multiple of 8 up to
             256, G any integer up to the rows of a tile.
         kv_cache: [num_blocks, 2, block_size, Hkv, D], dtype of q; [:, 0] is K and [:, 1] is V.
-        block_table: [>= B, max_blocks] int32, rows contiguous.
+        block_table: [rows, max_blocks] int32, each row contiguous.
+        seq_rows: [>= B] int32, the row of the block table that each sequence has.
         query_start_loc: [B + 1] int32, non-decreasing from 0 to the number of real tokens, <= N.
         seq_lens: [>= B] int32, the keys of each sequence, its query tokens included.
+        seq_order: [>= B] int32, a permutation: the order in which decodes start. Longest first
+            leaves the shortest tail.
         num_seqs: B. Sequences without query tokens are allowed.
         max_query_len: an upper bound of the query lengths.
         max_seq_len: an upper bound of seq_lens; serves to choose the number of splits.
@@ -80,6 +87,7 @@ def paged_attention(
         tile: overrides the choice of tile.
         num_splits: overrides the choice of splits, >= 1; without effect outside the decode path.
         workspace: fp32, flat, at least `workspace_elements(...)`; allocated when None and needed.
+        pdl: launch as launch.has_dependent_launch allows on this device.
 
     Returns:
         out.
@@ -95,12 +103,12 @@ def paged_attention(
     limits = DeviceLimits.of(q.device) if limits is None else limits
     num_kv_heads = kv_cache.shape[3]
     group_size = q.shape[1] // num_kv_heads
-    batch = (block_table, query_start_loc, seq_lens)
+    batch = (block_table, seq_rows, query_start_loc, seq_lens)
     if max_query_len != 1:
         tile = tile or prefill_tile(
             q.shape[0], num_seqs, num_kv_heads, group_size, q.shape[2], q.dtype, limits
         )
-        _launch_prefill(out, q, kv_cache, *batch, num_seqs, scale, window, tile)
+        _launch_prefill(out, q, kv_cache, *batch, num_seqs, scale, window, tile, pdl)
         return out
     if num_splits is None:
         num_splits = choose_num_splits(num_seqs, num_kv_heads, max_seq_len, window, limits)
@@ -110,7 +118,20 @@ def paged_attention(
     if num_splits > 1 and workspace is None:
         elements = workspace_elements(q.shape[0], q.shape[1], q.shape[2], num_splits)
         workspace = torch.empty(elements, dtype=torch.float32, device=q.device)
-    _launch_decode(out, q, kv_cache, *batch, num_seqs, scale, window, tile, num_splits, workspace)
+    _launch_decode(
+        out,
+        q,
+        kv_cache,
+        *batch,
+        seq_order,
+        num_seqs,
+        scale,
+        window,
+        tile,
+        num_splits,
+        workspace,
+        pdl,
+    )
     return out
 
 
@@ -124,12 +145,14 @@ def _launch_prefill(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
+    seq_rows: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     num_seqs: int,
     scale: float,
     window: int | None,
     tile: Tile,
+    pdl: bool,
 ) -> None:
     """One program per (block of query tokens, KV head).
 
@@ -146,6 +169,7 @@ def _launch_prefill(
         q,
         kv_cache,
         block_table,
+        seq_rows,
         query_start_loc,
         seq_lens,
         num_seqs,
@@ -164,9 +188,11 @@ def _launch_prefill(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=padded_head_dim(head_dim),
+        PDL=pdl,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
         num_stages=tile.num_stages,
+        **launch_options(pdl),
     )
 
 
@@ -175,14 +201,17 @@ def _launch_decode(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
+    seq_rows: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
+    seq_order: torch.Tensor,
     num_seqs: int,
     scale: float,
     window: int | None,
     tile: Tile,
     num_splits: int,
     workspace: torch.Tensor | None,
+    pdl: bool,
 ) -> None:
     """One program per (KV head, sequence, split); a second kernel merges several splits."""
     num_tokens, num_q_heads, head_dim = q.shape
@@ -200,8 +229,10 @@ def _launch_decode(
         q,
         kv_cache,
         block_table,
+        seq_rows,
         query_start_loc,
         seq_lens,
+        seq_order,
         num_seqs,
         num_tokens,
         num_splits,
@@ -220,9 +251,11 @@ def _launch_decode(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=padded_head_dim(head_dim),
+        PDL=pdl,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
         num_stages=tile.num_stages,
+        **launch_options(pdl),
     )
     if num_splits > 1:
         _merge_splits_kernel[(num_seqs, num_q_heads)](
@@ -236,8 +269,10 @@ def _launch_decode(
             HEAD_DIM=head_dim,
             CHUNK=_REDUCE_CHUNK,
             BLOCK_D=padded_head_dim(head_dim),
+            PDL=pdl,
             num_warps=4,
             enable_fp_fusion=True,
+            **launch_options(pdl),
         )
 
 
@@ -332,6 +367,7 @@ def _prefill_kernel(
     q,
     kv_cache,
     block_table,
+    seq_rows,
     query_start_loc,
     seq_lens,
     num_seqs,
@@ -355,7 +391,10 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    await_previous(PDL)
     # The last blocks of a sequence have the most keys: they start first, and short ones fill up.
     q_block = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -387,7 +426,7 @@ def _prefill_kernel(
     first_pos = seq_len - query_len + first_query
     end = tl.minimum(first_pos + BLOCK_Q, seq_len)
     keys = kv_cache + kv_head * cache_head_stride
-    table = block_table + seq.to(tl.int64) * table_stride
+    table = block_table + tl.load(seq_rows + seq).to(tl.int64) * table_stride
     if HAS_WINDOW:
         masked_from = tl.maximum(first_pos - window + 1, 0) // BLOCK_N * BLOCK_N
     else:
@@ -420,8 +459,10 @@ def _decode_kernel(
     q,
     kv_cache,
     block_table,
+    seq_rows,
     query_start_loc,
     seq_lens,
+    seq_order,
     num_seqs,
     num_tokens,
     num_splits,
@@ -445,10 +486,15 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    await_previous(PDL)
     # Heads go first: those of one sequence run together and share the pages of its blocks.
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
+    if seq < num_seqs:
+        seq = tl.load(seq_order + seq)
     split = tl.program_id(2)
     row = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
@@ -475,7 +521,7 @@ def _decode_kernel(
     seq_len = tl.load(seq_lens + seq)
     q_pos = tl.zeros([BLOCK_M], tl.int32) + (seq_len - 1)
     keys = kv_cache + kv_head * cache_head_stride
-    table = block_table + seq.to(tl.int64) * table_stride
+    table = block_table + tl.load(seq_rows + seq).to(tl.int64) * table_stride
 
     first_tile = 0
     if HAS_WINDOW:
@@ -520,8 +566,11 @@ def _merge_splits_kernel(
     HEAD_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[token, head] = the mean of its partial rows, weighted by exp2 of their log-sum-exps."""
+    start_next(PDL)
+    await_previous(PDL)
     seq = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.load(query_start_loc + seq)

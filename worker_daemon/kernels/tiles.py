@@ -149,6 +149,27 @@ def shared_bytes(tile: Tile, head_dim: int, dtype: torch.dtype) -> int:
     return (keys_and_values + tile.block_m * (width + tile.block_n)) * dtype.itemsize
 
 
+def length_bounds(
+    num_seqs: int, num_kv_heads: int, longest: int, limits: DeviceLimits
+) -> list[int]:
+    """Return ascending bounds of a decode's context length, the last one `longest`: a launch made
+    for a bound serves every length up to it well.
+
+    Between two bounds the number of splits would not differ, or not by enough to matter.
+    """
+    candidates = [bound for bound in (256, 1024, 4096) if bound < longest]
+    splits = [
+        choose_num_splits(num_seqs, num_kv_heads, bound, None, limits)
+        for bound in (*candidates, longest)
+    ]
+    differing = [
+        bound
+        for bound, own, larger in zip(candidates, splits[:-1], splits[1:], strict=True)
+        if own < larger
+    ]
+    return [*differing, longest]
+
+
 def choose_num_splits(
     num_seqs: int, num_kv_heads: int, max_seq_len: int, window: int | None, limits: DeviceLimits
 ) -> int:

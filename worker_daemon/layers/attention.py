@@ -21,9 +21,9 @@ from worker_daemon.layers.linear import (
     RowShard,
     even_shard,
 )
-from worker_daemon.layers.norm import RMSNorm
+from worker_daemon.layers.norm import QueryKeyNorm
+from worker_daemon.layers.ops import LayerOps
 from worker_daemon.layers.parameter import Parameter
-from worker_daemon.layers.rotary import rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,18 @@ class AttentionMetadata:
     """int32 [B + 1], device: sequence b owns tokens from entry b up to entry b + 1."""
     seq_lens: Tensor
     """int32 [B], device: context length, this step's tokens included."""
+    seq_order: Tensor
+    """int32 [B], device: the sequences in the order in which work on them best starts."""
     block_table: Tensor
-    """int32 [B, max_blocks], device: block ids of each sequence in order."""
+    """int32 [rows, max_blocks], device: block ids of each request row in order."""
+    seq_rows: Tensor
+    """int32 [B], device: the row of the block table that each sequence has."""
     slot_mapping: Tensor
     """int64 [N], device: block_id * block_size + offset; padding points into block 0."""
     num_seqs: int
     max_query_len: int
     max_seq_len: int
+    """An upper bound of seq_lens, on which the choice of launches may depend."""
     query_lens_np: npt.NDArray[np.int32]
     """int32 [B], host: this step's tokens of each sequence."""
     seq_lens_np: npt.NDArray[np.int32]
@@ -50,18 +55,16 @@ class AttentionMetadata:
 class AttentionBackend(Protocol):
     """Computes attention for one layer; stateless, so that one object serves every layer."""
 
-    def forward(
+    def attend(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """Stores k and v at slot_mapping, then attends: q [N, Hq, D], k and v [N, Hkv, D] -> [N,
-        Hq, D].
+        """q [N, Hq, D], any strides with the last dimension contiguous -> [N, Hq, D]; this step's
+        keys and values are in kv_cache already.
 
         A query at position p sees keys at positions p - window + 1 to p (all up to p without a
         window). Tokens behind the last sequence are padding; their output is finite and otherwise
@@ -70,13 +73,11 @@ class AttentionBackend(Protocol):
 
 
 class NullAttention:
-    """Stands in while there is no KV cache, as in the memory profile: zeros, nothing stored."""
+    """Stands in while there is no KV cache, as in the memory profile: zeros."""
 
-    def forward(
+    def attend(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         scale: float,
@@ -89,12 +90,13 @@ class NullAttention:
 class ForwardContext:
     """What every layer of one forward pass shares."""
 
-    cos: Tensor
-    """float32 [N, 1, D / 2]"""
-    sin: Tensor
-    """float32 [N, 1, D / 2]"""
+    positions: Tensor
+    """int32 or int64 [N], each below P"""
+    rotary_table: Tensor
+    """float32 [P, 2, D / 2]: cos, then sin"""
     metadata: AttentionMetadata
     backend: AttentionBackend
+    ops: LayerOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,45 +164,30 @@ class Attention:
             dtype=dtype,
             device=device,
         )
-        self._head_norms = (
+        self._head_norm = (
             None
             if shape.qk_norm_eps is None
-            else [
-                RMSNorm(
-                    f"{prefix}.{name}.weight",
-                    shape.head_dim,
-                    shape.qk_norm_eps,
-                    dtype=dtype,
-                    device=device,
-                )
-                for name in ("q_norm", "k_norm")
-            ]
+            else QueryKeyNorm(prefix, shape.head_dim, shape.qk_norm_eps, dtype=dtype, device=device)
         )
 
     def forward(self, x: Tensor, kv_cache: Tensor, context: ForwardContext) -> Tensor:
-        """x [N, H] -> [N, H]; writes this layer's k and v into kv_cache."""
-        q, k, v = (
-            part.view(part.shape[0], part.shape[1] // self.head_dim, self.head_dim)
-            for part in torch.split(self._qkv.forward(x), self._qkv.sizes, dim=-1)
-        )
-        if self._head_norms is not None:
-            q_norm, k_norm = self._head_norms
-            q, k = q_norm.forward(q), k_norm.forward(k)
-        attended = context.backend.forward(
-            rotate(q, context.cos, context.sin),
-            rotate(k, context.cos, context.sin),
-            v,
+        """x [N, H] -> [N, H]; writes this layer's k and v into kv_cache, unless that is empty."""
+        q = context.ops.rotate_and_store(
+            self._qkv.forward(x, context.ops),
+            context.positions,
+            context.rotary_table,
+            self.num_kv_heads,
+            None if self._head_norm is None else self._head_norm.weights,
             kv_cache,
-            context.metadata,
-            self._scale,
-            self.window,
+            context.metadata.slot_mapping,
         )
-        return self._out.forward(attended.flatten(1))
+        attended = context.backend.attend(q, kv_cache, context.metadata, self._scale, self.window)
+        return self._out.forward(attended.flatten(1), context.ops)
 
     def parameters(self) -> Iterator[Parameter]:
         yield from self._qkv.parameters()
-        for norm in self._head_norms or ():
-            yield from norm.parameters()
+        if self._head_norm is not None:
+            yield from self._head_norm.parameters()
         yield from self._out.parameters()
 
 

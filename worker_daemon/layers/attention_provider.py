@@ -1,15 +1,32 @@
 """Which implementation of attention serves a device: probed once, reported by name. Knows no
 step."""
 
+import logging
+import warnings
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from worker_daemon.errors import ConfigError
-from worker_daemon.layers.attention import AttentionBackend
+from worker_daemon.layers.attention import AttentionBackend, AttentionMetadata
+from worker_daemon.layers.prompt_attention import (
+    PLAN_TOKENS,
+    PromptAttention,
+    WholeAttention,
+    cudnn_attention,
+)
 from worker_daemon.layers.torch_attention import TorchPagedAttention
 
 MAX_HEAD_DIM = 256
+
+_MAX_CUDNN_HEAD_DIM = 128
+
+_MAX_RELATIVE_ERROR = 2e-2
+"""bf16 comes to a quarter of it; a wrong mask or scale to far more."""
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +35,14 @@ class AttentionProvider:
 
     name: str
     backend: AttentionBackend
+
+
+class HeadShape(NamedTuple):
+    """The heads of an attention layer on this rank."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 def probe_attention(device: torch.device, head_dim: int) -> AttentionProvider:
@@ -39,3 +64,76 @@ def probe_attention(device: torch.device, head_dim: int) -> AttentionProvider:
     from worker_daemon.kernels.backend import TritonAttention
 
     return AttentionProvider("triton", TritonAttention(device))
+
+
+def add_prompt_attention(
+    paged: AttentionProvider, device: torch.device, heads: HeadShape, dtype: torch.dtype
+) -> AttentionProvider:
+    """Return a provider that leaves whole prompts to cuDNN where that computes them rightly, else
+    the paged one. Waits for the device. To be called on the thread that runs the steps."""
+    if (
+        device.type != "cuda"
+        or dtype not in (torch.bfloat16, torch.float16)
+        or heads.head_dim > _MAX_CUDNN_HEAD_DIM
+        or not is_accurate(cudnn_attention, device, heads, dtype)
+    ):
+        return paged
+    return AttentionProvider(f"{paged.name}+cudnn", PromptAttention(paged.backend, cudnn_attention))
+
+
+@torch.inference_mode()
+def is_accurate(
+    whole: WholeAttention, device: torch.device, heads: HeadShape, dtype: torch.dtype
+) -> bool:
+    """Tell whether a random prompt comes out as it does in plain torch and float32, in a step laid
+    out as a model's are. An implementation that raises is logged, and not accurate."""
+    num_tokens = PLAN_TOKENS[0] + 40  # a head and a chunk behind it
+    random = torch.Generator(device).manual_seed(0)
+    num_q_heads, num_kv_heads, head_dim = heads
+    shape = (num_tokens, num_q_heads + 2 * num_kv_heads, head_dim)
+    qkv = torch.randn(shape, generator=random, device=device, dtype=dtype)
+    q, k, v = qkv.split([num_q_heads, num_kv_heads, num_kv_heads], dim=1)
+    kv_cache, metadata = _one_prompt(k, v)
+    plain = TorchPagedAttention()
+    scale = head_dim**-0.5
+    expected = plain.attend(q.float(), kv_cache.float(), metadata, scale, None)
+    try:
+        with warnings.catch_warnings():  # torch tells by warnings why it has no kernel
+            warnings.simplefilter("ignore")
+            out = PromptAttention(plain, whole).attend(q, kv_cache, metadata, scale, None)
+        error = torch.linalg.vector_norm(out - expected) / torch.linalg.vector_norm(expected)
+        relative_error = float(error)
+    except RuntimeError as failure:
+        _LOG.warning("whole prompts stay with the paged kernel: %s", failure)
+        return False
+    if relative_error < _MAX_RELATIVE_ERROR:
+        return True
+    _LOG.warning("whole prompts stay with the paged kernel: relative error %.2g", relative_error)
+    return False
+
+
+def _one_prompt(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, AttentionMetadata]:
+    """k and v [N, Hkv, D] -> a cache that holds them, and the step of a prompt that has them."""
+    block_size = 16
+    num_tokens, num_kv_heads, head_dim = k.shape
+    num_blocks = -(-num_tokens // block_size)
+    kv_cache = k.new_zeros((1 + num_blocks, 2, block_size, num_kv_heads, head_dim))
+    slots = torch.arange(num_tokens, device=k.device) + block_size
+    for which, rows in enumerate((k, v)):
+        kv_cache[slots // block_size, which, slots % block_size] = rows
+    blocks = torch.arange(1, 1 + num_blocks, dtype=torch.int32, device=k.device)
+    zero, length = blocks.new_zeros(1), blocks.new_full((1,), num_tokens)
+    metadata = AttentionMetadata(
+        query_start_loc=torch.cat((zero, length)),
+        seq_lens=length,
+        seq_order=zero,
+        block_table=blocks.unsqueeze(0),
+        seq_rows=zero,
+        slot_mapping=slots,
+        num_seqs=1,
+        max_query_len=num_tokens,
+        max_seq_len=num_tokens,
+        query_lens_np=np.array([num_tokens], np.int32),
+        seq_lens_np=np.array([num_tokens], np.int32),
+    )
+    return kv_cache, metadata

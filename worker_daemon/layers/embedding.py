@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from worker_daemon.distributed.tp import TensorParallel
+from worker_daemon.layers.ops import LayerOps
 from worker_daemon.layers.parameter import Parameter, Piece
 
 _ROW_MULTIPLE = 64
@@ -75,11 +76,29 @@ class LMHead:
         self._vocab_size = vocab_size
         self._tp = tp
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, ops: LayerOps) -> Tensor:
         """hidden [R, H] in the model's dtype -> contiguous float32 [R, V], equal on every rank."""
-        local = functional.linear(hidden, self._weight.data)
+        local = ops.linear(hidden, self._weight.data, None)
         logits = self._tp.all_gather_last_dim(local)[:, : self._vocab_size]
         return logits.to(torch.float32).contiguous()
+
+    def likeliest(self, hidden: Tensor, ops: LayerOps) -> Tensor:
+        """hidden [R, H] -> int64 [R]: each row's token with the largest logit, the lowest id among
+        equals. Of several ranks each sends its best alone, not its logits."""
+        local = ops.linear(hidden, self._weight.data, None)
+        if self._tp.size == 1:
+            return ops.greedy_tokens(local, self._vocab_size)
+        rows = self._weight.data.shape[0]
+        first = self._tp.rank * rows
+        present = min(self._vocab_size - first, rows)
+        best = local.new_full((hidden.shape[0], 2), -torch.inf, dtype=torch.float32)
+        if present > 0:
+            token_ids = ops.greedy_tokens(local, present)
+            best[:, 0] = local.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+            best[:, 1] = token_ids + first  # exact: ids are below 2^24
+        of_all = self._tp.all_gather_last_dim(best).view(-1, self._tp.size, 2)
+        winner = of_all[:, :, 0].argmax(dim=-1, keepdim=True)
+        return of_all[:, :, 1].gather(1, winner).squeeze(1).long()
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._weight

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from worker_daemon.distributed.tp import TensorParallel
+from worker_daemon.layers.ops import LayerOps
 from worker_daemon.layers.parameter import Parameter, Piece
 
 
@@ -57,10 +57,10 @@ class ColumnParallelLinear:
             Parameter((rows,), _bias_pieces(shards), dtype=dtype, device=device) if bias else None
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
         """x [N, I] -> [N, local O]."""
         bias = None if self._bias is None else self._bias.data
-        return functional.linear(x, self._weight.data, bias)
+        return ops.linear(x, self._weight.data, bias)
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._weight
@@ -103,10 +103,10 @@ class RowParallelLinear:
             else None
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
         """x [N, local I] -> [N, O], equal on every rank."""
         bias = None if self._bias is None else self._bias.data
-        return self._tp.all_reduce(functional.linear(x, self._weight.data, bias))
+        return self._tp.all_reduce(ops.linear(x, self._weight.data, bias))
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._weight

@@ -1,12 +1,12 @@
-"""Root-mean-square norm (Zhang and Sennrich, 2019), alone and after a residual addition."""
+"""Root-mean-square norms (Zhang and Sennrich, 2019): of the residual stream, of attention heads."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from worker_daemon.layers.parameter import Parameter, whole_vector
+from worker_daemon.layers.ops import HeadNorms, LayerOps
+from worker_daemon.layers.parameter import Parameter, Piece, whole_vector
 
 
 class RMSNorm:
@@ -19,14 +19,46 @@ class RMSNorm:
         self._weight = Parameter((size,), pieces, dtype=dtype, device=device)
         self._eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., size] -> the same shape and dtype."""
-        return functional.rms_norm(x, self._weight.data.shape, self._weight.data, self._eps)
+    def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
+        """x [N, size] -> the same shape and dtype."""
+        return ops.rms_norm(x, self._weight.data, self._eps)
 
-    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(s), s) with s = x + residual, rounded to the model's dtype before the norm."""
-        total = residual + x
-        return self.forward(total), total
+    def add_and_norm(
+        self, x: Tensor | None, residual: Tensor, ops: LayerOps
+    ) -> tuple[Tensor, Tensor]:
+        """(norm(s), s) with s = residual + x, rounded to the model's dtype before the norm; without
+        x, s is residual itself."""
+        if x is None:
+            return self.forward(residual, ops), residual
+        return ops.add_rms_norm(x, residual, self._weight.data, self._eps)
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self._weight
+
+
+class QueryKeyNorm:
+    """The norms of the query and of the key heads, which their rotation applies."""
+
+    def __init__(
+        self, prefix: str, head_dim: int, eps: float, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        pieces = (
+            Piece(
+                f"{prefix}.{name}.weight",
+                (head_dim,),
+                (slice(0, head_dim),),
+                (slice(start, start + head_dim),),
+                "norm",
+            )
+            for name, start in (("q_norm", 0), ("k_norm", head_dim))
+        )
+        self._weight = Parameter((2 * head_dim,), pieces, dtype=dtype, device=device)
+        self._eps = eps
+
+    @property
+    def weights(self) -> HeadNorms:
+        """What LayerOps.rotate_and_store takes; views the parameter."""
+        return HeadNorms(self._weight.data.view(2, -1), self._eps)
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._weight

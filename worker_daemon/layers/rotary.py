@@ -153,23 +153,16 @@ class YarnRope:
 Rope = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope
 
 
-class RotaryEmbedding:
-    """Owns the float32 table of cos and sin for positions below max_model_len."""
-
-    def __init__(self, rope: Rope, max_model_len: int, device: torch.device) -> None:
-        positions = torch.arange(max_model_len, dtype=torch.float32, device=device)
-        angles = positions.unsqueeze(-1) * rope.inv_freq().to(device)
-        scaling = rope.attention_scaling
-        self._table = torch.stack((angles.cos() * scaling, angles.sin() * scaling), dim=1)
-
-    def lookup(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions int64 [N], below max_model_len -> cos, sin: float32 [N, 1, head_dim / 2]."""
-        cos, sin = self._table[positions].unbind(1)
-        return cos.unsqueeze(1), sin.unsqueeze(1)
+def rotary_table(rope: Rope, max_model_len: int, device: torch.device) -> Tensor:
+    """float32 [max_model_len, 2, head_dim / 2]: cos and sin of every position's angles."""
+    positions = torch.arange(max_model_len, dtype=torch.float32, device=device)
+    angles = positions.unsqueeze(-1) * rope.inv_freq().to(device)
+    scaling = rope.attention_scaling
+    return torch.stack((angles.cos() * scaling, angles.sin() * scaling), dim=1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [N, heads, D] turned by the angles of `lookup`: halves paired, rounded once."""
+    """x [N, heads, D] turned by cos and sin, float32 [N, 1, D / 2]: halves paired, rounded once."""
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x.dtype)

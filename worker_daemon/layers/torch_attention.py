@@ -14,17 +14,14 @@ from worker_daemon.layers.attention import AttentionMetadata
 class TorchPagedAttention:
     """AttentionBackend on any device; host work grows with the sequences, no device sync."""
 
-    def forward(
+    def attend(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         scale: float,
         window: int | None,
     ) -> Tensor:
-        _write_kv(k, v, kv_cache, metadata.slot_mapping)
         out = torch.zeros_like(q)
         start = 0
         lengths = zip(metadata.query_lens_np.tolist(), metadata.seq_lens_np.tolist(), strict=True)
@@ -32,17 +29,9 @@ class TorchPagedAttention:
             tokens = slice(start, start + query_len)
             start += query_len
             if query_len:
-                blocks = metadata.block_table[seq]
+                blocks = metadata.block_table[metadata.seq_rows[seq]]
                 out[tokens] = _attend(q[tokens], kv_cache, blocks, seq_len, scale, window)
         return out
-
-
-def _write_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    block_size = kv_cache.shape[2]
-    block_ids = torch.div(slot_mapping, block_size, rounding_mode="floor")
-    offsets = slot_mapping % block_size
-    kv_cache[block_ids, 0, offsets] = k
-    kv_cache[block_ids, 1, offsets] = v
 
 
 def _attend(

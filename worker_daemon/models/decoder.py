@@ -1,16 +1,15 @@
 """The decoder: one pipeline stage of it, for every architecture of the registry. Knows no request
 and no file.
 
-Shapes: N tokens in the step, R rows with logits, H hidden size, V vocabulary. Between layers and
-between stages goes only the residual stream [N, H], summed and rounded to the model's dtype, so
-that a split model computes the same bits.
+Shapes: N tokens in the step, R rows with logits, H hidden size, V vocabulary. The residual stream
+[N, H] is summed and rounded to the model's dtype after every addition, between layers as between
+stages, so that a split model computes the same bits.
 """
 
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from worker_daemon.distributed.tp import SingleRank, TensorParallel
 from worker_daemon.layers.attention import (
@@ -24,8 +23,10 @@ from worker_daemon.layers.attention import (
 from worker_daemon.layers.embedding import LMHead, VocabParallelEmbedding, vocab_parallel_weight
 from worker_daemon.layers.linear import ColumnParallelLinear, RowParallelLinear, even_shard
 from worker_daemon.layers.norm import RMSNorm
+from worker_daemon.layers.ops import LayerOps
+from worker_daemon.layers.ops_provider import probe_layer_ops
 from worker_daemon.layers.parameter import Parameter
-from worker_daemon.layers.rotary import RotaryEmbedding
+from worker_daemon.layers.rotary import rotary_table
 from worker_daemon.models.config import DecoderConfig
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -61,10 +62,9 @@ class MLP:
             device=device,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
         """x [N, H] -> [N, H]."""
-        gate, up = self._gate_up.forward(x).chunk(2, dim=-1)
-        return self._down.forward(functional.silu(gate) * up)
+        return self._down.forward(ops.silu_and_mul(self._gate_up.forward(x, ops)), ops)
 
     def parameters(self) -> Iterator[Parameter]:
         yield from self._gate_up.parameters()
@@ -110,11 +110,17 @@ class DecoderLayer:
             config.layer_windows[index],
         )
 
-    def forward(self, residual: Tensor, kv_cache: Tensor, context: ForwardContext) -> Tensor:
-        """residual [N, H] -> [N, H]; writes this layer's k and v into kv_cache."""
-        attended = self._attention.forward(self._input_norm.forward(residual), kv_cache, context)
-        normed, residual = self._post_attention_norm.add_and_norm(attended, residual)
-        return residual + self._mlp.forward(normed)
+    def forward(
+        self, delta: Tensor | None, residual: Tensor, kv_cache: Tensor, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """Writes this layer's k and v into kv_cache; returns the next (delta, residual), [N, H].
+
+        The residual stream is residual + delta: the sum is left to the next norm, which reads it.
+        """
+        normed, residual = self._input_norm.add_and_norm(delta, residual, context.ops)
+        attended = self._attention.forward(normed, kv_cache, context)
+        normed, residual = self._post_attention_norm.add_and_norm(attended, residual, context.ops)
+        return self._mlp.forward(normed, context.ops), residual
 
     def parameters(self) -> Iterator[Parameter]:
         yield from self._input_norm.parameters()
@@ -133,16 +139,19 @@ class DecoderStage:
     def __init__(
         self,
         layers: Sequence[DecoderLayer],
-        rotary: RotaryEmbedding,
+        rotary: Tensor,
         embedding: VocabParallelEmbedding | None,
         head: tuple[RMSNorm, LMHead] | None,
         attention: AttentionBackend,
+        ops: LayerOps,
     ) -> None:
+        """rotary is the table of `rotary_table`."""
         self._layers = layers
         self._rotary = rotary
         self._embedding = embedding
         self._head = head
         self._attention = attention
+        self._ops = ops
 
     def set_attention(self, attention: AttentionBackend) -> None:
         """Replaces the attention of all layers, as after the memory profile."""
@@ -160,23 +169,31 @@ class DecoderStage:
         kv_caches: Sequence[Tensor],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Residual stream in, residual stream out: hidden [N, H], positions int64 [N] -> [N, H].
+        """Residual stream in, residual stream out: hidden [N, H], positions int32 or int64 [N] ->
+        [N, H].
 
         kv_caches holds one cache for each local layer; it may be empty under NullAttention. hidden
         is not changed.
         """
-        cos, sin = self._rotary.lookup(positions)
-        context = ForwardContext(cos, sin, metadata, self._attention)
+        context = ForwardContext(positions, self._rotary, metadata, self._attention, self._ops)
         caches = kv_caches or [hidden.new_empty(0)] * len(self._layers)
+        delta: Tensor | None = None
         for layer, kv_cache in zip(self._layers, caches, strict=True):
-            hidden = layer.forward(hidden, kv_cache, context)
-        return hidden
+            delta, hidden = layer.forward(delta, hidden, kv_cache, context)
+        return hidden if delta is None else hidden + delta
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Last stage only: residual stream [R, H] -> contiguous float32 [R, V]."""
         assert self._head is not None, "compute_logits on a stage that is not the last"
         norm, lm_head = self._head
-        return lm_head.forward(norm.forward(hidden))
+        return lm_head.forward(norm.forward(hidden, self._ops), self._ops)
+
+    def likeliest_tokens(self, hidden: Tensor) -> Tensor:
+        """Last stage only: residual stream [R, H] -> int64 [R], the largest logit of each row, the
+        lowest id among equals."""
+        assert self._head is not None, "likeliest_tokens on a stage that is not the last"
+        norm, lm_head = self._head
+        return lm_head.likeliest(norm.forward(hidden, self._ops), self._ops)
 
     def parameters(self) -> Iterator[Parameter]:
         """Every parameter of this stage and rank once."""
@@ -215,11 +232,13 @@ def build_stage(
     device: torch.device,
     max_model_len: int,
     attention: AttentionBackend,
+    ops: LayerOps | None = None,
 ) -> DecoderStage:
     """A stage with zero weights. The partition must have passed `check_partition`.
 
     max_model_len (tokens) is the length of the rotary table: no position may reach it. With tied
-    embeddings a last stage that is not the first holds its own copy of the embedding.
+    embeddings a last stage that is not the first holds its own copy of the embedding. ops are the
+    device's own where None.
     """
     embedding = None
     head = None
@@ -234,10 +253,11 @@ def build_stage(
         head = (final_norm, LMHead(weight, config.vocab_size, tp))
     return DecoderStage(
         [DecoderLayer(index, config, tp=tp, dtype=dtype, device=device) for index in layers],
-        RotaryEmbedding(config.rope, max_model_len, device),
+        rotary_table(config.rope, max_model_len, device),
         VocabParallelEmbedding(embedding, tp) if is_first and embedding else None,
         head,
         attention,
+        ops or probe_layer_ops(device).ops,
     )
 
 

@@ -17,7 +17,6 @@ from benchmarks.paged_reference import (
     relative_error,
 )
 from worker_daemon.kernels.backend import TritonAttention
-from worker_daemon.kernels.kv_write import write_kv
 from worker_daemon.kernels.paged_attention import paged_attention, workspace_elements
 from worker_daemon.kernels.tiles import Tile
 
@@ -40,14 +39,16 @@ def build(
 
 def attend(batch: PagedBatch, window: int | None, **overrides: object) -> torch.Tensor:
     """Writes K and V, attends into an output full of NaN."""
-    write_kv(batch.k, batch.v, batch.kv_cache, batch.slot_mapping)
+    batch.store()
     out = torch.full(batch.q.shape, float("nan"), dtype=batch.q.dtype)
     result = paged_attention(
         batch.q,
         batch.kv_cache,
         batch.block_table,
+        batch.seq_rows,
         batch.query_start_loc,
         batch.seq_lens,
+        batch.seq_order,
         num_seqs=batch.num_seqs,
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
@@ -150,12 +151,11 @@ def test_random_batches(seed: int) -> None:
     check(batch, rng.choice([None, rng.randint(1, 150)]))
 
 
-def test_backend_writes_then_attends() -> None:
+def test_the_backend_attends() -> None:
     batch = build(Shape(8, 2, 64), MIXED, seed=9, num_padding=4)
+    batch.store()
     backend = TritonAttention(torch.device("cpu"))
     for window in (None, 31):
-        out = backend.forward(
-            batch.q, batch.k, batch.v, batch.kv_cache, batch, batch.shape.scale, window
-        )
+        out = backend.attend(batch.q, batch.kv_cache, batch, batch.shape.scale, window)
         assert out.is_contiguous()
         assert relative_error(out, dense_attention(batch, window)) < BOUNDS[torch.float32]

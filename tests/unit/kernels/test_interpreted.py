@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
 
-@pytest.mark.parametrize("module", ["interpreted_attention.py", "interpreted_kv_write.py"])
+@pytest.mark.parametrize("module", sorted(path.name for path in HERE.glob("interpreted_*.py")))
 def test_interpreted(module: str) -> None:
     environment = {key: value for key, value in os.environ.items() if "PYTEST" not in key}
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -11,6 +11,7 @@ from worker_daemon.kernels.tiles import (
     DeviceLimits,
     choose_num_splits,
     decode_tile,
+    length_bounds,
     prefill_tile,
     shared_bytes,
 )
@@ -73,3 +74,15 @@ def test_splits_fill_the_device_but_keep_their_length() -> None:
 
 def test_a_window_bounds_the_keys_to_split() -> None:
     assert choose_num_splits(1, 8, 8192, 512, H200) == choose_num_splits(1, 8, 512, None, H200)
+
+
+@pytest.mark.parametrize("longest", [1, 100, 256, 257, 4096, 131072])
+@pytest.mark.parametrize("num_seqs", [1, 2, 3, 8, 16, 64])
+def test_a_bound_is_launched_as_every_length_that_it_stands_for(
+    num_seqs: int, longest: int
+) -> None:
+    bounds = length_bounds(num_seqs, 8, longest, H200)
+    assert bounds == sorted({*bounds})
+    assert bounds[-1] == longest
+    splits = [choose_num_splits(num_seqs, 8, bound, None, H200) for bound in bounds]
+    assert splits == sorted({*splits})

@@ -164,7 +164,9 @@ class PagedRun:
         metadata = AttentionMetadata(
             query_start_loc=torch.from_numpy(starts),
             seq_lens=torch.from_numpy(seq_lens),
-            block_table=torch.from_numpy(self.table[active]),
+            block_table=torch.from_numpy(self.table),
+            seq_rows=torch.tensor(active, dtype=torch.int32),
+            seq_order=torch.arange(len(active), dtype=torch.int32),
             slot_mapping=torch.from_numpy(np.pad(slots, (0, num_padding)).astype(np.int64)),
             num_seqs=len(active),
             max_query_len=int(query_lens.max()),

@@ -1,0 +1,113 @@
+"""Random inputs of the layer operations and fp64 references, for the kernels' tests and benchmark.
+
+Knows the cache layout and the pairing of the rotation; must not know the kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from worker_daemon.layers.ops import HeadNorms
+
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The sizes of a model's attention and of its cache's blocks."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    is_normed: bool = False
+    block_size: int = 16
+
+    @property
+    def width(self) -> int:
+        """Elements of one token's projection."""
+        return (self.num_q_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True)
+class ProjectedStep:
+    """What rotate_and_store gets."""
+
+    heads: Heads
+    qkv: torch.Tensor  # [N, (Hq + 2 Hkv) D]
+    positions: torch.Tensor  # [N] int64
+    rotary_table: torch.Tensor  # [P, 2, D / 2] fp32
+    head_norms: HeadNorms | None
+    kv_cache: torch.Tensor  # [num_blocks, 2, block_size, Hkv, D], random everywhere
+    slot_mapping: torch.Tensor  # [N] int64, negative = not stored
+
+
+def make_rows(
+    num_rows: int, size: int, dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
+    """[num_rows, size], normally distributed, each row on a scale of its own."""
+    device = generator.device
+    scales = torch.rand(num_rows, 1, generator=generator, device=device) * 4 + 0.1
+    rows = torch.randn(num_rows, size, generator=generator, device=device)
+    return (rows * scales).to(dtype)
+
+
+def make_projected(
+    heads: Heads,
+    num_tokens: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    pads: bool = False,
+    max_position: int = 500,
+) -> ProjectedStep:
+    """num_tokens tokens at random positions and slots; pads: every seventh slot is negative."""
+    device = generator.device
+    half = heads.head_dim // 2
+    angles = torch.rand(max_position, half, generator=generator, device=device) * 6.3
+    num_blocks = -(-num_tokens // heads.block_size) + 2
+    cache_shape = (num_blocks, 2, heads.block_size, heads.num_kv_heads, heads.head_dim)
+    slots = torch.randperm(num_blocks * heads.block_size, generator=generator, device=device)
+    slots = slots[:num_tokens]
+    if pads:
+        slots[6::7] = -1
+    norms = HeadNorms(make_rows(2, heads.head_dim, dtype, generator), EPS)
+    return ProjectedStep(
+        heads=heads,
+        qkv=make_rows(num_tokens, heads.width, dtype, generator),
+        positions=torch.randint(max_position, (num_tokens,), generator=generator, device=device),
+        rotary_table=torch.stack((angles.cos(), angles.sin()), dim=1),
+        head_norms=norms if heads.is_normed else None,
+        kv_cache=torch.randn(cache_shape, generator=generator, device=device).to(dtype),
+        slot_mapping=slots,
+    )
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float = EPS) -> torch.Tensor:
+    """fp64: the root-mean-square norm of the last dimension."""
+    return functional.rms_norm(x.double(), weight.shape, weight.double(), eps)
+
+
+def activated(gate_up: torch.Tensor) -> torch.Tensor:
+    """[N, I] fp64."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def turned(step: ProjectedStep) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [N, Hq, D] and k [N, Hkv, D] fp64 after norm and rotation; v [N, Hkv, D] as it is."""
+    heads = step.heads
+    counts = [heads.num_q_heads, heads.num_kv_heads, heads.num_kv_heads]
+    q, k, v = step.qkv.view(len(step.qkv), -1, heads.head_dim).split(counts, dim=1)
+    angle = torch.complex(*step.rotary_table[step.positions].double().unbind(1)).unsqueeze(1)
+    results = []
+    for part, row in ((q, 0), (k, 1)):
+        exact = part.double()
+        if step.head_norms is not None:
+            exact = normed(part, step.head_norms.weight[row], step.head_norms.eps)
+        # Element i and element i + D / 2 are the two parts of a number in the complex plane.
+        number = torch.complex(*exact.chunk(2, dim=-1)) * angle
+        results.append(torch.cat((number.real, number.imag), dim=-1))
+    return results[0], results[1], v

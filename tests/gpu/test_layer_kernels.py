@@ -1,0 +1,141 @@
+"""The layer kernels on a GPU at real sizes, in every dtype, against torch in fp64."""
+
+import pytest
+import torch
+
+from benchmarks.layer_reference import EPS, Heads, make_projected, make_rows, turned
+from benchmarks.paged_reference import relative_error
+from tests.support.layer_checks import (
+    BOUNDS,
+    check_activation,
+    check_norms,
+    check_projection,
+    generator,
+    run_projection,
+)
+from worker_daemon.layers.ops import LayerOps
+from worker_daemon.layers.ops_provider import probe_layer_ops
+from worker_daemon.layers.torch_ops import TorchOps
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+LLAMA_8B = Heads(32, 8, 128)
+QWEN_600M = Heads(16, 8, 128, is_normed=True)
+
+
+@pytest.fixture(scope="module")
+def ops() -> LayerOps:
+    provider = probe_layer_ops(torch.device("cuda"))
+    assert provider.name == "triton"
+    return provider.ops
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("num_rows", "size"),
+    [(1, 1024), (1, 4096), (64, 4096), (257, 5120), (3, 16384), (8192, 1024), (5000, 72)],
+)
+def test_norms(ops: LayerOps, dtype: torch.dtype, num_rows: int, size: int) -> None:
+    check_norms(ops, "cuda", dtype, num_rows, size, seed=num_rows + size)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("num_rows", "size"), [(1, 14336), (64, 3072), (8192, 3072), (70000, 24), (333, 11008)]
+)
+def test_activation(ops: LayerOps, dtype: torch.dtype, num_rows: int, size: int) -> None:
+    check_activation(ops, "cuda", dtype, num_rows, size, seed=num_rows + size)
+
+
+@DTYPES
+@pytest.mark.parametrize("num_tokens", [1, 8, 256, 8192])
+@pytest.mark.parametrize("heads", [LLAMA_8B, QWEN_600M], ids=str)
+def test_projection(ops: LayerOps, dtype: torch.dtype, num_tokens: int, heads: Heads) -> None:
+    check_projection(ops, "cuda", dtype, heads, num_tokens, seed=num_tokens)
+
+
+@DTYPES
+@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 96, 256])
+def test_head_dims(ops: LayerOps, dtype: torch.dtype, is_normed: bool, head_dim: int) -> None:
+    for num_q_heads, num_kv_heads in ((14, 2), (5, 5), (64, 1)):
+        heads = Heads(num_q_heads, num_kv_heads, head_dim, is_normed, block_size=8)
+        check_projection(ops, "cuda", dtype, heads, 77, seed=head_dim, integers=torch.int32)
+
+
+def test_without_a_cache_only_the_queries_are_made(ops: LayerOps) -> None:
+    step = make_projected(QWEN_600M, 50, torch.bfloat16, generator("cuda", 3))
+    expected = turned(step)[0]
+    out = run_projection(ops, step, step.kv_cache.new_empty(0))
+    assert relative_error(out, expected) < BOUNDS[torch.bfloat16]
+
+
+def test_the_cache_may_exceed_two_gibielements(ops: LayerOps) -> None:
+    heads = Heads(8, 8, 128)
+    step = make_projected(heads, 20, torch.bfloat16, generator("cuda", 1))
+    num_blocks = 2**31 // (2 * 16 * 8 * 128) + 10
+    cache = torch.zeros(num_blocks, 2, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+    step.slot_mapping.copy_(torch.arange(20) + num_blocks * 16 - 40)
+    q, k, v = turned(step)
+    assert relative_error(run_projection(ops, step, cache), q) < BOUNDS[torch.bfloat16]
+    block, offset = step.slot_mapping // 16, step.slot_mapping % 16
+    assert relative_error(cache[block, 0, offset], k) < BOUNDS[torch.bfloat16]
+    assert torch.equal(cache[block, 1, offset], v)
+    assert int(cache.count_nonzero(dim=(1, 2, 3, 4)).count_nonzero()) == 2
+
+
+def test_a_row_does_not_depend_on_its_neighbours(ops: LayerOps) -> None:
+    x = make_rows(300, 4096, torch.bfloat16, generator("cuda", 2))
+    weight = torch.ones(4096, dtype=torch.bfloat16, device="cuda")
+    together = ops.rms_norm(x, weight, EPS)
+    alone = torch.cat([ops.rms_norm(row.unsqueeze(0), weight, EPS) for row in x])
+    assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 37, 512])
+def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
+    ops: LayerOps, num_tokens: int
+) -> None:
+    """Each kernel reads what the one before wrote, which may still run: a missing wait shows."""
+    heads, size, inner = LLAMA_8B, 4096, 14336
+    random = generator("cuda", num_tokens)
+    step = make_projected(heads, num_tokens, torch.bfloat16, random)
+    hidden = make_rows(num_tokens, size, torch.bfloat16, random)
+    weight = make_rows(1, size, torch.bfloat16, random)[0]
+    projections = [
+        (torch.randn(shape, generator=random, device="cuda") / shape[1] ** 0.5).bfloat16()
+        for shape in ((heads.width, size), (size, size), (2 * inner, size), (size, inner))
+    ]
+
+    def chain(using: LayerOps) -> torch.Tensor:
+        delta, residual = hidden, hidden
+        for _ in range(6):
+            normed, residual = using.add_rms_norm(delta, residual, weight, EPS)
+            q = using.rotate_and_store(
+                using.linear(normed, projections[0], None),
+                step.positions,
+                step.rotary_table,
+                heads.num_kv_heads,
+                None,
+                step.kv_cache,
+                step.slot_mapping,
+            )
+            delta = using.linear(q.flatten(1), projections[1], None)
+            normed, residual = using.add_rms_norm(delta, residual, weight, EPS)
+            inner_rows = using.silu_and_mul(using.linear(normed, projections[2], None))
+            delta = using.linear(inner_rows, projections[3], None)
+        return residual + delta
+
+    first = chain(ops)
+    assert relative_error(first, chain(TorchOps())) < 2e-2
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(ops)
+    for _ in range(20):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, first)

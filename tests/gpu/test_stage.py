@@ -1,0 +1,107 @@
+"""Stages of the decoder on a GPU at real sizes: fused operations against plain torch ones, and a
+split model against the whole."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.paged_reference import PagedBatch, Shape, make_batch, relative_error
+from worker_daemon.distributed.tp import SingleRank
+from worker_daemon.kernels.backend import TritonAttention
+from worker_daemon.layers.ops import LayerOps
+from worker_daemon.layers.ops_provider import probe_layer_ops
+from worker_daemon.layers.torch_ops import TorchOps
+from worker_daemon.models.config import DecoderConfig, read_model_config
+from worker_daemon.models.decoder import DecoderStage, build_stage
+from worker_daemon.models.weights import load_dummy_weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "models"
+NUM_LAYERS = 4
+MAX_LEN = 600
+LENGTHS = {
+    "mixed": [(1, 500), (200, 200), (33, 100), (1, 1)],
+    "decode": [(1, length) for length in (1, 16, 40, 599)],
+}
+# What the operations' different roundings come to after four layers and the head.
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(params=["llama-8b", "qwen3-0.6b"])
+def config(request: pytest.FixtureRequest) -> DecoderConfig:
+    whole = read_model_config(CONFIGS / request.param)
+    windows = whole.layer_windows[:NUM_LAYERS]
+    return replace(whole, num_hidden_layers=NUM_LAYERS, layer_windows=windows, vocab_size=1000)
+
+
+def make_stages(
+    config: DecoderConfig, splits: Sequence[int], dtype: torch.dtype, ops: LayerOps
+) -> list[DecoderStage]:
+    """Stages that end at the layers `splits`, filled with the same values however they are cut."""
+    device = torch.device("cuda")
+    stages = []
+    for first, last in zip((0, *splits), splits, strict=False):
+        stage = build_stage(
+            config,
+            range(first, last),
+            first == 0,
+            last == NUM_LAYERS,
+            SingleRank(),
+            dtype,
+            device,
+            MAX_LEN,
+            TritonAttention(device),
+            ops,
+        )
+        load_dummy_weights(stage.parameters(), 1, lambda progress: None)
+        stages.append(stage)
+    return stages
+
+
+def make_step(config: DecoderConfig, lengths: list[tuple[int, int]], dtype: torch.dtype):
+    shape = Shape(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    batch = make_batch(shape, lengths, dtype=dtype, device="cuda", seed=5)
+    starts = [torch.arange(length - count, length) for count, length in lengths]
+    return batch, torch.cat(starts).cuda()
+
+
+def run(stages: Sequence[DecoderStage], batch: PagedBatch, positions: torch.Tensor) -> torch.Tensor:
+    """Logits of all tokens."""
+    random = torch.Generator("cuda").manual_seed(6)
+    ids = torch.randint(1000, positions.shape, generator=random, device="cuda")
+    hidden = stages[0].embed(ids)
+    for stage in stages:
+        caches = [batch.kv_cache.clone() for _ in stage.kv_layer_specs]
+        before = hidden.clone()
+        after = stage.forward(hidden, positions, caches, batch)
+        assert torch.equal(hidden, before)
+        hidden = after
+    return stages[-1].compute_logits(hidden)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@torch.inference_mode()
+def test_fused_operations_agree_with_torch(config, dtype, lengths):
+    step = make_step(config, lengths, dtype)
+    fused = probe_layer_ops(torch.device("cuda")).ops
+    ours = run(make_stages(config, [NUM_LAYERS], dtype, fused), *step)
+    plain = run(make_stages(config, [NUM_LAYERS], dtype, TorchOps()), *step)
+    assert relative_error(ours, plain) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+@torch.inference_mode()
+def test_a_split_model_computes_the_same_bits(config, lengths):
+    step = make_step(config, lengths, torch.bfloat16)
+    ops = probe_layer_ops(torch.device("cuda")).ops
+    whole = run(make_stages(config, [NUM_LAYERS], torch.bfloat16, ops), *step)
+    for splits in ([1, NUM_LAYERS], [2, 3, NUM_LAYERS]):
+        parts = run(make_stages(config, splits, torch.bfloat16, ops), *step)
+        assert torch.equal(parts, whole)

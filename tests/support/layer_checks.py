@@ -1,0 +1,122 @@
+"""What the layer kernels must compute, checked on any device and at any size: used by the tests
+under Triton's interpreter and by those on a GPU."""
+
+import torch
+
+from benchmarks.layer_reference import (
+    EPS,
+    Heads,
+    ProjectedStep,
+    activated,
+    make_projected,
+    make_rows,
+    normed,
+    turned,
+)
+from benchmarks.paged_reference import relative_error
+from worker_daemon.layers.ops import LayerOps
+
+# Relative errors: one rounding of the output, and in fp32 the order of a sum.
+BOUNDS = {torch.float32: 1e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
+
+
+def generator(device: str, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def check_norms(
+    ops: LayerOps,
+    device: str,
+    dtype: torch.dtype,
+    num_rows: int,
+    size: int,
+    seed: int,
+    *,
+    bound: float | None = None,
+) -> None:
+    """Both norms. The arguments stay as they were.
+
+    The sum has to be torch's, to the bit, except where a bound takes the place of BOUNDS.
+    """
+    random = generator(device, seed)
+    x, residual = (make_rows(num_rows, size, dtype, random) for _ in range(2))
+    weight = make_rows(1, size, dtype, random)[0]
+    out = ops.rms_norm(x, weight, EPS)
+    assert out.dtype == dtype
+    assert relative_error(out, normed(x, weight)) < (bound or BOUNDS[dtype])
+
+    x_before, residual_before = x.clone(), residual.clone()
+    out, total = ops.add_rms_norm(x, residual, weight, EPS)
+    assert out.dtype == dtype
+    expected = residual_before + x_before
+    assert relative_error(total, expected) < bound if bound else torch.equal(total, expected)
+    assert torch.equal(x, x_before)
+    assert torch.equal(residual, residual_before)
+    assert relative_error(out, normed(total, weight)) < (bound or BOUNDS[dtype])
+    assert torch.equal(out, ops.rms_norm(total, weight, EPS))
+
+
+def check_activation(
+    ops: LayerOps,
+    device: str,
+    dtype: torch.dtype,
+    num_rows: int,
+    size: int,
+    seed: int,
+    bound: float | None = None,
+) -> None:
+    """silu_and_mul, gates far from 0 included."""
+    gate_up = make_rows(num_rows, 2 * size, dtype, generator(device, seed)) * 4
+    out = ops.silu_and_mul(gate_up)
+    assert out.shape == (num_rows, size)
+    assert out.dtype == dtype
+    assert relative_error(out, activated(gate_up)) < (bound or BOUNDS[dtype])
+
+
+def check_projection(
+    ops: LayerOps,
+    device: str,
+    dtype: torch.dtype,
+    heads: Heads,
+    num_tokens: int,
+    seed: int,
+    *,
+    pads: bool = True,
+    integers: torch.dtype = torch.int64,
+    bound: float | None = None,
+) -> None:
+    """rotate_and_store: queries, the slots that are written, and those that are not."""
+    step = make_projected(heads, num_tokens, dtype, generator(device, seed), pads=pads)
+    q, k, v = turned(step)
+    before = step.kv_cache.clone()
+    out = run_projection(ops, step, step.kv_cache, integers)
+    assert out.shape == q.shape
+    assert out.dtype == dtype
+    assert relative_error(out, q) < (bound or BOUNDS[dtype])
+
+    written = step.slot_mapping >= 0
+    slots = step.slot_mapping[written]
+    block, offset = slots // heads.block_size, slots % heads.block_size
+    keys = step.kv_cache[block, 0, offset]
+    assert relative_error(keys, k[written]) < (bound or BOUNDS[dtype])
+    assert torch.equal(step.kv_cache[block, 1, offset], v[written])
+    step.kv_cache[block, :, offset] = before[block, :, offset]
+    assert torch.equal(step.kv_cache, before)
+
+
+def run_projection(
+    ops: LayerOps,
+    step: ProjectedStep,
+    kv_cache: torch.Tensor,
+    integers: torch.dtype = torch.int64,
+) -> torch.Tensor:
+    """The queries; step.qkv is consumed. integers: type of the positions and slots."""
+    return ops.rotate_and_store(
+        step.qkv,
+        step.positions.to(integers),
+        step.rotary_table,
+        step.heads.num_kv_heads,
+        step.head_norms,
+        kv_cache,
+        step.slot_mapping.to(integers),
+    )

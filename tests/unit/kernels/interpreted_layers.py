@@ -1,0 +1,82 @@
+"""The layer kernels under Triton's interpreter against torch in fp64; run by test_interpreted."""
+
+import pytest
+import torch
+
+from benchmarks.layer_reference import Heads, make_projected, turned
+from benchmarks.paged_reference import relative_error
+from tests.support.layer_checks import (
+    BOUNDS,
+    check_activation,
+    check_norms,
+    check_projection,
+    generator,
+    run_projection,
+)
+from worker_daemon.kernels.ops import TritonOps
+
+OPS = TritonOps(torch.device("cpu"))
+# The interpreter cuts bf16 off where a device rounds.
+LOOSER = {torch.bfloat16: 8e-3}
+DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+
+
+@DTYPES
+@pytest.mark.parametrize(("num_rows", "size"), [(3, 64), (2, 1024), (5, 72), (1, 5120), (2, 16384)])
+def test_norms(dtype: torch.dtype, num_rows: int, size: int) -> None:
+    check_norms(OPS, "cpu", dtype, num_rows, size, seed=size, bound=LOOSER.get(dtype))
+
+
+@DTYPES
+@pytest.mark.parametrize(("num_rows", "size"), [(3, 64), (2, 1024), (4, 24), (3, 1720)])
+def test_activation(dtype: torch.dtype, num_rows: int, size: int) -> None:
+    check_activation(OPS, "cpu", dtype, num_rows, size, seed=size, bound=LOOSER.get(dtype))
+
+
+@DTYPES
+@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize(
+    ("num_q_heads", "num_kv_heads", "head_dim", "block_size"),
+    [(4, 2, 8, 8), (6, 3, 80, 16), (16, 2, 128, 16), (7, 1, 24, 32), (2, 2, 256, 4)],
+)
+def test_projection(
+    dtype: torch.dtype,
+    is_normed: bool,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+) -> None:
+    heads = Heads(num_q_heads, num_kv_heads, head_dim, is_normed, block_size)
+    check_projection(OPS, "cpu", dtype, heads, 15, seed=head_dim, bound=LOOSER.get(dtype))
+
+
+def test_positions_and_slots_may_be_int32() -> None:
+    heads = Heads(4, 2, 16)
+    check_projection(OPS, "cpu", torch.float32, heads, 9, seed=1, integers=torch.int32)
+
+
+def test_without_a_cache_only_the_queries_are_made() -> None:
+    step = make_projected(Heads(4, 2, 32, is_normed=True), 5, torch.float32, generator("cpu", 2))
+    expected = turned(step)[0]
+    out = run_projection(OPS, step, torch.empty(0))
+    assert relative_error(out, expected) < BOUNDS[torch.float32]
+
+
+def test_no_tokens() -> None:
+    empty = torch.ones(0, 64)
+    weight = torch.ones(64)
+    assert OPS.rms_norm(empty, weight, 1e-6).shape == (0, 64)
+    assert [t.shape for t in OPS.add_rms_norm(empty, empty, weight, 1e-6)] == [(0, 64)] * 2
+    assert OPS.silu_and_mul(empty).shape == (0, 32)
+    step = make_projected(Heads(2, 1, 16), 0, torch.float32, generator("cpu", 3))
+    before = step.kv_cache.clone()
+    assert run_projection(OPS, step, step.kv_cache).shape == (0, 2, 16)
+    assert torch.equal(step.kv_cache, before)
+
+
+@DTYPES
+def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
+    x = torch.randn(6, 320, generator=generator("cpu", 4)).to(dtype)
+    weight = torch.ones(320, dtype=dtype)
+    assert torch.equal(OPS.rms_norm(x, weight, 1e-6)[3:4], OPS.rms_norm(x[3:4], weight, 1e-6))

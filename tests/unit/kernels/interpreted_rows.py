@@ -1,0 +1,15 @@
+"""The row kernels under Triton's interpreter; run by test_interpreted."""
+
+import pytest
+
+from tests.support.row_checks import check_gather, check_writes
+
+
+@pytest.mark.parametrize(("num_tokens", "block_size"), [(1, 16), (5, 1), (128, 8), (300, 32)])
+def test_gather(num_tokens: int, block_size: int) -> None:
+    check_gather("cpu", num_tokens, block_size, seed=num_tokens)
+
+
+@pytest.mark.parametrize("num_values", [1, 17, 260])
+def test_writes(num_values: int) -> None:
+    check_writes("cpu", num_values, seed=num_values)

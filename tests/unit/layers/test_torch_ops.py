@@ -1,0 +1,59 @@
+"""The layer operations of the CPU against fp64, and which ones the probe gives a device."""
+
+import pytest
+import torch
+
+from benchmarks.layer_reference import Heads, make_projected, turned
+from benchmarks.paged_reference import relative_error
+from tests.support.layer_checks import (
+    BOUNDS,
+    check_activation,
+    check_norms,
+    check_projection,
+    generator,
+    run_projection,
+)
+from worker_daemon.layers.ops_provider import probe_layer_ops
+from worker_daemon.layers.torch_ops import TorchOps
+
+OPS = TorchOps()
+DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+
+
+@DTYPES
+@pytest.mark.parametrize(("num_rows", "size"), [(3, 64), (1, 5120)])
+def test_norms(dtype: torch.dtype, num_rows: int, size: int) -> None:
+    check_norms(OPS, "cpu", dtype, num_rows, size, seed=size)
+
+
+@DTYPES
+def test_activation(dtype: torch.dtype) -> None:
+    # silu is rounded before the product, so twice where the kernels round once.
+    check_activation(OPS, "cpu", dtype, 3, 1720, seed=1, bound=2 * BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim"), [(4, 2, 8), (7, 1, 80)])
+def test_projection(is_normed: bool, num_q_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    heads = Heads(num_q_heads, num_kv_heads, head_dim, is_normed, block_size=8)
+    check_projection(OPS, "cpu", torch.float32, heads, 15, seed=head_dim, pads=False)
+
+
+def test_without_a_cache_only_the_queries_are_made() -> None:
+    step = make_projected(Heads(4, 2, 32, is_normed=True), 5, torch.float32, generator("cpu", 2))
+    expected = turned(step)[0]
+    assert relative_error(run_projection(OPS, step, torch.empty(0)), expected) < 1e-6
+
+
+def test_linear_adds_the_bias() -> None:
+    random = generator("cpu", 3)
+    x, weight, bias = (torch.randn(shape, generator=random) for shape in ((5, 16), (7, 16), (7,)))
+    exact = x.double() @ weight.double().T
+    assert relative_error(OPS.linear(x, weight, None), exact) < 1e-6
+    assert relative_error(OPS.linear(x, weight, bias), exact + bias.double()) < 1e-6
+
+
+def test_a_cpu_gets_plain_torch() -> None:
+    provider = probe_layer_ops(torch.device("cpu"))
+    assert provider.name == "torch"
+    assert isinstance(provider.ops, TorchOps)

@@ -1,0 +1,137 @@
+"""The most likely token of each row of logits.
+
+Must not know sampling parameters. A maximum is exact in any order, so a row's token depends on that
+row alone, and on nothing that depends on the batch.
+
+Letters: R rows, V vocabulary.
+"""
+
+# Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
+# mypy: disable-error-code="no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+
+from worker_daemon.kernels.launch import await_previous, launch_options, start_next
+
+BLOCK = 4096
+"""Logits of one row that a program reads at a time."""
+
+MAX_SPLITS = 64
+"""Parts of a row that one program merges."""
+
+ENOUGH_PROGRAMS = 1024
+"""With as many programs a launch reads as fast as memory allows: rows are not split further."""
+
+_NO_TOKEN = tl.constexpr(2**31 - 1)
+
+
+def greedy_tokens(logits: torch.Tensor, vocab_size: int, *, pdl: bool = False) -> torch.Tensor:
+    """int64 [R]: the id below vocab_size of each row's largest logit, the lowest among equals.
+
+    NaN is passed over; a row of nothing but NaN and -inf gives 0. Nothing waits for the device.
+
+    Args:
+        logits: [R, >= vocab_size], bf16, fp16 or fp32, each row contiguous; R may be 0.
+        vocab_size: V, 1 .. 2^30; columns from there on are padding.
+        pdl: launch as launch.has_dependent_launch allows on this device.
+    """
+    num_rows = logits.shape[0]
+    assert 0 < vocab_size <= min(logits.shape[1], 2**30)
+    assert logits.stride(1) == 1
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows == 0:
+        return tokens
+    num_splits = _num_splits(num_rows, vocab_size)
+    blocks = triton.cdiv(triton.cdiv(vocab_size, BLOCK), num_splits)
+    is_split = num_splits > 1
+    parts = torch.empty(2, num_rows, num_splits, dtype=torch.float32, device=logits.device)
+    best, ids = parts[0], parts[1].view(torch.int32)
+    _scan_kernel[(num_rows, num_splits)](
+        tokens,
+        best,
+        ids,
+        logits,
+        vocab_size,
+        logits.stride(0),
+        blocks,
+        SPLIT=is_split,
+        BLOCK=BLOCK,
+        PDL=pdl,
+        num_warps=8,
+        **launch_options(pdl),
+    )
+    if is_split:
+        _merge_kernel[(num_rows,)](
+            tokens,
+            best,
+            ids,
+            num_splits,
+            BLOCK=MAX_SPLITS,
+            PDL=pdl,
+            num_warps=1,
+            **launch_options(pdl),
+        )
+    return tokens
+
+
+def _num_splits(num_rows: int, vocab_size: int) -> int:
+    wanted = max(1, ENOUGH_PROGRAMS // num_rows)
+    return min(wanted, MAX_SPLITS, -(-vocab_size // BLOCK))
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _scan_kernel(
+    tokens,
+    best,
+    ids,
+    logits,
+    vocab_size,
+    row_stride,
+    num_blocks,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each lane keeps the largest value of its columns, then the lanes compare."""
+    start_next(PDL)
+    row = tl.program_id(0)
+    split = tl.program_id(1)
+    first = split * num_blocks * BLOCK
+    column = first + tl.arange(0, BLOCK)
+    await_previous(PDL)
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    where = column
+    for _ in range(num_blocks):
+        value = tl.load(
+            logits + row.to(tl.int64) * row_stride + column,
+            mask=column < vocab_size,
+            other=float("-inf"),
+            eviction_policy="evict_first",
+        ).to(tl.float32)
+        is_larger = value > largest
+        largest = tl.where(is_larger, value, largest)
+        where = tl.where(is_larger, column, where)
+        column += BLOCK
+    top = tl.max(largest, 0)
+    token = tl.min(tl.where(largest == top, where, _NO_TOKEN), 0)
+    if SPLIT:
+        part = row * tl.num_programs(1) + split
+        tl.store(best + part, top)
+        tl.store(ids + part, token)
+    else:
+        tl.store(tokens + row, token.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _merge_kernel(tokens, best, ids, num_splits, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    start_next(PDL)
+    row = tl.program_id(0)
+    split = tl.arange(0, BLOCK)
+    is_part = split < num_splits
+    await_previous(PDL)
+    value = tl.load(best + row * num_splits + split, mask=is_part, other=float("-inf"))
+    token = tl.load(ids + row * num_splits + split, mask=is_part, other=_NO_TOKEN)
+    top = tl.max(value, 0)
+    tl.store(tokens + row, tl.min(tl.where(value == top, token, _NO_TOKEN), 0).to(tl.int64))

@@ -1,0 +1,318 @@
+"""Products of few rows with a weight matrix, bound by reading the weights once.
+
+Must not know layers. One row takes dot products, up to 64 rows matrix instructions; everything else
+is torch's. Sums that several programs share are added in a fixed order, so equal inputs give equal
+bits.
+
+Letters: y[M, O] = x[M, I] W[O, I]^T + bias.
+"""
+
+# Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
+# mypy: disable-error-code="no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional
+
+from worker_daemon.kernels.launch import (
+    await_previous,
+    has_dependent_launch,
+    launch_options,
+    start_next,
+)
+from worker_daemon.kernels.tuning import MatrixTile, Tile, Tuning, VectorTile, load_tuning
+
+MAX_TILES = 16384
+"""Tiles along O that one launch can count the arrivals at."""
+
+# Elements of a row that one thread multiplies and adds before lanes exchange anything: 16 bytes.
+_VECTOR = tl.constexpr(8)
+
+
+class ThinLinear:
+    """The products of all layers, one object a daemon; its launches share one stream.
+
+    Owns MAX_TILES int32 counters on the device, which are zero between launches.
+    """
+
+    def __init__(self, device: torch.device, tuning: Tuning | None = None) -> None:
+        """device is the one of all tensors; tuning defaults to what ships for it."""
+        self._pdl = has_dependent_launch(device)
+        self._tuning = _shipped_tuning(device) if tuning is None else tuning
+        self._arrivals = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """y [M, O], contiguous, of x [M, I], weight [O, I] and bias [O], all of one dtype.
+
+        Sums are kept in fp32 and rounded once. A row of y depends on its row of x and on the bucket
+        of M alone. fp32, more than 64 rows and weights that are not contiguous are torch's.
+        """
+        tile = self._choose(x, weight)
+        if tile is None:
+            return functional.linear(x, weight, bias)
+        y = x.new_empty(x.shape[0], weight.shape[0])
+        if isinstance(tile, VectorTile):
+            launch_vector(y, x, weight, bias, tile, self._pdl)
+        else:
+            launch_matrix(y, x, weight, bias, tile, self._pdl, self._arrivals)
+        return y
+
+    def _choose(self, x: torch.Tensor, weight: torch.Tensor) -> Tile | None:
+        num_rows, num_inputs = x.shape
+        if weight.dtype == torch.float32 or num_rows == 0 or not weight.is_contiguous():
+            return None
+        return self._tuning.tile(num_rows, weight.shape[0], num_inputs)
+
+
+def _shipped_tuning(device: torch.device) -> Tuning:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return load_tuning(name)
+
+
+def launch_vector(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: VectorTile,
+    pdl: bool,
+) -> None:
+    """y [1, O] = x [1, I] weight [O, I]^T + bias [O], each row contiguous."""
+    num_outputs, num_inputs = weight.shape
+    assert x.shape[0] == 1
+    assert x.dtype == weight.dtype
+    assert x.stride(1) == weight.stride(1) == y.stride(1) == 1
+    _vector_kernel[(triton.cdiv(num_outputs, tile.block_o),)](
+        y,
+        x,
+        weight,
+        x if bias is None else bias,
+        num_outputs,
+        num_inputs,
+        weight.stride(0),
+        HAS_BIAS=bias is not None,
+        EVEN=num_outputs % tile.block_o == 0 and num_inputs % tile.block_i == 0,
+        BLOCK_O=tile.block_o,
+        BLOCK_I=tile.block_i,
+        STAGES=tile.num_stages,
+        PDL=pdl,
+        num_warps=tile.num_warps,
+        enable_fp_fusion=True,
+        **launch_options(pdl),
+    )
+
+
+def launch_matrix(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: MatrixTile,
+    pdl: bool,
+    arrivals: torch.Tensor,
+) -> None:
+    """y [M, O] = x [M, I] weight [O, I]^T + bias [O], each row contiguous.
+
+    arrivals is int32, zero, with an entry for each of O / block_o tiles; it is zero again at the
+    end. One stream at a time may use it.
+    """
+    num_rows, num_inputs = x.shape
+    num_outputs = weight.shape[0]
+    assert x.dtype == weight.dtype
+    assert x.stride(1) == weight.stride(1) == y.stride(1) == 1
+    num_tiles = triton.cdiv(num_outputs, tile.block_o)
+    splits = tile.num_splits
+    assert splits == 1 or num_tiles <= arrivals.shape[0]
+    block_m = max(16, triton.next_power_of_2(num_rows))
+    parts = num_tiles * splits * block_m * tile.block_o if splits > 1 else 0
+    _matrix_kernel[(num_tiles, splits)](
+        y,
+        torch.empty(parts, dtype=torch.float32, device=x.device),
+        arrivals,
+        x,
+        weight,
+        x if bias is None else bias,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        x.stride(0),
+        y.stride(0),
+        weight.stride(0),
+        HAS_BIAS=bias is not None,
+        EVEN=num_outputs % tile.block_o == 0 and num_inputs % tile.block_i == 0,
+        SPLITS=splits,
+        BLOCK_M=block_m,
+        BLOCK_O=tile.block_o,
+        BLOCK_I=tile.block_i,
+        STAGES=tile.num_stages,
+        PREFETCH=tile.prefetch if pdl and _has_aligned_rows(weight) else 0,
+        LANES=str(tile.block_o),
+        PDL=pdl,
+        num_warps=tile.num_warps,
+        enable_fp_fusion=True,
+        **launch_options(pdl),
+    )
+
+
+def _has_aligned_rows(weight: torch.Tensor) -> bool:
+    return weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.itemsize % 16 == 0
+
+
+@triton.jit
+def _vector_kernel(
+    y,
+    x,
+    weight,
+    bias,
+    num_outputs,
+    num_inputs,
+    weight_stride,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    row = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    column = tl.arange(0, BLOCK_I)
+    weight_row = weight + row.to(tl.int64)[:, None] * weight_stride
+    await_previous(PDL)
+    sums = tl.zeros([BLOCK_O, BLOCK_I // _VECTOR], tl.float32)
+    for start in tl.range(0, num_inputs, BLOCK_I, num_stages=STAGES):
+        here = start + column
+        if EVEN:
+            value = tl.load(x + here)
+            w = tl.load(weight_row + here[None, :], eviction_policy="evict_first")
+        else:
+            value = tl.load(x + here, mask=here < num_inputs, other=0.0)
+            inside = (row < num_outputs)[:, None] & (here < num_inputs)[None, :]
+            w = tl.load(
+                weight_row + here[None, :], mask=inside, other=0.0, eviction_policy="evict_first"
+            )
+        product = w.to(tl.float32) * value.to(tl.float32)[None, :]
+        sums += tl.sum(tl.reshape(product, [BLOCK_O, BLOCK_I // _VECTOR, _VECTOR]), 2)
+    total = tl.sum(sums, 1)
+    if HAS_BIAS:
+        total += tl.load(bias + row, mask=row < num_outputs, other=0.0).to(tl.float32)
+    tl.store(y + row, total.to(y.dtype.element_ty), mask=row < num_outputs)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _matrix_kernel(
+    y,
+    parts,
+    arrivals,
+    x,
+    weight,
+    bias,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    x_stride,
+    y_stride,
+    weight_stride,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    LANES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program of a tile's SPLITS sums over its share of the columns; the last one adds up."""
+    start_next(PDL)
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tile * BLOCK_O + tl.arange(0, BLOCK_O)
+    weight_row = weight + row.to(tl.int64) * weight_stride
+    num_steps = tl.cdiv(num_inputs, BLOCK_I)
+    first = (split * num_steps // SPLITS) * BLOCK_I
+    last = ((split + 1) * num_steps // SPLITS) * BLOCK_I
+    if PREFETCH > 0:
+        num_bytes = tl.minimum(PREFETCH, tl.minimum(last, num_inputs) - first) * 2
+        _prefetch(weight_row + first, tl.where(row < num_outputs, num_bytes, 0), LANES)
+    await_previous(PDL)
+    m = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_I)[None, :]
+    weight_here = weight_row[:, None] + column
+    x_here = x + m[:, None] * x_stride + column
+    is_output = (row < num_outputs)[:, None]
+    is_row = (m < num_rows)[:, None]
+    acc = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
+    for start in tl.range(first, last, BLOCK_I, num_stages=STAGES):
+        if EVEN:
+            w = tl.load(weight_here + start, eviction_policy="evict_first")
+            value = tl.load(x_here + start, mask=is_row, other=0.0)
+        else:
+            inside = column + start < num_inputs
+            w = tl.load(
+                weight_here + start,
+                mask=is_output & inside,
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            value = tl.load(x_here + start, mask=is_row & inside, other=0.0)
+        acc = tl.dot(w, tl.trans(value), acc)
+    if SPLITS > 1:
+        element = tl.arange(0, BLOCK_O)[:, None] * BLOCK_M + m[None, :]
+        here = parts + tile * (SPLITS * BLOCK_O * BLOCK_M) + element
+        tl.store(here + split * (BLOCK_O * BLOCK_M), acc)
+        # All threads' parts come before the count, the count before other programs' parts.
+        tl.debug_barrier()
+        before = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
+        tl.debug_barrier()
+        if before == SPLITS - 1:
+            total = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
+            for part in tl.static_range(SPLITS):
+                total += tl.load(here + part * (BLOCK_O * BLOCK_M), cache_modifier=".cg")
+            _store_tile(total, y, bias, tile, num_rows, num_outputs, y_stride, HAS_BIAS)
+            tl.store(arrivals + tile, 0)
+    else:
+        _store_tile(acc, y, bias, tile, num_rows, num_outputs, y_stride, HAS_BIAS)
+
+
+@triton.jit
+def _store_tile(acc, y, bias, tile, num_rows, num_outputs, y_stride, HAS_BIAS: tl.constexpr):
+    """Round acc [BLOCK_O, BLOCK_M] plus the bias into its place in y."""
+    row = tile * acc.shape[0] + tl.arange(0, acc.shape[0])
+    m = tl.arange(0, acc.shape[1])
+    if HAS_BIAS:
+        acc += tl.load(bias + row, mask=row < num_outputs, other=0.0).to(tl.float32)[:, None]
+    stored = (m < num_rows)[None, :] & (row < num_outputs)[:, None]
+    tl.store(y + m[None, :] * y_stride + row[:, None], acc.to(y.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _prefetch(pointers, num_bytes, LANES: tl.constexpr):
+    """Asks for num_bytes at each of LANES pointers to come to L2; both are multiples of 16.
+
+    Only a hint: the threads from LANES on hold copies of the pointers and ask for nothing. L2 is
+    coherent, so weights that a kernel before this one still writes are read anew.
+    """
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred %mine<3>;
+        .reg .u32 %thread;
+        mov.u32 %thread, %tid.x;
+        setp.lt.u32 %mine0, %thread, """
+        + LANES
+        + """;
+        setp.gt.s32 %mine1, $2, 0;
+        and.pred %mine2, %mine0, %mine1;
+        @%mine2 cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [pointers, num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,0 +1,70 @@
+"""The layer operations for GPUs: our Triton kernels and torch's matrix products behind one object.
+
+Must not know layers or models. Shapes: N tokens, H hidden size, I inner size of the MLP, Hq / Hkv
+query and KV heads, D head dimension.
+"""
+
+import torch
+
+from worker_daemon.kernels.activation import silu_and_mul
+from worker_daemon.kernels.argmax import greedy_tokens
+from worker_daemon.kernels.launch import has_dependent_launch
+from worker_daemon.kernels.linear import ThinLinear
+from worker_daemon.kernels.norm import add_rms_norm, rms_norm
+from worker_daemon.kernels.rope_store import rotate_and_store
+
+
+class TritonOps:
+    """LayerOps on one CUDA device, one object for all layers. Owns ThinLinear's counters; step
+    thread only."""
+
+    def __init__(self, device: torch.device) -> None:
+        """device is the one whose tensors the operations will get."""
+        self._pdl = has_dependent_launch(device)
+        self._thin = ThinLinear(device)
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x [N, K] times weight [M, K] transposed, plus bias [M] -> [N, M]."""
+        return self._thin.linear(x, weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [N, H], weight [H] -> [N, H]."""
+        return rms_norm(x, weight, eps, pdl=self._pdl)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and residual [N, H], weight [H] -> the norm and the sum, both new."""
+        return add_rms_norm(x, residual, weight, eps, pdl=self._pdl)
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up [N, 2 I], gate first -> [N, I]."""
+        return silu_and_mul(gate_up, pdl=self._pdl)
+
+    def greedy_tokens(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """logits [R, >= vocab_size], rows contiguous -> int64 [R]."""
+        return greedy_tokens(logits, vocab_size, pdl=self._pdl)
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        rotary_table: torch.Tensor,
+        num_kv_heads: int,
+        head_norms: tuple[torch.Tensor, float] | None,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        """qkv [N, (Hq + 2 Hkv) D] -> q [N, Hq, D], a view of qkv, which is overwritten."""
+        return rotate_and_store(
+            qkv,
+            positions,
+            rotary_table,
+            num_kv_heads,
+            head_norms,
+            kv_cache,
+            slot_mapping,
+            pdl=self._pdl,
+        )

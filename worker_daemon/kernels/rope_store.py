@@ -1,0 +1,206 @@
+"""The step between the qkv projection and attention, in one kernel: norms of the query and key
+heads, rotary embedding, and the write of keys and values to their slots of the paged cache.
+
+Must not know layers, requests or block tables: a slot number says where a token's keys lie.
+Letters: N tokens, Hq / Hkv query and KV heads, D head dimension.
+"""
+
+# Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
+# mypy: disable-error-code="no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+
+from worker_daemon.kernels.launch import await_previous, launch_options, start_next
+
+_TILE_ELEMENTS = 1024
+"""Elements of each half of the heads that one program takes: 16 bytes a thread and load, where
+elements have two bytes."""
+
+_NUM_WARPS = 4
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    rotary_table: torch.Tensor,
+    num_kv_heads: int,
+    head_norms: tuple[torch.Tensor, float] | None,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Norm the q and k heads where asked, rotate them, store k and v; each value is rounded once.
+
+    The queries are written over their place in qkv. The rotation pairs element i of a head with
+    element i + D / 2 (the form of Su et al., 2021, that checkpoints of the Llama family use).
+
+    Args:
+        qkv: [N, (Hq + 2 Hkv) D] contiguous, fp32, bf16 or fp16; D is even. Consumed.
+        positions: [N] int32 or int64, each a row of rotary_table.
+        rotary_table: [P, 2, D / 2] fp32: cos, then sin.
+        num_kv_heads: Hkv.
+        head_norms: ([2, D] weights of the query and of the key norm, dtype of qkv; epsilon), or
+            None: the norm of each head over its D elements.
+        kv_cache: [num_blocks, 2, block_size, Hkv, D], dtype of qkv, the last dimension contiguous;
+            empty = nothing is stored.
+        slot_mapping: [N] int32 or int64: block_id * block_size + offset; negative = not stored.
+        pdl: launched as a dependent of the kernel before (see launch.py).
+
+    Returns:
+        q [N, Hq, D], a view of qkv.
+    """
+    num_tokens, width = qkv.shape
+    half = rotary_table.shape[2]
+    num_heads = width // (2 * half)
+    num_q_heads = num_heads - 2 * num_kv_heads
+    assert qkv.is_contiguous()
+    assert rotary_table.is_contiguous()
+    assert num_heads * 2 * half == width
+    queries = qkv.view(num_tokens, num_heads, 2 * half)[:, :num_q_heads]
+    if num_tokens == 0:
+        return queries
+    is_stored = kv_cache.numel() > 0
+    cache_strides = kv_cache.stride() if is_stored else (0, 0, 0, 0, 1)
+    assert cache_strides[4] == 1
+    assert kv_cache.dtype == qkv.dtype
+    norm_weights, eps = head_norms or (qkv, 0.0)
+    assert norm_weights.is_contiguous()
+    block_half = triton.next_power_of_2(half)
+    block_heads = min(max(_TILE_ELEMENTS // block_half, 1), triton.next_power_of_2(num_heads))
+    _rotate_and_store_kernel[(num_tokens * triton.cdiv(num_heads, block_heads),)](
+        qkv,
+        positions,
+        rotary_table,
+        norm_weights,
+        kv_cache,
+        slot_mapping,
+        eps,
+        BLOCK_STRIDE=cache_strides[0],
+        VALUE_STRIDE=cache_strides[1],
+        TOKEN_STRIDE=cache_strides[2],
+        HEAD_STRIDE=cache_strides[3],
+        BLOCK_SIZE=kv_cache.shape[2] if is_stored else 1,
+        NUM_Q_HEADS=num_q_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=half,
+        NORMED=head_norms is not None,
+        STORED=is_stored,
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=block_half,
+        PDL=pdl,
+        num_warps=_NUM_WARPS,
+        enable_fp_fusion=True,
+        **launch_options(pdl),
+    )
+    return queries
+
+
+@triton.jit
+def _store(
+    kv_cache,
+    slot,
+    first,
+    second,
+    head,
+    dim,
+    BLOCK_STRIDE: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Write halves of heads to a slot: head h is the key of KV head h from 0 up to NUM_KV_HEADS,
+    then come the values; any other is left out."""
+    if slot >= 0:
+        row = head // NUM_KV_HEADS * VALUE_STRIDE + head % NUM_KV_HEADS * HEAD_STRIDE
+        place = kv_cache + (slot // BLOCK_SIZE) * BLOCK_STRIDE + (slot % BLOCK_SIZE) * TOKEN_STRIDE
+        place = place + row[:, None] + dim[None, :]
+        inside = ((head >= 0) & (head < 2 * NUM_KV_HEADS))[:, None] & (dim < HALF)[None, :]
+        tl.store(place, first, mask=inside)
+        tl.store(place + HALF, second, mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
+def _rotate_and_store_kernel(
+    qkv,
+    positions,
+    rotary_table,
+    norm_weights,
+    kv_cache,
+    slot_mapping,
+    eps,
+    BLOCK_STRIDE: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    NORMED: tl.constexpr,
+    STORED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    NUM_HEADS: tl.constexpr = NUM_Q_HEADS + 2 * NUM_KV_HEADS
+    TILES: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    dtype = qkv.dtype.element_ty
+    program = tl.program_id(0)
+    token = (program // TILES).to(tl.int64)
+    head = (program % TILES) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    dim = tl.arange(0, BLOCK_HALF)
+    in_half = dim < HALF
+    inside = (head < NUM_HEADS)[:, None] & in_half[None, :]
+    source = qkv + token * (NUM_HEADS * 2 * HALF) + (head * (2 * HALF))[:, None] + dim[None, :]
+    if NORMED:
+        is_key = (head >= NUM_Q_HEADS).to(tl.int32)
+        gains = norm_weights + (is_key * (2 * HALF))[:, None] + dim[None, :]
+        first_gain = tl.load(gains, mask=in_half[None, :], other=0.0).to(tl.float32)
+        second_gain = tl.load(gains + HALF, mask=in_half[None, :], other=0.0).to(tl.float32)
+    await_previous(PDL)
+    raw_first = tl.load(source, mask=inside, other=0.0)
+    raw_second = tl.load(source + HALF, mask=inside, other=0.0)
+    if STORED:
+        slot = tl.load(slot_mapping + token).to(tl.int64)
+    # Loaded for every head alike: a row shared by all heads would pass through shared memory.
+    angle = rotary_table + tl.load(positions + token).to(tl.int64) * (2 * HALF) + dim
+    angle = tl.broadcast_to(angle[None, :], [BLOCK_HEADS, BLOCK_HALF])
+    cos = tl.load(angle, mask=in_half[None, :], other=0.0)
+    sin = tl.load(angle + HALF, mask=in_half[None, :], other=0.0)
+
+    first = raw_first.to(tl.float32)
+    second = raw_second.to(tl.float32)
+    if NORMED:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+        first *= scale * first_gain
+        second *= scale * second_gain
+    turned_first = (first * cos - second * sin).to(dtype)
+    turned_second = (second * cos + first * sin).to(dtype)
+    is_query = (head < NUM_Q_HEADS)[:, None] & in_half[None, :]
+    tl.store(source, turned_first, mask=is_query)
+    tl.store(source + HALF, turned_second, mask=is_query)
+    if STORED:
+        is_value = (head >= NUM_Q_HEADS + NUM_KV_HEADS)[:, None]
+        _store(
+            kv_cache,
+            slot,
+            tl.where(is_value, raw_first, turned_first),
+            tl.where(is_value, raw_second, turned_second),
+            head - NUM_Q_HEADS,
+            dim,
+            BLOCK_STRIDE,
+            VALUE_STRIDE,
+            TOKEN_STRIDE,
+            HEAD_STRIDE,
+            BLOCK_SIZE,
+            NUM_KV_HEADS,
+            HALF,
+        )

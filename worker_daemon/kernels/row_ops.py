@@ -1,0 +1,119 @@
+"""Applies a step's differences to the request rows on the device, and gathers its tokens from them.
+
+Must not know requests: rows, positions and block ids are integers that the host has checked.
+"""
+
+# Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
+# mypy: disable-error-code="no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 128
+
+
+class TritonRowKernels:
+    """One launch each; stateless. Shapes and meaning are RowKernels' (runner/row_tables.py)."""
+
+    def update_blocks(
+        self,
+        block_table: torch.Tensor,
+        rows: torch.Tensor,
+        indices: torch.Tensor,
+        block_ids: torch.Tensor,
+    ) -> None:
+        """block_table[rows, indices] = block_ids: int32 [S, max_blocks]; int32 [U] each."""
+        num_updates = rows.shape[0]
+        _update_blocks_kernel[(triton.cdiv(num_updates, _BLOCK),)](
+            block_table, rows, indices, block_ids, num_updates, block_table.stride(0), BLOCK=_BLOCK
+        )
+
+    def gather_tokens(
+        self,
+        host_token_ids: torch.Tensor,
+        token_rows: torch.Tensor,
+        positions: torch.Tensor,
+        last_sampled: torch.Tensor,
+        block_table: torch.Tensor,
+        block_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (token_ids, slot_mapping), int64 [N] each, for int32 columns [N]."""
+        num_tokens = host_token_ids.shape[0]
+        token_ids = torch.empty(num_tokens, dtype=torch.int64, device=host_token_ids.device)
+        slot_mapping = torch.empty_like(token_ids)
+        _gather_tokens_kernel[(triton.cdiv(num_tokens, _BLOCK),)](
+            token_ids,
+            slot_mapping,
+            host_token_ids,
+            token_rows,
+            positions,
+            last_sampled,
+            block_table,
+            num_tokens,
+            block_table.stride(0),
+            BLOCK_SIZE=block_size,
+            BLOCK=_BLOCK,
+        )
+        return token_ids, slot_mapping
+
+    def store_tokens(
+        self, last_sampled: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor
+    ) -> None:
+        """last_sampled[rows] = token_ids: int64 [S], int32 [R], int64 [R]."""
+        num_rows = rows.shape[0]
+        _store_tokens_kernel[(triton.cdiv(num_rows, _BLOCK),)](
+            last_sampled, rows, token_ids, num_rows, BLOCK=_BLOCK
+        )
+
+
+@triton.jit(do_not_specialize=["num_updates", "table_stride"])
+def _update_blocks_kernel(
+    block_table, rows, indices, block_ids, num_updates, table_stride, BLOCK: tl.constexpr
+):
+    update = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = update < num_updates
+    row = tl.load(rows + update, mask=inside, other=0).to(tl.int64)
+    index = tl.load(indices + update, mask=inside, other=0)
+    block_id = tl.load(block_ids + update, mask=inside, other=0)
+    tl.store(block_table + row * table_stride + index, block_id, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "table_stride"],
+    do_not_specialize_on_alignment=["token_ids", "slot_mapping"],
+)
+def _gather_tokens_kernel(
+    token_ids,
+    slot_mapping,
+    host_token_ids,
+    token_rows,
+    positions,
+    last_sampled,
+    block_table,
+    num_tokens,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < num_tokens
+    row = tl.load(token_rows + token, mask=inside, other=0).to(tl.int64)
+    position = tl.load(positions + token, mask=inside, other=0)
+    from_host = tl.load(host_token_ids + token, mask=inside, other=0)
+    sampled = tl.load(last_sampled + row, mask=inside & (from_host < 0), other=0)
+    tl.store(token_ids + token, tl.where(from_host < 0, sampled, from_host), mask=inside)
+    entry = block_table + row * table_stride + position // BLOCK_SIZE
+    block_id = tl.load(entry, mask=inside, other=0).to(tl.int64)
+    tl.store(slot_mapping + token, block_id * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["rows", "token_ids"],
+)
+def _store_tokens_kernel(last_sampled, rows, token_ids, num_rows, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < num_rows
+    row = tl.load(rows + index, mask=inside, other=0)
+    tl.store(last_sampled + row, tl.load(token_ids + index, mask=inside, other=0), mask=inside)

@@ -1,0 +1,128 @@
+"""Which kernel and tile a thin matrix product takes: read from files that ship with the package.
+
+One file a device, written by `python -m benchmarks.linear_kernels --tune`, so that nothing is tuned
+when a daemon starts. Must not know Triton or tensors.
+
+Letters: y[M, O] = x[M, I] W[O, I]^T.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+
+ROW_BUCKETS = (1, 16, 32, 64)
+"""The M that tiles are kept for; a product takes those of the smallest bucket that holds its M."""
+
+
+@dataclass(frozen=True, slots=True)
+class VectorTile:
+    """One program's share of a product of one row: block_o rows of W, block_i columns at a time.
+
+    Both are powers of two. num_stages is the depth of the software pipeline, 1 for none.
+    """
+
+    block_o: int
+    block_i: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixTile:
+    """One program's share of a product of several rows: block_o rows of W, x whole in M.
+
+    It takes block_i columns at a time; both are powers of two >= 16. The columns are divided among
+    num_splits programs. num_stages is the depth of the software pipeline. Each program asks for
+    prefetch columns of its rows before x is ready.
+    """
+
+    block_o: int
+    block_i: int
+    num_splits: int
+    num_warps: int
+    num_stages: int
+    prefetch: int
+
+
+Tile = VectorTile | MatrixTile
+
+
+def default_vector_tile(num_inputs: int) -> VectorTile:
+    """What a shape without an entry takes for one row: 8 KB of weights a program and step.
+
+    On an H200 the best tile of most shapes tuned there, and within 8 % of the best of all.
+    """
+    block_i = min(4096, 1 << (num_inputs - 1).bit_length())
+    return VectorTile(block_o=4096 // block_i, block_i=block_i, num_warps=8, num_stages=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """The tiles of one device, by (O, I, bucket of M); a shape that is best left to torch is None.
+
+    A bucket that has no entry of its own is torch's too, unless M = 1.
+    """
+
+    tiles: Mapping[tuple[int, int, int], Tile | None]
+
+    def tile(self, num_rows: int, num_outputs: int, num_inputs: int) -> Tile | None:
+        """The tile of a product of M x O x I, M >= 1, or None for torch."""
+        bucket = row_bucket(num_rows)
+        if bucket is None:
+            return None
+        key = (num_outputs, num_inputs, bucket)
+        if bucket == 1 and key not in self.tiles:
+            return default_vector_tile(num_inputs)
+        return self.tiles.get(key)
+
+
+def row_bucket(num_rows: int) -> int | None:
+    """The bucket of M, or None beyond the largest."""
+    return next((bucket for bucket in ROW_BUCKETS if num_rows <= bucket), None)
+
+
+def load_tuning(device_name: str) -> Tuning:
+    """The tiles shipped for a device of this name as the driver gives it; none if unknown."""
+    resource = files(__package__) / "tuned" / file_name(device_name)
+    return parse_tuning(resource.read_text()) if resource.is_file() else Tuning({})
+
+
+def file_name(device_name: str) -> str:
+    """NVIDIA H200 -> nvidia_h200.json"""
+    return re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_") + ".json"
+
+
+def parse_tuning(text: str) -> Tuning:
+    """The inverse of format_tuning; raises ValueError, KeyError or TypeError for other text."""
+    return Tuning(
+        {
+            _parse_shape(shape, bucket): _parse_tile(tile)
+            for shape, buckets in json.loads(text).items()
+            for bucket, tile in buckets.items()
+        }
+    )
+
+
+def format_tuning(tuning: Tuning) -> str:
+    """JSON, a line for each shape and bucket: {"OxI": {"bucket": {...}}}."""
+    shapes: dict[str, list[str]] = {}
+    for (num_outputs, num_inputs, bucket), tile in sorted(tuning.tiles.items()):
+        fields = "null" if tile is None else json.dumps(asdict(tile))
+        shapes.setdefault(f"{num_outputs}x{num_inputs}", []).append(f'    "{bucket}": {fields}')
+    blocks = [f'  "{shape}": {{\n' + ",\n".join(rows) + "\n  }" for shape, rows in shapes.items()]
+    return "{\n" + ",\n".join(blocks) + "\n}\n"
+
+
+def _parse_shape(shape: str, bucket: str) -> tuple[int, int, int]:
+    num_outputs, num_inputs = shape.split("x")
+    return int(num_outputs), int(num_inputs), int(bucket)
+
+
+def _parse_tile(fields: dict[str, int] | None) -> Tile | None:
+    if fields is None:
+        return None
+    return MatrixTile(**fields) if "num_splits" in fields else VectorTile(**fields)

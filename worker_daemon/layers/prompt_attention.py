@@ -1,0 +1,260 @@
+"""Attention of whole prompts by a kernel that knows no pages, for the sequences that have all of
+their context in one step; everything else goes on to a paged backend. Knows no device and no model.
+
+Shapes: N tokens in the step, Hq query and Hkv KV heads, D head_dim, P the tokens of a plan.
+
+An unpaged kernel is planned for each length anew, which takes about 0.4 s, so it serves a few
+lengths only (PLAN_TOKENS). A prompt somewhat shorter than a plan is padded up to it: a causal query
+never sees the rows behind its own. Of a longer one the plan takes the first tokens, its head, and
+the rest is a chunk like any other. Heads read keys and values back from the cache: a copy of both,
+a few hundredths of the attention's own time, which spares decodes from keeping rotated keys.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from worker_daemon.layers.attention import AttentionBackend, AttentionMetadata
+
+PLAN_TOKENS = (1024, 2048, 4096, 8192, 16384)
+"""Ascending. Powers of two, which the warm-up's sweep of sizes runs into, so that it makes every
+plan that a step may need. Prompts below the first are bound by their launches, of which the paged
+kernel has fewer."""
+
+_PADDED_EIGHTHS = 7
+"""A plan takes a prompt of so many eighths of its length: that costs 1.3 times the prompt's
+attention, while cuDNN is 1.4 times as fast as the paged kernel (560 and 400 TFLOP/s on an H200)."""
+
+WholeAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""(q [1, Hq, P, D], k and v [1, Hkv, P, D], scale) -> [1, Hq, P, D], causal; the last dimension is
+contiguous, the others have any strides."""
+
+
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """WholeAttention by cuDNN. A plan belongs to the thread that made it.
+
+    Raises:
+        RuntimeError: cuDNN has no kernel for these tensors.
+    """
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+class PromptAttention:
+    """AttentionBackend: heads of whole prompts by a WholeAttention, one after the other, all other
+    tokens of the step by one call of a paged backend. Layers with a window are left to the latter.
+
+    One object for all layers, used on the step thread only. Keeps the last step's split, which its
+    layers share, and with it that step's metadata.
+    """
+
+    def __init__(self, paged: AttentionBackend, whole: WholeAttention) -> None:
+        self._paged = paged
+        self._whole = whole
+        self._last: tuple[AttentionMetadata, _Split] | None = None
+
+    def attend(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """As AttentionBackend has it. kv_cache is contiguous; its block size is every layer's."""
+        if window is not None or metadata.max_query_len < PLAN_TOKENS[0]:
+            return self._paged.attend(q, kv_cache, metadata, scale, window)
+        split = self._split(metadata, kv_cache.shape[2])
+        if not split.heads:
+            return self._paged.attend(q, kv_cache, metadata, scale, window)
+        heads = [self._attend_head(q, kv_cache, head, scale) for head in split.heads]
+        gaps = self._attend_gaps(q, kv_cache, split, scale)
+        ordered = [gaps[0]]
+        for head, gap in zip(heads, gaps[1:], strict=True):
+            ordered += [head, gap]
+        pieces = [piece for piece in ordered if piece.shape[0]]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _split(self, metadata: AttentionMetadata, block_size: int) -> "_Split":
+        if self._last is None or self._last[0] is not metadata:
+            self._last = metadata, _split_step(metadata, block_size)
+        return self._last[1]
+
+    def _attend_head(self, q: Tensor, kv_cache: Tensor, head: "_Head", scale: float) -> Tensor:
+        """Return [length, Hq, D]."""
+        keys, values = _gather(kv_cache, head)
+        queries = _queries(q, head)
+        out = self._whole(_one_batch(queries), _one_batch(keys), _one_batch(values), scale)
+        return out.squeeze(0).transpose(0, 1)[: head.length]
+
+    def _attend_gaps(
+        self, q: Tensor, kv_cache: Tensor, split: "_Split", scale: float
+    ) -> tuple[Tensor, ...]:
+        """Return the rows before each head, then those behind the last one; any may be none."""
+        queries = [q[gap] for gap in split.gaps]
+        filled = [part for part in queries if part.shape[0]]
+        if not filled:
+            return tuple(queries)
+        together = filled[0] if len(filled) == 1 else torch.cat(filled)
+        out = self._paged.attend(together, kv_cache, split.others, scale, None)
+        return out.split([part.shape[0] for part in queries])
+
+
+class _Place(NamedTuple):
+    """Where a head lies in its step."""
+
+    seq: int
+    start: int
+    """Its first token."""
+    length: int
+    """Its tokens, at most num_planned."""
+    num_planned: int
+    """P"""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    start: int
+    length: int
+    num_planned: int
+    """As in _Place."""
+    pages: Tensor
+    """int64 [2, P / block_size, rounded up], device: twice the id of each block of its context,
+    then the same plus one; the null block's behind its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    heads: tuple[_Head, ...]
+    """In the order of their tokens."""
+    gaps: tuple[slice, ...]
+    """The tokens before each head, then those behind the last one."""
+    others: AttentionMetadata
+    """Of the gaps alone, put together."""
+
+
+def _split_step(metadata: AttentionMetadata, block_size: int) -> _Split:
+    query_lens, seq_lens = metadata.query_lens_np, metadata.seq_lens_np
+    places = _places(query_lens, seq_lens)
+    if not places:
+        return _Split((), (), metadata)
+    starts = [0, *(place.end for place in places)]
+    ends = [*(place.start for place in places), None]
+    left = query_lens.copy()
+    for place in places:
+        left[place.seq] -= place.length
+    return _Split(
+        tuple(_head(place, metadata, block_size) for place in places),
+        tuple(slice(start, end) for start, end in zip(starts, ends, strict=True)),
+        _select(metadata, left),
+    )
+
+
+def _places(query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> list[_Place]:
+    """Return the heads of all whole prompts that are long enough."""
+    lengths = query_lens.tolist()
+    starts = [0, *accumulate(lengths)]
+    chosen = np.flatnonzero((query_lens == seq_lens) & (query_lens >= PLAN_TOKENS[0])).tolist()
+    planned = [_num_planned(lengths[seq]) for seq in chosen]
+    return [
+        _Place(seq, starts[seq], min(lengths[seq], num_planned), num_planned)
+        for seq, num_planned in zip(chosen, planned, strict=True)
+    ]
+
+
+def _num_planned(length: int) -> int:
+    """Return the largest plan that a prompt of PLAN_TOKENS[0] or more fills, or nearly fills."""
+    return max(plan for plan in PLAN_TOKENS if plan * _PADDED_EIGHTHS <= length * 8)
+
+
+def _head(place: _Place, metadata: AttentionMetadata, block_size: int) -> _Head:
+    row = metadata.block_table.index_select(0, metadata.seq_rows[place.seq : place.seq + 1])[0]
+    num_blocks = -(-place.length // block_size)
+    padding = -(-place.num_planned // block_size) - num_blocks
+    blocks = functional.pad(row[:num_blocks].long(), (0, padding))
+    pages = torch.stack((2 * blocks, 2 * blocks + 1))
+    return _Head(place.start, place.length, place.num_planned, pages)
+
+
+def _select(metadata: AttentionMetadata, query_lens: npt.NDArray[np.int32]) -> AttentionMetadata:
+    """Return the metadata of the sequences that have query tokens left, with so many of them."""
+    seqs = np.flatnonzero(query_lens)
+    query_lens, seq_lens = query_lens[seqs], metadata.seq_lens_np[seqs]
+    starts = np.concatenate(([0], np.cumsum(query_lens)))
+    order = np.argsort(-seq_lens, kind="stable")
+    device = metadata.seq_rows.device
+    columns = _upload(np.concatenate((starts, seq_lens, order, seqs)).astype(np.int32), device)
+    query_start_loc, seq_lens_there, seq_order, seqs_there = columns.split(
+        [seqs.size + 1, seqs.size, seqs.size, seqs.size]
+    )
+    return AttentionMetadata(
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens_there,
+        seq_order=seq_order,
+        block_table=metadata.block_table,
+        seq_rows=metadata.seq_rows.index_select(0, seqs_there),
+        slot_mapping=metadata.slot_mapping[:0],
+        num_seqs=seqs.size,
+        max_query_len=int(query_lens.max(initial=0)),
+        max_seq_len=int(seq_lens.max(initial=0)),
+        query_lens_np=query_lens,
+        seq_lens_np=seq_lens,
+    )
+
+
+def _upload(values: npt.NDArray[np.int32], device: torch.device) -> Tensor:
+    """To the device without waiting for it: torch keeps a pinned copy until it has been read."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _gather(kv_cache: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
+    """Return keys and values [P, Hkv, D] of a head, zero behind its end.
+
+    Zero, because a kernel multiplies what lies there by weights of zero, and the rows behind a
+    sequence's end in its last block may hold anything.
+    """
+    block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
+    pages = kv_cache.view(-1, block_size * num_kv_heads * head_dim)
+    gathered = pages.index_select(0, head.pages.flatten())
+    both = gathered.view(2, -1, num_kv_heads, head_dim)[:, : head.num_planned]
+    if head.length < head.num_planned:
+        both[:, head.length :].zero_()
+    return both[0], both[1]
+
+
+def _queries(q: Tensor, head: _Head) -> Tensor:
+    """Return [P, Hq, D] with the strides of q, on which a plan depends.
+
+    A query has no effect on the others: the rows behind the head's end are the neighbours', or
+    undefined in a copy where the step ends too early.
+    """
+    end = head.start + head.num_planned
+    if end <= q.shape[0]:
+        return q[head.start : end]
+    padded = torch.empty_strided(
+        (head.num_planned, *q.shape[1:]), q.stride(), dtype=q.dtype, device=q.device
+    )
+    padded[: head.length].copy_(q[head.start : head.start + head.length])
+    return padded
+
+
+def _one_batch(rows: Tensor) -> Tensor:
+    """[P, heads, D] -> [1, heads, P, D]."""
+    return rows.transpose(0, 1).unsqueeze(0)

@@ -1,0 +1,64 @@
+"""The layer operations in plain torch, for the CPU and as the reference of faster ones."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from worker_daemon.layers.ops import HeadNorms
+from worker_daemon.layers.rotary import rotate
+
+
+class TorchOps:
+    """LayerOps on any device."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return functional.rms_norm(x, weight.shape, weight, eps)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = residual + x
+        return self.rms_norm(total, weight, eps), total
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    def greedy_tokens(self, logits: Tensor, vocab_size: int) -> Tensor:
+        return logits[:, :vocab_size].argmax(dim=-1)
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        rotary_table: Tensor,
+        num_kv_heads: int,
+        head_norms: HeadNorms | None,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        head_dim = 2 * rotary_table.shape[2]
+        num_heads = qkv.shape[1] // head_dim
+        heads = qkv.view(-1, num_heads, head_dim)
+        num_q_heads = num_heads - 2 * num_kv_heads
+        q, k, v = torch.split(heads, [num_q_heads, num_kv_heads, num_kv_heads], dim=1)
+        if head_norms is not None:
+            q_weight, k_weight = head_norms.weight
+            q = self.rms_norm(q, q_weight, head_norms.eps)
+            k = self.rms_norm(k, k_weight, head_norms.eps)
+        cos, sin = rotary_table[positions].unsqueeze(2).unbind(1)
+        if kv_cache.numel():
+            _write_kv(rotate(k, cos, sin), v, kv_cache, slot_mapping)
+        return rotate(q, cos, sin)
+
+
+def _write_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """slot_mapping entries are not negative here: padding points into block 0."""
+    block_size = kv_cache.shape[2]
+    block_ids = slot_mapping // block_size
+    offsets = slot_mapping % block_size
+    kv_cache[block_ids, 0, offsets] = k
+    kv_cache[block_ids, 1, offsets] = v
