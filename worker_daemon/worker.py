@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -36,11 +37,12 @@ from worker_daemon.models.decoder import DecoderStage, build_stage, checkpoint_n
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.models.weights import LoadProgress, load_dummy_weights, load_weights
 from worker_daemon.resolve import ResolvedModel, check_cache, resolve_model
-from worker_daemon.runner.assemble import RunnerParts, assemble_runner, tie_stage
+from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
+from worker_daemon.runner.cuda_graph import NoGraphs, StepGraphs
 from worker_daemon.runner.model_runner import ModelRunner
 from worker_daemon.runner.request_state import StepLimits
 from worker_daemon.runner.stage_ends import PendingReply
-from worker_daemon.runner.warmup import largest_step, warm_up_steps
+from worker_daemon.runner.warmup import largest_step, size_sweep, warm_up_steps
 
 _LOG = logging.getLogger(__name__)
 _PROGRESS_EVERY_S = 1.0
@@ -91,6 +93,8 @@ class Worker:
         self._context_or_none: _DeviceContext | None = None
         self._model_or_none: _LoadedModel | None = None
         self._runner_or_none: ModelRunner | None = None
+        self._kv_caches: Sequence[torch.Tensor] = ()
+        self._graphs: StepGraphs = NoGraphs()
         self._plan: KVCacheConfig | None = None
         self._activation_peak_bytes = 0
 
@@ -259,11 +263,11 @@ class Worker:
                 value=plan.block_size,
                 fix=str(model.config.cache.block_size),
             )
-        kv_caches = allocate_kv_caches(
+        self._kv_caches = allocate_kv_caches(
             plan, model.stage.kv_layer_specs, model.resolved.dtype, self._context.device
         )
         model.stage.set_attention(model.attention.backend)
-        self._runner_or_none = self._assemble(self._limits(plan.num_blocks), kv_caches)
+        self._runner_or_none = self._assemble(self._limits(plan.num_blocks), self._kv_caches)
         self._plan = plan
         return Done(**self._identity(message))
 
@@ -310,20 +314,33 @@ class Worker:
         if runner is not None and self._plan is not None:
             runner.settle()
             self._runner_or_none = self._assemble(
-                self._limits(self._plan.num_blocks), runner.kv_caches
+                self._limits(self._plan.num_blocks), self._kv_caches
             )
         return Done(**self._identity(message))
 
     def compile_or_warm_up_model(
         self, message: lc.CompileOrWarmUpModel
     ) -> lc.CompileOrWarmUpModelReply:
-        """Run synthetic steps through the normal entry, and leave no trace of them in the rows."""
+        """Run synthetic steps through the normal entry, leave no trace of them in the rows, and
+        capture the graphs that steps replay."""
         began = time.monotonic()
         self._set_phase("COMPILING", _LONG_OPERATION_S)
         runner = self._runner
-        for step in warm_up_steps(message, runner.state.limits):
+        limits = runner.state.limits
+        steps = warm_up_steps(message, limits)
+        if self._context.device.type == "cuda":  # elsewhere there is nothing to compile
+            steps = chain(size_sweep(message, limits), steps)
+        for step in steps:
             _await(runner.execute_model(step.message, step.arrays))
-        runner.state.drop_all()
+        runner.forget_requests()
+        self._set_phase("CAPTURING", _LONG_OPERATION_S)
+        enforce_eager = self._model.config.graph.enforce_eager
+        self._graphs = step_graphs(self._parts, runner, enforce_eager=enforce_eager)
+        num_graphs = self._graphs.capture(runner)
+        _LOG.info("captured %d graphs, ready in %.1f s", num_graphs, time.monotonic() - began)
+        # What start-up has made stays: the collector need never look at it again.
+        gc.collect()
+        gc.freeze()
         return lc.CompileOrWarmUpModelReply(
             **self._identity(message), seconds=time.monotonic() - began
         )
@@ -382,6 +399,8 @@ class Worker:
             again.
         """
         context, runner = self._context, self._runner_or_none
+        if runner is not None:
+            self._graphs.before_relink(runner)
         context.link.leave()
         link = self._open_link(
             message.rendezvous, context.parallel, context.device, context.timeout_s, context.tp
@@ -389,6 +408,7 @@ class Worker:
         self._context_or_none = replace(context, link=link)
         if runner is not None:
             runner.tie(tie_stage(self._parts, link, runner.state.limits, runner.inputs))
+            self._graphs.after_relink(runner)
         return Done(**self._identity(message))
 
     def reset(self, message: lc.Reset) -> Done:
@@ -397,6 +417,8 @@ class Worker:
             with suppress(CommError):  # what a lost neighbour has not received is nobody's now
                 self._runner_or_none.settle()
         self._runner_or_none = None
+        self._graphs = NoGraphs()
+        self._kv_caches = ()
         self._plan = None
         if message.to == "MODEL_LOADED":
             self._model.stage.set_attention(NullAttention())
@@ -406,6 +428,7 @@ class Worker:
         if message.to == "CREATED" and self._context_or_none is not None:
             self._context_or_none.link.leave()
             self._context_or_none = None
+        gc.unfreeze()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -552,7 +575,9 @@ class _ProgressLine:
         rate = progress.bytes_done / progress.seconds
         left_s = (progress.bytes_total - progress.bytes_done) / rate
         percent = 100 * progress.bytes_done // progress.bytes_total
-        self._set_phase(f"LOADING {percent}%", _LONG_OPERATION_S)
+        self._set_phase(
+            f"LOADING {percent}%, {rate / 1e9:.1f} GB/s, {left_s:.0f} s left", _LONG_OPERATION_S
+        )
         _LOG.info(
             "loading: %.2f of %.2f GB, %.2f GB/s, %.0f s left",
             progress.bytes_done / 1e9,

@@ -27,7 +27,7 @@ INJECTED = "an injected fault"
 class Fault:
     """What goes wrong, and where: on entry to a function of the worker."""
 
-    where: Literal["make_worker", "load_model", "forward", "compute_logits", "execute_model"]
+    where: Literal["make_worker", "load_model", "forward", "likeliest_tokens", "execute_model"]
     what: Literal["raise", "hang", "kill"]
     calls_before: int = 0
     """Calls that go well first."""
@@ -148,7 +148,7 @@ def main(patch: pytest.MonkeyPatch) -> None:
         worker = make_worker(device, model_roots, set_phase)
         from worker_daemon.models.decoder import DecoderStage  # torch is loaded here, not before
 
-        for name in ("forward", "compute_logits"):
+        for name in ("forward", "likeliest_tokens"):
             patch.setattr(DecoderStage, name, faulty(getattr(DecoderStage, name), faults))
         return FaultyWorker(worker, faults)
 

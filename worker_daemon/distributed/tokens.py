@@ -2,7 +2,7 @@
 request.
 
 Every rank starts the broadcast of a step at the same place of the same step; who needs the tokens
-waits for them only when a later step is about to read them. The last stage has them already.
+waits for them only when a later step is about to read them. The last of several stages reads none.
 """
 
 from collections import deque
@@ -21,14 +21,17 @@ class TokenReturn(Protocol):
     """Brings each step's sampled tokens into last_sampled int64 [rows] of this rank."""
 
     def publish(self, step: int, rows: Tensor, token_ids: Tensor | None) -> None:
-        """Start the return of token_ids int64 [R], sampled for rows int64 [R]; None on stages that
-        do not sample.
+        """Start the return of token_ids int64 [R], sampled for rows int32 [R]; None on stages that
+        do not sample. Both may be overwritten at once.
 
         step is a count that rises with each publication.
 
         Raises:
             CommError: a peer is gone.
         """
+
+    def publish_greedy(self, step: int, rows: Tensor, token_ids: Tensor) -> None:
+        """As publish, where last_sampled of this rank holds the tokens already if it is read."""
 
     def collect(self, step: int) -> None:
         """Make last_sampled hold the tokens of all publications up to step. On CUDA only the stream
@@ -46,7 +49,10 @@ class LocalTokens:
 
     def publish(self, step: int, rows: Tensor, token_ids: Tensor | None) -> None:
         assert token_ids is not None, "the only stage samples"
-        self._last_sampled[rows] = token_ids
+        self._last_sampled[rows.long()] = token_ids
+
+    def publish_greedy(self, step: int, rows: Tensor, token_ids: Tensor) -> None:
+        return None
 
     def collect(self, step: int) -> None:
         return None
@@ -74,22 +80,24 @@ class TokenBroadcast:
         self._on_their_way: deque[_Publication] = deque()
 
     def publish(self, step: int, rows: Tensor, token_ids: Tensor | None) -> None:
-        """Start the return of token_ids int64 [R], sampled for rows int64 [R]; None on stages that
-        do not sample."""
-        sampled_here = token_ids is not None
         if token_ids is None:
-            token_ids = torch.empty_like(rows)
+            rows = rows.long()  # a copy: the next step overwrites the step's own columns
+            message = torch.empty_like(rows)
+        else:
+            message = token_ids.clone()
         with communication("returning sampled tokens"):
             work = dist.broadcast(
-                token_ids, group=self._group, group_src=self._last_stage, async_op=True
+                message, group=self._group, group_src=self._last_stage, async_op=True
             )
         assert work is not None, "the broadcast is asynchronous"
-        if sampled_here:
-            self._last_sampled[rows] = token_ids
-            rows, token_ids = rows[:0], token_ids[:0]
-        self._on_their_way.append(_Publication(step, work, rows, token_ids))
+        if token_ids is not None:  # the last of several stages never reads them
+            rows, message = rows[:0].long(), message[:0]
+        self._on_their_way.append(_Publication(step, work, rows, message))
         if len(self._on_their_way) > self._depth:
             self._apply(self._on_their_way.popleft())
+
+    def publish_greedy(self, step: int, rows: Tensor, token_ids: Tensor) -> None:
+        self.publish(step, rows, token_ids)
 
     def collect(self, step: int) -> None:
         """Make last_sampled hold the tokens of all publications up to step."""

@@ -12,10 +12,13 @@ from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.pp import NoOutbound, StageInbound, StageOutbound
 from worker_daemon.distributed.tokens import LocalTokens, TokenBroadcast, TokenReturn
 from worker_daemon.distributed.tp import TensorParallel
+from worker_daemon.kernels.tiles import DeviceLimits, length_bounds
 from worker_daemon.models.decoder import DecoderStage
-from worker_daemon.runner.input_batch import InputBuilder
+from worker_daemon.runner.cuda_graph import DecodeGraphs, NoGraphs, StepGraphs
+from worker_daemon.runner.input_batch import InputBuilder, staging_capacity
 from worker_daemon.runner.model_runner import ModelRunner, StageEnds
 from worker_daemon.runner.request_state import RequestState, StepLimits
+from worker_daemon.runner.row_tables import RowTables, row_kernels
 from worker_daemon.runner.stage_ends import (
     EarlierStageExit,
     FirstStageEntry,
@@ -24,6 +27,15 @@ from worker_daemon.runner.stage_ends import (
     StageEntry,
     StageExit,
 )
+from worker_daemon.runner.stage_program import (
+    ArrivedFront,
+    EagerProgram,
+    EmbeddingFront,
+    ScoringBack,
+    SendingBack,
+)
+from worker_daemon.runner.staging import staging
+from worker_daemon.runner.step_layout import DecodeLadder, ExactShapes, decode_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +60,11 @@ def assemble_runner(
 ) -> ModelRunner:
     """Return a runner with empty rows. kv_caches: one a local layer, or none for NullAttention."""
     state = RequestState(limits)
-    inputs = InputBuilder(state, parts.device, parts.depth)
+    tables = RowTables(limits, parts.device, row_kernels(parts.device))
+    buffers = staging(staging_capacity(state), parts.device, parts.depth)
+    inputs = InputBuilder(state, tables, buffers, ExactShapes())
     return ModelRunner(
-        parts.stage,
-        kv_caches,
+        _eager_program(parts, tables, kv_caches),
         state,
         inputs,
         tie_stage(parts, link, limits, inputs),
@@ -61,13 +74,49 @@ def assemble_runner(
     )
 
 
+def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool) -> StepGraphs:
+    """Return what may be captured of a runner's steps: nothing on the CPU, or if eager is asked
+    for."""
+    if parts.device.type != "cuda" or enforce_eager:
+        return NoGraphs()
+    limits = runner.state.limits
+    num_kv_heads = parts.stage.kv_layer_specs[0].num_kv_heads
+    device_limits = DeviceLimits.of(parts.device)
+    sizes = decode_sizes(limits.max_num_seqs)
+    ladder = DecodeLadder(
+        sizes, lambda size: length_bounds(size, num_kv_heads, limits.max_model_len, device_limits)
+    )
+    arriving = 0 if parts.parallel.is_first_stage else sizes[-1]
+    return DecodeGraphs(
+        ladder,
+        runner.program,
+        torch.zeros((arriving, parts.hidden_size), dtype=parts.dtype, device=parts.device),
+        holds_communication=parts.parallel.tp_size > 1,
+    )
+
+
+def _eager_program(
+    parts: RunnerParts, tables: RowTables, kv_caches: Sequence[Tensor]
+) -> EagerProgram:
+    parallel = parts.parallel
+    return EagerProgram(
+        parts.stage,
+        tables,
+        kv_caches,
+        EmbeddingFront(parts.stage) if parallel.is_first_stage else ArrivedFront(),
+        ScoringBack(parts.stage, tables, stores=parallel.pp_size == 1)
+        if parallel.is_last_stage
+        else SendingBack(),
+    )
+
+
 def tie_stage(
     parts: RunnerParts, link: Link, limits: StepLimits, inputs: InputBuilder
 ) -> StageEnds:
     """Return the ends that tie this stage to its neighbours over a link."""
     tokens = _token_return(parts, link, inputs)
     return StageEnds(
-        entry=_entry(parts, link, limits, inputs, tokens),
+        entry=_entry(parts, link, limits, tokens),
         exit=_exit(parts, link, inputs, tokens),
         tokens=tokens,
         outbound=NoOutbound()
@@ -86,17 +135,18 @@ def tie_stage(
 
 def _token_return(parts: RunnerParts, link: Link, inputs: InputBuilder) -> TokenReturn:
     if parts.parallel.pp_size == 1:
-        return LocalTokens(inputs.last_sampled)
+        return LocalTokens(inputs.tables.last_sampled)
     return TokenBroadcast(
-        link, inputs.last_sampled, num_stages=parts.parallel.pp_size, depth=parts.depth
+        link, inputs.tables.last_sampled, num_stages=parts.parallel.pp_size, depth=parts.depth
     )
 
 
-def _entry(
-    parts: RunnerParts, link: Link, limits: StepLimits, inputs: InputBuilder, tokens: TokenReturn
-) -> StageEntry:
+def _entry(parts: RunnerParts, link: Link, limits: StepLimits, tokens: TokenReturn) -> StageEntry:
     if parts.parallel.is_first_stage:
-        return FirstStageEntry(parts.stage, inputs, tokens)
+        nothing = torch.empty((0, parts.hidden_size), dtype=parts.dtype, device=parts.device)
+        # Without another stage nobody on the device reads the status.
+        reader = "cpu" if parts.parallel.pp_size == 1 else parts.device
+        return FirstStageEntry(tokens, nothing, torch.device(reader))
     return LaterStageEntry(
         StageInbound(
             link,

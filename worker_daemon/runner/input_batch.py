@@ -1,8 +1,8 @@
-"""A step's device tensors, gathered from the request rows. Owns the rows' device copies: block
-table, last tokens, sampling.
+"""A step's columns, filled from the request rows and sent to the device. Owns the host's copy of
+how each row is sampled.
 
-Shapes: S rows, N tokens, B sequences, R sequences that sample. Nothing in here waits for the
-device.
+Shapes: N tokens, B sequences, R sequences that sample (step_layout.py). Nothing in here waits for
+the device.
 """
 
 from collections.abc import Sequence
@@ -14,31 +14,51 @@ from torch import Tensor
 
 from rpc_schema.sampling import SamplingParams
 from worker_daemon.layers.attention import AttentionMetadata
-from worker_daemon.runner.request_state import Int32s, Int64s, RequestState, ScheduledStep
-from worker_daemon.runner.staging import HostStaging, upload
+from worker_daemon.runner.request_state import Bools, Int32s, Int64s, RequestState, ScheduledStep
+from worker_daemon.runner.row_tables import TOKEN_ON_DEVICE, Gathered, RowTables
+from worker_daemon.runner.staging import Staging, upload
+from worker_daemon.runner.step_layout import (
+    SAMPLING_COLUMNS,
+    Ladder,
+    StepColumns,
+    StepPlan,
+    StepShape,
+    decode_sizes,
+    packed_size,
+)
 from worker_daemon.sample.sampler import NO_LOGPROBS, SamplingMetadata, build_bans
 
-_SAMPLING_COLUMNS = 6
-_TOKEN_ON_DEVICE = -1
 _GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """The sequences of a step that sample. Device tensors, and the host's copy of their slots."""
+    """The sequences of a step that sample. The device's columns may be longer: padding points at
+    the spare row."""
 
     slots_np: Int64s
     """[R]"""
     generations: Int64s
     """[R] of the rows, when the step was accepted."""
+    positions_np: Int32s
+    """[R] position of the token that is sampled."""
     slots: Tensor
-    """int64 [R]"""
+    """int32 [>= R], device"""
     token_indices: Tensor
-    """int64 [R]: each sequence's last token in the step."""
+    """int32 [>= R], device: each sequence's last token in the step."""
     positions: Tensor
-    """int64 [R]: position of the token that is sampled."""
-    num_generated: Int32s
-    """[R] output tokens before the one that is sampled."""
+    """int32 [>= R], device"""
+
+    def detach(self) -> "SampleRows":
+        """Return a copy whose columns no later step overwrites."""
+        return SampleRows(
+            self.slots_np,
+            self.generations,
+            self.positions_np,
+            self.slots.clone(),
+            self.token_indices.clone(),
+            self.positions.clone(),
+        )
 
     def keep(self, chosen: Int64s) -> "SampleRows":
         """Return these rows only. chosen [R'] int64: indices into the rows."""
@@ -46,10 +66,10 @@ class SampleRows:
         return SampleRows(
             self.slots_np[chosen],
             self.generations[chosen],
+            self.positions_np[chosen],
             self.slots[on_device],
             self.token_indices[on_device],
             self.positions[on_device],
-            self.num_generated[chosen],
         )
 
 
@@ -57,119 +77,161 @@ class SampleRows:
 class StepInputs:
     """What the forward pass and the sampler read."""
 
-    host_token_ids: Tensor
-    """int32 [N]; -1 where the token was sampled and is on the device only."""
-    token_slots: Tensor
-    """int64 [N]: row of each token."""
-    positions: Tensor
-    """int64 [N]"""
-    attention: AttentionMetadata
+    plan: StepPlan
+    columns: StepColumns[Tensor]
+    """On the device, valid until the next step's are built."""
+    num_tokens: int
+    """Tokens of the step; the columns may be padded to more."""
+    query_lens_np: Int32s
+    """[B] host"""
+    seq_lens_np: Int32s
+    """[B] host"""
     sample_rows: SampleRows
     tokens_from: int
     """The publication (tokens.py) that brings the last of the sampled tokens that this step reads;
     -1: reads none."""
 
+    def attention(self, gathered: Gathered, tables: RowTables) -> AttentionMetadata:
+        """Return what attention reads of the step."""
+        return AttentionMetadata(
+            query_start_loc=self.columns.query_start_loc,
+            seq_lens=self.columns.seq_lens,
+            seq_order=self.columns.seq_order,
+            block_table=tables.block_table,
+            seq_rows=self.columns.seq_rows,
+            slot_mapping=gathered.slot_mapping,
+            num_seqs=self.plan.shape.num_seqs,
+            max_query_len=self.plan.max_query_len,
+            max_seq_len=self.plan.max_seq_len,
+            query_lens_np=self.query_lens_np,
+            seq_lens_np=self.seq_lens_np,
+        )
+
 
 class InputBuilder:
     """Builds StepInputs. Owned by the model runner, used on the step thread only."""
 
-    def __init__(self, state: RequestState, device: torch.device, depth: int) -> None:
-        limits = state.limits
-        num_rows = limits.max_num_seqs + 1
+    def __init__(
+        self, state: RequestState, tables: RowTables, staging: Staging, ladder: Ladder
+    ) -> None:
+        num_rows = state.limits.max_num_seqs + 1
+        self.tables = tables
         self._state = state
-        self._block_size = limits.block_size
-        self._block_table = torch.zeros(
-            (num_rows, limits.max_blocks_per_seq), dtype=torch.int32, device=device
-        )
-        self.last_sampled = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        """int64 [S + 1]: the newest sampled token of each row."""
-        self._sampling = torch.zeros(
-            (num_rows, _SAMPLING_COLUMNS), dtype=torch.int32, device=device
-        )
+        self._staging = staging
+        self._ladder = ladder
         self._params: list[SamplingParams] = [_GREEDY] * num_rows
         self._features = np.zeros((num_rows, 4), np.bool_)
         self._num_logprobs = np.full(num_rows, NO_LOGPROBS, np.int32)
         self._min_tokens = np.zeros(num_rows, np.int32)
+        self._is_plain = np.ones(num_rows, np.bool_)
         self._published = np.full(num_rows, -1, np.int64)
-        self._staging = HostStaging(_staging_capacity(state), device, depth)
+        self._count = np.arange(_most_seqs(state) + 1, dtype=np.int32)
+
+    def pad_by(self, ladder: Ladder, plans: Sequence[StepPlan]) -> None:
+        """Pad steps by another ladder from here on. plans: those of it that come again and
+        again."""
+        self._ladder = ladder
+        self._staging.keep(plan.shape for plan in plans)
 
     def build(self, step: ScheduledStep) -> StepInputs:
-        """Upload what changed and what this step is; gather the rest on the device."""
-        num_seqs = step.slots.size
-        query_start_loc = np.zeros(num_seqs + 1, np.int32)
-        np.cumsum(step.num_tokens, out=query_start_loc[1:])
-        seq_lens = step.starts + step.num_tokens
-        token_slots = np.repeat(step.slots, step.num_tokens).astype(np.int32)
-        positions = np.arange(step.total_num_tokens, dtype=np.int32) + np.repeat(
-            step.starts - query_start_loc[:-1], step.num_tokens
-        )
+        """Upload what changed and what this step is; the rest is gathered on the device."""
+        ends = step.starts + step.num_tokens
+        plan = self._ladder.fit(step, int(ends.max(initial=0)))
+        packed = self._staging.open(plan.shape)
+        sampled_on_device = step.starts >= self._state.num_known_tokens[step.slots]
         sampling = np.flatnonzero(step.samples)
-        uploaded = self._staging.upload(
-            [
-                self._host_tokens(step, query_start_loc),
-                token_slots,
-                positions,
-                step.slots.astype(np.int32),
-                query_start_loc,
-                seq_lens,
-                step.slots[sampling].astype(np.int32),
-                query_start_loc[sampling + 1] - 1,
-                *self._row_updates(step),
-            ]
-        )
-        tokens, token_rows, token_positions, slots, start_loc, lens, rows, last = uploaded[:8]
-        self._apply_row_updates(uploaded[8:])
-        token_rows, token_positions, rows, last = (
-            t.long() for t in (token_rows, token_positions, rows, last)
-        )
-        sampled_slots = step.slots[sampling]
+        columns = packed.host
+        if step.total_num_tokens == step.slots.size:
+            self._fill_decode(columns, step, ends)
+        else:
+            self._fill_mixed(columns, step, ends)
+        columns.seq_order[:] = np.argsort(-columns.seq_lens, kind="stable")
+        self._fill_known_tokens(columns, step, sampled_on_device)
+        self._fill_samples(columns, step, ends, sampling)
+        self._fill_updates(columns, step)
+        self._admit(columns, step)
+        on_device = packed.upload()
+        self.tables.admit(on_device)
+        slots = step.slots[sampling]
         return StepInputs(
-            host_token_ids=tokens,
-            token_slots=token_rows,
-            positions=token_positions,
-            attention=self._attention(
-                step, seq_lens, (slots.long(), start_loc, lens), (token_rows, token_positions)
-            ),
+            plan=plan,
+            columns=on_device,
+            num_tokens=step.total_num_tokens,
+            query_lens_np=step.num_tokens,
+            seq_lens_np=ends,
             sample_rows=SampleRows(
-                slots_np=sampled_slots,
-                generations=self._state.generation[sampled_slots],
-                slots=rows,
-                token_indices=last,
-                positions=token_positions[last] + 1,
-                num_generated=seq_lens[sampling] - self._state.num_prompt_tokens[sampled_slots],
+                slots_np=slots,
+                generations=self._state.generation[slots],
+                positions_np=ends[sampling],
+                slots=on_device.sample_rows,
+                token_indices=on_device.sample_tokens,
+                positions=on_device.sample_positions,
             ),
-            tokens_from=self._newest_publication(step),
+            tokens_from=int(self._published[step.slots[sampled_on_device]].max(initial=-1)),
+        )
+
+    def padding(self, plan: StepPlan) -> StepInputs:
+        """Return inputs that are padding alone: for warm-up and capture, without a request."""
+        packed = self._staging.open(plan.shape)
+        for column in packed.host:
+            column[:] = 0
+        columns = packed.host
+        spare = self._state.spare_slot
+        for rows in (
+            columns.token_rows,
+            columns.seq_rows,
+            columns.sample_rows,
+            columns.update_rows,
+        ):
+            rows[:] = spare
+        columns.seq_lens[:] = 1
+        columns.query_start_loc[:] = self._count[: columns.query_start_loc.size]
+        columns.seq_order[:] = self._count[: columns.seq_order.size]
+        on_device = packed.upload()
+        none = np.zeros(0, np.int64)
+        return StepInputs(
+            plan=plan,
+            columns=on_device,
+            num_tokens=plan.shape.num_tokens,
+            query_lens_np=np.ones(plan.shape.num_seqs, np.int32),
+            seq_lens_np=np.ones(plan.shape.num_seqs, np.int32),
+            sample_rows=SampleRows(
+                none,
+                none,
+                none.astype(np.int32),
+                on_device.sample_rows,
+                on_device.sample_tokens,
+                on_device.sample_positions,
+            ),
+            tokens_from=-1,
         )
 
     def lost_rows(self, step: ScheduledStep) -> SampleRows:
         """Return the sequences that sample in a step whose inputs could not be built or used."""
         slots_np = step.slots[step.samples]
-        slots = upload(slots_np, self.last_sampled.device)
+        slots = upload(slots_np, self.tables.device).int()
         nothing = torch.zeros_like(slots)
         return SampleRows(
             slots_np=slots_np,
             generations=self._state.generation[slots_np],
+            positions_np=np.zeros(slots_np.size, np.int32),
             slots=slots,
             token_indices=nothing,
             positions=nothing,
-            num_generated=np.zeros(slots_np.size, np.int32),
-        )
-
-    def gather_token_ids(self, inputs: StepInputs) -> Tensor:
-        """Return int64 [N]: tokens from the host, or else the newest sampled token of their row."""
-        on_device = inputs.host_token_ids == _TOKEN_ON_DEVICE
-        return torch.where(
-            on_device, self.last_sampled[inputs.token_slots], inputs.host_token_ids.long()
         )
 
     def note_publication(self, slots: Int64s, publication: int) -> None:
         """Remember which publication brings the newest token of these rows."""
         self._published[slots] = publication
 
+    def are_plain(self, rows: SampleRows) -> bool:
+        """Tell whether every row takes its likeliest token and reports nothing else."""
+        return bool(self._is_plain[rows.slots_np].all())
+
     def sampling_metadata(self, rows: SampleRows) -> SamplingMetadata:
-        """Gather how each of the rows is sampled."""
+        """Gather how each of the rows is sampled, padding (which is greedy) included."""
         features: list[bool] = np.any(self._features[rows.slots_np], axis=0).tolist()
-        table = self._sampling[rows.slots]
+        table = self.tables.sampling[rows.slots.long()]
         floats, seeds = table[:, :3].contiguous().view(torch.float32), table[:, 4:6].long()
         ban_rows, ban_token_ids = self._bans(rows)
         return SamplingMetadata(
@@ -178,7 +240,7 @@ class InputBuilder:
             min_p=floats[:, 2],
             top_k=table[:, 3],
             seeds=(seeds[:, 1] << 32) | (seeds[:, 0] & 0xFFFFFFFF),
-            positions=rows.positions,
+            positions=rows.positions.long(),
             ban_rows=ban_rows,
             ban_token_ids=ban_token_ids,
             any_random=features[0],
@@ -189,79 +251,98 @@ class InputBuilder:
         )
 
     def _bans(self, rows: SampleRows) -> tuple[Tensor, Tensor]:
-        if not (self._min_tokens[rows.slots_np] > rows.num_generated).any():
-            empty = rows.slots[:0]
+        num_generated = rows.positions_np - self._state.num_prompt_tokens[rows.slots_np]
+        if not (self._min_tokens[rows.slots_np] > num_generated).any():
+            empty = rows.slots[:0].long()
             return empty, empty
         params = [self._params[slot] for slot in rows.slots_np]
         bans = build_bans(
-            rows.num_generated.tolist(),
+            num_generated.tolist(),
             [p.min_tokens for p in params],
             [p.stop_token_ids for p in params],
         )
         device = rows.slots.device
         return upload(bans[0], device), upload(bans[1], device)
 
-    def _attention(
+    def _fill_decode(self, columns: StepColumns[Int32s], step: ScheduledStep, ends: Int32s) -> None:
+        """Every sequence has one token; padding is sequences of one token on the spare row."""
+        spare, used = self._state.spare_slot, step.slots.size
+        for rows in (columns.token_rows, columns.seq_rows):
+            rows[:used] = step.slots
+            rows[used:] = spare
+        columns.positions[:used] = step.starts
+        columns.positions[used:] = 0
+        columns.seq_lens[:used] = ends
+        columns.seq_lens[used:] = 1
+        columns.query_start_loc[:] = self._count[: columns.query_start_loc.size]
+
+    def _fill_mixed(self, columns: StepColumns[Int32s], step: ScheduledStep, ends: Int32s) -> None:
+        """Padding is tokens of the spare row behind the last sequence, and sequences of none."""
+        spare, used, seqs = self._state.spare_slot, step.total_num_tokens, step.slots.size
+        columns.query_start_loc[0] = 0
+        np.cumsum(step.num_tokens, out=columns.query_start_loc[1 : seqs + 1])
+        columns.query_start_loc[seqs + 1 :] = used
+        columns.token_rows[:used] = np.repeat(step.slots, step.num_tokens)
+        columns.token_rows[used:] = spare
+        first_tokens = columns.query_start_loc[:seqs]
+        np.add(
+            np.arange(used, dtype=np.int32),
+            np.repeat(step.starts - first_tokens, step.num_tokens),
+            out=columns.positions[:used],
+        )
+        columns.positions[used:] = 0
+        columns.seq_rows[:seqs] = step.slots
+        columns.seq_rows[seqs:] = spare
+        columns.seq_lens[:seqs] = ends
+        columns.seq_lens[seqs:] = 0
+
+    def _fill_known_tokens(
+        self, columns: StepColumns[Int32s], step: ScheduledStep, sampled_on_device: Bools
+    ) -> None:
+        tokens = columns.host_token_ids
+        tokens[: step.total_num_tokens] = TOKEN_ON_DEVICE
+        tokens[step.total_num_tokens :] = 0
+        for index in np.flatnonzero(~sampled_on_device):
+            first, start = columns.query_start_loc[index], step.starts[index]
+            known = self._state.known_tokens[step.slots[index]]
+            part = known[start : start + step.num_tokens[index]]
+            tokens[first : first + part.size] = part
+
+    def _fill_samples(
         self,
+        columns: StepColumns[Int32s],
         step: ScheduledStep,
-        seq_lens: Int32s,
-        sequences: tuple[Tensor, Tensor, Tensor],
-        tokens: tuple[Tensor, Tensor],
-    ) -> AttentionMetadata:
-        slots, query_start_loc, seq_lens_on_device = sequences
-        token_slots, positions = tokens
-        max_seq_len = int(seq_lens.max(initial=0))
-        width = -(-max_seq_len // self._block_size)
-        blocks = self._block_table[token_slots, positions // self._block_size].long()
-        return AttentionMetadata(
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens_on_device,
-            block_table=self._block_table[slots, :width],
-            slot_mapping=blocks * self._block_size + positions % self._block_size,
-            num_seqs=slots.shape[0],
-            max_query_len=int(step.num_tokens.max(initial=0)),
-            max_seq_len=max_seq_len,
-            query_lens_np=step.num_tokens,
-            seq_lens_np=seq_lens,
-        )
+        ends: Int32s,
+        sampling: Int64s,
+    ) -> None:
+        used = sampling.size
+        columns.sample_rows[:used] = step.slots[sampling]
+        columns.sample_rows[used:] = self._state.spare_slot
+        columns.sample_tokens[:used] = columns.query_start_loc[sampling + 1] - 1
+        columns.sample_tokens[used:] = 0
+        columns.sample_positions[:used] = ends[sampling]
+        columns.sample_positions[used:] = 0
 
-    def _host_tokens(self, step: ScheduledStep, query_start_loc: Int32s) -> Int32s:
-        tokens = np.full(step.total_num_tokens, _TOKEN_ON_DEVICE, np.int32)
-        known = self._state.num_known_tokens[step.slots]
-        for index in np.flatnonzero(step.starts < known):
-            first, start = query_start_loc[index], step.starts[index]
-            count = step.num_tokens[index]
-            tokens[first : first + count] = self._state.known_tokens[step.slots[index]][
-                start : start + count
-            ]
-        return tokens
-
-    def _newest_publication(self, step: ScheduledStep) -> int:
-        sampled = step.slots[step.starts >= self._state.num_known_tokens[step.slots]]
-        return int(self._published[sampled].max(initial=-1))
-
-    def _row_updates(self, step: ScheduledStep) -> Sequence[Int32s]:
+    def _fill_updates(self, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
         updates = step.block_updates
-        for request in step.new_requests:
-            self._admit(request.slot, request.sampling)
-        new_slots = np.array([request.slot for request in step.new_requests], np.int32)
-        new_rows = [_sampling_row(request.sampling) for request in step.new_requests]
-        return (
-            updates.slots.astype(np.int32),
-            updates.indices.astype(np.int32),
-            updates.block_ids,
-            new_slots,
-            np.concatenate(new_rows) if new_rows else new_slots,
-        )
+        used = updates.slots.size
+        columns.update_rows[:used] = updates.slots
+        columns.update_rows[used:] = self._state.spare_slot
+        columns.update_indices[:used] = updates.indices
+        columns.update_indices[used:] = 0
+        columns.update_block_ids[:used] = updates.block_ids
+        columns.update_block_ids[used:] = 0
 
-    def _apply_row_updates(self, columns: Sequence[Tensor]) -> None:
-        slots, indices, block_ids, new_slots, new_rows = columns
-        if slots.numel():
-            self._block_table[slots.long(), indices.long()] = block_ids
-        if new_slots.numel():
-            self._sampling[new_slots.long()] = new_rows.view(-1, _SAMPLING_COLUMNS)
+    def _admit(self, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
+        for index, request in enumerate(step.new_requests):
+            self._remember(request.slot, request.sampling)
+            columns.admitted_rows[index] = request.slot
+            first = index * SAMPLING_COLUMNS
+            columns.admitted_sampling[first : first + SAMPLING_COLUMNS] = _sampling_row(
+                request.sampling
+            )
 
-    def _admit(self, slot: int, params: SamplingParams) -> None:
+    def _remember(self, slot: int, params: SamplingParams) -> None:
         self._params[slot] = params
         random = params.temperature > 0
         self._features[slot] = (
@@ -272,23 +353,31 @@ class InputBuilder:
         )
         self._num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self._min_tokens[slot] = params.min_tokens if params.stop_token_ids else 0
+        self._is_plain[slot] = not random and params.logprobs is None and not self._min_tokens[slot]
         self._published[slot] = -1
+
+
+def staging_capacity(state: RequestState) -> int:
+    """Return the int32 values of the largest step: tokens, sequences, every row admitted and every
+    block table entry."""
+    limits = state.limits
+    seqs = _most_seqs(state)
+    blocks = min(seqs * limits.max_blocks_per_seq, 1 << 20)
+    return packed_size(
+        StepShape(limits.max_num_batched_tokens + seqs, seqs, seqs, blocks, limits.max_num_seqs)
+    )
+
+
+def _most_seqs(state: RequestState) -> int:
+    """Sequences of the largest step, padding included."""
+    return max(state.limits.max_num_seqs + 1, *decode_sizes(state.limits.max_num_seqs))
 
 
 def _sampling_row(params: SamplingParams) -> Int32s:
     """int32 [6]: temperature, top_p and min_p as float32 bits, top_k, then the seed's low and high
     half."""
-    row = np.empty(_SAMPLING_COLUMNS, np.int32)
+    row = np.empty(SAMPLING_COLUMNS, np.int32)
     row[:3] = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
     row[3] = params.top_k
     row[4:] = np.array([params.seed], np.uint64).view(np.int32)
     return row
-
-
-def _staging_capacity(state: RequestState) -> int:
-    """int32 values of the largest step: tokens, sequences, every row admitted and every block table
-    entry."""
-    limits = state.limits
-    tokens, rows = limits.max_num_batched_tokens, limits.max_num_seqs + 1
-    blocks = min(rows * limits.max_blocks_per_seq, 1 << 20)
-    return 3 * tokens + 5 * rows + 1 + 3 * blocks + (1 + _SAMPLING_COLUMNS) * rows

@@ -20,12 +20,12 @@ from worker_daemon.device.failures import typed_device_error
 from worker_daemon.distributed.pp import STATUS_FAILED, Outbound
 from worker_daemon.distributed.tokens import TokenReturn
 from worker_daemon.errors import CommError
-from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.grammar_input import GrammarMasks, read_masks
 from worker_daemon.runner.input_batch import InputBuilder, SampleRows
 from worker_daemon.runner.output import ReplyIdentity
 from worker_daemon.runner.request_state import Int64s, RequestState, ScheduledStep
 from worker_daemon.runner.stage_ends import Entering, PendingReply, StageEntry, StageExit
+from worker_daemon.runner.stage_program import Chosen, StageProgram
 from worker_daemon.runner.staging import upload
 
 
@@ -43,7 +43,7 @@ class StageEnds:
 class _Unsampled:
     """What a step with deferred sampling leaves behind."""
 
-    chosen: Tensor
+    chosen: Chosen
     rows: SampleRows
     status: Tensor
 
@@ -53,8 +53,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        stage: DecoderStage,
-        kv_caches: Sequence[Tensor],
+        program: StageProgram,
         state: RequestState,
         inputs: InputBuilder,
         ends: StageEnds,
@@ -67,21 +66,24 @@ class ModelRunner:
         computed."""
         self.state = state
         self.inputs = inputs
-        self._stage = stage
-        self._kv_caches = kv_caches
+        self._program = program
         self._ends = ends
         self._no_hidden = no_hidden
         self._rank = rank
         self._tp_size = tp_size
-        device = inputs.last_sampled.device
+        device = inputs.tables.device
         self._failed = torch.full((), STATUS_FAILED, dtype=torch.int64, device=device)
         self._publications = 0
         self._unsampled: dict[int, _Unsampled] = {}
 
     @property
-    def kv_caches(self) -> Sequence[Tensor]:
-        """The local layers' caches, in order."""
-        return self._kv_caches
+    def program(self) -> StageProgram:
+        """What a step computes."""
+        return self._program
+
+    def use(self, program: StageProgram) -> None:
+        """Run steps by another program from here on, as once graphs are captured."""
+        self._program = program
 
     def tie(self, ends: StageEnds) -> None:
         """Use a new link's stage ends from here on."""
@@ -141,8 +143,8 @@ class ModelRunner:
         kept_slots = waiting.rows.slots_np[kept]
         with self._failing(request.seq, lambda: self._bring_no_tokens(kept_slots)):
             rows = waiting.rows.keep(kept)
-            chosen = self._ends.exit.keep(waiting.chosen, kept)
-            allowed = masks.for_slots(rows.slots_np, chosen.device)
+            chosen = waiting.chosen.keep(kept)
+            allowed = masks.for_slots(rows.slots_np, self.inputs.tables.device)
         with self._failing(request.seq):
             reply = self._sample(chosen, rows, waiting.status, allowed, self._identify(request))
         self.state.raise_if_failed()
@@ -152,33 +154,31 @@ class ModelRunner:
         entering = self._ends.entry.post(step.total_num_tokens, step.seq)
         with self._failing(step.seq, lambda: self._give_up(step, entering)):
             inputs = self.inputs.build(step)
-            hidden, status = entering.wait(inputs)
-            hidden = self._stage.forward(
-                hidden, inputs.positions, self._kv_caches, inputs.attention
-            )
-            chosen = self._ends.exit.choose(hidden, inputs.sample_rows)
+            arrived, status = entering.wait(inputs)
+            output = self._program.run(inputs, arrived)
+        hidden = output.hidden[: inputs.num_tokens]
         self._ends.outbound.send(hidden, self._status_to_send(status), step.seq)
         with self._failing(step.seq):
-            reply = self._finish(step, chosen, inputs.sample_rows, status, identity)
+            reply = self._finish(step, output.chosen, inputs.sample_rows, status, identity)
         self.state.raise_if_failed()
         return reply
 
     def _finish(
         self,
         step: ScheduledStep,
-        chosen: Tensor,
+        chosen: Chosen,
         rows: SampleRows,
         status: Tensor,
         identity: ReplyIdentity,
     ) -> PendingReply | None:
         if step.defer_sampling:
-            self._unsampled[step.seq] = _Unsampled(chosen, rows, status)
+            self._unsampled[step.seq] = _Unsampled(chosen.detach(), rows.detach(), status)
             return self._ends.exit.reply_without_tokens(status, identity)
         return self._sample(chosen, rows, status, None, identity)
 
     def _sample(
         self,
-        chosen: Tensor,
+        chosen: Chosen,
         rows: SampleRows,
         status: Tensor,
         allowed: Tensor | None,
@@ -217,8 +217,8 @@ class ModelRunner:
         self._ends.outbound.send(self._nothing(step.total_num_tokens), self._failed, step.seq)
         rows = self.inputs.lost_rows(step)
         if step.defer_sampling:
-            chosen = self._ends.exit.choose(self._nothing(step.total_num_tokens), rows)
-            self._unsampled[step.seq] = _Unsampled(chosen, rows, self._failed)
+            nothing = Chosen(self._nothing(rows.slots_np.size), torch.zeros_like(rows.slots).long())
+            self._unsampled[step.seq] = _Unsampled(nothing, rows, self._failed)
         else:
             self._bring_no_tokens(rows.slots_np)
 

@@ -43,11 +43,16 @@ class StepOutput:
     ) -> None:
         self._identity = identity
         self._slots = slots
-        columns = [status, sampled.token_ids.int()]
+        columns = [status, sampled.token_ids]
         if sampled.logprobs is not None:
             logprobs = sampled.logprobs
             columns += [logprobs.token_ids, logprobs.logprobs, logprobs.ranks]
         self._copies = _HostCopies(columns, link)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether result() returns at once."""
+        return self._copies.on_host
 
     def result(self) -> tuple[ModelRunnerOutput, Sequence[Frame]]:
         """Wait for the copies and return the reply with its frames.
@@ -63,7 +68,7 @@ class StepOutput:
             seq=self._identity.seq,
             rank=self._identity.rank,
             slots=self._slots.astype("<u2").tobytes(),
-            sampled_token_ids=_raw(token_ids),
+            sampled_token_ids=token_ids.numpy().astype("<i4").tobytes(),
             num_logprobs=logprobs[0].shape[1] - 1 if logprobs else NO_LOGPROBS,
         )
         return reply, [_raw(column) for column in logprobs]
@@ -75,6 +80,11 @@ class NoTokens:
     def __init__(self, identity: ReplyIdentity, status: Tensor, link: Link) -> None:
         self._identity = identity
         self._copies = _HostCopies([status], link)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether result() returns at once."""
+        return self._copies.on_host
 
     def result(self) -> tuple[ModelRunnerOutput, Sequence[Frame]]:
         """Wait for the step's status. Raises as StepOutput does."""
@@ -89,8 +99,13 @@ class _HostCopies:
 
     def __init__(self, columns: Sequence[Tensor], link: Link) -> None:
         self._link = link
-        self._columns = _to_host(columns)
-        self._copied = _record_event(columns[0])
+        self._columns = [_to_host(column) for column in columns]
+        self._copied = _record_event(columns)
+
+    @property
+    def on_host(self) -> bool:
+        """The device is the host: there is nothing to wait for."""
+        return self._copied is None
 
     def wait(self) -> list[Tensor]:
         """Return the result columns. Raises what StepOutput.result does."""
@@ -113,19 +128,15 @@ def _raise_for_status(status: int) -> None:
     raise UpstreamFailedError("an earlier pipeline stage failed in this step")
 
 
-def _to_host(columns: Sequence[Tensor]) -> list[Tensor]:
-    if columns[0].device.type == "cpu":
-        return list(columns)
-    return [
-        torch.empty(column.shape, dtype=column.dtype, pin_memory=True).copy_(
-            column, non_blocking=True
-        )
-        for column in columns
-    ]
+def _to_host(column: Tensor) -> Tensor:
+    if column.device.type == "cpu":
+        return column
+    pinned = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
+    return pinned.copy_(column, non_blocking=True)
 
 
-def _record_event(tensor: Tensor) -> torch.cuda.Event | None:
-    if tensor.device.type == "cpu":
+def _record_event(columns: Sequence[Tensor]) -> torch.cuda.Event | None:
+    if all(column.device.type == "cpu" for column in columns):
         return None
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record()

@@ -1,8 +1,8 @@
-"""The two ends of a pipeline stage: where hidden states come from, and where they go. Chosen once,
-by the stage's place.
+"""The two ends of a pipeline stage: what it waits for before it computes, and what becomes of what
+it computed. Chosen once, by the stage's place.
 
-Shapes: N tokens, H hidden size, R sequences that sample. Status is an int64 scalar on the device
-(see distributed/pp.py).
+Shapes: N tokens, H hidden size, R sequences that sample. Status is an int64 scalar (see
+distributed/pp.py), on the device where there are other stages.
 """
 
 from collections.abc import Sequence
@@ -21,23 +21,26 @@ from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.grammar_input import apply_masks
 from worker_daemon.runner.input_batch import InputBuilder, SampleRows, StepInputs
 from worker_daemon.runner.output import NoTokens, ReplyIdentity, StepOutput
-from worker_daemon.runner.request_state import Int64s
-from worker_daemon.runner.staging import upload
-from worker_daemon.sample.sampler import sample
+from worker_daemon.runner.stage_program import Chosen
+from worker_daemon.sample.sampler import SamplerOutput, sample
 
 
 class PendingReply(Protocol):
     """A reply whose data may still be on its way to the host."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether result() returns at once."""
 
     def result(self) -> tuple[ModelRunnerOutput, Sequence[Frame]]:
         """Wait for it. Raises UpstreamFailedError where the step failed before this stage."""
 
 
 class Entering(Protocol):
-    """Hidden states of one step on their way in."""
+    """What one step's forward pass needs of other stages, on its way in."""
 
     def wait(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Return (hidden [N, H], status)."""
+        """Return (what arrived: hidden [N, H], or [0, H] on the first stage; status)."""
 
     def discard(self) -> None:
         """The step failed on this rank: take what the neighbour sends, so that the hop stays in
@@ -45,27 +48,27 @@ class Entering(Protocol):
 
 
 class StageEntry(Protocol):
-    """Where a stage's hidden states come from."""
+    """What a stage waits for."""
 
     def post(self, num_tokens: int, seq: int) -> Entering:
         """Start to get the hidden states of step seq, before anything else of the step is done."""
 
 
 class FirstStageEntry:
-    """Embeds tokens: from the host, or as sampled by a step that may still be running."""
+    """Waits for the tokens that a step before has sampled, if this one reads them."""
 
-    def __init__(self, stage: DecoderStage, inputs: InputBuilder, tokens: TokenReturn) -> None:
-        self._stage = stage
-        self._inputs = inputs
+    def __init__(self, tokens: TokenReturn, nothing: Tensor, status_device: torch.device) -> None:
+        """nothing: [0, H], what arrives from no stage."""
         self._tokens = tokens
-        self._ok = torch.full((), STATUS_OK, dtype=torch.int64, device=inputs.last_sampled.device)
+        self._nothing = nothing
+        self._ok = torch.full((), STATUS_OK, dtype=torch.int64, device=status_device)
 
     def post(self, num_tokens: int, seq: int) -> Entering:
         return self
 
     def wait(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         self._tokens.collect(inputs.tokens_from)
-        return self._stage.embed(self._inputs.gather_token_ids(inputs)), self._ok
+        return self._nothing, self._ok
 
     def discard(self) -> None:
         return None
@@ -97,21 +100,14 @@ class _Receiving:
 
 
 class StageExit(Protocol):
-    """What becomes of a stage's hidden states once they are sent on."""
-
-    def choose(self, hidden: Tensor, rows: SampleRows) -> Tensor:
-        """Return what sampling will need of hidden [N, H]: [R, H] on the last stage, nothing
-        elsewhere."""
-
-    def keep(self, chosen: Tensor, kept: Int64s) -> Tensor:
-        """Return what was chosen for these rows only: kept int64 [R'] indexes the rows."""
+    """What becomes of a step once its hidden states are sent on."""
 
     def give_up(self, slots: Tensor, publication: int) -> None:
         """The step failed here: take part in the return of its tokens, without any."""
 
     def sample(
         self,
-        chosen: Tensor,
+        chosen: Chosen,
         rows: SampleRows,
         status: Tensor,
         masks: Tensor | None,
@@ -143,36 +139,43 @@ class LastStageExit:
         self._tokens = tokens
         self._replies = replies
 
-    def choose(self, hidden: Tensor, rows: SampleRows) -> Tensor:
-        return hidden[rows.token_indices]
-
-    def keep(self, chosen: Tensor, kept: Int64s) -> Tensor:
-        return chosen[upload(kept, chosen.device)]
-
     def give_up(self, slots: Tensor, publication: int) -> None:
-        self._tokens.publish(publication, slots, torch.zeros_like(slots))
+        nothing = torch.zeros(slots.shape, dtype=torch.int64, device=slots.device)
+        self._tokens.publish(publication, slots, nothing)
 
     def sample(
         self,
-        chosen: Tensor,
+        chosen: Chosen,
         rows: SampleRows,
         status: Tensor,
         masks: Tensor | None,
         publication: int,
         identity: ReplyIdentity,
     ) -> PendingReply | None:
+        count = rows.slots_np.size
+        slots = rows.slots[:count]
+        if masks is None and self._inputs.are_plain(rows):
+            sampled = SamplerOutput(chosen.greedy[:count], None)
+            self._tokens.publish_greedy(publication, slots, sampled.token_ids)
+        else:
+            sampled = self._sample_by_parameters(chosen, rows, masks, publication)
+            self._tokens.publish(publication, slots, sampled.token_ids)
+        if not self._replies:
+            return None
+        return StepOutput(identity, rows.slots_np, sampled, status, self._link)
+
+    def _sample_by_parameters(
+        self, chosen: Chosen, rows: SampleRows, masks: Tensor | None, publication: int
+    ) -> SamplerOutput:
         try:
-            logits = apply_masks(self._stage.compute_logits(chosen), masks)
+            logits = apply_masks(self._stage.compute_logits(chosen.hidden), masks)
             sampled = sample(logits, self._inputs.sampling_metadata(rows))
         except CommError:
             raise
         except Exception:
-            self.give_up(rows.slots, publication)
+            self.give_up(rows.slots[: rows.slots_np.size], publication)
             raise
-        self._tokens.publish(publication, rows.slots, sampled.token_ids)
-        if not self._replies:
-            return None
-        return StepOutput(identity, rows.slots_np, sampled, status, self._link)
+        return sampled.first(rows.slots_np.size)
 
     def reply_without_tokens(self, status: Tensor, identity: ReplyIdentity) -> PendingReply | None:
         return NoTokens(identity, status, self._link) if self._replies else None
@@ -184,25 +187,19 @@ class EarlierStageExit:
     def __init__(self, tokens: TokenReturn) -> None:
         self._tokens = tokens
 
-    def choose(self, hidden: Tensor, rows: SampleRows) -> Tensor:
-        return hidden[:0]
-
-    def keep(self, chosen: Tensor, kept: Int64s) -> Tensor:
-        return chosen
-
     def give_up(self, slots: Tensor, publication: int) -> None:
         self._tokens.publish(publication, slots, None)
 
     def sample(
         self,
-        chosen: Tensor,
+        chosen: Chosen,
         rows: SampleRows,
         status: Tensor,
         masks: Tensor | None,
         publication: int,
         identity: ReplyIdentity,
     ) -> PendingReply | None:
-        self._tokens.publish(publication, rows.slots, None)
+        self._tokens.publish(publication, rows.slots[: rows.slots_np.size], None)
         return None
 
     def reply_without_tokens(self, status: Tensor, identity: ReplyIdentity) -> PendingReply | None:

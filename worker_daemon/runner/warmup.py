@@ -52,6 +52,22 @@ def warm_up_steps(request: StepRequest, limits: StepLimits) -> Iterator[Syntheti
             yield _decode_step(request, num_seqs)
 
 
+def size_sweep(request: StepRequest, limits: StepLimits) -> Iterator[SyntheticStep]:
+    """Yield prefills of every order of magnitude, as one prompt and as many: whatever a kernel
+    chooses by size is chosen here once, so that no step of a request is the first to compile it.
+
+    Each frees the rows before it; the caller frees the last ones.
+    """
+    most_seqs = min(limits.max_num_seqs, limits.num_blocks - 1)
+    total = 1
+    while total <= limits.max_num_batched_tokens:
+        for num_seqs in sorted({1, min(most_seqs, -(-total // 16)), min(most_seqs, total)}):
+            tokens = min(total, num_seqs * limits.max_model_len)
+            lengths = [tokens // num_seqs + (i < tokens % num_seqs) for i in range(num_seqs)]
+            yield prefill_step(request, limits, lengths, SamplingParams())
+        total *= 2
+
+
 _EVERY_FEATURE = SamplingParams(
     temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, seed=1, logprobs=1
 )

@@ -169,7 +169,8 @@ def other_step(rank, first_seq, second_seq, first_generation, second_generation)
 def return_tokens(rank, num_rows, lag, seed):
     """Publications over rows that are used again and again; readers collect them late.
 
-    Returns the number of collects after which some row did not hold its newest token.
+    Returns the number of collects after which some row did not hold its newest token. The last
+    stage never reads a token, and so keeps none.
     """
     rng, pauses = random.Random(seed), random.Random(seed + rank)
     last_sampled = torch.zeros(num_rows, dtype=torch.int64)
@@ -184,12 +185,12 @@ def return_tokens(rank, num_rows, lag, seed):
             naive[-1][row] = value
         sampled = torch.tensor(values) if state.is_last_stage else None
         time.sleep(pauses.choice([0, 0, pauses.random() * 0.005]))
-        tokens.publish(step, torch.tensor(rows), sampled)
-        seen = step if state.is_last_stage else max(0, step - lag)
+        tokens.publish(step, torch.tensor(rows, dtype=torch.int32), sampled)
+        seen = 0 if state.is_last_stage else max(0, step - lag)
         tokens.collect(step - lag)
         wrong += last_sampled.tolist() != naive[seen]
     tokens.settle()
-    return wrong + (last_sampled.tolist() != naive[-1])
+    return wrong + (last_sampled.tolist() != naive[0 if state.is_last_stage else -1])
 
 
 def stage_sums(rank, seed):

@@ -8,9 +8,22 @@ from row_steps import NaiveRows, Plan, StepGenerator, encode
 from rpc_schema.sampling import SamplingParams
 from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.request_state import RequestState, StepLimits
+from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.staging import HostStaging
+from worker_daemon.runner.step_layout import DecodeLadder, ExactShapes, decode_sizes
 
 CPU = torch.device("cpu")
+
+
+def make_builder(state, ladder=None):
+    tables = RowTables(state.limits, CPU, TorchRowKernels())
+    return InputBuilder(state, tables, HostStaging(), ladder or ExactShapes())
+
+
+def make_ladder(limits):
+    middle = max(1, limits.max_model_len // 2)
+    bounds = sorted({middle, limits.max_model_len})
+    return DecodeLadder(decode_sizes(limits.max_num_seqs), lambda size: bounds)
 
 
 def draw_limits(rng):
@@ -30,58 +43,87 @@ def naive_token(request, position):
     return request.known[position] if position < known else request.sampled[position - known]
 
 
-def check_tokens(limits, builder, inputs, rows, ran):
+def check_tokens(limits, inputs, gathered, rows, ran):
+    """The spare row owns the padding, which reads and writes the null block's first slot."""
     spans = [(slot, p) for slot, (start, n, _) in ran.items() for p in range(start, start + n)]
     requests = rows.requests
-    assert inputs.token_slots.tolist() == [slot for slot, _ in spans]
-    assert inputs.positions.tolist() == [p for _, p in spans]
+    padding = inputs.plan.shape.num_tokens - len(spans)
+    columns = inputs.columns
+    assert inputs.num_tokens == len(spans)
+    spare = [limits.max_num_seqs] * padding
+    assert columns.token_rows.tolist() == [slot for slot, _ in spans] + spare
+    assert columns.positions.tolist() == [p for _, p in spans] + [0] * padding
     size = limits.block_size
-    assert inputs.attention.slot_mapping.tolist() == [
-        requests[slot].blocks[p // size] * size + p % size for slot, p in spans
-    ]
+    assert (
+        gathered.slot_mapping.tolist()
+        == [requests[slot].blocks[p // size] * size + p % size for slot, p in spans] + [0] * padding
+    )
     expected = [naive_token(requests[slot], p) for slot, p in spans]
-    assert builder.gather_token_ids(inputs).tolist() == expected
+    assert gathered.token_ids[: len(spans)].tolist() == expected
     from_device = [p >= len(requests[slot].known) for slot, p in spans]
-    assert (inputs.host_token_ids == -1).tolist() == from_device
+    assert (columns.host_token_ids[: len(spans)] == -1).tolist() == from_device
 
 
-def check_attention(limits, attention, rows, ran):
+def check_attention(limits, inputs, attention, rows, ran):
     counts = [n for _, n, _ in ran.values()]
     ends = [start + n for start, n, _ in ran.values()]
-    assert attention.num_seqs == len(ran)
+    padding = inputs.plan.shape.num_seqs - len(ran)
+    assert attention.num_seqs == len(ran) + padding
+    if padding:
+        counts += [1] * padding
+        assert attention.max_query_len == 1
     assert attention.query_start_loc.tolist() == np.cumsum([0, *counts]).tolist()
-    assert attention.seq_lens.tolist() == attention.seq_lens_np.tolist() == ends
-    assert attention.query_lens_np.tolist() == counts
+    assert attention.seq_lens.tolist() == ends + [1] * padding
+    assert attention.seq_lens_np.tolist() == ends
+    order = attention.seq_order.tolist()
+    assert sorted(order) == [*range(attention.num_seqs)]
+    ordered = attention.seq_lens[attention.seq_order].tolist()
+    assert ordered == sorted(ordered, reverse=True)
+    assert attention.query_lens_np.tolist() == counts[: len(ran)]
     assert attention.max_query_len == max(counts, default=0)
-    assert attention.max_seq_len == max(ends, default=0)
-    for row, (slot, end) in enumerate(zip(ran, ends, strict=True)):
+    assert attention.max_seq_len >= max(ends, default=0)
+    spare = [limits.max_num_seqs] * padding
+    assert attention.seq_rows.tolist() == [*ran, *spare]
+    for slot, end in zip(ran, ends, strict=True):
         used = -(-end // limits.block_size)
-        blocks = attention.block_table[row, :used].tolist()
+        blocks = attention.block_table[slot, :used].tolist()
         assert blocks == rows.requests[slot].blocks[:used]
+    assert not attention.block_table[limits.max_num_seqs].any()
 
 
 def check_sample_rows(state, inputs, rows, ran):
     sampling = {slot: (start, n) for slot, (start, n, samples) in ran.items() if samples}
     chosen = inputs.sample_rows
-    assert chosen.slots.tolist() == chosen.slots_np.tolist() == list(sampling)
+    count = len(sampling)
+    assert chosen.slots_np.tolist() == list(sampling)
+    assert chosen.slots.shape[0] == inputs.plan.shape.num_samples
+    assert chosen.slots[:count].tolist() == list(sampling)
+    assert (chosen.slots[count:] == state.spare_slot).all()
     last = np.cumsum([n for _, n, _ in ran.values()]) - 1
     indices = dict(zip(ran, last.tolist(), strict=True))
-    assert chosen.token_indices.tolist() == [indices[slot] for slot in sampling]
-    assert chosen.positions.tolist() == [start + n for start, n in sampling.values()]
-    assert chosen.num_generated.tolist() == [
-        start + n - rows.requests[slot].num_prompt for slot, (start, n) in sampling.items()
-    ]
+    assert chosen.token_indices[:count].tolist() == [indices[slot] for slot in sampling]
+    positions = [start + n for start, n in sampling.values()]
+    assert chosen.positions[:count].tolist() == chosen.positions_np.tolist() == positions
     assert state.are_current(chosen.slots_np, chosen.generations).all()
 
 
-def check_sampling(metadata, chosen, rows):
+def check_sampling(builder, metadata, chosen, rows):
     params = [rows.requests[slot].sampling for slot in chosen.slots_np]
     for name in ("temperature", "top_p", "min_p"):
         expected = np.array([getattr(p, name) for p in params], np.float32)
-        assert getattr(metadata, name).numpy().tobytes() == expected.tobytes()
-    assert metadata.top_k.tolist() == [p.top_k for p in params]
-    assert metadata.seeds.tolist() == [p.seed for p in params]
+        assert getattr(metadata, name)[: len(params)].numpy().tobytes() == expected.tobytes()
+    assert not metadata.temperature[len(params) :].any()
+    assert metadata.top_k[: len(params)].tolist() == [p.top_k for p in params]
+    assert metadata.seeds[: len(params)].tolist() == [p.seed for p in params]
     assert metadata.positions.tolist() == chosen.positions.tolist()
+    num_generated = [
+        position - rows.requests[slot].num_prompt
+        for slot, position in zip(chosen.slots_np, chosen.positions_np, strict=True)
+    ]
+    assert builder.are_plain(chosen) == all(
+        p.temperature == 0 and p.logprobs is None and not (p.min_tokens and p.stop_token_ids)
+        for p in params
+    )
     random = [p for p in params if p.temperature > 0]
     assert metadata.any_random >= bool(random)
     assert metadata.any_top_k >= any(p.top_k for p in random)
@@ -92,19 +134,20 @@ def check_sampling(metadata, chosen, rows):
     bans = zip(metadata.ban_rows.tolist(), metadata.ban_token_ids.tolist(), strict=True)
     assert sorted(bans) == sorted(
         (row, token)
-        for row, (p, done) in enumerate(zip(params, chosen.num_generated, strict=True))
+        for row, (p, done) in enumerate(zip(params, num_generated, strict=True))
         if done < p.min_tokens
         for token in p.stop_token_ids
     )
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("seed", range(10))
-def test_gathered_tensors_equal_naive_ones_over_random_steps(seed):
+def test_gathered_tensors_equal_naive_ones_over_random_steps(seed, padded):
     rng = np.random.default_rng(100 + seed)
     limits = draw_limits(rng)
     state, rows, steps = RequestState(limits), NaiveRows(limits), StepGenerator(rng, limits)
-    builder = InputBuilder(state, CPU, depth=3)
-    published, num_from_device = {}, 0
+    builder = make_builder(state, make_ladder(limits) if padded else None)
+    published, num_from_device, num_padded = {}, 0, 0
     for seq in range(1, 200):
         plan = steps.draw(rows)
         plan.defer = False
@@ -115,26 +158,54 @@ def test_gathered_tensors_equal_naive_ones_over_random_steps(seed):
         published |= {new.slot: -1 for new in plan.admissions}
         read = [s for s, (start, _, _) in ran.items() if start >= len(rows.requests[s].known)]
         assert inputs.tokens_from == max((published[s] for s in read), default=-1)
-        check_tokens(limits, builder, inputs, rows, ran)
-        check_attention(limits, inputs.attention, rows, ran)
+        num_padded += inputs.plan.shape.num_seqs > len(ran)
+        builder.tables.update(inputs.columns)
+        gathered = builder.tables.gather(inputs.columns)
+        check_tokens(limits, inputs, gathered, rows, ran)
+        check_attention(limits, inputs, inputs.attention(gathered, builder.tables), rows, ran)
         check_sample_rows(state, inputs, rows, ran)
         chosen = inputs.sample_rows
-        check_sampling(builder.sampling_metadata(chosen), chosen, rows)
+        check_sampling(builder, builder.sampling_metadata(chosen), chosen, rows)
         num_from_device += len(read)
         sampled = rng.integers(0, limits.vocab_size, chosen.slots_np.size)
-        builder.last_sampled[chosen.slots] = torch.from_numpy(sampled)
+        count = chosen.slots_np.size
+        builder.tables.store_sampled(chosen.slots[:count], torch.from_numpy(sampled))
         builder.note_publication(chosen.slots_np, seq)
         for slot, token in zip(chosen.slots_np.tolist(), sampled.tolist(), strict=True):
             rows.requests[slot].sampled.append(token)
             published[slot] = seq
     assert num_from_device > 5
+    assert not num_padded or padded
+
+
+def test_decodes_of_every_size_are_padded_to_the_next_of_the_ladder():
+    limits = StepLimits(300, 400, 64, 10, 4, 20)
+    ladder = make_ladder(limits)
+    sizes = decode_sizes(limits.max_num_seqs)
+    assert sizes[:5] == [1, 2, 4, 8, 16]
+    assert sizes[-1] >= limits.max_num_seqs > sizes[-2]
+    state = RequestState(limits)
+    for count in range(1, limits.max_num_seqs + 1):
+        step = state.dummy_step(1)._replace(
+            slots=np.arange(count),
+            num_tokens=np.ones(count, np.int32),
+            starts=np.zeros(count, np.int32),
+            total_num_tokens=count,
+            samples=np.ones(count, np.bool_),
+        )
+        for longest in (1, 32, 33, 64):
+            plan = ladder.fit(step, longest)
+            assert plan in ladder.plans
+            assert plan.shape.num_seqs == min(size for size in sizes if size >= count)
+            assert plan.max_seq_len == (32 if longest <= 32 else 64)
+    assert ladder.plans == sorted(ladder.plans, reverse=True)
 
 
 def test_seeds_keep_all_their_bits():
     limits = StepLimits(8, 16, 8, 10, 4, 20)
     state, rows = RequestState(limits), NaiveRows(limits)
     steps = StepGenerator(np.random.default_rng(0), limits)
-    builder, plan = InputBuilder(state, CPU, depth=1), Plan()
+    builder, plan = make_builder(state), Plan()
     seeds = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62 + 12345, 2**63 - 1]
     plan.admissions = [steps.admission(slot) for slot in range(8)]
     for new, seed in zip(plan.admissions, seeds, strict=True):
@@ -153,12 +224,12 @@ def test_kept_rows_are_a_selection_of_all_columns():
     plan = Plan(admissions=[steps.admission(slot) for slot in range(6)])
     plan.scheduled = {new.slot: len(new.tokens) - new.computed for new in plan.admissions}
     plan.blocks = [(slot, 1) for slot in range(6)] + [(slot, 2) for slot in range(6)]
-    builder = InputBuilder(state, CPU, depth=1)
+    builder = make_builder(state)
     chosen = builder.build(state.apply(*encode(1, plan, rows))).sample_rows
     assert chosen.slots_np.size == 6
     picked = np.array([5, 2, 0])
     kept = chosen.keep(picked)
-    for name in ("slots_np", "generations", "num_generated"):
+    for name in ("slots_np", "generations", "positions_np"):
         assert np.array_equal(getattr(kept, name), getattr(chosen, name)[picked])
     for name in ("slots", "token_indices", "positions"):
         assert torch.equal(getattr(kept, name), getattr(chosen, name)[torch.from_numpy(picked)])
@@ -167,20 +238,12 @@ def test_kept_rows_are_a_selection_of_all_columns():
 def test_dummy_step_reads_and_writes_the_null_block_alone():
     limits = StepLimits(4, 16, 8, 10, 4, 20)
     state = RequestState(limits)
-    inputs = InputBuilder(state, CPU, depth=1).build(state.dummy_step(1))
-    assert inputs.attention.slot_mapping.tolist() == [0]
-    assert inputs.attention.block_table.tolist() == [[0]]
+    builder = make_builder(state)
+    inputs = builder.build(state.dummy_step(1))
+    builder.tables.update(inputs.columns)
+    gathered = builder.tables.gather(inputs.columns)
+    assert gathered.slot_mapping.tolist() == [0]
+    assert inputs.columns.seq_rows.tolist() == [state.spare_slot]
+    assert not builder.tables.block_table[state.spare_slot].any()
     assert inputs.sample_rows.slots_np.size == 0
     assert inputs.tokens_from == -1
-
-
-def test_uploaded_columns_do_not_share_the_callers_memory():
-    rng = np.random.default_rng(4)
-    staging = HostStaging(64, CPU, depth=2)
-    columns = [rng.integers(-9, 9, size).astype(np.int32) for size in (5, 0, 17, 1)]
-    expected = [column.tolist() for column in columns]
-    first = staging.upload(columns)
-    for column in columns:
-        column.fill(77)
-    staging.upload(columns)
-    assert [column.tolist() for column in first] == expected

@@ -6,7 +6,7 @@ import pytest
 
 from rpc_schema.lifecycle import CompileOrWarmUpModel, DetermineAvailableMemory
 from worker_daemon.runner.request_state import RequestState, StepLimits
-from worker_daemon.runner.warmup import largest_step, warm_up_steps
+from worker_daemon.runner.warmup import largest_step, size_sweep, warm_up_steps
 
 TINY = [
     StepLimits(1, 1, 1, 1, 1, 2),
@@ -57,6 +57,21 @@ def test_warm_up_decodes_where_a_second_token_fits():
     assert [bool(step.new_requests) for step in steps] == [True, False, True, False]
 
 
+def test_the_sweep_is_valid_and_reaches_every_order_of_magnitude():
+    request = CompileOrWarmUpModel(epoch=3, link=2, seq=9)
+    for limits in ALL_LIMITS:
+        state = RequestState(limits)
+        steps = [state.apply(s.message, s.arrays) for s in size_sweep(request, limits)]
+        assert not state.has_failed
+        assert steps[0].total_num_tokens == 1
+        room = min(limits.max_num_seqs, limits.num_blocks - 1) * limits.max_model_len
+        largest = max(step.total_num_tokens for step in steps)
+        assert largest > min(room, limits.max_num_batched_tokens // 2) // 2
+        assert max(step.slots.size for step in steps) * 2 > min(
+            limits.max_num_seqs, limits.num_blocks - 1, limits.max_num_batched_tokens
+        )
+
+
 def test_largest_step_fills_the_batch_and_every_row():
     request = DetermineAvailableMemory(epoch=1, link=1, seq=4)
     for limits in ALL_LIMITS:
@@ -72,6 +87,7 @@ def test_largest_step_fills_the_batch_and_every_row():
 @pytest.mark.parametrize("kind", [CompileOrWarmUpModel, DetermineAvailableMemory])
 def test_synthetic_steps_carry_the_ids_of_their_operation(kind):
     request, limits = kind(epoch=7, link=5, seq=11), StepLimits(4, 16, 8, 10, 4, 20)
-    for step in (largest_step(request, limits), *warm_up_steps(request, limits)):
+    steps = [*warm_up_steps(request, limits), *size_sweep(request, limits)]
+    for step in (largest_step(request, limits), *steps):
         message = step.message
         assert (message.epoch, message.link, message.seq) == (7, 5, 11)

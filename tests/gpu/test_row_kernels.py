@@ -1,0 +1,22 @@
+"""The row kernels on a GPU."""
+
+import pytest
+import torch
+
+from tests.support.row_checks import check_gather, check_writes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 256, 8192])
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+def test_gather(num_tokens: int, block_size: int) -> None:
+    check_gather("cuda", num_tokens, block_size, seed=num_tokens)
+
+
+@pytest.mark.parametrize("num_values", [1, 256, 3000])
+def test_writes(num_values: int) -> None:
+    check_writes("cuda", num_values, seed=num_values)

@@ -1,0 +1,166 @@
+"""What the step path never does once it is warm: wait for the device, allocate on it, compile or
+capture. And what graphs must not change: the tokens."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.stage_driver import StageDriver
+from rpc_schema.sampling import SamplingParams
+from rpc_schema.step import ExecuteModel, NewRequestData
+from worker_daemon.runner.cuda_graph import GraphedProgram
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "qwen3-0.6b"
+BLOCKS_PER_SLOT = 128
+BLOCK_SIZE = 16
+MAX_TOKENS = BLOCKS_PER_SLOT * BLOCK_SIZE
+NUM_SLOTS = 64
+MAX_STEP_TOKENS = 4096
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models") / "qwen3"
+    shutil.copytree(MODEL, directory)
+    num_blocks = 1 + NUM_SLOTS * BLOCKS_PER_SLOT
+    driver = StageDriver(directory, "cuda:0", max_model_len=MAX_TOKENS, num_blocks=num_blocks)
+    driver.start()
+    yield driver
+    driver.worker.close()
+
+
+class RandomServing:
+    """Requests that come and go at random; each slot has its own blocks, given out as needed."""
+
+    def __init__(self, driver, seed):
+        self.rng = np.random.default_rng(seed)
+        self.driver = driver
+        self.lengths = {}
+        self.computed = {}
+        self.known = {}
+
+    def step(self):
+        rng = self.rng
+        finished = [s for s in self.lengths if self.computed[s] + 40 > self.lengths[s]]
+        for slot in finished:
+            del self.lengths[slot]
+        admissions = []
+        budget = MAX_STEP_TOKENS - len(self.lengths)
+        for slot in range(NUM_SLOTS):
+            if slot in self.lengths or rng.random() > 0.04:
+                continue
+            prompt = int(rng.choice([1, 3, 30, 200, 1500]))
+            if prompt > budget:
+                continue
+            budget -= prompt
+            admissions.append((slot, prompt))
+            self.known[slot], self.computed[slot] = prompt, 0
+            self.lengths[slot] = min(prompt + int(rng.integers(41, 500)), MAX_TOKENS)
+        scheduled = {s: max(1, self.known[s] - self.computed[s]) for s in sorted(self.lengths)}
+        new_blocks = []
+        for slot, count in scheduled.items():
+            before = -(-self.computed[slot] // BLOCK_SIZE)
+            self.computed[slot] += count
+            after = -(-self.computed[slot] // BLOCK_SIZE)
+            new_blocks += [(slot, 1 + slot * BLOCKS_PER_SLOT + i) for i in range(before, after)]
+        return self.message(finished, admissions, scheduled, new_blocks)
+
+    def message(self, finished, admissions, scheduled, new_blocks):
+        tokens = self.rng.integers(3, 1000, sum(length for _, length in admissions))
+        bits = np.zeros(NUM_SLOTS, np.bool_)
+        bits[list(scheduled)] = True
+        counts = [[s, n] for s, n in scheduled.items() if n != 1]
+        return ExecuteModel(
+            **self.driver.ids(),
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            scheduled=np.packbits(bits, bitorder="little").tobytes(),
+            num_scheduled_tokens=np.array(counts, "<i4").tobytes(),
+            new_block_slots=np.array([s for s, _ in new_blocks], "<u2").tobytes(),
+            new_block_ids=np.array([b for _, b in new_blocks], "<i4").tobytes(),
+            finished=np.array(finished, "<u2").tobytes(),
+            scheduled_new_reqs=tuple(
+                NewRequestData(
+                    slot=slot,
+                    req_id=f"request-{slot}",
+                    num_tokens=length,
+                    num_prompt_tokens=length,
+                    num_computed_tokens=0,
+                    sampling=SamplingParams(),
+                )
+                for slot, length in admissions
+            ),
+        ), [tokens.astype("<i4").tobytes()] if admissions else []
+
+    def run(self, steps):
+        in_flight = []
+        for _ in range(steps):
+            message, arrays = self.step()
+            if not message.total_num_scheduled_tokens:
+                continue
+            in_flight.append(self.driver.worker.execute_model(message, arrays))
+            if len(in_flight) == 2:
+                in_flight.pop(0).result()
+        for reply in in_flight:
+            reply.result()
+
+
+def test_a_thousand_mixed_steps_neither_wait_nor_allocate_nor_compile(driver, monkeypatch):
+    import triton
+
+    serving = RandomServing(driver, seed=int(np.random.default_rng().integers(1 << 30)))
+    driver.worker.on_attach()
+    serving.run(100)  # torch's host and device caches reach their sizes
+    torch.cuda.synchronize()
+    compiled, captured, graphed = [], [], []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **kwargs: compiled.append(kwargs)
+    )
+    monkeypatch.setattr(GraphedProgram, "_record", lambda *args: captured.append(args))
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(
+        torch.cuda.CUDAGraph, "replay", lambda self: (graphed.append(1), replay(self))
+    )
+    allocations = torch.cuda.memory_stats()["num_device_alloc"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        serving.run(1000)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["num_device_alloc"] == allocations
+    assert not compiled
+    assert not captured
+    assert len(graphed) > 50
+
+
+@pytest.mark.parametrize("num_requests", [1, 4, 5, 33, 64])
+def test_graphs_give_the_tokens_of_the_same_kernels_launched_one_by_one(
+    driver, num_requests, monkeypatch
+):
+    def generate():
+        driver.worker.on_attach()
+        slots = np.arange(num_requests)
+        message, _ = driver.prefill(slots, 100, 80)
+        tokens = np.random.default_rng(num_requests).integers(3, 1000, 100 * num_requests)
+        replies = [driver.worker.execute_model(message, [tokens.astype("<i4").tobytes()])]
+        bits = np.packbits(np.ones(num_requests, np.bool_), bitorder="little").tobytes()
+        for _ in range(60):
+            decode = ExecuteModel(
+                **driver.ids(), total_num_scheduled_tokens=num_requests, scheduled=bits
+            )
+            replies.append(driver.worker.execute_model(decode, []))
+        return [reply.result()[0].sampled_token_ids for reply in replies]
+
+    replayed = generate()
+    program = driver.worker._runner.program
+    assert isinstance(program, GraphedProgram)
+    monkeypatch.setattr(program, "_graphs", {})  # plans stay padded, nothing is replayed
+    assert generate() == replayed
+    assert len({*replayed}) > 10

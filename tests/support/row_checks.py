@@ -1,0 +1,63 @@
+"""Row kernels on random columns, compared with plain Python lists. Serves the interpreter's tests
+and a GPU's."""
+
+import numpy as np
+import torch
+
+from worker_daemon.kernels.row_ops import TritonRowKernels
+from worker_daemon.runner.row_tables import TOKEN_ON_DEVICE
+
+KERNELS = TritonRowKernels()
+
+
+def _columns(device, *values):
+    return [torch.from_numpy(np.array(v, np.int32)).to(device) for v in values]
+
+
+def check_gather(device, num_tokens, block_size, seed):
+    """Tokens come from the host or from their row, KV slots from the row's block table."""
+    rng = np.random.default_rng(seed)
+    num_rows, num_blocks = int(rng.integers(1, 40)), int(rng.integers(1, 30))
+    table = rng.integers(0, 1 << 30, (num_rows, num_blocks)) // block_size
+    sampled = rng.integers(0, 1 << 40, num_rows)
+    host = rng.integers(0, 1000, num_tokens)
+    host[rng.random(num_tokens) < 0.5] = TOKEN_ON_DEVICE
+    rows = rng.integers(0, num_rows, num_tokens)
+    positions = rng.integers(0, num_blocks * block_size, num_tokens)
+    token_ids, slots = KERNELS.gather_tokens(
+        *_columns(device, host, rows, positions),
+        torch.from_numpy(sampled).to(device),
+        *_columns(device, table),
+        block_size,
+    )
+    assert token_ids.dtype == slots.dtype == torch.int64
+    assert token_ids.tolist() == [
+        sampled[row] if token < 0 else token for token, row in zip(host, rows, strict=True)
+    ]
+    assert slots.tolist() == [
+        table[row, position // block_size] * block_size + position % block_size
+        for row, position in zip(rows, positions, strict=True)
+    ]
+
+
+def check_writes(device, num_values, seed):
+    """Updates and stored tokens reach their places and no other; padding repeats one place."""
+    rng = np.random.default_rng(seed)
+    table = rng.integers(0, 99, (num_values + 3, 7)).astype(np.int32)
+    rows = rng.permutation(num_values + 2)[:num_values]
+    indices, ids = rng.integers(0, 7, num_values), rng.integers(0, 1 << 30, num_values)
+    spare = num_values + 2
+    on_device = torch.from_numpy(table).to(device)
+    padded = [np.append(rows, [spare] * 5), np.append(indices, [0] * 5), np.append(ids, [0] * 5)]
+    KERNELS.update_blocks(on_device, *_columns(device, *padded))
+    expected = table.copy()
+    expected[rows, indices] = ids
+    expected[spare, 0] = 0
+    assert on_device.cpu().numpy().tolist() == expected.tolist()
+    sampled = torch.full((num_values + 3,), -5, dtype=torch.int64, device=device)
+    tokens = torch.from_numpy(rng.integers(0, 1 << 40, num_values)).to(device)
+    KERNELS.store_tokens(sampled, *_columns(device, rows), tokens)
+    newest = [-5] * (num_values + 3)
+    for row, token in zip(rows, tokens.tolist(), strict=True):
+        newest[row] = token
+    assert sampled.tolist() == newest

@@ -1,0 +1,132 @@
+"""CUDA graphs of a stage's program: one for each padded plan, captured at warm-up, replayed by
+steps. Knows no message and no neighbour.
+
+A graph reads the step's columns, the rows, the weights and the KV cache at the addresses of its
+capture; all of these stay where they are while the runner lives.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from worker_daemon.runner.input_batch import StepInputs
+from worker_daemon.runner.model_runner import ModelRunner
+from worker_daemon.runner.stage_program import StageOutput, StageProgram
+from worker_daemon.runner.step_layout import DecodeLadder, StepPlan
+
+
+class StepGraphs(Protocol):
+    """Whether, and which, steps of a runner are replayed."""
+
+    def capture(self, runner: ModelRunner) -> int:
+        """Capture what there is to capture, and let the runner replay it; return how many."""
+
+    def before_relink(self, runner: ModelRunner) -> None:
+        """The communicators are about to go: drop what holds them."""
+
+    def after_relink(self, runner: ModelRunner) -> None:
+        """The communicators are new: capture again what was dropped."""
+
+
+class NoGraphs:
+    """Every step is launched kernel by kernel: on the CPU, or as --enforce-eager asks."""
+
+    def capture(self, runner: ModelRunner) -> int:
+        return 0
+
+    def before_relink(self, runner: ModelRunner) -> None:
+        return None
+
+    def after_relink(self, runner: ModelRunner) -> None:
+        return None
+
+
+class DecodeGraphs:
+    """Graphs of the decode steps of a ladder, captured. Kept by the worker beside the runner they
+    serve."""
+
+    def __init__(
+        self,
+        ladder: DecodeLadder,
+        eager: StageProgram,
+        arrived: Tensor,
+        *,
+        holds_communication: bool,
+    ) -> None:
+        """arrived: see GraphedProgram; holds_communication: the program makes collectives."""
+        self._ladder = ladder
+        self._eager = eager
+        self._arrived = arrived
+        self._holds_communication = holds_communication
+
+    def capture(self, runner: ModelRunner) -> int:
+        program = GraphedProgram(self._eager, self._arrived)
+        plans = self._ladder.plans
+        runner.inputs.pad_by(self._ladder, plans)
+        program.capture(plans, runner.inputs.padding)
+        runner.use(program)
+        return len(plans)
+
+    def before_relink(self, runner: ModelRunner) -> None:
+        if self._holds_communication:
+            runner.use(self._eager)
+
+    def after_relink(self, runner: ModelRunner) -> None:
+        if self._holds_communication:
+            self.capture(runner)
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    output: StageOutput
+
+
+class GraphedProgram:
+    """Replays the graph of a step's plan; a plan without one is launched kernel by kernel."""
+
+    def __init__(self, eager: StageProgram, arrived: Tensor) -> None:
+        """arrived: [N, H], N the tokens of the largest plan: where graphs read what the stage
+        before sent; [0, H] on the first stage."""
+        self._eager = eager
+        self._arrived = arrived
+        self._graphs: dict[StepPlan, _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
+        captured = self._graphs.get(inputs.plan)
+        if captured is None:
+            return self._eager.run(inputs, arrived)
+        if arrived.shape[0]:
+            self._arrived[: arrived.shape[0]].copy_(arrived)
+        captured.graph.replay()
+        return captured.output
+
+    @torch.inference_mode()
+    def capture(self, plans: Sequence[StepPlan], padding: Callable[[StepPlan], StepInputs]) -> None:
+        """Capture a graph of each plan, the largest first: smaller ones then fit into its memory.
+
+        padding(plan) builds inputs that touch no request. Each plan runs once before, so that all
+        of its kernels are compiled and loaded. In a tensor-parallel group every rank captures the
+        same plans in the same order.
+        """
+        for plan in plans:
+            inputs = padding(plan)
+            arrived = self._arrived[: plan.shape.num_tokens]
+            self._eager.run(inputs, arrived)
+            self._graphs[plan] = self._record(inputs, arrived)
+
+    def _record(self, inputs: StepInputs, arrived: Tensor) -> _Captured:
+        """What torch.cuda.graph does, without collecting garbage for each capture."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            # Other threads of the process (a communicator's watchdog) may call CUDA meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                output = self._eager.run(inputs, arrived)
+            finally:
+                graph.capture_end()
+        return _Captured(graph, output)

@@ -1,0 +1,143 @@
+"""The request rows' device copies: block table, newest sampled tokens, sampling parameters. Host
+truth is request_state.py's.
+
+Shapes: S rows (plus the spare row), N tokens, R sequences that sample, U updates, Q admissions
+(step_layout.py).
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from worker_daemon.runner.request_state import StepLimits
+from worker_daemon.runner.step_layout import SAMPLING_COLUMNS, StepColumns
+
+TOKEN_ON_DEVICE = -1
+
+
+class RowKernels(Protocol):
+    """What is done to rows on the device. Never waits for it; capturable into a CUDA graph."""
+
+    def update_blocks(
+        self, block_table: Tensor, rows: Tensor, indices: Tensor, block_ids: Tensor
+    ) -> None:
+        """block_table[rows, indices] = block_ids. Columns int32 [U]; equal targets are written
+        with equal values."""
+
+    def gather_tokens(
+        self,
+        host_token_ids: Tensor,
+        token_rows: Tensor,
+        positions: Tensor,
+        last_sampled: Tensor,
+        block_table: Tensor,
+        block_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Columns int32 [N] -> (token_ids, slot_mapping), both int64 [N].
+
+        A token is the host's, or where that is -1 its row's newest sampled one; its KV slot is
+        block_id * block_size + offset of its position in its row's block table.
+        """
+
+    def store_tokens(self, last_sampled: Tensor, rows: Tensor, token_ids: Tensor) -> None:
+        """last_sampled[rows] = token_ids: rows int32 [R], token_ids int64 [R]. Rows are distinct,
+        except the spare one."""
+
+
+class TorchRowKernels:
+    """Plain torch, for the CPU and as the reference of the Triton kernels."""
+
+    def update_blocks(
+        self, block_table: Tensor, rows: Tensor, indices: Tensor, block_ids: Tensor
+    ) -> None:
+        block_table[rows.long(), indices.long()] = block_ids
+
+    def gather_tokens(
+        self,
+        host_token_ids: Tensor,
+        token_rows: Tensor,
+        positions: Tensor,
+        last_sampled: Tensor,
+        block_table: Tensor,
+        block_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        rows, places = token_rows.long(), positions.long()
+        token_ids = torch.where(
+            host_token_ids == TOKEN_ON_DEVICE, last_sampled[rows], host_token_ids.long()
+        )
+        blocks = block_table[rows, places // block_size].long()
+        return token_ids, blocks * block_size + places % block_size
+
+    def store_tokens(self, last_sampled: Tensor, rows: Tensor, token_ids: Tensor) -> None:
+        last_sampled[rows.long()] = token_ids
+
+
+class Gathered(NamedTuple):
+    """What a forward pass reads of the rows."""
+
+    token_ids: Tensor
+    """int64 [N]"""
+    slot_mapping: Tensor
+    """int64 [N]"""
+
+
+class RowTables:
+    """Owned by the model runner; written by steps in order, on the device's stream."""
+
+    def __init__(self, limits: StepLimits, device: torch.device, kernels: RowKernels) -> None:
+        num_rows = limits.max_num_seqs + 1
+        self._kernels = kernels
+        self._block_size = limits.block_size
+        self.device = device
+        self.block_table = torch.zeros(
+            (num_rows, limits.max_blocks_per_seq), dtype=torch.int32, device=device
+        )
+        """int32 [S + 1, max_blocks]"""
+        self.last_sampled = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        """int64 [S + 1]: the newest sampled token of each row."""
+        self.sampling = torch.zeros((num_rows, SAMPLING_COLUMNS), dtype=torch.int32, device=device)
+        """int32 [S + 1, 6]: see input_batch.py."""
+
+    def update(self, columns: StepColumns[Tensor]) -> None:
+        """Write the block ids that the step brings."""
+        if columns.update_rows.shape[0]:
+            self._kernels.update_blocks(
+                self.block_table,
+                columns.update_rows,
+                columns.update_indices,
+                columns.update_block_ids,
+            )
+
+    def admit(self, columns: StepColumns[Tensor]) -> None:
+        """Write the sampling parameters of the rows that the step admits."""
+        if columns.admitted_rows.shape[0]:
+            values = columns.admitted_sampling.view(-1, SAMPLING_COLUMNS)
+            self.sampling[columns.admitted_rows.long()] = values
+
+    def gather(self, columns: StepColumns[Tensor]) -> Gathered:
+        """Return the step's tokens and their KV slots. The step's updates are written."""
+        return Gathered(
+            *self._kernels.gather_tokens(
+                columns.host_token_ids,
+                columns.token_rows,
+                columns.positions,
+                self.last_sampled,
+                self.block_table,
+                self._block_size,
+            )
+        )
+
+    def store_sampled(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Make token_ids int64 [R] the newest tokens of rows int32 [R]."""
+        self._kernels.store_tokens(self.last_sampled, rows, token_ids)
+
+
+def row_kernels(device: torch.device) -> RowKernels:
+    """Return Triton kernels on a CUDA device, plain torch elsewhere."""
+    if device.type != "cuda":
+        return TorchRowKernels()
+    # Importing Triton takes longer than everything else that a CPU daemon imports of ours.
+    from worker_daemon.kernels.row_ops import TritonRowKernels
+
+    return TritonRowKernels()

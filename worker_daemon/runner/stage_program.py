@@ -1,0 +1,140 @@
+"""What a stage computes between its inputs and what it gives away: the part of a step that a CUDA
+graph can hold as a whole.
+
+Knows no message, no neighbour and no sampling parameters. Shapes: N tokens, H hidden size, R
+sequences that sample, both with padding.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from worker_daemon.models.decoder import DecoderStage
+from worker_daemon.runner.input_batch import StepInputs
+from worker_daemon.runner.request_state import Int64s
+from worker_daemon.runner.row_tables import RowTables
+from worker_daemon.runner.staging import upload
+from worker_daemon.runner.step_layout import StepColumns
+
+
+class Chosen(NamedTuple):
+    """What sampling needs of a step: nothing but empty tensors on a stage that does not sample."""
+
+    hidden: Tensor
+    """[R, H] residual stream of each sequence's last token."""
+    greedy: Tensor
+    """int64 [R] the likeliest token."""
+
+    def keep(self, kept: Int64s) -> "Chosen":
+        """Return these rows only: kept int64 [R'] indexes the rows."""
+        if not self.hidden.shape[0]:
+            return self
+        on_device = upload(kept, self.hidden.device)
+        return Chosen(self.hidden[on_device], self.greedy[on_device])
+
+    def detach(self) -> "Chosen":
+        """Return a copy that no later step overwrites."""
+        return Chosen(self.hidden.clone(), self.greedy.clone())
+
+
+class StageOutput(NamedTuple):
+    """What a stage gives away. Valid until the next step runs."""
+
+    hidden: Tensor
+    """[N, H] residual stream."""
+    chosen: Chosen
+
+
+class Front(Protocol):
+    """Where a stage's first hidden states come from."""
+
+    def hidden(self, token_ids: Tensor, arrived: Tensor) -> Tensor:
+        """token_ids int64 [N], arrived [N, H] from the stage before (or nothing) -> [N, H]."""
+
+
+class EmbeddingFront:
+    """The first stage embeds its tokens."""
+
+    def __init__(self, stage: DecoderStage) -> None:
+        self._stage = stage
+
+    def hidden(self, token_ids: Tensor, arrived: Tensor) -> Tensor:
+        return self._stage.embed(token_ids)
+
+
+class ArrivedFront:
+    """A later stage goes on with what it received."""
+
+    def hidden(self, token_ids: Tensor, arrived: Tensor) -> Tensor:
+        return arrived
+
+
+class Back(Protocol):
+    """What a stage keeps of its last hidden states."""
+
+    def choose(self, hidden: Tensor, columns: StepColumns[Tensor]) -> Chosen:
+        """hidden [N, H] -> what sampling needs of it."""
+
+
+class ScoringBack:
+    """The last stage keeps each sequence's last hidden state, and its likeliest token."""
+
+    def __init__(self, stage: DecoderStage, tables: RowTables, *, stores: bool) -> None:
+        """stores: the tokens are read here, by the stage that embeds; so they are kept in the rows
+        at once."""
+        self._stage = stage
+        self._tables = tables
+        self._stores = stores
+
+    def choose(self, hidden: Tensor, columns: StepColumns[Tensor]) -> Chosen:
+        rows = hidden.index_select(0, columns.sample_tokens)
+        token_ids = self._stage.likeliest_tokens(rows)
+        if self._stores and token_ids.shape[0]:
+            self._tables.store_sampled(columns.sample_rows, token_ids)
+        return Chosen(rows, token_ids)
+
+
+class SendingBack:
+    """Another stage goes on with all of it."""
+
+    def choose(self, hidden: Tensor, columns: StepColumns[Tensor]) -> Chosen:
+        return Chosen(hidden[:0], columns.sample_rows[:0])
+
+
+class StageProgram(Protocol):
+    """Runs a stage on a step's inputs."""
+
+    def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
+        """arrived: [num_tokens, H] from the stage before; [0, H] on the first stage."""
+
+
+class EagerProgram:
+    """Launches every kernel of a step."""
+
+    def __init__(
+        self,
+        stage: DecoderStage,
+        tables: RowTables,
+        kv_caches: Sequence[Tensor],
+        front: Front,
+        back: Back,
+    ) -> None:
+        """kv_caches: one for each local layer, or none under NullAttention."""
+        self.kv_caches = kv_caches
+        self._stage = stage
+        self._tables = tables
+        self._front = front
+        self._back = back
+
+    def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
+        columns = inputs.columns
+        self._tables.update(columns)
+        gathered = self._tables.gather(columns)
+        hidden = self._stage.forward(
+            self._front.hidden(gathered.token_ids, arrived),
+            columns.positions,
+            self.kv_caches,
+            inputs.attention(gathered, self._tables),
+        )
+        return StageOutput(hidden, self._back.choose(hidden, columns))

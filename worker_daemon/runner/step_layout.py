@@ -1,0 +1,179 @@
+"""Where a step's columns lie in its one packed buffer, and to what size they are padded. Pure:
+knows no device and no request.
+
+The host fills the columns, one copy takes them to the device, kernels read them there. A captured
+graph reads at fixed addresses, so that a layout is a function of its sizes alone.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from worker_daemon.runner.request_state import ScheduledStep
+
+SAMPLING_COLUMNS = 6
+"""int32 values of a row's sampling parameters (see input_batch.py)."""
+
+MAX_GRAPH_SEQS = 512
+"""Larger decodes are bound by the device however they are launched."""
+
+_ALIGNMENT = 4
+"""Columns start at multiples of 16 bytes: kernels are compiled once for all layouts."""
+
+_Column = TypeVar("_Column")
+_Buffer = TypeVar("_Buffer")
+
+
+class StepShape(NamedTuple):
+    """How many entries a step's columns hold, padding included."""
+
+    num_tokens: int
+    """N"""
+    num_seqs: int
+    """B"""
+    num_samples: int
+    """R, sequences that sample."""
+    num_updates: int
+    """U, entries of the block table that the step writes."""
+    num_admissions: int
+    """Q, rows that are admitted."""
+
+
+class StepPlan(NamedTuple):
+    """What a step's launches depend on: all of it follows from the step message, so that every
+    rank chooses alike."""
+
+    shape: StepShape
+    max_query_len: int
+    max_seq_len: int
+    """An upper bound of the context lengths."""
+
+
+class StepColumns(NamedTuple, Generic[_Column]):
+    """int32 columns of one step, on the host or on the device."""
+
+    host_token_ids: _Column
+    """[N]; -1 where the token was sampled and is on the device only."""
+    token_rows: _Column
+    """[N] request row of each token; the spare row for padding."""
+    positions: _Column
+    """[N]"""
+    seq_rows: _Column
+    """[B] request row of each sequence; the spare row for padding."""
+    query_start_loc: _Column
+    """[B + 1]"""
+    seq_lens: _Column
+    """[B] context lengths, this step's tokens included."""
+    seq_order: _Column
+    """[B] the sequences, longest context first."""
+    sample_rows: _Column
+    """[R] request row of each sequence that samples; the spare row for padding."""
+    sample_tokens: _Column
+    """[R] index of its last token in the step."""
+    sample_positions: _Column
+    """[R] position of the token that is sampled."""
+    update_rows: _Column
+    """[U]; the spare row for padding, whose every block is the null block."""
+    update_indices: _Column
+    """[U]"""
+    update_block_ids: _Column
+    """[U]"""
+    admitted_rows: _Column
+    """[Q]"""
+    admitted_sampling: _Column
+    """[Q * SAMPLING_COLUMNS]"""
+
+
+def column_sizes(shape: StepShape) -> StepColumns[int]:
+    """Return how many int32 values each column holds."""
+    tokens, seqs, samples, updates, admissions = shape
+    return StepColumns(
+        tokens, tokens, tokens,
+        seqs, seqs + 1, seqs, seqs,
+        samples, samples, samples,
+        updates, updates, updates,
+        admissions, admissions * SAMPLING_COLUMNS,
+    )  # fmt: skip
+
+
+def packed_size(shape: StepShape) -> int:
+    """Return the length of the packed buffer in int32 values."""
+    return sum(_aligned(size) for size in column_sizes(shape))
+
+
+def split_columns(shape: StepShape, take: Callable[[int, int], _Column]) -> StepColumns[_Column]:
+    """Return every column of a packed buffer. take(start, stop) gives a view of the buffer."""
+    columns = []
+    start = 0
+    for size in column_sizes(shape):
+        columns.append(take(start, start + size))
+        start += _aligned(size)
+    return StepColumns(*columns)
+
+
+class Ladder(Protocol):
+    """To what size a step is padded: a function of the step message, so that all ranks pad
+    alike."""
+
+    def fit(self, step: ScheduledStep, longest: int) -> StepPlan:
+        """Return the plan that a step runs by. longest: its longest context, in tokens."""
+
+
+class ExactShapes:
+    """No padding."""
+
+    def fit(self, step: ScheduledStep, longest: int) -> StepPlan:
+        shape = StepShape(
+            num_tokens=step.total_num_tokens,
+            num_seqs=step.slots.size,
+            num_samples=int(step.samples.sum()),
+            num_updates=step.block_updates.slots.size,
+            num_admissions=len(step.new_requests),
+        )
+        return StepPlan(shape, int(step.num_tokens.max(initial=0)), longest)
+
+
+class DecodeLadder:
+    """Steps of one token a sequence are padded up to the next of a few sizes; others are exact."""
+
+    def __init__(self, sizes: Sequence[int], length_bounds: Callable[[int], Sequence[int]]) -> None:
+        """sizes: numbers of sequences, ascending. length_bounds(size): ascending bounds of the
+        context length, the last of them the longest possible, between which launches are alike."""
+        self._plans = [
+            [_decode_plan(size, bound) for bound in length_bounds(size)] for size in sizes
+        ]
+        self._by_count = [
+            plans
+            for plans, smaller in zip(self._plans, (0, *sizes), strict=False)
+            for _ in range(plans[0].shape.num_seqs - smaller)
+        ]
+        self._exact = ExactShapes()
+
+    @property
+    def plans(self) -> list[StepPlan]:
+        """Every padded plan, the largest first."""
+        return [plan for plans in reversed(self._plans) for plan in reversed(plans)]
+
+    def fit(self, step: ScheduledStep, longest: int) -> StepPlan:
+        count = step.slots.size
+        is_decode = 0 < count == step.total_num_tokens and not step.new_requests
+        if is_decode and count <= len(self._by_count):
+            plans = self._by_count[count - 1]
+            if step.block_updates.slots.size <= plans[0].shape.num_updates:
+                return next(plan for plan in plans if longest <= plan.max_seq_len)
+        return self._exact.fit(step, longest)
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """Return the ladder's sizes: 1, 2, 4, then multiples of 8 up to 256 and of 32 beyond, the last
+    one max_num_seqs or more."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, MAX_GRAPH_SEQS + 1, 32)]
+    fitting = [size for size in sizes if size < max_num_seqs]
+    return [*fitting, *sizes[len(fitting) : len(fitting) + 1]]
+
+
+def _decode_plan(size: int, longest: int) -> StepPlan:
+    return StepPlan(StepShape(size, size, size, size, 0), 1, longest)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
