@@ -35,8 +35,8 @@ fmt: $(STAMP)    ## format and fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)  ## measure the wire, the control plane and, on a GPU, the device
-	$(BIN)/python -m benchmarks
+bench: $(STAMP)  ## measure the wire and, on a GPU, all else: make bench ARGS="--only e2e --models llama-8b"
+	$(BIN)/python -m benchmarks $(ARGS)
 
 test-gpu: $(STAMP)        ## tests that need one GPU
 	$(BIN)/python -m pytest tests/gpu

@@ -1,9 +1,18 @@
-"""`python -m benchmarks [--quick]`: every benchmark that this machine can run, one table at the
-end, and the figures in build/bench.json. Runs each in a process of its own; measures nothing
-itself."""
+"""`make bench`: every benchmark that this machine can run, one table at the end, and the figures in
+build/bench.json. Runs each in a process of its own; measures nothing itself.
+
+Sections: `wire` (codec, transport and control plane, on any machine), and with a CUDA device
+`ceilings`, `kernels`, `loading`, `startup`, `step` (a step's time by kernel and by phase) and `e2e`
+(every workload on every model, on one device and, with two, as two pipeline stages and as two
+tensor ranks). `--only` chooses sections. A row's floor comes from the ceilings measured in the same
+run, or kept from the last run that measured them; the fraction says how much of what the floor
+allows was reached.
+"""
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,17 +24,20 @@ from typing import Any
 
 import torch
 
-from benchmarks.workloads import FIXED
+from benchmarks import targets, workloads
+from benchmarks.floors import Ceilings, ModelShape, workload_floor_s
+from benchmarks.targets import Target
 
 MODELS = Path(__file__).parent / "models"
-OUT = Path("build/bench.json")
-WORKLOADS = (*FIXED, "mixed256")
-DEVICE_OPTIONS = ("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "16384")
+BUILD = Path("build")
+CEILINGS = BUILD / "ceilings.json"
+LARGE_MODEL = "llama-8b"
+"""The model of the sections that take one."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; target is None where there is none."""
+    """One line of the table; None where there is no such thing."""
 
     part: str
     name: str
@@ -33,30 +45,45 @@ class Row:
     unit: str
     target: float | None = None
     met: bool | None = None
+    floor: float | None = None
+    fraction: float | None = None
+    """Of the floor: 1 is as fast as the device allows."""
 
 
 class Parts:
-    """What was run: the rows it gave, and what failed."""
+    """What was run: the rows it gave, and what failed or was left out."""
 
     def __init__(self, scratch: Path) -> None:
         self.rows: list[Row] = []
         self.failed: list[str] = []
+        self.left_out: list[str] = []
         self._scratch = scratch / "figures.json"
 
-    def run(self, part: str, arguments: Sequence[str], read: Callable[[Any], list[Row]]) -> None:
-        """Run `python -m ARGUMENTS`, whose figures come in the file that `{}` stands for, or on
-        standard output. A run that fails gives no rows."""
+    def run(self, part: str, arguments: Sequence[str], read: Callable[[Any], list[Row]]) -> Any:
+        """Run `python -m ARGUMENTS`, whose figures come in the file that `{}` stands for; return
+        them. A run that fails gives no rows, and None."""
         print(f"\n# {part}", flush=True)
         self._scratch.unlink(missing_ok=True)
         command = [str(self._scratch) if word == "{}" else word for word in arguments]
-        done = subprocess.run(
-            [sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True, check=False
-        )
-        if done.returncode != 0:
-            self.failed.append(f"{part}: exit code {done.returncode}")
-            return
-        text = self._scratch.read_text() if "{}" in arguments else done.stdout
-        self.rows += read(json.loads(text))
+        exit_code = run_in_group([sys.executable, "-m", *command])
+        if exit_code:
+            self.failed.append(f"{part}: exit code {exit_code}")
+            return None
+        figures = json.loads(self._scratch.read_text())
+        self.rows += read(figures)
+        return figures
+
+
+def run_in_group(command: Sequence[str]) -> int:
+    """Run a command and return its exit code; what interrupts us ends it and all that it
+    started."""
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        return process.wait()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+        raise
 
 
 def control_plane_rows(figures: list[dict[str, Any]]) -> list[Row]:
@@ -64,8 +91,33 @@ def control_plane_rows(figures: list[dict[str, Any]]) -> list[Row]:
     return [Row("control plane", **figure) for figure in figures]
 
 
+def figure_rows(part: str, figures: list[dict[str, Any]]) -> list[Row]:
+    """Figures of (name, value, unit) and perhaps a floor."""
+    rows = []
+    for figure in figures:
+        floor, unit = figure.get("floor"), figure["unit"]
+        rows.append(with_floor(Row(part, figure["name"], figure["value"], unit), floor))
+    return rows
+
+
+def with_floor(row: Row, floor: float | None) -> Row:
+    """Add a floor, and what was reached of it: times are to be short, rates to be high."""
+    if floor is None or not row.value:
+        return row
+    is_time = row.unit in ("s", "ms", "us")
+    fraction = floor / row.value if is_time else row.value / floor
+    return Row(**(asdict(row) | {"floor": floor, "fraction": fraction}))
+
+
+def with_target(row: Row, target: Target | None) -> Row:
+    """Add a target, and whether it is met."""
+    if target is None:
+        return row
+    return Row(**(asdict(row) | {"target": target.value, "met": target.met_by(row.value)}))
+
+
 def kernel_rows(timings: list[dict[str, Any]]) -> list[Row]:
-    """One row a case: its first timing, which is the launcher's own choice of tile."""
+    """One row a case: its first timing, which is the launcher's own choice."""
     first: dict[str, dict[str, Any]] = {}
     for timing in timings:
         first.setdefault(timing["case"], timing)
@@ -76,78 +128,230 @@ def kernel_rows(timings: list[dict[str, Any]]) -> list[Row]:
     ]
 
 
-def generation_rows(name: str, result: dict[str, Any]) -> list[Row]:
-    """Throughput and latencies of one workload; only what was measured."""
-    values = {
-        "generated": (result["out_tok_s"], "tok/s"),
-        "prompt and generated": (result["total_tok_s"], "tok/s"),
-        "time to first token, p50": (result["ttft_ms"]["p50"], "ms"),
-        "time per token, p50": (result["tpot_ms"]["p50"], "ms"),
-        "time per token, p99": (result["tpot_ms"]["p99"], "ms"),
-        "failed requests": (float(result["failed"]), ""),
-    }
-    return [
-        Row(name, what, value, unit) for what, (value, unit) in values.items() if value is not None
-    ]
+def startup_rows(starts: list[dict[str, Any]]) -> list[Row]:
+    """Each phase, and the whole against its target."""
+    rows = []
+    for start in starts:
+        part = f"startup {start['model']} {start['shape']} {start['kind']}"
+        rows += [Row(part, phase, seconds, "s") for phase, seconds in start["startup_s"].items()]
+        target = targets.STARTUP.get((start["model"], start["shape"], start["kind"]))
+        rows[-1] = with_target(rows[-1], target)
+        rows.append(Row(part, "kernel files compiled", start["compiled_files"], ""))
+    return rows
 
 
-def run_generation(parts: Parts, model: Path, scratch: Path) -> None:
-    """Every workload through the client and a daemon that it launches."""
-    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-    for workload in WORKLOADS:
-        lines = subprocess.run(
-            [
-                *(sys.executable, "-m", "benchmarks.workloads", workload),
-                *("--vocab-size", str(vocab_size)),
-            ],
-            stdout=subprocess.PIPE,
-            check=True,
-        ).stdout
-        requests = scratch / f"{workload}.jsonl"
-        requests.write_bytes(lines)
-        name = f"{model.name} {workload}"
-        command = ["client", "bench", "--model", str(model), "--input", str(requests), "--json"]
-        parts.run(name, [*command, *DEVICE_OPTIONS], partial(generation_rows, name))
+def step_rows(content: dict[str, Any]) -> list[Row]:
+    """Time by kind of kernel, and the host's time by phase."""
+    rows = []
+    for case in content["cases"]:
+        part = f"step {content['model']} {case['name']}"
+        rows.append(Row(part, "wall", case["wall_us"], "us"))
+        groups = (case["table"] or {"groups": {}})["groups"]
+        rows += [Row(part, group, value, "us") for group, value in groups.items()]
+    for phase in content["phases"]:
+        for name in ("p50", "p99"):
+            rows.append(Row("step thread", f"{phase['name']}, {name}", phase[name], "us"))
+    return rows
 
 
-def report(parts: Parts, left_out: str) -> None:
+def e2e_rows(ceilings: Ceilings | None, runs: list[dict[str, Any]]) -> list[Row]:
+    """One row a workload, with floor and target; latencies are in the file only."""
+    rows = []
+    for run in runs:
+        model, shape, name = run["model"], run["shape"], run["workload"]
+        row = Row(f"e2e {model} {shape}", name, run["value"], run["unit"])
+        if ceilings is not None:
+            row = with_floor(row, workload_floor(ceilings, model, shape, name, row.unit))
+        rows.append(with_target(row, targets.WORKLOADS.get((model, shape, name))))
+    return rows
+
+
+def workload_floor(ceilings: Ceilings, model: str, shape: str, name: str, unit: str) -> float:
+    """The least seconds, or the most tokens a second, in the unit of the workload's figure."""
+    sizes = ModelShape.read(MODELS / model)
+    requests = [(len(p), out) for p, out in workloads.make(name, sizes.vocab_size)]
+    pp, tp = map(int, shape.split("x"))
+    seconds = workload_floor_s(sizes, ceilings, requests, pp, tp)
+    tokens = {"s": 1, "tok/s in": sum(i for i, _ in requests)}
+    if unit == "s":
+        return seconds
+    return tokens.get(unit, sum(out for _, out in requests)) / seconds
+
+
+def read_ceilings() -> Ceilings | None:
+    """What the last run that measured ceilings left, if it was on a device of this name."""
+    if not CEILINGS.is_file():
+        return None
+    kept = json.loads(CEILINGS.read_text())
+    if kept["device"] != torch.cuda.get_device_name():
+        return None
+    return Ceilings(**kept["ceilings"])
+
+
+def keep_ceilings(figures: list[dict[str, Any]]) -> None:
+    """Write them for this run's floors and for later runs."""
+    from benchmarks.ceilings import Figure, ceilings_of  # Triton, which a CPU may lack
+
+    ceilings = ceilings_of([Figure(**figure) for figure in figures])
+    content = {"device": torch.cuda.get_device_name(), "ceilings": asdict(ceilings)}
+    CEILINGS.parent.mkdir(exist_ok=True)
+    CEILINGS.write_text(json.dumps(content) + "\n")
+
+
+def run_wire(parts: Parts, options: argparse.Namespace) -> None:
+    """Codec, transport and control plane."""
+    command = ["benchmarks.control_plane", *quick(options), "--json", "{}"]
+    parts.run("control plane", command, control_plane_rows)
+
+
+def run_ceilings(parts: Parts, options: argparse.Namespace) -> None:
+    """The device's own limits, which floors need."""
+    command = ["benchmarks.ceilings", "--out", "{}"]
+    figures = parts.run("ceilings", command, partial(figure_rows, "ceilings"))
+    if figures is not None:
+        keep_ceilings(figures)
+
+
+def run_kernels(parts: Parts, options: argparse.Namespace) -> None:
+    """Our kernels one by one."""
+    parts.run("kernels", ["benchmarks.kernels", "--out", "{}"], kernel_rows)
+
+
+def run_loading(parts: Parts, options: argparse.Namespace) -> None:
+    """A large checkpoint from disk to the device."""
+    command = ["benchmarks.loading", "--model", str(MODELS / LARGE_MODEL), "--out", "{}"]
+    parts.run("loading", command, partial(figure_rows, "loading"))
+
+
+def run_startups(parts: Parts, options: argparse.Namespace) -> None:
+    """Process start to first token."""
+    for pp, tp in shapes(options):
+        command = ["benchmarks.startup", "--model", str(MODELS / LARGE_MODEL), "--out", "{}"]
+        command += ["--pp", str(pp), "--tp", str(tp)]
+        parts.run(f"startup {pp}x{tp}", command, startup_rows)
+
+
+def run_steps(parts: Parts, options: argparse.Namespace) -> None:
+    """A step's time, of every chosen model; traces stay in build/."""
+    for model in options.models:
+        out = BUILD / "step_trace" / model
+        command = ["benchmarks.step_trace", "--model", str(MODELS / model), "--out", str(out)]
+        parts.run(f"step {model}", [*command, "--json", "{}"], step_rows)
+
+
+def run_workloads(parts: Parts, options: argparse.Namespace) -> None:
+    """The chosen workloads of every chosen model and shape: one group of daemons each."""
+    ceilings = read_ceilings()
+    for pp, tp in shapes(options):
+        for model in options.models:
+            command = ["benchmarks.e2e", "--model", str(MODELS / model), "--out", "{}"]
+            command += ["--pp", str(pp), "--tp", str(tp)]
+            command += ["--workloads", ",".join(options.workloads), *quick(options)]
+            parts.run(f"e2e {model} {pp}x{tp}", command, partial(e2e_rows, ceilings))
+
+
+Section = Callable[[Parts, argparse.Namespace], None]
+
+DEVICE_SECTIONS: dict[str, Section] = {
+    "ceilings": run_ceilings,
+    "kernels": run_kernels,
+    "loading": run_loading,
+    "startup": run_startups,
+    "step": run_steps,
+    "e2e": run_workloads,
+}
+SECTIONS = ("wire", *DEVICE_SECTIONS)
+
+
+def run_sections(parts: Parts, options: argparse.Namespace) -> None:
+    """Run what was chosen and can run here."""
+    if "wire" in options.only:
+        run_wire(parts, options)
+    chosen = [section for section in DEVICE_SECTIONS if section in options.only]
+    if not torch.cuda.is_available():
+        if chosen:
+            parts.left_out.append(f"no CUDA device here: left out {', '.join(chosen)}")
+        return
+    for section in chosen:
+        DEVICE_SECTIONS[section](parts, options)
+
+
+def quick(options: argparse.Namespace) -> list[str]:
+    """The option for runs of their own."""
+    return ["--quick"] if options.quick else []
+
+
+def shapes(options: argparse.Namespace) -> list[tuple[int, int]]:
+    """(pp, tp) of the groups to run: as asked, or all that this machine has devices for."""
+    if options.pp * options.tp > 1:
+        return [(options.pp, options.tp)]
+    return [(1, 1), *([(2, 1), (1, 2)] if torch.cuda.device_count() > 1 else [])]
+
+
+def report(parts: Parts, out: Path) -> None:
     """Print the table and write the file."""
-    print()
+    print(f"\n{'part':<30} {'figure':<52} {'value':>12} {'unit':<10} {'floor':>10} of floor")
     for row in parts.rows:
+        floor = " " * 10 if row.floor is None else f"{row.floor:>10.4g}"
+        fraction = " " * 8 if row.fraction is None else f"{100 * row.fraction:>6.0f} %"
         target = "" if row.target is None else f"target {row.target:g} "
         target += {None: "", True: "met", False: "NOT MET"}[row.met]
-        print(f"{row.part:<28} {row.name:<52} {row.value:>12.2f} {row.unit:<14} {target}")
-    for line in (*parts.failed, left_out):
-        if line:
-            print(line)
-    OUT.parent.mkdir(exist_ok=True)
+        print(
+            f"{row.part:<30} {row.name:<52} {row.value:>12.3f} {row.unit:<10} {floor} {fraction} "
+            f"{target}"
+        )
+    for line in (*parts.failed, *parts.left_out):
+        print(line)
+    out.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "rows": [asdict(row) for row in parts.rows],
         "failed": parts.failed,
-        "left_out": left_out,
+        "left_out": parts.left_out,
     }
-    OUT.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"written to {OUT}")
+    out.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"written to {out}")
+
+
+def listed(allowed: Sequence[str]) -> Callable[[str], list[str]]:
+    """A parser of A,B,... of allowed words."""
+
+    def parse(text: str) -> list[str]:
+        words = text.split(",")
+        for word in words:
+            if word not in allowed:
+                raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(allowed)}")
+        return words
+
+    return parse
+
+
+def parse_options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    models = sorted(path.parent.name for path in MODELS.glob("*/config.json"))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "--only", type=listed(SECTIONS), default=list(SECTIONS), help=f"of {','.join(SECTIONS)}"
+    )
+    parser.add_argument("--models", type=listed(models), default=models)
+    parser.add_argument("--workloads", type=listed(workloads.NAMES), default=list(workloads.NAMES))
+    parser.add_argument("--pp", type=int, default=1, help="this many pipeline stages only")
+    parser.add_argument("--tp", type=int, default=1, help="this many tensor ranks only")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds; figures are rough")
+    parser.add_argument("--out", type=Path, default=BUILD / "bench.json")
+    return parser.parse_args(words)
 
 
 def main() -> int:
-    """Run all; 1 if a benchmark failed. A missed target is shown, not an error."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds; figures are rough")
-    quick = ["--quick"] if parser.parse_args().quick else []
-    left_out = ""
+    """Run; 1 if a benchmark failed. A missed target is shown, not an error; what was measured until
+    an interruption is reported."""
+    options = parse_options()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as directory:
-        scratch = Path(directory)
-        parts = Parts(scratch)
-        command = ["benchmarks.control_plane", *quick, "--json", "{}"]
-        parts.run("control plane", command, control_plane_rows)
-        if torch.cuda.is_available():
-            parts.run("kernels", ["benchmarks.kernels", "--out", "{}"], kernel_rows)
-            for config in sorted(MODELS.glob("*/config.json")):
-                run_generation(parts, config.parent, scratch)
-        else:
-            left_out = "no CUDA device here: kernels and generation were left out"
-        report(parts, left_out)
+        parts = Parts(Path(directory))
+        try:
+            run_sections(parts, options)
+        finally:
+            report(parts, options.out)
     return 1 if parts.failed else 0
 
 

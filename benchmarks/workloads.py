@@ -1,9 +1,11 @@
-"""Writes a seeded workload as JSON lines: id, prompt_token_ids, max_tokens, ignore_eos."""
+"""Makes the seeded workloads: as lengths, and as the JSON lines that `worker-client bench --input`
+reads (`python -m benchmarks.workloads NAME --vocab-size V`). Runs nothing."""
 
 import argparse
 import json
 import random
 import sys
+from collections.abc import Iterator
 
 FIXED = {  # name: (requests, tokens in, tokens out)
     "decode_bs1": (1, 32, 512),
@@ -12,9 +14,18 @@ FIXED = {  # name: (requests, tokens in, tokens out)
     "prefill_1x8192": (1, 8192, 1),
     "prefill_8x8192": (8, 8192, 1),
 }
+NAMES = (*FIXED, "mixed256")
+
+Workload = list[tuple[list[int], int]]
+"""Prompt and number of tokens to generate, of each request."""
 
 
-def mixed(vocab_size: int, count: int = 256, seed: int = 0) -> list[tuple[list[int], int]]:
+def make(name: str, vocab_size: int) -> Workload:
+    """Return a workload by name."""
+    return mixed(vocab_size) if name == "mixed256" else fixed(vocab_size, *FIXED[name])
+
+
+def mixed(vocab_size: int, count: int = 256, seed: int = 0) -> Workload:
     """count requests of 100-1024 tokens in and 100-1024 out."""
     rng = random.Random(seed)
     return [
@@ -26,28 +37,28 @@ def mixed(vocab_size: int, count: int = 256, seed: int = 0) -> list[tuple[list[i
     ]
 
 
-def fixed(
-    vocab_size: int, count: int, num_in: int, num_out: int, seed: int = 1
-) -> list[tuple[list[int], int]]:
+def fixed(vocab_size: int, count: int, num_in: int, num_out: int, seed: int = 1) -> Workload:
+    """count requests of the same lengths."""
     rng = random.Random(seed)
     return [
         ([rng.randrange(0, vocab_size - 1) for _ in range(num_in)], num_out) for _ in range(count)
     ]
 
 
+def json_lines(workload: Workload) -> Iterator[str]:
+    """Yield a line a request: greedy, the end of sequence ignored."""
+    for i, (prompt, num_out) in enumerate(workload):
+        line = {"id": str(i), "prompt_token_ids": prompt, "max_tokens": num_out, "ignore_eos": True}
+        yield json.dumps(line, separators=(",", ":")) + "\n"
+
+
 def main() -> None:
+    """Write a workload to standard output."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=["mixed256", *FIXED])
+    parser.add_argument("name", choices=NAMES)
     parser.add_argument("--vocab-size", type=int, required=True)
     args = parser.parse_args()
-    requests = (
-        mixed(args.vocab_size)
-        if args.name == "mixed256"
-        else fixed(args.vocab_size, *FIXED[args.name])
-    )
-    for i, (prompt, num_out) in enumerate(requests):
-        line = {"id": str(i), "prompt_token_ids": prompt, "max_tokens": num_out, "ignore_eos": True}
-        sys.stdout.write(json.dumps(line, separators=(",", ":")) + "\n")
+    sys.stdout.writelines(json_lines(make(args.name, args.vocab_size)))
 
 
 if __name__ == "__main__":

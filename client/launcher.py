@@ -20,6 +20,7 @@ from client.worker_client import WorkerClient
 
 READY_TIMEOUT_S = 120.0
 HELLO_TIMEOUT_S = 0.5
+SOCKET_POLL_S = 0.005
 STOP_TIMEOUT_S = 10.0
 TERMINATE_TIMEOUT_S = 5.0
 LOG_TAIL_BYTES = 4096
@@ -40,7 +41,8 @@ class _Daemon:
 class LocalDaemons:
     """Owns N daemon processes, their directory and their pipes, from construction to stop().
 
-    The directory (mode 0700, under the system's temporary one) holds sockets, state and logs.
+    The directory (mode 0700, under the system's temporary one) holds sockets, epochs and logs.
+    Compiled kernels are kept elsewhere: the daemons get no state directory, so they use the user's.
     """
 
     def __init__(
@@ -60,13 +62,21 @@ class LocalDaemons:
             LaunchError: one exited, or did not answer in time; none is left behind.
         """
         self.directory = Path(tempfile.mkdtemp(prefix="wd-"))
+        self.seconds: dict[str, float] = {}
+        """How long the start took: `spawn` until all daemons listen, `import` until all answer."""
         self._daemons: list[_Daemon] = []
         self._reaper, self._reaper_pipe = _start_reaper(self.directory)
         self._command = command or self._serve_command(model_root)
+        began = time.monotonic()
         try:
             for index, device in enumerate(devices):
                 self._daemons.append(self._start(index, device))
-            self._wait_until_ready(time.monotonic() + ready_timeout_s, ready_timeout_s)
+            deadline = began + ready_timeout_s
+            self._wait_for_sockets(deadline)
+            listening = time.monotonic()
+            self._wait_until_ready(deadline, ready_timeout_s)
+            self.seconds["spawn"] = listening - began
+            self.seconds["import"] = time.monotonic() - listening
         except BaseException:
             self.stop()
             raise
@@ -121,7 +131,6 @@ class LocalDaemons:
                 "--endpoint": endpoint,
                 "--device": device,
                 "--model-root": str(model_root),
-                "--state-dir": str(self.directory / "state"),
                 "--exit-with-parent-fd": str(pipe),
             }
             words = [word for option in options.items() for word in option]
@@ -150,6 +159,16 @@ class LocalDaemons:
         finally:
             os.close(theirs)
         return _Daemon(endpoint, process, log, ours)
+
+    def _wait_for_sockets(self, deadline: float) -> None:
+        """Wait until all listen, or one has exited, or the deadline: whoever asks then finds
+        out. A connection to a socket that is there needs no second attempt."""
+        for daemon in self._daemons:
+            path = Path(daemon.endpoint.removeprefix("ipc://"))
+            while not path.exists() and daemon.process.poll() is None:
+                if time.monotonic() >= deadline:
+                    return
+                time.sleep(SOCKET_POLL_S)
 
     def _wait_until_ready(self, deadline: float, timeout_s: float) -> None:
         with contextlib.closing(_Asker()) as asker:

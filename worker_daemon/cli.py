@@ -11,7 +11,7 @@ from worker_daemon.errors import ConfigError
 from worker_daemon.logs import configure_logs
 from worker_daemon.server.assembly import run_daemon
 from worker_daemon.server.endpoints import EndpointInUseError
-from worker_daemon.settings import load_settings
+from worker_daemon.settings import load_settings, prepare_kernel_cache
 
 EXIT_IN_USE: Final = 73
 EXIT_CONFIG: Final = 78
@@ -30,7 +30,11 @@ def serve(
     device: Annotated[str | None, typer.Option(help="cpu or cuda:N")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with these options")] = None,
     state_dir: Annotated[
-        str | None, typer.Option(help="keeps the epochs; default: the endpoint's directory")
+        str | None,
+        typer.Option(
+            help="keeps epochs and compiled kernels; default: the endpoint's directory, and the "
+            "user's cache directory"
+        ),
     ] = None,
     model_root: Annotated[
         list[str] | None,
@@ -60,6 +64,7 @@ def serve(
             config,
         )
         configure_logs(settings.log_level)
+        prepare_kernel_cache(settings)
         exit_code = run_daemon(settings)
     except EndpointInUseError as error:
         logging.getLogger(__name__).error("%s", error)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from worker_daemon.errors import ConfigError
+from worker_daemon.kernel_cache import kernel_cache
 from worker_daemon.logs import LEVELS
 
 ENV_PREFIX: Final = "WORKER_DAEMON_"
@@ -34,8 +35,11 @@ _ONE_HOST: Final = {
 _FIXED: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
 }
-"""torch must not end the process by itself: the guard thread aborts communicators."""
+"""torch must not end the process by itself: the guard thread aborts communicators. Nor does it look
+through all installed packages for devices of theirs, and run their code, when it is imported."""
+_KERNEL_CACHE: Final = "TRITON_CACHE_DIR"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,8 @@ class ProcessSettings:
     device: str
     """cpu or cuda:N."""
     state_dir: Path | None
-    """Where the epochs are kept; None: the endpoint's directory."""
+    """Where epochs and compiled kernels are kept; None: the epochs in the endpoint's directory, the
+    kernels in the user's cache directory."""
     model_roots: tuple[Path, ...]
     """Directories under which models may lie."""
     exit_with_parent_fd: int | None
@@ -76,6 +81,17 @@ def prepare_environment() -> None:
     for name, value in _ONE_HOST.items():
         os.environ.setdefault(name, value)
     os.environ.update(_FIXED)
+
+
+def prepare_kernel_cache(settings: ProcessSettings) -> None:
+    """Tell Triton where compiled kernels are kept, unless the environment says so already. To be
+    called before torch is imported; does nothing for a daemon on the CPU.
+
+    Raises:
+        ConfigError: the directory cannot be used.
+    """
+    if settings.device != "cpu" and not os.environ.get(_KERNEL_CACHE):
+        os.environ[_KERNEL_CACHE] = str(kernel_cache(settings.state_dir, os.environ))
 
 
 def read_file(path: Path) -> Given:

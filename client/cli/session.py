@@ -2,6 +2,7 @@
 back as it was. Prints nothing."""
 
 import contextlib
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,7 @@ class Served:
     seconds: float
     driver: Driver
     startup_s: dict[str, float] = field(default_factory=dict)
+    """From the process's start to the first token, by phase; `total` is the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,11 @@ class Session:
     tokenizer: Tokenizer | None
     options: RunOptions
     startup_s: dict[str, float]
+    """From the process's start until all was ready, by phase."""
+    process_started: float
+    """Of time.monotonic()."""
+    ready: float
+    """Of time.monotonic()."""
 
     def serve(self, inputs: Sequence[InputRequest]) -> Served:
         """Generate for all requests that can be served."""
@@ -64,11 +71,20 @@ class Session:
                 except RequestError as error:
                     errors[entry.id] = str(error)
         outputs = {output.req_id: output for output in driver.run()}
-        return Served(outputs, errors, time.monotonic() - start, driver, self.startup_s)
+        seconds = time.monotonic() - start
+        return Served(outputs, errors, seconds, driver, self._startup_s(driver))
 
     def memory_bytes(self) -> list[dict[str, int]]:
         """Return each daemon's memory by use."""
         return [status.memory_bytes for status in self.group.get_status()]
+
+    def _startup_s(self, driver: Driver) -> dict[str, float]:
+        first = min((timing.first_token for timing in driver.timings.values()), default=self.ready)
+        return {
+            **self.startup_s,
+            "first_token": first - self.ready,
+            "total": first - self.process_started,
+        }
 
 
 @contextlib.contextmanager
@@ -81,16 +97,19 @@ def open_session(
     WorkerDied of a local one ends with the end of its log, which goes with it.
     """
     with contextlib.ExitStack() as stack:
-        start = time.monotonic()
+        began = time.monotonic()
+        process_started = began - _process_age_s()
+        startup_s = {"client": began - process_started}
         endpoints = options.endpoints
         if not endpoints:
             daemons = stack.enter_context(_start_local(options))
             stack.enter_context(_logs_of_the_dead(daemons))
             endpoints = tuple(daemons.endpoints)
+            startup_s |= daemons.seconds
         launched = time.monotonic()
         group = stack.enter_context(WorkerGroup(endpoints, options.config.parallel))
         group.attach()
-        attached = time.monotonic()
+        startup_s["attach"] = time.monotonic() - launched
         model = group.prepare(
             options.config,
             num_gpu_blocks=options.num_gpu_blocks,
@@ -98,11 +117,19 @@ def open_session(
             reload=options.reload,
             on_progress=on_progress,
         )
-        startup_s = {"launch": launched - start, "attach": attached - launched, **model.seconds}
-        startup_s["total"] = time.monotonic() - start
-        yield Session(group, model, load_tokenizer(options.model), options, startup_s)
+        startup_s |= model.seconds
+        tokenizer = load_tokenizer(options.model)
+        ready = time.monotonic()
+        yield Session(group, model, tokenizer, options, startup_s, process_started, ready)
         if options.endpoints:
             group.detach()
+
+
+def _process_age_s() -> float:
+    """Seconds since this process began, from Linux's process table (proc_pid_stat(5), field 22)."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
 
 
 def _start_local(options: RunOptions) -> LocalDaemons:

@@ -24,7 +24,8 @@ COMMAND_LIMIT_S = 60.0
 
 def environment(directory: Path, **variables: str) -> dict[str, str]:
     """Our own environment, with temporary files in `directory`, and with these variables."""
-    return {**os.environ, "TMPDIR": str(directory), "OMP_NUM_THREADS": "1", **variables}
+    own = {"TMPDIR": str(directory), "XDG_CACHE_HOME": str(directory), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **own, **variables}
 
 
 def short_directory() -> Path:

@@ -1,28 +1,50 @@
 """Fills the parameters of a stage from safetensors files, or with made-up values. Knows no model.
 
-Each parameter says which regions of which checkpoint tensors it wants; only those are read, through
-a memory map, and copied straight into place with conversion to the parameter's dtype. An error
-leaves the stage half filled: discard it.
+Each parameter says which regions of which checkpoint tensors it wants; only those are read. On the
+CPU they come through a memory map, straight into place; on a device by way of page-locked buffers
+(`staged.py`). Either way they are converted to the parameter's dtype. An error leaves the stage
+half filled: discard it.
 """
 
 import json
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias, TypedDict
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from worker_daemon.errors import CheckpointError
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.models.dummy import fill_dummy
+from worker_daemon.models.staged import MAX_READERS, Extent, TruncatedError, read_staged
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-_FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+_FLOAT_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its header, which is JSON; offsets count from
+there."""
+
+Item: TypeAlias = tuple[Parameter, Piece]
+
+
+class _Entry(TypedDict):
+    """A tensor in a safetensors header."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +79,36 @@ def load_weights(
     """Loads from model.safetensors, or from the shards of model.safetensors.index.json.
 
     known_names are the tensors that the whole model reads (`decoder.checkpoint_names`); others in
-    the checkpoint are reported, not loaded. progress is called after every tensor. Raises
-    CheckpointError naming the file or tensor that is missing, truncated or not of the expected
-    shape or type.
+    the checkpoint are reported, not loaded. progress is called after every tensor, or every buffer
+    full of them. Raises CheckpointError naming the file or tensor that is missing, truncated or not
+    of the expected shape or type.
     """
     files = _tensor_files(model_dir)
     wanted = _group_by_file(parameters, files, model_dir)
     meter = _Meter(sum(_num_bytes(*item) for items in wanted.values() for item in items), progress)
-    for path, items in wanted.items():
-        _load_file(path, items, meter)
+    device = next((item[0].data.device for items in wanted.values() for item in items), None)
+    if device is None or device.type == "cpu":
+        for path, items in wanted.items():
+            _load_file(path, items, meter)
+    else:
+        load_through_buffers(wanted, device, meter.advance)
     return meter.report(tuple(sorted(files.keys() - set(known_names))))
+
+
+def load_through_buffers(
+    wanted: Mapping[Path, Sequence[Item]], device: torch.device, advance: Callable[[int], None]
+) -> None:
+    """Fill the pieces of each file's items on device, through page-locked buffers; any device will
+    do. advance hears of bytes of parameters. Raises as load_weights does."""
+    extents = {path: list(_extents(path, items)) for path, items in wanted.items()}
+    num_readers = max(2, min(MAX_READERS, torch.get_num_threads()))
+    try:
+        read_staged(extents, device, advance, num_readers=num_readers)
+    except TruncatedError as error:
+        raise _broken(error.path, "is truncated") from error
+    except OSError as error:
+        path = next(iter(wanted)).parent
+        raise _broken(path, f"holds a file that cannot be read ({error})") from error
 
 
 def load_dummy_weights(
@@ -79,6 +121,47 @@ def load_dummy_weights(
         fill_dummy(parameter.data[piece.target], piece, seed)
         meter.advance(_num_bytes(parameter, piece))
     return meter.report(())
+
+
+def _extents(path: Path, items: Iterable[Item]) -> Iterator[Extent]:
+    """Where in the file each piece lies. Opening it by the library first checks its structure."""
+    with _open(path) as handle:
+        present = set(handle.keys())
+    header, base = _read_header(path)
+    for parameter, piece in items:
+        if piece.name not in present:
+            raise _missing(path, piece)
+        entry = header[piece.name]
+        shape, name = tuple(entry["shape"]), entry["dtype"]
+        dtype = _checked_dtype(path, piece, shape, name)
+        if parameter.data[piece.target].numel():
+            start = base + entry["data_offsets"][0]
+            yield _extent(piece, dtype, start, parameter.data[piece.target])
+
+
+def _extent(piece: Piece, dtype: torch.dtype, start: int, target: Tensor) -> Extent:
+    """The piece's rows in a tensor that begins at start; a vector is rows of one element."""
+    rows = piece.source[0]
+    num_columns = math.prod(piece.full_shape[1:])
+    columns = piece.source[1] if len(piece.source) > 1 else slice(0, 1)
+    stride = num_columns * dtype.itemsize
+    return Extent(
+        offset=start + rows.start * stride + columns.start * dtype.itemsize,
+        row_bytes=(columns.stop - columns.start) * dtype.itemsize,
+        row_stride=stride,
+        dtype=dtype,
+        target=target,
+    )
+
+
+def _read_header(path: Path) -> tuple[dict[str, _Entry], int]:
+    """The description of each tensor, and where in the file the offsets begin."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            return json.loads(file.read(length)), _LENGTH_BYTES + length
+    except (OSError, ValueError, RecursionError) as error:
+        raise _broken(path, f"has a header that cannot be read ({error})") from error
 
 
 class _Region(Protocol):
@@ -154,8 +237,8 @@ def _read_index(path: Path) -> Mapping[str, Path]:
 
 def _group_by_file(
     parameters: Iterable[Parameter], files: Mapping[str, Path], model_dir: Path
-) -> Mapping[Path, list[tuple[Parameter, Piece]]]:
-    wanted: defaultdict[Path, list[tuple[Parameter, Piece]]] = defaultdict(list)
+) -> Mapping[Path, list[Item]]:
+    wanted: defaultdict[Path, list[Item]] = defaultdict(list)
     for parameter in parameters:
         for piece in parameter.pieces:
             if piece.name not in files:
@@ -169,12 +252,12 @@ def _group_by_file(
     return wanted
 
 
-def _load_file(path: Path, items: Iterable[tuple[Parameter, Piece]], meter: _Meter) -> None:
+def _load_file(path: Path, items: Iterable[Item], meter: _Meter) -> None:
     with _open(path) as handle:
         present = set(handle.keys())
         for parameter, piece in items:
             if piece.name not in present:
-                raise _broken(path, f"has no tensor {piece.name}, though the index says so")
+                raise _missing(path, piece)
             parameter.data[piece.target].copy_(_read(handle, path, piece))
             meter.advance(_num_bytes(parameter, piece))
 
@@ -191,17 +274,25 @@ def _open(path: Path) -> safe_open:
 def _read(handle: _Reader, path: Path, piece: Piece) -> Tensor:
     """The piece's region; bytes outside it are not touched."""
     region = handle.get_slice(piece.name)
-    shape = tuple(region.get_shape())
-    if shape != piece.full_shape:
-        raise _broken(
-            path, f"has {piece.name} in shape {shape}, config.json says {piece.full_shape}"
-        )
-    if region.get_dtype() not in _FLOAT_DTYPES:
-        raise _broken(path, f"has {piece.name} in dtype {region.get_dtype()}, which is not loaded")
+    _checked_dtype(path, piece, tuple(region.get_shape()), region.get_dtype())
     try:
         return handle.get_tensor(piece.name) if piece.is_whole else region[piece.source]
     except SafetensorError as error:
         raise _broken(path, f"does not yield {piece.name} ({error})") from error
+
+
+def _checked_dtype(path: Path, piece: Piece, shape: tuple[int, ...], dtype: str) -> torch.dtype:
+    if shape != piece.full_shape:
+        raise _broken(
+            path, f"has {piece.name} in shape {shape}, config.json says {piece.full_shape}"
+        )
+    if dtype not in _FLOAT_DTYPES:
+        raise _broken(path, f"has {piece.name} in dtype {dtype}, which is not loaded")
+    return _FLOAT_DTYPES[dtype]
+
+
+def _missing(path: Path, piece: Piece) -> CheckpointError:
+    return _broken(path, f"has no tensor {piece.name}, though the index says so")
 
 
 def _broken(path: Path, problem: str) -> CheckpointError:

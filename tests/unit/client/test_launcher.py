@@ -39,6 +39,8 @@ def test_daemons_become_ready_and_leave_nothing(monkeypatch):
     monkeypatch.setattr("client.launcher.STOP_TIMEOUT_S", 1)
     with LocalDaemons(["cpu", "cpu"], ROOT, command=command("serve")) as daemons:
         assert daemons.directory.stat().st_mode & 0o777 == 0o700
+        assert daemons.seconds.keys() == {"spawn", "import"}
+        assert min(daemons.seconds.values()) > 0
         with WorkerGroup(daemons.endpoints, ParallelConfig(pipeline_parallel_size=2)) as group:
             assert [status.load for status in group.attach()] == ["CREATED", "CREATED"]
         daemons.check_alive()

@@ -74,6 +74,11 @@ def test_bench_prints_one_object(fakes, directory, run):
     } <= result.keys()  # fmt: skip
     assert result["step_ms"]["decode"]["count"] >= 7
     assert result["ttft_ms"]["p50"] <= result["ttft_ms"]["p99"]
+    startup = result["startup_s"]
+    total = startup.pop("total")
+    assert {"client", "attach", "load_model", "first_token"} <= startup.keys()
+    assert min(startup.values()) >= 0 and startup["first_token"] > 0
+    assert total - 5 < sum(startup.values()) <= total
 
 
 def test_options_come_from_line_environment_and_file(fakes, directory, run, monkeypatch):

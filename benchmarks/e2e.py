@@ -1,0 +1,118 @@
+"""Whole workloads on real daemons: `python -m benchmarks.e2e --model DIR [--pp P] [--tp T]
+[--workloads A,B] [--quick] [--out FILE.json]`.
+
+Starts P x T daemons once; every workload is one `worker-client bench --endpoints` process that
+attaches to them, so that only the first one loads the model. A pass of each workload is thrown away
+before the one that counts (mixed256 and --quick excepted).
+
+What is timed is what `worker-client bench` reports: `seconds` runs from the first submission of a
+request to the last token of the last one, all requests given at once, client and wire included;
+loading, warm-up and attaching are outside. The figure of a workload is generated tokens over these
+seconds for decode_* and mixed256, prompt tokens over them for prefill_8x8192, and the seconds
+themselves for prefill_1x8192.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import workloads
+from client.launcher import LocalDaemons
+
+OPTIONS = ("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "16384")
+TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Run:
+    """One workload on one group."""
+
+    model: str
+    shape: str
+    """pp x tp."""
+    workload: str
+    value: float
+    unit: str
+    result: dict[str, Any]
+    """The whole object of `worker-client bench`."""
+
+
+def figure(workload: str, result: dict[str, Any]) -> tuple[float, str]:
+    """Return the figure by which a workload is judged, and its unit."""
+    if workload == "prefill_1x8192":
+        return result["seconds"], "s"
+    if workload.startswith("prefill"):
+        return result["tokens_in"] / result["seconds"], "tok/s in"
+    return result["out_tok_s"], "tok/s out"
+
+
+def bench(model: Path, endpoints: list[str], requests: Path, options: list[str]) -> dict[str, Any]:
+    """Run `worker-client bench` once and return its object."""
+    command = [sys.executable, "-m", "client", "bench", "--model", str(model), "--json"]
+    command += ["--endpoints", ",".join(endpoints), "--input", str(requests), *options]
+    done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr}")
+    result: dict[str, Any] = json.loads(done.stdout)
+    if result["failed"]:
+        raise RuntimeError(f"{result['failed']} requests failed: {done.stderr}")
+    return result
+
+
+def run_group(
+    model: Path, device: str, pp: int, tp: int, names: list[str], quick: bool
+) -> list[Run]:
+    """Serve the workloads one after the other on one group, and print each."""
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    devices = [device if device == "cpu" else f"cuda:{index}" for index in range(pp * tp)]
+    options = [*OPTIONS, "--pipeline-parallel-size", str(pp), "--tensor-parallel-size", str(tp)]
+    runs = []
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        LocalDaemons(devices, model.parent) as daemons,
+    ):
+        try:
+            for name in names:
+                requests = Path(scratch) / f"{name}.jsonl"
+                with requests.open("w") as file:
+                    file.writelines(workloads.json_lines(workloads.make(name, vocab_size)))
+                if not quick and name != "mixed256":
+                    bench(model, daemons.endpoints, requests, options)
+                result = bench(model, daemons.endpoints, requests, options)
+                value, unit = figure(name, result)
+                run = Run(model.name, f"{pp}x{tp}", name, value, unit, result)
+                print(f"{run.model} {run.shape} {name:<16} {value:>12.3f} {unit}", flush=True)
+                runs.append(run)
+        except BaseException:
+            for rank in range(len(devices)):
+                print(f"# log of rank {rank}\n{daemons.log_tail(rank)}", file=sys.stderr)
+            raise
+    return runs
+
+
+def main() -> None:
+    """Run one group's workloads; with --out write a list of runs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--workloads", default=",".join(workloads.NAMES))
+    parser.add_argument("--quick", action="store_true", help="no pass before the one that counts")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    names = options.workloads.split(",")
+    runs = run_group(
+        options.model.resolve(), options.device, options.pp, options.tp, names, options.quick
+    )
+    if options.out is not None:
+        options.out.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""One worker in this process, driven by the messages that a daemon would pass on: for measurements
+that must see inside. No socket, no scheduler; every request is greedy and has its blocks from the
+start."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from client.kv_planning import blocks_for, build_kv_cache_configs
+from rpc_schema import config, lifecycle
+from rpc_schema.codec import encode_step
+from rpc_schema.sampling import SamplingParams
+from rpc_schema.step import ExecuteModel, NewRequestData
+from worker_daemon.runner.stage_ends import PendingReply
+from worker_daemon.worker import Worker
+
+BLOCK_SIZE = 16
+MAX_NUM_SEQS = 256
+MAX_NUM_BATCHED_TOKENS = 8192
+
+Frames = list[bytes]
+"""An encoded message and its arrays."""
+
+
+@dataclass
+class StageDriver:
+    """A whole model on one device, ready to serve after start()."""
+
+    model: Path
+    device: str
+    max_model_len: int
+    dtype: config.Dtype = "bfloat16"
+    num_blocks: int = 8192
+    worker: Worker = field(init=False)
+    seq: int = 0
+
+    def start(self) -> None:
+        """From nothing to READY, with made-up weights."""
+        self.worker = Worker(self.device, [self.model.parent], lambda phase, seconds: None)
+        scheduler = config.SchedulerConfig(
+            max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
+        )
+        cache = config.CacheConfig(block_size=BLOCK_SIZE)
+        worker = self.worker
+        worker.init_device(
+            lifecycle.InitDevice(
+                **self.ids(),
+                parallel=config.ParallelConfig(),
+                rendezvous=config.Rendezvous(
+                    link=1, host="none", port=1, rank=0, local_world_size=1
+                ),
+                cache=cache,
+                scheduler=scheduler,
+            )
+        )
+        worker.load_model(
+            lifecycle.LoadModel(
+                **self.ids(),
+                model=config.ModelConfig(
+                    model=str(self.model),
+                    dtype=self.dtype,
+                    load_format="dummy",
+                    max_model_len=self.max_model_len,
+                ),
+                scheduler=scheduler,
+                cache=cache,
+                graph=config.GraphConfig(),
+            )
+        )
+        worker.determine_available_memory(lifecycle.DetermineAvailableMemory(**self.ids()))
+        layers = worker.get_kv_cache_spec(lifecycle.GetKVCacheSpec(**self.ids())).layers
+        plans = build_kv_cache_configs([layers], self.num_blocks, BLOCK_SIZE)
+        worker.initialize_from_config(
+            lifecycle.InitializeFromConfig(**self.ids(), kv_cache_configs=tuple(plans))
+        )
+        worker.initialize_cache(
+            lifecycle.InitializeCache(**self.ids(), num_gpu_blocks=self.num_blocks)
+        )
+        worker.compile_or_warm_up_model(lifecycle.CompileOrWarmUpModel(**self.ids()))
+
+    def ids(self) -> dict[str, int]:
+        """The identity of the next message."""
+        self.seq += 1
+        return {"epoch": 1, "link": 1, "seq": self.seq}
+
+    def admit(self, num_requests: int, prompt_len: int, num_more: int) -> None:
+        """Drop all requests, then run prefills of num_requests prompts, with room for num_more
+        tokens each."""
+        self.worker.on_attach()
+        at_once = max(1, MAX_NUM_BATCHED_TOKENS // prompt_len)
+        for first in range(0, num_requests, at_once):
+            slots = np.arange(first, min(first + at_once, num_requests))
+            message, tokens = self.prefill(slots, prompt_len, num_more)
+            wait(self.worker.execute_model(message, [tokens]))
+
+    def prefill(
+        self, slots: "np.ndarray[tuple[int], np.dtype[np.int64]]", prompt_len: int, num_more: int
+    ) -> tuple[ExecuteModel, bytes]:
+        """A step that admits and computes one random prompt a slot; blocks are the slots' own."""
+        rng = np.random.default_rng()
+        blocks = blocks_for(prompt_len + num_more, BLOCK_SIZE)
+        last = 1 + (int(slots.max()) + 1) * blocks
+        if last > self.num_blocks:
+            raise ValueError(f"{last} blocks are needed, {self.num_blocks} are there")
+        ids = 1 + slots[:, None] * blocks + np.arange(blocks)
+        lengths = np.stack([slots, np.full_like(slots, prompt_len)], axis=1)
+        tokens = rng.integers(3, 1000, slots.size * prompt_len).astype("<i4").tobytes()
+        message = ExecuteModel(
+            **self.ids(),
+            total_num_scheduled_tokens=slots.size * prompt_len,
+            scheduled=bitmap(slots),
+            num_scheduled_tokens=lengths.astype("<i4").tobytes(),
+            new_block_slots=np.repeat(slots, blocks).astype("<u2").tobytes(),
+            new_block_ids=ids.ravel().astype("<i4").tobytes(),
+            scheduled_new_reqs=tuple(
+                NewRequestData(
+                    slot=int(slot),
+                    req_id=f"request-{slot}",
+                    num_tokens=prompt_len,
+                    num_prompt_tokens=prompt_len,
+                    num_computed_tokens=0,
+                    sampling=SamplingParams(),
+                )
+                for slot in slots
+            ),
+        )
+        return message, tokens
+
+    def decode_frames(self, num_requests: int) -> Frames:
+        """Encode a decode of the first num_requests slots, as a driver sends it."""
+        message = ExecuteModel(
+            **self.ids(),
+            total_num_scheduled_tokens=num_requests,
+            scheduled=bitmap(np.arange(num_requests)),
+        )
+        return [bytes(frame) for frame in encode_step(message)]
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+
+def bitmap(slots: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> bytes:
+    """The slots as a message names them."""
+    bits = np.zeros(int(slots.max()) + 1, np.bool_)
+    bits[slots] = True
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def wait(reply: PendingReply | None) -> None:
+    """Wait for a step's result."""
+    assert reply is not None, "the only stage answers every step"
+    reply.result()
+
+
+def pipelined(steps: int, launch: Callable[[], PendingReply | None], depth: int = 2) -> None:
+    """Run steps with depth of them in flight, as the client's driver does."""
+    in_flight: list[PendingReply | None] = []
+    for _ in range(steps):
+        in_flight.append(launch())
+        if len(in_flight) == depth:
+            wait(in_flight.pop(0))
+    for reply in in_flight:
+        wait(reply)

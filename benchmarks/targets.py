@@ -1,0 +1,50 @@
+"""The project's targets for whole workloads on NVIDIA H200s (source: targets). Numbers only.
+
+Keys are (model, pp x tp, workload); values are tokens a second to reach, or seconds to stay under.
+"""
+
+from typing import NamedTuple
+
+
+class Target(NamedTuple):
+    """A bound; at_most tells which side of it is good."""
+
+    value: float
+    at_most: bool = False
+
+    def met_by(self, value: float) -> bool:
+        """Tell whether a measured value is on the good side."""
+        return value <= self.value if self.at_most else value >= self.value
+
+
+STARTUP = {
+    ("llama-8b", "1x1", "cold"): Target(30.0, at_most=True),
+    ("llama-8b", "1x1", "warm"): Target(12.0, at_most=True),
+    ("llama-8b", "2x1", "cold"): Target(30.0, at_most=True),
+    ("llama-8b", "1x2", "cold"): Target(30.0, at_most=True),
+}
+"""Process start to first token; cold: with no kernel compiled yet."""
+
+WORKLOADS = {
+    ("llama-8b", "1x1", "decode_bs1"): Target(262),
+    ("llama-8b", "1x1", "decode_bs64"): Target(12_500),
+    ("llama-8b", "1x1", "decode_bs256"): Target(26_700),
+    ("llama-8b", "1x1", "mixed256"): Target(11_900),
+    ("llama-8b", "1x1", "prefill_8x8192"): Target(38_100),
+    ("llama-8b", "1x1", "prefill_1x8192"): Target(0.218, at_most=True),
+    ("qwen3-0.6b", "1x1", "decode_bs1"): Target(1_430),
+    ("qwen3-0.6b", "1x1", "decode_bs64"): Target(44_000),
+    ("qwen3-0.6b", "1x1", "decode_bs256"): Target(87_000),
+    ("qwen3-0.6b", "1x1", "mixed256"): Target(39_000),
+    ("qwen3-0.6b", "1x1", "prefill_8x8192"): Target(277_600),
+    ("llama-8b", "2x1", "decode_bs1"): Target(255),
+    ("llama-8b", "2x1", "decode_bs64"): Target(12_000),
+    ("llama-8b", "2x1", "decode_bs256"): Target(37_800),
+    ("llama-8b", "2x1", "mixed256"): Target(17_400),
+    ("llama-8b", "2x1", "prefill_8x8192"): Target(72_000),
+    ("llama-8b", "1x2", "decode_bs1"): Target(400),
+    ("llama-8b", "1x2", "decode_bs64"): Target(18_100),
+    ("llama-8b", "1x2", "decode_bs256"): Target(41_500),
+    ("llama-8b", "1x2", "mixed256"): Target(19_000),
+    ("llama-8b", "1x2", "prefill_8x8192"): Target(70_000),
+}

@@ -1,0 +1,230 @@
+"""Reads regions of files into tensors of a device: reader threads fill a few page-locked buffers in
+file order while copies of the full ones run. Knows no checkpoint format.
+
+The calling thread alone talks to the device; the readers only read. Contiguous regions are read by
+`preadv`, strided ones (a rank's columns of a matrix) through a memory map, of which only the pages
+that hold them are touched.
+"""
+
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker_daemon.device.pinned import PinnedBuffer, open_uploads
+
+BUFFER_BYTES = 8 << 20
+"""Large enough for a disk, small enough that locking them takes no time to speak of."""
+MAX_READERS = 12
+_SPARE_BUFFERS = 2
+"""Beside one buffer a reader: copies of these are still under way."""
+_ALIGNMENT = 256
+
+
+class TruncatedError(Exception):
+    """A file ends before a region that it should hold."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path} ends early")
+        self.path = path
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Equally long rows of bytes in a file, and the tensor that they fill."""
+
+    offset: int
+    """Of the first row, from the start of the file."""
+    row_bytes: int
+    row_stride: int
+    """Bytes from one row's start to the next one's."""
+    dtype: torch.dtype
+    """Of the bytes in the file."""
+    target: Tensor
+    """[rows] or [rows, columns], on the device, of any floating-point dtype."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.target.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are read."""
+        return self.num_rows * self.row_bytes
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.row_bytes == self.row_stride or self.num_rows == 1
+
+    def rows(self, start: int, stop: int) -> "Extent":
+        """Return a part of the rows."""
+        offset = self.offset + start * self.row_stride
+        return replace(self, offset=offset, target=self.target[start:stop])
+
+
+class _Placed(NamedTuple):
+    """An extent and its place in a buffer."""
+
+    extent: Extent
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.extent.num_bytes
+
+
+class _Chunk(NamedTuple):
+    """What one buffer takes at a time, all from one file."""
+
+    file: "_File"
+    parts: tuple[_Placed, ...]
+
+
+def read_staged(
+    files: Mapping[Path, Sequence[Extent]],
+    device: torch.device,
+    advance: Callable[[int], None],
+    *,
+    num_readers: int = MAX_READERS,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> None:
+    """Fill the targets of all extents; on return the device has them.
+
+    advance hears, on the calling thread, how many bytes of targets were handed to the device.
+
+    Raises:
+        OSError: a file cannot be read.
+        TruncatedError: a file ends too early.
+        CapacityError: no buffers can be had.
+    """
+    longest = max((e.row_bytes for extents in files.values() for e in extents), default=0)
+    size = max(buffer_bytes, longest)
+    with ExitStack() as stack:
+        uploads = open_uploads(device)
+        buffers = []
+        for _ in range(num_readers + _SPARE_BUFFERS):
+            buffers.append(PinnedBuffer(size, device))
+            stack.callback(buffers[-1].release)
+        stack.callback(uploads.settle)
+        opened = stack.enter_context(ExitStack())
+        pool = stack.enter_context(ThreadPoolExecutor(num_readers, thread_name_prefix="load"))
+        free = deque((buffer, _ready) for buffer in buffers)
+        filling: deque[tuple[Future[None], PinnedBuffer, _Chunk]] = deque()
+
+        def take_oldest() -> None:
+            future, buffer, chunk = filling.popleft()
+            future.result()
+            for part in chunk.parts:
+                uploads.copy(_as_tensor(buffer, part), part.extent.target)
+            free.append((buffer, uploads.mark()))
+            advance(sum(_target_bytes(part.extent) for part in chunk.parts))
+
+        for chunk in _chunks(files, size, opened):
+            if len(filling) == num_readers:
+                take_oldest()
+            buffer, wait_until_copied = free.popleft()
+            wait_until_copied()
+            filling.append((pool.submit(_fill, buffer, chunk), buffer, chunk))
+        while filling:
+            take_oldest()
+
+
+class _File:
+    """One open file. Several threads read it at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._map: mmap.mmap | None = None
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def map(self) -> None:
+        """Prepare for strided reads; before any of them."""
+        self._map = self._map or mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
+
+    def read(self, extent: Extent, into: memoryview) -> None:
+        if extent.is_contiguous:
+            self._read_run(extent.offset, into)
+        else:
+            self._read_rows(extent, into)
+
+    def _read_run(self, offset: int, into: memoryview) -> None:
+        done = 0
+        while done < len(into):
+            count = os.preadv(self._fd, [into[done:]], offset + done)
+            if count == 0:
+                raise TruncatedError(self.path)
+            done += count
+
+    def _read_rows(self, extent: Extent, into: memoryview) -> None:
+        assert self._map is not None, "mapped when the chunk was planned"
+        end = extent.offset + (extent.num_rows - 1) * extent.row_stride + extent.row_bytes
+        if end > len(self._map):
+            raise TruncatedError(self.path)
+        shape = (extent.num_rows, extent.row_bytes)
+        source = np.ndarray(
+            shape, np.uint8, self._map, extent.offset, strides=(extent.row_stride, 1)
+        )
+        np.copyto(np.frombuffer(into, np.uint8).reshape(shape), source)
+
+
+def _chunks(
+    files: Mapping[Path, Sequence[Extent]], size: int, opened: ExitStack
+) -> Iterator[_Chunk]:
+    """Yield what fits a buffer each, in file order; `opened` closes the files."""
+    for path, extents in sorted(files.items()):
+        file = _File(path)
+        opened.callback(file.close)
+        if not all(extent.is_contiguous for extent in extents):
+            file.map()
+        for parts in _packed(_split(extents, size), size):
+            yield _Chunk(file, parts)
+
+
+def _split(extents: Iterable[Extent], size: int) -> Iterator[Extent]:
+    """Yield extents by offset, cut between rows so that each fits a buffer."""
+    for extent in sorted(extents, key=lambda extent: extent.offset):
+        step = max(1, size // extent.row_bytes)
+        for start in range(0, extent.num_rows, step):
+            yield extent.rows(start, min(start + step, extent.num_rows))
+
+
+def _packed(extents: Iterable[Extent], size: int) -> Iterator[tuple[_Placed, ...]]:
+    parts: list[_Placed] = []
+    for extent in extents:
+        start = -(-parts[-1].stop // _ALIGNMENT) * _ALIGNMENT if parts else 0
+        if start + extent.num_bytes > size:
+            yield tuple(parts)
+            parts, start = [], 0
+        parts.append(_Placed(extent, start))
+    if parts:
+        yield tuple(parts)
+
+
+def _fill(buffer: PinnedBuffer, chunk: _Chunk) -> None:
+    for part in chunk.parts:
+        chunk.file.read(part.extent, buffer.view[part.start : part.stop])
+
+
+def _as_tensor(buffer: PinnedBuffer, part: _Placed) -> Tensor:
+    values = buffer.bytes[part.start : part.stop].view(part.extent.dtype)
+    return values.view(part.extent.target.shape)
+
+
+def _target_bytes(extent: Extent) -> int:
+    return extent.target.numel() * extent.target.element_size()
+
+
+def _ready() -> None:
+    return None
