@@ -20,9 +20,8 @@ import zmq
 
 from benchmarks.control_plane_peers import (
     STOP,
-    PeerCachedRequests,
     PeerModelRunnerOutput,
-    PeerSchedulerOutput,
+    PeerScheduler,
     run_codec,
     run_echo,
     run_pickle,
@@ -245,7 +244,7 @@ def median_us(work: Callable[[], object], count: int) -> float:
 
 
 class Prepared:
-    """What one (N, size) measures with: real bytes and a peer's payload of the same step."""
+    """What one (N, size) measures with: real bytes of a step and of its reply."""
 
     def __init__(self, size: int) -> None:
         requests, table = Requests(size), SlotTable(size)
@@ -263,18 +262,6 @@ class Prepared:
             sampled_token_ids=np.zeros(size, "<i4").tobytes(),
         )
         self.reply_frame = bytes(encode_step(self.reply)[0])
-        self._req_ids = list(requests.req_ids)
-
-    def peer_output(self, step_number: int) -> PeerSchedulerOutput:
-        """The same step as vLLM's scheduler would state it."""
-        size = len(self._req_ids)
-        blocks: list[tuple[list[int], ...] | None] = [
-            ([index],) if (index + step_number) % BLOCK_SIZE == 0 else None for index in range(size)
-        ]
-        cached = PeerCachedRequests(
-            self._req_ids, set(), [], {}, blocks, [100 + step_number] * size, [step_number] * size
-        )
-        return PeerSchedulerOutput([], cached, dict.fromkeys(self._req_ids, 1), size)
 
 
 def measure_group(
@@ -286,20 +273,20 @@ def measure_group(
     floor = Echo(run_echo, size, prepared.reply_frame, directory)
     codec = Echo(run_codec, size, columns, directory)
     peer = Echo(run_pickle, size, bytes(num_requests), directory)
-    outputs = [prepared.peer_output(number) for number in range(BLOCK_SIZE)]
     table, requests = SlotTable(num_requests), Requests(num_requests)
     table.encode(requests.admission(), epoch=1, link=1, seq=1)
-    number = 0
+    peer_scheduler = PeerScheduler(requests.req_ids)
+    peer_count = max(count // 3, 20)
     steps = iter([requests.decode() for _ in range(rounds * count)])
+    peer_steps = iter([requests.decode().new_block_ids for _ in range(rounds * peer_count)])
 
     def codec_step() -> None:
         encoded = table.encode(next(steps), epoch=1, link=1, seq=2)
         decode_step_reply(codec.exchange(encoded.frames))
 
     def peer_step() -> None:
-        nonlocal number
-        number += 1
-        frame = pickle.dumps(outputs[number % BLOCK_SIZE], pickle.HIGHEST_PROTOCOL)
+        output = peer_scheduler.state_step(next(peer_steps))
+        frame = pickle.dumps(output, pickle.HIGHEST_PROTOCOL)
         reply = pickle.loads(peer.exchange([frame])[0])  # noqa: S301  # a peer's format
         assert isinstance(reply, PeerModelRunnerOutput)
 
@@ -310,7 +297,7 @@ def measure_group(
             "codec": median_us(codec_step, count),
             "whole": measure_daemons(group, num_requests, count, 1),
             "all": measure_daemons(group, num_requests, count, size),
-            "pickle": median_us(peer_step, max(count // 3, 20)),
+            "pickle": median_us(peer_step, peer_count),
         }
         for way, duration in ways.items():
             results.setdefault(way, []).append(duration)

@@ -12,7 +12,7 @@ from rpc_schema.base import StepReply, StepRequest
 from rpc_schema.codec import Frame
 from worker_daemon.description import WorkerDescription
 from worker_daemon.errors import ConfigError
-from worker_daemon.runner.request_state import RequestState, StepLimits
+from worker_daemon.runner.request_state import Bools, RequestState, StepLimits
 from worker_daemon.server.dispatch import SetPhase
 
 ALL_RANKS = "all-ranks"
@@ -24,10 +24,11 @@ BLOCK_SIZE = 16
 class _Ready:
     """A result that is on the host already."""
 
-    __slots__ = ("_reply",)
+    __slots__ = ("_reply", "is_ready")
 
     def __init__(self, reply: step.ModelRunnerOutput) -> None:
         self._reply = reply
+        self.is_ready = True
 
     def result(self) -> tuple[step.ModelRunnerOutput, list[Frame]]:
         return self._reply, []
@@ -42,20 +43,25 @@ class StateWorker:
         self._is_output_rank = True
         self._answers = True
         self._state: RequestState | None = None
+        self._samples: Bools = np.zeros(0, np.bool_)
+        self._slots = b""
+        """The slots of _samples, as they are sent."""
 
     def execute_model(self, message: step.ExecuteModel, arrays: Sequence[Frame]) -> _Ready | None:
         assert self._state is not None
         scheduled = self._state.apply(message, arrays)
         if not self._answers:
             return None
-        slots = scheduled.slots[scheduled.samples]
+        if scheduled.samples is not self._samples:  # the state hands the same out for the same rows
+            self._samples = scheduled.samples
+            self._slots = scheduled.slots[scheduled.samples].astype("<u2").tobytes()
         return _Ready(
             step.ModelRunnerOutput(
                 epoch=message.epoch,
                 seq=message.seq,
                 rank=self.rank,
-                slots=slots.astype("<u2").tobytes(),
-                sampled_token_ids=np.zeros(len(slots), "<i4").tobytes(),
+                slots=self._slots,
+                sampled_token_ids=bytes(2 * len(self._slots)),
             )
         )
 

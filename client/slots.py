@@ -25,10 +25,15 @@ MAX_PLANS = 16
 MESSAGE_RESERVE_BYTES = 4 << 20
 """Of a step's bound, what columns other than prompts may take."""
 
+MAX_UNCOUNTED_BYTES = 1 << 16
+"""Of appended blocks, two bytes each, before they are counted; their counting is vectorised."""
+
 MAX_ADMITTED_TOKENS = (MAX_STEP_BYTES - MESSAGE_RESERVE_BYTES) // 4
 """Tokens of all new requests of one step together."""
 
 Int32s = NDArray[np.int32]
+_UINT16 = np.dtype("<u2")
+_INT32 = np.dtype("<i4")
 
 
 class DecodePlan:
@@ -116,7 +121,7 @@ class _Saved(NamedTuple):
     free: list[int]
     num_computed: Int32s
     num_tokens: Int32s
-    num_blocks: list[int]
+    num_blocks: Int32s
     num_logprobs: Mapping[str, int]
     plans: dict[int, DecodePlan]
 
@@ -131,7 +136,9 @@ class SlotTable:
         self._free: list[int] = list(range(max_num_seqs))
         self._num_computed = np.zeros(max_num_seqs, np.int32)
         self._num_tokens = np.zeros(max_num_seqs, np.int32)
-        self._num_blocks = [0] * max_num_seqs  # a list: few change in a step, one by one
+        self._num_blocks = np.zeros(max_num_seqs, np.int32)
+        self._appended = bytearray()
+        """Slots (uint16) of blocks that are not counted in _num_blocks yet, one each."""
         self._num_logprobs: Mapping[
             str, int
         ] = {}  # replaced, never changed: steps in flight share it
@@ -212,7 +219,7 @@ class SlotTable:
             raise BadFrameError(
                 f"step {step.seq} was to sample {len(req_ids)} slots; the reply's columns differ"
             )
-        token_ids: list[int] = np.frombuffer(reply.sampled_token_ids, "<i4").tolist()
+        token_ids: list[int] = np.frombuffer(reply.sampled_token_ids, _INT32).tolist()
         if reply.num_logprobs < 0:
             return StepResult(req_ids, token_ids)
         logprobs = _logprobs(req_ids, step.num_logprobs, reply.num_logprobs, arrays)
@@ -284,8 +291,8 @@ class SlotTable:
             frames = encode_step(message)
         except TooLargeError as error:
             plan.num_pending -= 1
-            for req_id, ids in output.new_block_ids.items():
-                self._num_blocks[self._slot_of[req_id]] -= len(ids)
+            self._count_blocks()
+            np.subtract.at(self._num_blocks, np.frombuffer(block_slots, _UINT16), 1)
             raise _too_large(error) from None
         return EncodedStep(seq, output, frames, plan, (), (), self._num_logprobs)
 
@@ -366,6 +373,7 @@ class SlotTable:
         self._slot_of, self._free = saved.slot_of, saved.free
         self._num_computed, self._num_tokens = saved.num_computed, saved.num_tokens
         self._num_blocks, self._num_logprobs = saved.num_blocks, saved.num_logprobs
+        self._appended.clear()  # of the step that is undone: those before were counted at its start
         self._plans = saved.plans
 
     def _check(
@@ -474,19 +482,25 @@ class SlotTable:
     def _append_blocks(self, blocks: Mapping[str, Sequence[int]]) -> tuple[bytes, bytes]:
         if not blocks:
             return b"", b""
-        slot_of = self._slot_of
         try:
-            slots = [slot_of[req_id] for req_id in blocks]
+            slots = array("H", map(self._slot_of.__getitem__, blocks)).tobytes()
         except KeyError as error:
             raise InvalidSchedulerOutput(f"new_block_ids: {error.args[0]!r} has no slot") from None
-        counts = [len(ids) for ids in blocks.values()]
-        num_blocks = self._num_blocks
-        for slot, count in zip(slots, counts, strict=True):
-            num_blocks[slot] += count
-        block_ids = array("i", chain.from_iterable(blocks.values())).tobytes()
-        if len(block_ids) == 4 * len(slots) and min(counts) == 1:
-            return array("H", slots).tobytes(), block_ids
-        return np.repeat(np.array(slots, "<u2"), counts).tobytes(), block_ids
+        try:
+            block_ids = [block_id for (block_id,) in blocks.values()]
+        except ValueError:  # not one block each
+            counts = [len(ids) for ids in blocks.values()]
+            slots = np.repeat(np.frombuffer(slots, _UINT16), counts).tobytes()
+            block_ids = list(chain.from_iterable(blocks.values()))
+        self._appended += slots
+        if len(self._appended) > MAX_UNCOUNTED_BYTES:
+            self._count_blocks()
+        return slots, array("i", block_ids).tobytes()
+
+    def _count_blocks(self) -> None:
+        slots = np.frombuffer(bytes(self._appended), _UINT16)
+        self._num_blocks += np.bincount(slots, minlength=self.capacity).astype(np.int32)
+        self._appended.clear()
 
     def _advance(self, counts: Mapping[str, int]) -> tuple[Int32s, Int32s, NDArray[np.bool_]]:
         """Apply scheduled tokens to the rows; return slots (ascending), tokens of each, and which
@@ -506,11 +520,17 @@ class SlotTable:
                 self._num_computed[plan.slots] += plan.num_pending
                 self._num_tokens[plan.slots] += plan.num_pending
                 plan.num_pending = 0
+        if self._appended:
+            self._count_blocks()
 
     def _resync_rows(self) -> bytes:
         slots = np.sort(np.fromiter(self._slot_of.values(), np.int32, len(self._slot_of)))
-        num_blocks = np.array(self._num_blocks, np.int32)[slots]
-        columns = (slots, self._num_computed[slots], self._num_tokens[slots], num_blocks)
+        columns = (
+            slots,
+            self._num_computed[slots],
+            self._num_tokens[slots],
+            self._num_blocks[slots],
+        )
         return np.stack(columns, axis=1).astype("<i4").tobytes()
 
 

@@ -37,6 +37,9 @@ CheckDeaths: TypeAlias = Callable[[], None]
 
 MAX_SOCKET_PATH_BYTES = 107
 HIGH_WATER_MARK = 64
+_NOBLOCK = int(zmq.NOBLOCK)
+_RCVMORE = int(zmq.RCVMORE)
+# As plain numbers: pyzmq's flag enumerations cost a microsecond each time two are combined.
 DEATH_CHECK_MS = 20
 """How long a wait for replies goes on before it looks whether a daemon has died."""
 
@@ -217,7 +220,10 @@ class StepChannel:
             WorkerDied: there is no connection that would take it, or a daemon has died.
         """
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            if len(frames) == 1:
+                self._socket.send(frames[0], _NOBLOCK)
+            else:
+                self._socket.send_multipart(frames, _NOBLOCK)
         except zmq.Again:
             self._send_once_connected(frames)
 
@@ -259,13 +265,17 @@ class ResultsChannel:
         """
         while True:
             try:
-                if time.monotonic() < deadline:
-                    return self._socket.recv_multipart()
-                return self._socket.recv_multipart(zmq.NOBLOCK)
+                return self._receive(0 if time.monotonic() < deadline else _NOBLOCK)
             except zmq.Again:
                 self.check_deaths()
             if time.monotonic() >= deadline:
                 return None
+
+    def _receive(self, flags: int) -> list[bytes]:
+        frames = [self._socket.recv(flags)]
+        while self._socket.getsockopt(_RCVMORE):
+            frames.append(self._socket.recv(flags))
+        return frames
 
     def check_deaths(self, within_s: float = 0.0) -> None:
         """Raise WorkerDied if a daemon's connection has ended, or does so within the time."""

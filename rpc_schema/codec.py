@@ -90,7 +90,7 @@ def encode_step(
     Raises:
         TooLargeError: over MAX_FRAMES frames or MAX_STEP_BYTES bytes.
     """
-    frames = [_ENCODER.encode(message), *arrays]
+    frames: list[Frame] = [_ENCODER.encode(message), *arrays]
     _check_bounds(frames, MAX_STEP_BYTES)
     return frames
 
@@ -153,6 +153,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[MessageT], frames: Sequence[Frame])
 def _check_bounds(frames: Sequence[Frame], max_bytes: int) -> None:
     if not 1 <= len(frames) <= MAX_FRAMES:
         raise TooLargeError(f"{len(frames)} frames; a message has 1 to {MAX_FRAMES}")
-    size = sum(map(len, frames))
+    size = len(frames[0]) if len(frames) == 1 else sum(map(len, frames))
     if size > max_bytes:
         raise TooLargeError(f"{size} bytes; a message has at most {max_bytes}: split it")

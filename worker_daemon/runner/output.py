@@ -28,7 +28,8 @@ class ReplyIdentity:
 
 
 class StepOutput:
-    """Made on the step thread; result() is called once, on the completion thread.
+    """Made on the step thread; result() is called once: on the completion thread, or on the step
+    thread where it is ready.
 
     The copies are enqueued behind the step; the caching allocator keeps their sources until then.
     """

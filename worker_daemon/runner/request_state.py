@@ -28,6 +28,18 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 MAX_UNSAMPLED_STEPS = 16
 """Steps whose sampling may be deferred at a time: each keeps its hidden states on the device."""
 
+FREE_ROW_BLOCKS = 1 << 30
+"""The block count of a row without a request: no request reaches it, so that one comparison refuses
+blocks for such a row and blocks beyond a request's last."""
+MAX_BLOCK_COLUMNS = 64
+"""Decoded columns of block updates that are remembered. Rows that decode side by side fill their
+blocks together, so the same columns come back every block_size steps."""
+
+_UINT16 = np.dtype("<u2")
+_INT32 = np.dtype("<i4")
+_UINT32 = np.dtype("<u4")
+_ONE = np.array(1, np.int32)
+_UNSIGNED_ONE = np.array(1, np.uint32)
 _NO_BLOCKS = np.zeros(0, np.int32)
 _NO_SLOTS = np.zeros(0, np.int64)
 
@@ -52,11 +64,11 @@ class BlockUpdates(NamedTuple):
     """Entries of the block table that a step writes. Aligned columns [U]."""
 
     slots: Int64s
-    indices: Int64s
+    indices: Int32s
     block_ids: Int32s
 
 
-_NO_UPDATES = BlockUpdates(_NO_SLOTS, _NO_SLOTS, _NO_BLOCKS)
+_NO_UPDATES = BlockUpdates(_NO_SLOTS, _NO_BLOCKS, _NO_BLOCKS)
 
 
 class ScheduledStep(NamedTuple):
@@ -86,8 +98,7 @@ class _Counts:
     num_computed: Int32s
     num_tokens: Int32s
     num_blocks: Int32s
-    capacity: Int32s
-    """Tokens that the row's blocks and max_model_len have room for."""
+    """FREE_ROW_BLOCKS where no request is."""
     unsampled: Bools
     """The row's newest token waits for SampleTokens."""
 
@@ -97,7 +108,6 @@ class _Counts:
             self.num_computed.copy(),
             self.num_tokens.copy(),
             self.num_blocks.copy(),
-            self.capacity.copy(),
             self.unsampled.copy(),
         )
 
@@ -105,9 +115,40 @@ class _Counts:
         self.live[slots] = False
         self.num_computed[slots] = 0
         self.num_tokens[slots] = 0
-        self.num_blocks[slots] = 0
-        self.capacity[slots] = 0
+        self.num_blocks[slots] = FREE_ROW_BLOCKS
         self.unsampled[slots] = False
+
+
+class _Batch(NamedTuple):
+    """The rows that one bitmap names."""
+
+    bitmap: bytes
+    slots: Int64s
+    rows: slice | Int64s
+    """What indexes the slots fastest."""
+
+
+@dataclass(slots=True)
+class _Decoding:
+    """Where the last step left its rows if all of them sampled: the next token of each is its last
+    known one. Aligned with the batch's slots."""
+
+    num_computed: Int32s
+    num_tokens: Int32s
+    longest: int
+    """The highest num_tokens."""
+    num_scheduled: Int32s
+    """One for each row."""
+    samples: Bools
+    """True for each row."""
+
+
+class _BlockColumn(NamedTuple):
+    """A decoded column of new_block_slots. Aligned, [U]."""
+
+    slots: Int64s
+    occurrences: Int32s | None
+    """How often the slot was named before in this column; None where none is named twice."""
 
 
 class RequestState:
@@ -129,15 +170,17 @@ class RequestState:
             np.zeros(num_rows, np.bool_),
             np.zeros(num_rows, np.int32),
             np.zeros(num_rows, np.int32),
-            np.zeros(num_rows, np.int32),
-            np.zeros(num_rows, np.int32),
+            np.full(num_rows, FREE_ROW_BLOCKS, np.int32),
             np.zeros(num_rows, np.bool_),
         )
         self._failed_seq: int | None = None
-        self._last_bitmap = b""
-        self._last_slots = _NO_SLOTS
-        self._last_rows: slice | Int64s = slice(0)
-        self._num_usable_blocks = np.uint32(limits.num_blocks - 1)
+        self._batch = _Batch(b"", _NO_SLOTS, slice(0))
+        self._decoding: _Decoding | None = None
+        self._block_columns: dict[bytes, _BlockColumn] = {}
+        # As arrays, because numpy compares these faster than its scalars and Python's.
+        self._num_usable_blocks = np.array(limits.num_blocks - 1, np.uint32)
+        self._max_blocks = np.array(limits.max_blocks_per_seq, np.int32)
+        self._block_size = np.array(limits.block_size, np.int32)
         self._one_each = np.ones(num_rows, np.int32)
 
     @property
@@ -164,6 +207,7 @@ class RequestState:
     def drop_all(self) -> None:
         """Free every row, and forget a failure: a new driver, or a new purpose, begins."""
         self._counts.clear(slice(None))  # type: ignore[arg-type]  # every row
+        self._decoding = None
         self._failed_seq = None
         self._deferred.clear()
 
@@ -196,6 +240,8 @@ class RequestState:
             raise
 
     def _apply(self, step: ExecuteModel, arrays: Sequence[Frame]) -> ScheduledStep:
+        if self._decoding is not None and self._only_goes_on(step, arrays):
+            return self._decode(step, self._decoding)
         changes_rows = bool(step.finished or step.scheduled_new_reqs) or step.resync is not None
         counts = self._counts.copy() if changes_rows else self._counts
         if changes_rows:
@@ -204,36 +250,44 @@ class RequestState:
         elif arrays:
             raise _invalid("arrays", f"{len(arrays)} frames", "send no frame without new requests")
         updates = self._check_blocks(step, counts)
-        capacity = self._grow(counts, updates)
         if step.defer_sampling:
             self._check_deferral(step)
         slots = self._scheduled_slots(step)
         if self._deferred:
             self._check_sampled(slots, counts)
         num_tokens = self._scheduled_tokens(step, slots)
-        rows = self._last_rows
+        rows = self._batch.rows
         starts = counts.num_computed[rows].copy()
         ends = starts + num_tokens
         known = counts.num_tokens[rows]
-        if np.count_nonzero(ends <= np.minimum(known, capacity[rows])) < slots.size:
-            raise self._misfit(slots, num_tokens, ends, counts, capacity)
-        # Nothing has been changed up to here, and nothing can be refused from here on.
+        _append(updates, counts)
+        limits = np.minimum(self._capacity(rows, counts), known)
+        if np.count_nonzero(ends <= limits) < slots.size:
+            try:
+                raise self._misfit(slots, num_tokens, ends, counts)
+            finally:
+                _take_back(updates, counts)
+        # Nothing has been changed up to here but block counts, and nothing can be refused from here
+        # on.
         if changes_rows:
             self._counts = counts
             self._remember(step, tokens)
         if step.resync is not None:
             self._failed_seq = None
             self._deferred.clear()
-        if updates.slots.size:
-            counts.num_blocks[updates.slots] = updates.indices + 1
-            counts.capacity[:] = capacity
         samples = ends == known
+        known = known + samples
         counts.num_computed[rows] = ends
-        counts.num_tokens[rows] = known + samples
+        counts.num_tokens[rows] = known
+        self._decoding = None
         if step.defer_sampling:
             sampling = slots[samples]
             counts.unsampled[sampling] = True
             self._deferred[step.seq] = (sampling, self.generation[sampling])
+        elif slots.size and np.count_nonzero(samples) == slots.size:
+            self._decoding = _Decoding(
+                ends, known, int(known.max()), self._one_each[: slots.size], samples
+            )
         return ScheduledStep(
             seq=step.seq,
             slots=slots,
@@ -244,6 +298,53 @@ class RequestState:
             new_requests=step.scheduled_new_reqs,
             block_updates=updates,
             defer_sampling=step.defer_sampling,
+        )
+
+    def _only_goes_on(self, step: ExecuteModel, arrays: Sequence[Frame]) -> bool:
+        """Whether a step gives one more token to each row of the step before, and does nothing else
+        but append blocks."""
+        return (
+            step.scheduled == self._batch.bitmap
+            and step.total_num_scheduled_tokens == self._batch.slots.size
+            and step.resync is None
+            and not (
+                step.num_scheduled_tokens
+                or step.finished
+                or step.scheduled_new_reqs
+                or step.defer_sampling
+                or arrays
+                or self._deferred
+            )
+        )
+
+    def _decode(self, step: ExecuteModel, last: _Decoding) -> ScheduledStep:
+        """Check and apply a step that only goes on. Its rows are live and at their last token, and
+        as many as a batch holds, because the step before left them so: what remains to check is
+        blocks and lengths."""
+        counts, (_, slots, rows) = self._counts, self._batch
+        starts, ends = last.num_computed, last.num_tokens
+        updates = self._check_blocks(step, counts)
+        _append(updates, counts)
+        has_room = last.longest <= self.limits.max_model_len
+        if not has_room or _any(ends > counts.num_blocks[rows] * self._block_size):
+            try:
+                raise self._misfit(slots, last.num_scheduled, ends, counts)
+            finally:
+                _take_back(updates, counts)
+        counts.num_computed[rows] = last.num_computed = ends
+        counts.num_tokens[rows] = last.num_tokens = ends + _ONE
+        last.longest += 1
+        # By position, in the order of the fields: names would cost as much as three of these lines.
+        return ScheduledStep(
+            step.seq,
+            slots,
+            last.num_scheduled,
+            starts,
+            slots.size,
+            last.samples,
+            (),
+            updates,
+            False,
         )
 
     def take_unsampled(self, step_seq: int) -> None:
@@ -333,6 +434,7 @@ class RequestState:
             counts.live[request.slot] = True
             counts.num_computed[request.slot] = request.num_computed_tokens
             counts.num_tokens[request.slot] = request.num_tokens
+            counts.num_blocks[request.slot] = 0
         return tokens
 
     def _check_admission(self, request: NewRequestData, counts: _Counts) -> None:
@@ -380,36 +482,59 @@ class RequestState:
     def _check_blocks(self, step: ExecuteModel, counts: _Counts) -> BlockUpdates:
         if not (step.new_block_slots or step.new_block_ids):
             return _NO_UPDATES
-        slots = _uint16s("new_block_slots", step.new_block_slots)
+        column = self._block_columns.get(step.new_block_slots)
+        if column is None:
+            column = self._read_block_column(step.new_block_slots)
+        slots, occurrences = column
         block_ids = _int32s("new_block_ids", step.new_block_ids)
         if slots.size != block_ids.size:
             raise _invalid(
                 "new_block_slots", f"{slots.size} slots", f"one for each of {block_ids.size} blocks"
             )
+        try:
+            indices = counts.num_blocks[slots]
+        except IndexError:
+            raise self._unknown_slot("new_block_slots", slots) from None
+        if occurrences is not None:
+            indices += occurrences
+        outside = block_ids.view(_UINT32) - _UNSIGNED_ONE >= self._num_usable_blocks
+        beyond = indices >= self._max_blocks
+        if _any(outside | beyond):
+            raise self._bad_blocks(slots, block_ids, outside, beyond, counts)
+        return BlockUpdates(slots, indices, block_ids)
+
+    def _read_block_column(self, raw: bytes) -> _BlockColumn:
+        slots = _uint16s("new_block_slots", raw)
+        occurrences = _occurrence(slots)
+        column = _BlockColumn(slots, occurrences if occurrences.any() else None)
+        slots.flags.writeable = False  # every step with this column shares it
+        if len(self._block_columns) == MAX_BLOCK_COLUMNS:
+            self._block_columns.clear()
+        self._block_columns[raw] = column
+        return column
+
+    def _bad_blocks(
+        self, slots: Int64s, block_ids: Int32s, outside: Bools, beyond: Bools, counts: _Counts
+    ) -> InvalidStepError:
+        """Say what is wrong with block updates."""
         self._check_live("new_block_slots", slots, counts)
-        outside = (block_ids - 1).view(np.uint32) >= self._num_usable_blocks
-        if np.count_nonzero(outside):
-            raise _invalid(
+        if outside.any():
+            return _invalid(
                 "new_block_ids",
                 int(block_ids[int(outside.argmax())]),
                 f"block ids from 1 to {self.limits.num_blocks - 1}",
             )
-        indices = counts.num_blocks[slots] + _occurrence(slots)
-        if np.count_nonzero(indices >= self.limits.max_blocks_per_seq):
-            raise _invalid(
-                "new_block_slots",
-                int(slots[int(indices.argmax())]),
-                f"a request has at most {self.limits.max_blocks_per_seq} blocks",
-            )
-        return BlockUpdates(slots, indices, block_ids)
+        return _invalid(
+            "new_block_slots",
+            int(slots[int(beyond.argmax())]),
+            f"a request has at most {self.limits.max_blocks_per_seq} blocks",
+        )
 
-    def _grow(self, counts: _Counts, updates: BlockUpdates) -> Int32s:
-        """Return every row's capacity once the updates are made."""
-        if not updates.slots.size:
-            return counts.capacity
-        capacity = counts.capacity.copy()
-        capacity[updates.slots] = np.minimum(
-            (updates.indices + 1) * self.limits.block_size, self.limits.max_model_len
+    def _capacity(self, rows: slice | Int64s, counts: _Counts) -> Int32s:
+        """Return the tokens that each row's blocks and max_model_len have room for; any number for
+        a row without a request."""
+        capacity: Int32s = np.minimum(
+            counts.num_blocks[rows] * self._block_size, self.limits.max_model_len
         )
         return capacity
 
@@ -426,15 +551,14 @@ class RequestState:
 
     def _scheduled_slots(self, step: ExecuteModel) -> Int64s:
         """Unpack the bitmap, or keep the last step's slots where it is the same."""
-        if step.scheduled != self._last_bitmap:
+        if step.scheduled != self._batch.bitmap:
             bits = np.frombuffer(step.scheduled, np.uint8)
             slots = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
             if slots.size and slots[-1] >= self.limits.max_num_seqs:
                 raise _invalid("scheduled", int(slots[-1]), self._known_slots)
-            self._last_slots = slots
-            self._last_rows = _as_rows(slots)
-            self._last_bitmap = step.scheduled
-        return self._last_slots
+            self._batch = _Batch(step.scheduled, slots, _as_rows(slots))
+            self._decoding = None
+        return self._batch.slots
 
     def _scheduled_tokens(self, step: ExecuteModel, slots: Int64s) -> Int32s:
         num_tokens, total = self._one_each[: slots.size], slots.size
@@ -479,17 +603,18 @@ class RequestState:
         return num_tokens
 
     def _misfit(
-        self, slots: Int64s, num_tokens: Int32s, ends: Int32s, counts: _Counts, capacity: Int32s
+        self, slots: Int64s, num_tokens: Int32s, ends: Int32s, counts: _Counts
     ) -> InvalidStepError:
         """Say why a scheduled slot cannot have its tokens."""
         self._check_live("scheduled", slots, counts)
-        position = int((ends > np.minimum(counts.num_tokens[slots], capacity[slots])).argmax())
+        capacity = self._capacity(slots, counts)
+        position = int((ends > np.minimum(counts.num_tokens[slots], capacity)).argmax())
         slot = int(slots[position])
         return _invalid(
             "num_scheduled_tokens",
             f"slot {slot}: {int(num_tokens[position])}",
             f"it has {counts.num_computed[slot]} of {counts.num_tokens[slot]} tokens computed, "
-            f"blocks for {capacity[slot]}, and max_model_len is {self.limits.max_model_len}",
+            f"blocks for {capacity[position]}, and max_model_len is {self.limits.max_model_len}",
         )
 
     @property
@@ -500,11 +625,14 @@ class RequestState:
         try:
             live = counts.live[slots]
         except IndexError:
-            raise _invalid(field, int(slots.max()), self._known_slots) from None
+            raise self._unknown_slot(field, slots) from None
         if np.count_nonzero(live) < slots.size:
             raise _invalid(
                 field, int(slots[int(live.argmin())]), "admit a request to the slot first"
             )
+
+    def _unknown_slot(self, field: str, slots: Int64s) -> InvalidStepError:
+        return _invalid(field, int(slots.max()), self._known_slots)
 
     def _remember(self, step: ExecuteModel, tokens: Int32s) -> None:
         first = 0
@@ -522,6 +650,21 @@ def _invalid(field: str, value: object, fix: str) -> InvalidStepError:
     )
 
 
+def _any(conditions: Bools) -> bool:
+    """Whether one of them holds; for the few and the small a third of what numpy's own takes."""
+    return 1 in conditions.tobytes()
+
+
+def _append(updates: BlockUpdates, counts: _Counts) -> None:
+    if updates.slots.size:
+        counts.num_blocks[updates.slots] = updates.indices + _ONE
+
+
+def _take_back(updates: BlockUpdates, counts: _Counts) -> None:
+    """Undo _append: a row's first index in the updates is what it had before."""
+    np.minimum.at(counts.num_blocks, updates.slots, updates.indices)
+
+
 def _as_rows(slots: Int64s) -> slice | Int64s:
     """Return what indexes these ascending slots fastest: a slice where they have no gap."""
     if slots.size and int(slots[-1]) - int(slots[0]) + 1 == slots.size:
@@ -532,13 +675,13 @@ def _as_rows(slots: Int64s) -> slice | Int64s:
 def _int32s(field: str, raw: Frame) -> Int32s:
     if len(raw) % 4:
         raise _invalid(field, f"{len(raw)} bytes", "send little-endian int32 values")
-    return np.frombuffer(raw, np.dtype("<i4"))
+    return np.frombuffer(raw, _INT32)
 
 
 def _uint16s(field: str, raw: bytes) -> Int64s:
     if len(raw) % 2:
         raise _invalid(field, f"{len(raw)} bytes", "send little-endian uint16 values")
-    return np.frombuffer(raw, np.dtype("<u2")).astype(np.int64)
+    return np.frombuffer(raw, _UINT16).astype(np.int64)
 
 
 def _check_unique(field: str, slots: Int64s | Int32s) -> None:
@@ -547,14 +690,14 @@ def _check_unique(field: str, slots: Int64s | Int32s) -> None:
         raise _invalid(field, int(values[int(counts.argmax())]), "name each slot once")
 
 
-def _occurrence(slots: Int64s) -> Int64s:
+def _occurrence(slots: Int64s) -> Int32s:
     """Return how often each element's value has come before it: [7, 3, 7, 7] -> [0, 0, 1, 2]."""
     if np.count_nonzero(slots[1:] <= slots[:-1]) == 0:
-        return np.zeros(slots.size, np.int64)
+        return np.zeros(slots.size, np.int32)
     order = np.argsort(slots, kind="stable")
     ordered = slots[order]
     starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
     run_lengths = np.diff(np.r_[starts, ordered.size])
-    result = np.empty(slots.size, np.int64)
+    result = np.empty(slots.size, np.int32)
     result[order] = np.arange(slots.size) - np.repeat(starts, run_lengths)
     return result

@@ -1,59 +1,28 @@
-"""The completion thread: waits for results, encodes, keeps and sends them. Owns the results socket
-and the reply ring; knows no device and decides nothing."""
+"""Outcomes of steps on their way to the driver, in the order of the steps: at once from the step
+thread where nothing has to be waited for, else by the completion thread, which waits for results.
+Owns that thread; knows no socket and no device, and decides nothing."""
 
 import logging
 import queue
 import threading
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Final, NamedTuple
 
 import zmq
 
 from rpc_schema.base import StepReply
-from rpc_schema.codec import Frame, encode_step
 from rpc_schema.errors import ErrorReply
 from rpc_schema.lifecycle import Attached
-from worker_daemon.errors import StaleError
 from worker_daemon.server.dispatch import PendingReply
 from worker_daemon.server.progress import NO_RESULT, Progress
-from worker_daemon.server.replies import error_reply
-from worker_daemon.server.sequence import REPLAYABLE
+from worker_daemon.server.reply_channel import ReplyChannel
 
-MAX_RING_BYTES: Final = 64 << 20
 ATTACH_RETRY_S: Final = 0.005
-ATTACH_LIMIT_S: Final = 5.0
-STOP_LINGER_MS: Final = 200
 
 logger = logging.getLogger(__name__)
 
-
-class ReplyRing:
-    """The encoded replies of the last REPLAYABLE steps, at most MAX_RING_BYTES, so that a repeated
-    seq gets the same bytes. A step that owes no reply is kept as no frames."""
-
-    __slots__ = ("_bytes", "_replies")
-
-    def __init__(self) -> None:
-        self._replies: OrderedDict[int, Sequence[Frame]] = OrderedDict()
-        self._bytes = 0
-
-    def keep(self, seq: int, frames: Sequence[Frame]) -> None:
-        """Keep a reply; the oldest ones make room."""
-        self._replies[seq] = frames
-        self._bytes += _size(frames)
-        while len(self._replies) > REPLAYABLE or self._bytes > MAX_RING_BYTES:
-            self._bytes -= _size(self._replies.popitem(last=False)[1])
-
-    def get(self, seq: int) -> Sequence[Frame] | None:
-        """Return the frames of a seq that is still kept."""
-        return self._replies.get(seq)
-
-
-def _size(frames: Sequence[Frame]) -> int:
-    return sum(map(len, frames))
+OnFailure = Callable[[ErrorReply, int], None]
 
 
 class _Kind(IntEnum):
@@ -88,20 +57,28 @@ _STOP: Final = _Outcome(_Kind.STOP)
 
 
 class Completion:
-    """Hands outcomes from the step thread (its methods) to the completion thread, in order."""
+    """Takes the outcomes of the step thread, which alone calls these methods (start, stop and join
+    apart).
+
+    While nothing that was handed over is unfinished, an outcome that is there already is sent at
+    once: the hand-over would cost more than the sending. Otherwise it queues, so that outcomes
+    leave in the order in which they came.
+    """
 
     def __init__(
         self,
         results: "zmq.Socket[bytes]",
         progress: Progress,
-        on_failure: Callable[[ErrorReply, int], None],
+        on_failure: OnFailure,
     ) -> None:
-        """results is used by the completion thread only. on_failure(reply, link) hears of steps
-        whose result failed after the step thread was done with them; it is called on the completion
-        thread."""
+        """on_failure(reply, link) hears of steps whose result failed after the step itself had
+        succeeded; it is called on the thread that took the result."""
+        self._channel = ReplyChannel(results)
         self._queue: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
-        self._sender = _Sender(results, self._queue, progress, on_failure)
-        self._thread = threading.Thread(target=self._sender.run, name="completion", daemon=True)
+        self._on_failure = on_failure
+        self._waiter = _Waiter(self._channel, self._queue, progress, on_failure)
+        self._num_handed_over = 0
+        self._thread = threading.Thread(target=self._waiter.run, name="completion", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
@@ -119,146 +96,122 @@ class Completion:
 
     def reply(self, reply: StepReply) -> None:
         """Send a finished reply and keep it for its seq."""
-        self._queue.put(_Outcome(_Kind.REPLY, reply.seq, reply))
+        if self._is_idle:
+            self._channel.reply(reply)
+        else:
+            self._hand_over(_Outcome(_Kind.REPLY, reply.seq, reply))
 
     def pending(self, seq: int, pending: PendingReply, link: int) -> None:
         """Wait for a result of a step that ran on `link`, then as `reply`."""
-        self._queue.put(_Outcome(_Kind.PENDING, seq, None, pending, link=link))
+        if pending.is_ready and self._is_idle:
+            _finish(self._channel, seq, pending, link, self._on_failure)
+        else:
+            self._hand_over(_Outcome(_Kind.PENDING, seq, None, pending, link=link))
 
     def nothing(self, seq: int) -> None:
         """Keep the fact that this rank owes no reply to `seq`."""
-        self._queue.put(_Outcome(_Kind.NOTHING, seq))
+        if self._is_idle:
+            self._channel.nothing(seq)
+        else:
+            self._hand_over(_Outcome(_Kind.NOTHING, seq))
 
     def replay(self, seq: int) -> None:
         """Send the reply to `seq` again."""
-        self._queue.put(_Outcome(_Kind.REPLAY, seq))
+        self._hand_over(_Outcome(_Kind.REPLAY, seq))
 
     def refuse(self, route: bytes, reply: ErrorReply) -> None:
         """Send a refusal to any driver; it is not kept, because its request was not accepted."""
-        self._queue.put(_Outcome(_Kind.REFUSAL, 0, reply, None, route))
+        self._hand_over(_Outcome(_Kind.REFUSAL, 0, reply, None, route))
 
     def attached(self, route: bytes, reply: Attached, heard: Callable[[], None]) -> None:
         """Forget the former driver and greet this one; `heard` is called (on the completion thread)
         once no result of the former one is waited for any more."""
-        self._queue.put(_Outcome(_Kind.ATTACHED, 0, reply, None, route, heard))
+        self._hand_over(_Outcome(_Kind.ATTACHED, 0, reply, None, route, heard))
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether the completion thread has finished all that it was ever given."""
+        return self._waiter.num_finished == self._num_handed_over
+
+    def _hand_over(self, outcome: _Outcome) -> None:
+        self._num_handed_over += 1
+        self._queue.put(outcome)
 
 
-class _Sender:
+class _Waiter:
     """The thread's own state."""
 
     def __init__(
         self,
-        results: "zmq.Socket[bytes]",
+        channel: ReplyChannel,
         outcomes: "queue.SimpleQueue[_Outcome]",
         progress: Progress,
-        on_failure: Callable[[ErrorReply, int], None],
+        on_failure: OnFailure,
     ) -> None:
-        self._results = results
+        self.num_finished = 0
+        """Outcomes that need this thread no more; written by it alone, after their last use of the
+        channel."""
+        self._channel = channel
         self._queue = outcomes
         self._progress = progress
         self._on_failure = on_failure
-        self._ring = ReplyRing()
-        self._route = b""
-        self._epoch = 0
-        self._rank = 0
-        self._greeting: Sequence[Frame] | None = None
-        self._greet_until = 0.0
 
     def run(self) -> None:
         """Serve until told to stop. Nothing that a driver or a result does ends it."""
         try:
             while (outcome := self._next()) is not _STOP:
-                if outcome is not None:
-                    try:
-                        self._take(outcome)
-                    except Exception:
-                        logger.exception("the outcome of seq %d is lost", outcome.seq)
+                try:
+                    self._take(outcome)
+                except Exception:
+                    logger.exception("the outcome of seq %d is lost", outcome.seq)
+                self.num_finished += 1
         finally:
-            self._results.close(STOP_LINGER_MS)
+            self._channel.close()
 
-    def _next(self) -> _Outcome | None:
-        if self._greeting is None:
-            return self._queue.get()
-        try:
-            return self._queue.get(timeout=ATTACH_RETRY_S)
-        except queue.Empty:
-            self._greet()
-            return None
+    def _next(self) -> _Outcome:
+        """Wait for the next outcome; meanwhile look for the driver that is to be greeted."""
+        while self._channel.is_greeting:
+            try:
+                return self._queue.get(timeout=ATTACH_RETRY_S)
+            except queue.Empty:
+                self._channel.greet()
+        return self._queue.get()
 
     def _take(self, outcome: _Outcome) -> None:
-        kind = outcome.kind
+        kind, channel = outcome.kind, self._channel
         if kind is _Kind.PENDING:
-            self._finish(outcome)
+            self._await(outcome)
         elif kind is _Kind.REPLY:
             assert outcome.reply is not None
-            self._keep_and_send(outcome.reply, ())
+            channel.reply(outcome.reply)
         elif kind is _Kind.NOTHING:
-            self._ring.keep(outcome.seq, ())
+            channel.nothing(outcome.seq)
         elif kind is _Kind.REPLAY:
-            self._replay(outcome.seq)
+            channel.replay(outcome.seq)
         elif kind is _Kind.REFUSAL:
-            self._send(outcome.route, encode_step(outcome.reply))  # type: ignore[arg-type]  # an ErrorReply
+            assert isinstance(outcome.reply, ErrorReply)
+            channel.refuse(outcome.route, outcome.reply)
         else:
-            self._attach(outcome)
+            assert isinstance(outcome.reply, Attached)
+            channel.attach(outcome.route, outcome.reply)
+            outcome.heard()
 
-    def _finish(self, outcome: _Outcome) -> None:
+    def _await(self, outcome: _Outcome) -> None:
         assert outcome.pending is not None
         self._progress.await_result(outcome.seq)
         try:
-            reply, arrays = outcome.pending.result()
-        except Exception as error:  # the dispatch boundary, where it ends a step on this thread
-            failure = error_reply(error, epoch=self._epoch, seq=outcome.seq, rank=self._rank)
-            self._keep_and_send(failure, ())
-            self._on_failure(failure, outcome.link)
-            return
+            _finish(self._channel, outcome.seq, outcome.pending, outcome.link, self._on_failure)
         finally:
             self._progress.result = NO_RESULT
-        self._keep_and_send(reply, arrays)
 
-    def _keep_and_send(self, reply: StepReply, arrays: Sequence[Frame]) -> None:
-        self._rank = reply.rank
-        try:
-            frames = encode_step(reply, arrays)  # type: ignore[arg-type]  # every StepReply is in the union
-        except Exception as error:  # a reply that cannot be sent is an outcome of its seq too
-            frames = encode_step(
-                error_reply(error, epoch=reply.epoch, seq=reply.seq, rank=reply.rank)
-            )
-        self._ring.keep(reply.seq, frames)
-        self._send(self._route, frames)
 
-    def _replay(self, seq: int) -> None:
-        frames = self._ring.get(seq)
-        if frames is None:
-            stale = StaleError(f"the reply to seq {seq} is no longer kept")
-            frames = encode_step(error_reply(stale, epoch=self._epoch, seq=seq, rank=self._rank))
-        if frames:
-            self._send(self._route, frames)
-
-    def _attach(self, outcome: _Outcome) -> None:
-        assert isinstance(outcome.reply, Attached)
-        self._route = outcome.route
-        self._epoch = outcome.reply.epoch
-        self._rank = outcome.reply.rank
-        self._ring = ReplyRing()
-        self._greeting = encode_step(outcome.reply)
-        self._greet_until = time.monotonic() + ATTACH_LIMIT_S
-        self._greet()
-        outcome.heard()
-
-    def _greet(self) -> None:
-        """Send Attached once the driver's results socket is there, or give up at the limit."""
-        assert self._greeting is not None
-        if self._send(self._route, self._greeting):
-            self._greeting = None
-        elif time.monotonic() > self._greet_until:
-            logger.warning("epoch %d: the driver's results socket never came", self._epoch)
-            self._greeting = None
-
-    def _send(self, route: bytes, frames: Sequence[Frame]) -> bool:
-        """Send without waiting: a driver that is gone or does not read asks for the seq again, if
-        it ever can."""
-        try:
-            self._results.send_multipart([route, *frames], zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        return True
+def _finish(
+    channel: ReplyChannel, seq: int, pending: PendingReply, link: int, on_failure: OnFailure
+) -> None:
+    """Take a result and send it, or what became of it."""
+    try:
+        reply, arrays = pending.result()
+    except Exception as error:  # the dispatch boundary, where a result ends a step
+        on_failure(channel.fail(seq, error), link)
+        return
+    channel.reply(reply, arrays)

@@ -13,11 +13,15 @@ from worker_daemon.description import WorkerDescription
 
 
 class PendingReply(Protocol):
-    """A step whose result is still on its way to the host."""
+    """A step whose result may still be on its way to the host."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether result() would return at once; known without asking the device."""
 
     def result(self) -> tuple[StepReplyMessage, Sequence[Frame]]:
-        """Wait for the copy and return the reply with its array frames. Called once, on the
-        completion thread.
+        """Wait for the copy and return the reply with its array frames. Called once: on the
+        completion thread, or on the step thread where it is ready.
 
         Raises:
             WorkerError: the step failed after all.

@@ -41,6 +41,8 @@ UID_BYTES: Final = 16
 EXIT_DEVICE: Final = 86
 EXIT_INTERNAL: Final = 70
 EXIT_CONFIG: Final = 78
+_RCVMORE: Final = int(zmq.RCVMORE)
+_LOADING: Final = (lc.InitDevice, lc.LoadModel)
 _FATAL: Final = {"DEVICE": EXIT_DEVICE, "INTERNAL": EXIT_INTERNAL}
 
 logger = logging.getLogger(__name__)
@@ -199,15 +201,16 @@ class _StepLoop:
         self._progress.idle()
         commands = self._commands
         while self._running:
-            frames = step.recv_multipart()
+            sender, frames = step.recv(), [step.recv()]
+            while step.getsockopt(_RCVMORE):
+                frames.append(step.recv())
             while not commands.empty():
                 self._command(commands.get())
-            if len(frames) != 2 or frames[1]:  # else the doorbell, or somebody who rings it
-                self._take(frames)
+            if len(frames) > 1 or frames[0]:  # else the doorbell, or somebody who rings it
+                self._take(sender, frames)
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _take(self, sender: bytes, frames: list[bytes]) -> None:
         """Decode and judge one request."""
-        sender = frames.pop(0)
         try:
             message = decode_step(frames)
         except WireError as error:
@@ -245,7 +248,10 @@ class _StepLoop:
     def _begin(self, message: StepMessage) -> None:
         """Enter the phase of a legal request, under the step deadline that it may bring along."""
         kind, progress = type(message), self._progress
-        if isinstance(message, lc.InitDevice | lc.LoadModel):
+        if kind in self._array_steps:
+            progress.begin(kind.__name__, progress.step_deadline_s, True)
+            return
+        if isinstance(message, _LOADING):
             progress.step_deadline_s = message.scheduler.step_deadline_ms / 1000
         silence_s = legal_silence_s(kind, progress.step_deadline_s)
         progress.begin(kind.__name__, silence_s, kind in WAITS_FOR_PEERS)

@@ -22,7 +22,7 @@ LIMITS = StepLimits(
     block_size=4,
     num_blocks=30,
 )
-MEMOS = {"_failed_seq", "_last_bitmap", "_last_rows", "_last_slots", "limits"}
+MEMOS = {"_failed_seq", "_batch", "_block_columns", "_decoding", "limits"}
 
 
 def draw_limits(rng):
@@ -537,6 +537,101 @@ def decode(seq, slots, **changes):
         epoch=1, link=1, seq=seq, total_num_scheduled_tokens=len(slots), scheduled=bitmap(slots)
     )
     return replace(message, **changes)
+
+
+def decode_all(rng, rows, slots):
+    """One more token for each slot, and blocks where they are needed or, now and then, ahead."""
+    plan, limits = Plan(scheduled=dict.fromkeys(slots, 1)), rows.limits
+    for slot in rng.permutation(slots).tolist():
+        request = rows.requests[slot]
+        missing = -(-(request.computed + 1) // limits.block_size) - len(request.blocks)
+        room = limits.max_blocks_per_seq - len(request.blocks)
+        ahead = int(rng.integers(0, 3)) if rng.random() < 0.1 else 0
+        for _ in range(min(room, max(missing, ahead))):
+            plan.blocks.append((slot, int(rng.integers(1, limits.num_blocks))))
+    return plan
+
+
+def broken_decodes(rng, message, rows):
+    """(broken message, the field that must be named) for everything that can be wrong with a step
+    that only goes on."""
+    limits, slots, ids = rows.limits, message.new_block_slots, message.new_block_ids
+    free = [s for s in range(limits.max_num_seqs) if s not in rows.requests]
+    live, most = pick(rng, rows.requests), limits.max_blocks_per_seq
+    total = message.total_num_scheduled_tokens
+    more = [
+        (uint16s(pick(rng, [*free, limits.max_num_seqs, 65535])), int32s(1), "new_block_slots"),
+        (uint16s(live), int32s(pick(rng, [0, -1, limits.num_blocks, 2**31 - 1])), "new_block_ids"),
+        (uint16s(live), b"", "new_block_slots"),
+        (b"\0", int32s(1), "new_block_slots"),
+        (uint16s(live), b"\0", "new_block_ids"),
+        (uint16s(live) * most, int32s(1) * most, "new_block_slots"),
+    ]
+    for more_slots, more_ids, name in more:
+        changed = replace(message, new_block_slots=slots + more_slots, new_block_ids=ids + more_ids)
+        yield changed, name
+    yield replace(message, total_num_scheduled_tokens=total + 1), "total_num_scheduled_tokens"
+    spare = {s: len(r.blocks) * limits.block_size - r.computed for s, r in rows.requests.items()}
+    if 0 in spare.values():
+        yield replace(message, new_block_slots=b"", new_block_ids=b""), "num_scheduled_tokens"
+        for slot, request in rows.requests.items():
+            if spare[slot] and len(request.blocks) < most:
+                other = {"new_block_slots": uint16s(slot), "new_block_ids": int32s(1)}
+                yield replace(message, **other), "num_scheduled_tokens"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_runs_of_decodes_follow_a_plain_dict_and_refuse_what_is_broken(seed):
+    rng = np.random.default_rng(seed)
+    limits = StepLimits(12, 400, 41, 19, 2 ** int(rng.integers(1, 4)), 30)
+    state, rows, steps = RequestState(limits), NaiveRows(limits), StepGenerator(rng, limits)
+    slots = sorted(rng.permutation(12)[: int(rng.integers(1, 13))].tolist())
+    if seed == 0:
+        slots = list(range(2, 9))
+    start = Plan(admissions=[steps.admission(slot) for slot in slots])
+    for new in start.admissions:
+        new.tokens = new.tokens[: int(rng.integers(1, 9))]
+        new.num_prompt, new.computed = 1, 0
+        start.scheduled[new.slot] = len(new.tokens)
+        start.blocks += [(new.slot, 1)] * -(-len(new.tokens) // limits.block_size)
+    message, arrays = encode(1, start, rows)
+    rows.apply(1, start)
+    state.apply(message, arrays)
+    num_broken = 0
+    for seq in range(2, 32):
+        plan = decode_all(rng, rows, slots)
+        message, arrays = encode(seq, plan, rows)
+        for broken, name in broken_decodes(rng, message, rows) if seq % 3 == 0 else ():
+            num_broken += 1
+            before = everything(state)
+            with pytest.raises(InvalidStepError) as refused:
+                state.apply(broken, [])
+            assert refused.value.field == name
+            assert everything(state) == before
+        with pytest.raises(InvalidStepError):
+            state.apply(message, [int32s(1)])
+        given = state.apply(message, arrays)
+        starts = given.starts.tolist()
+        check_step(given, rows.apply(seq, plan), plan, rows)
+        if rng.random() < 0.2:  # something else in between, and then on
+            check_counts(state, rows, seq)
+            one = decode_all(rng, rows, [pick(rng, slots)])
+            message, arrays = encode(seq, one, rows)
+            check_step(state.apply(message, arrays), rows.apply(seq, one), one, rows)
+        check_rows(state, rows)
+        assert given.starts.tolist() == starts
+    check_counts(state, rows, 99)
+    assert num_broken >= 60
+
+
+def test_decodes_end_at_max_model_len_where_blocks_would_reach_further():
+    state = RequestState(StepLimits(4, 40, 10, 50, 4, 30))
+    admit(state, 0, 5, num_blocks=3)
+    for seq in range(2, 7):
+        assert state.apply(decode(seq, [0]), []).starts.tolist() == [seq + 3]
+    with pytest.raises(InvalidStepError, match="max_model_len is 10") as refused:
+        state.apply(decode(7, [0]), [])
+    assert refused.value.field == "num_scheduled_tokens"
 
 
 def test_more_tokens_than_a_batch_holds_are_refused():

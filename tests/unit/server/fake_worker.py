@@ -1,7 +1,8 @@
 """A worker without a device. A step's first new request names a fault, so that a test injects it
 over the wire: `sleep:SECONDS`, `hang` (until the link is aborted, then fail), `freed` (the same,
-then succeed), `raise:CODE`, `late:CODE` (from the result), `later:CODE` (from the result, once a
-relink runs), `silent`. A model named `/huge` or `/mute` is described at too great length, or not at
+then succeed), `raise:CODE`, `now:CODE` (from a result that is ready), `late:CODE` (from one that is
+waited for), `later:CODE` (from the result, once a relink runs), `slow:SECONDS` (a result that takes
+so long), `silent`. A model named `/huge` or `/mute` is described at too great length, or not at
 all."""
 
 import threading
@@ -38,14 +39,20 @@ class FakePending:
         reply: step.ModelRunnerOutput,
         late: Exception | None,
         wait_for: threading.Event | None,
+        *,
+        is_ready: bool,
+        seconds: float = 0.0,
     ) -> None:
+        self.is_ready = is_ready
         self._reply = reply
         self._late = late
         self._wait_for = wait_for
+        self._seconds = seconds
 
     def result(self) -> tuple[step.ModelRunnerOutput, list[Frame]]:
         if self._wait_for is not None:
             self._wait_for.wait(60)
+        time.sleep(self._seconds)
         if self._late is not None:
             raise self._late
         return self._reply, []
@@ -81,13 +88,19 @@ class FakeWorker:
             raise ERRORS[value]
         elif name == "silent":
             return None
-        late = ERRORS[value] if name in ("late", "later") else None
+        late = ERRORS[value] if name in ("now", "late", "later") else None
         self._relinked.clear()
         tokens = array("i", [self.steps]).tobytes()
         reply = step.ModelRunnerOutput(
             **ids(message, self.rank), slots=b"\0\0", sampled_token_ids=tokens
         )
-        return FakePending(reply, late, self._relinked if name == "later" else None)
+        return FakePending(
+            reply,
+            late,
+            self._relinked if name == "later" else None,
+            is_ready=name not in ("late", "later", "slow"),
+            seconds=float(value) if name == "slow" else 0.0,
+        )
 
     def _hang(self) -> None:
         self._aborted.wait(60)

@@ -166,13 +166,13 @@ def test_detach_refuses_steps_and_keeps_the_model(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("code", ["INVALID_STEP", "UPSTREAM_FAILED"])
-@pytest.mark.parametrize("when", ["raise", "late"])
+@pytest.mark.parametrize("when", ["raise", "now", "late"])
 def test_failed_step_leaves_the_daemon_serving(driver: Driver, when: str, code: str) -> None:
     assert_error(driver.fault(f"{when}:{code}"), ErrorCode(code))
     assert isinstance(driver.fault(), step.ModelRunnerOutput)
 
 
-@pytest.mark.parametrize("when", ["raise", "late"])
+@pytest.mark.parametrize("when", ["raise", "now", "late"])
 def test_unforeseen_exception_is_internal_with_its_traceback(driver: Driver, when: str) -> None:
     reply = assert_error(driver.fault(f"{when}:OTHER"), ErrorCode.INTERNAL)
     assert reply.scope is ErrorScope.STEP
@@ -180,7 +180,7 @@ def test_unforeseen_exception_is_internal_with_its_traceback(driver: Driver, whe
     assert isinstance(driver.fault(), step.ModelRunnerOutput)
 
 
-@pytest.mark.parametrize("when", ["raise", "late"])
+@pytest.mark.parametrize("when", ["raise", "now", "late"])
 def test_lost_peer_breaks_the_link_until_relink(driver: Driver, when: str) -> None:
     assert_error(driver.fault(f"{when}:COMM"), ErrorCode.COMM)
     wait_for(lambda: driver.status().link_state == "broken")
@@ -196,6 +196,15 @@ def test_lost_peer_breaks_the_link_until_relink(driver: Driver, when: str) -> No
     assert_error(driver.fault(), ErrorCode.FENCED)
     driver.link, driver.seq = new_link, driver.seq - 1
     assert isinstance(driver.fault(), step.ModelRunnerOutput)
+
+
+def test_replies_keep_their_order_behind_a_slow_result(driver: Driver) -> None:
+    first = driver.seq + 1
+    for fault in ("none", "slow:0.2", "none", "raise:OTHER", "none", "slow:0.05", "none"):
+        driver.send_fault(fault)
+    replies = [driver.reply() for _ in range(driver.seq - first + 1)]
+    assert [reply.seq for reply in replies] == list(range(first, driver.seq + 1))
+    assert [isinstance(reply, ErrorReply) for reply in replies].index(True) == 3
 
 
 def test_illegal_request_names_the_state_and_changes_nothing(driver: Driver) -> None:
@@ -271,7 +280,7 @@ def test_failure_on_a_former_link_leaves_the_new_one_up(driver: Driver) -> None:
     assert driver.status().link_state == "up"
 
 
-@pytest.mark.parametrize("when", ["raise", "late"])
+@pytest.mark.parametrize("when", ["raise", "now", "late"])
 def test_broken_link_asks_the_device_nothing(driver: Driver, when: str) -> None:
     before = driver.status()
     assert_error(driver.fault(f"{when}:COMM"), ErrorCode.COMM)
@@ -560,7 +569,7 @@ def test_endpoint_in_use_is_refused_with_the_holder_s_pid(
 def test_lost_device_is_told_and_ends_the_process(
     start: Callable[..., DaemonProcess], connect: Callable[[DaemonProcess], Driver]
 ) -> None:
-    for fault in ("raise:DEVICE", "late:DEVICE"):
+    for fault in ("raise:DEVICE", "now:DEVICE", "late:DEVICE"):
         daemon = start()
         driver = connect(daemon)
         driver.attach()

@@ -149,3 +149,4 @@ def test_environment_keeps_an_interface_that_was_chosen(monkeypatch: pytest.Monk
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"

@@ -7,8 +7,8 @@ import pytest
 from rpc_schema.codec import decode_control_reply, decode_step_reply, encode_control, encode_step
 from rpc_schema.errors import ErrorCode, ErrorScope, TooLargeError
 from worker_daemon.errors import GapError, WorkerError
-from worker_daemon.server.completion import MAX_RING_BYTES, ReplyRing
 from worker_daemon.server.replies import classify, control_error_reply, error_reply
+from worker_daemon.server.reply_channel import MAX_RING_BYTES, ReplyRing
 from worker_daemon.server.sequence import REPLAYABLE
 
 

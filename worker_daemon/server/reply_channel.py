@@ -1,0 +1,160 @@
+"""The way back to the driver: encodes replies, keeps the last ones for replays, and sends them.
+Owns the results socket and the reply ring; knows neither threads that wait nor devices, and decides
+nothing.
+
+Two threads use it, one at a time behind its lock, which is the full fence that libzmq asks for when
+a socket changes hands. Which of them may is the business of completion.py.
+"""
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+import zmq
+
+from rpc_schema.base import StepReply
+from rpc_schema.codec import Frame, encode_step
+from rpc_schema.errors import ErrorReply
+from rpc_schema.lifecycle import Attached
+from worker_daemon.errors import StaleError
+from worker_daemon.server.replies import error_reply
+from worker_daemon.server.sequence import REPLAYABLE
+
+MAX_RING_BYTES: Final = 64 << 20
+ATTACH_LIMIT_S: Final = 5.0
+STOP_LINGER_MS: Final = 200
+_NOBLOCK: Final = int(zmq.NOBLOCK)
+_ADDRESS: Final = int(zmq.SNDMORE | zmq.NOBLOCK)
+# As plain numbers: pyzmq's flag enumerations cost a microsecond each time two are combined.
+
+logger = logging.getLogger(__name__)
+
+
+class ReplyRing:
+    """The encoded replies of the last REPLAYABLE steps, at most MAX_RING_BYTES, so that a repeated
+    seq gets the same bytes. A step that owes no reply is kept as no frames."""
+
+    __slots__ = ("_bytes", "_replies")
+
+    def __init__(self) -> None:
+        self._replies: OrderedDict[int, tuple[Sequence[Frame], int]] = OrderedDict()
+        self._bytes = 0
+
+    def keep(self, seq: int, frames: Sequence[Frame]) -> None:
+        """Keep a reply; the oldest ones make room."""
+        replies, size = self._replies, sum(map(len, frames))
+        replies[seq] = frames, size
+        self._bytes += size
+        while len(replies) > REPLAYABLE or self._bytes > MAX_RING_BYTES:
+            self._bytes -= replies.popitem(last=False)[1][1]
+
+    def get(self, seq: int) -> Sequence[Frame] | None:
+        """Return the frames of a seq that is still kept."""
+        kept = self._replies.get(seq)
+        return None if kept is None else kept[0]
+
+
+class ReplyChannel:
+    """Every method may be called from any thread and returns without waiting for a peer."""
+
+    def __init__(self, results: "zmq.Socket[bytes]") -> None:
+        """Take over the socket: nobody else uses or closes it from here on."""
+        self._results = results
+        self._lock = threading.Lock()
+        self._ring = ReplyRing()
+        self._route = b""
+        self._epoch = 0
+        self._rank = 0
+        self._greeting: Sequence[Frame] = ()
+        self._greet_until = 0.0
+
+    @property
+    def is_greeting(self) -> bool:
+        """Whether an attached driver has not been told so yet."""
+        return bool(self._greeting)
+
+    def reply(self, reply: StepReply, arrays: Sequence[Frame] = ()) -> None:
+        """Send a reply and keep it for its seq. One that cannot be encoded becomes a failure, which
+        is an outcome of its seq too."""
+        try:
+            frames = encode_step(reply, arrays)  # type: ignore[arg-type]  # every StepReply is in the union
+        except Exception as error:
+            frames = encode_step(
+                error_reply(error, epoch=reply.epoch, seq=reply.seq, rank=reply.rank)
+            )
+        with self._lock:
+            self._send(self._route, frames)
+            self._rank = reply.rank
+            self._ring.keep(reply.seq, frames)
+
+    def fail(self, seq: int, error: Exception) -> ErrorReply:
+        """Send the failure of `seq`, a step of the attached driver, and keep it; return what was
+        sent."""
+        failure = error_reply(error, epoch=self._epoch, seq=seq, rank=self._rank)
+        self.reply(failure)
+        return failure
+
+    def nothing(self, seq: int) -> None:
+        """Keep the fact that this rank owes no reply to `seq`."""
+        with self._lock:
+            self._ring.keep(seq, ())
+
+    def replay(self, seq: int) -> None:
+        """Send the reply to `seq` again, or say that it is no longer kept."""
+        with self._lock:
+            frames = self._ring.get(seq)
+            if frames is None:
+                stale = StaleError(f"the reply to seq {seq} is no longer kept")
+                frames = encode_step(
+                    error_reply(stale, epoch=self._epoch, seq=seq, rank=self._rank)
+                )
+            if frames:
+                self._send(self._route, frames)
+
+    def refuse(self, route: bytes, reply: ErrorReply) -> None:
+        """Send a refusal to any driver; it is not kept, because its request was not accepted."""
+        frames = encode_step(reply)
+        with self._lock:
+            self._send(route, frames)
+
+    def attach(self, route: bytes, reply: Attached) -> None:
+        """Forget the former driver and its replies, and begin to greet this one."""
+        frames = encode_step(reply)
+        with self._lock:
+            self._route = route
+            self._epoch = reply.epoch
+            self._rank = reply.rank
+            self._ring = ReplyRing()
+            self._greeting = frames
+            self._greet_until = time.monotonic() + ATTACH_LIMIT_S
+        self.greet()
+
+    def greet(self) -> None:
+        """Send Attached if the driver's results socket is there by now; give up at the limit."""
+        with self._lock:
+            if self._send(self._route, self._greeting):
+                self._greeting = ()
+            elif time.monotonic() > self._greet_until:
+                logger.warning("epoch %d: the driver's results socket never came", self._epoch)
+                self._greeting = ()
+
+    def close(self) -> None:
+        """Close the socket, after what was sent just now has had a moment to leave."""
+        with self._lock:
+            self._results.close(STOP_LINGER_MS)
+
+    def _send(self, route: bytes, frames: Sequence[Frame]) -> bool:
+        """Send without waiting, the lock held: a driver that is gone or does not read asks for the
+        seq again, if it ever can."""
+        try:
+            self._results.send(route, _ADDRESS)
+            if len(frames) == 1:
+                self._results.send(frames[0], _NOBLOCK)
+            else:
+                self._results.send_multipart(frames, _NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
