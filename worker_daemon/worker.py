@@ -32,7 +32,12 @@ from worker_daemon.errors import CapacityError, CommError, ConfigError
 from worker_daemon.kv_cache.allocate import allocate_kv_caches
 from worker_daemon.kv_cache.spec import describe_layers
 from worker_daemon.layers.attention import NullAttention
-from worker_daemon.layers.attention_provider import AttentionProvider, probe_attention
+from worker_daemon.layers.attention_provider import (
+    AttentionProvider,
+    HeadShape,
+    add_prompt_attention,
+    probe_attention,
+)
 from worker_daemon.models.decoder import DecoderStage, build_stage, checkpoint_names
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.models.weights import LoadProgress, load_dummy_weights, load_weights
@@ -188,7 +193,7 @@ class Worker:
             ),
             resolved=resolved,
             stage=stage,
-            attention=probe_attention(context.device, resolved.decoder.head_dim),
+            attention=self._probe_attention(stage, resolved),
             max_model_len=resolved.max_model_len,
         )
         return lc.LoadModelReply(
@@ -531,6 +536,16 @@ class Worker:
             resolved.max_model_len,
             NullAttention(),
         )
+
+    def _probe_attention(self, stage: DecoderStage, resolved: ResolvedModel) -> AttentionProvider:
+        context, decoder = self._context, resolved.decoder
+        heads = HeadShape(
+            decoder.num_attention_heads // context.parallel.tp_size,
+            stage.kv_layer_specs[0].num_kv_heads,
+            decoder.head_dim,
+        )
+        paged = probe_attention(context.device, decoder.head_dim)
+        return add_prompt_attention(paged, context.device, heads, resolved.dtype)
 
     def _fill(self, stage: DecoderStage, message: lc.LoadModel, resolved: ResolvedModel) -> None:
         parameters = list(stage.parameters())

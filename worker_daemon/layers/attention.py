@@ -53,7 +53,8 @@ class AttentionMetadata:
 
 
 class AttentionBackend(Protocol):
-    """Computes attention for one layer; stateless, so that one object serves every layer."""
+    """Computes attention for one layer. One object serves every layer: it keeps nothing but what
+    the layers of one step share."""
 
     def attend(
         self,

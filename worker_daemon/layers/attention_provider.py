@@ -92,7 +92,7 @@ def is_accurate(
     num_q_heads, num_kv_heads, head_dim = heads
     shape = (num_tokens, num_q_heads + 2 * num_kv_heads, head_dim)
     qkv = torch.randn(shape, generator=random, device=device, dtype=dtype)
-    q, k, v = qkv.split([num_q_heads, num_kv_heads, num_kv_heads], dim=1)
+    q, k, v = torch.split(qkv, [num_q_heads, num_kv_heads, num_kv_heads], dim=1)
     kv_cache, metadata = _one_prompt(k, v)
     plain = TorchPagedAttention()
     scale = head_dim**-0.5

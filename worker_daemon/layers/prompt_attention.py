@@ -3,11 +3,12 @@ their context in one step; everything else goes on to a paged backend. Knows no 
 
 Shapes: N tokens in the step, Hq query and Hkv KV heads, D head_dim, P the tokens of a plan.
 
-An unpaged kernel is planned for each length anew, which takes about 0.4 s, so it serves a few
-lengths only (PLAN_TOKENS). A prompt somewhat shorter than a plan is padded up to it: a causal query
-never sees the rows behind its own. Of a longer one the plan takes the first tokens, its head, and
-the rest is a chunk like any other. Heads read keys and values back from the cache: a copy of both,
-a few hundredths of the attention's own time, which spares decodes from keeping rotated keys.
+An unpaged kernel is planned for each length anew, which takes cuDNN some tenths of a second, so it
+serves a few lengths only (PLAN_TOKENS). A prompt somewhat shorter than a plan is padded up to it: a
+causal query never sees the rows behind its own. Of a longer one the plan takes the first tokens,
+its head, and the rest is a chunk like any other. Heads read keys and values back from the cache,
+which spares all other steps from keeping rotated keys: at 8,192 tokens of Llama 8B's heads that
+moves 67 MB, about 16 us of an H200 beside 1 ms of attention.
 """
 
 from collections.abc import Callable
@@ -107,7 +108,7 @@ class PromptAttention:
             return tuple(queries)
         together = filled[0] if len(filled) == 1 else torch.cat(filled)
         out = self._paged.attend(together, kv_cache, split.others, scale, None)
-        return out.split([part.shape[0] for part in queries])
+        return torch.split(out, [part.shape[0] for part in queries])
 
 
 class _Place(NamedTuple):
@@ -198,8 +199,8 @@ def _select(metadata: AttentionMetadata, query_lens: npt.NDArray[np.int32]) -> A
     order = np.argsort(-seq_lens, kind="stable")
     device = metadata.seq_rows.device
     columns = _upload(np.concatenate((starts, seq_lens, order, seqs)).astype(np.int32), device)
-    query_start_loc, seq_lens_there, seq_order, seqs_there = columns.split(
-        [seqs.size + 1, seqs.size, seqs.size, seqs.size]
+    query_start_loc, seq_lens_there, seq_order, seqs_there = torch.split(
+        columns, [seqs.size + 1, seqs.size, seqs.size, seqs.size]
     )
     return AttentionMetadata(
         query_start_loc=query_start_loc,

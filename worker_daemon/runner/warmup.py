@@ -13,6 +13,7 @@ import numpy as np
 from rpc_schema.base import StepRequest
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
+from worker_daemon.layers.prompt_attention import PLAN_TOKENS
 from worker_daemon.runner.request_state import StepLimits
 
 
@@ -59,14 +60,18 @@ def size_sweep(request: StepRequest, limits: StepLimits) -> Iterator[SyntheticSt
     Each frees the rows before it; the caller frees the last ones.
     """
     most_seqs = min(limits.max_num_seqs, limits.num_blocks - 1)
-    total = 1
-    while total <= limits.max_num_batched_tokens:
-        for num_seqs in sorted({1, min(most_seqs, -(-total // 16)), min(most_seqs, total)}):
+    largest = limits.max_num_batched_tokens
+    for total in sorted({*(1 << power for power in range(largest.bit_length())), largest}):
+        # As one prompt, as prompts just too short for a kernel of their own, and as short ones.
+        wanted = (1, -(-total // _SHARED_LENGTH), -(-total // 16), total)
+        for num_seqs in sorted({min(most_seqs, count) for count in wanted}):
             tokens = min(total, num_seqs * limits.max_model_len)
             lengths = [tokens // num_seqs + (i < tokens % num_seqs) for i in range(num_seqs)]
             yield prefill_step(request, limits, lengths, SamplingParams())
-        total *= 2
 
+
+_SHARED_LENGTH = PLAN_TOKENS[0] - 1
+"""Longer prompts may be computed one by one (layers/prompt_attention.py)."""
 
 _EVERY_FEATURE = SamplingParams(
     temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, seed=1, logprobs=1
