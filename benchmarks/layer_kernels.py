@@ -194,12 +194,12 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA device", file=sys.stderr)
         return 2
-    provider = probe_layer_ops(torch.device("cuda"))
-    print(torch.cuda.get_device_name(), f"torch {torch.__version__}, operations: {provider.name}")
+    ops = probe_layer_ops(torch.device("cuda"))
+    print(torch.cuda.get_device_name(), f"torch {torch.__version__}, operations: {ops.name}")
     print(HEADER)
     timings = []
     for case in cases():
-        timings.append(measure(case, provider.ops))
+        timings.append(measure(case, ops))
         print(line(timings[-1]), flush=True)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps([asdict(row) for row in timings], indent=1))

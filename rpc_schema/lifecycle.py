@@ -96,6 +96,11 @@ class Status(Value, frozen=True, kw_only=True):
     kv_cache: KVCacheConfig | None
     memory_bytes: dict[str, int]
     """Device (or host) memory by use: weights, kv_cache, activations_peak, total, free."""
+    providers: dict[str, str]
+    """What serves each part of a step: attention, layers, all_reduce, graphs (their number)."""
+    input_wait_share: float
+    """Of its time this stage waits for its input, 0 to 1, over the last sampled steps; 0 in a
+    pipeline of one stage."""
     transitions: tuple[str, ...]
     """The last state changes, oldest first."""
     failure: Text = ""

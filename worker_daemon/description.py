@@ -1,7 +1,7 @@
 """What a worker says about itself between operations: a value that any thread may read. Knows no
 thread and no socket."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rpc_schema.config import WorkerConfig
@@ -18,3 +18,7 @@ class WorkerDescription:
     kv_cache: KVCacheConfig | None = None
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     """Device (or host) memory by use: weights, kv_cache, activations_peak, total, free."""
+    providers: Mapping[str, str] = field(default_factory=dict)
+    """What serves each part of a step."""
+    input_wait_share: Callable[[], float] = float
+    """Reads the share of its time for which the stage now waits for its input."""

@@ -341,8 +341,8 @@ class Worker:
         self._set_phase("CAPTURING", _LONG_OPERATION_S)
         enforce_eager = self._model.config.graph.enforce_eager
         self._graphs = step_graphs(self._parts, runner, enforce_eager=enforce_eager)
-        num_graphs = self._graphs.capture(runner)
-        _LOG.info("captured %d graphs, ready in %.1f s", num_graphs, time.monotonic() - began)
+        self._graphs.capture(runner)
+        _LOG.info("%d graphs, ready in %.1f s", self._graphs.count, time.monotonic() - began)
         # What start-up has made stays: the collector need never look at it again.
         gc.collect()
         gc.freeze()
@@ -454,7 +454,7 @@ class Worker:
 
     def describe(self) -> WorkerDescription:
         """Say what is on the device now, and who uses how much of it."""
-        model, context = self._model_or_none, self._context_or_none
+        model, context, runner = self._model_or_none, self._context_or_none, self._runner_or_none
         memory = {}
         if context is not None:
             now = context.memory.snapshot()
@@ -470,7 +470,20 @@ class Worker:
             config=model.config if model else None,
             kv_cache=self._plan,
             memory_bytes=memory,
+            providers=self._providers(),
+            input_wait_share=_no_wait if runner is None else runner.input_wait_share,
         )
+
+    def _providers(self) -> dict[str, str]:
+        model, context = self._model_or_none, self._context_or_none
+        if model is None or context is None:
+            return {}
+        return {
+            "attention": model.attention.name,
+            "layers": model.stage.ops_name,
+            "all_reduce": context.tp.all_reduce_name,
+            "graphs": str(self._graphs.count),
+        }
 
     # Parts.
 
@@ -600,6 +613,10 @@ class _ProgressLine:
             rate / 1e9,
             left_s,
         )
+
+
+def _no_wait() -> float:
+    return 0.0
 
 
 def _await(reply: PendingReply | None) -> None:

@@ -81,13 +81,15 @@ def _named(status: Status) -> dict[str, object]:
 
 
 def _table(statuses: list[Status]) -> Table:
-    table = Table("endpoint", "pid", "device", "rank", "state", "model", "epoch, step", "memory")
+    table = Table(
+        *("endpoint", "pid", "device", "rank", "state", "model", "epoch, step", "memory", "by")
+    )
     for entry in statuses:
         model = "-" if entry.config is None else entry.config.model.model
         memory = ", ".join(f"{k} {v // MIB} MiB" for k, v in entry.memory_bytes.items())
         state = f"{entry.serving}, {entry.load}, link {entry.link_state}"
         ids = f"{entry.epoch}, {entry.last_seq}"
-        table.add_row(
-            entry.endpoint, str(entry.pid), entry.device, str(entry.rank), state, model, ids, memory
-        )
+        served_by = ", ".join(f"{part} {name}" for part, name in entry.providers.items())
+        row = (entry.endpoint, str(entry.pid), entry.device, str(entry.rank), state, model, ids)
+        table.add_row(*row, memory, served_by)
     return table

@@ -10,6 +10,7 @@ from client.driver import StepRecord
 from client.scheduler import RequestOutput
 from client.scheduler_output import Logprobs
 from client.tokenizer import Tokenizer
+from rpc_schema.lifecycle import Status
 
 JsonValue: TypeAlias = "int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 JsonObject: TypeAlias = dict[str, JsonValue]
@@ -47,8 +48,9 @@ def _logprobs(logprobs: Logprobs) -> JsonObject:
     }
 
 
-def bench_object(served: Served, memory: Sequence[Mapping[str, int]], device: str) -> JsonObject:
+def bench_object(served: Served, daemons: Sequence[Status]) -> JsonObject:
     """Return the object that bench prints; gpu_memory_bytes is summed over the daemons."""
+    memory = [status.memory_bytes for status in daemons]
     outputs = list(served.outputs.values())
     tokens_in = sum(output.num_prompt_tokens for output in outputs)
     tokens_out = sum(len(output.token_ids) for output in outputs)
@@ -69,7 +71,9 @@ def bench_object(served: Served, memory: Sequence[Mapping[str, int]], device: st
         "step_ms": step_times(served.driver.records),
         "startup_s": served.startup_s,
         "gpu_memory_bytes": uses,
-        "device": device,
+        "input_wait_share": [status.input_wait_share for status in daemons],
+        "providers": daemons[0].providers,
+        "device": daemons[0].device,
         "versions": versions(),
     }
 

@@ -72,8 +72,7 @@ def _measure(
     session: Session, inputs: Sequence[InputRequest]
 ) -> tuple[JsonObject, list[JsonObject]]:
     served = session.serve(inputs)
-    device = session.group.get_status()[0].device
-    result = bench_object(served, session.memory_bytes(), device)
+    result = bench_object(served, session.group.get_status())
     return result, output_lines(inputs, served, session.tokenizer)
 
 

@@ -74,10 +74,6 @@ class Session:
         seconds = time.monotonic() - start
         return Served(outputs, errors, seconds, driver, self._startup_s(driver))
 
-    def memory_bytes(self) -> list[dict[str, int]]:
-        """Return each daemon's memory by use."""
-        return [status.memory_bytes for status in self.group.get_status()]
-
     def _startup_s(self, driver: Driver) -> dict[str, float]:
         first = min((timing.first_token for timing in driver.timings.values()), default=self.ready)
         return {

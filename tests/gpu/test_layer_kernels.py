@@ -28,9 +28,9 @@ QWEN_600M = Heads(16, 8, 128, is_normed=True)
 
 @pytest.fixture(scope="module")
 def ops() -> LayerOps:
-    provider = probe_layer_ops(torch.device("cuda"))
-    assert provider.name == "triton"
-    return provider.ops
+    ops = probe_layer_ops(torch.device("cuda"))
+    assert ops.name == "triton"
+    return ops
 
 
 @DTYPES

@@ -56,8 +56,9 @@ def test_logprobs_are_as_exact_as_transformers(checkpoint, dtype):
     assert ours <= 1.5 * other
 
 
-def test_float32_greedy_tokens_equal_transformers(checkpoint):
-    requests = make_requests(16, seed=1, logprobs=1)
+@pytest.mark.parametrize("logprobs", [None, 1])  # sampled in the graph, and beside it
+def test_float32_greedy_tokens_equal_transformers(checkpoint, logprobs):
+    requests = make_requests(16, seed=1, logprobs=logprobs)
     with gpu_group(checkpoint, 1, 1, "float32") as (_, group, model):
         outputs = generate(group, model, requests)
     exact = reference_logprobs(checkpoint, torch.float32, requests, outputs)

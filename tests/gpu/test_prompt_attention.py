@@ -112,6 +112,7 @@ def test_repeated_runs_are_bit_equal() -> None:
         assert torch.equal(attend(backend, batch, None), first)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_never_waits_for_the_device() -> None:
     backend = backend_of(LLAMA_8B, torch.bfloat16)
     batch = build(LLAMA_8B, MIXED, torch.bfloat16, seed=6)

@@ -90,7 +90,7 @@ def run(stages: Sequence[DecoderStage], batch: PagedBatch, positions: torch.Tens
 @torch.inference_mode()
 def test_fused_operations_agree_with_torch(config, dtype, lengths):
     step = make_step(config, lengths, dtype)
-    fused = probe_layer_ops(torch.device("cuda")).ops
+    fused = probe_layer_ops(torch.device("cuda"))
     ours = run(make_stages(config, [NUM_LAYERS], dtype, fused), *step)
     plain = run(make_stages(config, [NUM_LAYERS], dtype, TorchOps()), *step)
     assert relative_error(ours, plain) < BOUNDS[dtype]
@@ -100,7 +100,7 @@ def test_fused_operations_agree_with_torch(config, dtype, lengths):
 @torch.inference_mode()
 def test_a_split_model_computes_the_same_bits(config, lengths):
     step = make_step(config, lengths, torch.bfloat16)
-    ops = probe_layer_ops(torch.device("cuda")).ops
+    ops = probe_layer_ops(torch.device("cuda"))
     whole = run(make_stages(config, [NUM_LAYERS], torch.bfloat16, ops), *step)
     for splits in ([1, NUM_LAYERS], [2, 3, NUM_LAYERS]):
         parts = run(make_stages(config, splits, torch.bfloat16, ops), *step)

@@ -253,6 +253,8 @@ class FakeDaemon:
             config=self.config if CHAIN.index(self.load) >= 2 else None,
             kv_cache=self.kv_cache,
             memory_bytes={"weights": 10, "kv_cache": 20},
+            providers={"attention": "none"},
+            input_wait_share=0.25,
             transitions=(),
         )
 

@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.rendezvous import connect_store
+from worker_daemon.distributed.symmetric import NoPeers, Peers, open_peers
 from worker_daemon.distributed.tp import all_gather, communication
 from worker_daemon.errors import CommError
 
@@ -47,12 +48,21 @@ class Link:
     """Owned by the worker, used on the step thread; only abort may be called from the guard
     thread."""
 
-    def __init__(self, generation: int, device: torch.device) -> None:
-        """Make a link that has no groups yet, so that it can be aborted while it is opened."""
+    def __init__(
+        self, generation: int, device: torch.device, *, shares_memory: bool = False
+    ) -> None:
+        """Make a link that has no groups yet, so that it can be aborted while it is opened.
+
+        shares_memory: open windows in the peers' memory (symmetric.py) too. No daemon does before
+        the kernel that reduces over them has been measured on GPUs.
+        """
         self.generation = generation
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self.groups = NO_GROUPS
+        self.peers: Peers = NoPeers()
+        """Memory that the ranks of this stage share."""
         self._device = device
+        self._shares_memory = shares_memory
         self._aborted = False
 
     def open(self, state: ParallelState, host: str, port: int, timeout_s: float) -> None:
@@ -68,11 +78,13 @@ class Link:
         if state.world_size == 1:
             return
         try:
-            store = connect_store(host, port, meeting_s(timeout_s))
+            store = distributed_c10d.PrefixStore(
+                f"link{self.generation}", connect_store(host, port, meeting_s(timeout_s))
+            )
             with communication("making the process groups"):
                 dist.init_process_group(
                     self.backend,
-                    store=distributed_c10d.PrefixStore(f"link{self.generation}", store),
+                    store=store,
                     rank=state.rank,
                     world_size=state.world_size,
                     timeout=timedelta(seconds=meeting_s(timeout_s)),
@@ -80,6 +92,15 @@ class Link:
                 )
                 self.groups = _make_groups(state, timedelta(seconds=timeout_s))
                 _warm_up(self.groups, state, self._device)
+            if self._shares_memory:
+                with communication("mapping the peers' memory"):
+                    self.peers = open_peers(
+                        distributed_c10d.PrefixStore(f"windows{state.pp_rank}", store),
+                        state.tp_rank,
+                        state.tp_size,
+                        self._device,
+                        timeout_s,
+                    )
         except BaseException:
             self.leave()
             raise
@@ -90,8 +111,8 @@ class Link:
             raise CommError("the link was aborted", fix="relink the group")
 
     def abort(self) -> bool:
-        """Unblock whoever waits in an NCCL call of this link, now; tell whether there was one to
-        abort. gloo has no such thing: there the timeout ends a wait.
+        """Unblock whoever waits in an NCCL call or for a peer's memory, now; tell whether there was
+        a link to abort. gloo has no such thing: there the timeout ends a wait.
 
         All groups at once: an abort frees memory, for which CUDA waits until the kernels of the
         other groups have ended too, so that one abort after another would wait for each other.
@@ -100,6 +121,7 @@ class Link:
         if self.backend != "nccl" or not members:
             return False
         self._aborted = True
+        self.peers.stop()
         aborts = [threading.Thread(target=group.abort, daemon=True) for group in members]
         for thread in aborts:
             thread.start()
@@ -115,6 +137,8 @@ class Link:
         self.abort()
         left_behind: list[object] = [*self._members(), dist.group.WORLD]
         self.groups = NO_GROUPS
+        self.peers.leave()
+        self.peers = NoPeers()
         if not _forget_groups(self.backend):
             return None
         # Dropping gloo groups joins their threads, which wait for dead peers until the timeout:

@@ -3,7 +3,7 @@ metadata.
 
 Shapes: N tokens, H hidden size. Both ends know N from the step message. With tensor parallelism
 each rank sends its 1/tp of the [N, H] residual stream and the receiving stage gathers the whole. A
-message ends in a trailer of four int64 (link, seq, status, 0), which the receiver checks on the
+message ends in a trailer of one int64, link and seq over status, which the receiver checks on the
 device: a rank that failed upstream still sends, so that nobody hangs, and its status travels on to
 the last stage.
 """
@@ -24,7 +24,11 @@ STATUS_FAILED = 1
 STATUS_MISMATCH = 2
 """The neighbour sent another step than the one expected."""
 
-_TRAILER_BYTES = 32
+_TRAILER_BYTES = 16
+"""One int64 and its alignment."""
+_STATUS_BITS = 2
+_SEQ_BITS, _LINK_BITS = 40, 20
+"""Of the trailer: with the status fewer than 63, so that it is never negative."""
 _TAG_RANGE = 1 << 30
 
 
@@ -105,9 +109,15 @@ class _Layout:
         return message[:size].view(self.dtype)
 
     def trailer_of(self, message: Tensor, num_tokens: int) -> Tensor:
-        """View of a message's trailer: int64 [4]."""
+        """View of a message's trailer: int64 []."""
         start = self.trailer_start(num_tokens)
-        return message[start : start + _TRAILER_BYTES].view(torch.int64)
+        return message[start : start + _TRAILER_BYTES].view(torch.int64)[0]
+
+
+def _identity(generation: int, seq: int) -> int:
+    """The trailer of a step with status 0."""
+    link = generation % (1 << _LINK_BITS)
+    return (link << _SEQ_BITS | seq % (1 << _SEQ_BITS)) << _STATUS_BITS
 
 
 class StageInbound:
@@ -137,10 +147,12 @@ class StageInbound:
         """Start to receive the activations of step seq."""
         self._buffers.rotate(-1)
         message = self._buffers[0][: self._layout.message_bytes(num_tokens)]
+        tag = seq % _TAG_RANGE
         with communication("receiving from the previous stage"):
-            work = dist.irecv(message, group=self._group, group_src=0, tag=seq % _TAG_RANGE)
+            work = dist.irecv(message, group=self._group, group_src=0, tag=tag)
         assert work is not None, "this rank is in the group"
-        return _StageArrival(message, work, self._layout, num_tokens, (self._generation, seq))
+        expected = _identity(self._generation, seq)
+        return _StageArrival(message, work, self._layout, num_tokens, expected)
 
 
 class _StageArrival:
@@ -150,13 +162,14 @@ class _StageArrival:
         work: dist.Work,
         layout: _Layout,
         num_tokens: int,
-        identity: tuple[int, int],
+        expected: int,
     ) -> None:
+        """expected: the trailer if all is well."""
         self._message = message
         self._work = work
         self._layout = layout
         self._num_tokens = num_tokens
-        self._identity = identity
+        self._expected = expected
 
     def wait(self) -> tuple[Tensor, Tensor]:
         with communication("receiving from the previous stage"):
@@ -171,9 +184,9 @@ class _StageArrival:
         return layout.tp.all_gather_last_dim(own).view(shape)
 
     def _status(self) -> Tensor:
-        link, seq, status, _ = self._layout.trailer_of(self._message, self._num_tokens).unbind()
-        generation, expected = self._identity
-        return torch.where((link == generation) & (seq == expected), status, STATUS_MISMATCH)
+        """The trailer's status, or STATUS_MISMATCH, the largest, if any other bit differs."""
+        trailer = self._layout.trailer_of(self._message, self._num_tokens)
+        return torch.bitwise_xor(trailer, self._expected).clamp_(max=STATUS_MISMATCH)
 
 
 class StageOutbound:
@@ -212,9 +225,7 @@ class StageOutbound:
         first = layout.tp.rank * size if layout.num_slices > 1 else 0
         layout.slice_of(message, num_tokens).copy_(hidden.reshape(-1)[first : first + size])
         trailer = layout.trailer_of(message, num_tokens)
-        trailer[0].fill_(self._generation)
-        trailer[1].fill_(seq)
-        trailer[2].copy_(status)
+        torch.add(status, _identity(self._generation, seq), out=trailer)
         with communication("sending to the next stage"):
             work = dist.isend(message, group=self._group, group_dst=1, tag=seq % _TAG_RANGE)
         assert work is not None, "this rank is in the group"

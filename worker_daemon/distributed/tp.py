@@ -1,7 +1,11 @@
-"""What a layer may ask of its tensor-parallel group: the group of one, and the real one over
-torch.distributed."""
+"""What a layer may ask of its tensor-parallel group: the group of one, and the real one, over
+windows of shared memory for short messages and torch.distributed for the others.
 
-from collections.abc import Iterator
+Knows no kernel: what reduces over the windows is given to it.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -9,7 +13,54 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from worker_daemon.distributed.symmetric import NoPeers, Peers, Window, is_device_done
 from worker_daemon.errors import CommError
+
+_LOG = logging.getLogger(__name__)
+_TRIALS = 3
+_TRIAL_S = 20.0
+"""How long a first reduction over the windows may take: a peer may have to compile it."""
+
+AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""(x [N, H], residual [N, H], weight [H], eps) -> (rms_norm(s), s), s = residual + x."""
+
+
+class Reducer(Protocol):
+    """Reduces short messages over the windows of a link."""
+
+    limit_bytes: int
+    """The longest that it takes."""
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether x [..., H] is to be reduced here; alike on every rank."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum of contiguous x over the ranks, a new tensor, the same bits on every rank."""
+
+    def all_reduce_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """AddNorm of the sum of x over the ranks."""
+
+
+class NoReducer:
+    """Takes nothing."""
+
+    limit_bytes = 0
+
+    def takes(self, x: Tensor) -> bool:
+        return False
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        raise AssertionError("takes nothing")
+
+    def all_reduce_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        raise AssertionError("takes nothing")
+
+
+MakeReducer = Callable[[Window], Reducer]
 
 
 class TensorParallel(Protocol):
@@ -27,15 +78,29 @@ class TensorParallel(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of x over the ranks, same shape and dtype; may overwrite x and return it."""
 
+    def all_reduce_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
+    ) -> tuple[Tensor, Tensor]:
+        """add_norm(all_reduce(x), residual, weight, eps), in one kernel where that is faster; may
+        overwrite x."""
+
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         """[..., n] of each rank, concatenated in rank order to [..., n * size]."""
 
 
 class LinkedTensorParallel(TensorParallel, Protocol):
-    """A group whose process group comes with a link, and goes with it."""
+    """A group whose process group and windows come with a link, and go with it."""
 
-    def bind(self, group: dist.ProcessGroup | None) -> None:
-        """Use another link's process group from here on."""
+    @property
+    def all_reduce_name(self) -> str:
+        """What serves all-reduces, as a daemon reports it."""
+
+    def bind(self, group: dist.ProcessGroup | None, peers: Peers | None = None) -> None:
+        """Use another link's process group and windows from here on. Collective.
+
+        Raises:
+            CommError: another rank is gone.
+        """
 
 
 class SingleRank:
@@ -43,12 +108,18 @@ class SingleRank:
 
     rank = 0
     size = 1
+    all_reduce_name = "none"
 
-    def bind(self, group: dist.ProcessGroup | None) -> None:
+    def bind(self, group: dist.ProcessGroup | None, peers: Peers | None = None) -> None:
         return None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
+
+    def all_reduce_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
+    ) -> tuple[Tensor, Tensor]:
+        return add_norm(x, residual, weight, eps)
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         return x
@@ -58,20 +129,55 @@ class GroupTensorParallel:
     """The ranks of one stage. Layers keep this object for life; a new link gives it a new process
     group."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, make_reducer: MakeReducer | None = None) -> None:
+        """make_reducer: None where only torch.distributed is to serve, on every rank alike."""
         self.rank = rank
         self.size = size
+        self._make_reducer = make_reducer
         self._group: dist.ProcessGroup | None = None
+        self._reducer: Reducer = NoReducer()
 
-    def bind(self, group: dist.ProcessGroup | None) -> None:
-        """Use another link's process group from here on."""
+    @property
+    def all_reduce_name(self) -> str:
+        library = "none" if self._group is None else dist.get_backend(self._group)
+        if not self._reducer.limit_bytes:
+            return library
+        return f"peer memory to {self._reducer.limit_bytes >> 10} KiB, {library}"
+
+    def bind(self, group: dist.ProcessGroup | None, peers: Peers | None = None) -> None:
+        """Use another link's process group and windows from here on, the windows only once every
+        rank has reduced over them."""
         self._group = group
+        self._reducer = NoReducer()
+        peers = peers or NoPeers()
+        if group is None or self._make_reducer is None or peers.window is None:
+            return
+        reducer = _tried(self._make_reducer, peers.window)
+        if reducer is None:
+            peers.stop()  # the others need not wait for this rank
+        if self._all_agree(reducer is not None, peers.window.device) and reducer is not None:
+            self._reducer = reducer
+
+    def _all_agree(self, opinion: bool, device: torch.device) -> bool:
+        verdict = torch.tensor(int(opinion), dtype=torch.int32, device=device)
+        with communication("agreeing on how to reduce"):
+            dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=self._group)
+            return bool(verdict.item())
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
+        if self._reducer.takes(x):
+            return self._reducer.all_reduce(x)
         with communication("all-reduce in the tensor-parallel group"):
             dist.all_reduce(x, group=self._group)
         return x
+
+    def all_reduce_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
+    ) -> tuple[Tensor, Tensor]:
+        if self._reducer.takes(x):
+            return self._reducer.all_reduce_add_rms_norm(x, residual, weight, eps)
+        return add_norm(self.all_reduce(x), residual, weight, eps)
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         gathered = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
@@ -88,9 +194,32 @@ def all_gather(gathered: Tensor, own: Tensor, group: dist.ProcessGroup | None) -
         dist.all_gather_into_tensor(gathered, own, group=group)
 
 
-def tensor_parallel(rank: int, size: int) -> LinkedTensorParallel:
+def tensor_parallel(
+    rank: int, size: int, make_reducer: MakeReducer | None = None
+) -> LinkedTensorParallel:
     """Return the rank's view of a tensor-parallel group of this size, not bound to a link yet."""
-    return SingleRank() if size == 1 else GroupTensorParallel(rank, size)
+    return SingleRank() if size == 1 else GroupTensorParallel(rank, size, make_reducer)
+
+
+def _tried(make_reducer: MakeReducer, window: Window) -> Reducer | None:
+    """A reducer that has reduced in fact, or None. Collective."""
+    try:
+        reducer = make_reducer(window)
+        return reducer if _reduces(reducer, window) else None
+    except Exception:  # whatever is amiss with it, torch.distributed serves instead
+        _LOG.warning("short messages are not reduced over peer memory", exc_info=True)
+        return None
+
+
+def _reduces(reducer: Reducer, window: Window) -> bool:
+    """Whether sums over the ranks come, and are right, both in the first and in reused slots."""
+    size = len(window.addresses)
+    x = torch.full((2, 16), window.rank + 1, dtype=torch.bfloat16, device=window.device)
+    sums = [reducer.all_reduce(x) for _ in range(_TRIALS)]
+    if not is_device_done(window.device, _TRIAL_S):
+        return False
+    expected = torch.full_like(x, size * (size + 1) // 2)
+    return all(torch.equal(total, expected) for total in sums)
 
 
 @contextmanager

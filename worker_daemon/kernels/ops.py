@@ -18,6 +18,8 @@ class TritonOps:
     """LayerOps on one CUDA device, one object for all layers. Owns ThinLinear's counters; step
     thread only."""
 
+    name = "triton"
+
     def __init__(self, device: torch.device) -> None:
         """device is the one whose tensors the operations will get."""
         self._pdl = has_dependent_launch(device)

@@ -111,8 +111,8 @@ def decode_tile(
     if dtype == torch.float32:
         wanted = _exact_tile(rows)
     else:
-        block_n = 128 if num_programs <= 2 * limits.num_sms else 64
-        wanted = Tile(rows, block_n, num_warps=4, num_stages=3)
+        few = num_programs <= 2 * limits.num_sms
+        wanted = Tile(rows, 128 if few else 64, num_warps=4 if few else 2, num_stages=3)
     return fit_tile(wanted, rows, head_dim, dtype, limits)
 
 

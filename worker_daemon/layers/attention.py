@@ -172,7 +172,8 @@ class Attention:
         )
 
     def forward(self, x: Tensor, kv_cache: Tensor, context: ForwardContext) -> Tensor:
-        """x [N, H] -> [N, H]; writes this layer's k and v into kv_cache, unless that is empty."""
+        """x [N, H] -> [N, H], this rank's part of the sum; writes k and v into kv_cache, unless
+        that is empty."""
         q = context.ops.rotate_and_store(
             self._qkv.forward(x, context.ops),
             context.positions,

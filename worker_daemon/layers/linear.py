@@ -69,8 +69,8 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """y = x W^T + b with the input split over the group: each rank multiplies its columns, then all
-    are summed.
+    """y = x W^T + b with the input split over the group: each rank multiplies its columns. The sum
+    over the ranks is left to what reads it, a norm mostly, which does both at once.
 
     Only rank 0 holds the bias, so that the sum contains it once.
     """
@@ -86,7 +86,6 @@ class RowParallelLinear:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._tp = tp
         columns = in_features // tp.size
         start = tp.rank * columns
         piece = Piece(
@@ -104,9 +103,9 @@ class RowParallelLinear:
         )
 
     def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
-        """x [N, local I] -> [N, O], equal on every rank."""
+        """x [N, local I] -> [N, O], this rank's part of the sum."""
         bias = None if self._bias is None else self._bias.data
-        return self._tp.all_reduce(ops.linear(x, self._weight.data, bias))
+        return ops.linear(x, self._weight.data, bias)
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._weight

@@ -23,6 +23,10 @@ class LayerOps(Protocol):
     unless said otherwise; results are new, arguments stay as they are, unless said otherwise. Never
     waits for the device."""
 
+    @property
+    def name(self) -> str:
+        """As a daemon reports it."""
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b: x [N, K], weight [M, K], bias [M] -> [N, M]."""
 

@@ -1,7 +1,4 @@
-"""Which implementation of the layer operations serves a device: probed once, reported by name.
-Knows no step."""
-
-from dataclasses import dataclass
+"""Which implementation of the layer operations serves a device: probed once. Knows no step."""
 
 import torch
 
@@ -9,19 +6,11 @@ from worker_daemon.layers.ops import LayerOps
 from worker_daemon.layers.torch_ops import TorchOps
 
 
-@dataclass(frozen=True, slots=True)
-class LayerOpsProvider:
-    """An implementation, and the name under which a daemon reports it."""
-
-    name: str
-    ops: LayerOps
-
-
-def probe_layer_ops(device: torch.device) -> LayerOpsProvider:
+def probe_layer_ops(device: torch.device) -> LayerOps:
     """Return our Triton kernels on a CUDA device, plain torch elsewhere."""
     if device.type != "cuda":
-        return LayerOpsProvider("torch", TorchOps())
+        return TorchOps()
     # Importing Triton takes longer than everything else that a CPU daemon imports of ours.
     from worker_daemon.kernels.ops import TritonOps
 
-    return LayerOpsProvider("triton", TritonOps(device))
+    return TritonOps(device)

@@ -11,6 +11,8 @@ from worker_daemon.layers.rotary import rotate
 class TorchOps:
     """LayerOps on any device."""
 
+    name = "torch"
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(x, weight, bias)
 

@@ -63,7 +63,7 @@ class MLP:
         )
 
     def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
-        """x [N, H] -> [N, H]."""
+        """x [N, H] -> [N, H], this rank's part of the sum."""
         return self._down.forward(ops.silu_and_mul(self._gate_up.forward(x, ops)), ops)
 
     def parameters(self) -> Iterator[Parameter]:
@@ -83,6 +83,7 @@ class DecoderLayer:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self._tp = tp
         prefix = f"model.layers.{index}"
         attention_prefix = f"{prefix}.self_attn"
         self._input_norm = RMSNorm(
@@ -111,15 +112,17 @@ class DecoderLayer:
         )
 
     def forward(
-        self, delta: Tensor | None, residual: Tensor, kv_cache: Tensor, context: ForwardContext
+        self, part: Tensor | None, residual: Tensor, kv_cache: Tensor, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """Writes this layer's k and v into kv_cache; returns the next (delta, residual), [N, H].
+        """Writes this layer's k and v into kv_cache; returns the next (part, residual), [N, H].
 
-        The residual stream is residual + delta: the sum is left to the next norm, which reads it.
+        The residual stream is residual + the sum of part over the ranks: both are left to the next
+        norm, which reads it.
         """
-        normed, residual = self._input_norm.add_and_norm(delta, residual, context.ops)
+        ops, tp = context.ops, self._tp
+        normed, residual = self._input_norm.add_and_norm(part, residual, ops, tp)
         attended = self._attention.forward(normed, kv_cache, context)
-        normed, residual = self._post_attention_norm.add_and_norm(attended, residual, context.ops)
+        normed, residual = self._post_attention_norm.add_and_norm(attended, residual, ops, tp)
         return self._mlp.forward(normed, context.ops), residual
 
     def parameters(self) -> Iterator[Parameter]:
@@ -144,6 +147,7 @@ class DecoderStage:
         head: tuple[RMSNorm, LMHead] | None,
         attention: AttentionBackend,
         ops: LayerOps,
+        tp: TensorParallel,
     ) -> None:
         """rotary is the table of `rotary_table`."""
         self._layers = layers
@@ -152,6 +156,12 @@ class DecoderStage:
         self._head = head
         self._attention = attention
         self._ops = ops
+        self._tp = tp
+
+    @property
+    def ops_name(self) -> str:
+        """What serves the layer operations."""
+        return self._ops.name
 
     def set_attention(self, attention: AttentionBackend) -> None:
         """Replaces the attention of all layers, as after the memory profile."""
@@ -177,10 +187,10 @@ class DecoderStage:
         """
         context = ForwardContext(positions, self._rotary, metadata, self._attention, self._ops)
         caches = kv_caches or [hidden.new_empty(0)] * len(self._layers)
-        delta: Tensor | None = None
+        part: Tensor | None = None
         for layer, kv_cache in zip(self._layers, caches, strict=True):
-            delta, hidden = layer.forward(delta, hidden, kv_cache, context)
-        return hidden if delta is None else hidden + delta
+            part, hidden = layer.forward(part, hidden, kv_cache, context)
+        return hidden if part is None else hidden + self._tp.all_reduce(part)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Last stage only: residual stream [R, H] -> contiguous float32 [R, V]."""
@@ -257,7 +267,8 @@ def build_stage(
         VocabParallelEmbedding(embedding, tp) if is_first and embedding else None,
         head,
         attention,
-        ops or probe_layer_ops(device).ops,
+        ops or probe_layer_ops(device),
+        tp,
     )
 
 

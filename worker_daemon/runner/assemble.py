@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from worker_daemon.distributed.bubbles import UnmeasuredWaits, input_waits
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.pp import NoOutbound, StageInbound, StageOutbound
@@ -71,6 +72,7 @@ def assemble_runner(
         no_hidden=torch.zeros((1, parts.hidden_size), dtype=parts.dtype, device=parts.device),
         rank=parts.parallel.rank,
         tp_size=parts.parallel.tp_size,
+        waits=UnmeasuredWaits() if parts.parallel.pp_size == 1 else input_waits(parts.device),
     )
 
 

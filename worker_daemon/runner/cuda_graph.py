@@ -20,8 +20,12 @@ from worker_daemon.runner.step_layout import DecodeLadder, StepPlan
 class StepGraphs(Protocol):
     """Whether, and which, steps of a runner are replayed."""
 
-    def capture(self, runner: ModelRunner) -> int:
-        """Capture what there is to capture, and let the runner replay it; return how many."""
+    @property
+    def count(self) -> int:
+        """How many graphs there are once they are captured."""
+
+    def capture(self, runner: ModelRunner) -> None:
+        """Capture what there is to capture, and let the runner replay it."""
 
     def before_relink(self, runner: ModelRunner) -> None:
         """The communicators are about to go: drop what holds them."""
@@ -33,8 +37,10 @@ class StepGraphs(Protocol):
 class NoGraphs:
     """Every step is launched kernel by kernel: on the CPU, or as --enforce-eager asks."""
 
-    def capture(self, runner: ModelRunner) -> int:
-        return 0
+    count = 0
+
+    def capture(self, runner: ModelRunner) -> None:
+        return None
 
     def before_relink(self, runner: ModelRunner) -> None:
         return None
@@ -61,13 +67,16 @@ class DecodeGraphs:
         self._arrived = arrived
         self._holds_communication = holds_communication
 
-    def capture(self, runner: ModelRunner) -> int:
+    @property
+    def count(self) -> int:
+        return len(self._ladder.plans)
+
+    def capture(self, runner: ModelRunner) -> None:
         program = GraphedProgram(self._eager, self._arrived)
         plans = self._ladder.plans
         runner.inputs.pad_by(self._ladder, plans)
         program.capture(plans, runner.inputs.padding)
         runner.use(program)
-        return len(plans)
 
     def before_relink(self, runner: ModelRunner) -> None:
         if self._holds_communication:

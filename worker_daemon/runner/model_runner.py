@@ -17,6 +17,7 @@ from rpc_schema.base import StepRequest
 from rpc_schema.codec import Frame
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.device.failures import typed_device_error
+from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.distributed.pp import STATUS_FAILED, Outbound
 from worker_daemon.distributed.tokens import TokenReturn
 from worker_daemon.errors import CommError
@@ -61,6 +62,7 @@ class ModelRunner:
         no_hidden: Tensor,
         rank: int,
         tp_size: int,
+        waits: InputWaits,
     ) -> None:
         """no_hidden: zeros [1, H] in the model's dtype, sent on in place of what a failed step
         computed."""
@@ -71,10 +73,16 @@ class ModelRunner:
         self._no_hidden = no_hidden
         self._rank = rank
         self._tp_size = tp_size
+        self._waits = waits
         device = inputs.tables.device
         self._failed = torch.full((), STATUS_FAILED, dtype=torch.int64, device=device)
         self._publications = 0
         self._unsampled: dict[int, _Unsampled] = {}
+
+    def input_wait_share(self) -> float:
+        """Return the share of its time for which the stage waits for its input. Any thread may
+        ask."""
+        return self._waits.bubbles.waiting_share
 
     @property
     def program(self) -> StageProgram:
@@ -154,7 +162,8 @@ class ModelRunner:
         entering = self._ends.entry.post(step.total_num_tokens, step.seq)
         with self._failing(step.seq, lambda: self._give_up(step, entering)):
             inputs = self.inputs.build(step)
-            arrived, status = entering.wait(inputs)
+            with self._waits.waiting():
+                arrived, status = entering.wait(inputs)
             output = self._program.run(inputs, arrived)
         hidden = output.hidden[: inputs.num_tokens]
         self._ends.outbound.send(hidden, self._status_to_send(status), step.seq)

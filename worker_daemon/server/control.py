@@ -312,6 +312,8 @@ class Control:
             config=snapshot.description.config,
             kv_cache=snapshot.description.kv_cache,
             memory_bytes=dict(snapshot.description.memory_bytes),
+            providers=dict(snapshot.description.providers),
+            input_wait_share=snapshot.description.input_wait_share(),
             transitions=snapshot.transitions,
             failure=snapshot.failure,
         )

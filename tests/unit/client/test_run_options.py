@@ -70,8 +70,9 @@ def test_bench_prints_one_object(fakes, directory, run):
     assert (result["tokens_in"], result["tokens_out"]) == (8, 32)
     assert {
         "seconds", "out_tok_s", "total_tok_s", "ttft_ms", "tpot_ms", "step_ms", "startup_s",
-        "gpu_memory_bytes", "device", "versions",
+        "gpu_memory_bytes", "device", "versions", "providers",
     } <= result.keys()  # fmt: skip
+    assert (result["providers"], result["input_wait_share"]) == ({"attention": "none"}, [0.25])
     assert result["step_ms"]["decode"]["count"] >= 7
     assert result["ttft_ms"]["p50"] <= result["ttft_ms"]["p99"]
     startup = result["startup_s"]

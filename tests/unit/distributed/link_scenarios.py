@@ -13,6 +13,7 @@ import torch
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.pp import StageInbound, StageOutbound
+from worker_daemon.distributed.symmetric import BLANK, NoPeers, Window
 from worker_daemon.distributed.tokens import TokenBroadcast
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import CommError
@@ -198,6 +199,68 @@ def stage_sums(rank, seed):
     generator = torch.Generator().manual_seed(seed + rank)
     x = torch.randint(-9, 9, (3, 4), generator=generator)
     return Member.tp.all_reduce(x.clone()).tolist(), Member.tp.all_gather_last_dim(x).tolist()
+
+
+class LibraryReducer:
+    """Reduces short messages as a kernel would, but over the group's library; counts them."""
+
+    limit_bytes = 64
+
+    def __init__(self, group, fault):
+        self.group, self.fault, self.count = group, fault, 0
+
+    def takes(self, x):
+        return x.numel() * x.element_size() <= self.limit_bytes
+
+    def all_reduce(self, x):
+        self.count += 1
+        total = x.clone()
+        torch.distributed.all_reduce(total, group=self.group)
+        return total + (1 if self.fault == "wrong sums" else 0)
+
+    def all_reduce_add_rms_norm(self, x, residual, weight, eps):
+        return add_norm(self.all_reduce(x), residual, weight, eps)
+
+
+class FakePeers(NoPeers):
+    def __init__(self, rank, size):
+        self.window = Window(rank, CPU, range(size), 0, BLANK, 0)
+
+
+def add_norm(x, residual, weight, eps):
+    total = residual + x
+    return torch.nn.functional.rms_norm(total, weight.shape, weight, eps), total
+
+
+def reduce_by_size(rank, faults, seed):
+    """Reductions where each rank's reducer has a fault or none.
+
+    Returns (name, how many messages the reducer took, whether every result was right).
+    """
+    state, group = Member.state, Member.link.groups.stage
+    reducer = LibraryReducer(group, faults[state.tp_rank])
+
+    def make(window):
+        assert window.rank == state.tp_rank
+        if reducer.fault == "cannot be made":
+            raise OSError("no compiler")
+        return reducer
+
+    tp = tensor_parallel(state.tp_rank, state.tp_size, make)
+    if "cannot be made" in faults and reducer.fault == "":
+        reducer.all_reduce = lambda x: x  # its peer never reduces
+    tp.bind(group, FakePeers(state.tp_rank, state.tp_size))
+    tried, right = reducer.count, True
+    generator = torch.Generator().manual_seed(seed)
+    for rows in (1, 2, 9):
+        everyone = torch.randint(-9, 9, (state.tp_size + 1, rows, 8), generator=generator).float()
+        weight, residual = torch.rand(8, generator=generator), everyone[-1]
+        x, total = everyone[state.tp_rank], everyone[:-1].sum(0)
+        right &= torch.equal(tp.all_reduce(x.clone()), total)
+        results = tp.all_reduce_add_rms_norm(x.clone(), residual, weight, 1e-5, add_norm)
+        expected = add_norm(total, residual, weight, 1e-5)
+        right &= all(map(torch.equal, results, expected))
+    return tp.all_reduce_name, reducer.count - tried, right
 
 
 def receive_until_broken(rank):

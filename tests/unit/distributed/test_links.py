@@ -75,6 +75,14 @@ def test_tensor_parallel_slices_are_gathered(connected, hidden_size):
         assert total[row] == [a + b for a, b in zip(*own, strict=True)]
 
 
+@pytest.mark.parametrize("fault", ["", "wrong sums", "cannot be made"])
+def test_short_messages_are_reduced_over_windows_only_where_all_ranks_can(connected, fault):
+    pool = connected(1, 2)
+    outcomes = pool.run(2, "reduce_by_size", ["", fault], 11)
+    expected = ("gloo", 0, True) if fault else ("peer memory to 0 KiB, gloo", 4, True)
+    assert outcomes == [expected] * 2
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_steps_in_flight_survive_random_delays(connected, seed):
     pool = connected(3, 1)

@@ -54,6 +54,6 @@ def test_linear_adds_the_bias() -> None:
 
 
 def test_a_cpu_gets_plain_torch() -> None:
-    provider = probe_layer_ops(torch.device("cpu"))
-    assert provider.name == "torch"
-    assert isinstance(provider.ops, TorchOps)
+    ops = probe_layer_ops(torch.device("cpu"))
+    assert ops.name == "torch"
+    assert isinstance(ops, TorchOps)

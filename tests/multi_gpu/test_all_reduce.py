@@ -1,0 +1,78 @@
+"""All-reduces of a tensor-parallel group over peer memory and NCCL, on two devices and more."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from worker_daemon.distributed.rendezvous import RendezvousServer
+
+pytestmark = pytest.mark.multi_gpu
+SCRIPT = Path(__file__).with_name("all_reduce_rank.py")
+ROOT = SCRIPT.parents[2]
+
+
+@pytest.fixture
+def ports():
+    """count -> as many ports where links can meet."""
+    servers = []
+
+    def make(count):
+        servers.extend(RendezvousServer("127.0.0.1") for _ in range(count))
+        return [server.port for server in servers]
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+def needs(count):
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} CUDA devices")
+
+
+def start(role, rank, size, seed, ports):
+    words = [role, rank, size, seed, *ports]
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *map(str, words)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process):
+    out, errors = process.communicate(timeout=110)
+    assert process.returncode == 0, errors
+    print(errors[-300:])
+    return out.strip()
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_every_rank_gets_the_same_right_bits(ports, size):
+    needs(size)
+    meetings = ports(1)
+    processes = [start("check", rank, size, "a", meetings) for rank in range(size)]
+    assert len({finish(process) for process in processes}) == 1
+
+
+def test_links_follow_each_other(ports):
+    needs(2)
+    meetings = ports(3)
+    processes = [start("relink", rank, 2, "b", meetings) for rank in range(2)]
+    assert len({finish(process) for process in processes}) == 1
+
+
+def test_survivor_of_a_killed_peer_links_anew_with_a_fresh_process(ports):
+    needs(2)
+    meetings = ports(2)
+    survivor, killed = start("survive", 0, 2, "c", meetings), start("die", 1, 2, "c", meetings)
+    killed.communicate(timeout=110)
+    fresh = start("fresh", 1, 2, "c", meetings)
+    assert finish(survivor) == finish(fresh)

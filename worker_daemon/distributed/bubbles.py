@@ -1,0 +1,147 @@
+"""Bubbles: the share of its time for which a stage waits for its input, sampled.
+
+Every n-th step is measured, from before its wait to before the next step's: on a device by events
+on the stream that waits, on the CPU by the clock. Nothing is ever waited for to measure it. Knows
+no message and no step.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+
+_EVERY = 32
+_SAMPLES = 64
+
+T = TypeVar("T")
+
+
+class Bubbles(NamedTuple):
+    """What was measured."""
+
+    waiting_share: float
+    """Of the samples' time, from 0 to 1; 0 without samples."""
+    num_samples: int
+    """At most the last 64 are taken into account."""
+
+
+class InputWaits(Protocol):
+    """Measures a stage's waits. Used on the step thread; `bubbles` may be read by any."""
+
+    @property
+    def bubbles(self) -> Bubbles:
+        """What the newest samples say."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around a step's wait for its input, once a step."""
+
+
+class UnmeasuredWaits:
+    """Measures nothing: the null twin."""
+
+    bubbles = Bubbles(0.0, 0)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class _Clock(Protocol[T]):
+    """Marks points of the work that is done in order."""
+
+    def mark(self) -> T:
+        """This point."""
+
+    def seconds(self, first: T, last: T) -> float | None:
+        """Between two marks; None as long as the last has not been reached."""
+
+
+class _HostClock:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+
+    def mark(self) -> float:
+        return self._now()
+
+    def seconds(self, first: float, last: float) -> float | None:
+        return last - first
+
+
+class _StreamClock:
+    """Marks the current CUDA stream."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float | None:
+        if not last.query():  # type: ignore[no-untyped-call]
+            return None
+        return float(first.elapsed_time(last)) / 1000
+
+
+class _Sample(NamedTuple):
+    waited_s: float
+    whole_s: float
+
+
+class SampledWaits(Generic[T]):
+    """Measures every n-th step's wait."""
+
+    def __init__(self, clock: _Clock[T], every: int) -> None:
+        self._clock = clock
+        self._every = every
+        self._steps = 0
+        self._open: tuple[T, T] | None = None
+        """Marks around the wait of the step before, where that is a sample."""
+        self._unread: deque[tuple[T, T, T]] = deque()
+        self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
+        self._bubbles = Bubbles(0.0, 0)
+
+    @property
+    def bubbles(self) -> Bubbles:
+        """What the newest samples say."""
+        return self._bubbles
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a step's wait for its input, once a step."""
+        self._close_sample()
+        is_sample = self._steps % self._every == 0
+        self._steps += 1
+        if not is_sample:
+            yield
+            return
+        began = self._clock.mark()
+        yield
+        self._open = (began, self._clock.mark())
+
+    def _close_sample(self) -> None:
+        if self._open is None:
+            return
+        self._unread.append((*self._open, self._clock.mark()))
+        self._open = None
+        while self._unread and self._read(*self._unread[0]):
+            self._unread.popleft()
+
+    def _read(self, began: T, arrived: T, next_began: T) -> bool:
+        whole_s = self._clock.seconds(began, next_began)
+        if whole_s is None:
+            return False
+        self._samples.append(_Sample(self._clock.seconds(began, arrived) or 0.0, whole_s))
+        whole = sum(sample.whole_s for sample in self._samples)
+        waited = sum(sample.waited_s for sample in self._samples)
+        self._bubbles = Bubbles(waited / whole if whole else 0.0, len(self._samples))
+        return True
+
+
+def input_waits(
+    device: torch.device, *, every: int = _EVERY, now: Callable[[], float] = time.perf_counter
+) -> InputWaits:
+    """Return what measures the waits of a stage on this device; now counts seconds on the CPU."""
+    if device.type == "cuda":
+        return SampledWaits(_StreamClock(), every)
+    return SampledWaits(_HostClock(now), every)

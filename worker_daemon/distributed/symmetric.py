@@ -1,0 +1,310 @@
+"""Windows: memory of each rank of a tensor-parallel group that all of its ranks can write, opened
+with a link and given up with it.
+
+Descriptors are passed over Unix sockets of our own, whose names and a secret come over the link's
+store. torch's own symmetric memory is not used: its rendezvous counts meetings for the life of a
+process, so that a survivor and a fresh peer never meet again; its kernels cannot be aborted; and it
+waits for the whole device when it frees. Knows no kernel.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
+
+from worker_daemon.distributed.peer_memory import (
+    Driver,
+    PeerMemoryError,
+    adopt,
+    allocate,
+)
+
+BLANK = -0x7FFF8000
+"""int32 that every word of a window holds at first: a pair of negative zeros of 16 bits."""
+
+BYTES_PER_RANK = 8 << 20
+"""A window has so many bytes for each rank: two messages of 4 MiB."""
+
+_LOG = logging.getLogger(__name__)
+_SECRET_BYTES = 16
+_HEADER = struct.Struct(f"<{_SECRET_BYTES}sII")
+"""Secret, rank, and size of the block in MiB."""
+_MIB = 1 << 20
+_ABSENT = b"-"
+_POLL_S = 0.001
+_END_S = 5.0
+"""How long leaving waits for the device to be done with a window."""
+
+
+class Peers(Protocol):
+    """What a link knows of its group's windows."""
+
+    @property
+    def window(self) -> "Window | None":
+        """This rank's view of the windows; None where there are none, on every rank alike."""
+
+    def stop(self) -> None:
+        """Let whatever waits for a peer on the device go on, now, and wait for none again. Any
+        thread may call it."""
+
+    def leave(self) -> None:
+        """Stop, and unmap all windows once the device is done with them."""
+
+
+class NoPeers:
+    """No memory is shared: on the CPU, between hosts, or where the driver refuses."""
+
+    window = None
+
+    def stop(self) -> None:
+        return None
+
+    def leave(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One rank's view of the windows of its group."""
+
+    rank: int
+    device: torch.device
+    addresses: Sequence[int]
+    """Where each rank's window is mapped on this device."""
+    num_bytes: int
+    blank: int
+    stop_address: int
+    """An int32 in page-locked memory; once it is not 0, nothing is waited for."""
+
+
+class MappedPeers:
+    """The windows of a group, all mapped here. Owned by the link; made on the step thread."""
+
+    def __init__(self, rank: int, device: torch.device, blocks: Sequence["Block"]) -> None:
+        """Takes the blocks over: one a rank, in order."""
+        self._blocks = list(blocks)
+        self._pinned = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        # Plain memory to whoever stops: a thread that may be in any of torch's modes.
+        self._stop = self._pinned.numpy()
+        self.window = Window(
+            rank,
+            device,
+            tuple(block.address for block in blocks),
+            blocks[rank].num_bytes,
+            BLANK,
+            self._pinned.data_ptr(),
+        )
+
+    def stop(self) -> None:
+        self._stop[0] = 1
+
+    def leave(self) -> None:
+        self.stop()
+        blocks, self._blocks = self._blocks, []
+        if blocks and not is_device_done(self.window.device, _END_S):
+            # Memory that a kernel may still write must stay; the process's end takes it.
+            _LOG.warning("the device is not done with the windows: they stay mapped")
+            return
+        _release(blocks)
+
+
+def open_peers(store: Store, rank: int, size: int, device: torch.device, timeout_s: float) -> Peers:
+    """Map the windows of all ranks of a group, or none on any rank. Collective.
+
+    store is this group's alone, and new with each link; its timeout bounds the wait for the others.
+
+    Raises:
+        RuntimeError: they did not come (torch's DistStoreError).
+    """
+    if size == 1 or device.type != "cuda":
+        return NoPeers()
+    blocks = share(store, rank, size, _new_block(device, size), timeout_s)
+    if not blocks:
+        _LOG.warning("the ranks of this stage share no memory: NCCL serves all messages")
+        return NoPeers()
+    return MappedPeers(rank, device, blocks)
+
+
+class Block(Protocol):
+    """Memory that is mapped here (see peer_memory.py)."""
+
+    @property
+    def address(self) -> int:
+        """Where, on this device."""
+
+    @property
+    def num_bytes(self) -> int:
+        """A multiple of 1 MiB."""
+
+    def export(self) -> int:
+        """Return a new file descriptor of it. Raises PeerMemoryError."""
+
+    def release(self) -> None:
+        """Unmap it. Raises PeerMemoryError."""
+
+
+class Meeting(Protocol):
+    """What a rank brings to an exchange of blocks."""
+
+    @property
+    def own(self) -> Block:
+        """This rank's block."""
+
+    def adopt(self, descriptor: int, num_bytes: int) -> Block:
+        """Map a peer's block. Raises PeerMemoryError."""
+
+
+def _new_block(device: torch.device, size: int) -> "_CudaMeeting | None":
+    ordinal = device.index if device.index is not None else torch.cuda.current_device()
+    try:
+        return _CudaMeeting(ordinal, size)
+    except PeerMemoryError as error:
+        _LOG.warning("the driver shares no memory: %s", error)
+        return None
+
+
+class _CudaMeeting:
+    """A new block of this rank's device, blank."""
+
+    def __init__(self, device: int, size: int) -> None:
+        self._driver, self._device = Driver(), device
+        self.own = allocate(self._driver, BYTES_PER_RANK * size, device)
+        try:
+            self.own.fill(BLANK & 0xFFFFFFFF)
+        except PeerMemoryError:
+            self.own.release()
+            raise
+        torch.cuda.synchronize(device)
+
+    def adopt(self, descriptor: int, num_bytes: int) -> Block:
+        return adopt(self._driver, descriptor, num_bytes, self._device)
+
+
+def share(
+    store: Store, rank: int, size: int, meeting: Meeting | None, timeout_s: float
+) -> list[Block]:
+    """Return everybody's block by rank, or nothing on all ranks if one has none. Collective.
+
+    meeting: None on a rank that has no block. Takes meeting.own over.
+    """
+    blocks = {} if meeting is None else {rank: meeting.own}
+    try:
+        with _listener(timeout_s) as (listener, name):
+            secret = secrets.token_bytes(_SECRET_BYTES)
+            own = _ABSENT if meeting is None else name + secret
+            everyone = _exchange(store, "names", rank, size, own)
+            if meeting is not None and _ABSENT not in everyone:
+                _trade(everyone, listener, secret, meeting, blocks)
+        done = b"1" if len(blocks) == size else b"0"
+        if set(_exchange(store, "mapped", rank, size, done)) == {b"1"}:
+            return [blocks[peer] for peer in range(size)]
+    except BaseException:
+        _release(list(blocks.values()))
+        raise
+    _release(list(blocks.values()))
+    return []
+
+
+def _trade(
+    everyone: Sequence[bytes],
+    listener: socket.socket,
+    secret: bytes,
+    meeting: Meeting,
+    blocks: dict[int, Block],
+) -> None:
+    """Give this rank's block to all others and take theirs, as far as that goes."""
+    (rank,) = blocks
+    try:
+        for peer, address in enumerate(everyone):
+            if peer != rank:
+                _give(address, rank, meeting.own, listener.gettimeout())
+        while len(blocks) < len(everyone):
+            _take(listener, secret, len(everyone), meeting, blocks)
+    except (OSError, PeerMemoryError) as error:
+        _LOG.warning("a peer's window cannot be mapped: %s", error)
+
+
+def _exchange(store: Store, key: str, rank: int, size: int, value: bytes) -> list[bytes]:
+    """Every rank's value, by rank."""
+    store.set(f"{key}/{rank}", value.hex())
+    return [bytes.fromhex(store.get(f"{key}/{peer}").decode()) for peer in range(size)]
+
+
+@contextlib.contextmanager
+def _listener(timeout_s: float) -> Iterator[tuple[socket.socket, bytes]]:
+    """A listening Unix socket without a file, and its name."""
+    name = b"\0" + secrets.token_bytes(_SECRET_BYTES).hex().encode()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.settimeout(timeout_s)
+        listener.bind(name)
+        listener.listen()
+        yield listener, name
+
+
+def _give(address: bytes, rank: int, block: Block, timeout_s: float | None) -> None:
+    """Send a peer this rank's block; it need not have accepted yet."""
+    name, secret = address[:-_SECRET_BYTES], address[-_SECRET_BYTES:]
+    descriptor = block.export()
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+            peer.settimeout(timeout_s)
+            peer.connect(name)
+            header = _HEADER.pack(secret, rank, block.num_bytes // _MIB)
+            socket.send_fds(peer, [header], [descriptor])
+    finally:
+        os.close(descriptor)
+
+
+def _take(
+    listener: socket.socket,
+    secret: bytes,
+    size: int,
+    meeting: Meeting,
+    blocks: dict[int, Block],
+) -> None:
+    """Accept one peer's block; what somebody else sends is dropped."""
+    connection, _ = listener.accept()
+    with connection:
+        connection.settimeout(listener.gettimeout())
+        data, descriptors, _, _ = socket.recv_fds(connection, _HEADER.size, 1)
+    try:
+        if len(data) == _HEADER.size and len(descriptors) == 1:
+            token, peer, size_mib = _HEADER.unpack(data)
+            if secrets.compare_digest(token, secret) and peer < size and peer not in blocks:
+                blocks[peer] = meeting.adopt(descriptors[0], size_mib * _MIB)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _release(blocks: Sequence[Block]) -> None:
+    for block in blocks:
+        with contextlib.suppress(PeerMemoryError):  # a broken context: the process's end frees it
+            block.release()
+
+
+def is_device_done(device: torch.device, limit_s: float) -> bool:
+    """Whether all work on the current stream so far ends within limit_s, asked without ever
+    blocking in the driver; a device that is lost never does."""
+    if device.type != "cuda":
+        return True
+    deadline = time.monotonic() + limit_s
+    try:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        while not event.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,306 @@
+"""All-reduce of short messages over memory that the ranks of a group write to each other directly,
+alone or fused with the residual addition and the norm that follow.
+
+Must not know how that memory was mapped, nor torch.distributed. Rows go to programs; each program
+stores its rows into every peer's window and then polls its own window, whose words are `blank`
+until they arrive. No flag and no fence is needed: a word is its own flag (the idea of Lamport's
+one-word channel, as NCCL's and TensorRT-LLM's low-latency protocols have it). What was read is made
+blank again.
+
+Why two slots for each program suffice: a peer stores into a slot again two calls later, after this
+rank's call in between has sent, hence after the call that made the slot blank has ended.
+"""
+
+# Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
+# mypy: disable-error-code="no-untyped-def"
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from worker_daemon.kernels.launch import await_previous, launch_options, start_next
+
+PROGRAMS = 128
+"""At most so many programs: all of them fit on the device at once beside other kernels."""
+SLOTS = 2
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_WORD_BYTES = 4
+_ALIGNED = 4
+"""Words of the widest access."""
+_WORDS_PER_THREAD = 8
+_WARPS = (4, 16)
+_LIMITS_BYTES = {("NVIDIA H200", 2): 512 << 10}
+"""(device, ranks): up to how many bytes a one-shot reduction was seen to be faster than NCCL."""
+_UNMEASURED_LIMIT_BYTES = 256 << 10
+"""Elsewhere, for two ranks; what a rank sends grows with their number."""
+
+
+class PeerWindow(Protocol):
+    """Memory of every rank of a group, mapped on this one."""
+
+    @property
+    def rank(self) -> int:
+        """0 <= rank < len(addresses)."""
+
+    @property
+    def addresses(self) -> Sequence[int]:
+        """Where each rank's window is mapped on this device, aligned to 16 bytes or more."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of each window."""
+
+    @property
+    def blank(self) -> int:
+        """int32 that every word of every window holds at first: a pair of negative zeros."""
+
+    @property
+    def stop_address(self) -> int:
+        """An int32 that the device can read; once it is not 0, nothing is waited for."""
+
+
+class PeerReduce:
+    """The reductions over one window. Owns a little device memory; step thread only.
+
+    Every rank makes the same calls in the same order, on one stream, in CUDA graphs or outside.
+    """
+
+    def __init__(
+        self,
+        window: PeerWindow,
+        device: torch.device,
+        *,
+        pdl: bool,
+        limit_bytes: int | None = None,
+        max_programs: int = PROGRAMS,
+    ) -> None:
+        """Window as it was made, all words blank on all ranks; pdl as in launch.py; limit_bytes
+        where the measured one is not wanted; max_programs of one launch, all of which must fit on
+        the device at once. Both are alike on all ranks."""
+        self._rank = window.rank
+        self._size = len(window.addresses)
+        self._blank = window.blank
+        self._addresses = torch.tensor(
+            [*window.addresses, window.stop_address], dtype=torch.int64, device=device
+        )
+        self._turns = torch.zeros(max_programs, dtype=torch.int32, device=device)
+        regions = max_programs * SLOTS * self._size
+        self._region_words = window.num_bytes // (regions * _WORD_BYTES) // _ALIGNED * _ALIGNED
+        self._pdl = pdl
+        self._max_programs = max_programs
+        most = max_programs * self._region_words * _WORD_BYTES
+        self.limit_bytes = min(most, limit_bytes or _limit_bytes(device, self._size))
+        """Messages up to this size are worth it."""
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether x [..., H] can be reduced here, and is short enough to be worth it."""
+        row_words = x.shape[-1] * x.element_size() // _WORD_BYTES
+        return (
+            x.dtype in _DTYPES
+            and x.shape[-1] % 2 == 0
+            and 0 < x.numel() * x.element_size() <= self.limit_bytes
+            and self._rows_per_program(x.numel() // x.shape[-1]) * row_words <= self._region_words
+        )
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum of x [..., H] over the ranks, in float32 in the order of the ranks, rounded once: the
+        same bits on every rank. A new tensor; x must be contiguous, and `takes(x)`."""
+        total = torch.empty_like(x)
+        self._launch(total, total, x, None, None, 0.0)
+        return total
+
+    def all_reduce_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(rms_norm(s), s), s = residual + all_reduce(x), each rounded to their dtype; all
+        [N, H], weight [H]. Two new tensors."""
+        normed, total = torch.empty_like(x), torch.empty_like(x)
+        self._launch(normed, total, x, residual, weight, eps)
+        return normed, total
+
+    def _launch(
+        self,
+        normed: Tensor,
+        total: Tensor,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        eps: float,
+    ) -> None:
+        assert x.is_contiguous()
+        assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
+        size = x.shape[-1] // 2
+        num_rows = x.numel() // x.shape[-1]
+        block = triton.next_power_of_2(size)
+        source = _words(x)
+        _peer_reduce_kernel[(min(num_rows, self._max_programs),)](
+            _words(normed),
+            _words(total),
+            source,
+            source if residual is None else _words(residual),
+            source if weight is None else _words(weight),
+            eps,
+            self._addresses,
+            self._turns,
+            num_rows,
+            RANK=self._rank,
+            RANKS=self._size,
+            BLANK=self._blank,
+            REGION=self._region_words,
+            ROWS=self._rows_per_program(num_rows),
+            SIZE=size,
+            BLOCK=block,
+            DTYPE=_TRITON_DTYPES[x.dtype],
+            FUSED=residual is not None,
+            PDL=self._pdl,
+            num_warps=_num_warps(block),
+            enable_fp_fusion=True,
+            **launch_options(self._pdl),
+        )
+
+    def _rows_per_program(self, num_rows: int) -> int:
+        """A power of two, so that few variants of the kernel are compiled."""
+        return int(triton.next_power_of_2(-(-num_rows // self._max_programs)))
+
+
+_TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def _limit_bytes(device: torch.device, size: int) -> int:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return _LIMITS_BYTES.get((name, size), _UNMEASURED_LIMIT_BYTES // max(size - 1, 1))
+
+
+def _words(x: Tensor) -> Tensor:
+    return x.view(torch.int32)
+
+
+def _num_warps(block: int) -> int:
+    fewest, most = _WARPS
+    return min(max(block // (32 * _WORDS_PER_THREAD), fewest), most)
+
+
+@triton.jit
+def _low(words, DTYPE: tl.constexpr):
+    """The elements with even numbers, as float32."""
+    return (words & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _high(words, DTYPE: tl.constexpr):
+    """The elements with odd numbers, as float32."""
+    return ((words >> 16) & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _pack(low, high, DTYPE: tl.constexpr):
+    """Two float32, rounded to DTYPE, in one word."""
+    first = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return first | (high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _window(address):
+    """The int32 words behind an address that is stored as a number."""
+    return tl.multiple_of(tl.load(address).to(tl.pointer_type(tl.int32)), 16)
+
+
+@triton.jit
+def _await_words(address, inside, stop, BLANK: tl.constexpr):
+    """The words at address once none of them is blank, or at once if everything is stopped."""
+    words = tl.load(address, mask=inside, other=0, volatile=True)
+    missing = tl.max((words == BLANK).to(tl.int32), axis=0)
+    polls = 0
+    while missing != 0:
+        words = tl.load(address, mask=inside, other=0, volatile=True)
+        missing = tl.max((words == BLANK).to(tl.int32), axis=0)
+        polls += 1
+        # Host memory is far: it is looked at after some ten microseconds of waiting, then seldom.
+        if polls % 64 == 0:  # noqa: SIM102  a kernel's `and` evaluates both sides
+            if tl.load(stop, volatile=True) != 0:
+                missing = 0
+    return words
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _peer_reduce_kernel(
+    normed,
+    total,
+    x,
+    residual,
+    weight,
+    eps,
+    addresses,
+    turns,
+    num_rows,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLANK: tl.constexpr,
+    REGION: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FUSED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    word = tl.arange(0, BLOCK)
+    stop = tl.load(addresses + RANKS).to(tl.pointer_type(tl.int32))
+    window = _window(addresses + RANK)
+    if FUSED:
+        gain = tl.load(weight + word, mask=word < SIZE, other=0)
+    await_previous(PDL)
+    turn = tl.load(turns + program)
+    slot = (program * 2 + (turn & 1)) * RANKS * REGION
+
+    for index in range(ROWS):
+        row = program + index * programs
+        inside = word < tl.where(row < num_rows, SIZE, 0)
+        own = tl.load(x + row.to(tl.int64) * SIZE + word, mask=inside, other=0)
+        own = tl.where(own == BLANK, 0, own)
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                inbox = _window(addresses + peer) + slot + RANK * REGION + index * SIZE
+                tl.store(inbox + word, own, mask=inside)
+
+    for index in range(ROWS):
+        row = program + index * programs
+        inside = word < tl.where(row < num_rows, SIZE, 0)
+        element = row.to(tl.int64) * SIZE + word
+        # Before the wait, so that these loads are done when it ends.
+        own = tl.load(x + element, mask=inside, other=0)
+        own = tl.where(own == BLANK, 0, own)
+        if FUSED:
+            before = tl.load(residual + element, mask=inside, other=0)
+        low = tl.zeros((BLOCK,), tl.float32)
+        high = tl.zeros((BLOCK,), tl.float32)
+        for source in tl.static_range(RANKS):
+            if source == RANK:
+                words = own
+            else:
+                inbox = window + slot + source * REGION + index * SIZE + word
+                words = _await_words(inbox, inside, stop, BLANK)
+                tl.store(inbox, tl.full((BLOCK,), BLANK, tl.int32), mask=inside)
+            low += _low(words, DTYPE)
+            high += _high(words, DTYPE)
+        if FUSED:
+            low = _low(before, DTYPE) + low.to(DTYPE).to(tl.float32)
+            high = _high(before, DTYPE) + high.to(DTYPE).to(tl.float32)
+            tl.store(total + element, _pack(low, high, DTYPE), mask=inside)
+            low = low.to(DTYPE).to(tl.float32)
+            high = high.to(DTYPE).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(low * low + high * high) / (2 * SIZE) + eps)
+            low = low * scale * _low(gain, DTYPE)
+            high = high * scale * _high(gain, DTYPE)
+            tl.store(normed + element, _pack(low, high, DTYPE), mask=inside)
+        else:
+            tl.store(total + element, _pack(low, high, DTYPE), mask=inside)
+    tl.store(turns + program, turn + 1)
