@@ -34,7 +34,11 @@ def status(endpoints: Endpoints, as_json: AsJson = False) -> None:
     if as_json:
         sys.stdout.write(json.dumps(msgspec.to_builtins([_named(s) for s in statuses])) + "\n")
     else:
-        Console().print(_table(statuses))
+        console = Console()
+        console.print(_table(statuses))
+        for entry in statuses:
+            served_by = ", ".join(f"{part} {name}" for part, name in entry.providers.items())
+            console.print(f"rank {entry.rank}: {served_by or 'no model'}")
 
 
 def shutdown(endpoints: Endpoints) -> None:
@@ -81,15 +85,13 @@ def _named(status: Status) -> dict[str, object]:
 
 
 def _table(statuses: list[Status]) -> Table:
-    table = Table(
-        *("endpoint", "pid", "device", "rank", "state", "model", "epoch, step", "memory", "by")
-    )
+    table = Table("endpoint", "pid", "device", "rank", "state", "model", "epoch, step", "memory")
     for entry in statuses:
         model = "-" if entry.config is None else entry.config.model.model
         memory = ", ".join(f"{k} {v // MIB} MiB" for k, v in entry.memory_bytes.items())
         state = f"{entry.serving}, {entry.load}, link {entry.link_state}"
         ids = f"{entry.epoch}, {entry.last_seq}"
-        served_by = ", ".join(f"{part} {name}" for part, name in entry.providers.items())
-        row = (entry.endpoint, str(entry.pid), entry.device, str(entry.rank), state, model, ids)
-        table.add_row(*row, memory, served_by)
+        table.add_row(
+            entry.endpoint, str(entry.pid), entry.device, str(entry.rank), state, model, ids, memory
+        )
     return table

@@ -239,7 +239,7 @@ def test_control_answers_during_a_step(driver: Driver) -> None:
     assert health.healthy
     assert status.phase_ms < 800
     assert isinstance(driver.reply(), step.ModelRunnerOutput)
-    assert driver.status().phase == "IDLE"
+    wait_for(lambda: driver.status().phase == "IDLE")
 
 
 def test_attach_frees_a_step_that_hangs_on_its_peers(
