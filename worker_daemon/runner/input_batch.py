@@ -125,6 +125,9 @@ class InputBuilder:
         self._min_tokens = np.zeros(num_rows, np.int32)
         self._is_plain = np.ones(num_rows, np.bool_)
         self._published = np.full(num_rows, -1, np.int64)
+        self._newest = (np.zeros(0, np.int64), -1)
+        """The last publication, and its rows."""
+        self._steady: _Batch | None = None
         self._count = np.arange(_most_seqs(state) + 1, dtype=np.int32)
 
     def pad_by(self, ladder: Ladder, plans: Sequence[StepPlan]) -> None:
@@ -138,37 +141,67 @@ class InputBuilder:
         ends = step.starts + step.num_tokens
         plan = self._ladder.fit(step, int(ends.max(initial=0)))
         packed = self._staging.open(plan.shape)
-        sampled_on_device = step.starts >= self._state.num_known_tokens[step.slots]
+        steady = self._steady
+        if steady is None or steady.slots is not step.slots or step.new_requests:
+            steady = self._survey(step)
+        self._steady = steady if steady.goes_on else None
+        if packed.holds is steady:
+            _advance(packed.host, step, ends)
+        else:
+            self._fill(packed.host, step, ends, steady)
+            packed.holds = self._steady
+        self._fill_updates(packed.host, step)
+        columns = packed.upload()
+        self.tables.admit(columns)
+        return StepInputs(
+            plan=plan,
+            columns=columns,
+            num_tokens=step.total_num_tokens,
+            query_lens_np=step.num_tokens,
+            seq_lens_np=ends,
+            sample_rows=SampleRows(
+                slots_np=steady.sampling_slots,
+                generations=steady.generations,
+                positions_np=ends if steady.goes_on else ends[steady.sampling],
+                slots=columns.sample_rows,
+                token_indices=columns.sample_tokens,
+                positions=columns.sample_positions,
+            ),
+            tokens_from=self._newest_publication(steady),
+        )
+
+    def _survey(self, step: ScheduledStep) -> "_Batch":
+        on_device = step.starts >= self._state.num_known_tokens[step.slots]
         sampling = np.flatnonzero(step.samples)
-        columns = packed.host
+        slots = step.slots[sampling]
+        is_decode = 0 < step.slots.size == step.total_num_tokens
+        return _Batch(
+            slots=step.slots,
+            on_device=on_device,
+            reading_slots=step.slots[on_device],
+            sampling=sampling,
+            sampling_slots=slots,
+            generations=self._state.generation[slots],
+            goes_on=bool(is_decode and step.samples.all() and on_device.all()),
+        )
+
+    def _newest_publication(self, batch: "_Batch") -> int:
+        slots, publication = self._newest
+        if batch.goes_on and slots is batch.sampling_slots:
+            return publication
+        return int(self._published[batch.reading_slots].max(initial=-1))
+
+    def _fill(
+        self, columns: StepColumns[Int32s], step: ScheduledStep, ends: Int32s, batch: "_Batch"
+    ) -> None:
         if step.total_num_tokens == step.slots.size:
             self._fill_decode(columns, step, ends)
         else:
             self._fill_mixed(columns, step, ends)
         columns.seq_order[:] = np.argsort(-columns.seq_lens, kind="stable")
-        self._fill_known_tokens(columns, step, sampled_on_device)
-        self._fill_samples(columns, step, ends, sampling)
-        self._fill_updates(columns, step)
+        self._fill_known_tokens(columns, step, batch.on_device)
+        self._fill_samples(columns, step, ends, batch.sampling)
         self._admit(columns, step)
-        on_device = packed.upload()
-        self.tables.admit(on_device)
-        slots = step.slots[sampling]
-        return StepInputs(
-            plan=plan,
-            columns=on_device,
-            num_tokens=step.total_num_tokens,
-            query_lens_np=step.num_tokens,
-            seq_lens_np=ends,
-            sample_rows=SampleRows(
-                slots_np=slots,
-                generations=self._state.generation[slots],
-                positions_np=ends[sampling],
-                slots=on_device.sample_rows,
-                token_indices=on_device.sample_tokens,
-                positions=on_device.sample_positions,
-            ),
-            tokens_from=int(self._published[step.slots[sampled_on_device]].max(initial=-1)),
-        )
 
     def padding(self, plan: StepPlan) -> StepInputs:
         """Return inputs that are padding alone: for warm-up and capture, without a request."""
@@ -223,6 +256,7 @@ class InputBuilder:
     def note_publication(self, slots: Int64s, publication: int) -> None:
         """Remember which publication brings the newest token of these rows."""
         self._published[slots] = publication
+        self._newest = (slots, publication)
 
     def are_plain(self, rows: SampleRows) -> bool:
         """Tell whether every row takes its likeliest token and reports nothing else."""
@@ -355,6 +389,34 @@ class InputBuilder:
         self._min_tokens[slot] = params.min_tokens if params.stop_token_ids else 0
         self._is_plain[slot] = not random and params.logprobs is None and not self._min_tokens[slot]
         self._published[slot] = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Batch:
+    """What steps of the same rows have in common."""
+
+    slots: Int64s
+    """[B], the very array that the steps carry."""
+    on_device: Bools
+    """[B] whether the row's token was sampled, and so is on the device."""
+    reading_slots: Int64s
+    """Those rows."""
+    sampling: Int64s
+    """Indices of the sequences that sample."""
+    sampling_slots: Int64s
+    generations: Int64s
+    """Of sampling_slots."""
+    goes_on: bool
+    """One token each, all on the device, all sampling: a next step of the same rows is the same but
+    for its positions and blocks."""
+
+
+def _advance(columns: StepColumns[Int32s], step: ScheduledStep, ends: Int32s) -> None:
+    """Bring columns that were filled for an earlier step of the same batch up to this one."""
+    used = ends.size
+    columns.positions[:used] = step.starts
+    columns.seq_lens[:used] = ends
+    columns.sample_positions[:used] = ends
 
 
 def staging_capacity(state: RequestState) -> int:

@@ -26,9 +26,13 @@ def upload(values: npt.NDArray[np.int64] | npt.NDArray[np.bool_], device: torch.
 class Packed(Protocol):
     """One step's buffer: fill the host's columns, then upload them."""
 
+    holds: object
+    """What the columns were filled for when this buffer was used last with these sizes, as its user
+    noted it; None if they hold nothing of use."""
+
     @property
     def host(self) -> StepColumns[Int32s]:
-        """Columns to fill, all of them: what they held before is undefined."""
+        """Columns to fill: all of them, unless `holds` says what they hold already."""
 
     def upload(self) -> StepColumns[Tensor]:
         """Start the copy; return the device's columns, valid until the next step's upload."""
@@ -47,8 +51,13 @@ class Staging(Protocol):
 class HostStaging:
     """The staging of a device that is the host: the buffer is the copy."""
 
+    def __init__(self) -> None:
+        self._last = _HostPacked(StepShape(0, 0, 0, 0, 0))
+
     def open(self, shape: StepShape) -> Packed:
-        return _HostPacked(shape)
+        if self._last.shape != shape:
+            self._last = _HostPacked(shape)
+        return self._last
 
     def keep(self, shapes: Iterable[StepShape]) -> None:
         return None
@@ -56,13 +65,15 @@ class HostStaging:
 
 class _HostPacked:
     def __init__(self, shape: StepShape) -> None:
-        self._shape = shape
-        self._values = np.empty(packed_size(shape), np.int32)
-        self.host: StepColumns[Int32s] = split_columns(shape, lambda a, b: self._values[a:b])
+        values = np.empty(packed_size(shape), np.int32)
+        tensor = torch.from_numpy(values)
+        self.shape = shape
+        self.holds: object = None
+        self.host: StepColumns[Int32s] = split_columns(shape, lambda a, b: values[a:b])
+        self._on_device: StepColumns[Tensor] = split_columns(shape, lambda a, b: tensor[a:b])
 
     def upload(self) -> StepColumns[Tensor]:
-        values = torch.from_numpy(self._values)
-        return split_columns(self._shape, lambda a, b: values[a:b])
+        return self._on_device
 
 
 class CudaStaging:
@@ -75,66 +86,57 @@ class CudaStaging:
     def __init__(self, capacity: int, device: torch.device, depth: int) -> None:
         """capacity: int32 values of the largest step; depth: steps in flight."""
         self._on_device = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self._buffers = deque(_PinnedBuffer(capacity) for _ in range(depth))
-        self._kept: dict[StepShape, StepColumns[Tensor]] = {}
+        self._buffers = deque(_PinnedBuffer(self._on_device) for _ in range(depth))
 
     def open(self, shape: StepShape) -> Packed:
         self._buffers.rotate(-1)
-        buffer = self._buffers[0]
-        return _PinnedPacked(
-            buffer,
-            buffer.columns(shape),
-            self._device_columns(shape),
-            self._on_device[: packed_size(shape)],
-        )
+        return self._buffers[0].open(shape)
 
     def keep(self, shapes: Iterable[StepShape]) -> None:
         for shape in shapes:
-            self._kept[shape] = self._device_columns(shape)
             for buffer in self._buffers:
                 buffer.keep(shape)
 
-    def _device_columns(self, shape: StepShape) -> StepColumns[Tensor]:
-        kept = self._kept.get(shape)
-        return kept or split_columns(shape, lambda a, b: self._on_device[a:b])
-
 
 class _PinnedBuffer:
-    def __init__(self, capacity: int) -> None:
-        self.pinned = torch.empty(capacity, dtype=torch.int32, pin_memory=True)
-        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._values: Int32s = self.pinned.numpy()
-        self._kept: dict[StepShape, StepColumns[Int32s]] = {}
+    """One pinned buffer, and its views by shape."""
 
-    def columns(self, shape: StepShape) -> StepColumns[Int32s]:
-        """Views of the buffer; waits until its last copy is done."""
+    def __init__(self, on_device: Tensor) -> None:
+        self.on_device = on_device
+        self.pinned = torch.empty(on_device.shape, dtype=torch.int32, pin_memory=True)
+        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._kept: dict[StepShape, _PinnedPacked] = {}
+        self._last: _PinnedPacked | None = None
+
+    def open(self, shape: StepShape) -> Packed:
+        """Return the views for a shape; waits until the last copy is done."""
         self.copied.synchronize()
-        return self._kept.get(shape) or self._split(shape)
+        packed = self._kept.get(shape) or _PinnedPacked(self, shape)
+        if self._last is not None and self._last is not packed:
+            self._last.holds = None  # its columns are about to be overwritten
+        self._last = packed
+        return packed
 
     def keep(self, shape: StepShape) -> None:
-        self._kept[shape] = self._split(shape)
-
-    def _split(self, shape: StepShape) -> StepColumns[Int32s]:
-        return split_columns(shape, lambda a, b: self._values[a:b])
+        """Make a shape's views now."""
+        self._kept[shape] = _PinnedPacked(self, shape)
 
 
 class _PinnedPacked:
-    def __init__(
-        self,
-        buffer: _PinnedBuffer,
-        host: StepColumns[Int32s],
-        on_device: StepColumns[Tensor],
-        target: Tensor,
-    ) -> None:
-        self.host = host
-        self._buffer = buffer
-        self._on_device = on_device
-        self._target = target
+    def __init__(self, buffer: _PinnedBuffer, shape: StepShape) -> None:
+        values: Int32s = buffer.pinned.numpy()
+        size = packed_size(shape)
+        self.holds: object = None
+        self.host: StepColumns[Int32s] = split_columns(shape, lambda a, b: values[a:b])
+        self._on_device: StepColumns[Tensor] = split_columns(
+            shape, lambda a, b: buffer.on_device[a:b]
+        )
+        self._source, self._target = buffer.pinned[:size], buffer.on_device[:size]
+        self._copied = buffer.copied
 
     def upload(self) -> StepColumns[Tensor]:
-        size = self._target.shape[0]
-        self._target.copy_(self._buffer.pinned[:size], non_blocking=True)
-        self._buffer.copied.record()
+        self._target.copy_(self._source, non_blocking=True)
+        self._copied.record()
         return self._on_device
 
 

@@ -178,6 +178,54 @@ def test_gathered_tensors_equal_naive_ones_over_random_steps(seed, padded):
     assert not num_padded or padded
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_steps_that_only_go_on_fill_the_columns_as_if_they_were_the_first(padded):
+    rng = np.random.default_rng()
+    limits = StepLimits(12, 200, 64, 50, 4, 300)
+    state, rows, steps = RequestState(limits), NaiveRows(limits), StepGenerator(rng, limits)
+    builder = make_builder(state, make_ladder(limits) if padded else None)
+    seq = num_same = 0
+
+    def run(plan):
+        nonlocal seq
+        seq += 1
+        message, arrays = encode(seq, plan, rows)
+        rows.apply(seq, plan)
+        step = state.apply(message, arrays)
+        inputs = builder.build(step)
+        other = make_builder(state, make_ladder(limits) if padded else None)
+        for name, column in other.build(step).columns._asdict().items():
+            assert getattr(inputs.columns, name).tolist() == column.tolist(), name
+        builder.note_publication(inputs.sample_rows.slots_np, seq)
+        for slot in inputs.sample_rows.slots_np.tolist():
+            rows.requests[slot].sampled.append(0)
+        return inputs
+
+    for _ in range(8):
+        live = rng.choice(12, int(rng.integers(1, 12)), replace=False).tolist()
+        plan = Plan(finished=list(rows.requests))
+        plan.admissions = [steps.admission(slot) for slot in sorted(live)]
+        for new in plan.admissions:
+            new.tokens = rng.integers(0, 50, int(rng.integers(1, 12))).tolist()
+            new.num_prompt, new.computed = len(new.tokens), 0
+        plan.scheduled = {new.slot: len(new.tokens) for new in plan.admissions}
+        free = iter(1 + rng.permutation(299))
+        needed = {new.slot: -(-len(new.tokens) // 4) for new in plan.admissions}
+        plan.blocks = [(s, int(next(free))) for s in sorted(needed) for _ in range(needed[s])]
+        inputs = run(plan)
+        for _ in range(int(rng.integers(1, 20))):
+            last, step = inputs.sample_rows, Plan(scheduled=dict.fromkeys(sorted(live), 1))
+            for slot in sorted(live):
+                request = rows.requests[slot]
+                if len(request.blocks) * 4 < request.computed + 1:
+                    step.blocks.append((slot, int(next(free))))
+            inputs = run(step)
+            assert inputs.tokens_from == seq - 1
+            assert state.are_current(inputs.sample_rows.slots_np, last.generations).all()
+            num_same += inputs.sample_rows.slots_np is last.slots_np
+    assert num_same > 5
+
+
 def test_decodes_of_every_size_are_padded_to_the_next_of_the_ladder():
     limits = StepLimits(300, 400, 64, 10, 4, 20)
     ladder = make_ladder(limits)
