@@ -39,6 +39,11 @@ from worker_daemon.runner.staging import staging
 from worker_daemon.runner.step_layout import DecodeLadder, ExactShapes, decode_sizes
 
 
+CAPTURES_COLLECTIVES = False
+"""Whether steps of a tensor-parallel stage are captured too. Off: such graphs, and their renewal
+with the link, have not run on several GPUs yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
     """What a runner is made of that outlives it."""
@@ -79,7 +84,12 @@ def assemble_runner(
 def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool) -> StepGraphs:
     """Return what may be captured of a runner's steps: nothing on the CPU, or if eager is asked
     for."""
-    if parts.device.type != "cuda" or enforce_eager:
+    has_collectives = parts.parallel.tp_size > 1
+    if (
+        parts.device.type != "cuda"
+        or enforce_eager
+        or (has_collectives and not CAPTURES_COLLECTIVES)
+    ):
         return NoGraphs()
     limits = runner.state.limits
     num_kv_heads = parts.stage.kv_layer_specs[0].num_kv_heads
@@ -93,7 +103,7 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
         ladder,
         runner.program,
         torch.zeros((arriving, parts.hidden_size), dtype=parts.dtype, device=parts.device),
-        holds_communication=parts.parallel.tp_size > 1,
+        holds_communication=has_collectives,
     )
 
 
