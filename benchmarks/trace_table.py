@@ -14,7 +14,8 @@ GROUPS = (
     ("rope and store", r"rope|rotate|rotary|write_kv|kv_write|store_kv"),
     ("norm", r"norm"),
     ("activation", r"silu|gelu|activation"),
-    ("sampling", r"argmax|greedy|sampl|softmax|sort|topk|philox|gumbel|_store_tokens|_scan_k|_merge_k"),
+    ("sampling", r"argmax|greedy|sampl|softmax|sort|topk|philox|gumbel|_store_tokens"),
+    ("sampling", r"_scan_kernel|_merge_kernel"),
     ("inputs", r"gather|embedding|index|scatter|_update_blocks"),
 )
 """(name, pattern): the first that is found in a kernel's name names its group; else `other`."""

@@ -38,7 +38,6 @@ from worker_daemon.runner.stage_program import (
 from worker_daemon.runner.staging import staging
 from worker_daemon.runner.step_layout import DecodeLadder, ExactShapes, decode_sizes
 
-
 CAPTURES_COLLECTIVES = False
 """Whether steps of a tensor-parallel stage are captured too. Off: such graphs, and their renewal
 with the link, have not run on several GPUs yet."""
