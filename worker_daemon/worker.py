@@ -327,10 +327,24 @@ class Worker:
         self, message: lc.CompileOrWarmUpModel
     ) -> lc.CompileOrWarmUpModelReply:
         """Run synthetic steps through the normal entry, leave no trace of them in the rows, and
-        capture the graphs that steps replay."""
+        capture the graphs that steps replay.
+
+        Raises:
+            CapacityError: the graphs do not fit beside weights and KV cache.
+        """
         began = time.monotonic()
-        self._set_phase("COMPILING", _LONG_OPERATION_S)
         runner = self._runner
+        self._warm_up(runner, message)
+        self._graphs = self._capture(runner)
+        # What start-up has made stays: the collector need never look at it again.
+        gc.collect()
+        gc.freeze()
+        seconds = time.monotonic() - began
+        _LOG.info("%d graphs, ready in %.1f s", self._graphs.count, seconds)
+        return lc.CompileOrWarmUpModelReply(**self._identity(message), seconds=seconds)
+
+    def _warm_up(self, runner: ModelRunner, message: lc.CompileOrWarmUpModel) -> None:
+        self._set_phase("COMPILING", _LONG_OPERATION_S)
         limits = runner.state.limits
         steps = warm_up_steps(message, limits)
         if self._context.device.type == "cuda":  # elsewhere there is nothing to compile
@@ -338,17 +352,19 @@ class Worker:
         for step in steps:
             _await(runner.execute_model(step.message, step.arrays))
         runner.forget_requests()
+
+    def _capture(self, runner: ModelRunner) -> StepGraphs:
         self._set_phase("CAPTURING", _LONG_OPERATION_S)
         enforce_eager = self._model.config.graph.enforce_eager
-        self._graphs = step_graphs(self._parts, runner, enforce_eager=enforce_eager)
-        self._graphs.capture(runner)
-        _LOG.info("%d graphs, ready in %.1f s", self._graphs.count, time.monotonic() - began)
-        # What start-up has made stays: the collector need never look at it again.
-        gc.collect()
-        gc.freeze()
-        return lc.CompileOrWarmUpModelReply(
-            **self._identity(message), seconds=time.monotonic() - began
-        )
+        graphs = step_graphs(self._parts, runner, enforce_eager=enforce_eager)
+        try:
+            graphs.capture(runner)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"the graphs do not fit: {error}",
+                fix="a smaller kv_cache_memory_bytes or max_num_seqs, or enforce_eager",
+            ) from None
+        return graphs
 
     # Serving.
 

@@ -6,6 +6,7 @@ capture; all of these stay where they are while the runner lives.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -74,8 +75,8 @@ class DecodeGraphs:
     def capture(self, runner: ModelRunner) -> None:
         program = GraphedProgram(self._eager, self._arrived)
         plans = self._ladder.plans
-        runner.inputs.pad_by(self._ladder, plans)
         program.capture(plans, runner.inputs.padding)
+        runner.inputs.pad_by(self._ladder, plans)
         runner.use(program)
 
     def before_relink(self, runner: ModelRunner) -> None:
@@ -136,6 +137,9 @@ class GraphedProgram:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 output = self._eager.run(inputs, arrived)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # it is the first error that says what is wrong
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return _Captured(graph, output)
