@@ -42,6 +42,8 @@ class SampleRows:
     """[R] of the rows, when the step was accepted."""
     positions_np: Int32s
     """[R] position of the token that is sampled."""
+    are_plain: bool
+    """Every row takes its likeliest token and reports nothing else."""
     slots: Tensor
     """int32 [>= R], device"""
     token_indices: Tensor
@@ -55,6 +57,7 @@ class SampleRows:
             self.slots_np,
             self.generations,
             self.positions_np,
+            self.are_plain,
             self.slots.clone(),
             self.token_indices.clone(),
             self.positions.clone(),
@@ -67,6 +70,7 @@ class SampleRows:
             self.slots_np[chosen],
             self.generations[chosen],
             self.positions_np[chosen],
+            self.are_plain,
             self.slots[on_device],
             self.token_indices[on_device],
             self.positions[on_device],
@@ -126,7 +130,7 @@ class InputBuilder:
         self._is_plain = np.ones(num_rows, np.bool_)
         self._published = np.full(num_rows, -1, np.int64)
         self._newest = (np.zeros(0, np.int64), -1)
-        """The last publication, and its rows."""
+        """The last publication, and its rows: noted in _published when others come."""
         self._steady: _Batch | None = None
         self._count = np.arange(_most_seqs(state) + 1, dtype=np.int32)
 
@@ -139,10 +143,11 @@ class InputBuilder:
     def build(self, step: ScheduledStep) -> StepInputs:
         """Upload what changed and what this step is; the rest is gathered on the device."""
         ends = step.starts + step.num_tokens
-        plan = self._ladder.fit(step, int(ends.max(initial=0)))
+        plan = self._ladder.fit(step)
         packed = self._staging.open(plan.shape)
         steady = self._steady
         if steady is None or steady.slots is not step.slots or step.new_requests:
+            self._admit(step)
             steady = self._survey(step)
         self._steady = steady if steady.goes_on else None
         if packed.holds is steady:
@@ -163,6 +168,7 @@ class InputBuilder:
                 slots_np=steady.sampling_slots,
                 generations=steady.generations,
                 positions_np=ends if steady.goes_on else ends[steady.sampling],
+                are_plain=steady.are_plain,
                 slots=columns.sample_rows,
                 token_indices=columns.sample_tokens,
                 positions=columns.sample_positions,
@@ -182,6 +188,7 @@ class InputBuilder:
             sampling=sampling,
             sampling_slots=slots,
             generations=self._state.generation[slots],
+            are_plain=bool(self._is_plain[slots].all()),
             goes_on=bool(is_decode and step.samples.all() and on_device.all()),
         )
 
@@ -189,6 +196,7 @@ class InputBuilder:
         slots, publication = self._newest
         if batch.goes_on and slots is batch.sampling_slots:
             return publication
+        self._note_newest()
         return int(self._published[batch.reading_slots].max(initial=-1))
 
     def _fill(
@@ -201,7 +209,7 @@ class InputBuilder:
         columns.seq_order[:] = np.argsort(-columns.seq_lens, kind="stable")
         self._fill_known_tokens(columns, step, batch.on_device)
         self._fill_samples(columns, step, ends, batch.sampling)
-        self._admit(columns, step)
+        self._fill_admissions(columns, step)
 
     def padding(self, plan: StepPlan) -> StepInputs:
         """Return inputs that are padding alone: for warm-up and capture, without a request."""
@@ -232,6 +240,7 @@ class InputBuilder:
                 none,
                 none,
                 none.astype(np.int32),
+                True,
                 on_device.sample_rows,
                 on_device.sample_tokens,
                 on_device.sample_positions,
@@ -248,6 +257,7 @@ class InputBuilder:
             slots_np=slots_np,
             generations=self._state.generation[slots_np],
             positions_np=np.zeros(slots_np.size, np.int32),
+            are_plain=False,
             slots=slots,
             token_indices=nothing,
             positions=nothing,
@@ -255,12 +265,13 @@ class InputBuilder:
 
     def note_publication(self, slots: Int64s, publication: int) -> None:
         """Remember which publication brings the newest token of these rows."""
-        self._published[slots] = publication
+        if slots is not self._newest[0]:
+            self._note_newest()
         self._newest = (slots, publication)
 
-    def are_plain(self, rows: SampleRows) -> bool:
-        """Tell whether every row takes its likeliest token and reports nothing else."""
-        return bool(self._is_plain[rows.slots_np].all())
+    def _note_newest(self) -> None:
+        slots, publication = self._newest
+        self._published[slots] = publication
 
     def sampling_metadata(self, rows: SampleRows) -> SamplingMetadata:
         """Gather how each of the rows is sampled, padding (which is greedy) included."""
@@ -367,14 +378,19 @@ class InputBuilder:
         columns.update_block_ids[:used] = updates.block_ids
         columns.update_block_ids[used:] = 0
 
-    def _admit(self, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
+    def _fill_admissions(self, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
         for index, request in enumerate(step.new_requests):
-            self._remember(request.slot, request.sampling)
             columns.admitted_rows[index] = request.slot
             first = index * SAMPLING_COLUMNS
             columns.admitted_sampling[first : first + SAMPLING_COLUMNS] = _sampling_row(
                 request.sampling
             )
+
+    def _admit(self, step: ScheduledStep) -> None:
+        if step.new_requests:
+            self._note_newest()
+        for request in step.new_requests:
+            self._remember(request.slot, request.sampling)
 
     def _remember(self, slot: int, params: SamplingParams) -> None:
         self._params[slot] = params
@@ -406,6 +422,8 @@ class _Batch:
     sampling_slots: Int64s
     generations: Int64s
     """Of sampling_slots."""
+    are_plain: bool
+    """Of sampling_slots, as SampleRows has it."""
     goes_on: bool
     """One token each, all on the device, all sampling: a next step of the same rows is the same but
     for its positions and blocks."""

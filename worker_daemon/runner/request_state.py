@@ -82,6 +82,8 @@ class ScheduledStep(NamedTuple):
     starts: Int32s
     """[B] position of each request's first token of this step."""
     total_num_tokens: int
+    longest: int
+    """Tokens of the longest context, this step's included; 0 without requests."""
     samples: Bools
     """[B] whether the request's last token of this step samples a new one."""
     new_requests: tuple[NewRequestData, ...]
@@ -294,6 +296,7 @@ class RequestState:
             num_tokens=num_tokens,
             starts=starts,
             total_num_tokens=step.total_num_scheduled_tokens,
+            longest=int(ends.max(initial=0)),
             samples=samples,
             new_requests=step.scheduled_new_reqs,
             block_updates=updates,
@@ -325,7 +328,8 @@ class RequestState:
         starts, ends = last.num_computed, last.num_tokens
         updates = self._check_blocks(step, counts)
         _append(updates, counts)
-        has_room = last.longest <= self.limits.max_model_len
+        longest = last.longest
+        has_room = longest <= self.limits.max_model_len
         if not has_room or _any(ends > counts.num_blocks[rows] * self._block_size):
             try:
                 raise self._misfit(slots, last.num_scheduled, ends, counts)
@@ -341,6 +345,7 @@ class RequestState:
             last.num_scheduled,
             starts,
             slots.size,
+            longest,
             last.samples,
             (),
             updates,
@@ -367,6 +372,7 @@ class RequestState:
             num_tokens=np.ones(1, np.int32),
             starts=np.zeros(1, np.int32),
             total_num_tokens=1,
+            longest=1,
             samples=np.zeros(1, np.bool_),
             new_requests=(),
             block_updates=_NO_UPDATES,

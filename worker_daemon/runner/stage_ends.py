@@ -154,7 +154,7 @@ class LastStageExit:
     ) -> PendingReply | None:
         count = rows.slots_np.size
         slots = rows.slots[:count]
-        if masks is None and self._inputs.are_plain(rows):
+        if masks is None and rows.are_plain:
             sampled = SamplerOutput(chosen.greedy[:count], None)
             self._tokens.publish_greedy(publication, slots, sampled.token_ids)
         else:

@@ -114,14 +114,14 @@ class Ladder(Protocol):
     """To what size a step is padded: a function of the step message, so that all ranks pad
     alike."""
 
-    def fit(self, step: ScheduledStep, longest: int) -> StepPlan:
-        """Return the plan that a step runs by. longest: its longest context, in tokens."""
+    def fit(self, step: ScheduledStep) -> StepPlan:
+        """Return the plan that a step runs by."""
 
 
 class ExactShapes:
     """No padding."""
 
-    def fit(self, step: ScheduledStep, longest: int) -> StepPlan:
+    def fit(self, step: ScheduledStep) -> StepPlan:
         shape = StepShape(
             num_tokens=step.total_num_tokens,
             num_seqs=step.slots.size,
@@ -129,7 +129,7 @@ class ExactShapes:
             num_updates=step.block_updates.slots.size,
             num_admissions=len(step.new_requests),
         )
-        return StepPlan(shape, int(step.num_tokens.max(initial=0)), longest)
+        return StepPlan(shape, int(step.num_tokens.max(initial=0)), step.longest)
 
 
 class DecodeLadder:
@@ -153,14 +153,14 @@ class DecodeLadder:
         """Every padded plan, the largest first."""
         return [plan for plans in reversed(self._plans) for plan in reversed(plans)]
 
-    def fit(self, step: ScheduledStep, longest: int) -> StepPlan:
+    def fit(self, step: ScheduledStep) -> StepPlan:
         count = step.slots.size
         is_decode = 0 < count == step.total_num_tokens and not step.new_requests
         if is_decode and count <= len(self._by_count):
             plans = self._by_count[count - 1]
             if step.block_updates.slots.size <= plans[0].shape.num_updates:
-                return next(plan for plan in plans if longest <= plan.max_seq_len)
-        return self._exact.fit(step, longest)
+                return next(plan for plan in plans if step.longest <= plan.max_seq_len)
+        return self._exact.fit(step)
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:

@@ -107,7 +107,7 @@ def check_sample_rows(state, inputs, rows, ran):
     assert state.are_current(chosen.slots_np, chosen.generations).all()
 
 
-def check_sampling(builder, metadata, chosen, rows):
+def check_sampling(metadata, chosen, rows):
     params = [rows.requests[slot].sampling for slot in chosen.slots_np]
     for name in ("temperature", "top_p", "min_p"):
         expected = np.array([getattr(p, name) for p in params], np.float32)
@@ -120,7 +120,7 @@ def check_sampling(builder, metadata, chosen, rows):
         position - rows.requests[slot].num_prompt
         for slot, position in zip(chosen.slots_np, chosen.positions_np, strict=True)
     ]
-    assert builder.are_plain(chosen) == all(
+    assert chosen.are_plain == all(
         p.temperature == 0 and p.logprobs is None and not (p.min_tokens and p.stop_token_ids)
         for p in params
     )
@@ -165,7 +165,7 @@ def test_gathered_tensors_equal_naive_ones_over_random_steps(seed, padded):
         check_attention(limits, inputs, inputs.attention(gathered, builder.tables), rows, ran)
         check_sample_rows(state, inputs, rows, ran)
         chosen = inputs.sample_rows
-        check_sampling(builder, builder.sampling_metadata(chosen), chosen, rows)
+        check_sampling(builder.sampling_metadata(chosen), chosen, rows)
         num_from_device += len(read)
         sampled = rng.integers(0, limits.vocab_size, chosen.slots_np.size)
         count = chosen.slots_np.size
@@ -242,7 +242,7 @@ def test_decodes_of_every_size_are_padded_to_the_next_of_the_ladder():
             samples=np.ones(count, np.bool_),
         )
         for longest in (1, 32, 33, 64):
-            plan = ladder.fit(step, longest)
+            plan = ladder.fit(step._replace(longest=longest))
             assert plan in ladder.plans
             assert plan.shape.num_seqs == min(size for size in sizes if size >= count)
             assert plan.max_seq_len == (32 if longest <= 32 else 64)
