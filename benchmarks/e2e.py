@@ -86,7 +86,11 @@ def run_group(
                 result = bench(model, daemons.endpoints, requests, options)
                 value, unit = figure(name, result)
                 run = Run(model.name, f"{pp}x{tp}", name, value, unit, result)
-                print(f"{run.model} {run.shape} {name:<16} {value:>12.3f} {unit}", flush=True)
+                waits = ", ".join(f"{share:.1%}" for share in result["input_wait_share"])
+                bubbles = f"  waiting for input by rank: {waits}" if pp > 1 else ""
+                print(
+                    f"{run.model} {run.shape} {name:<16} {value:>12.3f} {unit}{bubbles}", flush=True
+                )
                 runs.append(run)
         except BaseException:
             for rank in range(len(devices)):
