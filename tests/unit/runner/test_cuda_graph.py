@@ -1,0 +1,284 @@
+"""Graphed programs, with a graph that runs its program again on whatever its addresses hold now:
+what padding, fixed addresses and kept outputs must not change is the tokens."""
+
+import json
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from row_steps import Admission, NaiveRows, Plan, encode
+
+from rpc_schema.sampling import SamplingParams
+from worker_daemon.distributed.tp import SingleRank
+from worker_daemon.models.config import read_model_config
+from worker_daemon.models.decoder import build_stage
+from worker_daemon.models.partition import partition_layers
+from worker_daemon.runner import cuda_graph
+from worker_daemon.runner.cuda_graph import GraphedProgram
+from worker_daemon.runner.input_batch import InputBuilder, staging_capacity
+from worker_daemon.runner.request_state import RequestState, StepLimits
+from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
+from worker_daemon.runner.stage_program import (
+    ArrivedFront,
+    EagerProgram,
+    EmbeddingFront,
+    ScoringBack,
+    SendingBack,
+)
+from worker_daemon.runner.step_layout import (
+    DecodeLadder,
+    ExactShapes,
+    decode_sizes,
+    packed_size,
+    split_columns,
+)
+
+CPU = torch.device("cpu")
+LIMITS = StepLimits(11, 200, 40, 64, 4, 200)
+HIDDEN = 32
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": LIMITS.vocab_size,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+
+
+class TensorAttention:
+    """Attention that knows of a step only what its device tensors say, as a kernel does."""
+
+    def attend(self, q, kv_cache, metadata, scale, window):
+        out = torch.zeros_like(q)
+        bounds, size = metadata.query_start_loc.tolist(), kv_cache.shape[2]
+        for seq in metadata.seq_order.tolist():
+            first, last = bounds[seq], bounds[seq + 1]
+            length = int(metadata.seq_lens[seq])
+            position = torch.arange(length)
+            row = metadata.block_table[metadata.seq_rows[seq].long()].long()
+            cached = kv_cache[row[position // size], :, position % size]
+            group = q.shape[1] // cached.shape[2]
+            k, v = cached.repeat_interleave(group, dim=2).unbind(1)
+            scores = torch.einsum("qhd,khd->hqk", q[first:last], k) * scale
+            seen = position <= torch.arange(length - (last - first), length).unsqueeze(1)
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            out[first:last] = torch.einsum("hqk,khd->qhd", weights, v)
+        return out
+
+
+class StaticStaging:
+    """One buffer at a fixed address, as a device has it."""
+
+    def __init__(self, capacity):
+        self.values = torch.zeros(capacity, dtype=torch.int32)
+
+    def open(self, shape):
+        host = np.empty(packed_size(shape), np.int32)
+
+        def upload():
+            self.values[: host.size] = torch.from_numpy(host)
+            return split_columns(shape, lambda a, b: self.values[a:b])
+
+        columns = split_columns(shape, lambda a, b: host[a:b])
+        return SimpleNamespace(host=columns, holds=None, upload=upload)
+
+    def keep(self, shapes):
+        list(shapes)
+
+
+class Recorded:
+    """A program that notes what it last ran."""
+
+    def __init__(self, program):
+        self.program, self.last = program, None
+
+    def run(self, inputs, arrived):
+        output = self.program.run(inputs, arrived)
+        self.last = (inputs, arrived, output)
+        return output
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Makes torch.cuda's graphs run on the CPU; returns the programs that are captured."""
+    programs = []
+
+    class Graph:
+        def capture_begin(self, **options):
+            assert options["capture_error_mode"] == "thread_local"
+
+        def capture_end(self):
+            self.program, self.captured = programs[-1].program, programs[-1].last
+
+        def replay(self):
+            inputs, arrived, output = self.captured
+            again = self.program.run(inputs, arrived)
+            output.hidden.copy_(again.hidden)
+            for kept, new in zip(output.chosen, again.chosen, strict=True):
+                kept.copy_(new)
+
+    for name, fake in {
+        "CUDAGraph": Graph,
+        "Stream": lambda: None,
+        "graph_pool_handle": lambda: (0, 0),
+        "stream": lambda stream: nullcontext(),
+        "synchronize": lambda: None,
+    }.items():
+        monkeypatch.setattr(cuda_graph.torch.cuda, name, fake)
+    return programs
+
+
+class Rank:
+    """One stage with rows of its own."""
+
+    def __init__(self, config, layers, index, num_stages, graphs=None):
+        is_first, is_last = index == 0, index == num_stages - 1
+        stage = build_stage(
+            config, layers, is_first, is_last, SingleRank(), torch.float32, CPU, 64,
+            TensorAttention(),
+        )  # fmt: skip
+        for name, view in stage.checkpoint_views().items():
+            generator = torch.Generator().manual_seed(sum(name.encode()))
+            view.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
+        caches = [
+            torch.zeros(LIMITS.num_blocks, 2, LIMITS.block_size, s.num_kv_heads, s.head_dim)
+            for s in stage.kv_layer_specs
+        ]
+        self.state = RequestState(LIMITS)
+        self.tables = RowTables(LIMITS, CPU, TorchRowKernels())
+        staging = StaticStaging(staging_capacity(self.state))
+        self.inputs = InputBuilder(self.state, self.tables, staging, ExactShapes())
+        self.program = EagerProgram(
+            stage,
+            self.tables,
+            caches,
+            EmbeddingFront(stage) if is_first else ArrivedFront(),
+            ScoringBack(stage, self.tables, stores=num_stages == 1) if is_last else SendingBack(),
+        )
+        if graphs is not None:
+            self.capture(graphs, 0 if is_first else decode_sizes(LIMITS.max_num_seqs)[-1])
+
+    def capture(self, graphs, arriving):
+        recorded = Recorded(self.program)
+        graphs.append(recorded)
+        ladder = DecodeLadder(decode_sizes(LIMITS.max_num_seqs), lambda size: [12, 40])
+        self.program = GraphedProgram(recorded, torch.zeros(arriving, HIDDEN))
+        self.program.capture(ladder.plans, self.inputs.padding)
+        self.inputs.pad_by(ladder, ladder.plans)
+
+    @torch.inference_mode()
+    def run(self, message, arrays, arrived):
+        inputs = self.inputs.build(self.state.apply(message, arrays))
+        output = self.program.run(inputs, arrived)
+        self.inputs.note_publication(inputs.sample_rows.slots_np, message.seq)
+        return inputs, output.hidden[: inputs.num_tokens].clone(), output.chosen
+
+
+def run_step(ranks, message, arrays):
+    """The tokens that a pipeline samples, by slot."""
+    hidden = torch.zeros(0, HIDDEN)
+    for rank in ranks:
+        inputs, hidden, chosen = rank.run(message, arrays, hidden)
+    rows = inputs.sample_rows
+    tokens = chosen.greedy[: rows.slots_np.size].clone()
+    for rank in ranks[:-1]:
+        rank.tables.store_sampled(rows.slots[: rows.slots_np.size], tokens)
+    return dict(zip(rows.slots_np.tolist(), tokens.tolist(), strict=True))
+
+
+class RandomRequests:
+    """Prompts that come, decode and go."""
+
+    def __init__(self, rng):
+        self.rng, self.rows, self.seq = rng, NaiveRows(LIMITS), 0
+        self.free = list(range(1, LIMITS.num_blocks))
+
+    def plan(self):
+        rng, rows, plan = self.rng, self.rows, Plan()
+        full = [s for s, r in rows.requests.items() if r.num_tokens >= LIMITS.max_model_len]
+        plan.finished = [s for s in rows.requests if s in full or rng.random() < 0.04]
+        for slot in plan.finished:
+            self.free += rows.requests[slot].blocks
+        live = {s: r for s, r in rows.requests.items() if s not in plan.finished}
+        for slot in set(range(LIMITS.max_num_seqs)) - live.keys():
+            if rng.random() < 0.12:
+                tokens = rng.integers(0, 64, int(rng.integers(1, 14))).tolist()
+                plan.admissions.append(Admission(slot, tokens, len(tokens), 0, SamplingParams()))
+        plan.scheduled = {s: 1 for s in live if rng.random() < 0.9}
+        plan.scheduled |= {new.slot: len(new.tokens) for new in plan.admissions}
+        for slot, count in sorted(plan.scheduled.items()):
+            computed = live[slot].computed if slot in live else 0
+            have = len(live[slot].blocks) if slot in live else 0
+            need = -(-(computed + count) // LIMITS.block_size) - have
+            plan.blocks += [(slot, self.free.pop(0)) for _ in range(need)]
+        return plan
+
+    def message(self):
+        self.seq += 1
+        plan = self.plan()
+        message, arrays = encode(self.seq, plan, self.rows)
+        self.rows.apply(self.seq, plan)
+        return message, arrays
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_replayed_stages_sample_the_tokens_of_one_eager_stage(tmp_path, graphs, num_stages):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    config = read_model_config(tmp_path)
+    whole = [Rank(config, range(3), 0, 1)]
+    parts = partition_layers(3, num_stages, None)
+    pipeline = [
+        Rank(config, layers, index, num_stages, graphs) for index, layers in enumerate(parts)
+    ]
+    for program in (rank.program for rank in pipeline):
+        program.run = counted(program.run, program)
+    requests, seen = RandomRequests(np.random.default_rng()), set()
+    for _ in range(120):
+        message, arrays = requests.message()
+        expected = run_step(whole, message, arrays)
+        assert run_step(pipeline, message, arrays) == expected
+        seen |= {*expected.values()}
+    replays = sum(rank.program.run.replays for rank in pipeline)
+    assert replays > 20 * num_stages
+    assert len(seen) > 5
+
+
+def counted(run, program):
+    """Count the steps that find a graph."""
+
+    def call(inputs, arrived):
+        call.replays += inputs.plan in program._graphs
+        return run(inputs, arrived)
+
+    call.replays = 0
+    return call
+
+
+def test_a_failed_capture_leaves_the_program_and_its_shapes_as_they_were(tmp_path, graphs):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    rank = Rank(read_model_config(tmp_path), range(3), 0, 1)
+    eager = rank.program
+    graphed = GraphedProgram(Failing(), torch.zeros(0, HIDDEN))
+    ladder = DecodeLadder([4], lambda size: [40])
+    with pytest.raises(torch.OutOfMemoryError):
+        graphed.capture(ladder.plans, rank.inputs.padding)
+    assert rank.program is eager
+    requests = RandomRequests(np.random.default_rng(1))
+    message, arrays = requests.message()
+    inputs = rank.inputs.build(rank.state.apply(message, arrays))
+    assert inputs.plan.shape.num_tokens == inputs.num_tokens
+
+
+class Failing:
+    def run(self, inputs, arrived):
+        raise torch.OutOfMemoryError("no room")
