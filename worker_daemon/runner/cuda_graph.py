@@ -15,7 +15,7 @@ from torch import Tensor
 from worker_daemon.runner.input_batch import StepInputs
 from worker_daemon.runner.model_runner import ModelRunner
 from worker_daemon.runner.stage_program import StageOutput, StageProgram
-from worker_daemon.runner.step_layout import DecodeLadder, StepPlan
+from worker_daemon.runner.step_layout import DecodeLadder, ExactShapes, StepPlan
 
 
 class StepGraphs(Protocol):
@@ -81,6 +81,7 @@ class DecodeGraphs:
 
     def before_relink(self, runner: ModelRunner) -> None:
         if self._holds_communication:
+            runner.inputs.pad_by(ExactShapes(), ())
             runner.use(self._eager)
 
     def after_relink(self, runner: ModelRunner) -> None:
@@ -108,7 +109,7 @@ class GraphedProgram:
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
         captured = self._graphs.get(inputs.plan)
         if captured is None:
-            return self._eager.run(inputs, arrived)
+            return self._eager.run(inputs, arrived)  # no plan without a graph is padded
         if arrived.shape[0]:
             self._arrived[: arrived.shape[0]].copy_(arrived)
         captured.graph.replay()

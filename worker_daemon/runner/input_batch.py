@@ -14,7 +14,14 @@ from torch import Tensor
 
 from rpc_schema.sampling import SamplingParams
 from worker_daemon.layers.attention import AttentionMetadata
-from worker_daemon.runner.request_state import Bools, Int32s, Int64s, RequestState, ScheduledStep
+from worker_daemon.runner.request_state import (
+    MAX_BLOCK_UPDATES,
+    Bools,
+    Int32s,
+    Int64s,
+    RequestState,
+    ScheduledStep,
+)
 from worker_daemon.runner.row_tables import TOKEN_ON_DEVICE, Gathered, RowTables
 from worker_daemon.runner.staging import Staging, upload
 from worker_daemon.runner.step_layout import (
@@ -214,6 +221,7 @@ class InputBuilder:
     def padding(self, plan: StepPlan) -> StepInputs:
         """Return inputs that are padding alone: for warm-up and capture, without a request."""
         packed = self._staging.open(plan.shape)
+        packed.holds = None
         for column in packed.host:
             column[:] = 0
         columns = packed.host
@@ -274,9 +282,10 @@ class InputBuilder:
         self._published[slots] = publication
 
     def sampling_metadata(self, rows: SampleRows) -> SamplingMetadata:
-        """Gather how each of the rows is sampled, padding (which is greedy) included."""
+        """Gather how each of the rows is sampled, without padding."""
         features: list[bool] = np.any(self._features[rows.slots_np], axis=0).tolist()
-        table = self.tables.sampling[rows.slots.long()]
+        count = rows.slots_np.size
+        table = self.tables.sampling[rows.slots[:count].long()]
         floats, seeds = table[:, :3].contiguous().view(torch.float32), table[:, 4:6].long()
         ban_rows, ban_token_ids = self._bans(rows)
         return SamplingMetadata(
@@ -285,7 +294,7 @@ class InputBuilder:
             min_p=floats[:, 2],
             top_k=table[:, 3],
             seeds=(seeds[:, 1] << 32) | (seeds[:, 0] & 0xFFFFFFFF),
-            positions=rows.positions.long(),
+            positions=rows.positions[:count].long(),
             ban_rows=ban_rows,
             ban_token_ids=ban_token_ids,
             any_random=features[0],
@@ -442,7 +451,7 @@ def staging_capacity(state: RequestState) -> int:
     block table entry."""
     limits = state.limits
     seqs = _most_seqs(state)
-    blocks = min(seqs * limits.max_blocks_per_seq, 1 << 20)
+    blocks = min(seqs * limits.max_blocks_per_seq, max(seqs, MAX_BLOCK_UPDATES))
     return packed_size(
         StepShape(limits.max_num_batched_tokens + seqs, seqs, seqs, blocks, limits.max_num_seqs)
     )

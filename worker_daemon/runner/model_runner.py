@@ -79,10 +79,10 @@ class ModelRunner:
         self._publications = 0
         self._unsampled: dict[int, _Unsampled] = {}
 
-    def input_wait_share(self) -> float:
-        """Return the share of its time for which the stage waits for its input. Any thread may
-        ask."""
-        return self._waits.bubbles.waiting_share
+    @property
+    def waits(self) -> InputWaits:
+        """What measures the stage's waits for its input; it holds nothing of the runner."""
+        return self._waits
 
     @property
     def program(self) -> StageProgram:
@@ -165,10 +165,11 @@ class ModelRunner:
             with self._waits.waiting():
                 arrived, status = entering.wait(inputs)
             output = self._program.run(inputs, arrived)
+            chosen, rows = _hold(step, output.chosen, inputs.sample_rows)
         hidden = output.hidden[: inputs.num_tokens]
         self._ends.outbound.send(hidden, self._status_to_send(status), step.seq)
         with self._failing(step.seq):
-            reply = self._finish(step, output.chosen, inputs.sample_rows, status, identity)
+            reply = self._finish(step, chosen, rows, status, identity)
         self.state.raise_if_failed()
         return reply
 
@@ -181,7 +182,7 @@ class ModelRunner:
         identity: ReplyIdentity,
     ) -> PendingReply | None:
         if step.defer_sampling:
-            self._unsampled[step.seq] = _Unsampled(chosen.detach(), rows.detach(), status)
+            self._unsampled[step.seq] = _Unsampled(chosen, rows, status)
             return self._ends.exit.reply_without_tokens(status, identity)
         return self._sample(chosen, rows, status, None, identity)
 
@@ -248,3 +249,8 @@ class ModelRunner:
 
     def _identify(self, request: StepRequest) -> ReplyIdentity:
         return ReplyIdentity(request.epoch, request.seq, self._rank)
+
+
+def _hold(step: ScheduledStep, chosen: Chosen, rows: SampleRows) -> tuple[Chosen, SampleRows]:
+    """What is sampled in a later step is copied: buffers are this step's alone."""
+    return (chosen.detach(), rows.detach()) if step.defer_sampling else (chosen, rows)

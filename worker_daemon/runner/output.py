@@ -31,7 +31,8 @@ class StepOutput:
     """Made on the step thread; result() is called once: on the completion thread, or on the step
     thread where it is ready.
 
-    The copies are enqueued behind the step; the caching allocator keeps their sources until then.
+    The copies are enqueued behind the step and before the next one, which may overwrite their
+    sources.
     """
 
     def __init__(

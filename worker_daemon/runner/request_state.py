@@ -40,6 +40,9 @@ _INT32 = np.dtype("<i4")
 _UINT32 = np.dtype("<u4")
 _ONE = np.array(1, np.int32)
 _UNSIGNED_ONE = np.array(1, np.uint32)
+MAX_BLOCK_UPDATES = 1 << 20
+"""Entries of the block table that one step may write: they have a place in its packed buffer."""
+
 _NO_BLOCKS = np.zeros(0, np.int32)
 _NO_SLOTS = np.zeros(0, np.int64)
 
@@ -493,6 +496,12 @@ class RequestState:
             column = self._read_block_column(step.new_block_slots)
         slots, occurrences = column
         block_ids = _int32s("new_block_ids", step.new_block_ids)
+        if block_ids.size > MAX_BLOCK_UPDATES:
+            raise _invalid(
+                "new_block_ids",
+                f"{block_ids.size} blocks",
+                f"a step brings at most {MAX_BLOCK_UPDATES}: admit fewer requests at a time",
+            )
         if slots.size != block_ids.size:
             raise _invalid(
                 "new_block_slots", f"{slots.size} slots", f"one for each of {block_ids.size} blocks"

@@ -167,15 +167,15 @@ class LastStageExit:
     def _sample_by_parameters(
         self, chosen: Chosen, rows: SampleRows, masks: Tensor | None, publication: int
     ) -> SamplerOutput:
+        count = rows.slots_np.size
         try:
-            logits = apply_masks(self._stage.compute_logits(chosen.hidden), masks)
-            sampled = sample(logits, self._inputs.sampling_metadata(rows))
+            logits = apply_masks(self._stage.compute_logits(chosen.hidden[:count]), masks)
+            return sample(logits, self._inputs.sampling_metadata(rows))
         except CommError:
             raise
         except Exception:
-            self.give_up(rows.slots[: rows.slots_np.size], publication)
+            self.give_up(rows.slots[:count], publication)
             raise
-        return sampled.first(rows.slots_np.size)
 
     def reply_without_tokens(self, status: Tensor, identity: ReplyIdentity) -> PendingReply | None:
         return NoTokens(identity, status, self._link) if self._replies else None

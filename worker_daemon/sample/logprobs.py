@@ -17,10 +17,6 @@ class LogprobTensors:
     ranks: Tensor
     """int32 [R]: 1 + the number of tokens strictly more likely than the sampled one."""
 
-    def first(self, count: int) -> "LogprobTensors":
-        """Return the first rows only."""
-        return LogprobTensors(self.token_ids[:count], self.logprobs[:count], self.ranks[:count])
-
 
 def gather_logprobs(logits: Tensor, sampled: Tensor, num_logprobs: int) -> LogprobTensors:
     """logits float32 [R, V], sampled int64 [R], 0 <= num_logprobs <= V."""

@@ -56,11 +56,6 @@ class SamplerOutput:
     """int64 [R]"""
     logprobs: LogprobTensors | None
 
-    def first(self, count: int) -> "SamplerOutput":
-        """Return the first rows only: those behind them were padding."""
-        logprobs = None if self.logprobs is None else self.logprobs.first(count)
-        return SamplerOutput(self.token_ids[:count], logprobs)
-
 
 def build_bans(
     num_generated: Sequence[int],

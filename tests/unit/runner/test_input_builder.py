@@ -112,10 +112,10 @@ def check_sampling(metadata, chosen, rows):
     for name in ("temperature", "top_p", "min_p"):
         expected = np.array([getattr(p, name) for p in params], np.float32)
         assert getattr(metadata, name)[: len(params)].numpy().tobytes() == expected.tobytes()
-    assert not metadata.temperature[len(params) :].any()
+    assert metadata.temperature.shape == (len(params),)
     assert metadata.top_k[: len(params)].tolist() == [p.top_k for p in params]
     assert metadata.seeds[: len(params)].tolist() == [p.seed for p in params]
-    assert metadata.positions.tolist() == chosen.positions.tolist()
+    assert metadata.positions.tolist() == chosen.positions_np.tolist()
     num_generated = [
         position - rows.requests[slot].num_prompt
         for slot, position in zip(chosen.slots_np, chosen.positions_np, strict=True)
