@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.description import WorkerDescription
 from worker_daemon.device.init import device_name, open_device, supports
 from worker_daemon.device.memory import MemorySnapshot, MemorySource, memory_source, profile
+from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.distributed.link import Link, meeting_s
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import LinkedTensorParallel, tensor_parallel
@@ -487,7 +489,10 @@ class Worker:
             kv_cache=self._plan,
             memory_bytes=memory,
             providers=self._providers(),
-            input_wait_share=_no_wait if runner is None else runner.input_wait_share,
+            # What is published outlives a reset: it must hold nothing of the runner.
+            input_wait_share=_no_wait
+            if runner is None
+            else partial(_waiting_share, runner.waits),
         )
 
     def _providers(self) -> dict[str, str]:
@@ -633,6 +638,10 @@ class _ProgressLine:
 
 def _no_wait() -> float:
     return 0.0
+
+
+def _waiting_share(waits: InputWaits) -> float:
+    return waits.bubbles.waiting_share
 
 
 def _await(reply: PendingReply | None) -> None:
