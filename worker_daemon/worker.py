@@ -490,9 +490,7 @@ class Worker:
             memory_bytes=memory,
             providers=self._providers(),
             # What is published outlives a reset: it must hold nothing of the runner.
-            input_wait_share=_no_wait
-            if runner is None
-            else partial(_waiting_share, runner.waits),
+            input_wait_share=_no_wait if runner is None else partial(_waiting_share, runner.waits),
         )
 
     def _providers(self) -> dict[str, str]:
