@@ -120,6 +120,15 @@ class StateWorker:
     def get_model_metadata(self, message: lc.GetModelMetadata) -> StepReply:
         raise ConfigError("this worker has no model")
 
+    def save_sharded_state(self, message: lc.SaveShardedState) -> StepReply:
+        raise ConfigError("this worker has no model")
+
+    def finish_sharded_state(self, message: lc.FinishShardedState) -> StepReply:
+        raise ConfigError("this worker has no model")
+
+    def compute_weight_checksums(self, message: lc.ComputeWeightChecksums) -> StepReply:
+        raise ConfigError("this worker has no model")
+
     def on_attach(self) -> bool:
         return True
 
@@ -136,6 +145,8 @@ class StateWorker:
         return step.Done(epoch=message.epoch, seq=message.seq, rank=self.rank)
 
 
-def make_worker(device: str, model_roots: Sequence[Path], set_phase: SetPhase) -> StateWorker:
+def make_worker(
+    device: str, model_roots: Sequence[Path], set_phase: SetPhase, save_root: Path | None
+) -> StateWorker:
     """The factory that the benchmark's daemons use."""
     return StateWorker(device)

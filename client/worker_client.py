@@ -228,6 +228,28 @@ class WorkerClient:
         """Ask what a driver needs to know of the model; answered with GetModelMetadataReply."""
         self._send(lc.GetModelMetadata(**ids._asdict()))
 
+    def save_sharded_state(
+        self, ids: StepIds, save: bytes, name: str, pattern: str, max_size_bytes: int
+    ) -> None:
+        """Write its weights under its save root; answered with SaveShardedStateReply."""
+        self._send(
+            lc.SaveShardedState(
+                **ids._asdict(),
+                save=save,
+                name=name,
+                pattern=pattern,
+                max_size_bytes=max_size_bytes,
+            )
+        )
+
+    def finish_sharded_state(self, ids: StepIds, save: bytes, *, keep: bool) -> None:
+        """Publish what a save wrote, or throw it away; answered with Done."""
+        self._send(lc.FinishShardedState(**ids._asdict(), save=save, keep=keep))
+
+    def compute_weight_checksums(self, ids: StepIds) -> None:
+        """Hash its weights; answered with ComputeWeightChecksumsReply."""
+        self._send(lc.ComputeWeightChecksums(**ids._asdict()))
+
     def execute_model(self, frames: Sequence[Frame]) -> None:
         """Send a step that client/slots.py encoded: once for all ranks."""
         self._steps.send(frames)

@@ -3,6 +3,8 @@ flight, and what happens when one fails. Knows how the wire is spoken, but not w
 how a model gets loaded (`client/loading.py`).
 """
 
+import contextlib
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -61,6 +63,11 @@ EVENTS_INTERVAL_S = 1.0
 OPERATION_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 3600.0
 ATTACH_TIMEOUT_S = 30.0
+FINISH_SAVE_TIMEOUT_S = 600.0
+"""Removing the files of a large set takes a while."""
+
+SHARD_PATTERN = "model-rank-{rank}-part-{part}.safetensors"
+SHARD_MAX_SIZE_BYTES = 5 << 30
 
 DEFAULT_STEP_DEADLINE_S = 60.0
 """Assumed of a daemon that has no configuration yet."""
@@ -438,6 +445,71 @@ class WorkerGroup:
         """What a driver needs to know of the model, from each rank."""
         return self._fan_out(
             "get_model_metadata", WorkerClient.get_model_metadata, lc.GetModelMetadataReply
+        )
+
+    # ------------------------------------------------------------------ weights
+
+    def compute_weight_checksums(self) -> list[lc.ComputeWeightChecksumsReply]:
+        """Hash every rank's weights, tensor by tensor, as they are now."""
+        return self._fan_out(
+            "compute_weight_checksums",
+            WorkerClient.compute_weight_checksums,
+            lc.ComputeWeightChecksumsReply,
+            timeout_s=LOAD_TIMEOUT_S,
+        )
+
+    def save_sharded_state(
+        self,
+        name: str,
+        pattern: str = SHARD_PATTERN,
+        max_size_bytes: int = SHARD_MAX_SIZE_BYTES,
+    ) -> list[lc.SaveShardedStateReply]:
+        """Save the group's weights as the set `name` under the daemons' save root, which they must
+        share; load it with load_format="sharded_state".
+
+        All ranks write at once, beside a set that has the name already; rank 0 then puts the new
+        one in its place in one step. After an error of a rank the old set is in place and nothing
+        else; what a dead rank has left goes with the next save. No group may load the set
+        meanwhile. pattern names the files, by {rank} and {part}; max_size_bytes bounds each.
+
+        Raises:
+            RemoteConfigError: no daemon option --save-root, or not the same one, or the name or the
+            pattern is not allowed. RemoteCapacityError: the disk is full.
+        """
+        save = secrets.token_bytes(16)
+        try:
+            replies = self._fan_out(
+                "save_sharded_state",
+                lambda client, ids: client.save_sharded_state(
+                    ids, save, name, pattern, max_size_bytes
+                ),
+                lc.SaveShardedStateReply,
+                timeout_s=LOAD_TIMEOUT_S,
+            )
+        except (RemoteError, DeadlineExceeded):
+            self._discard_sharded_state(save)
+            raise
+        self._keep_sharded_state(save)
+        return replies
+
+    def _keep_sharded_state(self, save: bytes) -> None:
+        try:
+            self._finish_sharded_state(save, keep=True)
+        except RemoteError as error:
+            if error.rank == 0:  # else rank 0 may be about to put those files in place
+                self._discard_sharded_state(save)
+            raise
+
+    def _discard_sharded_state(self, save: bytes) -> None:
+        with contextlib.suppress(ClientError, WireError):  # the next save cleans up as well
+            self._finish_sharded_state(save, keep=False)
+
+    def _finish_sharded_state(self, save: bytes, *, keep: bool) -> None:
+        self._fan_out(
+            "finish_sharded_state",
+            lambda client, ids: client.finish_sharded_state(ids, save, keep=keep),
+            Done,
+            timeout_s=FINISH_SAVE_TIMEOUT_S,
         )
 
     # ------------------------------------------------------------------ steps

@@ -36,6 +36,9 @@ StepMessage: TypeAlias = (
     | lc.CompileOrWarmUpModel
     | lc.GetSupportedTasks
     | lc.GetModelMetadata
+    | lc.SaveShardedState
+    | lc.FinishShardedState
+    | lc.ComputeWeightChecksums
 )
 StepReplyMessage: TypeAlias = (
     ErrorReply
@@ -49,6 +52,8 @@ StepReplyMessage: TypeAlias = (
     | lc.CompileOrWarmUpModelReply
     | lc.GetSupportedTasksReply
     | lc.GetModelMetadataReply
+    | lc.SaveShardedStateReply
+    | lc.ComputeWeightChecksumsReply
 )
 ControlMessage: TypeAlias = (
     lc.Hello

@@ -284,6 +284,44 @@ class GetModelMetadataReply(StepReply, frozen=True, tag=21, kw_only=True):
     """Which provider the start-up probe chose."""
 
 
+class SaveShardedState(StepRequest, frozen=True, tag=22, kw_only=True):
+    """Write this rank's weights under the daemon's save root, beside the set of that name that is
+    in use. Nothing changes for readers before FinishShardedState."""
+
+    save: Uid
+    """128 random bits, the same on all ranks: which files belong together."""
+    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    """Of the set: a name of letters, digits, '.', '_' and '-', never a path."""
+    pattern: Annotated[str, Meta(min_length=1, max_length=128)]
+    """Of the file names, with {rank} and {part}."""
+    max_size_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    """Of tensors in one file; a larger tensor has a file of its own."""
+
+
+class SaveShardedStateReply(StepReply, frozen=True, tag=22, kw_only=True):
+    num_files: Count
+    size_bytes: Unsigned
+    seconds: float
+
+
+class FinishShardedState(StepRequest, frozen=True, tag=23, kw_only=True):
+    """End a save: make what all ranks have written the set of its name, or throw it away."""
+
+    save: Uid
+    keep: bool
+    """True only after every rank has answered SaveShardedState: rank 0 then replaces the set."""
+
+
+class ComputeWeightChecksums(StepRequest, frozen=True, tag=24, kw_only=True):
+    """Hash this rank's weights as they are now."""
+
+
+class ComputeWeightChecksumsReply(StepReply, frozen=True, tag=24, kw_only=True):
+    checksums: dict[Name, Annotated[bytes, Meta(min_length=16, max_length=16)]]
+    """Checkpoint name of each tensor that this rank holds all or a part of: BLAKE2b-128 of that
+    part's elements in row-major order, little-endian."""
+
+
 class Heartbeat(Value, frozen=True, tag=1, kw_only=True):
     """Published on the events socket four times a second."""
 

@@ -40,6 +40,10 @@ def serve(
         list[str] | None,
         typer.Option(help="models must lie under one of these; default: the working directory"),
     ] = None,
+    save_root: Annotated[
+        str | None,
+        typer.Option(help="weights are saved under it, by name; without it they are not"),
+    ] = None,
     exit_with_parent_fd: Annotated[
         int | None, typer.Option(help="end when this descriptor reads end-of-file")
     ] = None,
@@ -58,6 +62,7 @@ def serve(
                 "device": device,
                 "state-dir": state_dir,
                 "model-root": model_root,
+                "save-root": save_root,
                 "exit-with-parent-fd": exit_with_parent_fd,
                 "log-level": log_level,
             },

@@ -13,7 +13,7 @@ WorkerError
  +- ConfigError          a setting is wrong: names field, value and fix
  |   `- CheckpointError      a model's files are missing, truncated or not what config.json says
  +- InvalidStepError     a step holds a value that no kernel may see; nothing of it was applied
- +- CapacityError        not enough device memory, KV blocks or rows
+ +- CapacityError        not enough device memory, KV blocks, rows or disk space
  +- CommError            a peer or a link is lost
  |   `- UpstreamFailedError  an earlier pipeline stage failed in this step
  +- PrecededByError      a step before this one failed, and the driver has not resynchronised since

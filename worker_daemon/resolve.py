@@ -1,7 +1,7 @@
 """Pure: what the driver asked for, the checkpoint and the device, resolved to what the worker runs
 with. "auto" ends here."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 from rpc_schema.config import CacheConfig, ModelConfig, SchedulerConfig
 from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.models.config import DecoderConfig, read_model_config
+from worker_daemon.models.saved_set import CONFIG_FILES, SavedSet, read_saved_set
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -19,25 +20,37 @@ class ResolvedModel:
     """Everything about the model that was open when LoadModel came."""
 
     directory: Path
+    """Of config.json and the weights; in a saved set that of the save in use."""
     decoder: DecoderConfig
     dtype: torch.dtype
     max_model_len: int
+    saved: SavedSet | None
+    """What load_format sharded_state reads; None for the others."""
+    config_files: Mapping[str, bytes]
+    """Content of CONFIG_FILES, for a save to keep: the directory may be gone by then."""
 
 
 def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedModel:
-    """Read the checkpoint's config.json and settle directory, dtype and context length.
+    """Read the checkpoint's config.json, or a saved set's, and settle directory, dtype and context
+    length.
 
     Raises:
         ConfigError: the model lies outside the roots, or a value does not fit it.
         CheckpointError: the directory or its config.json is missing or broken.
     """
     directory = _confine(config.model, model_roots)
+    saved = read_saved_set(directory) if config.load_format == "sharded_state" else None
+    if saved is not None:
+        directory = _confine(str(saved.directory), model_roots)
     decoder = read_model_config(directory)
+    stated = decoder.dtype or "float32" if saved is None else saved.shape.dtype
     return ResolvedModel(
         directory=directory,
         decoder=decoder,
-        dtype=_resolve_dtype(config.dtype, decoder),
+        dtype=_resolve_dtype(config.dtype, stated),
         max_model_len=_resolve_length(config.max_model_len, decoder),
+        saved=saved,
+        config_files=_read_config_files(directory),
     )
 
 
@@ -93,8 +106,13 @@ def _check_directory(model: str, directory: Path, root: Path) -> None:
             )
 
 
-def _resolve_dtype(dtype: str, decoder: DecoderConfig) -> torch.dtype:
-    name = decoder.dtype or "float32" if dtype == "auto" else dtype
+def _read_config_files(directory: Path) -> dict[str, bytes]:
+    paths = [directory / name for name in CONFIG_FILES]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+
+def _resolve_dtype(asked: str, stated: str) -> torch.dtype:
+    name = stated if asked == "auto" else asked
     if name not in DTYPES:
         raise ConfigError(
             "the checkpoint's dtype is not one that can be computed in",

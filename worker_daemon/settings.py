@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from worker_daemon.directories import claim_directory
 from worker_daemon.errors import ConfigError
 from worker_daemon.kernel_cache import kernel_cache
 from worker_daemon.logs import LEVELS
@@ -19,6 +20,7 @@ KEYS: Final = (
     "device",
     "state-dir",
     "model-root",
+    "save-root",
     "exit-with-parent-fd",
     "log-level",
 )
@@ -55,6 +57,8 @@ class ProcessSettings:
     kernels in the user's cache directory."""
     model_roots: tuple[Path, ...]
     """Directories under which models may lie."""
+    save_root: Path | None
+    """Directory under which weights are saved, by name; None: they are not."""
     exit_with_parent_fd: int | None
     """The daemon ends when this file descriptor reads end-of-file."""
     log_level: str
@@ -139,6 +143,7 @@ def build_settings(given: Given) -> ProcessSettings:
         device=_matching(_required(given, "device", "cpu or cuda:N"), _DEVICE),
         state_dir=Path(state_dir).resolve() if state_dir else None,
         model_roots=_roots(given),
+        save_root=_save_root(given),
         exit_with_parent_fd=None if fd is None else _file_descriptor(fd),
         log_level=_level(_text(given, "log-level", "info")),
     )
@@ -182,6 +187,11 @@ def _roots(given: Given) -> tuple[Path, ...]:
                 fix="name a directory that holds models",
             )
     return tuple(Path(root).resolve() for root in roots)
+
+
+def _save_root(given: Given) -> Path | None:
+    value = _text(given, "save-root", "")
+    return claim_directory(Path(value).absolute(), "saved weights", "save-root") if value else None
 
 
 def _file_descriptor(value: object) -> int:

@@ -20,7 +20,14 @@ import torch
 from rpc_schema import lifecycle as lc
 from rpc_schema.base import StepRequest
 from rpc_schema.codec import Frame
-from rpc_schema.config import CacheConfig, ParallelConfig, Rendezvous, SchedulerConfig, WorkerConfig
+from rpc_schema.config import (
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    Rendezvous,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.description import WorkerDescription
@@ -40,8 +47,12 @@ from worker_daemon.layers.attention_provider import (
     add_prompt_attention,
     probe_attention,
 )
+from worker_daemon.models.config import DecoderConfig
 from worker_daemon.models.decoder import DecoderStage, build_stage, checkpoint_names
 from worker_daemon.models.partition import check_partition, partition_layers
+from worker_daemon.models.saved_set import GroupShape, load_saved
+from worker_daemon.models.saving import RankWeights, Saver, SaveRequest
+from worker_daemon.models.tensor_bytes import checksum
 from worker_daemon.models.weights import LoadProgress, load_dummy_weights, load_weights
 from worker_daemon.resolve import ResolvedModel, check_cache, resolve_model
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
@@ -89,10 +100,18 @@ class _LoadedModel:
 class Worker:
     """One daemon's worker, from an idle process to a serving stage and back."""
 
-    def __init__(self, device: str, model_roots: Sequence[Path], set_phase: SetPhase) -> None:
-        """Touches no device: that is init_device's."""
+    def __init__(
+        self,
+        device: str,
+        model_roots: Sequence[Path],
+        set_phase: SetPhase,
+        save_root: Path | None = None,
+    ) -> None:
+        """Touches no device: that is init_device's. Without a save_root nothing can be saved."""
         self._device_name = device
         self._model_roots = model_roots
+        self._saved_roots = model_roots if save_root is None else (save_root, *model_roots)
+        self._saver = Saver(save_root)
         self._set_phase = set_phase
         self._max_threads = torch.get_num_threads()
         self._opening: Link | None = None
@@ -169,7 +188,7 @@ class Worker:
         began = time.monotonic()
         self._set_phase("LOADING", _LONG_OPERATION_S)
         check_cache(message.cache, message.scheduler)
-        resolved = resolve_model(message.model, self._model_roots)
+        resolved = self._resolve(message.model)
         context = self._context
         if not supports(context.device, resolved.dtype):
             raise ConfigError(
@@ -178,6 +197,8 @@ class Worker:
                 value=str(resolved.dtype),
                 fix="float16",
             )
+        if resolved.saved is not None:
+            resolved.saved.check(self._group_shape(resolved), resolved.decoder)
         try:
             stage = self._build_stage(resolved)
             self._fill(stage, message, resolved)
@@ -402,6 +423,46 @@ class Worker:
             attention_backend=model.attention.name,
         )
 
+    # Weights.
+
+    def compute_weight_checksums(
+        self, message: lc.ComputeWeightChecksums
+    ) -> lc.ComputeWeightChecksumsReply:
+        """Hash what this rank holds of each tensor of the checkpoint."""
+        self._set_phase("HASHING", _LONG_OPERATION_S)
+        views = self._model.stage.checkpoint_views()
+        checksums = {name: checksum(view) for name, view in views.items()}
+        return lc.ComputeWeightChecksumsReply(**self._identity(message), checksums=checksums)
+
+    def save_sharded_state(self, message: lc.SaveShardedState) -> lc.SaveShardedStateReply:
+        """Write this rank's weights beside the set of that name, which stays in use.
+
+        Raises: see Saver.write.
+        """
+        began = time.monotonic()
+        request = SaveRequest(
+            message.save.hex(), message.name, message.pattern, message.max_size_bytes
+        )
+        report = self._saver.write(
+            request, self._rank_weights(), lambda: self._set_phase("SAVING", _LONG_OPERATION_S)
+        )
+        seconds = time.monotonic() - began
+        _LOG.info("saved %.3f GB in %.1f s", report.size_bytes / 1e9, seconds)
+        return lc.SaveShardedStateReply(
+            **self._identity(message),
+            num_files=report.num_files,
+            size_bytes=report.size_bytes,
+            seconds=seconds,
+        )
+
+    def finish_sharded_state(self, message: lc.FinishShardedState) -> Done:
+        """Put what save_sharded_state wrote in place, or remove it.
+
+        Raises: see Saver.finish.
+        """
+        self._saver.finish(message.save.hex(), keep=message.keep)
+        return Done(**self._identity(message))
+
     # Changes of hands, and the way back.
 
     def on_attach(self) -> bool:
@@ -550,16 +611,42 @@ class Worker:
         tp.bind(self._opening.groups.stage)
         return self._opening
 
+    def _resolve(self, config: ModelConfig) -> ResolvedModel:
+        saved = config.load_format == "sharded_state"
+        return resolve_model(config, self._saved_roots if saved else self._model_roots)
+
+    def _partition(self, decoder: DecoderConfig) -> tuple[range, ...]:
+        context = self._context
+        return partition_layers(
+            decoder.num_hidden_layers, context.parallel.pp_size, context.config.layer_partition
+        )
+
+    def _group_shape(self, resolved: ResolvedModel) -> GroupShape:
+        parallel = self._context.config
+        return GroupShape(
+            pipeline_parallel_size=parallel.pipeline_parallel_size,
+            tensor_parallel_size=parallel.tensor_parallel_size,
+            layer_partition=tuple(map(len, self._partition(resolved.decoder))),
+            dtype=str(resolved.dtype).removeprefix("torch."),
+        )
+
+    def _rank_weights(self) -> RankWeights:
+        resolved = self._model.resolved
+        return RankWeights(
+            rank=self.rank,
+            shape=self._group_shape(resolved),
+            decoder=resolved.decoder,
+            config_files=resolved.config_files,
+            tensors=self._model.stage.checkpoint_views(),
+        )
+
     def _build_stage(self, resolved: ResolvedModel) -> DecoderStage:
         context, decoder = self._context, resolved.decoder
         parallel = context.parallel
         check_partition(decoder, parallel.pp_size, parallel.tp_size)
-        layers = partition_layers(
-            decoder.num_hidden_layers, parallel.pp_size, context.config.layer_partition
-        )
         return build_stage(
             decoder,
-            layers[parallel.pp_rank],
+            self._partition(decoder)[parallel.pp_rank],
             parallel.is_first_stage,
             parallel.is_last_stage,
             context.tp,
@@ -584,6 +671,9 @@ class Worker:
         progress = _ProgressLine(self._set_phase)
         if message.model.load_format == "dummy":
             report = load_dummy_weights(parameters, message.model.seed, progress)
+        elif resolved.saved is not None:
+            verify = message.model.verify_checksums
+            report = load_saved(parameters, resolved.saved, self.rank, progress, verify=verify)
         else:
             names = checkpoint_names(resolved.decoder)
             report = load_weights(parameters, resolved.directory, names, progress)

@@ -96,8 +96,10 @@ class DelayedWorker:
 def main(journal: str, seed: str, options: str) -> int:
     """Serve like worker_daemon.server.assembly.run_daemon, with another worker."""
 
-    def make_delayed(device: str, model_roots: Sequence[Path], set_phase: SetPhase) -> WorkerLike:
-        worker = make_worker(device, model_roots, set_phase)
+    def make_delayed(
+        device: str, model_roots: Sequence[Path], set_phase: SetPhase, save_root: Path | None
+    ) -> WorkerLike:
+        worker = make_worker(device, model_roots, set_phase, save_root)
         return DelayedWorker(worker, Path(journal), int(seed))
 
     prepare_environment()

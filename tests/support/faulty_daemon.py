@@ -143,9 +143,11 @@ def main(patch: pytest.MonkeyPatch) -> None:
     faults = FaultFile(Path(sys.argv.pop(1)))
     make_worker = assembly.make_worker
 
-    def make_faulty(device: str, model_roots: Sequence[Path], set_phase: SetPhase) -> object:
+    def make_faulty(
+        device: str, model_roots: Sequence[Path], set_phase: SetPhase, save_root: Path | None
+    ) -> object:
         faults.strike("make_worker")
-        worker = make_worker(device, model_roots, set_phase)
+        worker = make_worker(device, model_roots, set_phase, save_root)
         from worker_daemon.models.decoder import DecoderStage  # torch is loaded here, not before
 
         for name in ("forward", "likeliest_tokens"):

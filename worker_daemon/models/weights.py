@@ -85,6 +85,13 @@ def load_weights(
     """
     files = _tensor_files(model_dir)
     wanted = _group_by_file(parameters, files, model_dir)
+    return load_items(wanted, progress, tuple(sorted(files.keys() - set(known_names))))
+
+
+def load_items(
+    wanted: Mapping[Path, Sequence[Item]], progress: OnProgress, ignored_tensors: tuple[str, ...]
+) -> LoadReport:
+    """Fill the pieces of each file's items. Calls progress and raises as load_weights does."""
     meter = _Meter(sum(_num_bytes(*item) for items in wanted.values() for item in items), progress)
     device = next((item[0].data.device for items in wanted.values() for item in items), None)
     if device is None or device.type == "cpu":
@@ -92,7 +99,7 @@ def load_weights(
             _load_file(path, items, meter)
     else:
         load_through_buffers(wanted, device, meter.advance)
-    return meter.report(tuple(sorted(files.keys() - set(known_names))))
+    return meter.report(ignored_tensors)
 
 
 def load_through_buffers(

@@ -15,11 +15,13 @@ def run_daemon(settings: ProcessSettings) -> int:
     return serve(settings, make_worker, open_rendezvous)
 
 
-def make_worker(device: str, model_roots: Sequence[Path], set_phase: SetPhase) -> WorkerLike:
+def make_worker(
+    device: str, model_roots: Sequence[Path], set_phase: SetPhase, save_root: Path | None
+) -> WorkerLike:
     """Load torch and make the worker; called on the step thread."""
     from worker_daemon.worker import Worker  # seconds of torch, while sockets are bound already
 
-    return Worker(device, model_roots, set_phase)
+    return Worker(device, model_roots, set_phase, save_root)
 
 
 def open_rendezvous(host: str) -> RendezvousServerLike:

@@ -135,6 +135,7 @@ class Daemon:
             make_worker=make_worker,
             device=settings.device,
             model_roots=settings.model_roots,
+            save_root=settings.save_root,
         )
         self._control = Control(
             control=self._sockets.control,

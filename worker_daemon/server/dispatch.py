@@ -59,6 +59,9 @@ class WorkerLike(Protocol):
     def compile_or_warm_up_model(self, message: lc.CompileOrWarmUpModel) -> StepReply: ...
     def get_supported_tasks(self, message: lc.GetSupportedTasks) -> StepReply: ...
     def get_model_metadata(self, message: lc.GetModelMetadata) -> StepReply: ...
+    def save_sharded_state(self, message: lc.SaveShardedState) -> StepReply: ...
+    def finish_sharded_state(self, message: lc.FinishShardedState) -> StepReply: ...
+    def compute_weight_checksums(self, message: lc.ComputeWeightChecksums) -> StepReply: ...
 
     def on_attach(self) -> bool:
         """Drop all requests; True if nothing was cut off and all sends were received."""
@@ -86,8 +89,8 @@ class RendezvousServerLike(Protocol):
 
 SetPhase: TypeAlias = Callable[[str, float], None]
 """(phase, seconds of legal silence)."""
-MakeWorker: TypeAlias = Callable[[str, Sequence[Path], SetPhase], WorkerLike]
-"""(device, model roots, set_phase)."""
+MakeWorker: TypeAlias = Callable[[str, Sequence[Path], SetPhase, Path | None], WorkerLike]
+"""(device, model roots, set_phase, save root)."""
 OpenRendezvousServer: TypeAlias = Callable[[str], RendezvousServerLike]
 """(host)."""
 
@@ -124,6 +127,9 @@ def operation_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], Operati
         lc.CompileOrWarmUpModel: worker.compile_or_warm_up_model,
         lc.GetSupportedTasks: worker.get_supported_tasks,
         lc.GetModelMetadata: worker.get_model_metadata,
+        lc.SaveShardedState: worker.save_sharded_state,
+        lc.FinishShardedState: worker.finish_sharded_state,
+        lc.ComputeWeightChecksums: worker.compute_weight_checksums,
     }
 
 
@@ -132,6 +138,9 @@ _OWN_WORK_S: Final[Mapping[type[StepMessage], float]] = {
     lc.DetermineAvailableMemory: 900.0,
     lc.InitializeFromConfig: 300.0,
     lc.CompileOrWarmUpModel: 1800.0,
+    lc.SaveShardedState: 3600.0,
+    lc.FinishShardedState: 600.0,
+    lc.ComputeWeightChecksums: 1800.0,
 }
 _BESIDE_MEETING_S: Final[Mapping[type[StepMessage], float]] = {
     lc.InitDevice: 120.0,

@@ -121,6 +121,7 @@ class StepThread:
         make_worker: MakeWorker,
         device: str,
         model_roots: Sequence[Path],
+        save_root: Path | None,
     ) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._step = step
@@ -130,6 +131,7 @@ class StepThread:
         self._make_worker = make_worker
         self._device = device
         self._model_roots = model_roots
+        self._save_root = save_root
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
 
     def start(self) -> None:
@@ -145,7 +147,9 @@ class StepThread:
     def _run(self) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
-            worker = self._make_worker(self._device, self._model_roots, self._progress.set_phase)
+            worker = self._make_worker(
+                self._device, self._model_roots, self._progress.set_phase, self._save_root
+            )
         except Exception as error:
             logger.exception("the worker cannot be made")
             self._events.fatal(_start_exit_code(error), str(error))

@@ -182,6 +182,15 @@ class FakeWorker:
     def get_model_metadata(self, message: lc.GetModelMetadata) -> StepReply:
         return self._done(message)
 
+    def save_sharded_state(self, message: lc.SaveShardedState) -> StepReply:
+        return self._done(message)
+
+    def finish_sharded_state(self, message: lc.FinishShardedState) -> StepReply:
+        return self._done(message)
+
+    def compute_weight_checksums(self, message: lc.ComputeWeightChecksums) -> StepReply:
+        return self._done(message)
+
     def on_attach(self) -> bool:
         clean, self._clean = self._clean, True
         return clean
@@ -207,7 +216,9 @@ class FakeWorker:
         return step.Done(**ids(message, self.rank))
 
 
-def make_fake_worker(device: str, model_roots: Sequence[Path], set_phase: SetPhase) -> FakeWorker:
+def make_fake_worker(
+    device: str, model_roots: Sequence[Path], set_phase: SetPhase, save_root: Path | None
+) -> FakeWorker:
     if device == "cuda:9":
         raise errors.ConfigError("no such device", field="device", value=device)
     return FakeWorker(device, set_phase)

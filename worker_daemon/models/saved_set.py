@@ -1,0 +1,283 @@
+"""A saved set: the weights of a group on disk, as each rank holds them. Its layout, and reading it.
+
+    NAME/index.json            the group's shape, and which save is in use: replacing it is what
+                               replaces the set
+    NAME/SAVE/config.json      the model's, as it was when the model was loaded
+    NAME/SAVE/rank-N.json      file, shape and checksum of each tensor of rank N
+    NAME/SAVE/*.safetensors    the parts of tensors that a rank holds, by their checkpoint names
+
+Knows no root and no wire; `saving.py` writes sets.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from worker_daemon.errors import CheckpointError, ConfigError
+from worker_daemon.layers.parameter import Parameter, Piece
+from worker_daemon.models.config import DecoderConfig
+from worker_daemon.models.tensor_bytes import checksum
+from worker_daemon.models.weights import Item, LoadReport, OnProgress, load_items
+
+INDEX_FILE = "index.json"
+CONFIG_FILES = ("config.json", "generation_config.json")
+"""What of a model's directory a set keeps a copy of, where it is there."""
+FORMAT = 1
+_SAVE_ID = re.compile(r"[0-9a-f]{32}")
+_MODEL_FIELDS = (
+    "architecture",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """What a group must have in common with the one that saved: else its ranks hold other parts."""
+
+    pipeline_parallel_size: int
+    tensor_parallel_size: int
+    layer_partition: tuple[int, ...]
+    """Layers of each stage."""
+    dtype: str
+    """float32, float16 or bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """What a rank's index says of one tensor."""
+
+    file: str
+    shape: tuple[int, ...]
+    checksum: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSet:
+    """The content of a set's index."""
+
+    directory: Path
+    """Where the files of the save in use are."""
+    shape: GroupShape
+    model: Mapping[str, object]
+    """See model_fields."""
+
+    def check(self, group: GroupShape, decoder: DecoderConfig) -> None:
+        """Check that a group of that shape and that model may load the set.
+
+        Raises:
+            ConfigError: the group has another shape or dtype.
+            CheckpointError: config.json is not the one that the weights belong to.
+        """
+        saved = asdict(self.shape)
+        for name, wanted in asdict(group).items():
+            if wanted != saved[name]:
+                raise ConfigError(
+                    f"the set in {self.directory.parent} was saved with another value",
+                    field=name,
+                    value=wanted,
+                    fix=f"load it with {saved[name]}, or save it anew from a group of this shape",
+                )
+        for name, value in model_fields(decoder).items():
+            if value != self.model.get(name):
+                raise CheckpointError(
+                    f"config.json is not the saved model's, which has {self.model.get(name)!r}",
+                    field=name,
+                    value=value,
+                    fix="put the saved config.json back, or save the set anew",
+                )
+
+
+def is_save_id(name: str) -> bool:
+    """Tell whether a directory of this name holds the files of one save."""
+    return _SAVE_ID.fullmatch(name) is not None
+
+
+def rank_index_name(rank: int) -> str:
+    """Return the name of a rank's index."""
+    return f"rank-{rank}.json"
+
+
+def model_fields(decoder: DecoderConfig) -> dict[str, object]:
+    """Return the fields of a model that shape its weights."""
+    fields = asdict(decoder)
+    return {name: fields[name] for name in _MODEL_FIELDS}
+
+
+def index_bytes(save: str, shape: GroupShape, decoder: DecoderConfig) -> bytes:
+    """Return the content of index.json."""
+    values = {
+        "format": FORMAT,
+        "save": save,
+        "shape": asdict(shape),
+        "model": model_fields(decoder),
+    }
+    return json.dumps(values, indent=1).encode() + b"\n"
+
+
+def rank_index_bytes(tensors: Mapping[str, SavedTensor]) -> bytes:
+    """Return the content of a rank's index."""
+    entries = {
+        name: {"file": t.file, "shape": t.shape, "checksum": t.checksum.hex()}
+        for name, t in tensors.items()
+    }
+    return json.dumps({"tensors": entries}, indent=1).encode() + b"\n"
+
+
+def read_saved_set(home: Path) -> SavedSet:
+    """Read a set's index.
+
+    Raises:
+        CheckpointError: it is missing or not what `saving.py` writes.
+    """
+    path = home / INDEX_FILE
+    values = _read_object(path)
+    try:
+        if values.get("format") != FORMAT:
+            raise ValueError(f"format is {values.get('format')!r}, not {FORMAT}")
+        save = _take(values, "save", str)
+        if not is_save_id(save):
+            raise ValueError(f"save is {save!r}")
+        shape = _parse_shape(_take(values, "shape", dict))
+        return SavedSet(home / save, shape, _take(values, "model", dict))
+    except (ValueError, TypeError) as error:
+        raise _broken(path, f"is no index of a saved set ({error})") from error
+
+
+def load_saved(
+    parameters: Sequence[Parameter],
+    saved: SavedSet,
+    rank: int,
+    progress: OnProgress,
+    *,
+    verify: bool,
+) -> LoadReport:
+    """Fill the parameters of this rank from its own files, which are read straight into place.
+
+    verify: compare what is then in memory with the checksums that were taken at the save.
+
+    Raises:
+        CheckpointError: a file is missing or truncated, or a tensor is missing or not of the shape
+            or content that was saved; what is loaded must be discarded.
+    """
+    path = saved.directory / rank_index_name(rank)
+    tensors = _read_rank_index(path)
+    wanted: defaultdict[Path, list[Item]] = defaultdict(list)
+    for parameter, piece in _items(parameters):
+        tensor = _find(tensors, piece, path)
+        wanted[saved.directory / tensor.file].append((parameter, piece))
+    used = {piece.name for _, piece in _items(parameters)}
+    report = load_items(wanted, progress, tuple(sorted(tensors.keys() - used)))
+    if verify:
+        _verify(parameters, tensors, path)
+    return report
+
+
+def _items(parameters: Iterable[Parameter]) -> list[Item]:
+    """What a rank holds of each tensor is all that its file has of it."""
+    return [
+        (parameter, _whole(piece, tuple(parameter.data[piece.target].shape)))
+        for parameter in parameters
+        for piece in parameter.pieces
+    ]
+
+
+def _whole(piece: Piece, shape: tuple[int, ...]) -> Piece:
+    source = tuple(slice(0, size) for size in shape)
+    return Piece(piece.name, shape, source, piece.target, piece.kind)
+
+
+def _find(tensors: Mapping[str, SavedTensor], piece: Piece, path: Path) -> SavedTensor:
+    tensor = tensors.get(piece.name)
+    if tensor is None:
+        raise _broken(path, f"has no tensor {piece.name}")
+    if tensor.shape != piece.full_shape:
+        raise _broken(
+            path, f"has {piece.name} in shape {tensor.shape}, this rank holds {piece.full_shape}"
+        )
+    return tensor
+
+
+def _verify(
+    parameters: Iterable[Parameter], tensors: Mapping[str, SavedTensor], path: Path
+) -> None:
+    for parameter, piece in _items(parameters):
+        tensor = tensors[piece.name]
+        if checksum(parameter.data[piece.target]) != tensor.checksum:
+            raise _broken(
+                path.with_name(tensor.file), f"has other values of {piece.name} than were saved"
+            )
+
+
+def _parse_shape(values: Mapping[str, object]) -> GroupShape:
+    partition = _take(values, "layer_partition", list)
+    return GroupShape(
+        pipeline_parallel_size=_take(values, "pipeline_parallel_size", int),
+        tensor_parallel_size=_take(values, "tensor_parallel_size", int),
+        layer_partition=tuple(_integers(partition)),
+        dtype=_take(values, "dtype", str),
+    )
+
+
+def _read_rank_index(path: Path) -> dict[str, SavedTensor]:
+    tensors = _read_object(path).get("tensors")
+    try:
+        if not isinstance(tensors, dict):
+            raise ValueError("tensors is no object")
+        return {name: _parse_tensor(entry) for name, entry in tensors.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _broken(path, f"is no index of saved tensors ({error})") from error
+
+
+def _parse_tensor(entry: Mapping[str, object]) -> SavedTensor:
+    file = _take(entry, "file", str)
+    if Path(file).name != file:
+        raise ValueError(f"file is {file!r}, which is no plain name")
+    shape = tuple(_integers(_take(entry, "shape", list)))
+    return SavedTensor(file, shape, bytes.fromhex(_take(entry, "checksum", str)))
+
+
+def _take(values: Mapping[str, object], name: str, kind: type[_T]) -> _T:
+    value = values.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}")
+    return value
+
+
+def _integers(values: Iterable[object]) -> list[int]:
+    numbers = [value for value in values if isinstance(value, int)]
+    if numbers != list(values):
+        raise ValueError(f"{values!r} are not all integers")
+    return numbers
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise _broken(path, "is missing") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise _broken(path, f"cannot be read ({error})") from error
+    if not isinstance(values, dict):
+        raise _broken(path, "is no JSON object")
+    return values
+
+
+def _broken(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} {problem}",
+        field="model",
+        value=str(path.parent),
+        fix="name a set that save_sharded_state wrote, or save it anew",
+    )

@@ -1,0 +1,359 @@
+"""Writes this rank's part of a saved set, and puts the set in place. Knows the layout of
+`saved_set.py`, no model and no wire.
+
+The ranks of a group write side by side into one new directory beside the save in use. Once all have
+written, rank 0 renames its index over the set's: readers see the old set or the new one. Until then
+every rank holds a lock on the directory, which ends with its process; a directory without a lock is
+what a dead save left, and the next one removes it.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from torch import Tensor
+
+from worker_daemon.errors import CapacityError, CheckpointError, ConfigError
+from worker_daemon.models.config import DecoderConfig
+from worker_daemon.models.saved_set import (
+    INDEX_FILE,
+    GroupShape,
+    SavedTensor,
+    index_bytes,
+    is_save_id,
+    rank_index_bytes,
+    rank_index_name,
+    read_saved_set,
+)
+from worker_daemon.models.tensor_bytes import num_bytes, write_safetensors
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What is saved as what."""
+
+    save: str
+    """32 hex digits, the same on all ranks."""
+    name: str
+    pattern: str
+    """Of the file names, with {rank} and {part}."""
+    max_size_bytes: int
+    """Of the tensors of one file; a larger tensor has a file of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankWeights:
+    """What one rank saves."""
+
+    rank: int
+    shape: GroupShape
+    decoder: DecoderConfig
+    config_files: Mapping[str, bytes]
+    """Rank 0 writes them."""
+    tensors: Mapping[str, Tensor]
+    """Checkpoint name -> this rank's part; any strides, any device."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What a rank has written."""
+
+    num_files: int
+    size_bytes: int
+
+
+class Saver:
+    """A rank's saves, one at a time: write(), then finish(). Belongs to the step thread."""
+
+    def __init__(self, root: Path | None) -> None:
+        """root: an existing directory that only this user may write; None refuses every save."""
+        self._root = root
+        self._pending: _PendingSave | None = None
+
+    def write(
+        self, request: SaveRequest, weights: RankWeights, before_file: Callable[[], None]
+    ) -> SaveReport:
+        """Write this rank's files beside the set in use; every byte is on disk on return.
+
+        A save of before that is not in use is thrown away first. before_file is called before each
+        file.
+
+        Raises:
+            ConfigError: there is no root, the name or pattern is not allowed, or the root cannot be
+                written.
+            CapacityError: the disk is full. Either way nothing is left of this rank's files.
+        """
+        home = self._home(request.name)
+        _check_pattern(request.pattern)
+        self._discard()
+        with _typed_errors(home):
+            pending = self._pending = _PendingSave(home, request, weights)
+            try:
+                if weights.rank == 0:
+                    _remove_dead(home, keep=(request.save, _save_in_use(home)))
+                return pending.write(request, weights, before_file)
+            except BaseException:
+                self._discard()
+                raise
+
+    def finish(self, save: str, *, keep: bool) -> None:
+        """End a save: put it in place (on rank 0, after all ranks have written), or remove it.
+
+        Raises:
+            ConfigError: keep, and the save is not one that waits for its end here, or another
+                rank's files are not under this root.
+            CapacityError: the disk is full; the set of before is in place.
+        """
+        pending = self._pending
+        if pending is None or pending.save != save:
+            if keep:
+                raise ConfigError(
+                    "no such save waits for its end here", field="save", value=save, fix="save anew"
+                )
+        elif keep:
+            with _typed_errors(pending.home):
+                pending.publish()
+            pending.release()  # but still known: where rank 0 fails, all are told to remove it
+        else:
+            self._discard()
+
+    def _discard(self) -> None:
+        if self._pending is not None:
+            self._pending.discard()
+            self._pending = None
+
+    def _home(self, name: str) -> Path:
+        if self._root is None:
+            raise ConfigError(
+                "this daemon has no directory to save under",
+                field="save-root",
+                fix="start it with --save-root DIR",
+            )
+        if not _NAME.fullmatch(name) or name in (".", ".."):
+            raise ConfigError(
+                "a set has a name, not a path",
+                field="name",
+                value=name,
+                fix="use up to 128 letters, digits, '.', '_' and '-'",
+            )
+        return self._root / name
+
+
+class _PendingSave:
+    """Files of this rank that are not in use yet, and the lock that keeps them."""
+
+    def __init__(self, home: Path, request: SaveRequest, weights: RankWeights) -> None:
+        self.home = home
+        self.save = request.save
+        self._directory = home / request.save
+        self._rank = weights.rank
+        self._world_size = weights.shape.pipeline_parallel_size * weights.shape.tensor_parallel_size
+        self._index = index_bytes(request.save, weights.shape, weights.decoder)
+        self._files: list[Path] = []
+        self._lock: int | None = _open_locked(self._directory)
+
+    def write(
+        self, request: SaveRequest, weights: RankWeights, before_file: Callable[[], None]
+    ) -> SaveReport:
+        saved: dict[str, SavedTensor] = {}
+        parts = _parts(weights.tensors, request.max_size_bytes)
+        for part, tensors in enumerate(parts):
+            before_file()
+            saved |= self._write_part(_file_name(request.pattern, self._rank, part), tensors)
+        for name, content in weights.config_files.items() if self._rank == 0 else ():
+            self._write_file(name, content)
+        self._write_file(rank_index_name(self._rank), rank_index_bytes(saved))
+        _sync_directory(self._directory)
+        return SaveReport(len(parts), sum(map(num_bytes, weights.tensors.values())))
+
+    def publish(self) -> None:
+        """Rank 0: make this the set that has the name."""
+        if self._rank != 0:
+            return
+        self._check_complete()
+        draft = self._directory / INDEX_FILE
+        draft.unlink(missing_ok=True)  # of an attempt that failed
+        self._write_file(INDEX_FILE, self._index)
+        draft.rename(self.home / INDEX_FILE)
+        _sync_directory(self.home)
+        _sync_directory(self.home.parent)
+        _remove_dead(self.home, keep=(self.save,))
+
+    def discard(self) -> None:
+        """Remove what this rank has written, and rank 0 also what the others have left; never the
+        set in use."""
+        if _save_in_use(self.home) != self.save:
+            for file in self._files:
+                with contextlib.suppress(OSError):
+                    file.unlink()
+            if self._rank == 0 and self._has_all():
+                shutil.rmtree(self._directory, ignore_errors=True)
+            for directory in (self._directory, self.home):
+                with contextlib.suppress(OSError):
+                    directory.rmdir()
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the directory: once all ranks have, another save may remove it."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _write_part(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, SavedTensor]:
+        with self._create(name) as file:
+            checksums = write_safetensors(file, tensors)
+        return {
+            tensor: SavedTensor(name, tuple(tensors[tensor].shape), checksum)
+            for tensor, checksum in checksums.items()
+        }
+
+    def _write_file(self, name: str, content: bytes) -> None:
+        with self._create(name) as file:
+            file.write(content)
+
+    @contextlib.contextmanager
+    def _create(self, name: str) -> Iterator[BinaryIO]:
+        """A new file, on disk when the block ends."""
+        path = self._directory / name
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+            self._files.append(path)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _has_all(self) -> bool:
+        return all((self._directory / name).is_file() for name in self._others())
+
+    def _others(self) -> list[str]:
+        return [rank_index_name(rank) for rank in range(1, self._world_size)]
+
+    def _check_complete(self) -> None:
+        for name in self._others():
+            if not (self._directory / name).is_file():
+                raise ConfigError(
+                    f"{self._directory} has no {name}: that rank wrote elsewhere, or not at all",
+                    field="save-root",
+                    value=str(self.home.parent),
+                    fix="give the same --save-root to all daemons of the group",
+                )
+
+
+def _check_pattern(pattern: str) -> None:
+    name = _file_name(pattern, 0, 0)
+    complete = "{rank}" in pattern and "{part}" in pattern and pattern.endswith(".safetensors")
+    if not complete or not _NAME.fullmatch(name):
+        raise ConfigError(
+            "the pattern gives no plain file name for each rank and part",
+            field="pattern",
+            value=pattern,
+            fix="model-rank-{rank}-part-{part}.safetensors",
+        )
+
+
+def _file_name(pattern: str, rank: int, part: int) -> str:
+    return pattern.replace("{rank}", str(rank)).replace("{part}", str(part))
+
+
+def _parts(tensors: Mapping[str, Tensor], max_size_bytes: int) -> list[dict[str, Tensor]]:
+    """The tensors in order, in as few files as the size allows."""
+    parts: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if parts[-1] and size + num_bytes(tensor) > max_size_bytes:
+            parts.append({})
+            size = 0
+        parts[-1][name] = tensor
+        size += num_bytes(tensor)
+    return parts
+
+
+def _open_locked(directory: Path) -> int:
+    """Make the directory in its home, and return a descriptor with a shared lock on it: on the one
+    that is there now, not on one that was removed meanwhile."""
+    while True:
+        directory.parent.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # a rank that gave up has removed it
+            _refuse_link(directory.parent)
+            directory.mkdir(mode=0o700, exist_ok=True)
+            fd = _open_directory(directory)
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), directory.stat()):
+                    return fd
+            os.close(fd)
+
+
+def _refuse_link(home: Path) -> None:
+    if not stat.S_ISDIR(home.lstat().st_mode):
+        raise ConfigError(
+            f"{home} is a link, which is not followed",
+            field="name",
+            value=home.name,
+            fix="remove it, or use another name",
+        )
+
+
+def _save_in_use(home: Path) -> str:
+    """The save that the set's index names; empty without one."""
+    try:
+        return read_saved_set(home).directory.name
+    except CheckpointError:
+        return ""
+
+
+def _remove_dead(home: Path, keep: Collection[str]) -> None:
+    """Remove all saves that nobody holds, apart from those to keep."""
+    for directory in home.iterdir():
+        if is_save_id(directory.name) and directory.name not in keep:
+            with contextlib.suppress(OSError):  # BlockingIOError: it is alive
+                _remove_unlocked(directory)
+
+
+def _remove_unlocked(directory: Path) -> None:
+    fd = _open_directory(directory)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory)
+    finally:
+        os.close(fd)
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = _open_directory(directory)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _open_directory(directory: Path) -> int:
+    return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+@contextlib.contextmanager
+def _typed_errors(home: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        kind: type[ConfigError | CapacityError] = ConfigError
+        fix = "give a --save-root that this user may write"
+        if error.errno in _DISK_FULL:
+            kind, fix = CapacityError, "free space on that file system, or save elsewhere"
+        raise kind(
+            f"{home} cannot be written: {error.strerror}",
+            field="save-root",
+            value=str(home.parent),
+            fix=fix,
+        ) from error
