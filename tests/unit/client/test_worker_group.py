@@ -383,7 +383,8 @@ def test_an_explicit_relink_tells_of_the_requests_that_it_costs(fakes, connect):
         group.execute_model(admit("c", first_block=3)).result()
     assert caught.value.lost_req_ids == {"a", "b", "c"}
     assert group.execute_model(admit("a")).result().sampled == {"a": next_token(range(3))}
-    assert not daemons.daemons[0].rows.keys() - {0}
+    while daemons.daemons[0].rows.keys() - {0}:  # the other rank has answered
+        time.sleep(0.01)
     group.execute_model(SchedulerOutput(finished_req_ids=["a"])).result()
     serve(group, model, pp=2)
     group.relink()
