@@ -25,6 +25,7 @@ BLOCK_SIZE = 16
 MAX_TOKENS = BLOCKS_PER_SLOT * BLOCK_SIZE
 NUM_SLOTS = 64
 MAX_STEP_TOKENS = 4096
+GREEDY = SamplingParams()
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +42,9 @@ def driver(tmp_path_factory):
 class RandomServing:
     """Requests that come and go at random; each slot has its own blocks, given out as needed."""
 
-    def __init__(self, driver, seed):
+    def __init__(self, driver, seed, sampling=(GREEDY,)):
         self.rng = np.random.default_rng(seed)
+        self.sampling = sampling
         self.driver = driver
         self.lengths = {}
         self.computed = {}
@@ -94,7 +96,7 @@ class RandomServing:
                     num_tokens=length,
                     num_prompt_tokens=length,
                     num_computed_tokens=0,
-                    sampling=SamplingParams(),
+                    sampling=self.sampling[slot % len(self.sampling)],
                 )
                 for slot, length in admissions
             ),
@@ -139,6 +141,19 @@ def test_a_thousand_mixed_steps_neither_wait_nor_allocate_nor_compile(driver, mo
     assert not compiled
     assert not captured
     assert len(graphed) > 50
+
+
+def test_every_way_of_sampling_works_beside_padding(driver):
+    sampling = (
+        SamplingParams(),
+        SamplingParams(temperature=1.0, top_p=0.9, seed=1),
+        SamplingParams(temperature=0.7, top_k=20, seed=2),
+        SamplingParams(temperature=1.0, min_p=0.05, logprobs=3, seed=3),
+        SamplingParams(min_tokens=30, stop_token_ids=(5, 6)),
+    )
+    driver.worker.on_attach()
+    RandomServing(driver, seed=7, sampling=sampling).run(150)
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("num_requests", [1, 4, 5, 33, 64])
