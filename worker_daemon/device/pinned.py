@@ -4,12 +4,22 @@ file and no model. On the CPU both are plain memory and plain copies."""
 import contextlib
 import mmap
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from worker_daemon.errors import CapacityError
+
+
+def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Copy host values to the device without waiting for it: on CUDA from a pinned copy, which
+    torch keeps until the device has read it."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class PinnedBuffer:

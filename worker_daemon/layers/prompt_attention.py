@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from worker_daemon.device.pinned import upload
 from worker_daemon.layers.attention import AttentionBackend, AttentionMetadata
 
 PLAN_TOKENS = (1024, 2048, 4096, 8192, 16384)
@@ -198,7 +199,7 @@ def _select(metadata: AttentionMetadata, query_lens: npt.NDArray[np.int32]) -> A
     starts = np.concatenate(([0], np.cumsum(query_lens)))
     order = np.argsort(-seq_lens, kind="stable")
     device = metadata.seq_rows.device
-    columns = _upload(np.concatenate((starts, seq_lens, order, seqs)).astype(np.int32), device)
+    columns = upload(np.concatenate((starts, seq_lens, order, seqs)).astype(np.int32), device)
     query_start_loc, seq_lens_there, seq_order, seqs_there = torch.split(
         columns, [seqs.size + 1, seqs.size, seqs.size, seqs.size]
     )
@@ -215,14 +216,6 @@ def _select(metadata: AttentionMetadata, query_lens: npt.NDArray[np.int32]) -> A
         query_lens_np=query_lens,
         seq_lens_np=seq_lens,
     )
-
-
-def _upload(values: npt.NDArray[np.int32], device: torch.device) -> Tensor:
-    """To the device without waiting for it: torch keeps a pinned copy until it has been read."""
-    tensor = torch.from_numpy(values)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _gather(kv_cache: Tensor, head: _Head) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rpc_schema.sampling import SamplingParams
+from worker_daemon.device.pinned import upload
 from worker_daemon.layers.attention import AttentionMetadata
 from worker_daemon.runner.request_state import (
     MAX_BLOCK_UPDATES,
@@ -23,7 +24,7 @@ from worker_daemon.runner.request_state import (
     ScheduledStep,
 )
 from worker_daemon.runner.row_tables import TOKEN_ON_DEVICE, Gathered, RowTables
-from worker_daemon.runner.staging import Staging, upload
+from worker_daemon.runner.staging import Staging
 from worker_daemon.runner.step_layout import (
     SAMPLING_COLUMNS,
     Ladder,

@@ -17,6 +17,7 @@ from rpc_schema.base import StepRequest
 from rpc_schema.codec import Frame
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.device.failures import typed_device_error
+from worker_daemon.device.pinned import upload
 from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.distributed.pp import STATUS_FAILED, Outbound
 from worker_daemon.distributed.tokens import TokenReturn
@@ -27,7 +28,6 @@ from worker_daemon.runner.output import ReplyIdentity
 from worker_daemon.runner.request_state import Int64s, RequestState, ScheduledStep
 from worker_daemon.runner.stage_ends import Entering, PendingReply, StageEntry, StageExit
 from worker_daemon.runner.stage_program import Chosen, StageProgram
-from worker_daemon.runner.staging import upload
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from worker_daemon.device.pinned import upload
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.input_batch import StepInputs
 from worker_daemon.runner.request_state import Int64s
 from worker_daemon.runner.row_tables import RowTables
-from worker_daemon.runner.staging import upload
 from worker_daemon.runner.step_layout import StepColumns
 
 
@@ -121,7 +121,7 @@ class EagerProgram:
         back: Back,
     ) -> None:
         """kv_caches: one for each local layer, or none under NullAttention."""
-        self.kv_caches = kv_caches
+        self._kv_caches = kv_caches
         self._stage = stage
         self._tables = tables
         self._front = front
@@ -134,7 +134,7 @@ class EagerProgram:
         hidden = self._stage.forward(
             self._front.hidden(gathered.token_ids, arrived),
             columns.positions,
-            self.kv_caches,
+            self._kv_caches,
             inputs.attention(gathered, self._tables),
         )
         return StageOutput(hidden, self._back.choose(hidden, columns))

@@ -6,21 +6,11 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from worker_daemon.runner.request_state import Int32s
 from worker_daemon.runner.step_layout import StepColumns, StepShape, packed_size, split_columns
-
-
-def upload(values: npt.NDArray[np.int64] | npt.NDArray[np.bool_], device: torch.device) -> Tensor:
-    """Copy host values to the device without waiting for it: on CUDA from a pinned copy, which
-    torch keeps until the device has read it."""
-    tensor = torch.from_numpy(values)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Packed(Protocol):

@@ -14,13 +14,12 @@ SAMPLING_COLUMNS = 6
 """int32 values of a row's sampling parameters (see input_batch.py)."""
 
 MAX_GRAPH_SEQS = 512
-"""Larger decodes are bound by the device however they are launched."""
+"""Larger decodes are launched kernel by kernel."""
 
 _ALIGNMENT = 4
 """Columns start at multiples of 16 bytes: kernels are compiled once for all layouts."""
 
 _Column = TypeVar("_Column")
-_Buffer = TypeVar("_Buffer")
 
 
 class StepShape(NamedTuple):
