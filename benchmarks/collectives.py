@@ -97,7 +97,7 @@ def measure(rank: int, size: int, ports: list[int]) -> Iterator[Figure]:
 
 
 def open_link(generation: int, port: int, state: ParallelState, device: torch.device) -> Link:
-    link = Link(generation, device, shares_memory=True)
+    link = Link(generation, device)
     link.open(state, HOST, port, TIMEOUT_S)
     return link
 

@@ -4,7 +4,7 @@ no wire, no clock.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
@@ -21,6 +21,11 @@ from rpc_schema.config import WorkerConfig
 from rpc_schema.sampling import SamplingParams
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+
+PIPELINE_CHUNK = 2048
+"""Prompt tokens that share a step of a pipeline. Later stages wait for the first step, and earlier
+ones for the last, so that steps should be short; but a product of fewer rows is less than its best.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +157,7 @@ class _Step:
 
     number: int
     budget: int
+    num_prefill_tokens: int = 0
     decodes: dict[str, _Request] = field(default_factory=dict)
     prefills: dict[str, int] = field(default_factory=dict)
     new: list[_Request] = field(default_factory=list)
@@ -243,10 +249,12 @@ class Scheduler:
         """Decide the next step; see SchedulerInterface."""
         self._remember_sent_blocks()
         step = _Step(self._num_steps, self._limits.max_num_batched_tokens)
-        turn = self._plan_decodes(step)
+        turn = self._plan_decodes(step, self._is_next)
         self._plan_prefills(step)
         if not step.preempted:
             self._admit(step)
+        if not (step.decodes or step.prefills or step.preempted):
+            turn = self._plan_decodes(step, _is_anybody)
         if not (step.decodes or step.prefills or step.preempted):
             return self._farewell()
         return self._commit(step, turn)
@@ -314,12 +322,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------ planning a step
 
-    def _plan_decodes(self, step: _Step) -> int:
+    def _plan_decodes(self, step: _Step, may_decode: Callable[[_Request], bool]) -> int:
         """Plan the group whose turn it is, or the next one with somebody to run; return it."""
         num_groups = len(self._groups)
         for offset in range(num_groups):
             index = (self._turn + offset) % num_groups
-            ready = [r for r in self._groups[index].values() if self._may_decode(r, step.number)]
+            ready = [r for r in self._groups[index].values() if may_decode(r)]
             if not ready:
                 continue
             step.decodes = {request.id: request for request in ready}
@@ -330,9 +338,10 @@ class Scheduler:
                 return index
         return self._turn
 
-    def _may_decode(self, request: _Request, number: int) -> bool:
-        """At most once in as many consecutive steps in flight as there are stages."""
-        if number - request.last_step >= len(self._groups):
+    def _is_next(self, request: _Request) -> bool:
+        """At most once in as many consecutive steps in flight as there are stages, so that the
+        stages work on different requests; where there is nothing else to do, more often."""
+        if self._num_steps - request.last_step >= len(self._groups):
             return True
         return not self._in_flight or request.last_step < self._in_flight[0]
 
@@ -349,9 +358,24 @@ class Scheduler:
     def _plan_prefills(self, step: _Step) -> None:
         for request in list(self._prefilling.values()):
             count = min(request.num_tokens - request.num_computed, step.budget)
-            if count and request.admission >= 0 and self._extend(step, request, count):
-                step.prefills[request.id] = count
-                step.budget -= count
+            if (
+                self._has_room(step, count)
+                and request.admission >= 0
+                and self._extend(step, request, count)
+            ):
+                self._plan_prefill(step, request, count)
+
+    def _has_room(self, step: _Step, count: int) -> bool:
+        """Whether a step may take count more prompt tokens: of one prompt what the budget allows,
+        of several in a pipeline a chunk."""
+        together = step.num_prefill_tokens + count
+        is_alone = len(self._groups) == 1 or not step.prefills
+        return count > 0 and (is_alone or together <= PIPELINE_CHUNK)
+
+    def _plan_prefill(self, step: _Step, request: _Request, count: int) -> None:
+        step.prefills[request.id] = count
+        step.num_prefill_tokens += count
+        step.budget -= count
 
     def _extend(self, step: _Step, request: _Request, count: int) -> bool:
         """Find blocks for `count` more tokens, preempting the latest admitted where need be.
@@ -373,7 +397,9 @@ class Scheduler:
 
     def _preempt(self, step: _Step, victim: _Request) -> None:
         step.decodes.pop(victim.id, None)
-        step.budget += step.prefills.pop(victim.id, 0)
+        freed = step.prefills.pop(victim.id, 0)
+        step.budget += freed
+        step.num_prefill_tokens -= freed
         step.new_blocks.pop(victim.id, None)
         step.preempted.append(victim.id)
         step.is_whole_group = False
@@ -394,8 +420,12 @@ class Scheduler:
             needed = blocks_for(len(request.tokens), self._limits.block_size) - len(cached)
             if needed > self._pool.num_free - self._pool.num_free_among(cached):
                 return
+            num_computed = len(cached) * self._limits.block_size
+            count = min(request.num_tokens - num_computed, step.budget)
+            if not self._has_room(step, count):
+                return
             self._waiting.popleft()
-            self._start(step, request, cached)
+            self._start(step, request, cached, count)
 
     def _find_cached(self, request: _Request) -> list[int]:
         if not self._limits.enable_prefix_caching:
@@ -404,7 +434,7 @@ class Scheduler:
         num_usable = (len(request.tokens) - 1) // self._limits.block_size
         return self._pool.find(request.hashes[:num_usable])
 
-    def _start(self, step: _Step, request: _Request, cached: list[int]) -> None:
+    def _start(self, step: _Step, request: _Request, cached: list[int], count: int) -> None:
         size = self._limits.block_size
         self._pool.hold(cached)
         request.block_ids = list(cached)
@@ -412,7 +442,6 @@ class Scheduler:
         request.num_computed = len(cached) * size
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed
-        count = min(request.num_tokens - request.num_computed, step.budget)
         needed = blocks_for(request.num_computed + count, size) - len(cached)
         request.block_ids += self._pool.allocate(needed)
         request.admission = self._num_admissions
@@ -420,8 +449,7 @@ class Scheduler:
         self._running[request.id] = request
         self._prefilling[request.id] = request
         step.new.append(request)
-        step.prefills[request.id] = count
-        step.budget -= count
+        self._plan_prefill(step, request, count)
 
     # ------------------------------------------------------------------ committing it
 
@@ -571,6 +599,10 @@ class Scheduler:
             parent = request.hashes[-1] if request.hashes else ROOT_HASH
             tokens = np.array(request.tokens[index * size : (index + 1) * size], np.int32)
             request.hashes.append(chained_hash(parent, tokens))
+
+
+def _is_anybody(request: _Request) -> bool:
+    return True
 
 
 def _existing_tokens(limits: SchedulerLimits) -> tuple[int, ...]:

@@ -76,6 +76,12 @@ PipelineParallelSize = Annotated[
 TensorParallelSize = Annotated[
     int, typer.Option(envvar=_env("TENSOR_PARALLEL_SIZE"), min=1, help="Ranks of a stage.")
 ]
+LayerPartition = Annotated[
+    str,
+    typer.Option(
+        envvar=_env("LAYER_PARTITION"), help="Layers of each stage: N,N,...; default: even."
+    ),
+]
 DeviceOption = Annotated[
     Device | None,
     typer.Option("--device", envvar=_env("DEVICE"), help="Default: cuda where there is one."),
@@ -150,6 +156,7 @@ def build_run_options(
     endpoints: Endpoints = "",
     pipeline_parallel_size: PipelineParallelSize = 1,
     tensor_parallel_size: TensorParallelSize = 1,
+    layer_partition: LayerPartition = "",
     device: DeviceOption = None,
     dtype: DtypeOption = "auto",
     load_format: LoadFormatOption = "auto",
@@ -184,6 +191,7 @@ def build_run_options(
         parallel=ParallelConfig(
             pipeline_parallel_size=pipeline_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
+            layer_partition=_counts(layer_partition) if layer_partition else None,
         ),
         model=ModelConfig(
             model=str(model.resolve()),
@@ -208,6 +216,19 @@ def build_run_options(
         seed=seed,
         reload=reload,
     )
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """The counts of "N,N,...". Whether they suit the model, the daemons say."""
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ClientConfigError(
+            "not a list of counts",
+            field="layer_partition",
+            value=text,
+            fix="give each stage's number of layers, as in 17,15",
+        )
+    return tuple(map(int, words))
 
 
 def takes_run_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -13,7 +13,7 @@ import torch
 
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.parallel_state import ParallelState
-from worker_daemon.distributed.tp import tensor_parallel
+from worker_daemon.distributed.tp import PartialSum, tensor_parallel
 from worker_daemon.errors import CommError
 from worker_daemon.layers.ops_provider import probe_layer_ops
 from worker_daemon.layers.reduction_provider import probe_reduction
@@ -38,7 +38,7 @@ class Group:
         self.link = None
 
     def open(self, generation, port):
-        self.link = Link(generation, self.device, shares_memory=True)
+        self.link = Link(generation, self.device)
         self.link.open(self.state, HOST, port, TIMEOUT_S)
         self.tp.bind(self.link.groups.stage, self.link.peers)
         assert "peer memory" in self.tp.all_reduce_name, self.tp.all_reduce_name
@@ -70,7 +70,8 @@ class Case:
         if not self.is_fused:
             return [tp.all_reduce(x)]
         add_norm = self.group.ops.add_rms_norm
-        return list(tp.all_reduce_add_rms_norm(x, self.residual, self.weight, EPS, add_norm))
+        part = PartialSum(x, ())
+        return list(tp.finish_add_rms_norm(part, self.residual, self.weight, EPS, add_norm))
 
     def check(self, results):
         total = self.everyone.double().sum(0)

@@ -85,7 +85,8 @@ def worker_config(checkpoint: Path, parallel: ParallelConfig, dtype: str) -> Wor
         parallel=parallel,
         model=ModelConfig(model=str(checkpoint), dtype=dtype),
         scheduler=SCHEDULER,
-        cache=CacheConfig(kv_cache_memory_bytes=2 << 30),
+        # The test's own process has some of the device's memory too.
+        cache=CacheConfig(gpu_memory_utilization=0.5, kv_cache_memory_bytes=2 << 30),
         graph=GraphConfig(),
     )
 

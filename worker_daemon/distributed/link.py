@@ -48,21 +48,14 @@ class Link:
     """Owned by the worker, used on the step thread; only abort may be called from the guard
     thread."""
 
-    def __init__(
-        self, generation: int, device: torch.device, *, shares_memory: bool = False
-    ) -> None:
-        """Make a link that has no groups yet, so that it can be aborted while it is opened.
-
-        shares_memory: open windows in the peers' memory (symmetric.py) too. No daemon does before
-        the kernel that reduces over them has been measured on GPUs.
-        """
+    def __init__(self, generation: int, device: torch.device) -> None:
+        """Make a link that has no groups yet, so that it can be aborted while it is opened."""
         self.generation = generation
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self.groups = NO_GROUPS
         self.peers: Peers = NoPeers()
         """Memory that the ranks of this stage share."""
         self._device = device
-        self._shares_memory = shares_memory
         self._aborted = False
 
     def open(self, state: ParallelState, host: str, port: int, timeout_s: float) -> None:
@@ -90,17 +83,16 @@ class Link:
                     timeout=timedelta(seconds=meeting_s(timeout_s)),
                     group_name=f"link{self.generation}",
                 )
-                self.groups = _make_groups(state, timedelta(seconds=timeout_s))
+                self.groups = _make_groups(state, self.backend, timedelta(seconds=timeout_s))
                 _warm_up(self.groups, state, self._device)
-            if self._shares_memory:
-                with communication("mapping the peers' memory"):
-                    self.peers = open_peers(
-                        distributed_c10d.PrefixStore(f"windows{state.pp_rank}", store),
-                        state.tp_rank,
-                        state.tp_size,
-                        self._device,
-                        timeout_s,
-                    )
+            with communication("mapping the peers' memory"):
+                self.peers = open_peers(
+                    distributed_c10d.PrefixStore(f"windows{state.pp_rank}", store),
+                    state.tp_rank,
+                    state.tp_size,
+                    self._device,
+                    timeout_s,
+                )
         except BaseException:
             self.leave()
             raise
@@ -173,13 +165,22 @@ def _forget_groups(backend: str) -> bool:
     return had_groups
 
 
-def _make_groups(state: ParallelState, timeout: timedelta) -> LinkGroups:
+def _options(backend: str, timeout: timedelta) -> object:
+    """What a group is made with: on NCCL a stream whose kernels go before those that compute."""
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # torch warns where it differs from the group's
+    return options
+
+
+def _make_groups(state: ParallelState, backend: str, timeout: timedelta) -> LinkGroups:
     """Every rank makes every group, in the same order, and keeps those that it is in."""
 
     def make(ranks: list[int]) -> dist.ProcessGroup | None:
         if len(ranks) == 1:
             return None
-        group = dist.new_group(ranks, timeout=timeout)
+        group = dist.new_group(ranks, timeout=timeout, pg_options=_options(backend, timeout))
         return group if state.rank in ranks else None
 
     def keep(candidates: list[dist.ProcessGroup | None]) -> dist.ProcessGroup | None:

@@ -221,16 +221,24 @@ def _trade(
     meeting: Meeting,
     blocks: dict[int, Block],
 ) -> None:
-    """Give this rank's block to all others and take theirs, as far as that goes."""
+    """Give this rank's block to all others and take theirs, as far as that goes. A peer that gave
+    up is no reason to keep the others waiting."""
     (rank,) = blocks
-    try:
-        for peer, address in enumerate(everyone):
-            if peer != rank:
+    for peer, address in enumerate(everyone):
+        if peer != rank:
+            with _warning_that(f"rank {peer} does not take this rank's window"):
                 _give(address, rank, meeting.own, listener.gettimeout())
+    with _warning_that("a peer's window cannot be mapped"):
         while len(blocks) < len(everyone):
             _take(listener, secret, len(everyone), meeting, blocks)
+
+
+@contextlib.contextmanager
+def _warning_that(what: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, PeerMemoryError) as error:
-        _LOG.warning("a peer's window cannot be mapped: %s", error)
+        _LOG.warning("%s: %s", what, error)
 
 
 def _exchange(store: Store, key: str, rank: int, size: int, value: bytes) -> list[bytes]:

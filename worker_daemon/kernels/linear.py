@@ -43,17 +43,22 @@ class ThinLinear:
         self._arrivals = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
     def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """y [M, O], contiguous, of x [M, I], weight [O, I] and bias [O], all of one dtype.
+        """y [M, O], contiguous, of x [M, I], weight [O, I] and bias [O], all of one dtype; written
+        to out where it is given.
 
         Sums are kept in fp32 and rounded once. A row of y depends on its row of x and on the bucket
         of M alone. fp32, more than 64 rows and weights that are not contiguous are torch's.
         """
         tile = self._choose(x, weight)
         if tile is None:
-            return functional.linear(x, weight, bias)
-        y = x.new_empty(x.shape[0], weight.shape[0])
+            return _torch_linear(x, weight, bias, out)
+        y = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
         if isinstance(tile, VectorTile):
             launch_vector(y, x, weight, bias, tile, self._pdl)
         else:
@@ -65,6 +70,16 @@ class ThinLinear:
         if weight.dtype == torch.float32 or num_rows == 0 or not weight.is_contiguous():
             return None
         return self._tuning.tile(num_rows, weight.shape[0], num_inputs)
+
+
+def _torch_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    if out is None:
+        return functional.linear(x, weight, bias)
+    if bias is None:
+        return torch.mm(x, weight.T, out=out)
+    return torch.addmm(bias, x, weight.T, out=out)
 
 
 def _shipped_tuning(device: torch.device) -> Tuning:

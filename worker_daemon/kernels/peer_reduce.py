@@ -34,10 +34,14 @@ _ALIGNED = 4
 """Words of the widest access."""
 _WORDS_PER_THREAD = 8
 _WARPS = (4, 16)
-_LIMITS_BYTES = {("NVIDIA H200", 2): 512 << 10}
+_LIMITS_BYTES = {("NVIDIA H200", 2): 4 << 20}
 """(device, ranks): up to how many bytes a one-shot reduction was seen to be faster than NCCL."""
 _UNMEASURED_LIMIT_BYTES = 256 << 10
 """Elsewhere, for two ranks; what a rank sends grows with their number."""
+_POLLS_PER_STOP = 1 << 14
+"""Polls between two looks at the stop word, about 10 ms. Host memory is far, and a thousand warps
+that look at it take half a millisecond: more often, one late rank makes the others later, and they
+it."""
 
 
 class PeerWindow(Protocol):
@@ -78,10 +82,12 @@ class PeerReduce:
         pdl: bool,
         limit_bytes: int | None = None,
         max_programs: int = PROGRAMS,
+        polls_per_stop: int = _POLLS_PER_STOP,
     ) -> None:
         """Window as it was made, all words blank on all ranks; pdl as in launch.py; limit_bytes
         where the measured one is not wanted; max_programs of one launch, all of which must fit on
-        the device at once. Both are alike on all ranks."""
+        the device at once. Both are alike on all ranks. polls_per_stop: polls of a word that does
+        not come between two looks at the stop word."""
         self._rank = window.rank
         self._size = len(window.addresses)
         self._blank = window.blank
@@ -93,6 +99,7 @@ class PeerReduce:
         self._region_words = window.num_bytes // (regions * _WORD_BYTES) // _ALIGNED * _ALIGNED
         self._pdl = pdl
         self._max_programs = max_programs
+        self._polls_per_stop = polls_per_stop
         most = max_programs * self._region_words * _WORD_BYTES
         self.limit_bytes = min(most, limit_bytes or _limit_bytes(device, self._size))
         """Messages up to this size are worth it."""
@@ -156,6 +163,7 @@ class PeerReduce:
             SIZE=size,
             BLOCK=block,
             DTYPE=_TRITON_DTYPES[x.dtype],
+            POLLS=self._polls_per_stop,
             FUSED=residual is not None,
             PDL=self._pdl,
             num_warps=_num_warps(block),
@@ -211,7 +219,7 @@ def _window(address):
 
 
 @triton.jit
-def _await_words(address, inside, stop, BLANK: tl.constexpr):
+def _await_words(address, inside, stop, BLANK: tl.constexpr, POLLS: tl.constexpr):
     """The words at address once none of them is blank, or at once if everything is stopped."""
     words = tl.load(address, mask=inside, other=0, volatile=True)
     missing = tl.max((words == BLANK).to(tl.int32), axis=0)
@@ -220,8 +228,7 @@ def _await_words(address, inside, stop, BLANK: tl.constexpr):
         words = tl.load(address, mask=inside, other=0, volatile=True)
         missing = tl.max((words == BLANK).to(tl.int32), axis=0)
         polls += 1
-        # Host memory is far: it is looked at after some ten microseconds of waiting, then seldom.
-        if polls % 64 == 0:  # noqa: SIM102  a kernel's `and` evaluates both sides
+        if polls % POLLS == 0:  # noqa: SIM102  a kernel's `and` evaluates both sides
             if tl.load(stop, volatile=True) != 0:
                 missing = 0
     return words
@@ -246,6 +253,7 @@ def _peer_reduce_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     DTYPE: tl.constexpr,
+    POLLS: tl.constexpr,
     FUSED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -287,7 +295,7 @@ def _peer_reduce_kernel(
                 words = own
             else:
                 inbox = window + slot + source * REGION + index * SIZE + word
-                words = _await_words(inbox, inside, stop, BLANK)
+                words = _await_words(inbox, inside, stop, BLANK, POLLS)
                 tl.store(inbox, tl.full((BLOCK,), BLANK, tl.int32), mask=inside)
             low += _low(words, DTYPE)
             high += _high(words, DTYPE)

@@ -15,7 +15,7 @@ from worker_daemon.distributed.tokens import LocalTokens, TokenBroadcast, TokenR
 from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.kernels.tiles import DeviceLimits, length_bounds
 from worker_daemon.models.decoder import DecoderStage
-from worker_daemon.runner.cuda_graph import DecodeGraphs, NoGraphs, StepGraphs
+from worker_daemon.runner.cuda_graph import LadderGraphs, NoGraphs, StepGraphs
 from worker_daemon.runner.input_batch import InputBuilder, staging_capacity
 from worker_daemon.runner.model_runner import ModelRunner, StageEnds
 from worker_daemon.runner.request_state import RequestState, StepLimits
@@ -36,11 +36,12 @@ from worker_daemon.runner.stage_program import (
     SendingBack,
 )
 from worker_daemon.runner.staging import staging
-from worker_daemon.runner.step_layout import DecodeLadder, ExactShapes, decode_sizes
-
-CAPTURES_COLLECTIVES = False
-"""Whether steps of a tensor-parallel stage are captured too. Off: such graphs, and their renewal
-with the link, have not run on several GPUs yet."""
+from worker_daemon.runner.step_layout import (
+    ExactShapes,
+    StepLadder,
+    decode_sizes,
+    mixed_plans,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,26 +84,23 @@ def assemble_runner(
 def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool) -> StepGraphs:
     """Return what may be captured of a runner's steps: nothing on the CPU, or if eager is asked
     for."""
-    has_collectives = parts.parallel.tp_size > 1
-    if (
-        parts.device.type != "cuda"
-        or enforce_eager
-        or (has_collectives and not CAPTURES_COLLECTIVES)
-    ):
+    if parts.device.type != "cuda" or enforce_eager:
         return NoGraphs()
     limits = runner.state.limits
     num_kv_heads = parts.stage.kv_layer_specs[0].num_kv_heads
     device_limits = DeviceLimits.of(parts.device)
-    sizes = decode_sizes(limits.max_num_seqs)
-    ladder = DecodeLadder(
-        sizes, lambda size: length_bounds(size, num_kv_heads, limits.max_model_len, device_limits)
+    ladder = StepLadder(
+        decode_sizes(limits.max_num_seqs),
+        lambda size: length_bounds(size, num_kv_heads, limits.max_model_len, device_limits),
+        mixed_plans(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len),
     )
-    arriving = 0 if parts.parallel.is_first_stage else sizes[-1]
-    return DecodeGraphs(
+    largest = max(plan.shape.num_tokens for plan in ladder.plans)
+    arriving = 0 if parts.parallel.is_first_stage else largest
+    return LadderGraphs(
         ladder,
         runner.program,
         torch.zeros((arriving, parts.hidden_size), dtype=parts.dtype, device=parts.device),
-        holds_communication=has_collectives,
+        holds_communication=parts.parallel.tp_size > 1,
     )
 
 

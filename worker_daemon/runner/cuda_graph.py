@@ -15,7 +15,7 @@ from torch import Tensor
 from worker_daemon.runner.input_batch import StepInputs
 from worker_daemon.runner.model_runner import ModelRunner
 from worker_daemon.runner.stage_program import StageOutput, StageProgram
-from worker_daemon.runner.step_layout import DecodeLadder, ExactShapes, StepPlan
+from worker_daemon.runner.step_layout import ExactShapes, StepLadder, StepPlan
 
 
 class StepGraphs(Protocol):
@@ -50,13 +50,13 @@ class NoGraphs:
         return None
 
 
-class DecodeGraphs:
-    """Graphs of the decode steps of a ladder, captured. Kept by the worker beside the runner they
+class LadderGraphs:
+    """Graphs of the steps of a ladder, captured. Kept by the worker beside the runner they
     serve."""
 
     def __init__(
         self,
-        ladder: DecodeLadder,
+        ladder: StepLadder,
         eager: StageProgram,
         arrived: Tensor,
         *,
@@ -107,7 +107,7 @@ class GraphedProgram:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
-        captured = self._graphs.get(inputs.plan)
+        captured = self._graphs.get(inputs.plan.launches)
         if captured is None:
             return self._eager.run(inputs, arrived)  # no plan without a graph is padded
         if arrived.shape[0]:

@@ -449,13 +449,13 @@ def _advance(columns: StepColumns[Int32s], step: ScheduledStep, ends: Int32s) ->
 
 def staging_capacity(state: RequestState) -> int:
     """Return the int32 values of the largest step: tokens, sequences, every row admitted and every
-    block table entry."""
+    block table entry, or padding in place of them."""
     limits = state.limits
     seqs = _most_seqs(state)
+    tokens = limits.max_num_batched_tokens + seqs
     blocks = min(seqs * limits.max_blocks_per_seq, max(seqs, MAX_BLOCK_UPDATES))
-    return packed_size(
-        StepShape(limits.max_num_batched_tokens + seqs, seqs, seqs, blocks, limits.max_num_seqs)
-    )
+    shape = StepShape(tokens, seqs, seqs, max(blocks, tokens), limits.max_num_seqs)
+    return packed_size(shape)
 
 
 def _most_seqs(state: RequestState) -> int:

@@ -16,10 +16,15 @@ SAMPLING_COLUMNS = 6
 MAX_GRAPH_SEQS = 512
 """Larger decodes are launched kernel by kernel."""
 
+MIXED_SIZES = (16, 32, 64, *range(128, 513, 64))
+"""Tokens to which a step of prompts, or of prompts and decodes, is padded. With more of them the
+device takes longer than the launches do one by one."""
+
 _ALIGNMENT = 4
 """Columns start at multiples of 16 bytes: kernels are compiled once for all layouts."""
 
 _Column = TypeVar("_Column")
+_Entry = TypeVar("_Entry")
 
 
 class StepShape(NamedTuple):
@@ -43,8 +48,16 @@ class StepPlan(NamedTuple):
 
     shape: StepShape
     max_query_len: int
+    """An upper bound."""
     max_seq_len: int
     """An upper bound of the context lengths."""
+
+    @property
+    def launches(self) -> "StepPlan":
+        """What is launched, whatever rows are admitted: that is done before."""
+        if not self.shape.num_admissions:
+            return self
+        return self._replace(shape=self.shape._replace(num_admissions=0))
 
 
 class StepColumns(NamedTuple, Generic[_Column]):
@@ -131,35 +144,66 @@ class ExactShapes:
         return StepPlan(shape, int(step.num_tokens.max(initial=0)), step.longest)
 
 
-class DecodeLadder:
-    """Steps of one token a sequence are padded up to the next of a few sizes; others are exact."""
+class StepLadder:
+    """Decodes are padded to the next of a few numbers of sequences, other steps to the next of a
+    few numbers of tokens; what is larger is exact."""
 
-    def __init__(self, sizes: Sequence[int], length_bounds: Callable[[int], Sequence[int]]) -> None:
-        """sizes: numbers of sequences, ascending. length_bounds(size): ascending bounds of the
-        context length, the last of them the longest possible, between which launches are alike."""
-        self._plans = [
-            [_decode_plan(size, bound) for bound in length_bounds(size)] for size in sizes
+    def __init__(
+        self,
+        decode_sizes: Sequence[int],
+        length_bounds: Callable[[int], Sequence[int]],
+        mixed_plans: Sequence[StepPlan],
+    ) -> None:
+        """decode_sizes: numbers of sequences, ascending. length_bounds(size): ascending bounds of
+        the context length, the last of them the longest possible, between which launches are
+        alike. mixed_plans: ascending by tokens (`mixed_plans`)."""
+        self._decodes = [
+            [_decode_plan(size, bound) for bound in length_bounds(size)] for size in decode_sizes
         ]
-        self._by_count = [
-            plans
-            for plans, smaller in zip(self._plans, (0, *sizes), strict=False)
-            for _ in range(plans[0].shape.num_seqs - smaller)
-        ]
+        self._decodes_by_count = _by_count(decode_sizes, self._decodes)
+        self._mixed = mixed_plans
+        self._mixed_by_count = _by_count([p.shape.num_tokens for p in mixed_plans], mixed_plans)
         self._exact = ExactShapes()
 
     @property
     def plans(self) -> list[StepPlan]:
-        """Every padded plan, the largest first."""
-        return [plan for plans in reversed(self._plans) for plan in reversed(plans)]
+        """Every padded plan; of the mixed ones and of the decodes the largest first."""
+        decodes = [plan for plans in reversed(self._decodes) for plan in reversed(plans)]
+        return [*reversed(self._mixed), *decodes]
 
     def fit(self, step: ScheduledStep) -> StepPlan:
-        count = step.slots.size
-        is_decode = 0 < count == step.total_num_tokens and not step.new_requests
-        if is_decode and count <= len(self._by_count):
-            plans = self._by_count[count - 1]
-            if step.block_updates.slots.size <= plans[0].shape.num_updates:
+        """A step with more block updates than its padding has is exact: one that admits many cached
+        blocks, say."""
+        count, num_updates = step.total_num_tokens, step.block_updates.slots.size
+        num_admissions = len(step.new_requests)
+        is_decode = 0 < count == step.slots.size and not num_admissions
+        if is_decode and count <= len(self._decodes_by_count):
+            plans = self._decodes_by_count[count - 1]
+            if num_updates <= plans[0].shape.num_updates:
                 return next(plan for plan in plans if step.longest <= plan.max_seq_len)
+        if 0 < count <= len(self._mixed_by_count):
+            plan = self._mixed_by_count[count - 1]
+            if num_updates <= plan.shape.num_updates:
+                shape = plan.shape._replace(num_admissions=num_admissions)
+                return plan._replace(shape=shape)
         return self._exact.fit(step)
+
+
+def _by_count(sizes: Sequence[int], entries: Sequence[_Entry]) -> list[_Entry]:
+    """Entry count - 1 is that of the smallest size that is count or more."""
+    steps = zip(entries, sizes, (0, *sizes), strict=False)
+    return [entry for entry, size, smaller in steps for _ in range(size - smaller)]
+
+
+def mixed_plans(max_num_seqs: int, max_num_tokens: int, longest: int) -> list[StepPlan]:
+    """Return the plans of steps that are no decodes, ascending; max_num_tokens and max_num_seqs are
+    the largest step's, longest its longest context."""
+    sizes = [size for size in MIXED_SIZES if size <= max_num_tokens]
+    seqs = [min(size, max_num_seqs) for size in sizes]
+    return [
+        StepPlan(StepShape(size, count, count, size, 0), size, longest)
+        for size, count in zip(sizes, seqs, strict=True)
+    ]
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:

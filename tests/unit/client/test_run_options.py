@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from client.__main__ import main
+from client.cli.options import build_run_options
+from client.errors import ClientConfigError
 from client.launcher import LocalDaemons
 from tests.support.fake_daemon import next_token
 
@@ -170,3 +172,14 @@ def test_a_local_daemon_that_dies_leaves_its_last_words(directory, run, monkeypa
     code, _, errors = run("generate", "--model", directory, "--input", source)
     assert code == 2
     assert "WorkerDied: rank 0" in errors and errors.endswith("its last words\n")
+
+
+def test_a_layer_partition_is_a_list_of_counts(tmp_path):
+    options = build_run_options(
+        model=tmp_path, pipeline_parallel_size=2, layer_partition="17,15", device=None
+    )
+    assert options.config.parallel.layer_partition == (17, 15)
+    for text in ("17,", "17,x", "0,32", "-1,33", "16;16"):
+        with pytest.raises(ClientConfigError) as caught:
+            build_run_options(model=tmp_path, layer_partition=text)
+        assert (caught.value.field, caught.value.value) == ("layer_partition", text)

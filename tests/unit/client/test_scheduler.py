@@ -142,7 +142,9 @@ class Model:
             if output is not None:
                 recent = [set(o.decode_req_ids) for o, _ in self.in_flight]
                 recent = recent[max(0, len(recent) - self.limits.pipeline_parallel_size + 1) :]
-                assert all(seen.isdisjoint(output.decode_req_ids) for seen in recent)
+                # Nobody is computed ahead while there is a prompt or somebody else to compute.
+                repeated = not all(seen.isdisjoint(output.decode_req_ids) for seen in recent)
+                assert not (repeated and output.num_scheduled_tokens)
                 self.in_flight.append((output, self.check_and_run(output)))
                 continue
             for done in self.scheduler.update_from_output(*self.in_flight.popleft()):
@@ -192,6 +194,57 @@ def test_the_pipeline_is_filled_with_different_requests():
     ]
     model.run(requests)
     assert model.kinds.count((4, 4)) >= 30
+
+
+def decoding(pp, num_requests):
+    """A scheduler whose requests have their first tokens."""
+    limits = make_limits(pipeline_parallel_size=pp, num_blocks=200, max_num_batched_tokens=64)
+    scheduler = Scheduler(limits)
+    for i in range(num_requests):
+        scheduler.add_request(
+            GenerationRequest(
+                id=str(i),
+                prompt_token_ids=np.arange(5, dtype=np.int32) + i,
+                max_tokens=40,
+                ignore_eos=True,
+            )
+        )
+    output = scheduler.schedule()
+    ids = list(output.num_scheduled_tokens)
+    assert len(ids) == num_requests
+    scheduler.update_from_output(output, StepResult(ids, [7] * num_requests))
+    return scheduler
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_a_lone_request_is_computed_ahead_in_every_stage(pp):
+    scheduler = decoding(pp, 1)
+    steps = [scheduler.schedule().decode_req_ids for _ in range(pp + 1)]
+    assert steps == [("0",)] * (pp + 1)
+
+
+def test_nobody_is_computed_ahead_while_another_can_be_computed():
+    scheduler = decoding(3, 2)
+    steps = [scheduler.schedule().decode_req_ids for _ in range(6)]
+    assert steps in ([("0",), ("1",)] * 3, [("1",), ("0",)] * 3)
+
+
+def test_prompts_of_a_pipeline_come_in_short_steps_unless_one_is_long():
+    limits = make_limits(
+        pipeline_parallel_size=2,
+        max_num_batched_tokens=8192,
+        max_num_seqs=64,
+        max_model_len=8192,
+        num_blocks=20_000,
+    )
+    scheduler = Scheduler(limits)
+    lengths = [900, 900, 900, 5000, 100, 2048, 2047, 1]
+    for i, length in enumerate(lengths):
+        prompt = np.full(length, i, np.int32)
+        scheduler.add_request(GenerationRequest(id=str(i), prompt_token_ids=prompt, max_tokens=9))
+    steps = [scheduler.schedule() for _ in range(6)]
+    prompts = [[lengths[int(new.req_id)] for new in s.scheduled_new_reqs] for s in steps]
+    assert prompts == [[900, 900], [900], [5000], [100], [2048], [2047, 1]]
 
 
 def test_the_decode_tuple_is_reused_while_its_set_stays():

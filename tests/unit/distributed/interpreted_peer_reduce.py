@@ -85,7 +85,7 @@ def reduce_and_check(reduce, rank, values, residual, weight, is_fused):
 
 def main(rank, size, path, seed, calls):
     window = Window(rank, size, path)
-    reduce = PeerReduce(window, CPU, pdl=False, max_programs=3)
+    reduce = PeerReduce(window, CPU, pdl=False, max_programs=3, polls_per_stop=16)
     digest = hashlib.sha256()
     if calls < 0:  # the peers never come
         threading.Timer(STOP_AFTER_S, lambda: window.stop.fill(1)).start()

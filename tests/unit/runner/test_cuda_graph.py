@@ -28,9 +28,10 @@ from worker_daemon.runner.stage_program import (
     SendingBack,
 )
 from worker_daemon.runner.step_layout import (
-    DecodeLadder,
     ExactShapes,
+    StepLadder,
     decode_sizes,
+    mixed_plans,
     packed_size,
     split_columns,
 )
@@ -166,12 +167,14 @@ class Rank:
             ScoringBack(stage, self.tables, stores=num_stages == 1) if is_last else SendingBack(),
         )
         if graphs is not None:
-            self.capture(graphs, 0 if is_first else decode_sizes(LIMITS.max_num_seqs)[-1])
+            self.capture(graphs, is_first)
 
-    def capture(self, graphs, arriving):
+    def capture(self, graphs, is_first):
         recorded = Recorded(self.program)
         graphs.append(recorded)
-        ladder = DecodeLadder(decode_sizes(LIMITS.max_num_seqs), lambda size: [12, 40])
+        mixed = mixed_plans(LIMITS.max_num_seqs, 64, 40)
+        ladder = StepLadder(decode_sizes(LIMITS.max_num_seqs), lambda size: [12, 40], mixed)
+        arriving = 0 if is_first else max(plan.shape.num_tokens for plan in ladder.plans)
         self.program = GraphedProgram(recorded, torch.zeros(arriving, HIDDEN))
         self.program.capture(ladder.plans, self.inputs.padding)
         self.inputs.pad_by(ladder, ladder.plans)
@@ -249,7 +252,8 @@ def test_replayed_stages_sample_the_tokens_of_one_eager_stage(tmp_path, graphs, 
         assert run_step(pipeline, message, arrays) == expected
         seen |= {*expected.values()}
     replays = sum(rank.program.run.replays for rank in pipeline)
-    assert replays > 20 * num_stages
+    assert replays > 80 * num_stages
+    assert all(rank.program.run.mixed > 20 for rank in pipeline)
     assert len(seen) > 5
 
 
@@ -257,10 +261,11 @@ def counted(run, program):
     """Count the steps that find a graph."""
 
     def call(inputs, arrived):
-        call.replays += inputs.plan in program._graphs
+        call.replays += inputs.plan.launches in program._graphs
+        call.mixed += inputs.plan.shape.num_admissions > 0
         return run(inputs, arrived)
 
-    call.replays = 0
+    call.replays = call.mixed = 0
     return call
 
 
@@ -269,7 +274,7 @@ def test_a_failed_capture_leaves_the_program_and_its_shapes_as_they_were(tmp_pat
     rank = Rank(read_model_config(tmp_path), range(3), 0, 1)
     eager = rank.program
     graphed = GraphedProgram(Failing(), torch.zeros(0, HIDDEN))
-    ladder = DecodeLadder([4], lambda size: [40])
+    ladder = StepLadder([4], lambda size: [40], [])
     with pytest.raises(torch.OutOfMemoryError):
         graphed.capture(ladder.plans, rank.inputs.padding)
     assert rank.program is eager

@@ -10,7 +10,13 @@ from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.request_state import RequestState, StepLimits
 from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.staging import HostStaging
-from worker_daemon.runner.step_layout import DecodeLadder, ExactShapes, decode_sizes
+from worker_daemon.runner.step_layout import (
+    MIXED_SIZES,
+    ExactShapes,
+    StepLadder,
+    decode_sizes,
+    mixed_plans,
+)
 
 CPU = torch.device("cpu")
 
@@ -23,7 +29,8 @@ def make_builder(state, ladder=None):
 def make_ladder(limits):
     middle = max(1, limits.max_model_len // 2)
     bounds = sorted({middle, limits.max_model_len})
-    return DecodeLadder(decode_sizes(limits.max_num_seqs), lambda size: bounds)
+    mixed = mixed_plans(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len)
+    return StepLadder(decode_sizes(limits.max_num_seqs), lambda size: bounds, mixed)
 
 
 def draw_limits(rng):
@@ -69,18 +76,18 @@ def check_attention(limits, inputs, attention, rows, ran):
     ends = [start + n for start, n, _ in ran.values()]
     padding = inputs.plan.shape.num_seqs - len(ran)
     assert attention.num_seqs == len(ran) + padding
-    if padding:
-        counts += [1] * padding
-        assert attention.max_query_len == 1
+    # Padding is sequences of one token beside decodes, of none beside others.
+    one = int(all(count == 1 for count in counts))
+    counts += [one] * padding
     assert attention.query_start_loc.tolist() == np.cumsum([0, *counts]).tolist()
-    assert attention.seq_lens.tolist() == ends + [1] * padding
+    assert attention.seq_lens.tolist() == ends + [one] * padding
     assert attention.seq_lens_np.tolist() == ends
     order = attention.seq_order.tolist()
     assert sorted(order) == [*range(attention.num_seqs)]
     ordered = attention.seq_lens[attention.seq_order].tolist()
     assert ordered == sorted(ordered, reverse=True)
     assert attention.query_lens_np.tolist() == counts[: len(ran)]
-    assert attention.max_query_len == max(counts, default=0)
+    assert attention.max_query_len >= max(counts, default=0)
     assert attention.max_seq_len >= max(ends, default=0)
     spare = [limits.max_num_seqs] * padding
     assert attention.seq_rows.tolist() == [*ran, *spare]
@@ -246,7 +253,30 @@ def test_decodes_of_every_size_are_padded_to_the_next_of_the_ladder():
             assert plan in ladder.plans
             assert plan.shape.num_seqs == min(size for size in sizes if size >= count)
             assert plan.max_seq_len == (32 if longest <= 32 else 64)
-    assert ladder.plans == sorted(ladder.plans, reverse=True)
+    decodes = [plan for plan in ladder.plans if plan.max_query_len == 1]
+    assert decodes == sorted(decodes, reverse=True)
+
+
+def test_other_steps_are_padded_to_the_next_number_of_tokens_unless_their_updates_do_not_fit():
+    limits = StepLimits(20, 700, 600, 10, 4, 2000)
+    ladder = make_ladder(limits)
+    empty = RequestState(limits).dummy_step(1)
+    for count in (*range(3, 700, 7), 512):
+        step = empty._replace(
+            slots=np.arange(2),
+            num_tokens=np.array([count - 1, 1], np.int32),
+            total_num_tokens=count,
+            new_requests=("one", "two"),
+            longest=count,
+        )
+        shape = ladder.fit(step).shape
+        assert shape.num_tokens == min((n for n in MIXED_SIZES if n >= count), default=count)
+        assert shape.num_admissions == 2
+        assert (ladder.fit(step).launches in ladder.plans) == (count <= MIXED_SIZES[-1])
+        updates = step.block_updates._replace(slots=np.zeros(shape.num_tokens + 1, np.int64))
+        exact = ladder.fit(step._replace(block_updates=updates, samples=np.ones(2, np.bool_)))
+        assert exact.shape.num_tokens == count
+        assert exact.shape.num_updates == shape.num_tokens + 1
 
 
 def test_seeds_keep_all_their_bits():

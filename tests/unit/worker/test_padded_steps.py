@@ -10,7 +10,12 @@ from worker_driver import WorkerDriver
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.sampling import SamplingParams
-from worker_daemon.runner.step_layout import DecodeLadder, ExactShapes, decode_sizes
+from worker_daemon.runner.step_layout import (
+    ExactShapes,
+    StepLadder,
+    decode_sizes,
+    mixed_plans,
+)
 from worker_daemon.worker import Worker
 
 SAMPLING = {
@@ -46,7 +51,7 @@ def test_padding_changes_no_token(ready_worker, names):
     chosen = [SAMPLING[names[slot % len(names)]] for slot in range(NUM_REQUESTS)]
     inputs = ready_worker._runner.inputs
     exact = generate(ready_worker, chosen, prompts)
-    ladder = DecodeLadder(decode_sizes(8), lambda size: [64, 128])
+    ladder = StepLadder(decode_sizes(8), lambda size: [64, 128], mixed_plans(8, 64, 128))
     inputs.pad_by(ladder, ladder.plans)
     try:
         assert generate(ready_worker, chosen, prompts) == exact
