@@ -55,6 +55,10 @@ def await_previous(PDL: tl.constexpr):
     Every program of a kernel launched with dependent launch calls this, even one that has nothing
     to do: the kernel after it relies on this kernel's end implying its predecessors' ends. Writes
     come after it too: an earlier kernel may still read the buffer.
+
+    What may be read before it: weights, a step's columns, and the block table. The columns are
+    copied and the table is written by launches that wait for all before them, and so does the one
+    that gathers the tokens, which comes between them and every kernel that is launched so.
     """
     if PDL:
         gdc_wait()

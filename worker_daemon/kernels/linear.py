@@ -21,6 +21,7 @@ from worker_daemon.kernels.launch import (
     launch_options,
     start_next,
 )
+from worker_daemon.kernels.prefetch import prefetch
 from worker_daemon.kernels.tuning import MatrixTile, Tile, Tuning, VectorTile, load_tuning
 
 MAX_TILES = 16384
@@ -253,7 +254,7 @@ def _matrix_kernel(
     last = ((split + 1) * num_steps // SPLITS) * BLOCK_I
     if PREFETCH > 0:
         num_bytes = tl.minimum(PREFETCH, tl.minimum(last, num_inputs) - first) * 2
-        _prefetch(weight_row + first, tl.where(row < num_outputs, num_bytes, 0), LANES)
+        prefetch(weight_row + first, tl.where(row < num_outputs, num_bytes, 0), LANES)
     await_previous(PDL)
     m = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_I)[None, :]
@@ -303,31 +304,3 @@ def _store_tile(acc, y, bias, tile, num_rows, num_outputs, y_stride, HAS_BIAS: t
         acc += tl.load(bias + row, mask=row < num_outputs, other=0.0).to(tl.float32)[:, None]
     stored = (m < num_rows)[None, :] & (row < num_outputs)[:, None]
     tl.store(y + m[None, :] * y_stride + row[:, None], acc.to(y.dtype.element_ty), mask=stored)
-
-
-@triton.jit
-def _prefetch(pointers, num_bytes, LANES: tl.constexpr):
-    """Asks for num_bytes at each of LANES pointers to come to L2; both are multiples of 16.
-
-    Only a hint: the threads from LANES on hold copies of the pointers and ask for nothing. L2 is
-    coherent, so weights that a kernel before this one still writes are read anew.
-    """
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred %mine<3>;
-        .reg .u32 %thread;
-        mov.u32 %thread, %tid.x;
-        setp.lt.u32 %mine0, %thread, """
-        + LANES
-        + """;
-        setp.gt.s32 %mine1, $2, 0;
-        and.pred %mine2, %mine0, %mine1;
-        @%mine2 cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [pointers, num_bytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )

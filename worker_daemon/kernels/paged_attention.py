@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
+from worker_daemon.kernels.prefetch import prefetch
 from worker_daemon.kernels.tiles import (
     DeviceLimits,
     Tile,
@@ -131,6 +132,7 @@ def paged_attention(
         num_splits,
         workspace,
         pdl,
+        prefetches=pdl and num_seqs * num_kv_heads * num_splits <= 2 * limits.num_sms,
     )
     return out
 
@@ -212,8 +214,12 @@ def _launch_decode(
     num_splits: int,
     workspace: torch.Tensor | None,
     pdl: bool,
+    *,
+    prefetches: bool,
 ) -> None:
-    """One program per (KV head, sequence, split); a second kernel merges several splits."""
+    """One program per (KV head, sequence, split); a second kernel merges several splits.
+
+    prefetches: programs that all run at once ask for their first keys and values ahead."""
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
     assert tile.block_m >= num_q_heads // num_kv_heads, "a tile holds one token's group of heads"
@@ -251,6 +257,7 @@ def _launch_decode(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=padded_head_dim(head_dim),
+        LANES=str(tile.block_n) if prefetches else "",
         PDL=pdl,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
@@ -448,6 +455,36 @@ def _prefill_kernel(
     tl.store(out_ptr, result.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _clear(pointers, inside):
+    tl.store(pointers, tl.zeros(pointers.shape, pointers.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _prefetch_keys(
+    keys,
+    table,
+    start,
+    end,
+    cache_block_stride,
+    cache_value_stride,
+    cache_token_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Ask for the first BLOCK_N of the keys start .. end - 1, and for their values; the newest may
+    still be written. See _attend."""
+    key_pos = start + tl.arange(0, BLOCK_N)
+    inside = key_pos < end
+    block = tl.load(table + key_pos // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    key = keys + block * cache_block_stride + (key_pos % BLOCK_SIZE) * cache_token_stride
+    num_bytes = tl.where(inside, HEAD_DIM * (keys.dtype.element_ty.primitive_bitwidth // 8), 0)
+    prefetch(key, num_bytes, LANES)
+    prefetch(key + cache_value_stride, num_bytes, LANES)
+
+
 @triton.jit(
     do_not_specialize=(*_STEP_SIZES, "num_splits"),
     do_not_specialize_on_alignment=(*_STEP_TENSORS, "partial_lse"),
@@ -486,30 +523,47 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """LANES: BLOCK_N where a program asks for its first keys and values before it waits."""
     start_next(PDL)
-    await_previous(PDL)
     # Heads go first: those of one sequence run together and share the pages of its blocks.
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
-    if seq < num_seqs:
-        seq = tl.load(seq_order + seq)
+    is_seq = seq < num_seqs
+    seq = tl.load(seq_order + seq, mask=is_seq, other=seq)
     split = tl.program_id(2)
     row = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
     head = kv_head * GROUP + row
     inside = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
 
-    num_real = tl.load(query_start_loc + num_seqs)
     token = tl.load(query_start_loc + tl.minimum(seq, num_seqs))
-    if tl.load(query_start_loc + tl.minimum(seq + 1, num_seqs)) == token:
-        # No query here: the n-th such program, n = programs - queries before it, clears padding n.
-        padding = (num_real + seq - token).to(tl.int64)
+    next_token = tl.load(query_start_loc + tl.minimum(seq + 1, num_seqs))
+    seq_len = tl.load(seq_lens + seq, mask=is_seq, other=0)
+    table_row = tl.load(seq_rows + seq, mask=is_seq, other=0).to(tl.int64)
+    table = block_table + table_row * table_stride
+    keys = kv_cache + kv_head * cache_head_stride
+    first_tile = 0
+    if HAS_WINDOW:
+        first_tile = tl.maximum(seq_len - window, 0) // BLOCK_N
+    tiles = tl.cdiv(seq_len, BLOCK_N) - first_tile
+    tiles_per_split = tl.cdiv(tiles, num_splits)
+    start = (first_tile + split * tiles_per_split) * BLOCK_N
+    end = tl.minimum(start + tiles_per_split * BLOCK_N, seq_len)
+    if LANES != "":
+        _prefetch_keys(
+            keys, table, start, end, cache_block_stride, cache_value_stride, cache_token_stride,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_N, LANES,
+        )  # fmt: skip
+    await_previous(PDL)
+    if next_token == token:
+        # The n-th program without a query, n = programs - queries before it, clears padding n.
+        padding = (tl.load(query_start_loc + num_seqs) + seq - token).to(tl.int64)
         if (padding < num_tokens) & (split == 0):
             padding_ptr = out + padding * out_token_stride + (head * out_head_stride)[:, None]
-            zeros = tl.zeros([BLOCK_M, BLOCK_D], out.dtype.element_ty)
-            tl.store(padding_ptr + dim[None, :], zeros, mask=inside)
+            _clear(padding_ptr + dim[None, :], inside)
         return
 
     token = token.to(tl.int64)
@@ -518,18 +572,7 @@ def _decode_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_max = tl.full([BLOCK_M], _NO_SCORE, tl.float32)
-    seq_len = tl.load(seq_lens + seq)
     q_pos = tl.zeros([BLOCK_M], tl.int32) + (seq_len - 1)
-    keys = kv_cache + kv_head * cache_head_stride
-    table = block_table + tl.load(seq_rows + seq).to(tl.int64) * table_stride
-
-    first_tile = 0
-    if HAS_WINDOW:
-        first_tile = tl.maximum(seq_len - window, 0) // BLOCK_N
-    tiles = tl.cdiv(seq_len, BLOCK_N) - first_tile
-    tiles_per_split = tl.cdiv(tiles, num_splits)
-    start = (first_tile + split * tiles_per_split) * BLOCK_N
-    end = tl.minimum(start + tiles_per_split * BLOCK_N, seq_len)
     # One masked loop: a second one for the last tile would fill the pipeline a second time.
     acc, row_sum, row_max = _attend(
         queries, q_pos, acc, row_sum, row_max, keys, table,
@@ -570,11 +613,12 @@ def _merge_splits_kernel(
 ):
     """out[token, head] = the mean of its partial rows, weighted by exp2 of their log-sum-exps."""
     start_next(PDL)
-    await_previous(PDL)
     seq = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.load(query_start_loc + seq)
-    if tl.load(query_start_loc + seq + 1) == token:
+    next_token = tl.load(query_start_loc + seq + 1)
+    await_previous(PDL)
+    if next_token == token:
         return
     token = token.to(tl.int64)
     dim = tl.arange(0, BLOCK_D)

@@ -164,16 +164,16 @@ def _rotate_and_store_kernel(
         gains = norm_weights + (is_key * (2 * HALF))[:, None] + dim[None, :]
         first_gain = tl.load(gains, mask=in_half[None, :], other=0.0).to(tl.float32)
         second_gain = tl.load(gains + HALF, mask=in_half[None, :], other=0.0).to(tl.float32)
-    await_previous(PDL)
-    raw_first = tl.load(source, mask=inside, other=0.0)
-    raw_second = tl.load(source + HALF, mask=inside, other=0.0)
-    if STORED:
-        slot = tl.load(slot_mapping + token).to(tl.int64)
     # Loaded for every head alike: a row shared by all heads would pass through shared memory.
     angle = rotary_table + tl.load(positions + token).to(tl.int64) * (2 * HALF) + dim
     angle = tl.broadcast_to(angle[None, :], [BLOCK_HEADS, BLOCK_HALF])
     cos = tl.load(angle, mask=in_half[None, :], other=0.0)
     sin = tl.load(angle + HALF, mask=in_half[None, :], other=0.0)
+    await_previous(PDL)
+    raw_first = tl.load(source, mask=inside, other=0.0)
+    raw_second = tl.load(source + HALF, mask=inside, other=0.0)
+    if STORED:
+        slot = tl.load(slot_mapping + token).to(tl.int64)
 
     first = raw_first.to(tl.float32)
     second = raw_second.to(tl.float32)
