@@ -1,5 +1,5 @@
 """Whole workloads on real daemons: `python -m benchmarks.e2e --model DIR [--pp P] [--tp T]
-[--workloads A,B] [--quick] [--out FILE.json]`.
+[--layer-partition N,N] [--workloads A,B] [--quick] [--out FILE.json]`.
 
 Starts P x T daemons once; every workload is one `worker-client bench --endpoints` process that
 attaches to them, so that only the first one loads the model. A pass of each workload is thrown away
@@ -9,7 +9,8 @@ What is timed is what `worker-client bench` reports: `seconds` runs from the fir
 request to the last token of the last one, all requests given at once, client and wire included;
 loading, warm-up and attaching are outside. The figure of a workload is generated tokens over these
 seconds for decode_* and mixed256, prompt tokens over them for prefill_8x8192, and the seconds
-themselves for prefill_1x8192.
+themselves for prefill_1x8192. Meanwhile every daemon is asked for its status ten times a second,
+as a metrics collector would; the reply delay is that of the last 1024 results.
 """
 
 import argparse
@@ -51,9 +52,15 @@ def figure(workload: str, result: dict[str, Any]) -> tuple[float, str]:
     return result["out_tok_s"], "tok/s out"
 
 
+def slowest_reply_us(result: dict[str, Any]) -> float:
+    """Return the highest p99 of the delays between a result on the host and its reply sent; ranks
+    that sent none have 0."""
+    return max(delay["p99_us"] for delay in result["reply_delay"])
+
+
 def bench(model: Path, endpoints: list[str], requests: Path, options: list[str]) -> dict[str, Any]:
-    """Run `worker-client bench` once and return its object."""
-    command = [sys.executable, "-m", "client", "bench", "--model", str(model), "--json"]
+    """Run `worker-client bench` once, with the daemons' metrics scraped, and return its object."""
+    command = [sys.executable, "-m", "client", "bench", "--model", str(model), "--json", "--scrape"]
     command += ["--endpoints", ",".join(endpoints), "--input", str(requests), *options]
     done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, text=True)
     if done.returncode:
@@ -65,12 +72,19 @@ def bench(model: Path, endpoints: list[str], requests: Path, options: list[str])
 
 
 def run_group(
-    model: Path, device: str, pp: int, tp: int, names: list[str], quick: bool
+    model: Path,
+    device: str,
+    pp: int,
+    tp: int,
+    names: list[str],
+    quick: bool,
+    layer_partition: str = "",
 ) -> list[Run]:
     """Serve the workloads one after the other on one group, and print each."""
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     devices = [device if device == "cpu" else f"cuda:{index}" for index in range(pp * tp)]
     options = [*OPTIONS, "--pipeline-parallel-size", str(pp), "--tensor-parallel-size", str(tp)]
+    options += ["--layer-partition", layer_partition]
     runs = []
     with (
         tempfile.TemporaryDirectory() as scratch,
@@ -89,7 +103,9 @@ def run_group(
                 waits = ", ".join(f"{share:.1%}" for share in result["input_wait_share"])
                 bubbles = f"  waiting for input by rank: {waits}" if pp > 1 else ""
                 print(
-                    f"{run.model} {run.shape} {name:<16} {value:>12.3f} {unit}{bubbles}", flush=True
+                    f"{run.model} {run.shape} {name:<16} {value:>12.3f} {unit}{bubbles}"
+                    f"  reply delay p99 {slowest_reply_us(result):.0f} us",
+                    flush=True,
                 )
                 runs.append(run)
         except BaseException:
@@ -106,13 +122,20 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--layer-partition", default="", help="layers of each stage; default: even")
     parser.add_argument("--workloads", default=",".join(workloads.NAMES))
     parser.add_argument("--quick", action="store_true", help="no pass before the one that counts")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     names = options.workloads.split(",")
     runs = run_group(
-        options.model.resolve(), options.device, options.pp, options.tp, names, options.quick
+        options.model.resolve(),
+        options.device,
+        options.pp,
+        options.tp,
+        names,
+        options.quick,
+        options.layer_partition,
     )
     if options.out is not None:
         options.out.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")

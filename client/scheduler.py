@@ -6,6 +6,7 @@ no wire, no clock.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -23,9 +24,12 @@ from rpc_schema.sampling import SamplingParams
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 
 PIPELINE_CHUNK = 2048
-"""Prompt tokens that share a step of a pipeline. Later stages wait for the first step, and earlier
-ones for the last, so that steps should be short; but a product of fewer rows is less than its best.
-"""
+"""Fewest prompt tokens of several prompts for which a pipeline's step is closed. Later stages wait
+for the first step, and earlier ones for the last, so that steps should be short while there are few
+tokens; but a product of fewer rows is less than its best."""
+
+CHUNKS_PER_STAGE = 2
+"""Steps a stage over which prompts are spread while each has PIPELINE_CHUNK tokens or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +161,8 @@ class _Step:
 
     number: int
     budget: int
+    prefill_chunk: int
+    """Tokens that several prompts may have together."""
     num_prefill_tokens: int = 0
     decodes: dict[str, _Request] = field(default_factory=dict)
     prefills: dict[str, int] = field(default_factory=dict)
@@ -248,7 +254,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Decide the next step; see SchedulerInterface."""
         self._remember_sent_blocks()
-        step = _Step(self._num_steps, self._limits.max_num_batched_tokens)
+        step = _Step(self._num_steps, self._limits.max_num_batched_tokens, self._prefill_chunk())
         turn = self._plan_decodes(step, self._is_next)
         self._plan_prefills(step)
         if not step.preempted:
@@ -365,12 +371,25 @@ class Scheduler:
             ):
                 self._plan_prefill(step, request, count)
 
+    def _prefill_chunk(self) -> int:
+        """How many tokens several prompts share a step with: the budget, or in a pipeline their
+        part of all that wait."""
+        budget = self._limits.max_num_batched_tokens
+        if len(self._groups) == 1:
+            return budget
+        num_steps = CHUNKS_PER_STAGE * len(self._groups)
+        pending = 0
+        for request in chain(self._prefilling.values(), self._waiting):
+            pending += request.num_tokens - request.num_computed
+            if pending >= num_steps * budget:
+                break
+        return max(PIPELINE_CHUNK, min(budget, pending // num_steps))
+
     def _has_room(self, step: _Step, count: int) -> bool:
         """Whether a step may take count more prompt tokens: of one prompt what the budget allows,
-        of several in a pipeline a chunk."""
+        of several a chunk."""
         together = step.num_prefill_tokens + count
-        is_alone = len(self._groups) == 1 or not step.prefills
-        return count > 0 and (is_alone or together <= PIPELINE_CHUNK)
+        return count > 0 and (not step.prefills or together <= step.prefill_chunk)
 
     def _plan_prefill(self, step: _Step, request: _Request, count: int) -> None:
         step.prefills[request.id] = count
@@ -512,7 +531,7 @@ class Scheduler:
         """When all is done, tell the workers who has finished; else that can ride along later."""
         if not self._finished or self._requests or self._in_flight:
             return None
-        return self._commit(_Step(self._num_steps, 0), self._turn)
+        return self._commit(_Step(self._num_steps, 0, 0), self._turn)
 
     # ------------------------------------------------------------------ groups, ends, caching
 

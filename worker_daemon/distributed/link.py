@@ -83,7 +83,7 @@ class Link:
                     timeout=timedelta(seconds=meeting_s(timeout_s)),
                     group_name=f"link{self.generation}",
                 )
-                self.groups = _make_groups(state, self.backend, timedelta(seconds=timeout_s))
+                self.groups = _make_groups(state, timedelta(seconds=timeout_s))
                 _warm_up(self.groups, state, self._device)
             with communication("mapping the peers' memory"):
                 self.peers = open_peers(
@@ -165,22 +165,13 @@ def _forget_groups(backend: str) -> bool:
     return had_groups
 
 
-def _options(backend: str, timeout: timedelta) -> object:
-    """What a group is made with: on NCCL a stream whose kernels go before those that compute."""
-    if backend != "nccl":
-        return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # torch warns where it differs from the group's
-    return options
-
-
-def _make_groups(state: ParallelState, backend: str, timeout: timedelta) -> LinkGroups:
+def _make_groups(state: ParallelState, timeout: timedelta) -> LinkGroups:
     """Every rank makes every group, in the same order, and keeps those that it is in."""
 
     def make(ranks: list[int]) -> dist.ProcessGroup | None:
         if len(ranks) == 1:
             return None
-        group = dist.new_group(ranks, timeout=timeout, pg_options=_options(backend, timeout))
+        group = dist.new_group(ranks, timeout=timeout)
         return group if state.rank in ranks else None
 
     def keep(candidates: list[dist.ProcessGroup | None]) -> dist.ProcessGroup | None:

@@ -5,9 +5,9 @@ Knows no kernel: what reduces over the windows is given to it.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,23 +21,8 @@ _TRIALS = 3
 _TRIAL_S = 20.0
 """How long a first reduction over the windows may take: a peer may have to compile it."""
 
-OVERLAPPED_ROWS = 2048
-"""Rows of a product that are summed over the ranks while the next ones are multiplied."""
-
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """(x [N, H], residual [N, H], weight [H], eps) -> (rms_norm(s), s), s = residual + x."""
-
-
-Multiply = Callable[[Tensor, Tensor | None], Tensor]
-"""(x [N, I], out [N, O] or None for a new tensor) -> out, the product of x with a matrix."""
-
-
-class PartialSum(NamedTuple):
-    """A sum over the ranks that has not been waited for."""
-
-    part: Tensor
-    """This rank's part, or where the sum is under way, what will hold it."""
-    under_way: Sequence[dist.Work]
 
 
 class Reducer(Protocol):
@@ -93,16 +78,11 @@ class TensorParallel(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of x over the ranks, same shape and dtype; may overwrite x and return it."""
 
-    def sum_products(self, x: Tensor, num_outputs: int, multiply: Multiply) -> PartialSum:
-        """The sum over the ranks of multiply(x) [N, num_outputs], under way where it is long."""
-
-    def finish(self, total: PartialSum) -> Tensor:
-        """The sum itself; may overwrite this rank's part."""
-
-    def finish_add_rms_norm(
-        self, total: PartialSum, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
+    def all_reduce_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
     ) -> tuple[Tensor, Tensor]:
-        """add_norm(finish(total), residual, weight, eps), in one kernel where that is faster."""
+        """add_norm(all_reduce(x), residual, weight, eps), in one kernel where that is faster; may
+        overwrite x."""
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         """[..., n] of each rank, concatenated in rank order to [..., n * size]."""
@@ -136,16 +116,10 @@ class SingleRank:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def sum_products(self, x: Tensor, num_outputs: int, multiply: Multiply) -> PartialSum:
-        return PartialSum(multiply(x, None), ())
-
-    def finish(self, total: PartialSum) -> Tensor:
-        return total.part
-
-    def finish_add_rms_norm(
-        self, total: PartialSum, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
+    def all_reduce_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
     ) -> tuple[Tensor, Tensor]:
-        return add_norm(total.part, residual, weight, eps)
+        return add_norm(x, residual, weight, eps)
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         return x
@@ -198,36 +172,12 @@ class GroupTensorParallel:
             dist.all_reduce(x, group=self._group)
         return x
 
-    def sum_products(self, x: Tensor, num_outputs: int, multiply: Multiply) -> PartialSum:
-        """Of many rows, those that are multiplied are summed while the next ones are."""
-        if x.shape[0] < 2 * OVERLAPPED_ROWS:
-            return PartialSum(multiply(x, None), ())
-        total = x.new_empty(x.shape[0], num_outputs)
-        chunks = [
-            slice(start, start + OVERLAPPED_ROWS) for start in range(0, len(x), OVERLAPPED_ROWS)
-        ]
-        return PartialSum(total, [self._begin_sum(multiply(x[c], total[c])) for c in chunks])
-
-    def _begin_sum(self, part: Tensor) -> dist.Work:
-        with communication("all-reduce in the tensor-parallel group"):
-            work: dist.Work | None = dist.all_reduce(part, group=self._group, async_op=True)
-        assert work is not None, "this rank is in the group"
-        return work
-
-    def finish(self, total: PartialSum) -> Tensor:
-        if not total.under_way:
-            return self.all_reduce(total.part)
-        with communication("all-reduce in the tensor-parallel group"):
-            for work in total.under_way:
-                work.wait()
-        return total.part
-
-    def finish_add_rms_norm(
-        self, total: PartialSum, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
+    def all_reduce_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
     ) -> tuple[Tensor, Tensor]:
-        if not total.under_way and self._reducer.takes(total.part):
-            return self._reducer.all_reduce_add_rms_norm(total.part, residual, weight, eps)
-        return add_norm(self.finish(total), residual, weight, eps)
+        if self._reducer.takes(x):
+            return self._reducer.all_reduce_add_rms_norm(x, residual, weight, eps)
+        return add_norm(self.all_reduce(x), residual, weight, eps)
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         gathered = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)

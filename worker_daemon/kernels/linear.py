@@ -48,18 +48,16 @@ class ThinLinear:
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """y [M, O], contiguous, of x [M, I], weight [O, I] and bias [O], all of one dtype; written
-        to out where it is given.
+        """y [M, O], contiguous, of x [M, I], weight [O, I] and bias [O], all of one dtype.
 
         Sums are kept in fp32 and rounded once. A row of y depends on its row of x and on the bucket
         of M alone. fp32, more than 64 rows and weights that are not contiguous are torch's.
         """
         tile = self._choose(x, weight)
         if tile is None:
-            return _torch_linear(x, weight, bias, out)
-        y = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
+            return functional.linear(x, weight, bias)
+        y = x.new_empty(x.shape[0], weight.shape[0])
         if isinstance(tile, VectorTile):
             launch_vector(y, x, weight, bias, tile, self._pdl)
         else:
@@ -71,16 +69,6 @@ class ThinLinear:
         if weight.dtype == torch.float32 or num_rows == 0 or not weight.is_contiguous():
             return None
         return self._tuning.tile(num_rows, weight.shape[0], num_inputs)
-
-
-def _torch_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
-) -> torch.Tensor:
-    if out is None:
-        return functional.linear(x, weight, bias)
-    if bias is None:
-        return torch.mm(x, weight.T, out=out)
-    return torch.addmm(bias, x, weight.T, out=out)
 
 
 def _shipped_tuning(device: torch.device) -> Tuning:

@@ -26,14 +26,10 @@ class TritonOps:
         self._thin = ThinLinear(device)
 
     def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """x [N, K] times weight [M, K] transposed, plus bias [M] -> [N, M]."""
-        return self._thin.linear(x, weight, bias, out)
+        return self._thin.linear(x, weight, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [N, H], weight [H] -> [N, H]."""

@@ -115,7 +115,7 @@ def paged_attention(
         num_splits = choose_num_splits(num_seqs, num_kv_heads, max_seq_len, window, limits)
     if tile is None:
         num_programs = num_seqs * num_kv_heads * num_splits
-        tile = decode_tile(num_programs, group_size, q.shape[2], q.dtype, limits)
+        tile = decode_tile(num_programs, max_seq_len, group_size, q.shape[2], q.dtype, limits)
     if num_splits > 1 and workspace is None:
         elements = workspace_elements(q.shape[0], q.shape[1], q.shape[2], num_splits)
         workspace = torch.empty(elements, dtype=torch.float32, device=q.device)

@@ -28,6 +28,9 @@ PROGRAMS = 128
 """At most so many programs: all of them fit on the device at once beside other kernels."""
 SLOTS = 2
 
+_STOPPED = tl.constexpr(-1)
+_TURN_MASK = tl.constexpr(0x7FFFFFFF)
+
 _DTYPES = (torch.bfloat16, torch.float16)
 _WORD_BYTES = 4
 _ALIGNED = 4
@@ -219,19 +222,19 @@ def _window(address):
 
 
 @triton.jit
-def _await_words(address, inside, stop, BLANK: tl.constexpr, POLLS: tl.constexpr):
-    """The words at address once none of them is blank, or at once if everything is stopped."""
+def _await_words(address, inside, stop, is_stopped, BLANK: tl.constexpr, POLLS: tl.constexpr):
+    """The words at address once none of them is blank, or at once if everything is stopped; and
+    whether it is."""
     words = tl.load(address, mask=inside, other=0, volatile=True)
     missing = tl.max((words == BLANK).to(tl.int32), axis=0)
     polls = 0
-    while missing != 0:
+    while (missing != 0) & (is_stopped == 0):
         words = tl.load(address, mask=inside, other=0, volatile=True)
         missing = tl.max((words == BLANK).to(tl.int32), axis=0)
         polls += 1
-        if polls % POLLS == 0:  # noqa: SIM102  a kernel's `and` evaluates both sides
-            if tl.load(stop, volatile=True) != 0:
-                missing = 0
-    return words
+        if polls % POLLS == 0:
+            is_stopped = (tl.load(stop, volatile=True) != 0).to(tl.int32)
+    return words, is_stopped
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -267,6 +270,7 @@ def _peer_reduce_kernel(
         gain = tl.load(weight + word, mask=word < SIZE, other=0)
     await_previous(PDL)
     turn = tl.load(turns + program)
+    is_stopped = (turn == _STOPPED).to(tl.int32)
     slot = (program * 2 + (turn & 1)) * RANKS * REGION
 
     for index in range(ROWS):
@@ -295,7 +299,7 @@ def _peer_reduce_kernel(
                 words = own
             else:
                 inbox = window + slot + source * REGION + index * SIZE + word
-                words = _await_words(inbox, inside, stop, BLANK, POLLS)
+                words, is_stopped = _await_words(inbox, inside, stop, is_stopped, BLANK, POLLS)
                 tl.store(inbox, tl.full((BLOCK,), BLANK, tl.int32), mask=inside)
             low += _low(words, DTYPE)
             high += _high(words, DTYPE)
@@ -311,4 +315,5 @@ def _peer_reduce_kernel(
             tl.store(normed + element, _pack(low, high, DTYPE), mask=inside)
         else:
             tl.store(total + element, _pack(low, high, DTYPE), mask=inside)
-    tl.store(turns + program, turn + 1)
+    # A program that saw the stop is the last to wait: those after it do not look again.
+    tl.store(turns + program, tl.where(is_stopped != 0, _STOPPED, (turn + 1) & _TURN_MASK))

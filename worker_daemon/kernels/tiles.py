@@ -17,6 +17,12 @@ MIN_KEYS_PER_SPLIT = 128
 
 MAX_SPLITS = 64
 
+SHORT_CONTEXT = 256
+"""Keys up to which many decodes take shorter tiles: longer ones would be half empty."""
+
+MANY_PROGRAMS = 1024
+"""Sequences x KV heads from which on that is worth graphs of its own."""
+
 FEW_ROWS_PER_SEQ = 512
 """Up to so many rows (query tokens x heads of a group) a sequence on average, tiles stay small."""
 
@@ -100,7 +106,12 @@ def prefill_tile(
 
 
 def decode_tile(
-    num_programs: int, group_size: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits
+    num_programs: int,
+    max_seq_len: int,
+    group_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    limits: DeviceLimits,
 ) -> Tile:
     """The tile for one query token a sequence, with just enough rows for a group.
 
@@ -111,8 +122,11 @@ def decode_tile(
     if dtype == torch.float32:
         wanted = _exact_tile(rows)
     else:
-        few = num_programs <= 2 * limits.num_sms
-        wanted = Tile(rows, 128 if few else 64, num_warps=4 if few else 2, num_stages=3)
+        wanted = Tile(rows, 64, num_warps=2, num_stages=3)
+        if num_programs <= 2 * limits.num_sms:
+            wanted = Tile(rows, 128, num_warps=4, num_stages=3)
+        elif num_programs >= MANY_PROGRAMS and max_seq_len <= SHORT_CONTEXT:
+            wanted = Tile(rows, 32, num_warps=2, num_stages=3)
     return fit_tile(wanted, rows, head_dim, dtype, limits)
 
 
@@ -155,9 +169,10 @@ def length_bounds(
     """Return ascending bounds of a decode's context length, the last one `longest`: a launch made
     for a bound serves every length up to it well.
 
-    Between two bounds the number of splits would not differ, or not by enough to matter.
+    Between two bounds neither the number of splits nor the tile would differ, or not by enough to
+    matter.
     """
-    candidates = [bound for bound in (256, 1024, 4096) if bound < longest]
+    candidates = [bound for bound in (SHORT_CONTEXT, 1024, 4096) if bound < longest]
     splits = [
         choose_num_splits(num_seqs, num_kv_heads, bound, None, limits)
         for bound in (*candidates, longest)
@@ -165,7 +180,7 @@ def length_bounds(
     differing = [
         bound
         for bound, own, larger in zip(candidates, splits[:-1], splits[1:], strict=True)
-        if own < larger
+        if own < larger or (bound == SHORT_CONTEXT and num_seqs * num_kv_heads >= MANY_PROGRAMS)
     ]
     return [*differing, longest]
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from worker_daemon.distributed.tp import PartialSum, TensorParallel
+from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -171,8 +171,9 @@ class Attention:
             else QueryKeyNorm(prefix, shape.head_dim, shape.qk_norm_eps, dtype=dtype, device=device)
         )
 
-    def forward(self, x: Tensor, kv_cache: Tensor, context: ForwardContext) -> PartialSum:
-        """x [N, H] -> [N, H]; writes k and v into kv_cache, unless that is empty."""
+    def forward(self, x: Tensor, kv_cache: Tensor, context: ForwardContext) -> Tensor:
+        """x [N, H] -> [N, H], this rank's part of the sum; writes k and v into kv_cache, unless
+        that is empty."""
         q = context.ops.rotate_and_store(
             self._qkv.forward(x, context.ops),
             context.positions,

@@ -77,10 +77,10 @@ class LMHead:
         self._tp = tp
 
     def forward(self, hidden: Tensor, ops: LayerOps) -> Tensor:
-        """hidden [R, H] in the model's dtype -> contiguous float32 [R, V], equal on every rank."""
+        """hidden [R, H] -> [R, V] in the model's dtype, equal on every rank; a row is contiguous,
+        the next may lie behind padding."""
         local = ops.linear(hidden, self._weight.data, None)
-        logits = self._tp.all_gather_last_dim(local)[:, : self._vocab_size]
-        return logits.to(torch.float32).contiguous()
+        return self._tp.all_gather_last_dim(local)[:, : self._vocab_size]
 
     def likeliest(self, hidden: Tensor, ops: LayerOps) -> Tensor:
         """hidden [R, H] -> int64 [R]: each row's token with the largest logit, the lowest id among

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from worker_daemon.distributed.tp import PartialSum, TensorParallel
+from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.layers.ops import LayerOps
 from worker_daemon.layers.parameter import Parameter, Piece
 
@@ -69,8 +69,8 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """y = x W^T + b with the input split over the group: each rank multiplies its columns. What
-    reads the sum over the ranks, a norm mostly, waits for it, or makes it in its own kernel.
+    """y = x W^T + b with the input split over the group: each rank multiplies its columns. The sum
+    over the ranks is left to what reads it, a norm mostly, which does both at once.
 
     Only rank 0 holds the bias, so that the sum contains it once.
     """
@@ -86,7 +86,6 @@ class RowParallelLinear:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._tp = tp
         columns = in_features // tp.size
         start = tp.rank * columns
         piece = Piece(
@@ -103,13 +102,10 @@ class RowParallelLinear:
             else None
         )
 
-    def forward(self, x: Tensor, ops: LayerOps) -> PartialSum:
-        """x [N, local I] -> [N, O]."""
-        weight = self._weight.data
+    def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
+        """x [N, local I] -> [N, O], this rank's part of the sum."""
         bias = None if self._bias is None else self._bias.data
-        return self._tp.sum_products(
-            x, weight.shape[0], lambda rows, out: ops.linear(rows, weight, bias, out)
-        )
+        return ops.linear(x, self._weight.data, bias)
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._weight

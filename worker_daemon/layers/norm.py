@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from worker_daemon.distributed.tp import PartialSum, TensorParallel
+from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.layers.ops import HeadNorms, LayerOps
 from worker_daemon.layers.parameter import Parameter, Piece, whole_vector
 
@@ -25,14 +25,14 @@ class RMSNorm:
         return ops.rms_norm(x, self._weight.data, self._eps)
 
     def add_and_norm(
-        self, total: PartialSum | None, residual: Tensor, ops: LayerOps, tp: TensorParallel
+        self, part: Tensor | None, residual: Tensor, ops: LayerOps, tp: TensorParallel
     ) -> tuple[Tensor, Tensor]:
-        """(norm(s), s) with s = residual + total, both rounded to the model's dtype before the
-        norm; without total, s is residual itself."""
-        if total is None:
+        """(norm(s), s) with s = residual + the sum of part over the ranks, both rounded to the
+        model's dtype before the norm; without part, s is residual itself."""
+        if part is None:
             return self.forward(residual, ops), residual
-        return tp.finish_add_rms_norm(
-            total, residual, self._weight.data, self._eps, ops.add_rms_norm
+        return tp.all_reduce_add_rms_norm(
+            part, residual, self._weight.data, self._eps, ops.add_rms_norm
         )
 
     def parameters(self) -> Iterator[Parameter]:

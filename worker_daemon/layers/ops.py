@@ -27,10 +27,8 @@ class LayerOps(Protocol):
     def name(self) -> str:
         """As a daemon reports it."""
 
-    def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None
-    ) -> Tensor:
-        """x W^T + b: x [N, K], weight [M, K], bias [M] -> [N, M], in out where it is given."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + b: x [N, K], weight [M, K], bias [M] -> [N, M]."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over H, in float32, rounded once: x [N, H], weight

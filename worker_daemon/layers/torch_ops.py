@@ -13,11 +13,8 @@ class TorchOps:
 
     name = "torch"
 
-    def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None
-    ) -> Tensor:
-        product = functional.linear(x, weight, bias)
-        return product if out is None else out.copy_(product)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight, eps)

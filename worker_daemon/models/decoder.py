@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from worker_daemon.distributed.tp import PartialSum, SingleRank, TensorParallel
+from worker_daemon.distributed.tp import SingleRank, TensorParallel
 from worker_daemon.layers.attention import (
     Attention,
     AttentionBackend,
@@ -62,8 +62,8 @@ class MLP:
             device=device,
         )
 
-    def forward(self, x: Tensor, ops: LayerOps) -> PartialSum:
-        """x [N, H] -> [N, H]."""
+    def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
+        """x [N, H] -> [N, H], this rank's part of the sum."""
         return self._down.forward(ops.silu_and_mul(self._gate_up.forward(x, ops)), ops)
 
     def parameters(self) -> Iterator[Parameter]:
@@ -112,19 +112,15 @@ class DecoderLayer:
         )
 
     def forward(
-        self,
-        total: PartialSum | None,
-        residual: Tensor,
-        kv_cache: Tensor,
-        context: ForwardContext,
-    ) -> tuple[PartialSum, Tensor]:
-        """Writes this layer's k and v into kv_cache; returns the next (total, residual), [N, H].
+        self, part: Tensor | None, residual: Tensor, kv_cache: Tensor, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """Writes this layer's k and v into kv_cache; returns the next (part, residual), [N, H].
 
-        The residual stream is residual + total: both sums are left to the next norm, which reads
-        it.
+        The residual stream is residual + the sum of part over the ranks: both are left to the next
+        norm, which reads it.
         """
         ops, tp = context.ops, self._tp
-        normed, residual = self._input_norm.add_and_norm(total, residual, ops, tp)
+        normed, residual = self._input_norm.add_and_norm(part, residual, ops, tp)
         attended = self._attention.forward(normed, kv_cache, context)
         normed, residual = self._post_attention_norm.add_and_norm(attended, residual, ops, tp)
         return self._mlp.forward(normed, context.ops), residual
@@ -191,13 +187,14 @@ class DecoderStage:
         """
         context = ForwardContext(positions, self._rotary, metadata, self._attention, self._ops)
         caches = kv_caches or [hidden.new_empty(0)] * len(self._layers)
-        total: PartialSum | None = None
+        part: Tensor | None = None
         for layer, kv_cache in zip(self._layers, caches, strict=True):
-            total, hidden = layer.forward(total, hidden, kv_cache, context)
-        return hidden if total is None else hidden + self._tp.finish(total)
+            part, hidden = layer.forward(part, hidden, kv_cache, context)
+        return hidden if part is None else hidden + self._tp.all_reduce(part)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Last stage only: residual stream [R, H] -> contiguous float32 [R, V]."""
+        """Last stage only: residual stream [R, H] -> [R, V] in the model's dtype; a row is
+        contiguous, the next may lie behind padding."""
         assert self._head is not None, "compute_logits on a stage that is not the last"
         norm, lm_head = self._head
         return lm_head.forward(norm.forward(hidden, self._ops), self._ops)

@@ -41,7 +41,7 @@ class GrammarMasks:
 
 
 def apply_masks(logits: Tensor, allowed: Tensor | None) -> Tensor:
-    """Return logits float32 [R, V] with -inf where allowed bool [R, V] is False."""
+    """Return logits [R, V] with -inf where allowed bool [R, V] is False."""
     return logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
 
 

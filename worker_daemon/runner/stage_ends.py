@@ -23,6 +23,7 @@ from worker_daemon.runner.input_batch import InputBuilder, SampleRows, StepInput
 from worker_daemon.runner.output import NoTokens, ReplyIdentity, StepOutput
 from worker_daemon.runner.stage_program import Chosen
 from worker_daemon.sample.sampler import SamplerOutput, sample
+from worker_daemon.sample.sampling_provider import probe_sampling
 
 
 class PendingReply(Protocol):
@@ -138,6 +139,7 @@ class LastStageExit:
         self._inputs = inputs
         self._tokens = tokens
         self._replies = replies
+        self._sampling = probe_sampling(inputs.tables.last_sampled.device)
 
     def give_up(self, slots: Tensor, publication: int) -> None:
         nothing = torch.zeros(slots.shape, dtype=torch.int64, device=slots.device)
@@ -170,7 +172,7 @@ class LastStageExit:
         count = rows.slots_np.size
         try:
             logits = apply_masks(self._stage.compute_logits(chosen.hidden[:count]), masks)
-            return sample(logits, self._inputs.sampling_metadata(rows))
+            return sample(logits, self._inputs.sampling_metadata(rows), self._sampling)
         except CommError:
             raise
         except Exception:

@@ -1,11 +1,13 @@
 """Logits to tokens. A row's token depends on that row alone, not on the rest of the batch.
 
 Hence every reduction over the vocabulary here is exact in any order: maxima, sorts and sums of
-integers. Shapes: R rows, V vocabulary, K banned (row, token) pairs.
+integers. `TorchSampling` is the definition; what serves a device chooses sampling_provider.py.
+Shapes: R rows, V vocabulary, K banned (row, token) pairs.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +59,15 @@ class SamplerOutput:
     logprobs: LogprobTensors | None
 
 
+class Sampling(Protocol):
+    """Chooses tokens. Every implementation draws the same, but for the last bit of exp and log."""
+
+    name: str
+
+    def tokens(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+        """Return int64 [R] for logits [R, V], float32, bf16 or fp16, from which bans are gone."""
+
+
 def build_bans(
     num_generated: Sequence[int],
     min_tokens: Sequence[int],
@@ -79,22 +90,32 @@ def build_bans(
     return rows.copy(), tokens.copy()
 
 
-def sample(logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-    """One token for each row of logits, float32 [R, V], which are not changed.
+def sample(logits: Tensor, metadata: SamplingMetadata, sampling: Sampling) -> SamplerOutput:
+    """One token for each row of logits, float32, bf16 or fp16 [R, V], which are not changed: the
+    same for a value in whichever dtype. Each row is contiguous.
 
     Greedy rows take the largest logit, the lowest id among equals. Other rows: temperature, then
     min-p, top-k and top-p, each on what the last has left (at least one token), then the largest of
     logit plus Gumbel noise. top-k and top-p keep all tokens that tie with the last one kept.
     """
-    allowed = _ban(logits, metadata)
-    token_ids = allowed.argmax(dim=-1)
-    if metadata.any_random:
-        is_greedy = metadata.temperature == 0
-        token_ids = torch.where(is_greedy, token_ids, _sample_random(allowed, metadata))
+    token_ids = sampling.tokens(_ban(logits, metadata), metadata)
     logprobs = None
     if metadata.num_logprobs != NO_LOGPROBS:
-        logprobs = gather_logprobs(logits, token_ids, metadata.num_logprobs)
+        logprobs = gather_logprobs(logits.float(), token_ids, metadata.num_logprobs)
     return SamplerOutput(token_ids, logprobs)
+
+
+class TorchSampling:
+    """Plain torch operations, on every device. Stateless."""
+
+    name = "torch"
+
+    def tokens(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+        """int64 [R] for logits [R, V]; nothing waits for the device."""
+        token_ids = logits.argmax(dim=-1)
+        if not metadata.any_random:
+            return token_ids
+        return torch.where(metadata.temperature == 0, token_ids, _sample_random(logits, metadata))
 
 
 def _ban(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
@@ -111,7 +132,9 @@ def _sample_random(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     num_rows, vocab_size = logits.shape
     step = max(1, _CHUNK_ELEMENTS // vocab_size)
     chunks = [
-        _sample_chunk(logits[start : start + step], _rows(metadata, slice(start, start + step)))
+        _sample_chunk(
+            logits[start : start + step].float(), _rows(metadata, slice(start, start + step))
+        )
         for start in range(0, num_rows, step)
     ]
     return torch.cat(chunks) if chunks else logits.new_empty(0, dtype=torch.int64)
@@ -147,7 +170,8 @@ def _scale(logits: Tensor, temperature: Tensor) -> Tensor:
 
 def _filter_min_p(scaled: Tensor, min_p: Tensor) -> Tensor:
     """Drops tokens less likely than min_p times the likeliest, whose scaled logit is 0."""
-    return scaled.masked_fill(scaled.exp() < min_p.unsqueeze(1), -torch.inf)
+    least = min_p.to(torch.float64).log().to(torch.float32)
+    return scaled.masked_fill(scaled < least.unsqueeze(1), -torch.inf)
 
 
 def _filter_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -160,7 +184,7 @@ def _filter_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     before = weights.cumsum(dim=-1) - weights
     limit = weights.sum(dim=-1) * top_p.to(torch.float64)
     is_kept = (before < limit.unsqueeze(1)) & (ordered >= kth)
-    last = is_kept.sum(dim=-1, keepdim=True) - 1
+    last = (is_kept.sum(dim=-1, keepdim=True) - 1).clamp_(min=0)  # a row of -inf keeps none
     return scaled.masked_fill(scaled < ordered.gather(1, last), -torch.inf)
 
 
@@ -170,4 +194,4 @@ def _weights(scaled: Tensor) -> Tensor:
     A token under 2^-40 of the likeliest weighs nothing and is dropped even for top_p = 1; it lies
     27.7 behind, and Gumbel noise, which spans 25.8, could never have lifted it to the top.
     """
-    return scaled.to(torch.float64).exp().mul_(_WEIGHT_ONE).to(torch.int64)
+    return scaled.exp().mul_(_WEIGHT_ONE).to(torch.int64)

@@ -244,7 +244,8 @@ def test_prompts_of_a_pipeline_come_in_short_steps_unless_one_is_long():
         scheduler.add_request(GenerationRequest(id=str(i), prompt_token_ids=prompt, max_tokens=9))
     steps = [scheduler.schedule() for _ in range(6)]
     prompts = [[lengths[int(new.req_id)] for new in s.scheduled_new_reqs] for s in steps]
-    assert prompts == [[900, 900], [900], [5000], [100], [2048], [2047, 1]]
+    # A quarter of what waits, but at least 2048 tokens: 2974, 2524, 2299, 1049, ...
+    assert prompts == [[900, 900, 900], [5000], [100], [2048], [2047, 1], []]
 
 
 def test_the_decode_tuple_is_reused_while_its_set_stays():

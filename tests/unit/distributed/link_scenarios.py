@@ -15,7 +15,7 @@ from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.pp import StageInbound, StageOutbound
 from worker_daemon.distributed.symmetric import BLANK, NoPeers, Window
 from worker_daemon.distributed.tokens import TokenBroadcast
-from worker_daemon.distributed.tp import OVERLAPPED_ROWS, PartialSum, tensor_parallel
+from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import CommError
 
 CPU = torch.device("cpu")
@@ -257,35 +257,10 @@ def reduce_by_size(rank, faults, seed):
         weight, residual = torch.rand(8, generator=generator), everyone[-1]
         x, total = everyone[state.tp_rank], everyone[:-1].sum(0)
         right &= torch.equal(tp.all_reduce(x.clone()), total)
-        whole = PartialSum(x.clone(), ())
-        results = tp.finish_add_rms_norm(whole, residual, weight, 1e-5, add_norm)
+        results = tp.all_reduce_add_rms_norm(x.clone(), residual, weight, 1e-5, add_norm)
         expected = add_norm(total, residual, weight, 1e-5)
         right &= all(map(torch.equal, results, expected))
     return tp.all_reduce_name, reducer.count - tried, right
-
-
-def sum_products(rank, seed):
-    """Products of few and of many rows, summed over the ranks. Returns, for each number of rows,
-    (reductions under way before anybody waits, whether the sum was right)."""
-    state, tp = Member.state, Member.tp
-    generator = torch.Generator().manual_seed(seed)
-    outcomes = []
-    for rows in (3, 2 * OVERLAPPED_ROWS - 1, 2 * OVERLAPPED_ROWS, 3 * OVERLAPPED_ROWS + 5):
-        everyone = torch.randint(-9, 9, (state.tp_size, rows, 6), generator=generator).float()
-        weights = torch.randint(-9, 9, (state.tp_size, 5, 6), generator=generator).float()
-        residual, gain = torch.rand(rows, 5, generator=generator), torch.rand(5)
-        expected = sum(x @ w.T for x, w in zip(everyone, weights, strict=True))
-
-        def multiply(x, out, weight=weights[state.tp_rank]):
-            return torch.mm(x, weight.T, out=out)
-
-        total = tp.sum_products(everyone[state.tp_rank], 5, multiply)
-        right = torch.equal(tp.finish(total), expected)
-        total = tp.sum_products(everyone[state.tp_rank], 5, multiply)
-        results = tp.finish_add_rms_norm(total, residual, gain, 1e-5, add_norm)
-        right &= all(map(torch.equal, results, add_norm(expected, residual, gain, 1e-5)))
-        outcomes.append((len(total.under_way), right))
-    return outcomes
 
 
 def receive_until_broken(rank):

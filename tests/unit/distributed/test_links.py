@@ -83,12 +83,6 @@ def test_short_messages_are_reduced_over_windows_only_where_all_ranks_can(connec
     assert outcomes == [expected] * 2
 
 
-def test_sums_of_many_rows_are_under_way_while_the_next_rows_are_multiplied(connected):
-    pool = connected(1, 2)
-    expected = [(0, True), (0, True), (2, True), (4, True)]
-    assert pool.run(2, "sum_products", 5) == [expected] * 2
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_steps_in_flight_survive_random_delays(connected, seed):
     pool = connected(3, 1)

@@ -9,6 +9,7 @@ from worker_daemon.kernels.tiles import (
     MAX_SPLITS,
     MIN_KEYS_PER_SPLIT,
     DeviceLimits,
+    Tile,
     choose_num_splits,
     decode_tile,
     length_bounds,
@@ -25,8 +26,8 @@ CONSUMER = DeviceLimits(num_sms=40, shared_memory_bytes=99 * 1024)
 def test_tiles_fit_and_hold_a_group(limits: DeviceLimits, dtype: torch.dtype) -> None:
     for group_size, head_dim in itertools.product(range(1, 17), range(8, 257, 8)):
         tiles = [
-            decode_tile(num_programs, group_size, head_dim, dtype, limits)
-            for num_programs in (8, 4096)
+            decode_tile(num_programs, longest, group_size, head_dim, dtype, limits)
+            for num_programs, longest in ((8, 100), (4096, 100), (4096, 9000))
         ]
         tiles += [
             prefill_tile(num_tokens, 8, 4, group_size, head_dim, dtype, limits)
@@ -50,11 +51,12 @@ def test_prefill_tiles_grow_with_the_tokens_of_a_sequence_and_with_the_batch() -
 
 
 def test_decode_tiles_are_long_while_the_device_has_room() -> None:
-    def keys(num_programs: int) -> int:
-        return decode_tile(num_programs, 4, 128, torch.bfloat16, H200).block_n
+    def keys(num_programs: int, longest: int) -> int:
+        return decode_tile(num_programs, longest, 4, 128, torch.bfloat16, H200).block_n
 
-    assert keys(8) == keys(2 * H200.num_sms) == 128
-    assert keys(2 * H200.num_sms + 1) == keys(2048) == 64
+    assert keys(8, 99) == keys(2 * H200.num_sms, 9999) == 128
+    assert keys(2 * H200.num_sms + 1, 99) == keys(2048, 257) == 64
+    assert keys(1024, 256) == keys(4096, 1) == 32
 
 
 def test_one_split_once_the_device_is_full() -> None:
@@ -77,12 +79,19 @@ def test_a_window_bounds_the_keys_to_split() -> None:
 
 
 @pytest.mark.parametrize("longest", [1, 100, 256, 257, 4096, 131072])
-@pytest.mark.parametrize("num_seqs", [1, 2, 3, 8, 16, 64])
+@pytest.mark.parametrize("num_seqs", [1, 2, 3, 8, 16, 64, 127, 128, 256])
 def test_a_bound_is_launched_as_every_length_that_it_stands_for(
     num_seqs: int, longest: int
 ) -> None:
     bounds = length_bounds(num_seqs, 8, longest, H200)
     assert bounds == sorted({*bounds})
     assert bounds[-1] == longest
-    splits = [choose_num_splits(num_seqs, 8, bound, None, H200) for bound in bounds]
-    assert splits == sorted({*splits})
+
+    def launch(length: int) -> tuple[int, Tile]:
+        splits = choose_num_splits(num_seqs, 8, length, None, H200)
+        tile = decode_tile(num_seqs * 8 * splits, length, 4, 128, torch.bfloat16, H200)
+        return splits, tile
+
+    launches = [launch(bound) for bound in bounds]
+    assert len({*launches}) == len(launches)
+    assert [splits for splits, _ in launches] == sorted(splits for splits, _ in launches)

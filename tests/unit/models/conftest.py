@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from worker_daemon.distributed.tp import PartialSum, SingleRank
+from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.layers.attention import AttentionMetadata
 from worker_daemon.layers.torch_attention import TorchPagedAttention
 from worker_daemon.models.config import read_model_config
@@ -98,14 +98,8 @@ class ThreadRank:
     def all_reduce(self, x):
         return torch.stack(self.group.exchange(self.rank, x)).sum(0)
 
-    def sum_products(self, x, num_outputs, multiply):
-        return PartialSum(multiply(x, None), ())
-
-    def finish(self, total):
-        return self.all_reduce(total.part)
-
-    def finish_add_rms_norm(self, total, residual, weight, eps, add_norm):
-        return add_norm(self.finish(total), residual, weight, eps)
+    def all_reduce_add_rms_norm(self, x, residual, weight, eps, add_norm):
+        return add_norm(self.all_reduce(x), residual, weight, eps)
 
     def all_gather_last_dim(self, x):
         return torch.cat(self.group.exchange(self.rank, x), dim=-1)

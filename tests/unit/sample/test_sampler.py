@@ -6,86 +6,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
+
+from tests.support.sampling_checks import (
+    CHI_SQUARE_SETTINGS,
+    check_distribution,
+    draw,
+    make_metadata,
+    pick,
+    reference_probs,
 )
+from worker_daemon.sample.sampler import TorchSampling, build_bans, sample
 
-from worker_daemon.sample.sampler import NO_LOGPROBS, SamplingMetadata, build_bans, sample
-
-
-def make_metadata(
-    num_rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, positions=None, bans=None
-):
-    def column(value, dtype):
-        return torch.as_tensor(value, dtype=dtype).expand(num_rows).clone()
-
-    rows, tokens = bans or (np.empty(0, np.int64), np.empty(0, np.int64))
-    return SamplingMetadata(
-        temperature=column(temperature, torch.float32),
-        top_k=column(top_k, torch.int32),
-        top_p=column(top_p, torch.float32),
-        min_p=column(min_p, torch.float32),
-        seeds=column(7 if seeds is None else seeds, torch.int64),
-        positions=torch.arange(num_rows) if positions is None else positions,
-        ban_rows=torch.from_numpy(rows),
-        ban_token_ids=torch.from_numpy(tokens),
-        any_random=True,
-        any_top_k=True,
-        any_top_p=True,
-        any_min_p=True,
-        num_logprobs=NO_LOGPROBS,
-    )
-
-
-def reference_probs(logits, temperature, top_k, top_p, min_p):
-    """Exact probabilities [V] by transformers' processors, in float64."""
-    scores = TemperatureLogitsWarper(temperature)(None, logits.double().unsqueeze(0))
-    if min_p > 0:
-        scores = MinPLogitsWarper(min_p)(None, scores)
-    if top_k > 0:
-        scores = TopKLogitsWarper(top_k)(None, scores)
-    if top_p < 1:
-        scores = TopPLogitsWarper(top_p)(None, scores)
-    return scores.softmax(-1)[0]
-
-
-def draw(logits, num_draws, **settings):
-    rows = logits.expand(num_draws, -1).contiguous()
-    return sample(rows, make_metadata(num_draws, **settings)).token_ids
+TORCH = TorchSampling()
 
 
 @pytest.mark.parametrize("vary", ["positions", "seeds"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"temperature": 1.0},
-        {"temperature": 0.6},
-        {"temperature": 1.7, "top_k": 8},
-        {"temperature": 1.0, "top_p": 0.9},
-        {"temperature": 1.3, "min_p": 0.05},
-        {"temperature": 0.8, "top_k": 10, "top_p": 0.95, "min_p": 0.01},
-    ],
-)
+@pytest.mark.parametrize("settings", CHI_SQUARE_SETTINGS)
 def test_distribution_passes_a_chi_square_test(settings, vary):
-    num_draws, vocab_size = 40_000, 16
-    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(3)) * 1.2
-    filters = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **settings}
-    probs = reference_probs(logits, **filters)
-    varied = torch.arange(num_draws)
-    other = {"seeds": varied, "positions": torch.full_like(varied, 9)}
-    tokens = draw(logits, num_draws, **settings, **(other if vary == "seeds" else {}))
-    counts = torch.bincount(tokens, minlength=vocab_size).double()
-    assert counts[probs == 0].sum() == 0
-    kept = probs > 0
-    expected = probs[kept] * num_draws
-    chi_square = ((counts[kept] - expected) ** 2 / expected).sum().item()
-    degrees = int(kept.sum()) - 1
-    # The 99.9 % point of the chi-square distribution (Wilson and Hilferty's approximation).
-    limit = degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
-    assert chi_square < limit
+    check_distribution(TORCH, "cpu", settings, vary)
 
 
 def test_filters_keep_exactly_what_transformers_keeps():
@@ -100,7 +38,7 @@ def test_filters_keep_exactly_what_transformers_keeps():
             "min_p": float(rng.choice([0.0, rng.uniform(0.001, 0.5)])),
         }
         allowed = set(torch.nonzero(reference_probs(logits, **settings)).flatten().tolist())
-        seen = set(draw(logits, 3000, **settings).tolist())
+        seen = set(draw(TORCH, logits, 3000, **settings).tolist())
         assert seen <= allowed
         probs = reference_probs(logits, **settings)
         assert {int(t) for t in torch.nonzero(probs > 0.01).flatten()} <= seen
@@ -122,35 +60,36 @@ def random_batch(num_rows, vocab_size, seed):
     return logits, metadata
 
 
-def pick(metadata, rows):
-    columns = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
-    part = replace(metadata, **{name: getattr(metadata, name)[rows] for name in columns})
-    random = part.temperature > 0
-    return replace(
-        part,
-        any_random=bool(random.any()),
-        any_top_k=bool((random & (part.top_k > 0)).any()),
-        any_top_p=bool((random & (part.top_p < 1)).any()),
-        any_min_p=bool((random & (part.min_p > 0)).any()),
-    )
-
-
 @pytest.mark.parametrize("vocab_size", [61, 512, 1003])
 def test_a_row_does_not_depend_on_the_batch(vocab_size):
     logits, metadata = random_batch(48, vocab_size, seed=vocab_size)
-    together = sample(logits, metadata).token_ids
-    alone = [sample(logits[[r]], pick(metadata, [r])).token_ids for r in range(48)]
+    together = sample(logits, metadata, TORCH).token_ids
+    alone = [sample(logits[[r]], pick(metadata, [r]), TORCH).token_ids for r in range(48)]
     assert torch.equal(torch.cat(alone), together)
     order = torch.randperm(48, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(sample(logits[order], pick(metadata, order)).token_ids, together[order])
-    assert torch.equal(sample(logits[5:16], pick(metadata, slice(5, 16))).token_ids, together[5:16])
+    assert torch.equal(
+        sample(logits[order], pick(metadata, order), TORCH).token_ids, together[order]
+    )
+    assert torch.equal(
+        sample(logits[5:16], pick(metadata, slice(5, 16)), TORCH).token_ids, together[5:16]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_half_width_give_the_tokens_of_the_same_values(dtype):
+    logits, metadata = random_batch(48, 301, seed=5)
+    logits = logits.to(dtype)
+    metadata = replace(metadata, num_logprobs=3)
+    half, full = sample(logits, metadata, TORCH), sample(logits.float(), metadata, TORCH)
+    assert torch.equal(half.token_ids, full.token_ids)
+    assert torch.equal(half.logprobs.logprobs, full.logprobs.logprobs)
 
 
 def test_greedy_takes_the_lowest_id_among_equals():
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
     metadata = make_metadata(2, temperature=0.0)
-    assert sample(logits, metadata).token_ids.tolist() == [1, 0]
-    assert sample(logits, replace(metadata, any_random=False)).token_ids.tolist() == [1, 0]
+    assert sample(logits, metadata, TORCH).token_ids.tolist() == [1, 0]
+    assert sample(logits, replace(metadata, any_random=False), TORCH).token_ids.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +104,7 @@ def test_greedy_takes_the_lowest_id_among_equals():
 )
 def test_the_likeliest_token_always_stays(settings):
     logits = torch.randn(200, 33, generator=torch.Generator().manual_seed(11))
-    tokens = sample(logits, make_metadata(200, **settings)).token_ids
+    tokens = sample(logits, make_metadata(200, **settings), TORCH).token_ids
     assert torch.equal(tokens, logits.argmax(-1))
 
 
@@ -177,11 +116,18 @@ def test_stop_tokens_are_banned_until_min_tokens_are_there():
     before = logits.clone()
     for temperature, allowed in ((0.0, {0}), (1.0, {0, 1, 4, 5})):
         metadata = make_metadata(4, temperature, bans=(rows, tokens))
-        ids = sample(logits, metadata).token_ids.tolist()
+        ids = sample(logits, metadata, TORCH).token_ids.tolist()
         assert ids[0] in allowed
         assert ids[1:] == [3, 2, 2]
     assert torch.equal(logits, before)
     assert [array.size for array in build_bans([], [], [])] == [0, 0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.0}])
+def test_a_row_that_allows_nothing_gives_token_zero(settings):
+    bans = (np.zeros(4, np.int64), np.arange(4))
+    tokens = sample(torch.randn(2, 4), make_metadata(2, bans=bans, **settings), TORCH).token_ids
+    assert tokens[0] == 0
 
 
 def test_logprobs_are_those_of_the_raw_logits():
@@ -193,7 +139,7 @@ def test_logprobs_are_those_of_the_raw_logits():
         ban_rows=torch.from_numpy(bans[0]),
         ban_token_ids=torch.from_numpy(bans[1]),
     )
-    output = sample(logits, metadata)
+    output = sample(logits, metadata, TORCH)
     exact = logits.double().log_softmax(-1)
     logprobs = output.logprobs
     assert logprobs.token_ids.shape == logprobs.logprobs.shape == (20, 6)
@@ -208,6 +154,6 @@ def test_logprobs_are_those_of_the_raw_logits():
 
 def test_zero_logprobs_report_the_sampled_token_alone():
     logits, metadata = random_batch(3, 40, seed=22)
-    output = sample(logits, replace(metadata, num_logprobs=0))
+    output = sample(logits, replace(metadata, num_logprobs=0), TORCH)
     assert output.logprobs.token_ids.shape == (3, 1)
-    assert sample(logits, metadata).logprobs is None
+    assert sample(logits, metadata, TORCH).logprobs is None

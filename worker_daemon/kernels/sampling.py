@@ -1,0 +1,724 @@
+"""Random tokens of rows of logits, without a sort: the logits are read twice, or four times.
+
+Must not know requests, nor where logits come from. What is computed is the torch path of
+worker_daemon/sample/sampler.py, bit for bit where both use the device's own exp and log. Sums over
+the vocabulary are of integers and every other reduction is a maximum, so a row's token depends on
+that row alone, however rows are batched and split.
+
+All is measured by a token's distance: (the row's largest logit - logit) / temperature. Its float32
+bits, read as an integer, are its key: the smaller, the likelier.
+
+Letters: R rows, V vocabulary, S splits of a row.
+"""
+
+# Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
+# mypy: disable-error-code="no-untyped-def"
+
+from typing import NamedTuple, Protocol
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import libdevice
+
+from worker_daemon.kernels.launch import (
+    await_previous,
+    has_dependent_launch,
+    launch_options,
+    start_next,
+)
+
+_MAX_SPLITS = tl.constexpr(64)
+"""Parts of a row that one program merges."""
+
+ENOUGH_PROGRAMS = 2048
+"""With as many programs a launch fills the device twice: rows are not split further."""
+
+MAX_LISTED = 1 << 26
+"""Keys that may be listed at a time, 4 bytes each: more rows are sampled in turn."""
+
+READ_BLOCK = 4096
+LIST_BLOCK = 2048
+DRAW_BLOCK = 1024
+
+_NUM_SUMS = tl.constexpr(8)
+"""Distances below which a row is summed: one less, then all that its filters can keep."""
+_STEP = tl.constexpr(1.25)
+"""Between those distances. A factor of 3.5 in probability."""
+_ROW_SUMS = tl.constexpr(17)
+"""int64 of a row: _NUM_SUMS counts, _NUM_SUMS masses, the number of keys listed."""
+
+_WEIGHT_ONE = tl.constexpr(2.0**40)
+_WEIGHTLESS = tl.constexpr(28.0)
+"""Further behind, a token has no weight: exp(-28) is below 2^-40."""
+_NOISE_SPAN = tl.constexpr(26.0)
+"""Further behind, no noise lifts a token to the top: it lies between -2.9 and 22.9."""
+_LARGEST_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
+_UNIFORM_STEP = tl.constexpr(2.0**-32)
+_LAST_KEY = tl.constexpr(2**31 - 1)
+_INFINITY = tl.constexpr(float("inf"))
+_HEAVIEST = tl.constexpr(2**62)
+
+
+class SamplingRows(Protocol):
+    """How to sample each of R rows; tensors on the device, of any stride."""
+
+    @property
+    def temperature(self) -> torch.Tensor:
+        """float32 [R]; 0 means greedy."""
+
+    @property
+    def top_k(self) -> torch.Tensor:
+        """int32 [R]; 0 means all tokens."""
+
+    @property
+    def top_p(self) -> torch.Tensor:
+        """float32 [R] in (0, 1]; 1 means all tokens."""
+
+    @property
+    def min_p(self) -> torch.Tensor:
+        """float32 [R] in [0, 1]; 0 means all tokens."""
+
+    @property
+    def seeds(self) -> torch.Tensor:
+        """int64 [R], any 64-bit pattern."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [R]"""
+
+    @property
+    def any_top_k(self) -> bool:
+        """False only if top_k is 0 in every row that is not greedy."""
+
+    @property
+    def any_top_p(self) -> bool:
+        """False only if top_p is 1 in every row that is not greedy."""
+
+
+class TritonSampling:
+    """Our Triton kernels; stateless. Scratch memory is the caching allocator's: 4 bytes a logit of
+    at most MAX_LISTED where a row has a top-k or top-p, else a few bytes a row."""
+
+    name = "triton"
+
+    def __init__(self, device: torch.device) -> None:
+        """device is the one whose tensors tokens will get."""
+        self._pdl = has_dependent_launch(device)
+
+    def tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        """int64 [R], sampled as the torch path does; nothing waits for the device.
+
+        Args:
+            logits: [R, V], bf16, fp16 or fp32, each row contiguous; R may be 0, V is below 2^23.
+        """
+        num_rows, vocab_size = logits.shape
+        assert 0 < vocab_size < 2**23
+        tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        # A multiple of 16, so that no slice is aligned otherwise and compiled anew.
+        step = max(16, MAX_LISTED // vocab_size // 16 * 16)
+        columns = _columns(rows)
+        narrows = rows.any_top_k or rows.any_top_p
+        for start in range(0, num_rows, step):
+            part = slice(start, start + step)
+            _sample(
+                tokens[part],
+                logits[part],
+                _Columns(*(c[part] for c in columns)),
+                narrows,
+                self._pdl,
+            )
+        return tokens
+
+
+class _Columns(NamedTuple):
+    """SamplingRows' tensors. temperature, top_p and min_p have one stride; seeds and positions are
+    contiguous."""
+
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    top_k: torch.Tensor
+    seeds: torch.Tensor
+    positions: torch.Tensor
+
+
+def _columns(rows: SamplingRows) -> _Columns:
+    temperature, top_p, min_p = rows.temperature, rows.top_p, rows.min_p
+    if not temperature.stride(0) == top_p.stride(0) == min_p.stride(0):
+        temperature, top_p, min_p = (c.contiguous() for c in (temperature, top_p, min_p))
+    seeds, positions = rows.seeds.contiguous(), rows.positions.contiguous()
+    return _Columns(temperature, top_p, min_p, rows.top_k, seeds, positions)
+
+
+class _Grid(NamedTuple):
+    """How rows are split over programs."""
+
+    num_splits: int
+    num_blocks: int
+    """Blocks of one split."""
+
+
+def _grid(num_rows: int, vocab_size: int, block: int) -> _Grid:
+    all_blocks = triton.cdiv(vocab_size, block)
+    num_splits = max(1, min(_MAX_SPLITS.value, all_blocks, ENOUGH_PROGRAMS // num_rows))
+    num_blocks = triton.cdiv(all_blocks, num_splits)
+    return _Grid(triton.cdiv(all_blocks, num_blocks), num_blocks)
+
+
+def _sample(
+    tokens: torch.Tensor, logits: torch.Tensor, columns: _Columns, narrows: bool, pdl: bool
+) -> None:
+    """Draw among the keys up to each row's threshold.
+
+    Where a top-k or top-p asks for it, the threshold is found in three steps: sum counts and
+    weights below a few fixed distances, list the keys between the two distances that enclose the
+    threshold, and search that list (selection by several pivots, as of Floyd and Rivest, 1975).
+    """
+    (num_rows, vocab_size), device = logits.shape, logits.device
+    assert logits.stride(1) == 1
+    native = logits.is_cuda
+    read, draw = (_grid(num_rows, vocab_size, block) for block in (READ_BLOCK, DRAW_BLOCK))
+    per_split = torch.empty(3, num_rows, _MAX_SPLITS.value, dtype=torch.float32, device=device)
+    largest, best, ids = per_split[0], per_split[1], per_split[2].view(torch.int32)
+    thresholds = torch.empty(num_rows, dtype=torch.int32, device=device)
+    options = launch_options(pdl)
+    source = (logits, vocab_size, logits.stride(0))
+    settings = (*columns[:4], columns.temperature.stride(0), columns.top_k.stride(0))
+    _largest_kernel[(num_rows, read.num_splits)](
+        largest, *source, read.num_blocks, BLOCK=READ_BLOCK, PDL=pdl, num_warps=8, **options
+    )
+    parts = (largest, read.num_splits)
+    if narrows:
+        sums = torch.zeros(num_rows, _ROW_SUMS.value, dtype=torch.int64, device=device)
+        listed = torch.empty(num_rows, vocab_size, dtype=torch.int32, device=device)
+        for kernel in (_spread_kernel, _collect_kernel):
+            kernel[(num_rows, read.num_splits)](
+                sums,
+                listed,
+                *source,
+                *parts,
+                *settings,
+                read.num_blocks,
+                BLOCK=READ_BLOCK,
+                NATIVE=native,
+                PDL=pdl,
+                num_warps=8,
+                **options,
+            )
+        _select_kernel[(num_rows,)](
+            thresholds,
+            sums,
+            listed,
+            vocab_size,
+            *settings,
+            BLOCK=LIST_BLOCK,
+            NATIVE=native,
+            PDL=pdl,
+            num_warps=8,
+            **options,
+        )
+    _draw_kernel[(num_rows, draw.num_splits)](
+        best,
+        ids,
+        thresholds,
+        int(narrows),
+        *source,
+        *parts,
+        *settings,
+        columns.seeds,
+        columns.positions,
+        draw.num_blocks,
+        BLOCK=DRAW_BLOCK,
+        NATIVE=native,
+        PDL=pdl,
+        num_warps=4,
+        **options,
+    )
+    _merge_kernel[(num_rows,)](tokens, best, ids, draw.num_splits, PDL=pdl, num_warps=1, **options)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _largest_kernel(
+    largest, logits, vocab_size, row_stride, num_blocks, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """largest [R, S]: the largest logit of each split; NaN is passed over."""
+    start_next(PDL)
+    row = tl.program_id(0)
+    split = tl.program_id(1)
+    column = split * num_blocks * BLOCK + tl.arange(0, BLOCK)
+    await_previous(PDL)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    for _ in range(num_blocks):
+        value = _load_logits(logits, row, row_stride, column, vocab_size)
+        top = tl.where(value > top, value, top)
+        column += BLOCK
+    tl.store(largest + row * _MAX_SPLITS + split, tl.max(top, 0))
+
+
+@triton.jit(do_not_specialize=["num_splits", "float_stride", "top_k_stride", "num_blocks"])
+def _spread_kernel(
+    sums,
+    listed,
+    logits,
+    vocab_size,
+    row_stride,
+    largest,
+    num_splits,
+    temperatures,
+    top_ps,
+    min_ps,
+    top_ks,
+    float_stride,
+    top_k_stride,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Adds to sums, for rows with a top-k or top-p: the number and the weight of the tokens below
+    each fixed distance, and of all within reach."""
+    start_next(PDL)
+    row = tl.program_id(0)
+    column = tl.program_id(1) * num_blocks * BLOCK + tl.arange(0, BLOCK)
+    await_previous(PDL)
+    temperature = tl.load(temperatures + row * float_stride)
+    top_p = tl.load(top_ps + row * float_stride)
+    top_k = tl.load(top_ks + row * top_k_stride)
+    if _is_narrowed(temperature, top_k, top_p):
+        top = _row_largest(largest, row, num_splits)
+        reach = _reach(tl.load(min_ps + row * float_stride))
+        counts = sums + row * _ROW_SUMS
+        masses = counts + _NUM_SUMS
+        for _ in range(num_blocks):
+            logit = _load_logits(logits, row, row_stride, column, vocab_size)
+            distance = _distance(logit, top, temperature)
+            distance = tl.where(_key(distance) <= reach, distance, _INFINITY)
+            nearest = tl.min(distance, 0)
+            if nearest <= _WEIGHTLESS:
+                if top_k > 0:
+                    if nearest < _STEP * (_NUM_SUMS - 1):
+                        for i in tl.static_range(_NUM_SUMS - 1):
+                            near = (distance < (i + 1) * _STEP).to(tl.int32)
+                            _add(counts + i, tl.sum(near, 0).to(tl.int64))
+                    within = (distance < _INFINITY).to(tl.int32)
+                    _add(counts + _NUM_SUMS - 1, tl.sum(within, 0).to(tl.int64))
+                if top_p < 1:
+                    weight = _weight(distance, NATIVE)
+                    if nearest < _STEP * (_NUM_SUMS - 1):
+                        for i in tl.static_range(_NUM_SUMS - 1):
+                            part = tl.where(distance < (i + 1) * _STEP, weight, 0)
+                            _add(masses + i, tl.sum(part, 0))
+                    _add(masses + _NUM_SUMS - 1, tl.sum(weight, 0))
+            column += BLOCK
+
+
+@triton.jit(do_not_specialize=["num_splits", "float_stride", "top_k_stride", "num_blocks"])
+def _collect_kernel(
+    sums,
+    listed,
+    logits,
+    vocab_size,
+    row_stride,
+    largest,
+    num_splits,
+    temperatures,
+    top_ps,
+    min_ps,
+    top_ks,
+    float_stride,
+    top_k_stride,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """listed [R, V]: the keys between the distances that enclose the row's threshold, in any order,
+    and how many they are."""
+    start_next(PDL)
+    row = tl.program_id(0)
+    column = tl.program_id(1) * num_blocks * BLOCK + tl.arange(0, BLOCK)
+    await_previous(PDL)
+    temperature = tl.load(temperatures + row * float_stride)
+    top_p = tl.load(top_ps + row * float_stride)
+    top_k = tl.load(top_ks + row * top_k_stride)
+    if _is_narrowed(temperature, top_k, top_p):
+        top = _row_largest(largest, row, num_splits)
+        reach = _reach(tl.load(min_ps + row * float_stride))
+        row_sums = sums + row * _ROW_SUMS
+        _, _, _, _, first, end, _, _ = _enclose(row_sums, reach, top_k, top_p)
+        row_list = listed + row.to(tl.int64) * vocab_size
+        for _ in range(num_blocks):
+            logit = _load_logits(logits, row, row_stride, column, vocab_size)
+            key = _key(_distance(logit, top, temperature))
+            inside = ((key >= first) & (key < end)).to(tl.int32)
+            count = tl.sum(inside, 0)
+            if count > 0:
+                start = _add(row_sums + 2 * _NUM_SUMS, count.to(tl.int64))
+                place = start + tl.cumsum(inside, 0) - 1
+                tl.store(row_list + place, key, mask=inside > 0)
+            column += BLOCK
+
+
+@triton.jit(do_not_specialize=["float_stride", "top_k_stride"])
+def _select_kernel(
+    thresholds,
+    sums,
+    listed,
+    vocab_size,
+    temperatures,
+    top_ps,
+    min_ps,
+    top_ks,
+    float_stride,
+    top_k_stride,
+    BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """thresholds [R]: the last key that a row's min-p, top-k and top-p keep.
+
+    For the top-k that is the last key below which lie fewer than k tokens, for the top-p the last
+    one below which lies less than top_p of what top-k left. Both searches hold a first key of which
+    that is true and an end of which it is not, and look at three keys between them.
+    """
+    start_next(PDL)
+    row = tl.program_id(0)
+    await_previous(PDL)
+    temperature = tl.load(temperatures + row * float_stride)
+    top_p = tl.load(top_ps + row * float_stride)
+    top_k = tl.load(top_ks + row * top_k_stride)
+    if _is_narrowed(temperature, top_k, top_p):
+        reach = _reach(tl.load(min_ps + row * float_stride))
+        row_sums = sums + row * _ROW_SUMS
+        last, last_end, mass_first, mass_end, _, _, below, mass = _enclose(
+            row_sums, reach, top_k, top_p
+        )
+        num_listed = tl.load(row_sums + 2 * _NUM_SUMS).to(tl.int32)
+        row_list = listed + row.to(tl.int64) * vocab_size
+
+        last = _last_in_count(row_list, num_listed, below, top_k, last, last_end, BLOCK)
+        if top_p < 1:
+            # Where the threshold is the reach, top-k drops nothing: all the mass is left.
+            left = tl.load(row_sums + 2 * _NUM_SUMS - 1)
+            if last < reach:
+                left = mass + _mass_through(row_list, num_listed, last, BLOCK, NATIVE)
+            limit = left.to(tl.float64) * top_p.to(tl.float64)
+            last = _last_in_mass(
+                row_list, num_listed, mass, limit, mass_first, mass_end, BLOCK, NATIVE
+            )
+        tl.store(thresholds + row, last)
+
+
+@triton.jit(
+    do_not_specialize=["narrows", "num_splits", "float_stride", "top_k_stride", "num_blocks"]
+)
+def _draw_kernel(
+    best,
+    ids,
+    thresholds,
+    narrows,
+    logits,
+    vocab_size,
+    row_stride,
+    largest,
+    num_splits,
+    temperatures,
+    top_ps,
+    min_ps,
+    top_ks,
+    float_stride,
+    top_k_stride,
+    seeds,
+    positions,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """best and ids [R, S]: the largest noise - distance of each split among the tokens that are
+    kept, and the first token that has it. A greedy row keeps distance 0 and has no noise."""
+    start_next(PDL)
+    row = tl.program_id(0)
+    split = tl.program_id(1)
+    column = split * num_blocks * BLOCK + tl.arange(0, BLOCK)
+    await_previous(PDL)
+    temperature = tl.load(temperatures + row * float_stride)
+    top_p = tl.load(top_ps + row * float_stride)
+    top_k = tl.load(top_ks + row * top_k_stride)
+    is_random = temperature > 0
+    threshold = tl.minimum(_reach(tl.load(min_ps + row * float_stride)), _float_key(_NOISE_SPAN))
+    has_threshold = (narrows != 0) & _is_narrowed(temperature, top_k, top_p)
+    threshold = tl.minimum(
+        threshold, tl.load(thresholds + row, mask=has_threshold, other=_LAST_KEY)
+    )
+    threshold = tl.where(is_random, threshold, 0)
+    divisor = tl.where(is_random, temperature, 1.0)
+    seed = tl.load(seeds + row)
+    position = tl.load(positions + row).to(tl.int32)
+    largest_logit = _row_largest(largest, row, num_splits)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    where = column
+    for _ in range(num_blocks):
+        logit = _load_logits(logits, row, row_stride, column, vocab_size)
+        distance = _distance(logit, largest_logit, divisor)
+        is_kept = _key(distance) <= threshold
+        if tl.max(is_kept.to(tl.int32), 0) > 0:
+            first = tl.min(column, 0)
+            noise = tl.where(is_random, _gumbel_noise(seed, position, first, BLOCK, NATIVE), 0.0)
+            score = tl.where(is_kept, noise - distance, float("-inf"))
+            is_larger = score > top
+            top = tl.where(is_larger, score, top)
+            where = tl.where(is_larger, column, where)
+        column += BLOCK
+    score = tl.max(top, 0)
+    part = row * _MAX_SPLITS + split
+    tl.store(best + part, score)
+    tl.store(ids + part, tl.min(tl.where(top == score, where, _LAST_KEY), 0))
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _merge_kernel(tokens, best, ids, num_splits, PDL: tl.constexpr):
+    start_next(PDL)
+    row = tl.program_id(0)
+    split = tl.arange(0, _MAX_SPLITS)
+    is_part = split < num_splits
+    await_previous(PDL)
+    score = tl.load(best + row * _MAX_SPLITS + split, mask=is_part, other=float("-inf"))
+    token = tl.load(ids + row * _MAX_SPLITS + split, mask=is_part, other=_LAST_KEY)
+    top = tl.max(score, 0)
+    tl.store(tokens + row, tl.min(tl.where(score == top, token, _LAST_KEY), 0).to(tl.int64))
+
+
+@triton.jit
+def _last_in_count(row_list, num_listed, below, top_k, last, end, BLOCK: tl.constexpr):
+    """The last key of [last, end) below which lie fewer than top_k tokens, `below` of them before
+    the list."""
+    lane = tl.arange(0, BLOCK)
+    while end - last > 1:
+        q1, q2, q3 = _between(last, end)
+        less1 = tl.zeros([BLOCK], tl.int32)
+        less2 = tl.zeros([BLOCK], tl.int32)
+        less3 = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, num_listed, BLOCK):
+            key = _load_keys(row_list, start + lane, num_listed)
+            less1 += (key < q1).to(tl.int32)
+            less2 += (key < q2).to(tl.int32)
+            less3 += (key < q3).to(tl.int32)
+        fits1 = below + tl.sum(less1, 0) < top_k
+        fits2 = below + tl.sum(less2, 0) < top_k
+        fits3 = below + tl.sum(less3, 0) < top_k
+        last, end = _narrow(last, end, q1, q2, q3, fits1, fits2, fits3)
+    return last
+
+
+@triton.jit
+def _mass_through(row_list, num_listed, last, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
+    """The weight of the listed keys up to last."""
+    lane = tl.arange(0, BLOCK)
+    part = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, num_listed, BLOCK):
+        key = _load_keys(row_list, start + lane, num_listed)
+        part += tl.where(key <= last, _key_weight(key, NATIVE), 0)
+    return tl.sum(part, 0)
+
+
+@triton.jit
+def _last_in_mass(
+    row_list, num_listed, mass, limit, last, end, BLOCK: tl.constexpr, NATIVE: tl.constexpr
+):
+    """The last key of [last, end) below which lies less than limit, `mass` of it before the list.
+    Overwrites the list."""
+    lane = tl.arange(0, BLOCK)
+    while end - last > 1:
+        q1, q2, q3 = _between(last, end)
+        part1 = tl.zeros([BLOCK], tl.int64)
+        part2 = tl.zeros([BLOCK], tl.int64)
+        part3 = tl.zeros([BLOCK], tl.int64)
+        for start in range(0, num_listed, BLOCK):
+            key = _load_keys(row_list, start + lane, num_listed)
+            weight = _key_weight(key, NATIVE)
+            part1 += tl.where(key < q1, weight, 0)
+            part2 += tl.where(key < q2, weight, 0)
+            part3 += tl.where(key < q3, weight, 0)
+        mass1 = mass + tl.sum(part1, 0)
+        mass2 = mass + tl.sum(part2, 0)
+        mass3 = mass + tl.sum(part3, 0)
+        fits1 = mass1.to(tl.float64) < limit
+        fits2 = mass2.to(tl.float64) < limit
+        fits3 = mass3.to(tl.float64) < limit
+        last, end = _narrow(last, end, q1, q2, q3, fits1, fits2, fits3)
+        if num_listed > BLOCK:
+            # Later rounds read a list ever shorter, of what lies between last and end.
+            mass = tl.where(fits1, mass1, mass)
+            mass = tl.where(fits2, mass2, mass)
+            mass = tl.where(fits3, mass3, mass)
+            num_listed = _keep(row_list, num_listed, last, end, BLOCK)
+    return last
+
+
+@triton.jit
+def _keep(row_list, num_listed, first, end, BLOCK: tl.constexpr):
+    """Moves the keys of [first, end) to the front of the list and returns how many they are."""
+    lane = tl.arange(0, BLOCK)
+    num_kept = 0
+    for start in range(0, num_listed, BLOCK):
+        key = _load_keys(row_list, start + lane, num_listed)
+        inside = ((key >= first) & (key < end)).to(tl.int32)
+        place = num_kept + tl.cumsum(inside, 0) - 1
+        tl.debug_barrier()  # all have read the block that is written now
+        tl.store(row_list + place, key, mask=inside > 0)
+        num_kept += tl.sum(inside, 0)
+    tl.debug_barrier()
+    return num_kept
+
+
+@triton.jit
+def _add(sum, value):
+    """Return the sum before. Nothing is ordered by it: the kernel's end is."""
+    return tl.atomic_add(sum, value, sem="relaxed")
+
+
+@triton.jit
+def _load_logits(logits, row, row_stride, column, vocab_size):
+    """float32 [BLOCK]; -inf beyond the vocabulary."""
+    start = logits + row.to(tl.int64) * row_stride
+    return tl.load(start + column, mask=column < vocab_size, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _row_largest(largest, row, num_splits):
+    split = tl.arange(0, _MAX_SPLITS)
+    parts = tl.load(
+        largest + row * _MAX_SPLITS + split, mask=split < num_splits, other=float("-inf")
+    )
+    top = tl.max(parts, 0)
+    return tl.where(top > float("-inf"), top, _INFINITY)  # then every distance is infinite
+
+
+@triton.jit
+def _is_narrowed(temperature, top_k, top_p):
+    """Whether a row needs a threshold that is not known beforehand."""
+    return (temperature > 0) & ((top_k > 0) | (top_p < 1))
+
+
+@triton.jit
+def _distance(logit, largest, temperature):
+    """Minus the scaled logit, rounded as that is; infinite for NaN and in a row of -inf alone."""
+    distance = tl.div_rn(largest - logit, temperature)
+    distance = tl.where(logit == largest, 0.0, distance)
+    return tl.where(distance >= 0, distance, _INFINITY)
+
+
+@triton.jit
+def _key(distance):
+    """int32 with the order of distances, which are not negative."""
+    return distance.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _float_key(distance):
+    return _key(tl.full([], distance, tl.float32))
+
+
+@triton.jit
+def _reach(min_p):
+    """The last key within min-p and not without weight: -log(min_p) behind the likeliest, by the
+    logarithm in float64, rounded to float32."""
+    behind = 0.0 - tl.log(tl.where(min_p > 0, min_p, 1.0).to(tl.float64)).to(tl.float32)
+    bound = tl.where(min_p > 0, behind, _WEIGHTLESS)
+    return tl.minimum(_key(bound), _float_key(_WEIGHTLESS))
+
+
+@triton.jit
+def _weight(distance, NATIVE: tl.constexpr):
+    """int64 fixed point, 2^40 for the likeliest."""
+    exponential = libdevice.exp(-distance) if NATIVE else tl.exp(-distance)
+    return (exponential * _WEIGHT_ONE).to(tl.int64)
+
+
+@triton.jit
+def _key_weight(key, NATIVE: tl.constexpr):
+    """_weight of _load_keys' keys: 0 beyond the end of a list."""
+    distance = key.to(tl.float32, bitcast=True)
+    return _weight(tl.where(distance <= _WEIGHTLESS, distance, _INFINITY), NATIVE)
+
+
+@triton.jit
+def _load_keys(row_list, index, num_listed):
+    return tl.load(row_list + index, mask=index < num_listed, other=_LAST_KEY)
+
+
+@triton.jit
+def _enclose(row_sums, reach, top_k, top_p):
+    """What the sums say about a row's thresholds.
+
+    Returns:
+        The first key and the end between which top-k's threshold lies, or reach and its successor
+        where it drops nothing; the same of top-p, whose end may lie behind top-k's threshold; the
+        first key and the end of those to list; the number and the weight of the tokens before that
+        first key.
+    """
+    index = tl.arange(0, _NUM_SUMS)
+    everything = reach + 1
+    edge = tl.where(index < _NUM_SUMS - 1, _key((index + 1).to(tl.float32) * _STEP), everything)
+    count = tl.load(row_sums + index)
+    mass = tl.load(row_sums + _NUM_SUMS + index)
+    total = tl.max(mass, 0)
+
+    drops = (top_k > 0) & (tl.max(count, 0) >= top_k)
+    few = count < top_k
+    k_first = tl.where(drops, tl.max(tl.where(few, edge, 0), 0), reach)
+    k_end = tl.where(drops, tl.min(tl.where(few, _LAST_KEY, edge), 0), everything)
+    least = tl.where(drops, tl.max(tl.where(edge <= k_first, mass, 0), 0), total)
+    most = tl.where(drops, tl.min(tl.where(edge >= k_end, mass, _HEAVIEST), 0), total)
+
+    is_little = mass.to(tl.float64) < least.to(tl.float64) * top_p.to(tl.float64)
+    is_much = mass.to(tl.float64) >= most.to(tl.float64) * top_p.to(tl.float64)
+    p_first = tl.max(tl.where(is_little, edge, 0), 0)
+    p_end = tl.min(tl.where(is_much, edge, everything), 0)
+
+    has_top_p = top_p < 1
+    first = tl.where(has_top_p, p_first, k_first)
+    end = tl.where(drops, k_end, tl.where(has_top_p, p_end, first))
+    is_before = edge <= first
+    below = tl.max(tl.where(is_before, count, 0), 0)
+    before = tl.max(tl.where(is_before, mass, 0), 0)
+    return k_first, k_end, p_first, p_end, first, end, below, before
+
+
+@triton.jit
+def _between(first, end):
+    """Three keys that quarter [first, end), which is longer than 1: the second lies inside."""
+    half = (end - first) // 2
+    quarter = half // 2
+    return first + quarter, first + half, first + half + quarter
+
+
+@triton.jit
+def _narrow(first, end, q1, q2, q3, fits1, fits2, fits3):
+    """The quarter between the last key that fits and the next; fits never holds again after it
+    does not."""
+    new_first = tl.where(fits3, q3, tl.where(fits2, q2, tl.where(fits1, q1, first)))
+    new_end = tl.where(fits3, end, tl.where(fits2, q3, tl.where(fits1, q2, q1)))
+    return new_first, new_end
+
+
+@triton.jit
+def _gumbel_noise(seed, position, first, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
+    """float32 [BLOCK] of the tokens from first on, a multiple of 4: sample/noise.py's."""
+    group = first // 4 + tl.arange(0, BLOCK // 4)
+    zero = tl.zeros([BLOCK // 4], tl.int32)
+    a, b, c, d = tl.philox(seed, group, zero + position, zero, zero)
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])
+    uniform = (words.to(tl.float32) + 0.5) * _UNIFORM_STEP
+    uniform = tl.minimum(uniform, _LARGEST_BELOW_ONE)
+    if NATIVE:
+        noise = -libdevice.log(-libdevice.log1p(-uniform))
+    else:
+        # The interpreter has neither: log1p in float64 by Kahan's correction of 1 - uniform.
+        exact = uniform.to(tl.float64)
+        rest = 1.0 - exact
+        exponential = (tl.log(rest) * exact / (rest - 1.0)).to(tl.float32)
+        noise = -tl.log(exponential.to(tl.float64)).to(tl.float32)
+    return noise
