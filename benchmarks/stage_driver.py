@@ -34,12 +34,18 @@ class StageDriver:
     max_model_len: int
     dtype: config.Dtype = "bfloat16"
     num_blocks: int = 8192
+    profile_dir: Path | None = None
     worker: Worker = field(init=False)
     seq: int = 0
 
     def start(self) -> None:
         """From nothing to READY, with made-up weights."""
-        self.worker = Worker(self.device, [self.model.parent], lambda phase, seconds: None)
+        self.worker = Worker(
+            self.device,
+            [self.model.parent],
+            lambda phase, seconds: None,
+            profile_dir=self.profile_dir,
+        )
         scheduler = config.SchedulerConfig(
             max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
         )

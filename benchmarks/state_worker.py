@@ -129,6 +129,9 @@ class StateWorker:
     def compute_weight_checksums(self, message: lc.ComputeWeightChecksums) -> StepReply:
         raise ConfigError("this worker has no model")
 
+    def profile(self, message: lc.Profile) -> StepReply:
+        raise ConfigError("this worker has no profiler")
+
     def on_attach(self) -> bool:
         return True
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 GROUPS = (
-    ("communication", r"nccl|all_?reduce"),
+    ("communication", r"nccl|gloo|c10d|all_?reduce"),
     ("copies", r"^Memcpy|^Memset|copy_kernel|direct_copy|CatArray"),
     ("attention", r"attend|attention|flash|fmha|_prefill_kernel|_decode_kernel|merge_splits"),
     ("gemm", r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitK|_vector_kernel|_matrix_kernel|linear"),

@@ -250,6 +250,16 @@ class WorkerClient:
         """Hash its weights; answered with ComputeWeightChecksumsReply."""
         self._send(lc.ComputeWeightChecksums(**ids._asdict()))
 
+    def profile(
+        self,
+        ids: StepIds,
+        action: Literal["start", "stop"],
+        prefix: str,
+        kind: Literal["torch", "cuda"],
+    ) -> None:
+        """Begin or end a profile; answered with ProfileReply."""
+        self._send(lc.Profile(**ids._asdict(), action=action, kind=kind, prefix=prefix))
+
     def execute_model(self, frames: Sequence[Frame]) -> None:
         """Send a step that client/slots.py encoded: once for all ranks."""
         self._steps.send(frames)

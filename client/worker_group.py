@@ -512,6 +512,31 @@ class WorkerGroup:
             timeout_s=FINISH_SAVE_TIMEOUT_S,
         )
 
+    # ------------------------------------------------------------------ profiles
+
+    def profile(
+        self,
+        action: Literal["start", "stop"],
+        prefix: str = "",
+        kind: Literal["torch", "cuda"] = "torch",
+    ) -> list[lc.ProfileReply]:
+        """Begin or end a profile of every rank; ending one of kind torch writes a trace a rank.
+        After an error some ranks may record: stop ends that, and is no error for the others.
+
+        prefix names the traces; without one they are called as those before, and replace them.
+
+        Raises:
+            IllegalStateError: a profile runs already, or one of the other kind.
+            RemoteConfigError: the prefix is no plain name, or traces cannot be written.
+            RemoteCapacityError: the disk is full.
+        """
+        return self._fan_out(
+            "profile",
+            lambda client, ids: client.profile(ids, action, prefix, kind),
+            lc.ProfileReply,
+            timeout_s=LOAD_TIMEOUT_S,
+        )
+
     # ------------------------------------------------------------------ steps
 
     def execute_model(self, output: SchedulerOutput) -> StepFuture:

@@ -39,6 +39,7 @@ StepMessage: TypeAlias = (
     | lc.SaveShardedState
     | lc.FinishShardedState
     | lc.ComputeWeightChecksums
+    | lc.Profile
 )
 StepReplyMessage: TypeAlias = (
     ErrorReply
@@ -54,6 +55,7 @@ StepReplyMessage: TypeAlias = (
     | lc.GetModelMetadataReply
     | lc.SaveShardedStateReply
     | lc.ComputeWeightChecksumsReply
+    | lc.ProfileReply
 )
 ControlMessage: TypeAlias = (
     lc.Hello

@@ -75,6 +75,16 @@ class CommitAttach(ControlRequest, frozen=True, tag=3, kw_only=True):
     epoch: Annotated[int, Meta(ge=1, le=2**63 - 1)]
 
 
+class ReplyDelay(Value, frozen=True, kw_only=True):
+    """From the moment at which a step's result was known to be on the host to the end of the
+    sending of its reply, over the last results of the attached driver's steps (at most 1024)."""
+
+    num_replies: Count
+    """0 where this rank has sent none: both times are 0 then."""
+    p50_us: float
+    p99_us: float
+
+
 class Status(Value, frozen=True, kw_only=True):
     """A daemon's state at one moment."""
 
@@ -101,6 +111,7 @@ class Status(Value, frozen=True, kw_only=True):
     input_wait_share: float
     """Of its time this stage waits for its input, 0 to 1, over the last sampled steps; 0 in a
     pipeline of one stage."""
+    reply_delay: ReplyDelay
     transitions: tuple[str, ...]
     """The last state changes, oldest first."""
     failure: Text = ""
@@ -320,6 +331,24 @@ class ComputeWeightChecksumsReply(StepReply, frozen=True, tag=24, kw_only=True):
     checksums: dict[Name, Annotated[bytes, Meta(min_length=16, max_length=16)]]
     """Checkpoint name of each tensor that this rank holds all or a part of: BLAKE2b-128 of that
     part's elements in row-major order, little-endian."""
+
+
+class Profile(StepRequest, frozen=True, tag=25, kw_only=True):
+    """Begin or end a profile of this rank's steps; one runs at a time. Ending none is no error: the
+    daemon warns in its log."""
+
+    action: Literal["start", "stop"]
+    kind: Literal["torch", "cuda"]
+    """torch writes a trace; cuda marks the stretch for an external profiler."""
+    prefix: Annotated[str, Meta(max_length=64)] = ""
+    """Of the name of the trace that a start begins: letters, digits, '.', '_' and '-', never a
+    path. Empty: that of the profile before, at first `trace`."""
+
+
+class ProfileReply(StepReply, frozen=True, tag=25, kw_only=True):
+    file: Text
+    """The trace that was written, PREFIX-ppP-tpT-rankR.json.gz, with its path on the daemon's host;
+    empty where none was."""
 
 
 class Heartbeat(Value, frozen=True, tag=1, kw_only=True):

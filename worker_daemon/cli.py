@@ -44,6 +44,10 @@ def serve(
         str | None,
         typer.Option(help="weights are saved under it, by name; without it they are not"),
     ] = None,
+    profile_dir: Annotated[
+        str | None,
+        typer.Option(help="traces go there; default: profiles/ in the state directory or cache"),
+    ] = None,
     exit_with_parent_fd: Annotated[
         int | None, typer.Option(help="end when this descriptor reads end-of-file")
     ] = None,
@@ -63,6 +67,7 @@ def serve(
                 "state-dir": state_dir,
                 "model-root": model_root,
                 "save-root": save_root,
+                "profile-dir": profile_dir,
                 "exit-with-parent-fd": exit_with_parent_fd,
                 "log-level": log_level,
             },

@@ -4,11 +4,10 @@ may write there. Knows no compiler and reads no environment of its own accord.""
 from collections.abc import Mapping
 from pathlib import Path
 
-from worker_daemon.directories import claim_directory
+from worker_daemon.directories import claim_directory, state_home
 from worker_daemon.errors import ConfigError
 
 _NAME = "kernels"
-_APPLICATION = "worker-daemon"
 
 
 def kernel_cache(state_dir: Path | None, environment: Mapping[str, str]) -> Path:
@@ -18,21 +17,13 @@ def kernel_cache(state_dir: Path | None, environment: Mapping[str, str]) -> Path
     Raises:
         ConfigError: it cannot be made, or others may write there.
     """
-    home = _user_cache(environment) / _APPLICATION if state_dir is None else state_dir
-    for directory in (home, home / _NAME):
-        claim_directory(directory, "compiled kernels", "state-dir")
-    return home / _NAME
-
-
-def _user_cache(environment: Mapping[str, str]) -> Path:
-    chosen = Path(environment.get("XDG_CACHE_HOME", ""))
-    if chosen.is_absolute():
-        return chosen
-    try:
-        return Path.home() / ".cache"
-    except RuntimeError:
+    home = state_home(state_dir, environment)
+    if home is None:
         raise ConfigError(
             "this user has no home directory for compiled kernels",
             field="state-dir",
             fix="give --state-dir, or set XDG_CACHE_HOME",
-        ) from None
+        )
+    for directory in (home, home / _NAME):
+        claim_directory(directory, "compiled kernels", "state-dir")
+    return home / _NAME

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from worker_daemon.directories import claim_directory
+from worker_daemon.directories import claim_directory, state_home
 from worker_daemon.errors import ConfigError
 from worker_daemon.kernel_cache import kernel_cache
 from worker_daemon.logs import LEVELS
@@ -21,6 +21,7 @@ KEYS: Final = (
     "state-dir",
     "model-root",
     "save-root",
+    "profile-dir",
     "exit-with-parent-fd",
     "log-level",
 )
@@ -59,6 +60,8 @@ class ProcessSettings:
     """Directories under which models may lie."""
     save_root: Path | None
     """Directory under which weights are saved, by name; None: they are not."""
+    profile_dir: Path | None
+    """Directory for traces, if one was named; see profile_directory."""
     exit_with_parent_fd: int | None
     """The daemon ends when this file descriptor reads end-of-file."""
     log_level: str
@@ -96,6 +99,15 @@ def prepare_kernel_cache(settings: ProcessSettings) -> None:
     """
     if settings.device != "cpu" and not os.environ.get(_KERNEL_CACHE):
         os.environ[_KERNEL_CACHE] = str(kernel_cache(settings.state_dir, os.environ))
+
+
+def profile_directory(settings: ProcessSettings) -> Path | None:
+    """Return where traces go: profiles/ in the state directory or, without one, in the user's cache
+    directory, unless another was named. None: this user has no home. Makes nothing."""
+    if settings.profile_dir is not None:
+        return settings.profile_dir
+    home = state_home(settings.state_dir, os.environ)
+    return None if home is None else home / "profiles"
 
 
 def read_file(path: Path) -> Given:
@@ -143,7 +155,8 @@ def build_settings(given: Given) -> ProcessSettings:
         device=_matching(_required(given, "device", "cpu or cuda:N"), _DEVICE),
         state_dir=Path(state_dir).resolve() if state_dir else None,
         model_roots=_roots(given),
-        save_root=_save_root(given),
+        save_root=_own_directory(given, "save-root", "saved weights"),
+        profile_dir=_own_directory(given, "profile-dir", "traces"),
         exit_with_parent_fd=None if fd is None else _file_descriptor(fd),
         log_level=_level(_text(given, "log-level", "info")),
     )
@@ -189,9 +202,9 @@ def _roots(given: Given) -> tuple[Path, ...]:
     return tuple(Path(root).resolve() for root in roots)
 
 
-def _save_root(given: Given) -> Path | None:
-    value = _text(given, "save-root", "")
-    return claim_directory(Path(value).absolute(), "saved weights", "save-root") if value else None
+def _own_directory(given: Given, key: str, purpose: str) -> Path | None:
+    value = _text(given, key, "")
+    return claim_directory(Path(value).absolute(), purpose, key) if value else None
 
 
 def _file_descriptor(value: object) -> int:

@@ -47,6 +47,7 @@ from worker_daemon.layers.attention_provider import (
     add_prompt_attention,
     probe_attention,
 )
+from worker_daemon.layers.reduction_provider import probe_reduction
 from worker_daemon.models.config import DecoderConfig
 from worker_daemon.models.decoder import DecoderStage, build_stage, checkpoint_names
 from worker_daemon.models.partition import check_partition, partition_layers
@@ -54,6 +55,7 @@ from worker_daemon.models.saved_set import GroupShape, load_saved
 from worker_daemon.models.saving import RankWeights, Saver, SaveRequest
 from worker_daemon.models.tensor_bytes import checksum
 from worker_daemon.models.weights import LoadProgress, load_dummy_weights, load_weights
+from worker_daemon.profiling import Profiler, ProfileRequest
 from worker_daemon.resolve import ResolvedModel, check_cache, resolve_model
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
 from worker_daemon.runner.cuda_graph import NoGraphs, StepGraphs
@@ -106,12 +108,15 @@ class Worker:
         model_roots: Sequence[Path],
         set_phase: SetPhase,
         save_root: Path | None = None,
+        profile_dir: Path | None = None,
     ) -> None:
-        """Touches no device: that is init_device's. Without a save_root nothing can be saved."""
+        """Touches no device: that is init_device's. Without a save_root nothing can be saved,
+        without a profile_dir no trace written."""
         self._device_name = device
         self._model_roots = model_roots
         self._saved_roots = model_roots if save_root is None else (save_root, *model_roots)
         self._saver = Saver(save_root)
+        self._profiler = Profiler(profile_dir)
         self._set_phase = set_phase
         self._max_threads = torch.get_num_threads()
         self._opening: Link | None = None
@@ -148,7 +153,7 @@ class Worker:
         )
         device = open_device(self._device_name, rendezvous.local_world_size, self._max_threads)
         timeout_s = message.scheduler.step_deadline_ms / 1000 + 1
-        tp = tensor_parallel(parallel.tp_rank, parallel.tp_size)
+        tp = tensor_parallel(parallel.tp_rank, parallel.tp_size, probe_reduction(device))
         link = self._open_link(rendezvous, parallel, device, timeout_s, tp)
         memory = memory_source(device)
         memory.reset_peak()
@@ -393,7 +398,8 @@ class Worker:
 
     def execute_model(self, message: ExecuteModel, arrays: Sequence[Frame]) -> PendingReply | None:
         """See ModelRunner.execute_model."""
-        return self._runner.execute_model(message, arrays)
+        with self._profiler.step(message):
+            return self._runner.execute_model(message, arrays)
 
     def sample_tokens(self, message: SampleTokens, arrays: Sequence[Frame]) -> PendingReply | None:
         """See ModelRunner.sample_tokens."""
@@ -463,6 +469,24 @@ class Worker:
         self._saver.finish(message.save.hex(), keep=message.keep)
         return Done(**self._identity(message))
 
+    # Profiles.
+
+    def profile(self, message: lc.Profile) -> lc.ProfileReply:
+        """Begin or end a profile. What the device was given before belongs to what was before.
+
+        Raises: see Profiler.start and Profiler.stop.
+        """
+        context = self._context
+        if context.device.type == "cuda":
+            torch.cuda.synchronize(context.device)
+        if message.action == "start":
+            request = ProfileRequest(message.kind, message.prefix)
+            self._profiler.start(request, context.device, context.parallel)
+            return lc.ProfileReply(**self._identity(message), file="")
+        self._set_phase("WRITING TRACE", _LONG_OPERATION_S)
+        written = self._profiler.stop(message.kind)
+        return lc.ProfileReply(**self._identity(message), file=str(written or ""))
+
     # Changes of hands, and the way back.
 
     def on_attach(self) -> bool:
@@ -496,7 +520,9 @@ class Worker:
         return Done(**self._identity(message))
 
     def reset(self, message: lc.Reset) -> Done:
-        """Give up the KV cache, then the model, then the device, as far down as asked."""
+        """Give up the KV cache, then the model, then the device, as far down as asked; a profile
+        ends before."""
+        self._profiler.end()
         if self._runner_or_none is not None and message.to != "CREATED":
             with suppress(CommError):  # what a lost neighbour has not received is nobody's now
                 self._runner_or_none.settle()
@@ -528,6 +554,7 @@ class Worker:
         rest."""
         if self._context_or_none is not None:
             disposal = self._context_or_none.link.leave()
+            self._profiler.end()
             if disposal is not None:
                 disposal.join(_DISPOSAL_S)
 
@@ -608,7 +635,7 @@ class Worker:
         self._set_phase("LINKING", meeting_s(timeout_s) + _DISPOSAL_S)
         self._opening = Link(rendezvous.link, device)
         self._opening.open(parallel, rendezvous.host, rendezvous.port, timeout_s)
-        tp.bind(self._opening.groups.stage)
+        tp.bind(self._opening.groups.stage, self._opening.peers)
         return self._opening
 
     def _resolve(self, config: ModelConfig) -> ResolvedModel:

@@ -2,21 +2,17 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated
 
 import msgspec
 import typer
-import zmq
 from rich.console import Console
 from rich.table import Table
 
+from client.cli.daemons import connect
 from client.cli.options import split_endpoints
 from client.errors import ClientConfigError
-from client.transport import new_driver_id, parse_endpoint
-from client.worker_client import WorkerClient
-from rpc_schema.lifecycle import Status
+from rpc_schema.lifecycle import ReplyDelay, Status
 
 Endpoints = Annotated[
     str, typer.Option(envvar="WORKER_CLIENT_ENDPOINTS", help="Running daemons: EP,EP,...")
@@ -27,7 +23,7 @@ MIB = 1 << 20
 
 def status(endpoints: Endpoints, as_json: AsJson = False) -> None:
     """Show what each daemon is and does."""
-    with _connect(endpoints) as clients:
+    with connect(_named_daemons(endpoints)) as clients:
         for client in clients:
             client.hello()
         statuses = [client.get_status() for client in clients]
@@ -39,34 +35,24 @@ def status(endpoints: Endpoints, as_json: AsJson = False) -> None:
         for entry in statuses:
             served_by = ", ".join(f"{part} {name}" for part, name in entry.providers.items())
             console.print(f"rank {entry.rank}: {served_by or 'no model'}")
+            if entry.reply_delay.num_replies:
+                console.print(f"rank {entry.rank}: {_delays(entry.reply_delay)}")
 
 
 def shutdown(endpoints: Endpoints) -> None:
     """End daemons; a running step is finished first."""
-    with _connect(endpoints) as clients:
+    with connect(_named_daemons(endpoints)) as clients:
         for client in clients:
             client.shutdown()
 
 
-@contextmanager
-def _connect(endpoints: str) -> Iterator[list[WorkerClient]]:
+def _named_daemons(endpoints: str) -> tuple[str, ...]:
     names = split_endpoints(endpoints)
     if not names:
         raise ClientConfigError(
             "no daemon is named", field="endpoints", value=endpoints, fix="give EP,EP,..."
         )
-    parsed = [parse_endpoint(name) for name in names]
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    driver_id = new_driver_id()
-    clients = [
-        WorkerClient(context, endpoint, rank, driver_id) for rank, endpoint in enumerate(parsed)
-    ]
-    try:
-        yield clients
-    finally:
-        for client in clients:
-            client.close()
-        context.term()
+    return names
 
 
 def _named(status: Status) -> dict[str, object]:
@@ -77,11 +63,19 @@ def _named(status: Status) -> dict[str, object]:
         )
         if name not in ("worker_uid", "config", "kv_cache")
     }
+    fields["reply_delay"] = msgspec.structs.asdict(status.reply_delay)
     fields["worker_uid"] = status.worker_uid.hex()
     fields["config"] = None if status.config is None else status.config.fingerprint()
     fields["model"] = None if status.config is None else status.config.model.model
     fields["num_blocks"] = None if status.kv_cache is None else status.kv_cache.num_blocks
     return fields
+
+
+def _delays(delay: ReplyDelay) -> str:
+    return (
+        f"the last {delay.num_replies} results were sent within {delay.p50_us:.0f} us (p50), "
+        f"{delay.p99_us:.0f} us (p99) of being on the host"
+    )
 
 
 def _table(statuses: list[Status]) -> Table:

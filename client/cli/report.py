@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 
 from client.cli.session import InputRequest, Served, versions
@@ -71,6 +72,7 @@ def bench_object(served: Served, daemons: Sequence[Status]) -> JsonObject:
         "step_ms": step_times(served.driver.records),
         "startup_s": served.startup_s,
         "gpu_memory_bytes": uses,
+        "reply_delay": [msgspec.structs.asdict(status.reply_delay) for status in daemons],
         "input_wait_share": [status.input_wait_share for status in daemons],
         "providers": daemons[0].providers,
         "device": daemons[0].device,

@@ -10,12 +10,19 @@ import typer
 from rich.console import Console
 
 from client.cli import options as opt
+from client.cli.daemons import Scrape
 from client.cli.report import JsonObject, bench_object, output_lines
 from client.cli.session import InputRequest, Session, open_session, read_inputs, read_lines
 from client.errors import ClientConfigError
 from client.worker_group import Progress
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+Profile = Annotated[
+    str, typer.Option(metavar="NAME", help="Write a trace NAME-ppP-tpT-rankR.json.gz of each rank.")
+]
+Scraped = Annotated[
+    bool, typer.Option("--scrape", help="Ask each daemon for its status 10 times a second.")
+]
 
 _DEFAULT_MAX_TOKENS = 64
 
@@ -54,12 +61,14 @@ def bench(
     output: opt.Output = None,
     max_tokens: opt.MaxTokens = _DEFAULT_MAX_TOKENS,
     as_json: AsJson = False,
+    profile: Profile = "",
+    scrape: Scraped = False,
 ) -> None:
     """Generate, and measure it."""
     lines = _input_lines(prompt or [], input_, max_tokens)
     with open_session(run, _ProgressPrinter()) as session:
         inputs = read_inputs(lines, session.tokenizer, run.seed)
-        result, results = _measure(session, inputs)
+        result, results = _measure(session, inputs, profile, scrape)
     if output is not None:
         _write_lines(output, results)
     if as_json:
@@ -69,10 +78,17 @@ def bench(
 
 
 def _measure(
-    session: Session, inputs: Sequence[InputRequest]
+    session: Session, inputs: Sequence[InputRequest], profile: str, scraped: bool
 ) -> tuple[JsonObject, list[JsonObject]]:
-    served = session.serve(inputs)
+    daemons = [client.endpoint.control for client in session.group.clients]
+    with Scrape(daemons if scraped else ()) as scrape:
+        served, traces = (
+            session.serve_profiled(inputs, profile) if profile else (session.serve(inputs), [])
+        )
     result = bench_object(served, session.group.get_status())
+    result["statuses_scraped"] = scrape.num_statuses
+    if profile:
+        result["traces"] = traces
     return result, output_lines(inputs, served, session.tokenizer)
 
 

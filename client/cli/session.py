@@ -12,13 +12,14 @@ from pathlib import Path
 
 from client.cli.options import Device, RunOptions
 from client.driver import Driver
-from client.errors import RequestError, WorkerDied
+from client.errors import ClientError, IllegalStateError, RequestError, WorkerDied
 from client.launcher import LocalDaemons
 from client.loading import LoadedModel
 from client.requests import GenerationRequest, RequestParser
 from client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from client.tokenizer import Tokenizer, load_tokenizer
 from client.worker_group import Progress, WorkerGroup
+from rpc_schema.errors import WireError
 from rpc_schema.version import PROTOCOL_VERSION
 
 
@@ -73,6 +74,19 @@ class Session:
         outputs = {output.req_id: output for output in driver.run()}
         seconds = time.monotonic() - start
         return Served(outputs, errors, seconds, driver, self._startup_s(driver))
+
+    def serve_profiled(self, inputs: Sequence[InputRequest], name: str) -> tuple[Served, list[str]]:
+        """Generate with a profile of every rank, from before the first step to after the last;
+        return the traces' files too, in rank order, each with its path on its daemon's host."""
+        try:
+            self.group.profile("start", name)
+            served = self.serve(inputs)
+        except ClientError as error:
+            if not isinstance(error, IllegalStateError):  # somebody else's profile runs
+                with contextlib.suppress(ClientError, WireError):
+                    self.group.profile("stop")
+            raise
+        return served, [reply.file for reply in self.group.profile("stop")]
 
     def _startup_s(self, driver: Driver) -> dict[str, float]:
         first = min((timing.first_token for timing in driver.timings.values()), default=self.ready)

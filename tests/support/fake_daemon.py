@@ -255,6 +255,7 @@ class FakeDaemon:
             memory_bytes={"weights": 10, "kv_cache": 20},
             providers={"attention": "none"},
             input_wait_share=0.25,
+            reply_delay=lc.ReplyDelay(num_replies=7, p50_us=20.5, p99_us=80.0),
             transitions=(),
         )
 

@@ -144,10 +144,14 @@ def main(patch: pytest.MonkeyPatch) -> None:
     make_worker = assembly.make_worker
 
     def make_faulty(
-        device: str, model_roots: Sequence[Path], set_phase: SetPhase, save_root: Path | None
+        device: str,
+        model_roots: Sequence[Path],
+        set_phase: SetPhase,
+        save_root: Path | None,
+        profile_dir: Path | None,
     ) -> object:
         faults.strike("make_worker")
-        worker = make_worker(device, model_roots, set_phase, save_root)
+        worker = make_worker(device, model_roots, set_phase, save_root, profile_dir)
         from worker_daemon.models.decoder import DecoderStage  # torch is loaded here, not before
 
         for name in ("forward", "likeliest_tokens"):

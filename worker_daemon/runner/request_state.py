@@ -35,11 +35,12 @@ MAX_BLOCK_COLUMNS = 64
 """Decoded columns of block updates that are remembered. Rows that decode side by side fill their
 blocks together, so the same columns come back every block_size steps."""
 
+_FEW = 64
+"""Values that Python's min and max look through faster than numpy's."""
+
 _UINT16 = np.dtype("<u2")
 _INT32 = np.dtype("<i4")
-_UINT32 = np.dtype("<u4")
 _ONE = np.array(1, np.int32)
-_UNSIGNED_ONE = np.array(1, np.uint32)
 MAX_BLOCK_UPDATES = 1 << 20
 """Entries of the block table that one step may write: they have a place in its packed buffer."""
 
@@ -183,8 +184,7 @@ class RequestState:
         self._decoding: _Decoding | None = None
         self._block_columns: dict[bytes, _BlockColumn] = {}
         # As arrays, because numpy compares these faster than its scalars and Python's.
-        self._num_usable_blocks = np.array(limits.num_blocks - 1, np.uint32)
-        self._max_blocks = np.array(limits.max_blocks_per_seq, np.int32)
+        self._max_index = limits.max_blocks_per_seq - 1
         self._block_size = np.array(limits.block_size, np.int32)
         self._one_each = np.ones(num_rows, np.int32)
 
@@ -512,10 +512,9 @@ class RequestState:
             raise self._unknown_slot("new_block_slots", slots) from None
         if occurrences is not None:
             indices += occurrences
-        outside = block_ids.view(_UINT32) - _UNSIGNED_ONE >= self._num_usable_blocks
-        beyond = indices >= self._max_blocks
-        if _any(outside | beyond):
-            raise self._bad_blocks(slots, block_ids, outside, beyond, counts)
+        is_inside = _within(block_ids, 1, self.limits.num_blocks - 1)
+        if not (is_inside and _within(indices, 0, self._max_index)):
+            raise self._bad_blocks(slots, block_ids, indices, counts)
         return BlockUpdates(slots, indices, block_ids)
 
     def _read_block_column(self, raw: bytes) -> _BlockColumn:
@@ -529,9 +528,11 @@ class RequestState:
         return column
 
     def _bad_blocks(
-        self, slots: Int64s, block_ids: Int32s, outside: Bools, beyond: Bools, counts: _Counts
+        self, slots: Int64s, block_ids: Int32s, indices: Int32s, counts: _Counts
     ) -> InvalidStepError:
         """Say what is wrong with block updates."""
+        outside = (block_ids < 1) | (block_ids >= self.limits.num_blocks)
+        beyond = indices > self._max_index
         self._check_live("new_block_slots", slots, counts)
         if outside.any():
             return _invalid(
@@ -668,6 +669,14 @@ def _invalid(field: str, value: object, fix: str) -> InvalidStepError:
 def _any(conditions: Bools) -> bool:
     """Whether one of them holds; for the few and the small a third of what numpy's own takes."""
     return 1 in conditions.tobytes()
+
+
+def _within(values: Int32s, low: int, high: int) -> bool:
+    """Whether none is outside; without numpy for the few, where it is mostly overhead."""
+    if values.size <= _FEW:
+        few = values.tolist()
+        return not few or (low <= min(few) and max(few) <= high)
+    return bool(low <= values.min() and values.max() <= high)
 
 
 def _append(updates: BlockUpdates, counts: _Counts) -> None:

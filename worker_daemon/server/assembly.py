@@ -2,26 +2,32 @@
 torch is imported on the step thread, after the sockets are bound."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from worker_daemon.server.daemon import serve
 from worker_daemon.server.dispatch import RendezvousServerLike, SetPhase, WorkerLike
-from worker_daemon.settings import ProcessSettings, prepare_environment
+from worker_daemon.settings import ProcessSettings, prepare_environment, profile_directory
 
 
 def run_daemon(settings: ProcessSettings) -> int:
     """Serve until the end; return the exit code. Raises what `daemon.serve` does."""
     prepare_environment()
-    return serve(settings, make_worker, open_rendezvous)
+    make = partial(make_worker, profile_dir=profile_directory(settings))
+    return serve(settings, make, open_rendezvous)
 
 
 def make_worker(
-    device: str, model_roots: Sequence[Path], set_phase: SetPhase, save_root: Path | None
+    device: str,
+    model_roots: Sequence[Path],
+    set_phase: SetPhase,
+    save_root: Path | None,
+    profile_dir: Path | None = None,
 ) -> WorkerLike:
     """Load torch and make the worker; called on the step thread."""
     from worker_daemon.worker import Worker  # seconds of torch, while sockets are bound already
 
-    return Worker(device, model_roots, set_phase, save_root)
+    return Worker(device, model_roots, set_phase, save_root, profile_dir)
 
 
 def open_rendezvous(host: str) -> RendezvousServerLike:

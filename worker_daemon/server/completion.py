@@ -5,6 +5,7 @@ Owns that thread; knows no socket and no device, and decides nothing."""
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Final, NamedTuple
@@ -17,6 +18,7 @@ from rpc_schema.lifecycle import Attached
 from worker_daemon.server.dispatch import PendingReply
 from worker_daemon.server.progress import NO_RESULT, Progress
 from worker_daemon.server.reply_channel import ReplyChannel
+from worker_daemon.server.reply_delays import ReplyDelays
 
 ATTACH_RETRY_S: Final = 0.005
 
@@ -41,8 +43,8 @@ def _nothing() -> None:
 
 class _Outcome(NamedTuple):
     """What the step thread hands over. seq is 0 where it has no meaning; link is the one that a
-    pending result was made on; route is a refusal's or an attached driver's; heard is told that an
-    attached driver's turn has come."""
+    pending result was made on, known_ns since when that is on the host (None: not yet); route is a
+    refusal's or an attached driver's; heard is told that an attached driver's turn has come."""
 
     kind: _Kind
     seq: int = 0
@@ -51,6 +53,7 @@ class _Outcome(NamedTuple):
     route: bytes = b""
     heard: Callable[[], None] = _nothing
     link: int = 0
+    known_ns: int | None = None
 
 
 _STOP: Final = _Outcome(_Kind.STOP)
@@ -80,6 +83,11 @@ class Completion:
         self._num_handed_over = 0
         self._thread = threading.Thread(target=self._waiter.run, name="completion", daemon=True)
 
+    @property
+    def reply_delays(self) -> ReplyDelays:
+        """From results on the host to their replies sent; any thread may ask it."""
+        return self._channel.delays
+
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
@@ -103,10 +111,13 @@ class Completion:
 
     def pending(self, seq: int, pending: PendingReply, link: int) -> None:
         """Wait for a result of a step that ran on `link`, then as `reply`."""
-        if pending.is_ready and self._is_idle:
-            _finish(self._channel, seq, pending, link, self._on_failure)
+        known_ns = time.monotonic_ns() if pending.is_ready else None
+        if known_ns is not None and self._is_idle:
+            _finish(self._channel, seq, pending, link, known_ns, self._on_failure)
         else:
-            self._hand_over(_Outcome(_Kind.PENDING, seq, None, pending, link=link))
+            self._hand_over(
+                _Outcome(_Kind.PENDING, seq, None, pending, link=link, known_ns=known_ns)
+            )
 
     def nothing(self, seq: int) -> None:
         """Keep the fact that this rank owes no reply to `seq`."""
@@ -200,18 +211,31 @@ class _Waiter:
         assert outcome.pending is not None
         self._progress.await_result(outcome.seq)
         try:
-            _finish(self._channel, outcome.seq, outcome.pending, outcome.link, self._on_failure)
+            _finish(
+                self._channel,
+                outcome.seq,
+                outcome.pending,
+                outcome.link,
+                outcome.known_ns,
+                self._on_failure,
+            )
         finally:
             self._progress.result = NO_RESULT
 
 
 def _finish(
-    channel: ReplyChannel, seq: int, pending: PendingReply, link: int, on_failure: OnFailure
+    channel: ReplyChannel,
+    seq: int,
+    pending: PendingReply,
+    link: int,
+    known_ns: int | None,
+    on_failure: OnFailure,
 ) -> None:
-    """Take a result and send it, or what became of it."""
+    """Take a result and send it, or what became of it. One that is not known to be on the host
+    (known_ns None) is there once it can be taken."""
     try:
         reply, arrays = pending.result()
     except Exception as error:  # the dispatch boundary, where a result ends a step
         on_failure(channel.fail(seq, error), link)
         return
-    channel.reply(reply, arrays)
+    channel.reply(reply, arrays, time.monotonic_ns() if known_ns is None else known_ns)

@@ -39,6 +39,7 @@ from worker_daemon.server.epochs import EpochFile
 from worker_daemon.server.guard import Guard
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.replies import control_error_reply
+from worker_daemon.server.reply_delays import ReplyDelays
 from worker_daemon.server.step_thread import UID_BYTES, Attach, Command, Detach, Standing
 
 HEARTBEAT_S: Final = 0.25
@@ -70,11 +71,12 @@ class Control:
         self,
         *,
         control: zmq.asyncio.Socket,
-        events: zmq.asyncio.Socket,
+        events: "zmq.Socket[bytes]",
         endpoint: Endpoint,
         epochs: EpochFile,
         progress: Progress,
         guard: Guard,
+        reply_delays: ReplyDelays,
         commands: Commands,
         open_rendezvous: OpenRendezvousServer,
     ) -> None:
@@ -86,6 +88,7 @@ class Control:
         self._epochs = epochs
         self._progress = progress
         self._guard = guard
+        self._reply_delays = reply_delays
         self._commands = commands
         self._open_rendezvous = open_rendezvous
         # The newest, and the one before it: NCCL's watchdog of the old link still asks there.
@@ -125,19 +128,19 @@ class Control:
     async def beat(self) -> None:
         """Publish the heartbeat until cancelled."""
         while True:
-            await self._publish(self._heartbeat())
+            self._publish(self._heartbeat())
             await asyncio.sleep(HEARTBEAT_S)
 
-    async def announce(self, transition: str) -> None:
+    def announce(self, transition: str) -> None:
         """Publish a state change, and the heartbeat that shows it."""
-        await self._publish(
+        self._publish(
             lc.StateChanged(
                 worker_uid=self.worker_uid,
                 rank=self._progress.snapshot.rank,
                 transition=transition,
             )
         )
-        await self._publish(self._heartbeat())
+        self._publish(self._heartbeat())
 
     def close(self) -> None:
         """Close what control owns, sockets included."""
@@ -314,6 +317,7 @@ class Control:
             memory_bytes=dict(snapshot.description.memory_bytes),
             providers=dict(snapshot.description.providers),
             input_wait_share=snapshot.description.input_wait_share(),
+            reply_delay=self._reply_delays.summary(),
             transitions=snapshot.transitions,
             failure=snapshot.failure,
         )
@@ -342,9 +346,9 @@ class Control:
         except zmq.ZMQError as error:
             logger.debug("a control reply could not be sent: %s", error)
 
-    async def _publish(self, event: EventMessage) -> None:
+    def _publish(self, event: EventMessage) -> None:
         try:
-            await self._events.send(encode_control(event), zmq.NOBLOCK)
+            self._events.send(encode_control(event), zmq.NOBLOCK)
         except (zmq.ZMQError, WireError) as error:
             logger.debug("an event could not be sent: %s", error)
 

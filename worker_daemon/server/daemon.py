@@ -144,6 +144,7 @@ class Daemon:
             epochs=premises.epochs,
             progress=self._progress,
             guard=self._guard,
+            reply_delays=self._completion.reply_delays,
             commands=self,
             open_rendezvous=open_rendezvous,
         )
@@ -275,7 +276,7 @@ class Daemon:
     def state_changed(self, transition: str) -> None:
         """See StepEvents."""
         logger.info("%s", transition)
-        self._to_loop(lambda: self._spawn(self._control.announce(transition)))
+        self._to_loop(lambda: self._control.announce(transition))
 
     def fatal(self, exit_code: int, cause: str) -> None:
         """See StepEvents."""

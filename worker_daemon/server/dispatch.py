@@ -62,6 +62,7 @@ class WorkerLike(Protocol):
     def save_sharded_state(self, message: lc.SaveShardedState) -> StepReply: ...
     def finish_sharded_state(self, message: lc.FinishShardedState) -> StepReply: ...
     def compute_weight_checksums(self, message: lc.ComputeWeightChecksums) -> StepReply: ...
+    def profile(self, message: lc.Profile) -> StepReply: ...
 
     def on_attach(self) -> bool:
         """Drop all requests; True if nothing was cut off and all sends were received."""
@@ -130,6 +131,7 @@ def operation_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], Operati
         lc.SaveShardedState: worker.save_sharded_state,
         lc.FinishShardedState: worker.finish_sharded_state,
         lc.ComputeWeightChecksums: worker.compute_weight_checksums,
+        lc.Profile: worker.profile,
     }
 
 
@@ -169,6 +171,7 @@ WAITS_FOR_PEERS: Final[frozenset[type[StepMessage]]] = frozenset(
         lc.Reset,
         lc.DetermineAvailableMemory,
         lc.CompileOrWarmUpModel,
+        lc.Profile,  # for the steps before it, on the device
         step.ExecuteModel,
         step.SampleTokens,
         step.ExecuteDummyBatch,

@@ -4,6 +4,7 @@ itself is stuck."""
 
 import faulthandler
 import logging
+import queue
 import sys
 import threading
 import time
@@ -24,8 +25,8 @@ class Guard:
         """on_abort(link, cause) hears, on the guard thread, that this link has been aborted."""
         self._progress = progress
         self._on_abort = on_abort
-        self._wake = threading.Event()
-        self._abort_cause = ""
+        self._causes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """Of aborts that were asked for; an empty one only wakes the thread."""
         self._abort_link: Callable[[], bool] | None = None
         self._running = True
         self._armed: Stamp | None = None
@@ -44,13 +45,12 @@ class Guard:
 
     def request_abort(self, cause: str) -> None:
         """Have the link aborted soon, on the guard thread."""
-        self._abort_cause = cause
-        self._wake.set()
+        self._causes.put(cause)
 
     def stop(self) -> None:
         """Ask the thread to end."""
         self._running = False
-        self._wake.set()
+        self._causes.put("")
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread's end; tell whether it came."""
@@ -60,14 +60,18 @@ class Guard:
 
     def _run(self) -> None:
         while self._running:
-            self._wake.wait(TICK_S)
-            self._wake.clear()
-            cause, self._abort_cause = self._abort_cause, ""
+            cause = self._next_cause()
             if cause:
                 self._abort(cause)
             self._watch_phase(self._progress.stamp, time.monotonic())
             self._watch_result(self._progress.result, time.monotonic())
         faulthandler.cancel_dump_traceback_later()
+
+    def _next_cause(self) -> str:
+        try:
+            return self._causes.get(timeout=TICK_S)
+        except queue.Empty:
+            return ""
 
     def _abort(self, cause: str) -> None:
         logger.warning("aborting the link: %s", cause)

@@ -4,14 +4,16 @@ field is one reference, replaced whole. Knows no worker and no socket."""
 import math
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import msgspec
 
 from worker_daemon.description import WorkerDescription
 from worker_daemon.server.lifecycle import State
 
 
-class Stamp(NamedTuple):
-    """One phase. Times are of time.monotonic, in seconds."""
+class Stamp(msgspec.Struct, frozen=True, gc=False):
+    """One phase. Times are of time.monotonic, in seconds. A Struct for its constructor, which every
+    step calls twice and which is not Python."""
 
     phase: str
     since: float

@@ -9,9 +9,9 @@ a socket changes hands. Which of them may is the business of completion.py.
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Final
+from operator import itemgetter
+from typing import Final, TypeAlias
 
 import zmq
 
@@ -21,6 +21,7 @@ from rpc_schema.errors import ErrorReply
 from rpc_schema.lifecycle import Attached
 from worker_daemon.errors import StaleError
 from worker_daemon.server.replies import error_reply
+from worker_daemon.server.reply_delays import ReplyDelays
 from worker_daemon.server.sequence import REPLAYABLE
 
 MAX_RING_BYTES: Final = 64 << 20
@@ -33,28 +34,37 @@ _ADDRESS: Final = int(zmq.SNDMORE | zmq.NOBLOCK)
 logger = logging.getLogger(__name__)
 
 
+_Kept: TypeAlias = tuple[int, Sequence[Frame], int]
+"""seq, the frames of its reply, their bytes."""
+_NOTHING_KEPT: Final[_Kept] = (-1, (), 0)
+
+
 class ReplyRing:
     """The encoded replies of the last REPLAYABLE steps, at most MAX_RING_BYTES, so that a repeated
     seq gets the same bytes. A step that owes no reply is kept as no frames."""
 
-    __slots__ = ("_bytes", "_replies")
+    __slots__ = ("_bytes", "_kept")
 
     def __init__(self) -> None:
-        self._replies: OrderedDict[int, tuple[Sequence[Frame], int]] = OrderedDict()
+        self._kept: list[_Kept] = [_NOTHING_KEPT] * REPLAYABLE
+        """The reply to a seq is at seq % REPLAYABLE."""
         self._bytes = 0
 
     def keep(self, seq: int, frames: Sequence[Frame]) -> None:
         """Keep a reply; the oldest ones make room."""
-        replies, size = self._replies, sum(map(len, frames))
-        replies[seq] = frames, size
-        self._bytes += size
-        while len(replies) > REPLAYABLE or self._bytes > MAX_RING_BYTES:
-            self._bytes -= replies.popitem(last=False)[1][1]
+        self._put(seq % REPLAYABLE, (seq, frames, sum(map(len, frames))))
+        while self._bytes > MAX_RING_BYTES:
+            oldest = min((kept for kept in self._kept if kept[2]), key=itemgetter(0))
+            self._put(oldest[0] % REPLAYABLE, _NOTHING_KEPT)
 
     def get(self, seq: int) -> Sequence[Frame] | None:
         """Return the frames of a seq that is still kept."""
-        kept = self._replies.get(seq)
-        return None if kept is None else kept[0]
+        kept_seq, frames, _ = self._kept[seq % REPLAYABLE]
+        return frames if kept_seq == seq else None
+
+    def _put(self, index: int, kept: "_Kept") -> None:
+        self._bytes += kept[2] - self._kept[index][2]
+        self._kept[index] = kept
 
 
 class ReplyChannel:
@@ -63,6 +73,9 @@ class ReplyChannel:
     def __init__(self, results: "zmq.Socket[bytes]") -> None:
         """Take over the socket: nobody else uses or closes it from here on."""
         self._results = results
+        self._send_part = super(zmq.Socket, results).send
+        self.delays = ReplyDelays()
+        """Of the attached driver's results, from the host to the socket."""
         self._lock = threading.Lock()
         self._ring = ReplyRing()
         self._route = b""
@@ -76,9 +89,12 @@ class ReplyChannel:
         """Whether an attached driver has not been told so yet."""
         return bool(self._greeting)
 
-    def reply(self, reply: StepReply, arrays: Sequence[Frame] = ()) -> None:
+    def reply(
+        self, reply: StepReply, arrays: Sequence[Frame] = (), known_ns: int | None = None
+    ) -> None:
         """Send a reply and keep it for its seq. One that cannot be encoded becomes a failure, which
-        is an outcome of its seq too."""
+        is an outcome of its seq too. known_ns: since when the result that it carries was known to
+        be on the host, of time.monotonic_ns."""
         try:
             frames = encode_step(reply, arrays)  # type: ignore[arg-type]  # every StepReply is in the union
         except Exception as error:
@@ -87,6 +103,8 @@ class ReplyChannel:
             )
         with self._lock:
             self._send(self._route, frames)
+            if known_ns is not None:
+                self.delays.add(time.monotonic_ns() - known_ns)
             self._rank = reply.rank
             self._ring.keep(reply.seq, frames)
 
@@ -128,6 +146,7 @@ class ReplyChannel:
             self._epoch = reply.epoch
             self._rank = reply.rank
             self._ring = ReplyRing()
+            self.delays.clear()
             self._greeting = frames
             self._greet_until = time.monotonic() + ATTACH_LIMIT_S
         self.greet()
@@ -150,9 +169,9 @@ class ReplyChannel:
         """Send without waiting, the lock held: a driver that is gone or does not read asks for the
         seq again, if it ever can."""
         try:
-            self._results.send(route, _ADDRESS)
+            self._send_part(route, _ADDRESS)
             if len(frames) == 1:
-                self._results.send(frames[0], _NOBLOCK)
+                self._send_part(frames[0], _NOBLOCK)
             else:
                 self._results.send_multipart(frames, _NOBLOCK)
         except zmq.ZMQError:

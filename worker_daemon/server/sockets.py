@@ -22,7 +22,8 @@ class Sockets:
     """Each is handed to its owner thread, which alone uses and closes it."""
 
     control: zmq.asyncio.Socket
-    events: zmq.asyncio.Socket
+    events: zmq.Socket[bytes]
+    """Of the main thread too, but not of its loop: a PUB socket never waits."""
     doorbell: zmq.Socket[bytes]
     """Of the control thread: an empty message on it wakes the step thread."""
     step: zmq.Socket[bytes]
@@ -34,7 +35,7 @@ def bind_sockets(context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint) ->
     loop_context = zmq.asyncio.Context.shadow(context)
     sockets = Sockets(
         control=loop_context.socket(zmq.ROUTER),
-        events=loop_context.socket(zmq.PUB),
+        events=context.socket(zmq.PUB),
         doorbell=context.socket(zmq.DEALER),
         step=context.socket(zmq.ROUTER),
         results=context.socket(zmq.ROUTER),

@@ -205,9 +205,11 @@ class _StepLoop:
         self._progress.idle()
         commands = self._commands
         while self._running:
-            sender, frames = step.recv(), [step.recv()]
-            while step.getsockopt(_RCVMORE):
-                frames.append(step.recv())
+            sender, frame = step.recv(), step.recv(copy=False)
+            frames = [frame.bytes]
+            while frame.more:
+                frame = step.recv(copy=False)
+                frames.append(frame.bytes)
             while not commands.empty():
                 self._command(commands.get())
             if len(frames) > 1 or frames[0]:  # else the doorbell, or somebody who rings it

@@ -75,6 +75,7 @@ def test_bench_prints_one_object(fakes, directory, run):
         "gpu_memory_bytes", "device", "versions", "providers",
     } <= result.keys()  # fmt: skip
     assert (result["providers"], result["input_wait_share"]) == ({"attention": "none"}, [0.25])
+    assert result["reply_delay"] == [{"num_replies": 7, "p50_us": 20.5, "p99_us": 80.0}]
     assert result["step_ms"]["decode"]["count"] >= 7
     assert result["ttft_ms"]["p50"] <= result["ttft_ms"]["p99"]
     startup = result["startup_s"]
@@ -82,6 +83,29 @@ def test_bench_prints_one_object(fakes, directory, run):
     assert {"client", "attach", "load_model", "first_token"} <= startup.keys()
     assert min(startup.values()) >= 0 and startup["first_token"] > 0
     assert total - 5 < sum(startup.values()) <= total
+
+
+def test_bench_scrapes_every_daemon_when_asked_to(fakes, directory, run):
+    daemons = fakes(2)
+    words = ["bench", *options(daemons, directory), "--input", directory / "in.jsonl", "--json"]
+    (directory / "in.jsonl").write_text('{"prompt_token_ids": [1, 2], "max_tokens": 8}\n')
+
+    def statuses_asked_for(*more):
+        before = [daemon.operations.count("GetStatus") for daemon in daemons.daemons]
+        code, out, errors = run(*words, *more)
+        assert code == 0, errors
+        asked = [
+            daemon.operations.count("GetStatus") - number
+            for daemon, number in zip(daemons.daemons, before, strict=True)
+        ]
+        return asked, json.loads(out)["statuses_scraped"]
+
+    statuses_asked_for()  # which loads the model
+    without, none = statuses_asked_for()
+    asked, scraped = statuses_asked_for("--scrape")
+    assert none == 0
+    assert scraped >= 2 and sum(asked) == sum(without) + scraped
+    assert all(more > fewer for more, fewer in zip(asked, without, strict=True))
 
 
 def test_options_come_from_line_environment_and_file(fakes, directory, run, monkeypatch):
@@ -130,8 +154,11 @@ def test_status_and_shutdown(fakes, run):
     endpoints = ",".join(daemons.endpoints)
     code, out, _ = run("status", "--endpoints", endpoints, "--json")
     assert code == 0
-    assert [entry["load"] for entry in json.loads(out)] == ["CREATED", "CREATED"]
-    assert "CREATED" in run("status", "--endpoints", endpoints)[1]
+    entries = json.loads(out)
+    assert [entry["load"] for entry in entries] == ["CREATED", "CREATED"]
+    assert entries[1]["reply_delay"] == {"num_replies": 7, "p50_us": 20.5, "p99_us": 80.0}
+    table = run("status", "--endpoints", endpoints)[1]
+    assert "CREATED" in table and "80 us (p99)" in table
     assert run("shutdown", "--endpoints", endpoints)[0] == 0
     assert [daemon.operations[-1] for daemon in daemons.daemons] == ["Shutdown"] * 2
 

@@ -191,6 +191,9 @@ class FakeWorker:
     def compute_weight_checksums(self, message: lc.ComputeWeightChecksums) -> StepReply:
         return self._done(message)
 
+    def profile(self, message: lc.Profile) -> StepReply:
+        return self._done(message)
+
     def on_attach(self) -> bool:
         clean, self._clean = self._clean, True
         return clean
@@ -217,7 +220,11 @@ class FakeWorker:
 
 
 def make_fake_worker(
-    device: str, model_roots: Sequence[Path], set_phase: SetPhase, save_root: Path | None
+    device: str,
+    model_roots: Sequence[Path],
+    set_phase: SetPhase,
+    save_root: Path | None,
+    profile_dir: Path | None = None,
 ) -> FakeWorker:
     if device == "cuda:9":
         raise errors.ConfigError("no such device", field="device", value=device)

@@ -16,6 +16,7 @@ from rpc_schema.base import StepReply
 from rpc_schema.codec import MAX_STEP_BYTES, Frame, decode_step_reply, encode_step
 from rpc_schema.errors import ErrorCode, ErrorReply
 from rpc_schema.lifecycle import Attached
+from tests.unit.server.driver import wait_for
 from worker_daemon.errors import CommError
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.progress import Progress
@@ -72,6 +73,12 @@ class Attachment:
         assert self.receive() == greeting
         self.settle()
 
+    def greet(self) -> None:
+        """Attach again, as the next driver of the same name."""
+        greeting = Attached(epoch=EPOCH, seq=0, rank=RANK)
+        self.completion.attached(b"d" * 16, greeting, lambda: None)
+        assert self.receive() == greeting
+
     def settle(self) -> None:
         """Let the completion thread become idle: outcomes are sent from this thread again."""
         for seq in range(10_000, 20_000):
@@ -107,10 +114,40 @@ def attached() -> Iterator[Attachment]:
             attachment.close()
 
 
+def test_delays_count_from_the_result_on_the_host(attached: Attachment) -> None:
+    attached.greet()
+    delays = attached.completion.reply_delays
+    assert delays.summary().num_replies == 0  # those of the former driver are forgotten
+    wait_s, take_s = 0.4, 0.02
+    awaited = Result(output(1), is_ready=False, wait=lambda: time.sleep(wait_s))
+    attached.completion.pending(1, awaited, LINK)
+    wait_for(lambda: delays.summary().num_replies == 1)
+    waited = delays.summary()
+    assert 0 < waited.p50_us == waited.p99_us < wait_s * 1e6
+    for seq in range(2, 5):
+        there = Result(output(seq), wait=lambda: time.sleep(take_s))
+        attached.completion.pending(seq, there, LINK)
+    wait_for(lambda: delays.summary().num_replies == 4)
+    assert delays.summary().p50_us >= take_s * 1e6
+
+
+def test_only_results_that_come_have_a_delay(attached: Attachment) -> None:
+    attached.greet()
+    attached.completion.reply(output(1))
+    attached.completion.pending(2, Result(output(2), error=CommError("lost")), LINK)
+    attached.completion.nothing(3)
+    attached.completion.pending(4, Result(output(4)), LINK)
+    assert [attached.receive().seq for _ in range(3)] == [1, 2, 4]
+    delays = attached.completion.reply_delays
+    wait_for(lambda: delays.summary().num_replies > 0)
+    assert delays.summary().num_replies == 1
+
+
 def test_outcomes_leave_in_their_order_whichever_thread_sends_them(attached: Attachment) -> None:
     rng = np.random.default_rng()
     results: list[Result] = []
     expected: list[StepReply] = []
+    seqs: list[int] = []
     for seq in range(1, 300):
         kind = rng.choice(["ready", "slow", "reply", "nothing", "failed", "refused"])
         reply = output(seq)
@@ -135,10 +172,10 @@ def test_outcomes_leave_in_their_order_whichever_thread_sends_them(attached: Att
             attached.completion.pending(seq, result, LINK)
         if kind != "nothing":
             expected.append(reply)
-        if rng.random() < 0.05:
-            attached.driver.poll(20)
-            time.sleep(0.004)
-    seqs = [attached.receive().seq for _ in expected]
+        if rng.random() < 0.1:
+            seqs += [attached.receive().seq for _ in expected[len(seqs) :]]
+            attached.settle()
+    seqs += [attached.receive().seq for _ in expected[len(seqs) :]]
     assert seqs == [reply.seq for reply in expected]
     threads = {result.taken_by for result in results}
     assert len(threads) == 2

@@ -242,6 +242,15 @@ def test_control_answers_during_a_step(driver: Driver) -> None:
     wait_for(lambda: driver.status().phase == "IDLE")
 
 
+def test_status_tells_the_delay_of_the_driver_s_results(driver: Driver) -> None:
+    assert driver.status().reply_delay.num_replies == 0
+    driver.fault()
+    driver.fault()
+    wait_for(lambda: driver.status().reply_delay.num_replies == 2)
+    delay = driver.status().reply_delay
+    assert 0 < delay.p50_us <= delay.p99_us
+
+
 def test_attach_frees_a_step_that_hangs_on_its_peers(
     driver: Driver, shared: DaemonProcess, connect: Callable[[DaemonProcess], Driver]
 ) -> None:

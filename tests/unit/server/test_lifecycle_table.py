@@ -42,6 +42,7 @@ EXPECTED = {
     lc.SaveShardedState: ({MODEL, KV, READY}, ANY_LINK),
     lc.FinishShardedState: ({MODEL, KV, READY}, ANY_LINK),
     lc.ComputeWeightChecksums: ({MODEL, KV, READY}, ANY_LINK),
+    lc.Profile: ({DEVICE, MODEL, KV, READY}, ANY_LINK),
     step.ExecuteModel: ({READY}, {"up"}),
     step.SampleTokens: ({READY}, {"up"}),
     step.ExecuteDummyBatch: ({READY}, {"up"}),
@@ -152,7 +153,7 @@ def test_refusal_names_state_legal_requests_and_last_transitions() -> None:
         lifecycle.check(step.ExecuteModel(**IDS, total_num_scheduled_tokens=0))
     text = str(caught.value)
     assert "ExecuteModel is not legal in DEVICE_READY/link up/SERVING" in text
-    assert "LoadModel, Relink, Reset" in text
+    assert "LoadModel, Profile, Relink, Reset" in text
     assert "CREATED/link none/SERVING -> DEVICE_READY/link up/SERVING (InitDevice)" in text
 
 

@@ -1,0 +1,69 @@
+"""Daemons that are asked, not driven: connections without attaching, and a scrape of their status
+beside a run. Knows no group."""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import zmq
+
+from client.errors import ClientError
+from client.transport import new_driver_id, parse_endpoint
+from client.worker_client import WorkerClient
+from rpc_schema.errors import WireError
+
+SCRAPE_INTERVAL_S: Final = 0.1
+SCRAPE_TIMEOUT_S: Final = 1.0
+
+
+@contextlib.contextmanager
+def connect(endpoints: Sequence[str]) -> Iterator[list[WorkerClient]]:
+    """Open a client to each daemon; closed at the end.
+
+    Raises:
+        EndpointError: one is no endpoint.
+    """
+    parsed = [parse_endpoint(endpoint) for endpoint in endpoints]
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    driver_id = new_driver_id()
+    clients = [
+        WorkerClient(context, endpoint, rank, driver_id) for rank, endpoint in enumerate(parsed)
+    ]
+    try:
+        yield clients
+    finally:
+        for client in clients:
+            client.close()
+        context.term()
+
+
+class Scrape:
+    """Asks each daemon for its status every SCRAPE_INTERVAL_S on a thread of its own, as a metrics
+    collector would, from `with` on until its end, and at least once. One that does not answer is
+    asked again."""
+
+    def __init__(self, endpoints: Sequence[str]) -> None:
+        self.num_statuses = 0
+        """Answers so far."""
+        self._endpoints = endpoints
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="scrape", daemon=True)
+
+    def __enter__(self) -> "Scrape":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with connect(self._endpoints) as clients:
+            while clients:
+                for client in clients:
+                    with contextlib.suppress(ClientError, WireError):
+                        client.get_status(SCRAPE_TIMEOUT_S)
+                        self.num_statuses += 1
+                if self._ended.wait(SCRAPE_INTERVAL_S):
+                    return

@@ -1,0 +1,81 @@
+"""Profiles on a GPU: the trace holds the device's work, replayed graphs included, and steps go on
+after a profile of either kind."""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.stage_driver import StageDriver, pipelined
+from benchmarks.timeline import timeline
+from rpc_schema.codec import decode_step
+from rpc_schema.lifecycle import Profile
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "qwen3-0.6b"
+STEPS = 8
+REQUESTS = 4
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models") / "qwen3"
+    shutil.copytree(MODEL, directory)
+    traces = tmp_path_factory.mktemp("traces")
+    driver = StageDriver(directory, "cuda:0", 512, num_blocks=512, profile_dir=traces)
+    driver.start()
+    yield driver
+    driver.worker.close()
+
+
+def profile(driver, action, kind="torch"):
+    message = Profile(**driver.ids(), action=action, kind=kind, prefix="gpu")
+    return driver.worker.profile(message).file
+
+
+def decode(driver, steps=STEPS):
+    def launch():
+        return driver.worker.execute_model(decode_step(driver.decode_frames(REQUESTS)), [])
+
+    pipelined(steps, launch)
+
+
+def profiled(driver):
+    """The trace of STEPS decodes."""
+    profile(driver, "start")
+    decode(driver)
+    return json.loads(gzip.decompress(Path(profile(driver, "stop")).read_bytes()))
+
+
+def count(trace, category, prefix=""):
+    events = [e for e in trace["traceEvents"] if e.get("cat") == category]
+    return sum(str(e["name"]).startswith(prefix) for e in events)
+
+
+def test_traces_hold_the_same_device_work_each_time(driver):
+    driver.admit(REQUESTS, 40, 10 * STEPS)
+    decode(driver)
+    kernels = []
+    for _ in range(3):
+        trace = profiled(driver)
+        assert count(trace, "user_annotation", "step_context_0(0)_generation_4(4)") == STEPS
+        kernels.append(count(trace, "kernel"))
+        decode(driver)
+    assert kernels[0] > 10 * STEPS
+    assert len(set(kernels)) == 1
+    assert timeline([("rank0", trace)], 0, 1e9).count("<rect") > STEPS
+
+
+def test_marks_for_an_external_profiler(driver):
+    driver.admit(REQUESTS, 40, 4 * STEPS)
+    profile(driver, "start", "cuda")
+    decode(driver)
+    assert profile(driver, "stop", "cuda") == ""
+    decode(driver)

@@ -1,0 +1,266 @@
+"""Profiles of a worker's steps: torch's profiler, whose trace is written as a file, or marks for an
+external CUDA profiler. Owns what is being recorded and where traces lie; knows no socket, no runner
+and no model."""
+
+import contextlib
+import errno
+import gzip
+import logging
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch.autograd import profiler as autograd_profiler
+
+from rpc_schema.step import ExecuteModel
+from worker_daemon.directories import claim_directory
+from worker_daemon.distributed.parallel_state import ParallelState
+from worker_daemon.errors import CapacityError, ConfigError, StateError, WorkerError
+
+Kind: TypeAlias = Literal["torch", "cuda"]
+
+DEFAULT_PREFIX: Final = "trace"
+_PREFIX: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+_DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_GZIP_LEVEL: Final = 1
+_TAIL_BYTES: Final = 64
+_NOTHING: Final = contextlib.nullcontext()
+
+_LOG = logging.getLogger(__name__)
+
+
+def trace_name(prefix: str, parallel: ParallelState) -> str:
+    """Return the file name of a rank's trace."""
+    suffix = f"pp{parallel.pp_rank}-tp{parallel.tp_rank}-rank{parallel.rank}"
+    return f"{prefix}-{suffix}.json.gz"
+
+
+def step_label(message: ExecuteModel) -> str:
+    """Name a step by its requests and tokens: `context` those with other than one token, which are
+    prompts and parts of them, `generation` the others. Never fails, whatever the message holds."""
+    whole = len(message.num_scheduled_tokens) // 8 * 8
+    counts = np.frombuffer(message.num_scheduled_tokens[:whole], "<i4")[1::2]
+    prompts = counts[counts != 1]
+    generations = int.from_bytes(message.scheduled, "little").bit_count() - prompts.size
+    return f"step_context_{prompts.size}({prompts.sum()})_generation_{generations}({generations})"
+
+
+class _Recording(Protocol):
+    """What is being recorded: one of the three below."""
+
+    @property
+    def kind(self) -> Kind | None:
+        """None where nothing is."""
+
+    def step(self, message: ExecuteModel) -> AbstractContextManager[object]:
+        """The range that a step's work is recorded under."""
+
+    def stop(self) -> Path | None:
+        """End it; return the trace that was written, if there is one."""
+
+
+class _NoRecording:
+    """Nothing is recorded."""
+
+    kind: Kind | None = None
+
+    def step(self, message: ExecuteModel) -> AbstractContextManager[object]:
+        return _NOTHING
+
+    def stop(self) -> Path | None:
+        return None
+
+
+class _CudaMarks:
+    """cudaProfilerStart to cudaProfilerStop: an external profiler (nsys, ncu) records what lies
+    between them, and writes it."""
+
+    kind: Kind | None = "cuda"
+
+    def __init__(self) -> None:
+        torch.cuda.profiler.start()  # type: ignore[no-untyped-call]  # torch's
+
+    def step(self, message: ExecuteModel) -> AbstractContextManager[object]:
+        return torch.cuda.nvtx.range(step_label(message))
+
+    def stop(self) -> Path | None:
+        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]  # torch's
+        return None
+
+
+class _TorchTrace:
+    """Host operations of this thread and, on a GPU, the device's, in memory until stop().
+
+    torch.profiler.profile is a shell around the same recorder whose start imports the compiler.
+    """
+
+    kind: Kind | None = "torch"
+
+    def __init__(self, device: torch.device, target: Path) -> None:
+        self._target = target
+        use_device = "cuda" if device.type == "cuda" else None
+        self._profile = autograd_profiler.profile(use_device=use_device, use_kineto=True)
+        self._profile.__enter__()  # type: ignore[no-untyped-call]  # torch's
+
+    def step(self, message: ExecuteModel) -> AbstractContextManager[object]:
+        return autograd_profiler.record_function(step_label(message))
+
+    def stop(self) -> Path | None:
+        self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+        with (
+            _typed_errors(self._target),
+            tempfile.TemporaryDirectory(prefix=".", dir=self._target.parent) as scratch,
+        ):
+            plain, packed = Path(scratch) / "trace.json", Path(scratch) / "trace.json.gz"
+            self._profile.export_chrome_trace(str(plain))  # type: ignore[no-untyped-call]  # torch's
+            _check_complete(plain)
+            with plain.open("rb") as source, gzip.open(packed, "wb", _GZIP_LEVEL) as sink:
+                shutil.copyfileobj(source, sink, 1 << 20)
+            packed.replace(self._target)
+        return self._target
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRequest:
+    """What is recorded, and what its trace is called."""
+
+    kind: Kind
+    prefix: str
+    """Of the file's name; empty: the one of the profile before."""
+
+
+class Profiler:
+    """Owned by the worker and used on the step thread alone; records at most one profile at a
+    time. What it keeps in memory is freed by stop() or end()."""
+
+    def __init__(self, directory: Path | None) -> None:
+        """directory: where traces go; made when the first one starts. None: there is no place for
+        them, and kind torch is refused."""
+        self._directory = directory
+        self._prefix = DEFAULT_PREFIX
+        self._recording: _Recording = _NoRecording()
+
+    def start(self, request: ProfileRequest, device: torch.device, parallel: ParallelState) -> None:
+        """Begin to record.
+
+        Raises:
+            StateError: a profile runs already.
+            ConfigError: the prefix is no plain name, there is no directory for traces or it cannot
+                be used, or the device has no profiler of this kind.
+        """
+        if self._recording.kind is not None:
+            raise StateError(
+                f"a profile of kind {self._recording.kind} runs already",
+                field="action",
+                value="start",
+                fix="stop it first",
+            )
+        prefix = _checked_prefix(request.prefix or self._prefix)
+        if request.kind == "cuda":
+            if device.type != "cuda":
+                raise ConfigError(
+                    "the device is no CUDA device", field="kind", value="cuda", fix="use torch"
+                )
+            self._recording = _CudaMarks()
+        else:
+            target = self._claimed_directory() / trace_name(prefix, parallel)
+            self._recording = _TorchTrace(device, target)
+        self._prefix = prefix
+
+    def stop(self, kind: Kind) -> Path | None:
+        """End the profile; return the trace's file, which replaces one of the same name. Without a
+        profile: warns, and returns None.
+
+        Raises:
+            StateError: one of the other kind runs.
+            CapacityError: the disk is full.
+            ConfigError: the file cannot be written. After these two the profile is over, and its
+                trace lost.
+        """
+        recording = self._recording
+        if recording.kind is None:
+            _LOG.warning("no profile runs: there is nothing to stop")
+            return None
+        if recording.kind != kind:
+            raise StateError(
+                "a profile of another kind runs",
+                field="kind",
+                value=kind,
+                fix=f"stop kind {recording.kind}",
+            )
+        return self._stop()
+
+    def end(self) -> None:
+        """End whatever runs, and keep its trace where it can be written: before a reset, and at the
+        end."""
+        kind = self._recording.kind
+        try:
+            written = self._stop()
+        except WorkerError as error:
+            _LOG.warning("the trace of the profile that was running is lost: %s", error)
+        else:
+            if kind is not None:
+                _LOG.info("ended the profile that was running: %s", written or kind)
+
+    def step(self, message: ExecuteModel) -> AbstractContextManager[object]:
+        """Return what to run a step in, so that the profile shows it under its counts."""
+        return self._recording.step(message)
+
+    def _stop(self) -> Path | None:
+        recording, self._recording = self._recording, _NoRecording()
+        return recording.stop()
+
+    def _claimed_directory(self) -> Path:
+        if self._directory is None:
+            raise ConfigError(
+                "there is no directory for traces",
+                field="profile-dir",
+                fix="give the daemon --profile-dir",
+            )
+        return claim_directory(self._directory, "traces", "profile-dir")
+
+
+def _checked_prefix(prefix: str) -> str:
+    if not _PREFIX.fullmatch(prefix):
+        raise ConfigError(
+            "a trace has a name, not a path",
+            field="prefix",
+            value=prefix,
+            fix="use up to 64 letters, digits, '.', '_' and '-', the first no '.' or '-'",
+        )
+    return prefix
+
+
+def _check_complete(trace: Path) -> None:
+    """Raise OSError unless the file is there and ends as JSON does: the profiler's writer does not
+    tell of a full disk."""
+    if not trace.exists():
+        raise OSError(errno.ENOSPC, "the trace was not written")
+    with trace.open("rb") as file:
+        file.seek(max(0, trace.stat().st_size - _TAIL_BYTES))
+        if not file.read().rstrip().endswith(b"}"):
+            raise OSError(errno.ENOSPC, "the trace is incomplete")
+
+
+@contextlib.contextmanager
+def _typed_errors(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _DISK_FULL:
+            raise CapacityError(
+                f"the disk of {target.parent} is full", fix="free space, or profile fewer steps"
+            ) from error
+        raise ConfigError(
+            f"the trace cannot be written: {error.strerror}",
+            field="profile-dir",
+            value=str(target.parent),
+            fix="give --profile-dir with a directory that this user may write",
+        ) from error
