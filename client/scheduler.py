@@ -6,7 +6,7 @@ no wire, no clock.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -30,6 +30,9 @@ tokens; but a product of fewer rows is less than its best."""
 
 CHUNKS_PER_STAGE = 2
 """Steps a stage over which prompts are spread while each has PIPELINE_CHUNK tokens or more."""
+
+MAX_LOOKED_AT = 1024
+"""Waiting prompts that are looked at for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +382,7 @@ class Scheduler:
             return budget
         num_steps = CHUNKS_PER_STAGE * len(self._groups)
         pending = 0
-        for request in chain(self._prefilling.values(), self._waiting):
+        for request in islice(chain(self._prefilling.values(), self._waiting), MAX_LOOKED_AT):
             pending += request.num_tokens - request.num_computed
             if pending >= num_steps * budget:
                 break

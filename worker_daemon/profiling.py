@@ -22,7 +22,7 @@ from torch.autograd import profiler as autograd_profiler
 from rpc_schema.step import ExecuteModel
 from worker_daemon.directories import claim_directory
 from worker_daemon.distributed.parallel_state import ParallelState
-from worker_daemon.errors import CapacityError, ConfigError, StateError, WorkerError
+from worker_daemon.errors import CapacityError, ConfigError, StateError
 
 Kind: TypeAlias = Literal["torch", "cuda"]
 
@@ -65,6 +65,9 @@ class _Recording(Protocol):
     def stop(self) -> Path | None:
         """End it; return the trace that was written, if there is one."""
 
+    def discard(self) -> None:
+        """End it, and write nothing."""
+
 
 class _NoRecording:
     """Nothing is recorded."""
@@ -75,6 +78,9 @@ class _NoRecording:
         return _NOTHING
 
     def stop(self) -> Path | None:
+        return None
+
+    def discard(self) -> None:
         return None
 
 
@@ -91,8 +97,11 @@ class _CudaMarks:
         return torch.cuda.nvtx.range(step_label(message))
 
     def stop(self) -> Path | None:
-        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]  # torch's
+        self.discard()
         return None
+
+    def discard(self) -> None:
+        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]  # torch's
 
 
 class _TorchTrace:
@@ -112,8 +121,11 @@ class _TorchTrace:
     def step(self, message: ExecuteModel) -> AbstractContextManager[object]:
         return autograd_profiler.record_function(step_label(message))
 
-    def stop(self) -> Path | None:
+    def discard(self) -> None:
         self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+
+    def stop(self) -> Path | None:
+        self.discard()
         with (
             _typed_errors(self._target),
             tempfile.TemporaryDirectory(prefix=".", dir=self._target.parent) as scratch,
@@ -203,11 +215,19 @@ class Profiler:
         kind = self._recording.kind
         try:
             written = self._stop()
-        except WorkerError as error:
+        except Exception as error:  # whatever it is, it must not keep a reset from happening
             _LOG.warning("the trace of the profile that was running is lost: %s", error)
         else:
             if kind is not None:
                 _LOG.info("ended the profile that was running: %s", written or kind)
+
+    def discard(self) -> None:
+        """End whatever runs, without its trace: its driver is gone."""
+        recording, self._recording = self._recording, _NoRecording()
+        try:
+            recording.discard()
+        except Exception:
+            _LOG.warning("a profile did not end as it should", exc_info=True)
 
     def step(self, message: ExecuteModel) -> AbstractContextManager[object]:
         """Return what to run a step in, so that the profile shows it under its counts."""

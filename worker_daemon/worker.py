@@ -8,8 +8,8 @@ it comes here. Used on the step thread only, abort_link apart.
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -382,17 +382,22 @@ class Worker:
         runner.forget_requests()
 
     def _capture(self, runner: ModelRunner) -> StepGraphs:
-        self._set_phase("CAPTURING", _LONG_OPERATION_S)
         enforce_eager = self._model.config.graph.enforce_eager
         graphs = step_graphs(self._parts, runner, enforce_eager=enforce_eager)
-        try:
+        with self._capturing():
             graphs.capture(runner)
+        return graphs
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        self._set_phase("CAPTURING", _LONG_OPERATION_S)
+        try:
+            yield
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"the graphs do not fit: {error}",
                 fix="a smaller kv_cache_memory_bytes or max_num_seqs, or enforce_eager",
             ) from None
-        return graphs
 
     # Serving.
 
@@ -490,8 +495,9 @@ class Worker:
     # Changes of hands, and the way back.
 
     def on_attach(self) -> bool:
-        """Drop all requests. True if no step was cut off; whether every send was received, only the
-        group's seqs tell."""
+        """Drop all requests, and the profile of the driver before. True if no step was cut off;
+        whether every send was received, only the group's seqs tell."""
+        self._profiler.discard()
         runner = self._runner_or_none
         if runner is None:
             return True
@@ -516,13 +522,13 @@ class Worker:
         self._context_or_none = replace(context, link=link)
         if runner is not None:
             runner.tie(tie_stage(self._parts, link, runner.state.limits, runner.inputs))
-            self._graphs.after_relink(runner)
+            with self._capturing():
+                self._graphs.after_relink(runner)
         return Done(**self._identity(message))
 
     def reset(self, message: lc.Reset) -> Done:
-        """Give up the KV cache, then the model, then the device, as far down as asked; a profile
-        ends before."""
-        self._profiler.end()
+        """Give up the KV cache, then the model, then the device, as far down as asked; then end a
+        profile."""
         if self._runner_or_none is not None and message.to != "CREATED":
             with suppress(CommError):  # what a lost neighbour has not received is nobody's now
                 self._runner_or_none.settle()
@@ -542,6 +548,8 @@ class Worker:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        self._set_phase("WRITING TRACE", _LONG_OPERATION_S)
+        self._profiler.end()
         return reply
 
     def abort_link(self) -> bool:
@@ -552,9 +560,12 @@ class Worker:
     def close(self) -> None:
         """Leave the link, in good order where the peers let us; the process's end gives back the
         rest."""
+        self._profiler.end()
+        # Graphs first: NCCL gives a communicator up only once no graph holds its kernels.
+        self._runner_or_none = None
+        self._graphs = NoGraphs()
         if self._context_or_none is not None:
             disposal = self._context_or_none.link.leave()
-            self._profiler.end()
             if disposal is not None:
                 disposal.join(_DISPOSAL_S)
 
@@ -635,7 +646,11 @@ class Worker:
         self._set_phase("LINKING", meeting_s(timeout_s) + _DISPOSAL_S)
         self._opening = Link(rendezvous.link, device)
         self._opening.open(parallel, rendezvous.host, rendezvous.port, timeout_s)
-        tp.bind(self._opening.groups.stage, self._opening.peers)
+        try:
+            tp.bind(self._opening.groups.stage, self._opening.peers)
+        except BaseException:
+            self._opening.leave()
+            raise
         return self._opening
 
     def _resolve(self, config: ModelConfig) -> ResolvedModel:

@@ -81,7 +81,7 @@ class Session:
         try:
             self.group.profile("start", name)
             served = self.serve(inputs)
-        except ClientError as error:
+        except BaseException as error:  # an interruption too: the daemons would go on recording
             if not isinstance(error, IllegalStateError):  # somebody else's profile runs
                 with contextlib.suppress(ClientError, WireError):
                     self.group.profile("stop")

@@ -109,14 +109,19 @@ def test_refusals_reach_the_driver_and_the_group_serves_on(pair, traces, demo):
     assert not list(traces.glob("other*"))
 
 
-def test_a_profile_outlives_its_driver_and_ends_with_a_reset(pair, traces, demo):
+def test_a_profile_ends_with_its_driver_and_its_trace_with_a_reset(pair, traces, demo):
     config = worker_config(demo, 2, max_model_len=256)
     with connect(pair.endpoints, config, reload=False) as (group, loaded):
+        group.profile("start", "gone")
+        generate(group, loaded, requests(1))
+    with connect(pair.endpoints, config, reload=False) as (group, loaded):
+        assert loaded.was_loaded
+        assert [reply.file for reply in group.profile("stop")] == ["", ""]
+        assert not list(traces.glob("gone*"))
         group.profile("start", "left")
         generate(group, loaded, requests(1))
-    with connect(pair.endpoints, config, reload=True) as (group, loaded):
+        group.reset("DEVICE_READY")
         assert all(len(steps(traces / f"left{name}")) > 3 for name in NAMES)
-        assert [reply.file for reply in group.profile("stop")] == ["", ""]
 
 
 def test_nothing_to_profile_before_there_is_a_device(model_root, tmp_path):

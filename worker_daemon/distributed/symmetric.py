@@ -16,6 +16,7 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -202,7 +203,8 @@ def share(
             secret = secrets.token_bytes(_SECRET_BYTES)
             own = _ABSENT if meeting is None else name + secret
             everyone = _exchange(store, "names", rank, size, own)
-            if meeting is not None and _ABSENT not in everyone:
+            places = set(_exchange(store, "places", rank, size, _place()))
+            if meeting is not None and _ABSENT not in everyone and len(places) == 1:
                 _trade(everyone, listener, secret, meeting, blocks)
         done = b"1" if len(blocks) == size else b"0"
         if set(_exchange(store, "mapped", rank, size, done)) == {b"1"}:
@@ -212,6 +214,13 @@ def share(
         raise
     _release(list(blocks.values()))
     return []
+
+
+def _place() -> bytes:
+    """Where abstract sockets of this process can be reached from: this boot of this host, and this
+    network namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    return boot.strip() + bytes(Path("/proc/self/ns/net").readlink())
 
 
 def _trade(

@@ -154,15 +154,19 @@ class GroupTensorParallel:
             return
         reducer = _tried(self._make_reducer, peers.window)
         if reducer is None:
-            peers.stop()  # the others need not wait for this rank
-        if self._all_agree(reducer is not None, peers.window.device) and reducer is not None:
+            peers.stop()  # what this rank's kernels wait for may never come
+        limit_bytes = 0 if reducer is None else reducer.limit_bytes
+        limit_bytes = self._smallest(limit_bytes, peers.window.device)
+        if limit_bytes and reducer is not None:
+            reducer.limit_bytes = limit_bytes
             self._reducer = reducer
 
-    def _all_agree(self, opinion: bool, device: torch.device) -> bool:
-        verdict = torch.tensor(int(opinion), dtype=torch.int32, device=device)
+    def _smallest(self, value: int, device: torch.device) -> int:
+        """The smallest value of all ranks, which must choose alike."""
+        smallest = torch.tensor(value, dtype=torch.int64, device=device)
         with communication("agreeing on how to reduce"):
-            dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=self._group)
-            return bool(verdict.item())
+            dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._group)
+            return int(smallest.item())
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()

@@ -23,7 +23,7 @@ class StepGraphs(Protocol):
 
     @property
     def count(self) -> int:
-        """How many graphs there are once they are captured."""
+        """How many graphs there are."""
 
     def capture(self, runner: ModelRunner) -> None:
         """Capture what there is to capture, and let the runner replay it."""
@@ -67,10 +67,11 @@ class LadderGraphs:
         self._eager = eager
         self._arrived = arrived
         self._holds_communication = holds_communication
+        self._num_captured = 0
 
     @property
     def count(self) -> int:
-        return len(self._ladder.plans)
+        return self._num_captured
 
     def capture(self, runner: ModelRunner) -> None:
         program = GraphedProgram(self._eager, self._arrived)
@@ -78,11 +79,14 @@ class LadderGraphs:
         program.capture(plans, runner.inputs.padding)
         runner.inputs.pad_by(self._ladder, plans)
         runner.use(program)
+        self._num_captured = len(plans)
 
     def before_relink(self, runner: ModelRunner) -> None:
         if self._holds_communication:
+            self._num_captured = 0
             runner.inputs.pad_by(ExactShapes(), ())
             runner.use(self._eager)
+            torch.cuda.empty_cache()  # their memory is a pool's; the next ones get another pool
 
     def after_relink(self, runner: ModelRunner) -> None:
         if self._holds_communication:

@@ -25,8 +25,8 @@ class Guard:
         """on_abort(link, cause) hears, on the guard thread, that this link has been aborted."""
         self._progress = progress
         self._on_abort = on_abort
-        self._causes: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """Of aborts that were asked for; an empty one only wakes the thread."""
+        self._requests: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        """Links to abort and why; an empty cause only wakes the thread."""
         self._abort_link: Callable[[], bool] | None = None
         self._running = True
         self._armed: Stamp | None = None
@@ -44,13 +44,14 @@ class Guard:
         self._abort_link = abort_link
 
     def request_abort(self, cause: str) -> None:
-        """Have the link aborted soon, on the guard thread."""
-        self._causes.put(cause)
+        """Have the link of this moment aborted soon, on the guard thread; nothing is, if by then
+        another has taken its place."""
+        self._requests.put((self._progress.link, cause))
 
     def stop(self) -> None:
         """Ask the thread to end."""
         self._running = False
-        self._causes.put("")
+        self._requests.put((0, ""))
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread's end; tell whether it came."""
@@ -60,18 +61,18 @@ class Guard:
 
     def _run(self) -> None:
         while self._running:
-            cause = self._next_cause()
-            if cause:
+            link, cause = self._next_request()
+            if cause and link == self._progress.link:
                 self._abort(cause)
             self._watch_phase(self._progress.stamp, time.monotonic())
             self._watch_result(self._progress.result, time.monotonic())
         faulthandler.cancel_dump_traceback_later()
 
-    def _next_cause(self) -> str:
+    def _next_request(self) -> tuple[int, str]:
         try:
-            return self._causes.get(timeout=TICK_S)
+            return self._requests.get(timeout=TICK_S)
         except queue.Empty:
-            return ""
+            return 0, ""
 
     def _abort(self, cause: str) -> None:
         logger.warning("aborting the link: %s", cause)

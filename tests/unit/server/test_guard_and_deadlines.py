@@ -1,6 +1,7 @@
 """How long silence is legal, and what the guard does about silence that is not."""
 
 import math
+import threading
 import time
 
 import pytest
@@ -64,6 +65,25 @@ def test_abort_without_a_link_is_told_to_nobody() -> None:
     guard.stop()
     assert guard.join(5.0)
     assert aborts.told == []
+
+
+def test_an_abort_that_was_asked_for_an_older_link_leaves_the_new_one_alone() -> None:
+    progress, aborts, may_end = Progress("cpu"), Aborts(had_link=True), threading.Event()
+    progress.link = 3
+    guard = Guard(progress, aborts.tell)
+    guard.watch(lambda: aborts.abort() and may_end.wait(10.0))
+    guard.start()
+    for cause in ("the first", "while that one lasts"):
+        guard.request_abort(cause)
+    wait_for(lambda: aborts.count == 1)
+    progress.link = 4
+    may_end.set()
+    guard.request_abort("the new link's")
+    wait_for(lambda: len(aborts.told) == 2)
+    guard.stop()
+    assert guard.join(5.0)
+    assert [cause for _, cause in aborts.told] == ["the first", "the new link's"]
+    assert aborts.count == 2
 
 
 @pytest.mark.parametrize("deadline_s", [0.5, 60.0, 900.0])
