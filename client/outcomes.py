@@ -1,15 +1,38 @@
-"""Outcomes to come: what a caller holds of a step in flight, and what a failure takes with it.
-`client/worker_group.py` settles them; they know no socket.
+"""Outcomes to come: what a caller holds of a step in flight, which steps those are, the rows of the
+requests in them, and what a failure takes with it: steps, requests, the link, the group. Knows no
+socket: `client/group_channel.py` brings the replies.
 """
 
+import math
 import time
-from typing import Protocol
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
-from client.errors import ClientError, DeadlineExceeded, RemoteError, StepFailed, WorkerDied
+from client.errors import (
+    ClientError,
+    DeadlineExceeded,
+    FencedError,
+    NotAttachedError,
+    RemoteError,
+    StepFailed,
+    WorkerDied,
+)
 from client.scheduler_output import StepResult
-from client.slots import EncodedStep
+from client.slots import EncodedStep, SlotTable
 from rpc_schema.codec import StepReplyMessage
-from rpc_schema.errors import ErrorCode, ErrorReply
+from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, ErrorScope, WireError
+from rpc_schema.step import ModelRunnerOutput
+
+ROOT_CAUSE_WAIT_S = 1.0
+"""How long an UPSTREAM_FAILED waits for the rank that really failed."""
+
+STEP_SLACK_S = 2.0
+"""A step's own deadline plus this is how long its answer is waited for: the daemons' own timeouts
+come first."""
+
+DEFAULT_STEP_DEADLINE_S = 60.0
+"""Assumed of a daemon that has no configuration yet."""
 
 
 class StepWaiter(Protocol):
@@ -20,16 +43,6 @@ class StepWaiter(Protocol):
 
     def wait_for(self, future: "StepFuture", until: float) -> None:
         """Take in replies until the future is settled, or `until` (time.monotonic) has passed."""
-
-
-class Gather:
-    """The replies of all ranks to one operation, by arrival: ranks are told apart only once they
-    have numbers."""
-
-    def __init__(self, seq: int) -> None:
-        self.seq = seq
-        self.replies: list[StepReplyMessage] = []
-        self.errors: list[ErrorReply] = []
 
 
 class Failure:
@@ -114,3 +127,190 @@ class StepFuture:
     def settled(self) -> bool:
         """Whether the outcome is known already."""
         return self.value is not None or self.failure is not None
+
+
+class _Suspect(NamedTuple):
+    """An UPSTREAM_FAILED whose cause may still be told by another rank."""
+
+    reply: ErrorReply
+    error: RemoteError
+    until: float
+
+
+class StepsInFlight:
+    """Settles the futures of a group's steps, by replies and by failures. Belongs to one thread."""
+
+    def __init__(self, world_size: int, output_rank: int) -> None:
+        """Without rows until start()."""
+        self.slots = SlotTable(1)
+        self.needs_relink = False
+        """Bytes may be left between ranks, or a rank has lost its peers: no row survives that."""
+        self.dead: ClientError | None = None
+        """Why the group takes no steps any more; a WorkerDied is for good."""
+        self._has_link = world_size > 1
+        self._output_rank = output_rank
+        self._timeout_s = DEFAULT_STEP_DEADLINE_S + STEP_SLACK_S
+        self._futures: dict[int, StepFuture] = {}
+        self._recently_done: deque[int] = deque(maxlen=16)
+        self._failure: Failure | None = None
+        self._suspect: _Suspect | None = None
+
+    def start(self, max_num_seqs: int, step_deadline_s: float) -> None:
+        """Begin with an empty table of slots; no failure of before is told any more."""
+        self._timeout_s = step_deadline_s + STEP_SLACK_S
+        self.slots = SlotTable(max_num_seqs)
+        self.slots.require_resync()
+        self._failure = None
+
+    def abandon(self) -> None:
+        """Fail all that is in flight, and forget everything else of the epoch before."""
+        error = ClientError("the group was attached anew: requests of before are dropped")
+        failure = Failure(error, self._output_rank, ErrorCode.FENCED, "")
+        failure.lost |= self.slots.drop_all()
+        self._fail_from(0, failure)
+        self._failure = self.dead = None
+        self._recently_done.clear()
+
+    @property
+    def pending(self) -> list[StepFuture]:
+        """Futures whose outcome is not known, oldest first."""
+        return list(self._futures.values())
+
+    @property
+    def oldest_seq(self) -> int:
+        """The first step whose outcome is not known; 0 where there is none."""
+        return min(self._futures, default=0)
+
+    @property
+    def untold_failure(self) -> Failure | None:
+        """The failure that no result() has told yet, if any."""
+        return self._failure if self._failure is not None and not self._failure.reported else None
+
+    @property
+    def verdict_due(self) -> float:
+        """When (time.monotonic) to call convict_suspect(); inf where nobody is suspect."""
+        return math.inf if self._suspect is None else self._suspect.until
+
+    def expect(
+        self, waiter: StepWaiter, seq: int, step: EncodedStep | None, *, samples: bool
+    ) -> StepFuture:
+        """Return the future of a step that is about to be sent."""
+        future = StepFuture(waiter, seq, step, time.monotonic() + self._timeout_s)
+        future.samples = samples
+        self._futures[seq] = future
+        return future
+
+    def take_back(self, seq: int) -> None:
+        """Step `seq`, if it was one, has not been sent after all."""
+        self._futures.pop(seq, None)
+
+    def take_outcome(self, reply: StepReplyMessage, arrays: Sequence[bytes]) -> None:
+        """Settle the step that the reply is for; other ranks' and late ones are dropped."""
+        if reply.rank != self._output_rank or reply.seq not in self._futures:
+            return
+        future = self._futures[reply.seq]
+        try:
+            future.value = _decode_outcome(future, reply, arrays)
+        except BadFrameError as error:
+            self._fail_from(reply.seq, Failure(_as_client(error), reply.rank, error.code, ""))
+            return
+        del self._futures[reply.seq]
+        self._recently_done.append(reply.seq)
+
+    def take_error(self, reply: ErrorReply, error: RemoteError) -> None:
+        """Fail the step that the reply is for, and those behind it; `error` is the reply as an
+        exception. An UPSTREAM_FAILED may wait for its cause."""
+        if reply.seq in self._recently_done:
+            self._fail_all_rows(reply, error)
+        elif reply.seq not in self._futures:
+            return
+        elif reply.code is ErrorCode.UPSTREAM_FAILED and self._suspect is None:
+            self._suspect = _Suspect(reply, error, time.monotonic() + ROOT_CAUSE_WAIT_S)
+        elif reply.code is not ErrorCode.UPSTREAM_FAILED:
+            self._fail_by_reply(reply, error)
+
+    def convict_suspect(self) -> None:
+        """Where nobody else has owned up in time, the step fails with the UPSTREAM_FAILED that told
+        of it."""
+        if self._suspect is not None and time.monotonic() >= self._suspect.until:
+            self._fail_by_reply(self._suspect.reply, self._suspect.error)
+
+    def fail_hung(self, future: StepFuture) -> None:
+        """Fail a step that has passed its deadline."""
+        error = DeadlineExceeded(f"step {future.seq}", self._timeout_s)
+        failure = Failure(error, self._output_rank, ErrorCode.COMM, "")
+        failure.lost |= self.slots.drop_all()
+        self.needs_relink = self.needs_relink or self._has_link
+        self._fail_from(future.seq, failure)
+
+    def fail_relink(self, error: ClientError | WireError) -> None:
+        """Fail the step that a link could not be mended for: its scheduler has committed to it."""
+        remote = error if isinstance(error, RemoteError) else None
+        if isinstance(error, FencedError | NotAttachedError):
+            self.dead = error
+        rank = self._output_rank if remote is None else remote.rank
+        code = ErrorCode.COMM if remote is None else remote.code
+        traceback = "" if remote is None else remote.remote_traceback
+        self._fail_from(0, Failure(_as_client(error), rank, code, traceback))
+
+    def lose_rows(self, reason: str) -> None:
+        """Forget all requests, and have the next step fail so that the scheduler hears of it."""
+        lost = self.slots.drop_all()
+        if lost:
+            failure = Failure(ClientError(reason), self._output_rank, ErrorCode.PRECEDED_BY, "")
+            failure.lost |= lost
+            self._fail_from(0, failure)
+
+    def die(self, error: ClientError | WireError) -> None:
+        """Fail everything: the group is unusable."""
+        self.dead = _as_client(error)
+        rank = error.rank if isinstance(error, WorkerDied) else self._output_rank
+        self._fail_from(0, Failure(self.dead, rank, ErrorCode.COMM, ""))
+
+    def _fail_by_reply(self, reply: ErrorReply, error: RemoteError) -> None:
+        broken = reply.scope is ErrorScope.GROUP or reply.code in (ErrorCode.COMM, ErrorCode.GAP)
+        self.needs_relink = self.needs_relink or (broken and self._has_link)
+        if isinstance(error, FencedError | NotAttachedError):
+            self.dead = error
+        seq = reply.seq if self._suspect is None else min(reply.seq, self._suspect.reply.seq)
+        if reply.code is ErrorCode.GAP:
+            seq = min(seq, reply.expected_seq)  # what is missing never ran either
+        self._fail_from(seq, Failure(error, reply.rank, reply.code, reply.traceback))
+
+    def _fail_all_rows(self, reply: ErrorReply, error: RemoteError) -> None:
+        """A rank failed a step whose result is out already: its rows are behind everybody
+        else's."""
+        self.needs_relink = self.needs_relink or self._has_link
+        failure = Failure(error, reply.rank, reply.code, reply.traceback)
+        failure.lost |= self.slots.drop_all()
+        self._fail_from(0, failure)
+
+    def _fail_from(self, seq: int, failure: Failure) -> None:
+        """Fail step `seq` and every step behind it; and all requests where the link is broken,
+        since no row survives a relink."""
+        failed = [future for number, future in self._futures.items() if number >= seq]
+        steps = [future.step for future in failed if future.step is not None]
+        failure.lost |= self.slots.fail(step.output for step in steps)
+        if self.needs_relink or any(step.resync for step in steps):
+            failure.lost |= self.slots.drop_all()
+        for future in failed:
+            failure.settle(future)
+            del self._futures[future.seq]
+        if self._failure is not None and not self._failure.reported:
+            failure.take_over(self._failure)
+        self._failure = failure
+        self._suspect = None
+
+
+def _as_client(error: ClientError | WireError) -> ClientError:
+    return error if isinstance(error, ClientError) else ClientError(f"{error.code}: {error}")
+
+
+def _decode_outcome(
+    future: StepFuture, reply: StepReplyMessage, arrays: Sequence[bytes]
+) -> StepResult:
+    if not isinstance(reply, ModelRunnerOutput):
+        raise BadFrameError(f"step {future.seq} was answered with {type(reply).__name__}")
+    if future.step is None or not future.samples:
+        return StepResult((), ())
+    return SlotTable.decode(future.step, reply, arrays)

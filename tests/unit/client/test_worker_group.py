@@ -231,7 +231,7 @@ def test_a_step_sent_before_the_failure_was_heard_of_fails_with_it(fakes, connec
     first.result()
     deadline = time.monotonic() + 5
     while group.num_in_flight and time.monotonic() < deadline:
-        first._group._take_reply(0.0)
+        group._channel.take_reply(0.0)
     third = group.execute_model(SchedulerOutput({"a": 1}))
     with pytest.raises(StepFailed) as caught:
         third.result()
@@ -525,8 +525,8 @@ def test_requests_may_finish_before_their_deferred_sampling(fakes, connect):
 
 def test_events_are_cleared_away_while_steps_run(fakes, connect, monkeypatch):
     _, group, model = ready(fakes, connect)
-    monkeypatch.setattr("client.worker_group.EVENTS_INTERVAL_S", 0.0)
+    monkeypatch.setattr("client.group_channel.EVENTS_INTERVAL_S", 0.0)
     discarded = []
-    monkeypatch.setattr(group._events, "discard_all", lambda: discarded.append(True))
+    monkeypatch.setattr(group._channel._events, "discard_all", lambda: discarded.append(True))
     serve(group, model)
     assert discarded

@@ -1,0 +1,294 @@
+"""The conversation with a group's daemons: their sockets, the epoch, link and seqs that requests go
+under, operations sent to all ranks and their replies gathered, replies to steps handed on. Knows
+not what an operation means, nor what a step's failure does (`client/outcomes.py`).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import zmq
+
+from client.errors import ClientError, DeadlineExceeded, RemoteError, WorkerDied, remote_error
+from client.outcomes import ROOT_CAUSE_WAIT_S, StepsInFlight
+from client.transport import Endpoint, EventsChannel, ResultsChannel
+from client.worker_client import StepIds, WorkerClient
+from rpc_schema import lifecycle as lc
+from rpc_schema.codec import StepReplyMessage, decode_step_reply
+from rpc_schema.config import Rendezvous
+from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, TooLargeError, WireError
+
+DEATH_NEWS_S = 0.1
+"""A killed process's connections end within this time (2 ms measured), not all at once."""
+
+PROGRESS_INTERVAL_S = 0.25
+EVENTS_INTERVAL_S = 1.0
+"""So often heartbeats that nobody asked for are cleared away while steps run."""
+
+OPERATION_TIMEOUT_S = 60.0
+
+ReplyT = TypeVar("ReplyT", bound=StepReplyMessage)
+Send = Callable[[WorkerClient, StepIds], None]
+
+
+class Progress(NamedTuple):
+    """What a rank is doing while an operation runs."""
+
+    operation: str
+    rank: int
+    phase: str
+    phase_ms: int
+
+
+class _Gather:
+    """The replies of all ranks to one operation, by arrival: ranks are told apart only once they
+    have numbers."""
+
+    def __init__(self, seq: int) -> None:
+        self.seq = seq
+        self.replies: list[StepReplyMessage] = []
+        self.errors: list[ErrorReply] = []
+
+
+class GroupChannel:
+    """Owns the sockets to a group's daemons. Belongs to one thread; close() frees them.
+
+    One operation is under way at a time; replies to steps may come between its own.
+    """
+
+    def __init__(
+        self, endpoints: Sequence[Endpoint], driver_id: bytes, steps: StepsInFlight
+    ) -> None:
+        """Connect; nothing is sent yet. steps gets the replies that no operation waits for, and the
+        news of deaths."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._results = ResultsChannel(self._context, endpoints, driver_id)
+        self._events = EventsChannel(self._context, endpoints)
+        self.clients = [
+            WorkerClient(self._context, endpoint, rank, driver_id, self._results.check_deaths)
+            for rank, endpoint in enumerate(endpoints)
+        ]
+        self.epoch = 0
+        """0 before the first attach."""
+        self.on_progress: Callable[[Progress], None] | None = None
+        self._steps = steps
+        self._seq = 0
+        self._links = [0] * len(endpoints)
+        self._gather: _Gather | None = None
+        self._next_events = 0.0
+
+    def close(self) -> None:
+        """Close all sockets; the daemons keep what they have."""
+        for client in self.clients:
+            client.close()
+        self._results.close()
+        self._events.close()
+        self._context.term()
+
+    def check_usable(self) -> None:
+        """Raise what the group has died of, or ClientError before the first attach."""
+        if self._steps.dead is not None:
+            raise self._steps.dead
+        if not self.epoch:
+            raise ClientError("the group is not attached: call attach() and prepare() first")
+
+    def check_deaths(self) -> None:
+        """Raise WorkerDied if a daemon is gone, or shows within a moment that it is."""
+        try:
+            self._results.check_deaths(DEATH_NEWS_S)
+        except WorkerDied as error:
+            self._steps.die(error)
+            raise
+
+    def hello(self, deadline: float) -> list[lc.Status]:
+        """Exchange versions with every daemon, then return their states."""
+        for client in self.clients:
+            client.hello(_remaining(deadline))
+        return [client.get_status(_remaining(deadline)) for client in self.clients]
+
+    def agree_on_epoch(self, deadline: float) -> int:
+        """Return an epoch that no daemon has seen, announced to all."""
+        epoch = 1
+        while True:
+            replies = [
+                client.prepare_attach(epoch, _remaining(deadline)) for client in self.clients
+            ]
+            if all(reply.granted for reply in replies):
+                return epoch
+            epoch = max(epoch, *(reply.last_epoch for reply in replies)) + 1
+
+    def commit_attach(self, epoch: int, deadline: float, timeout_s: float) -> list[lc.Status]:
+        """Begin an epoch and return the daemons' states. It is sent to all ranks before any is
+        waited for: gloo has no abort, so a rank that hangs in a step is let go by its peers'."""
+        self.epoch, self._seq = epoch, 0
+        gather = self._gather = _Gather(0)
+        pending = [
+            client.send_commit_attach(epoch, _remaining(deadline)) for client in self.clients
+        ]
+        attached = [call.result() for call in pending]
+        self._collect(gather, "attach", deadline, timeout_s)
+        self._links = [reply.status.link for reply in attached]
+        self._steps.needs_relink = _must_relink(attached)
+        return [reply.status for reply in attached]
+
+    def open_rendezvous(self) -> list[Rendezvous]:
+        """Have rank 0 open the meeting place of a new link; return each rank's way there."""
+        link = max(self._links) + 1
+        opened = self.clients[0].open_rendezvous(self.epoch, link)
+        return [
+            Rendezvous(
+                link=link,
+                host=opened.host,
+                port=opened.port,
+                rank=rank,
+                local_world_size=len(self.clients),
+            )
+            for rank in range(len(self.clients))
+        ]
+
+    def use_link(self, rendezvous: Sequence[Rendezvous]) -> None:
+        """All ranks have met there: requests go under that link from now on."""
+        self._links = [entry.link for entry in rendezvous]
+
+    def refresh_links(self) -> None:
+        """Ask each rank which link it stands in: after a failure they need not agree."""
+        self._links = [client.get_status().link for client in self.clients]
+
+    def next_ids(self) -> StepIds:
+        """The ids of the next step; send_step() takes them."""
+        return StepIds(self.epoch, self._links[0], self._seq + 1)
+
+    def send_step(self, ids: StepIds, send: Callable[[WorkerClient], None]) -> None:
+        """Send a step, which is expected already, to every rank. Raises WorkerDied, and
+        TooLargeError where nothing was sent."""
+        self._seq = ids.seq
+        self._send_to_all(send)
+
+    def fan_out(
+        self,
+        operation: str,
+        send: Send,
+        reply_type: type[ReplyT],
+        *,
+        timeout_s: float = OPERATION_TIMEOUT_S,
+    ) -> list[ReplyT]:
+        """Send one operation to every rank under one seq and return the replies in rank order."""
+        self.check_usable()
+        self._events.discard_all()
+        self._seq += 1
+        gather = self._gather = _Gather(self._seq)
+        self._send_to_all(
+            lambda client: send(client, StepIds(self.epoch, self._links[client.rank], gather.seq))
+        )
+        try:
+            self._collect(gather, operation, time.monotonic() + timeout_s, timeout_s)
+        except (RemoteError, DeadlineExceeded):
+            self.refresh_links()
+            raise
+        replies = sorted(gather.replies, key=lambda reply: reply.rank)
+        typed: list[ReplyT] = [reply for reply in replies if isinstance(reply, reply_type)]
+        if len(typed) != len(replies):
+            raise BadFrameError(f"{operation} was answered with a reply of another operation")
+        return typed
+
+    def _send_to_all(self, send: Callable[[WorkerClient], None]) -> None:
+        try:
+            for client in self.clients:
+                send(client)
+        except WorkerDied as error:
+            self._steps.die(error)
+            raise
+        except TooLargeError:  # for the first rank, as it would be for all: nothing was sent
+            self._steps.take_back(self._seq)
+            self._gather = None
+            self._seq -= 1
+            raise
+
+    def take_reply(self, deadline: float) -> bool:
+        """Take in one reply; False when none came by the deadline."""
+        deadline = min(deadline, self._steps.verdict_due)
+        self._discard_events()
+        try:
+            frames = self._results.receive(deadline)
+            reply = None if frames is None else decode_step_reply(frames)
+        except (WorkerDied, WireError) as error:
+            self._steps.die(error)
+            raise
+        if frames is None or reply is None:
+            self._steps.convict_suspect()
+            return False
+        if reply.epoch == self.epoch:
+            self._dispatch(reply, frames)
+        return True
+
+    def _dispatch(self, reply: StepReplyMessage, frames: Sequence[bytes]) -> None:
+        gather = self._gather
+        if isinstance(reply, ErrorReply) and reply.seq == 0:
+            # A daemon could not read a request of ours: it fails what is outstanding.
+            outstanding = gather.seq if gather is not None else self._steps.oldest_seq
+            reply = msgspec.structs.replace(reply, seq=outstanding)
+        if gather is not None and reply.seq == gather.seq:
+            if isinstance(reply, ErrorReply):
+                gather.errors.append(reply)
+            else:
+                gather.replies.append(reply)
+        elif isinstance(reply, ErrorReply):
+            self._steps.take_error(reply, self._to_error(reply))
+        else:
+            self._steps.take_outcome(reply, frames[1:])
+
+    def _collect(self, gather: _Gather, operation: str, deadline: float, timeout_s: float) -> None:
+        while len(gather.replies) < len(self.clients):
+            if gather.errors:
+                raise self._root_cause(gather, operation)
+            now = time.monotonic()
+            if now >= deadline:
+                missing = len(self.clients) - len(gather.replies)
+                raise DeadlineExceeded(f"{operation} ({missing} ranks are missing)", timeout_s)
+            self.take_reply(min(deadline, now + PROGRESS_INTERVAL_S))
+            self._report_progress(operation)
+        self._gather = None
+
+    def _root_cause(self, gather: _Gather, operation: str) -> RemoteError:
+        """The first failure, unless it only tells of a peer's: then that peer's, if it comes
+        soon."""
+        consequences = (ErrorCode.UPSTREAM_FAILED, ErrorCode.COMM)
+        until = time.monotonic() + ROOT_CAUSE_WAIT_S
+        while all(e.code in consequences for e in gather.errors) and time.monotonic() < until:
+            if len(gather.errors) + len(gather.replies) >= len(self.clients):
+                break
+            self.take_reply(until)
+        self._gather = None
+        cause = next((e for e in gather.errors if e.code not in consequences), gather.errors[0])
+        error = self._to_error(cause)
+        error.add_note(f"in {operation}")
+        return error
+
+    def _to_error(self, reply: ErrorReply) -> RemoteError:
+        rank = min(reply.rank, len(self.clients) - 1)
+        return remote_error(reply, rank=reply.rank, endpoint=self.clients[rank].endpoint.control)
+
+    def _report_progress(self, operation: str) -> None:
+        for event in self._events.receive_all():
+            if self.on_progress is not None and isinstance(event, lc.Heartbeat):
+                self.on_progress(Progress(operation, event.rank, event.phase, event.phase_ms))
+
+    def _discard_events(self) -> None:
+        """Keep the events' queue from filling up while steps run; operations read theirs."""
+        now = time.monotonic()
+        if self._gather is None and now >= self._next_events:
+            self._next_events = now + EVENTS_INTERVAL_S
+            self._events.discard_all()
+
+
+def _remaining(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+def _must_relink(attached: Sequence[lc.CommitAttachReply]) -> bool:
+    """A link is kept only if every rank is idle at the same step of the same link."""
+    stand = {(r.previous_epoch, r.previous_seq, r.status.link) for r in attached}
+    clean = all(r.previous_clean and r.status.link_state == "up" for r in attached)
+    linked = any(r.status.link for r in attached)
+    return len(attached) > 1 and linked and not (clean and len(stand) == 1)
