@@ -23,7 +23,7 @@ MAX_HISTORY = 65_536
 
 
 class FutureLike(Protocol):
-    """What the driver needs of client.worker_group.StepFuture."""
+    """What the driver needs of client.outcomes.StepFuture."""
 
     def result(self, timeout_s: float | None = None) -> StepResult:
         """Wait for the outcome; raises StepFailed."""
