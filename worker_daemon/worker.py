@@ -8,7 +8,7 @@ it comes here. Used on the step thread only, abort_link apart.
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,16 +22,14 @@ from rpc_schema.base import StepRequest
 from rpc_schema.codec import Frame
 from rpc_schema.config import (
     CacheConfig,
-    ModelConfig,
     ParallelConfig,
     Rendezvous,
     SchedulerConfig,
-    WorkerConfig,
 )
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.description import WorkerDescription
-from worker_daemon.device.init import device_name, open_device, supports
+from worker_daemon.device.init import device_name, open_device
 from worker_daemon.device.memory import MemorySnapshot, MemorySource, memory_source, profile
 from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.distributed.link import Link, meeting_s
@@ -41,22 +39,11 @@ from worker_daemon.errors import CapacityError, CommError, ConfigError
 from worker_daemon.kv_cache.allocate import allocate_kv_caches
 from worker_daemon.kv_cache.spec import describe_layers
 from worker_daemon.layers.attention import NullAttention
-from worker_daemon.layers.attention_provider import (
-    AttentionProvider,
-    HeadShape,
-    add_prompt_attention,
-    probe_attention,
-)
 from worker_daemon.layers.reduction_provider import probe_reduction
-from worker_daemon.models.config import DecoderConfig
-from worker_daemon.models.decoder import DecoderStage, build_stage, checkpoint_names
-from worker_daemon.models.partition import check_partition, partition_layers
-from worker_daemon.models.saved_set import GroupShape, load_saved
-from worker_daemon.models.saving import RankWeights, Saver, SaveRequest
+from worker_daemon.loading import LoadedModel, RankPlace, Roots, SetPhase, load, rank_weights
+from worker_daemon.models.saving import Saver, SaveRequest
 from worker_daemon.models.tensor_bytes import checksum
-from worker_daemon.models.weights import LoadProgress, load_dummy_weights, load_weights
 from worker_daemon.profiling import Profiler, ProfileRequest
-from worker_daemon.resolve import ResolvedModel, check_cache, resolve_model
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
 from worker_daemon.runner.cuda_graph import NoGraphs, StepGraphs
 from worker_daemon.runner.model_runner import ModelRunner
@@ -65,12 +52,8 @@ from worker_daemon.runner.stage_ends import PendingReply
 from worker_daemon.runner.warmup import largest_step, size_sweep, warm_up_steps
 
 _LOG = logging.getLogger(__name__)
-_PROGRESS_EVERY_S = 1.0
 _LONG_OPERATION_S = 1800.0
 _DISPOSAL_S = 0.5
-
-SetPhase = Callable[[str, float], None]
-"""(phase, seconds of legal silence): what the worker is at, for whoever watches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +71,6 @@ class _DeviceContext:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _LoadedModel:
-    """What load_model makes and reset(DEVICE_READY) gives up."""
-
-    config: WorkerConfig
-    resolved: ResolvedModel
-    stage: DecoderStage
-    attention: AttentionProvider
-    max_model_len: int
-
-
 class Worker:
     """One daemon's worker, from an idle process to a serving stage and back."""
 
@@ -113,8 +85,7 @@ class Worker:
         """Touches no device: that is init_device's. Without a save_root nothing can be saved,
         without a profile_dir no trace written."""
         self._device_name = device
-        self._model_roots = model_roots
-        self._saved_roots = model_roots if save_root is None else (save_root, *model_roots)
+        self._roots = Roots(model_roots, save_root)
         self._saver = Saver(save_root)
         self._profiler = Profiler(profile_dir)
         self._set_phase = set_phase
@@ -122,7 +93,7 @@ class Worker:
         self._opening: Link | None = None
         """The newest link, open or not, for abort_link to see while it is opened."""
         self._context_or_none: _DeviceContext | None = None
-        self._model_or_none: _LoadedModel | None = None
+        self._model_or_none: LoadedModel | None = None
         self._runner_or_none: ModelRunner | None = None
         self._kv_caches: Sequence[torch.Tensor] = ()
         self._graphs: StepGraphs = NoGraphs()
@@ -192,43 +163,13 @@ class Worker:
         """
         began = time.monotonic()
         self._set_phase("LOADING", _LONG_OPERATION_S)
-        check_cache(message.cache, message.scheduler)
-        resolved = self._resolve(message.model)
-        context = self._context
-        if not supports(context.device, resolved.dtype):
-            raise ConfigError(
-                "the device does not compute in it",
-                field="dtype",
-                value=str(resolved.dtype),
-                fix="float16",
-            )
-        if resolved.saved is not None:
-            resolved.saved.check(self._group_shape(resolved), resolved.decoder)
-        try:
-            stage = self._build_stage(resolved)
-            self._fill(stage, message, resolved)
-        except torch.OutOfMemoryError as error:
-            raise CapacityError(
-                f"the weights do not fit: {error}", fix="more pipeline stages or tensor ranks"
-            ) from None
-        self._model_or_none = _LoadedModel(
-            config=WorkerConfig(
-                parallel=context.config,
-                model=message.model,
-                scheduler=message.scheduler,
-                cache=message.cache,
-                graph=message.graph,
-            ),
-            resolved=resolved,
-            stage=stage,
-            attention=self._probe_attention(stage, resolved),
-            max_model_len=resolved.max_model_len,
-        )
+        model = load(message, self._place, self._roots, self._set_phase)
+        self._model_or_none = model
         return lc.LoadModelReply(
             **self._identity(message),
-            model_memory_bytes=stage.num_parameters_bytes,
+            model_memory_bytes=model.stage.num_parameters_bytes,
             seconds=time.monotonic() - began,
-            max_model_len=resolved.max_model_len,
+            max_model_len=model.max_model_len,
         )
 
     def get_kv_cache_spec(self, message: lc.GetKVCacheSpec) -> lc.GetKVCacheSpecReply:
@@ -455,7 +396,9 @@ class Worker:
             message.save.hex(), message.name, message.pattern, message.max_size_bytes
         )
         report = self._saver.write(
-            request, self._rank_weights(), lambda: self._set_phase("SAVING", _LONG_OPERATION_S)
+            request,
+            rank_weights(self._model, self._place),
+            lambda: self._set_phase("SAVING", _LONG_OPERATION_S),
         )
         seconds = time.monotonic() - began
         _LOG.info("saved %.3f GB in %.1f s", report.size_bytes / 1e9, seconds)
@@ -611,7 +554,12 @@ class Worker:
         return self._context_or_none
 
     @property
-    def _model(self) -> _LoadedModel:
+    def _place(self) -> RankPlace:
+        context = self._context
+        return RankPlace(context.device, context.config, context.parallel, context.tp)
+
+    @property
+    def _model(self) -> LoadedModel:
         assert self._model_or_none is not None, "legal after load_model only"
         return self._model_or_none
 
@@ -653,76 +601,6 @@ class Worker:
             raise
         return self._opening
 
-    def _resolve(self, config: ModelConfig) -> ResolvedModel:
-        saved = config.load_format == "sharded_state"
-        return resolve_model(config, self._saved_roots if saved else self._model_roots)
-
-    def _partition(self, decoder: DecoderConfig) -> tuple[range, ...]:
-        context = self._context
-        return partition_layers(
-            decoder.num_hidden_layers, context.parallel.pp_size, context.config.layer_partition
-        )
-
-    def _group_shape(self, resolved: ResolvedModel) -> GroupShape:
-        parallel = self._context.config
-        return GroupShape(
-            pipeline_parallel_size=parallel.pipeline_parallel_size,
-            tensor_parallel_size=parallel.tensor_parallel_size,
-            layer_partition=tuple(map(len, self._partition(resolved.decoder))),
-            dtype=str(resolved.dtype).removeprefix("torch."),
-        )
-
-    def _rank_weights(self) -> RankWeights:
-        resolved = self._model.resolved
-        return RankWeights(
-            rank=self.rank,
-            shape=self._group_shape(resolved),
-            decoder=resolved.decoder,
-            config_files=resolved.config_files,
-            tensors=self._model.stage.checkpoint_views(),
-        )
-
-    def _build_stage(self, resolved: ResolvedModel) -> DecoderStage:
-        context, decoder = self._context, resolved.decoder
-        parallel = context.parallel
-        check_partition(decoder, parallel.pp_size, parallel.tp_size)
-        return build_stage(
-            decoder,
-            self._partition(decoder)[parallel.pp_rank],
-            parallel.is_first_stage,
-            parallel.is_last_stage,
-            context.tp,
-            resolved.dtype,
-            context.device,
-            resolved.max_model_len,
-            NullAttention(),
-        )
-
-    def _probe_attention(self, stage: DecoderStage, resolved: ResolvedModel) -> AttentionProvider:
-        context, decoder = self._context, resolved.decoder
-        heads = HeadShape(
-            decoder.num_attention_heads // context.parallel.tp_size,
-            stage.kv_layer_specs[0].num_kv_heads,
-            decoder.head_dim,
-        )
-        paged = probe_attention(context.device, decoder.head_dim)
-        return add_prompt_attention(paged, context.device, heads, resolved.dtype)
-
-    def _fill(self, stage: DecoderStage, message: lc.LoadModel, resolved: ResolvedModel) -> None:
-        parameters = list(stage.parameters())
-        progress = _ProgressLine(self._set_phase)
-        if message.model.load_format == "dummy":
-            report = load_dummy_weights(parameters, message.model.seed, progress)
-        elif resolved.saved is not None:
-            verify = message.model.verify_checksums
-            report = load_saved(parameters, resolved.saved, self.rank, progress, verify=verify)
-        else:
-            names = checkpoint_names(resolved.decoder)
-            report = load_weights(parameters, resolved.directory, names, progress)
-        _LOG.info("loaded %.3f GB in %.1f s", report.bytes_loaded / 1e9, report.seconds)
-        if report.ignored_tensors:
-            _LOG.warning("the model does not use %s", ", ".join(report.ignored_tensors))
-
     def _limits(self, num_blocks: int) -> StepLimits:
         model = self._model
         scheduler: SchedulerConfig = model.config.scheduler
@@ -738,32 +616,6 @@ class Worker:
 
     def _assemble(self, limits: StepLimits, kv_caches: Sequence[torch.Tensor]) -> ModelRunner:
         return assemble_runner(self._parts, self._context.link, limits, kv_caches)
-
-
-class _ProgressLine:
-    """Says how far a load has come, in the log and in the phase, once a second."""
-
-    def __init__(self, set_phase: SetPhase) -> None:
-        self._set_phase = set_phase
-        self._last_s = 0.0
-
-    def __call__(self, progress: LoadProgress) -> None:
-        if progress.seconds - self._last_s < _PROGRESS_EVERY_S:
-            return
-        self._last_s = progress.seconds
-        rate = progress.bytes_done / progress.seconds
-        left_s = (progress.bytes_total - progress.bytes_done) / rate
-        percent = 100 * progress.bytes_done // progress.bytes_total
-        self._set_phase(
-            f"LOADING {percent}%, {rate / 1e9:.1f} GB/s, {left_s:.0f} s left", _LONG_OPERATION_S
-        )
-        _LOG.info(
-            "loading: %.2f of %.2f GB, %.2f GB/s, %.0f s left",
-            progress.bytes_done / 1e9,
-            progress.bytes_total / 1e9,
-            rate / 1e9,
-            left_s,
-        )
 
 
 def _no_wait() -> float:
