@@ -2,16 +2,25 @@
 what the options mean."""
 
 import logging
+import sys
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from worker_daemon.errors import ConfigError
+from rpc_schema.config import (
+    CacheConfig,
+    GraphConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
+from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.logs import configure_logs
 from worker_daemon.server.assembly import run_daemon
 from worker_daemon.server.endpoints import EndpointInUseError
-from worker_daemon.settings import load_settings, prepare_kernel_cache
+from worker_daemon.settings import load_settings, prepare_environment, prepare_kernel_cache
 
 EXIT_IN_USE: Final = 73
 EXIT_CONFIG: Final = 78
@@ -83,3 +92,69 @@ def serve(
         logging.getLogger(__name__).error("%s", error)
         raise typer.Exit(EXIT_CONFIG) from None
     raise typer.Exit(exit_code)
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Option(help="checkpoint directory, Hugging Face format")],
+    pipeline_parallel_size: Annotated[int, typer.Option(help="pipeline stages")] = 1,
+    tensor_parallel_size: Annotated[int, typer.Option(help="ranks of a stage")] = 1,
+    layer_partition: Annotated[
+        str, typer.Option(help="layers of each stage: N,N,...; default: even")
+    ] = "",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")] = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option(help="default: the model's own limit")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="requests running at once")] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="tokens in a step")] = 8192,
+    block_size: Annotated[int, typer.Option(help="tokens in a KV block")] = 16,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="share of the memory")] = 0.9,
+    device: Annotated[str, typer.Option(help="cuda:N, asked for its memory")] = "cuda:0",
+    memory_bytes: Annotated[
+        int | None, typer.Option(help="a device's memory; default: asked of --device")
+    ] = None,
+    model_root: Annotated[
+        list[Path] | None,
+        typer.Option(help="the daemons' model roots; default: the model's parent directory"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+    visible_devices: Annotated[
+        str | None, typer.Option(envvar="CUDA_VISIBLE_DEVICES", hidden=True)
+    ] = None,
+) -> None:
+    """Print the memory plan that a group of daemons would arrive at; loads nothing."""
+    configure_logs("info")
+    prepare_environment()
+    # Seconds of torch, which `serve` does not wait for either.
+    from worker_daemon.device.total_memory import total_memory_bytes
+    from worker_daemon.plan_report import plan_json, plan_text
+    from worker_daemon.planning import plan_memory, read_partition, resolve_directory
+
+    try:
+        directory = resolve_directory(model)
+        config = WorkerConfig(
+            parallel=ParallelConfig(
+                pipeline_parallel_size=pipeline_parallel_size,
+                tensor_parallel_size=tensor_parallel_size,
+                layer_partition=read_partition(layer_partition) if layer_partition else None,
+            ),
+            model=ModelConfig(
+                model=str(directory),
+                dtype=dtype,  # type: ignore[arg-type]  # plan_memory checks every value
+                max_model_len=max_model_len,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+            ),
+            cache=CacheConfig(block_size=block_size, gpu_memory_utilization=gpu_memory_utilization),
+            graph=GraphConfig(),
+        )
+        total = memory_bytes
+        if total is None:
+            total = total_memory_bytes(device, visible_devices)
+        made = plan_memory(config, total, model_root or [directory.parent])
+    except (ConfigError, CapacityError) as error:
+        logging.getLogger(__name__).error("%s", error)
+        raise typer.Exit(EXIT_CONFIG) from None
+    sys.stdout.write(plan_json(made) + "\n" if as_json else plan_text(made))

@@ -1,0 +1,49 @@
+"""`worker-daemon plan` as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.command_line import DAEMON, environment
+
+MODEL = ("--model", str(Path(__file__).parents[3] / "benchmarks" / "models" / "llama-8b"))
+H200_BYTES = 150_109_880_320
+
+
+def run_plan(directory, *words):
+    return subprocess.run(
+        [*DAEMON, "plan", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(directory),
+        check=False,
+    )
+
+
+def test_json_names_every_rank(tmp_path):
+    sizes = ("--pipeline-parallel-size", "2", "--layer-partition", "17,15")
+    done = run_plan(tmp_path, *MODEL, *sizes, "--memory-bytes", str(H200_BYTES), "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert [rank["num_layers"] for rank in plan["ranks"]] == [17, 15]
+    assert plan["num_blocks"] == plan["ranks"][0]["num_blocks"]
+    assert plan["max_model_len"] == 131072
+    assert plan["requested_bytes"] == 135_098_892_288
+
+
+def test_a_wrong_setting_is_one_line_and_an_exit_code(tmp_path):
+    done = run_plan(tmp_path, *MODEL, "--device", "cpu")
+    assert done.returncode == 78
+    assert done.stdout == ""
+    assert "--memory-bytes" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_serve_does_not_wait_for_what_a_plan_needs():
+    code = "import sys, worker_daemon.cli; print({'torch', 'pynvml'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "set()"

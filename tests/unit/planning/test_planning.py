@@ -1,0 +1,350 @@
+"""The memory plan: equal to what daemons and driver would arrive at, and typed errors otherwise."""
+
+import json
+from itertools import product
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from client import kv_planning
+from client.errors import KVPlanError
+from rpc_schema.config import (
+    CacheConfig,
+    GraphConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
+from worker_daemon.distributed.tp import tensor_parallel
+from worker_daemon.errors import CapacityError, CheckpointError, ConfigError
+from worker_daemon.kv_cache.spec import describe_layers
+from worker_daemon.layers.attention import NullAttention
+from worker_daemon.models.config import read_model_config
+from worker_daemon.models.decoder import build_stage
+from worker_daemon.models.partition import partition_layers
+from worker_daemon.plan_report import plan_json, plan_text
+from worker_daemon.planning import plan_memory, read_partition
+
+BENCHMARK_MODELS = Path(__file__).parents[3] / "benchmarks" / "models"
+H200_BYTES = 150_109_880_320
+MIB = 1 << 20
+
+SMALL = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 131,
+    "max_position_embeddings": 256,
+    "torch_dtype": "bfloat16",
+}
+FAMILIES = {
+    "LlamaForCausalLM": {"attention_bias": True, "mlp_bias": True},
+    "MistralForCausalLM": {"sliding_window": 64},
+    "Qwen2ForCausalLM": {},
+    "Qwen3ForCausalLM": {"head_dim": 16},
+}
+
+
+@pytest.fixture
+def write_model(tmp_path):
+    """write_model(architecture, **fields) -> a directory with a config.json and nothing else."""
+
+    def write(architecture="LlamaForCausalLM", **fields):
+        path = tmp_path / "model"
+        path.mkdir(exist_ok=True)
+        config = {"architectures": [architecture], **SMALL, **fields}
+        (path / "config.json").write_text(json.dumps(config))
+        return path
+
+    return write
+
+
+def plan(path, memory_bytes=64 * MIB, *, pp=1, tp=1, partition=None, roots=None, **options):
+    sections = {"model": ModelConfig, "scheduler": SchedulerConfig, "cache": CacheConfig}
+    given = {
+        name: kind(
+            **({"model": str(path)} if name == "model" else {}),
+            **{key: value for key, value in options.items() if key in kind.__struct_fields__},
+        )
+        for name, kind in sections.items()
+    }
+    config = WorkerConfig(
+        parallel=ParallelConfig(
+            pipeline_parallel_size=pp, tensor_parallel_size=tp, layer_partition=partition
+        ),
+        graph=GraphConfig(),
+        **given,
+    )
+    return plan_memory(config, memory_bytes, roots or [path.parent])
+
+
+def built_stages(path, pp, tp, partition, dtype):
+    """What the daemons of a group build, in rank order, in real memory."""
+    config = read_model_config(path)
+    parts = partition_layers(config.num_hidden_layers, pp, partition)
+    return [
+        build_stage(
+            config,
+            parts[stage],
+            stage == 0,
+            stage == pp - 1,
+            tensor_parallel(rank, tp),
+            dtype,
+            torch.device("cpu"),
+            config.max_position_embeddings,
+            NullAttention(),
+        )
+        for stage, rank in product(range(pp), range(tp))
+    ]
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("pp", "tp", "partition"),
+    [
+        (1, 1, None),
+        (2, 1, None),
+        (3, 2, (1, 3, 1)),
+        (2, 4, None),  # each KV head on two ranks
+        (1, 8, None),  # ranks whose rows of the vocabulary are padding alone
+        (5, 1, None),
+    ],
+)
+def test_weights_are_those_of_the_stages_that_daemons_build(
+    write_model, architecture, tied, pp, tp, partition
+):
+    path = write_model(architecture, tie_word_embeddings=tied, **FAMILIES[architecture])
+    for dtype in ("auto", "float32"):
+        planned = plan(path, pp=pp, tp=tp, partition=partition, dtype=dtype)
+        torch_dtype = torch.bfloat16 if dtype == "auto" else torch.float32
+        stages = built_stages(path, pp, tp, partition, torch_dtype)
+        for rank, stage in zip(planned.ranks, stages, strict=True):
+            assert rank.weights_bytes == stage.num_parameters_bytes
+            specs = describe_layers(stage.kv_layer_specs, torch_dtype)
+            assert rank.kv_block_bytes == 16 * sum(spec.bytes_per_token for spec in specs)
+            assert rank.num_layers == len(specs)
+        places = [(rank.rank, rank.pp_rank, rank.tp_rank) for rank in planned.ranks]
+        assert places == [(p * tp + t, p, t) for p in range(pp) for t in range(tp)]
+        layers = [r.first_layer + i for r in planned.ranks[::tp] for i in range(r.num_layers)]
+        assert layers == list(range(5))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters"), [("llama-8b", 8_030_261_248), ("qwen3-0.6b", 596_049_920)]
+)
+def test_published_parameter_counts(name, num_parameters):
+    planned = plan(BENCHMARK_MODELS / name, H200_BYTES)
+    assert planned.ranks[0].weights_bytes == 2 * num_parameters
+
+
+@pytest.mark.parametrize(("name", "measured"), [("llama-8b", 1.04e9), ("qwen3-0.6b", 0.61e9)])
+def test_the_largest_step_comes_close_to_what_was_measured_and_above(name, measured):
+    """Measured on an H200: 8,192 tokens, 256 rows."""
+    for max_model_len in (8192, 40960):
+        planned = plan(BENCHMARK_MODELS / name, H200_BYTES, max_model_len=max_model_len)
+        assert measured < planned.ranks[0].step_estimate_bytes < 1.25 * measured
+
+
+def test_keys_and_values_count_in_a_step_where_heads_are_wide(write_model):
+    def step_bytes(num_kv_heads, tp):
+        fields = {"num_key_value_heads": num_kv_heads, "head_dim": 128, "intermediate_size": 8}
+        planned = plan(write_model(**fields), 1 << 33, pp=2, tp=tp)
+        return planned.ranks[0].step_estimate_bytes
+
+    head_bytes = 8192 * 128 * 2  # of the step's tokens, in bf16
+    for tp in (1, 2):
+        growth = step_bytes(8, tp) - step_bytes(2, tp)
+        assert growth == pytest.approx(1.05 * 2 * 6 / tp * head_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("memory_bytes", [4 * MIB, 5 * MIB, 64 * MIB, 1 << 33])
+@pytest.mark.parametrize(("pp", "tp", "partition"), [(1, 1, None), (2, 1, (4, 1)), (2, 4, None)])
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+def test_blocks_are_those_that_a_driver_plans(
+    write_model, memory_bytes, pp, tp, partition, block_size
+):
+    path = write_model()
+    options = {"block_size": block_size, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    planned = plan(path, memory_bytes, pp=pp, tp=tp, partition=partition, **options)
+    stages = built_stages(path, pp, tp, partition, torch.bfloat16)
+    specs = [describe_layers(stage.kv_layer_specs, torch.bfloat16) for stage in stages]
+
+    def blocks(available):
+        return kv_planning.fitting_blocks(specs, available, block_size)
+
+    available = [rank.kv_available_bytes for rank in planned.ranks]
+    assert planned.num_blocks == blocks(available) == min(r.num_blocks for r in planned.ranks)
+    for rank, layers in zip(planned.ranks, specs, strict=True):
+        taken = rank.weights_bytes + rank.rotary_table_bytes + rank.step_estimate_bytes
+        assert rank.kv_available_bytes == planned.requested_bytes - taken
+        alone = kv_planning.fitting_blocks([layers], [rank.kv_available_bytes], block_size)
+        assert rank.num_blocks == alone
+
+    override = planned.kv_cache_memory_bytes_request
+    assert blocks([override] * len(specs)) == planned.num_blocks
+    whole = [a + memory_bytes - planned.requested_bytes for a in available]
+    assert blocks([planned.kv_cache_memory_bytes_card] * len(specs)) == blocks(whole)
+
+    length = planned.max_model_len
+    try:
+        kv_planning.fit_max_model_len(planned.num_blocks, block_size, length, may_lower=False)
+    except KVPlanError:
+        assert not planned.max_model_len_fits
+    else:
+        assert planned.max_model_len_fits
+    each = kv_planning.blocks_for(length, block_size)
+    usable = planned.num_blocks - kv_planning.NUM_NULL_BLOCKS
+    assert planned.num_longest_requests == usable // each
+    assert planned.num_tokens == usable * block_size
+
+
+def test_the_longest_that_fits_is_exact(write_model):
+    path = write_model(max_position_embeddings=100_000)
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    planned = plan(path, 24 * MIB, **options)
+    assert not planned.max_model_len_fits
+    assert planned.num_longest_requests == 0
+    longest = planned.longest_model_len
+    assert 1 < longest < 100_000
+    assert plan(path, 24 * MIB, max_model_len=longest, **options).max_model_len_fits
+    assert not plan(path, 24 * MIB, max_model_len=longest + 1, **options).max_model_len_fits
+
+
+def test_the_longest_never_exceeds_the_models_own_limit(write_model):
+    planned = plan(write_model(), 1 << 33, max_model_len=100)
+    assert planned.max_model_len == 100
+    assert planned.longest_model_len == SMALL["max_position_embeddings"]
+
+
+def test_the_smallest_rank_decides(write_model):
+    planned = plan(write_model(), pp=2, partition=(1, 4))
+    first, second = planned.ranks
+    assert second.num_blocks < first.num_blocks
+    assert planned.num_blocks == second.num_blocks
+
+
+def test_the_share_of_the_memory_is_of_the_total(write_model):
+    planned = plan(write_model(), 100_000_001, gpu_memory_utilization=0.5)
+    assert planned.requested_bytes == 50_000_001
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "field"),
+    [
+        ({"tp": 3}, ConfigError, "tensor_parallel_size"),
+        ({"tp": 0}, ConfigError, "parallel.tensor_parallel_size"),
+        ({"pp": 6}, ConfigError, "pipeline_parallel_size"),
+        ({"pp": 2, "partition": (4, 2)}, ConfigError, "parallel.layer_partition"),
+        ({"pp": 2, "partition": (5,)}, ConfigError, "parallel.layer_partition"),
+        ({"pp": 2, "partition": (5, 0)}, ConfigError, "parallel.layer_partition"),
+        ({"dtype": "int8"}, ConfigError, "model.dtype"),
+        ({"max_model_len": 257}, ConfigError, "max_model_len"),
+        ({"max_model_len": 0}, ConfigError, "model.max_model_len"),
+        ({"block_size": 24}, ConfigError, "cache.block_size"),
+        ({"block_size": 2048}, ConfigError, "cache.block_size"),
+        ({"max_num_seqs": 70_000}, ConfigError, "scheduler.max_num_seqs"),
+        ({"max_num_batched_tokens": 255}, ConfigError, "scheduler.max_num_batched_tokens"),
+        ({"gpu_memory_utilization": 0.0}, ConfigError, "cache.gpu_memory_utilization"),
+        ({"gpu_memory_utilization": float("nan")}, ConfigError, "cache.gpu_memory_utilization"),
+        ({"max_num_batched_tokens": 1 << 80}, ConfigError, "scheduler.max_num_batched_tokens"),
+        ({"memory_bytes": 0}, ConfigError, "memory_bytes"),
+        ({"memory_bytes": 10**400}, ConfigError, "memory_bytes"),
+        ({"memory_bytes": 10_000}, CapacityError, "gpu_memory_utilization"),
+    ],
+)
+def test_what_cannot_be_is_refused(write_model, options, error, field):
+    with pytest.raises(error) as caught:
+        plan(write_model(), **options)
+    assert caught.value.field == field
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"architectures": ["BertForMaskedLM"]}, "architectures"),
+        ({"hidden_size": "48"}, "hidden_size"),
+        ({"intermediate_size": 8 * 10**30}, "model"),
+        ({"vocab_size": 2**62}, "model"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(write_model, fields, field):
+    with pytest.raises(ConfigError) as caught:
+        plan(write_model(**fields))
+    assert caught.value.field == field
+    assert caught.value.fix
+
+
+def test_a_limit_beyond_all_memory_is_no_trouble(write_model):
+    path = write_model(max_position_embeddings=10**30)
+    assert plan(path, 1 << 33, max_model_len=64).longest_model_len > 64
+
+
+def test_one_block_is_nothing(write_model):
+    """The null block is there always: with it alone there is no room for a token."""
+    path = write_model()
+    roomy = plan(path, gpu_memory_utilization=1.0)
+    rank = roomy.ranks[0]
+    least = roomy.memory_bytes - rank.kv_available_bytes + 2 * rank.kv_block_bytes
+    assert plan(path, least, gpu_memory_utilization=1.0).num_tokens == 16
+    with pytest.raises(CapacityError, match=r"on rank 0 .* nothing is left"):
+        plan(path, least - 1, gpu_memory_utilization=1.0)
+
+
+def test_a_model_outside_the_roots_is_refused(write_model, tmp_path):
+    path, elsewhere = write_model(), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with pytest.raises(ConfigError, match="outside"):
+        plan(path, roots=[elsewhere])
+
+
+def test_a_missing_or_broken_model_is_refused(write_model, tmp_path):
+    path = write_model()
+    (path / "config.json").write_text("{")
+    for broken in (path, tmp_path / "none"):
+        with pytest.raises(CheckpointError) as caught:
+            plan(broken)
+        assert caught.value.field == "model"
+
+
+@pytest.mark.parametrize("text", ["3,x", "", "1,,2", "1.5", "-1,6", "²", "1" * 5000])
+def test_a_partition_is_a_list_of_counts(text):
+    assert read_partition("17, 15") == (17, 15)
+    with pytest.raises(ConfigError) as caught:
+        read_partition(text)
+    assert caught.value.field == "layer_partition"
+
+
+def test_the_report_says_all_of_it(write_model):
+    planned = plan(write_model(max_position_embeddings=100_000), 24 * MIB, pp=2, max_num_seqs=4)
+    text = plan_text(planned)
+    for rank in planned.ranks:
+        row = next(
+            line.split() for line in text.splitlines() if line.split()[:1] == [str(rank.rank)]
+        )
+        figures = (
+            rank.weights_bytes,
+            rank.rotary_table_bytes,
+            rank.step_estimate_bytes,
+            rank.kv_available_bytes,
+            rank.kv_block_bytes,
+            rank.num_blocks,
+            rank.num_tokens,
+            rank.num_longest_requests,
+        )
+        assert row[4:] == [f"{figure:,}" for figure in figures]
+    assert f"does not fit; the longest that would: {planned.longest_model_len:,}" in text
+    assert f"for the request: {planned.kv_cache_memory_bytes_request:,}" in text
+    assert f"beside: {planned.kv_cache_memory_bytes_card:,}" in text
+    assert "estimate" in text
+    assert "Not counted: the CUDA context" in text
+
+    fields = json.loads(plan_json(planned))
+    assert "the CUDA context" in fields.pop("not_counted")
+    assert msgspec.convert(fields, type(planned)) == planned

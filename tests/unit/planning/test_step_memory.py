@@ -1,0 +1,212 @@
+"""The estimate of the largest step, against what a stage keeps alive and what the runner makes."""
+
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from worker_daemon.distributed.tp import SingleRank
+from worker_daemon.layers.attention import AttentionMetadata, NullAttention
+from worker_daemon.layers.torch_ops import TorchOps
+from worker_daemon.models.config import parse_model_config
+from worker_daemon.models.decoder import build_stage
+from worker_daemon.runner.input_batch import staging_capacity
+from worker_daemon.runner.request_state import RequestState, StepLimits
+from worker_daemon.step_memory import StageWidths, estimate_step_bytes, staging_values
+
+NUM_TOKENS = 512
+HIDDEN_SIZE = 64
+
+
+class OutputsOnly(TorchOps):
+    """Allocates what the fused kernels of a GPU do, a result for each operation, and computes
+    nothing."""
+
+    def linear(self, x, weight, bias):
+        return x.new_empty(x.shape[0], weight.shape[0])
+
+    def rms_norm(self, x, weight, eps):
+        return torch.empty_like(x)
+
+    def add_rms_norm(self, x, residual, weight, eps):
+        return torch.empty_like(x), torch.empty_like(x)
+
+    def silu_and_mul(self, gate_up):
+        return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+    def rotate_and_store(self, qkv, positions, table, num_kv_heads, norms, kv_cache, slots):
+        heads = qkv.view(qkv.shape[0], -1, 2 * table.shape[2])
+        return heads[:, : heads.shape[1] - 2 * num_kv_heads]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that were made inside and are alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak = 0
+        self._users = {}
+        self._sizes = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor)
+        self.peak = max(self.peak, sum(self._sizes.values()))
+        return out
+
+    def _count(self, tensor):
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        self._sizes.setdefault(address, storage.nbytes())
+        self._users[address] = self._users.get(address, 0) + 1
+        weakref.finalize(tensor, self._forget, address)
+
+    def _forget(self, address):
+        self._users[address] -= 1
+        if not self._users[address]:
+            del self._users[address], self._sizes[address]
+
+
+def peak_of_layers(heads, kv_heads, head_dim, inner_size):
+    config = parse_model_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 128,
+            "hidden_size": HIDDEN_SIZE,
+            "intermediate_size": inner_size,
+            "num_hidden_layers": 3,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "max_position_embeddings": NUM_TOKENS,
+        }
+    )
+    device = torch.device("cpu")
+    stage = build_stage(
+        config,
+        range(3),
+        True,
+        False,
+        SingleRank(),
+        torch.float32,
+        device,
+        NUM_TOKENS,
+        NullAttention(),
+        OutputsOnly(),
+    )
+    nothing = torch.empty(0, dtype=torch.int32)
+    metadata = AttentionMetadata(
+        *[nothing] * 6,
+        num_seqs=1,
+        max_query_len=NUM_TOKENS,
+        max_seq_len=NUM_TOKENS,
+        query_lens_np=nothing.numpy(),
+        seq_lens_np=nothing.numpy(),
+    )
+    ids = torch.zeros(NUM_TOKENS, dtype=torch.int64)
+    with torch.inference_mode(), LiveBytes() as live:
+        stage.forward(stage.embed(ids), ids, (), metadata)
+    return live.peak
+
+
+def limits(max_num_seqs=1, max_num_batched_tokens=NUM_TOKENS, max_model_len=NUM_TOKENS, block=16):
+    return StepLimits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        vocab_size=1000,
+        block_size=block,
+        num_blocks=1 << 30,
+    )
+
+
+def widths(**changes):
+    fields = {
+        "hidden_size": 64,
+        "qkv_size": 96,
+        "q_size": 64,
+        "inner_size": 128,
+        "vocab_size": 1000,
+        "vocab_rows": 1024,
+        "itemsize": 2,
+        "pp_size": 1,
+        "tp_size": 1,
+        "is_first_stage": True,
+        "is_last_stage": True,
+    }
+    return StageWidths(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "inner_size"),
+    [(4, 2, 16, 256), (4, 4, 16, 128), (4, 1, 16, 16), (16, 16, 32, 64), (2, 1, 128, 32)],
+)
+def test_layers_take_what_a_stage_keeps_alive(heads, kv_heads, head_dim, inner_size):
+    peak = peak_of_layers(heads, kv_heads, head_dim, inner_size)
+    estimate = estimate_step_bytes(
+        widths(
+            hidden_size=HIDDEN_SIZE,
+            qkv_size=(heads + 2 * kv_heads) * head_dim,
+            q_size=heads * head_dim,
+            inner_size=inner_size,
+            itemsize=4,
+            is_last_stage=False,
+        ),
+        limits(),
+    )
+    assert peak < estimate < 1.25 * peak
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 7, 64, 1000])
+@pytest.mark.parametrize(("max_model_len", "block"), [(64, 16), (5000, 1), (100, 64)])
+def test_columns_are_the_runners(max_num_seqs, max_model_len, block):
+    sizes = limits(max_num_seqs, 2048, max_model_len, block)
+    assert staging_values(sizes) == staging_capacity(RequestState(sizes))
+
+
+def test_a_step_has_no_more_tokens_than_its_rows_can_have():
+    few = estimate_step_bytes(widths(), limits(2, 4096, 16))
+    many = estimate_step_bytes(widths(), limits(2, 4096, 2048))
+    assert few < many / 4
+
+
+def test_rows_cost_on_the_last_stage_alone():
+    def growth(**changes):
+        one, more = (
+            estimate_step_bytes(widths(vocab_size=100_000, vocab_rows=100_032, **changes), sizes)
+            for sizes in (limits(1), limits(257))
+        )
+        return more - one
+
+    logits_bytes = 257 * 100_000 * 4
+    assert growth(is_last_stage=True) > 2 * logits_bytes
+    assert growth(is_last_stage=False) < logits_bytes / 10
+
+
+def test_ranks_that_gather_logits_hold_all_of_them_with_padding():
+    """Twice, beside their part: as they come, and row after row."""
+    vocab = {"vocab_size": 100, "vocab_rows": 4096, "itemsize": 4, "is_first_stage": True}
+    alone = estimate_step_bytes(widths(**vocab), limits(64))
+    shared = estimate_step_bytes(widths(**vocab, tp_size=8), limits(64))
+    part = 64 * 4096 * 4
+    assert shared - alone == pytest.approx(1.05 * (2 * 8 * part), rel=0.05)
+
+
+@pytest.mark.parametrize(("tp_size", "hidden_size"), [(1, 64), (2, 64), (2, 65)])
+def test_neighbours_messages_are_kept_for_each_step_in_flight(tp_size, hidden_size):
+    """Two and more for each stage; a middle stage has them to both sides."""
+    place = {"tp_size": tp_size, "hidden_size": hidden_size, "pp_size": 4, "is_last_stage": False}
+    alone = estimate_step_bytes(
+        widths(tp_size=tp_size, hidden_size=hidden_size, is_last_stage=False), limits()
+    )
+    first = estimate_step_bytes(widths(**place), limits())
+    middle = estimate_step_bytes(widths(**place, is_first_stage=False), limits())
+    slices = tp_size if hidden_size % tp_size == 0 else 1
+    side = 6 * NUM_TOKENS * hidden_size * 2 // slices
+    gathered = NUM_TOKENS * hidden_size * 2 if slices > 1 else 0
+    assert first - alone == pytest.approx(1.05 * side, rel=0.01)
+    assert middle - first == pytest.approx(1.05 * (side + gathered), rel=0.01)

@@ -1,0 +1,121 @@
+"""An estimate of what the largest step takes on a GPU beside weights and KV cache. Pure arithmetic:
+must not know a device, a checkpoint or a rank's number.
+
+It adds up the tensors that are alive together where a step holds the most: in a layer's attention
+or MLP, or where the last stage draws tokens and reports logprobs. What a kernel takes for itself is
+in MARGIN_DIVISOR's share alone.
+
+Letters: N tokens, H hidden size, R rows that sample, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from worker_daemon.runner.request_state import MAX_BLOCK_UPDATES, StepLimits
+from worker_daemon.runner.step_layout import (
+    SAMPLING_COLUMNS,
+    StepShape,
+    decode_sizes,
+    packed_size,
+)
+
+MARGIN_DIVISOR: Final = 20
+"""The estimate has one part in so many above the sum: kernels' workspaces, rounding."""
+
+_ALIVE_IN_LAYER: Final = 4
+"""[N, H] tensors alive all through a layer: what the last layer gave away (its part and its
+residual stream), this layer's residual stream and its normed input."""
+_TRAILER_BYTES: Final = 16
+_INT32: Final = 4
+_INT64: Final = 8
+_FLOAT32: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StageWidths:
+    """What of one rank's stage decides how much a step takes. Sizes are this rank's, in elements
+    of the model's dtype, unless said otherwise."""
+
+    hidden_size: int
+    """Of the whole model."""
+    qkv_size: int
+    """Query, key and value heads of a token."""
+    q_size: int
+    """Query heads of a token."""
+    inner_size: int
+    """Of the MLP."""
+    vocab_size: int
+    """Of the whole model."""
+    vocab_rows: int
+    """Rows of the LM head, padding included."""
+    itemsize: int
+    """Bytes of an element."""
+    pp_size: int
+    tp_size: int
+    is_first_stage: bool
+    is_last_stage: bool
+
+
+def estimate_step_bytes(widths: StageWidths, limits: StepLimits) -> int:
+    """Return the bytes that the largest step within the limits has at its peak, the runner's own
+    tables and buffers included."""
+    rows = limits.max_num_seqs
+    tokens = min(limits.max_num_batched_tokens, rows * limits.max_model_len)
+    sampling = _sampling_bytes(widths, tokens, rows) if widths.is_last_stage else 0
+    peak = max(_layer_bytes(widths, tokens), sampling)
+    total = peak + _table_bytes(limits) + _neighbour_bytes(widths, limits, tokens)
+    total += 2 * _INT64 * tokens  # the step's token ids and KV slots
+    return total + total // MARGIN_DIVISOR
+
+
+def _layer_bytes(widths: StageWidths, tokens: int) -> int:
+    """The larger of a layer's two halves, either before its output is added."""
+    hidden = widths.hidden_size
+    attention = widths.qkv_size + widths.q_size + hidden
+    # Attention's output lives on beside the MLP, whose inner size comes twice and then once more.
+    mlp = hidden + max(3 * widths.inner_size, widths.inner_size + hidden)
+    return tokens * (_ALIVE_IN_LAYER * hidden + max(attention, mlp)) * widths.itemsize
+
+
+def _sampling_bytes(widths: StageWidths, tokens: int, rows: int) -> int:
+    """Logits of all rows, and what makes them or reads them: the gathering of the ranks' parts, or
+    logprobs (float32 copies where the model's dtype is another, a comparison and its sum)."""
+    logits = rows * widths.vocab_rows * widths.itemsize
+    gathering = 0
+    if widths.tp_size > 1:
+        part, logits = logits, logits * widths.tp_size
+        gathering = part + logits
+    num_logits = rows * widths.vocab_size
+    copy = 0 if widths.itemsize == _FLOAT32 else num_logits * _FLOAT32
+    logprobs = copy + num_logits * (_FLOAT32 + 1 + _INT32)
+    hidden = (tokens + 2 * rows) * widths.hidden_size * widths.itemsize
+    return hidden + logits + max(gathering, logprobs)
+
+
+def _table_bytes(limits: StepLimits) -> int:
+    """The rows' tables, and the buffer that a step's columns are uploaded to
+    (runner/input_batch.py:staging_capacity)."""
+    num_rows = limits.max_num_seqs + 1
+    table = num_rows * (_INT32 * (limits.max_blocks_per_seq + SAMPLING_COLUMNS) + _INT64)
+    return table + _INT32 * staging_values(limits)
+
+
+def staging_values(limits: StepLimits) -> int:
+    """Return the int32 values of the largest step's columns."""
+    seqs = max(limits.max_num_seqs + 1, *decode_sizes(limits.max_num_seqs))
+    tokens = limits.max_num_batched_tokens + seqs
+    blocks = min(seqs * limits.max_blocks_per_seq, max(seqs, MAX_BLOCK_UPDATES))
+    return packed_size(StepShape(tokens, seqs, seqs, max(blocks, tokens), limits.max_num_seqs))
+
+
+def _neighbour_bytes(widths: StageWidths, limits: StepLimits, tokens: int) -> int:
+    """Messages from and to the neighbouring stages: a buffer for each step in flight and two more,
+    and the hidden states that a stage's ranks gather from theirs."""
+    if widths.pp_size == 1:
+        return 0
+    num_slices = widths.tp_size if widths.hidden_size % widths.tp_size == 0 else 1
+    row_bytes = widths.hidden_size * widths.itemsize
+    message = limits.max_num_batched_tokens * row_bytes // num_slices + 2 * _TRAILER_BYTES
+    num_neighbours = (not widths.is_first_stage) + (not widths.is_last_stage)
+    gathers = num_slices > 1 and not widths.is_first_stage
+    return num_neighbours * (widths.pp_size + 2) * message + gathers * tokens * row_bytes
