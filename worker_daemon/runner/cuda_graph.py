@@ -86,10 +86,12 @@ class LadderGraphs:
             self._num_captured = 0
             runner.inputs.pad_by(ExactShapes(), ())
             runner.use(self._eager)
-            torch.cuda.empty_cache()  # their memory is a pool's; the next ones get another pool
 
     def after_relink(self, runner: ModelRunner) -> None:
         if self._holds_communication:
+            # The memory of those that were dropped is a pool's, and these get another pool. Not
+            # before: freeing waits for kernels, which may wait for a peer until the link is left.
+            torch.cuda.empty_cache()
             self.capture(runner)
 
 
