@@ -158,6 +158,8 @@ class Profiler:
         self._directory = directory
         self._prefix = DEFAULT_PREFIX
         self._recording: _Recording = _NoRecording()
+        self._abandoned: _Recording = _NoRecording()
+        """Of a driver that is gone."""
 
     def start(self, request: ProfileRequest, device: torch.device, parallel: ParallelState) -> None:
         """Begin to record.
@@ -175,6 +177,7 @@ class Profiler:
                 fix="stop it first",
             )
         prefix = _checked_prefix(request.prefix or self._prefix)
+        self._drop_abandoned()
         if request.kind == "cuda":
             if device.type != "cuda":
                 raise ConfigError(
@@ -212,6 +215,7 @@ class Profiler:
     def end(self) -> None:
         """End whatever runs, and keep its trace where it can be written: before a reset, and at the
         end."""
+        self._drop_abandoned()
         kind = self._recording.kind
         try:
             written = self._stop()
@@ -221,17 +225,24 @@ class Profiler:
             if kind is not None:
                 _LOG.info("ended the profile that was running: %s", written or kind)
 
-    def discard(self) -> None:
-        """End whatever runs, without its trace: its driver is gone."""
-        recording, self._recording = self._recording, _NoRecording()
-        try:
-            recording.discard()
-        except Exception:
-            _LOG.warning("a profile did not end as it should", exc_info=True)
+    def abandon(self) -> None:
+        """The driver of whatever runs is gone: drop that before the next step or profile. Not now:
+        it waits for the device, whose kernels may wait for a peer until the link is left."""
+        if self._recording.kind is not None:
+            self._abandoned, self._recording = self._recording, _NoRecording()
 
     def step(self, message: ExecuteModel) -> AbstractContextManager[object]:
         """Return what to run a step in, so that the profile shows it under its counts."""
+        if self._abandoned.kind is not None:
+            self._drop_abandoned()
         return self._recording.step(message)
+
+    def _drop_abandoned(self) -> None:
+        abandoned, self._abandoned = self._abandoned, _NoRecording()
+        try:
+            abandoned.discard()
+        except Exception:
+            _LOG.warning("a profile did not end as it should", exc_info=True)
 
     def _stop(self) -> Path | None:
         recording, self._recording = self._recording, _NoRecording()

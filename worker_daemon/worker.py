@@ -440,7 +440,7 @@ class Worker:
     def on_attach(self) -> bool:
         """Drop all requests, and the profile of the driver before. True if no step was cut off;
         whether every send was received, only the group's seqs tell."""
-        self._profiler.discard()
+        self._profiler.abandon()
         runner = self._runner_or_none
         if runner is None:
             return True
