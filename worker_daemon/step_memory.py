@@ -12,12 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from worker_daemon.runner.request_state import MAX_BLOCK_UPDATES, StepLimits
-from worker_daemon.runner.step_layout import (
-    SAMPLING_COLUMNS,
-    StepShape,
-    decode_sizes,
-    packed_size,
-)
+from worker_daemon.runner.row_tables import SAMPLING_COLUMNS
+from worker_daemon.runner.step_layout import StepShape, decode_sizes, packed_size
 
 MARGIN_DIVISOR: Final = 20
 """The estimate has one part in so many above the sum: kernels' workspaces, rounding."""
@@ -93,7 +89,7 @@ def _sampling_bytes(widths: StageWidths, tokens: int, rows: int) -> int:
 
 
 def _table_bytes(limits: StepLimits) -> int:
-    """The rows' tables, and the buffer that a step's columns are uploaded to
+    """The rows' tables, and the buffer that a step's columns are taken to
     (runner/input_batch.py:staging_capacity)."""
     num_rows = limits.max_num_seqs + 1
     table = num_rows * (_INT32 * (limits.max_blocks_per_seq + SAMPLING_COLUMNS) + _INT64)
@@ -105,7 +101,7 @@ def staging_values(limits: StepLimits) -> int:
     seqs = max(limits.max_num_seqs + 1, *decode_sizes(limits.max_num_seqs))
     tokens = limits.max_num_batched_tokens + seqs
     blocks = min(seqs * limits.max_blocks_per_seq, max(seqs, MAX_BLOCK_UPDATES))
-    return packed_size(StepShape(tokens, seqs, seqs, max(blocks, tokens), limits.max_num_seqs))
+    return packed_size(StepShape(tokens, seqs, seqs, max(blocks, tokens)))
 
 
 def _neighbour_bytes(widths: StageWidths, limits: StepLimits, tokens: int) -> int:

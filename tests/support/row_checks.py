@@ -41,7 +41,7 @@ def check_gather(device, num_tokens, block_size, seed):
 
 
 def check_writes(device, num_values, seed):
-    """Updates and stored tokens reach their places and no other; padding repeats one place."""
+    """Updates reach their places and no other; padding repeats one place."""
     rng = np.random.default_rng(seed)
     table = rng.integers(0, 99, (num_values + 3, 7)).astype(np.int32)
     rows = rng.permutation(num_values + 2)[:num_values]
@@ -54,10 +54,3 @@ def check_writes(device, num_values, seed):
     expected[rows, indices] = ids
     expected[spare, 0] = 0
     assert on_device.cpu().numpy().tolist() == expected.tolist()
-    sampled = torch.full((num_values + 3,), -5, dtype=torch.int64, device=device)
-    tokens = torch.from_numpy(rng.integers(0, 1 << 40, num_values)).to(device)
-    KERNELS.store_tokens(sampled, *_columns(device, rows), tokens)
-    newest = [-5] * (num_values + 3)
-    for row, token in zip(rows, tokens.tolist(), strict=True):
-        newest[row] = token
-    assert sampled.tolist() == newest

@@ -56,9 +56,9 @@ class Inbound(Protocol):
 class Outbound(Protocol):
     """This stage's side of the hop to the stage after."""
 
-    def send(self, hidden: Tensor, status: Tensor, seq: int) -> None:
-        """Start to send hidden [N, H] and status int64 [] of step seq; both may be overwritten at
-        once.
+    def send(self, hidden: Tensor, num_tokens: int, status: Tensor, seq: int) -> None:
+        """Start to send hidden [:num_tokens, H] and status int64 [] of step seq; both may be
+        overwritten at once.
 
         Raises:
             CommError: the neighbour is gone.
@@ -75,7 +75,7 @@ class Outbound(Protocol):
 class NoOutbound:
     """The last stage has no stage after it."""
 
-    def send(self, hidden: Tensor, status: Tensor, seq: int) -> None:
+    def send(self, hidden: Tensor, num_tokens: int, status: Tensor, seq: int) -> None:
         return None
 
     def settle(self) -> None:
@@ -213,10 +213,10 @@ class StageOutbound:
         )
         self._in_flight: deque[dist.Work] = deque()
 
-    def send(self, hidden: Tensor, status: Tensor, seq: int) -> None:
-        """Start to send hidden [N, H] and status int64 [] of step seq; both may be overwritten at
-        once."""
-        layout, num_tokens = self._layout, hidden.shape[0]
+    def send(self, hidden: Tensor, num_tokens: int, status: Tensor, seq: int) -> None:
+        """Start to send hidden [:num_tokens, H] and status int64 [] of step seq; both may be
+        overwritten at once."""
+        layout = self._layout
         if len(self._in_flight) == len(self._buffers):
             self._await_oldest()
         self._buffers.rotate(-1)

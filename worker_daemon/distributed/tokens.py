@@ -30,8 +30,9 @@ class TokenReturn(Protocol):
             CommError: a peer is gone.
         """
 
-    def publish_greedy(self, step: int, rows: Tensor, token_ids: Tensor) -> None:
-        """As publish, where last_sampled of this rank holds the tokens already if it is read."""
+    def publish_greedy(self, step: int, rows: Tensor, token_ids: Tensor, count: int) -> None:
+        """As publish, of the first count, where last_sampled of this rank holds the tokens already
+        if it is read."""
 
     def collect(self, step: int) -> None:
         """Make last_sampled hold the tokens of all publications up to step. On CUDA only the stream
@@ -51,7 +52,7 @@ class LocalTokens:
         assert token_ids is not None, "the only stage samples"
         self._last_sampled[rows.long()] = token_ids
 
-    def publish_greedy(self, step: int, rows: Tensor, token_ids: Tensor) -> None:
+    def publish_greedy(self, step: int, rows: Tensor, token_ids: Tensor, count: int) -> None:
         return None
 
     def collect(self, step: int) -> None:
@@ -96,8 +97,8 @@ class TokenBroadcast:
         if len(self._on_their_way) > self._depth:
             self._apply(self._on_their_way.popleft())
 
-    def publish_greedy(self, step: int, rows: Tensor, token_ids: Tensor) -> None:
-        self.publish(step, rows, token_ids)
+    def publish_greedy(self, step: int, rows: Tensor, token_ids: Tensor, count: int) -> None:
+        self.publish(step, rows[:count], token_ids[:count])
 
     def collect(self, step: int) -> None:
         """Make last_sampled hold the tokens of all publications up to step."""

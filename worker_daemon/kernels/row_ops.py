@@ -57,15 +57,6 @@ class TritonRowKernels:
         )
         return token_ids, slot_mapping
 
-    def store_tokens(
-        self, last_sampled: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor
-    ) -> None:
-        """last_sampled[rows] = token_ids: int64 [S], int32 [R], int64 [R]."""
-        num_rows = rows.shape[0]
-        _store_tokens_kernel[(triton.cdiv(num_rows, _BLOCK),)](
-            last_sampled, rows, token_ids, num_rows, BLOCK=_BLOCK
-        )
-
 
 @triton.jit(do_not_specialize=["num_updates", "table_stride"])
 def _update_blocks_kernel(
@@ -106,14 +97,3 @@ def _gather_tokens_kernel(
     entry = block_table + row * table_stride + position // BLOCK_SIZE
     block_id = tl.load(entry, mask=inside, other=0).to(tl.int64)
     tl.store(slot_mapping + token, block_id * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
-
-
-@triton.jit(
-    do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["rows", "token_ids"],
-)
-def _store_tokens_kernel(last_sampled, rows, token_ids, num_rows, BLOCK: tl.constexpr):
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < num_rows
-    row = tl.load(rows + index, mask=inside, other=0)
-    tl.store(last_sampled + row, tl.load(token_ids + index, mask=inside, other=0), mask=inside)

@@ -16,7 +16,7 @@ from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.kernels.tiles import DeviceLimits, length_bounds
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.cuda_graph import LadderGraphs, NoGraphs, StepGraphs
-from worker_daemon.runner.input_batch import InputBuilder, staging_capacity
+from worker_daemon.runner.input_batch import InputBuilder, most_seqs, staging_capacity
 from worker_daemon.runner.model_runner import ModelRunner, StageEnds
 from worker_daemon.runner.request_state import RequestState, StepLimits
 from worker_daemon.runner.row_tables import RowTables, row_kernels
@@ -32,10 +32,12 @@ from worker_daemon.runner.stage_program import (
     ArrivedFront,
     EagerProgram,
     EmbeddingFront,
+    NoSink,
+    RowSink,
     ScoringBack,
     SendingBack,
 )
-from worker_daemon.runner.staging import staging
+from worker_daemon.runner.staging import CudaStaging, HostStaging, TokenStore
 from worker_daemon.runner.step_layout import (
     ExactShapes,
     StepLadder,
@@ -67,10 +69,10 @@ def assemble_runner(
     """Return a runner with empty rows. kv_caches: one a local layer, or none for NullAttention."""
     state = RequestState(limits)
     tables = RowTables(limits, parts.device, row_kernels(parts.device))
-    buffers = staging(staging_capacity(state), parts.device, parts.depth)
+    buffers = _staging(parts, state)
     inputs = InputBuilder(state, tables, buffers, ExactShapes())
     return ModelRunner(
-        _eager_program(parts, tables, kv_caches),
+        _eager_program(parts, tables, kv_caches, buffers),
         state,
         inputs,
         tie_stage(parts, link, limits, inputs),
@@ -78,6 +80,18 @@ def assemble_runner(
         rank=parts.parallel.rank,
         tp_size=parts.parallel.tp_size,
         waits=UnmeasuredWaits() if parts.parallel.pp_size == 1 else input_waits(parts.device),
+    )
+
+
+def _staging(parts: RunnerParts, state: RequestState) -> HostStaging | CudaStaging:
+    if parts.device.type != "cuda":
+        return HostStaging()
+    return CudaStaging(
+        staging_capacity(state),
+        most_seqs(state),
+        parts.device,
+        parts.depth,
+        delivers=parts.parallel.pp_size == 1,
     )
 
 
@@ -98,24 +112,24 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
     arriving = 0 if parts.parallel.is_first_stage else largest
     return LadderGraphs(
         ladder,
-        runner.program,
+        runner.eager,
         torch.zeros((arriving, parts.hidden_size), dtype=parts.dtype, device=parts.device),
         holds_communication=parts.parallel.tp_size > 1,
     )
 
 
 def _eager_program(
-    parts: RunnerParts, tables: RowTables, kv_caches: Sequence[Tensor]
+    parts: RunnerParts, tables: RowTables, kv_caches: Sequence[Tensor], store: TokenStore
 ) -> EagerProgram:
     parallel = parts.parallel
+    embeds_next = parallel.pp_size == 1
+    sink = RowSink(store, tables.last_sampled) if embeds_next else NoSink()
     return EagerProgram(
         parts.stage,
         tables,
         kv_caches,
         EmbeddingFront(parts.stage) if parallel.is_first_stage else ArrivedFront(),
-        ScoringBack(parts.stage, tables, stores=parallel.pp_size == 1)
-        if parallel.is_last_stage
-        else SendingBack(),
+        ScoringBack(parts.stage, sink) if parallel.is_last_stage else SendingBack(),
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from worker_daemon.runner.input_batch import StepInputs
 from worker_daemon.runner.model_runner import ModelRunner
-from worker_daemon.runner.stage_program import StageOutput, StageProgram
+from worker_daemon.runner.stage_program import EagerProgram, StageOutput
 from worker_daemon.runner.step_layout import ExactShapes, StepLadder, StepPlan
 
 
@@ -57,7 +57,7 @@ class LadderGraphs:
     def __init__(
         self,
         ladder: StepLadder,
-        eager: StageProgram,
+        eager: EagerProgram,
         arrived: Tensor,
         *,
         holds_communication: bool,
@@ -103,7 +103,7 @@ class _Captured(NamedTuple):
 class GraphedProgram:
     """Replays the graph of a step's plan; a plan without one is launched kernel by kernel."""
 
-    def __init__(self, eager: StageProgram, arrived: Tensor) -> None:
+    def __init__(self, eager: EagerProgram, arrived: Tensor) -> None:
         """arrived: [N, H], N the tokens of the largest plan: where graphs read what the stage
         before sent; [0, H] on the first stage."""
         self._eager = eager
@@ -113,12 +113,13 @@ class GraphedProgram:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
-        captured = self._graphs.get(inputs.plan.launches)
+        captured = self._graphs.get(inputs.plan)
         if captured is None:
             return self._eager.run(inputs, arrived)  # no plan without a graph is padded
         if arrived.shape[0]:
             self._arrived[: arrived.shape[0]].copy_(arrived)
         captured.graph.replay()
+        inputs.packed.taken()
         return captured.output
 
     @torch.inference_mode()
@@ -143,7 +144,8 @@ class GraphedProgram:
             # Other threads of the process (a communicator's watchdog) may call CUDA meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                output = self._eager.run(inputs, arrived)
+                inputs.packed.take()
+                output = self._eager.compute(inputs, arrived)
             except BaseException:
                 with suppress(RuntimeError):  # it is the first error that says what is wrong
                     graph.capture_end()

@@ -1,12 +1,13 @@
-"""A step's columns, filled from the request rows and sent to the device. Owns the host's copy of
+"""A step's columns, filled from the request rows for the device to take. Owns the host's copy of
 how each row is sampled.
 
 Shapes: N tokens, B sequences, R sequences that sample (step_layout.py). Nothing in here waits for
-the device.
+the device, unless it is as many steps behind as there are buffers.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,16 +18,21 @@ from worker_daemon.device.pinned import upload
 from worker_daemon.layers.attention import AttentionMetadata
 from worker_daemon.runner.request_state import (
     MAX_BLOCK_UPDATES,
+    BlockUpdates,
     Bools,
     Int32s,
     Int64s,
     RequestState,
     ScheduledStep,
 )
-from worker_daemon.runner.row_tables import TOKEN_ON_DEVICE, Gathered, RowTables
-from worker_daemon.runner.staging import Staging
-from worker_daemon.runner.step_layout import (
+from worker_daemon.runner.row_tables import (
     SAMPLING_COLUMNS,
+    TOKEN_ON_DEVICE,
+    Gathered,
+    RowTables,
+)
+from worker_daemon.runner.staging import Delivery, Packed, Staging
+from worker_daemon.runner.step_layout import (
     Ladder,
     StepColumns,
     StepPlan,
@@ -39,8 +45,7 @@ from worker_daemon.sample.sampler import NO_LOGPROBS, SamplingMetadata, build_ba
 _GREEDY = SamplingParams()
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRows:
+class SampleRows(NamedTuple):
     """The sequences of a step that sample. The device's columns may be longer: padding points at
     the spare row."""
 
@@ -58,6 +63,8 @@ class SampleRows:
     """int32 [>= R], device: each sequence's last token in the step."""
     positions: Tensor
     """int32 [>= R], device"""
+    delivery: Delivery | None
+    """Where the host finds the likeliest tokens of all; None where they are copied to it."""
 
     def detach(self) -> "SampleRows":
         """Return a copy whose columns no later step overwrites."""
@@ -69,6 +76,7 @@ class SampleRows:
             self.slots.clone(),
             self.token_indices.clone(),
             self.positions.clone(),
+            None,
         )
 
     def keep(self, chosen: Int64s) -> "SampleRows":
@@ -82,16 +90,16 @@ class SampleRows:
             self.slots[on_device],
             self.token_indices[on_device],
             self.positions[on_device],
+            None,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepInputs(NamedTuple):
     """What the forward pass and the sampler read."""
 
     plan: StepPlan
-    columns: StepColumns[Tensor]
-    """On the device, valid until the next step's are built."""
+    packed: Packed
+    """The columns, to be taken to the device."""
     num_tokens: int
     """Tokens of the step; the columns may be padded to more."""
     query_lens_np: Int32s
@@ -103,14 +111,20 @@ class StepInputs:
     """The publication (tokens.py) that brings the last of the sampled tokens that this step reads;
     -1: reads none."""
 
+    @property
+    def columns(self) -> StepColumns[Tensor]:
+        """On the device, valid once taken, until the next step's are."""
+        return self.packed.columns
+
     def attention(self, gathered: Gathered, tables: RowTables) -> AttentionMetadata:
         """Return what attention reads of the step."""
+        columns = self.packed.columns
         return AttentionMetadata(
-            query_start_loc=self.columns.query_start_loc,
-            seq_lens=self.columns.seq_lens,
-            seq_order=self.columns.seq_order,
+            query_start_loc=columns.query_start_loc,
+            seq_lens=columns.seq_lens,
+            seq_order=columns.seq_order,
             block_table=tables.block_table,
-            seq_rows=self.columns.seq_rows,
+            seq_rows=columns.seq_rows,
             slot_mapping=gathered.slot_mapping,
             num_seqs=self.plan.shape.num_seqs,
             max_query_len=self.plan.max_query_len,
@@ -140,7 +154,7 @@ class InputBuilder:
         self._newest = (np.zeros(0, np.int64), -1)
         """The last publication, and its rows: noted in _published when others come."""
         self._steady: _Batch | None = None
-        self._count = np.arange(_most_seqs(state) + 1, dtype=np.int32)
+        self._count = np.arange(most_seqs(state) + 1, dtype=np.int32)
 
     def pad_by(self, ladder: Ladder, plans: Sequence[StepPlan]) -> None:
         """Pad steps by another ladder from here on. plans: those of it that come again and
@@ -149,40 +163,49 @@ class InputBuilder:
         self._staging.keep(plan.shape for plan in plans)
 
     def build(self, step: ScheduledStep) -> StepInputs:
-        """Upload what changed and what this step is; the rest is gathered on the device."""
-        ends = step.starts + step.num_tokens
+        """Fill in what changed and what this step is; the rest is gathered on the device."""
         plan = self._ladder.fit(step)
         packed = self._staging.open(plan.shape)
-        steady = self._steady
-        if steady is None or steady.slots is not step.slots or step.new_requests:
-            self._admit(step)
-            steady = self._survey(step)
-        self._steady = steady if steady.goes_on else None
-        if packed.holds is steady:
-            _advance(packed.host, step, ends)
+        batch, ends = self._batch(step), step.ends
+        held = packed.holds
+        if isinstance(held, _Held) and held.batch is batch:
+            held.advance(step)
         else:
-            self._fill(packed.host, step, ends, steady)
-            packed.holds = self._steady
-        self._fill_updates(packed.host, step)
-        columns = packed.upload()
-        self.tables.admit(columns)
+            packed.holds = None
+            self._fill(packed.host, step, batch)
+            held = _Held(batch, packed.host, ends.size)
+            packed.holds = held if batch.goes_on else None
+        self._fill_updates(packed.host, step.block_updates, held.num_updates)
+        held.num_updates = step.block_updates.slots.size
+        columns = packed.columns
+        # By position, in the order of the fields: names would cost as much as all the rest here.
         return StepInputs(
-            plan=plan,
-            columns=columns,
-            num_tokens=step.total_num_tokens,
-            query_lens_np=step.num_tokens,
-            seq_lens_np=ends,
-            sample_rows=SampleRows(
-                slots_np=steady.sampling_slots,
-                generations=steady.generations,
-                positions_np=ends if steady.goes_on else ends[steady.sampling],
-                are_plain=steady.are_plain,
-                slots=columns.sample_rows,
-                token_indices=columns.sample_tokens,
-                positions=columns.sample_positions,
+            plan,
+            packed,
+            step.total_num_tokens,
+            step.num_tokens,
+            ends,
+            SampleRows(
+                batch.sampling_slots,
+                batch.generations,
+                ends if batch.goes_on else ends[batch.sampling],
+                batch.are_plain,
+                columns.sample_rows,
+                columns.sample_tokens,
+                columns.sample_positions,
+                packed.delivery,
             ),
-            tokens_from=self._newest_publication(steady),
+            self._newest_publication(batch),
         )
+
+    def _batch(self, step: ScheduledStep) -> "_Batch":
+        """What this step has in common with the one before, if it only goes on; else anew."""
+        batch = self._steady
+        if batch is None or batch.slots is not step.slots or step.new_requests:
+            self._admit(step)
+            batch = self._survey(step)
+            self._steady = batch if batch.goes_on else None
+        return batch
 
     def _survey(self, step: ScheduledStep) -> "_Batch":
         on_device = step.starts >= self._state.num_known_tokens[step.slots]
@@ -207,17 +230,14 @@ class InputBuilder:
         self._note_newest()
         return int(self._published[batch.reading_slots].max(initial=-1))
 
-    def _fill(
-        self, columns: StepColumns[Int32s], step: ScheduledStep, ends: Int32s, batch: "_Batch"
-    ) -> None:
+    def _fill(self, columns: StepColumns[Int32s], step: ScheduledStep, batch: "_Batch") -> None:
         if step.total_num_tokens == step.slots.size:
-            self._fill_decode(columns, step, ends)
+            self._fill_decode(columns, step)
         else:
-            self._fill_mixed(columns, step, ends)
+            self._fill_mixed(columns, step)
         columns.seq_order[:] = np.argsort(-columns.seq_lens, kind="stable")
         self._fill_known_tokens(columns, step, batch.on_device)
-        self._fill_samples(columns, step, ends, batch.sampling)
-        self._fill_admissions(columns, step)
+        self._fill_samples(columns, step, batch.sampling)
 
     def padding(self, plan: StepPlan) -> StepInputs:
         """Return inputs that are padding alone: for warm-up and capture, without a request."""
@@ -237,11 +257,10 @@ class InputBuilder:
         columns.seq_lens[:] = 1
         columns.query_start_loc[:] = self._count[: columns.query_start_loc.size]
         columns.seq_order[:] = self._count[: columns.seq_order.size]
-        on_device = packed.upload()
-        none = np.zeros(0, np.int64)
+        on_device, none = packed.columns, np.zeros(0, np.int64)
         return StepInputs(
             plan=plan,
-            columns=on_device,
+            packed=packed,
             num_tokens=plan.shape.num_tokens,
             query_lens_np=np.ones(plan.shape.num_seqs, np.int32),
             seq_lens_np=np.ones(plan.shape.num_seqs, np.int32),
@@ -253,6 +272,7 @@ class InputBuilder:
                 on_device.sample_rows,
                 on_device.sample_tokens,
                 on_device.sample_positions,
+                None,
             ),
             tokens_from=-1,
         )
@@ -270,6 +290,7 @@ class InputBuilder:
             slots=slots,
             token_indices=nothing,
             positions=nothing,
+            delivery=None,
         )
 
     def note_publication(self, slots: Int64s, publication: int) -> None:
@@ -319,7 +340,7 @@ class InputBuilder:
         device = rows.slots.device
         return upload(bans[0], device), upload(bans[1], device)
 
-    def _fill_decode(self, columns: StepColumns[Int32s], step: ScheduledStep, ends: Int32s) -> None:
+    def _fill_decode(self, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
         """Every sequence has one token; padding is sequences of one token on the spare row."""
         spare, used = self._state.spare_slot, step.slots.size
         for rows in (columns.token_rows, columns.seq_rows):
@@ -327,11 +348,11 @@ class InputBuilder:
             rows[used:] = spare
         columns.positions[:used] = step.starts
         columns.positions[used:] = 0
-        columns.seq_lens[:used] = ends
+        columns.seq_lens[:used] = step.ends
         columns.seq_lens[used:] = 1
         columns.query_start_loc[:] = self._count[: columns.query_start_loc.size]
 
-    def _fill_mixed(self, columns: StepColumns[Int32s], step: ScheduledStep, ends: Int32s) -> None:
+    def _fill_mixed(self, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
         """Padding is tokens of the spare row behind the last sequence, and sequences of none."""
         spare, used, seqs = self._state.spare_slot, step.total_num_tokens, step.slots.size
         columns.query_start_loc[0] = 0
@@ -348,7 +369,7 @@ class InputBuilder:
         columns.positions[used:] = 0
         columns.seq_rows[:seqs] = step.slots
         columns.seq_rows[seqs:] = spare
-        columns.seq_lens[:seqs] = ends
+        columns.seq_lens[:seqs] = step.ends
         columns.seq_lens[seqs:] = 0
 
     def _fill_known_tokens(
@@ -367,7 +388,6 @@ class InputBuilder:
         self,
         columns: StepColumns[Int32s],
         step: ScheduledStep,
-        ends: Int32s,
         sampling: Int64s,
     ) -> None:
         used = sampling.size
@@ -375,32 +395,33 @@ class InputBuilder:
         columns.sample_rows[used:] = self._state.spare_slot
         columns.sample_tokens[:used] = columns.query_start_loc[sampling + 1] - 1
         columns.sample_tokens[used:] = 0
-        columns.sample_positions[:used] = ends[sampling]
+        columns.sample_positions[:used] = step.ends[sampling]
         columns.sample_positions[used:] = 0
 
-    def _fill_updates(self, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
-        updates = step.block_updates
+    def _fill_updates(
+        self, columns: StepColumns[Int32s], updates: BlockUpdates, num_filled: int
+    ) -> None:
+        """num_filled: how many entries may hold something else than padding."""
         used = updates.slots.size
-        columns.update_rows[:used] = updates.slots
-        columns.update_rows[used:] = self._state.spare_slot
-        columns.update_indices[:used] = updates.indices
-        columns.update_indices[used:] = 0
-        columns.update_block_ids[:used] = updates.block_ids
-        columns.update_block_ids[used:] = 0
-
-    def _fill_admissions(self, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
-        for index, request in enumerate(step.new_requests):
-            columns.admitted_rows[index] = request.slot
-            first = index * SAMPLING_COLUMNS
-            columns.admitted_sampling[first : first + SAMPLING_COLUMNS] = _sampling_row(
-                request.sampling
-            )
+        if used:
+            columns.update_rows[:used] = updates.slots
+            columns.update_indices[:used] = updates.indices
+            columns.update_block_ids[:used] = updates.block_ids
+        if used < num_filled:
+            columns.update_rows[used:num_filled] = self._state.spare_slot
+            columns.update_indices[used:num_filled] = 0
+            columns.update_block_ids[used:num_filled] = 0
 
     def _admit(self, step: ScheduledStep) -> None:
-        if step.new_requests:
-            self._note_newest()
-        for request in step.new_requests:
+        if not step.new_requests:
+            return
+        self._note_newest()
+        admissions = np.empty((len(step.new_requests), 1 + SAMPLING_COLUMNS), np.int32)
+        for admission, request in zip(admissions, step.new_requests, strict=True):
+            admission[0] = request.slot
+            admission[1:] = _sampling_row(request.sampling)
             self._remember(request.slot, request.sampling)
+        self.tables.admit(upload(admissions, self.tables.device))
 
     def _remember(self, slot: int, params: SamplingParams) -> None:
         self._params[slot] = params
@@ -439,26 +460,36 @@ class _Batch:
     for its positions and blocks."""
 
 
-def _advance(columns: StepColumns[Int32s], step: ScheduledStep, ends: Int32s) -> None:
-    """Bring columns that were filled for an earlier step of the same batch up to this one."""
-    used = ends.size
-    columns.positions[:used] = step.starts
-    columns.seq_lens[:used] = ends
-    columns.sample_positions[:used] = ends
+class _Held:
+    """What a buffer's columns were filled for."""
+
+    def __init__(self, batch: _Batch, columns: StepColumns[Int32s], used: int) -> None:
+        """used: sequences, without padding."""
+        self.batch = batch
+        self.num_updates: int = columns.update_rows.size
+        """Entries of the block table that may be no padding: before the first step, all."""
+        self._positions = columns.positions[:used]
+        self._seq_lens = columns.seq_lens[:used]
+        self._sample_positions = columns.sample_positions[:used]
+
+    def advance(self, step: ScheduledStep) -> None:
+        """Bring columns that were filled for an earlier step of the same batch up to this one."""
+        np.copyto(self._positions, step.starts)
+        np.copyto(self._seq_lens, step.ends)
+        np.copyto(self._sample_positions, step.ends)
 
 
 def staging_capacity(state: RequestState) -> int:
-    """Return the int32 values of the largest step: tokens, sequences, every row admitted and every
-    block table entry, or padding in place of them."""
+    """Return the int32 values of the largest step: tokens, sequences and every block table entry,
+    or padding in place of them."""
     limits = state.limits
-    seqs = _most_seqs(state)
+    seqs = most_seqs(state)
     tokens = limits.max_num_batched_tokens + seqs
     blocks = min(seqs * limits.max_blocks_per_seq, max(seqs, MAX_BLOCK_UPDATES))
-    shape = StepShape(tokens, seqs, seqs, max(blocks, tokens), limits.max_num_seqs)
-    return packed_size(shape)
+    return packed_size(StepShape(tokens, seqs, seqs, max(blocks, tokens)))
 
 
-def _most_seqs(state: RequestState) -> int:
+def most_seqs(state: RequestState) -> int:
     """Sequences of the largest step, padding included."""
     return max(state.limits.max_num_seqs + 1, *decode_sizes(state.limits.max_num_seqs))
 

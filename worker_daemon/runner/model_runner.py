@@ -5,8 +5,7 @@ Dummy, profile and warm-up steps come through the same entry (see warmup.py). Us
 thread only.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +26,7 @@ from worker_daemon.runner.input_batch import InputBuilder, SampleRows
 from worker_daemon.runner.output import ReplyIdentity
 from worker_daemon.runner.request_state import Int64s, RequestState, ScheduledStep
 from worker_daemon.runner.stage_ends import Entering, PendingReply, StageEntry, StageExit
-from worker_daemon.runner.stage_program import Chosen, StageProgram
+from worker_daemon.runner.stage_program import Chosen, EagerProgram, StageProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        program: StageProgram,
+        eager: EagerProgram,
         state: RequestState,
         inputs: InputBuilder,
         ends: StageEnds,
@@ -64,11 +63,12 @@ class ModelRunner:
         tp_size: int,
         waits: InputWaits,
     ) -> None:
-        """no_hidden: zeros [1, H] in the model's dtype, sent on in place of what a failed step
-        computed."""
+        """eager: runs steps until `use`; no_hidden: zeros [1, H] in the model's dtype, sent on in
+        place of what a failed step computed."""
         self.state = state
         self.inputs = inputs
-        self._program = program
+        self.eager = eager
+        self._program: StageProgram = eager
         self._ends = ends
         self._no_hidden = no_hidden
         self._rank = rank
@@ -83,11 +83,6 @@ class ModelRunner:
     def waits(self) -> InputWaits:
         """What measures the stage's waits for its input; it holds nothing of the runner."""
         return self._waits
-
-    @property
-    def program(self) -> StageProgram:
-        """What a step computes."""
-        return self._program
 
     def use(self, program: StageProgram) -> None:
         """Run steps by another program from here on, as once graphs are captured."""
@@ -148,28 +143,39 @@ class ModelRunner:
         kept = np.flatnonzero(
             self.state.are_current(waiting.rows.slots_np, waiting.rows.generations)
         )
-        kept_slots = waiting.rows.slots_np[kept]
-        with self._failing(request.seq, lambda: self._bring_no_tokens(kept_slots)):
+        try:
             rows = waiting.rows.keep(kept)
             chosen = waiting.chosen.keep(kept)
             allowed = masks.for_slots(rows.slots_np, self.inputs.tables.device)
-        with self._failing(request.seq):
+        except Exception as error:
+            kept_slots = waiting.rows.slots_np[kept]
+            raise self._failed_at(
+                request.seq, error, lambda: self._bring_no_tokens(kept_slots)
+            ) from error
+        try:
             reply = self._sample(chosen, rows, waiting.status, allowed, self._identify(request))
+        except Exception as error:
+            raise self._failed_at(request.seq, error) from error
         self.state.raise_if_failed()
         return reply
 
     def _run(self, step: ScheduledStep, identity: ReplyIdentity) -> PendingReply | None:
         entering = self._ends.entry.post(step.total_num_tokens, step.seq)
-        with self._failing(step.seq, lambda: self._give_up(step, entering)):
+        try:
             inputs = self.inputs.build(step)
             with self._waits.waiting():
                 arrived, status = entering.wait(inputs)
             output = self._program.run(inputs, arrived)
             chosen, rows = _hold(step, output.chosen, inputs.sample_rows)
-        hidden = output.hidden[: inputs.num_tokens]
-        self._ends.outbound.send(hidden, self._status_to_send(status), step.seq)
-        with self._failing(step.seq):
+        except Exception as error:
+            raise self._failed_at(step.seq, error, lambda: self._give_up(step, entering)) from error
+        self._ends.outbound.send(
+            output.hidden, inputs.num_tokens, self._status_to_send(status), step.seq
+        )
+        try:
             reply = self._finish(step, chosen, rows, status, identity)
+        except Exception as error:
+            raise self._failed_at(step.seq, error) from error
         self.state.raise_if_failed()
         return reply
 
@@ -200,31 +206,29 @@ class ModelRunner:
         self.inputs.note_publication(rows.slots_np, self._publications)
         return self._ends.exit.sample(chosen, rows, status, allowed, self._publications, identity)
 
-    @contextmanager
-    def _failing(self, seq: int, settle: Callable[[], None] | None = None) -> Iterator[None]:
-        """A step may fail in here: settle what the neighbours wait for, then raise what it means.
+    def _failed_at(
+        self, seq: int, error: Exception, settle: Callable[[], None] | None = None
+    ) -> Exception:
+        """A step failed: settle what the neighbours wait for; return what is to be raised.
 
         A rank of several in a tensor-parallel stage that fails has left a collective that the
         others are in: that breaks the link.
         """
-        try:
-            yield
-        except CommError:
-            self.state.mark_failed(seq)
-            raise
-        except Exception as error:
-            self.state.mark_failed(seq)
-            if settle is not None:
-                settle()
-            failure = typed_device_error(error)
-            if self._tp_size > 1:
-                raise CommError(f"rank {self._rank} left a collective: {failure}") from failure
-            raise failure from error
+        self.state.mark_failed(seq)
+        if isinstance(error, CommError):
+            return error
+        if settle is not None:
+            settle()
+        failure = typed_device_error(error)
+        if self._tp_size > 1:
+            return CommError(f"rank {self._rank} left a collective: {failure}")
+        return failure
 
     def _give_up(self, step: ScheduledStep, entering: Entering) -> None:
         """Receive and send what the neighbours of a failed step expect, and bring no tokens."""
         entering.discard()
-        self._ends.outbound.send(self._nothing(step.total_num_tokens), self._failed, step.seq)
+        num_tokens = step.total_num_tokens
+        self._ends.outbound.send(self._nothing(num_tokens), num_tokens, self._failed, step.seq)
         rows = self.inputs.lost_rows(step)
         if step.defer_sampling:
             nothing = Chosen(self._nothing(rows.slots_np.size), torch.zeros_like(rows.slots).long())

@@ -15,6 +15,7 @@ from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.pp import STATUS_MISMATCH, STATUS_OK
 from worker_daemon.errors import CommError, UpstreamFailedError
 from worker_daemon.runner.request_state import Int64s
+from worker_daemon.runner.staging import Delivered
 from worker_daemon.sample.sampler import NO_LOGPROBS, SamplerOutput
 
 
@@ -74,6 +75,43 @@ class StepOutput:
             num_logprobs=logprobs[0].shape[1] - 1 if logprobs else NO_LOGPROBS,
         )
         return reply, [_raw(column) for column in logprobs]
+
+
+class DeliveredOutput:
+    """The output of a step whose tokens the device writes to the host itself: the only stage's, and
+    so of no other's status. As StepOutput otherwise."""
+
+    is_ready = False
+
+    def __init__(
+        self, identity: ReplyIdentity, slots: Int64s, tokens: Delivered, link: Link
+    ) -> None:
+        self._identity = identity
+        self._slots = slots
+        self._tokens = tokens
+        self._link = link
+
+    def result(self) -> tuple[ModelRunnerOutput, Sequence[Frame]]:
+        """Wait for the tokens and return the reply.
+
+        Raises:
+            CommError: the link was aborted meanwhile.
+            DeviceError: the device is lost.
+        """
+        try:
+            token_ids = self._tokens.wait()
+        except RuntimeError as error:
+            raise typed_device_error(error) from error
+        self._link.raise_if_aborted()
+        identity = self._identity
+        reply = ModelRunnerOutput(
+            epoch=identity.epoch,
+            seq=identity.seq,
+            rank=identity.rank,
+            slots=self._slots.astype("<u2").tobytes(),
+            sampled_token_ids=token_ids,
+        )
+        return reply, []
 
 
 class NoTokens:

@@ -85,6 +85,8 @@ class ScheduledStep(NamedTuple):
     """[B] tokens of this step."""
     starts: Int32s
     """[B] position of each request's first token of this step."""
+    ends: Int32s
+    """[B] tokens of each context, this step's included."""
     total_num_tokens: int
     longest: int
     """Tokens of the longest context, this step's included; 0 without requests."""
@@ -298,6 +300,7 @@ class RequestState:
             slots=slots,
             num_tokens=num_tokens,
             starts=starts,
+            ends=ends,
             total_num_tokens=step.total_num_scheduled_tokens,
             longest=int(ends.max(initial=0)),
             samples=samples,
@@ -347,6 +350,7 @@ class RequestState:
             slots,
             last.num_scheduled,
             starts,
+            ends,
             slots.size,
             longest,
             last.samples,
@@ -374,6 +378,7 @@ class RequestState:
             slots=np.array([self.spare_slot], np.int64),
             num_tokens=np.ones(1, np.int32),
             starts=np.zeros(1, np.int32),
+            ends=np.ones(1, np.int32),
             total_num_tokens=1,
             longest=1,
             samples=np.zeros(1, np.bool_),

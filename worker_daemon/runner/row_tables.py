@@ -1,8 +1,7 @@
 """The request rows' device copies: block table, newest sampled tokens, sampling parameters. Host
 truth is request_state.py's.
 
-Shapes: S rows (plus the spare row), N tokens, R sequences that sample, U updates, Q admissions
-(step_layout.py).
+Shapes: S rows (plus the spare row), N tokens, U updates (step_layout.py), Q admissions.
 """
 
 from typing import NamedTuple, Protocol
@@ -11,7 +10,10 @@ import torch
 from torch import Tensor
 
 from worker_daemon.runner.request_state import StepLimits
-from worker_daemon.runner.step_layout import SAMPLING_COLUMNS, StepColumns
+from worker_daemon.runner.step_layout import StepColumns
+
+SAMPLING_COLUMNS = 6
+"""int32 values of a row's sampling parameters (see input_batch.py)."""
 
 TOKEN_ON_DEVICE = -1
 
@@ -40,10 +42,6 @@ class RowKernels(Protocol):
         block_id * block_size + offset of its position in its row's block table.
         """
 
-    def store_tokens(self, last_sampled: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-        """last_sampled[rows] = token_ids: rows int32 [R], token_ids int64 [R]. Rows are distinct,
-        except the spare one."""
-
 
 class TorchRowKernels:
     """Plain torch, for the CPU and as the reference of the Triton kernels."""
@@ -68,9 +66,6 @@ class TorchRowKernels:
         )
         blocks = block_table[rows, places // block_size].long()
         return token_ids, blocks * block_size + places % block_size
-
-    def store_tokens(self, last_sampled: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-        last_sampled[rows.long()] = token_ids
 
 
 class Gathered(NamedTuple):
@@ -109,11 +104,10 @@ class RowTables:
                 columns.update_block_ids,
             )
 
-    def admit(self, columns: StepColumns[Tensor]) -> None:
-        """Write the sampling parameters of the rows that the step admits."""
-        if columns.admitted_rows.shape[0]:
-            values = columns.admitted_sampling.view(-1, SAMPLING_COLUMNS)
-            self.sampling[columns.admitted_rows.long()] = values
+    def admit(self, admissions: Tensor) -> None:
+        """Write the sampling parameters of admitted rows. admissions: int32 [Q, 1 + 6], each a row
+        and its parameters."""
+        self.sampling[admissions[:, 0].long()] = admissions[:, 1:]
 
     def gather(self, columns: StepColumns[Tensor]) -> Gathered:
         """Return the step's tokens and their KV slots. The step's updates are written."""
@@ -127,10 +121,6 @@ class RowTables:
                 self._block_size,
             )
         )
-
-    def store_sampled(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Make token_ids int64 [R] the newest tokens of rows int32 [R]."""
-        self._kernels.store_tokens(self.last_sampled, rows, token_ids)
 
 
 def row_kernels(device: torch.device) -> RowKernels:

@@ -20,7 +20,7 @@ from worker_daemon.errors import CommError
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.grammar_input import apply_masks
 from worker_daemon.runner.input_batch import InputBuilder, SampleRows, StepInputs
-from worker_daemon.runner.output import NoTokens, ReplyIdentity, StepOutput
+from worker_daemon.runner.output import DeliveredOutput, NoTokens, ReplyIdentity, StepOutput
 from worker_daemon.runner.stage_program import Chosen
 from worker_daemon.sample.sampler import SamplerOutput, sample
 from worker_daemon.sample.sampling_provider import probe_sampling
@@ -155,13 +155,15 @@ class LastStageExit:
         identity: ReplyIdentity,
     ) -> PendingReply | None:
         count = rows.slots_np.size
-        slots = rows.slots[:count]
         if masks is None and rows.are_plain:
+            self._tokens.publish_greedy(publication, rows.slots, chosen.greedy, count)
+            if self._replies and rows.delivery is not None:
+                delivered = rows.delivery.expect(count)
+                return DeliveredOutput(identity, rows.slots_np, delivered, self._link)
             sampled = SamplerOutput(chosen.greedy[:count], None)
-            self._tokens.publish_greedy(publication, slots, sampled.token_ids)
         else:
             sampled = self._sample_by_parameters(chosen, rows, masks, publication)
-            self._tokens.publish(publication, slots, sampled.token_ids)
+            self._tokens.publish(publication, rows.slots[:count], sampled.token_ids)
         if not self._replies:
             return None
         return StepOutput(identity, rows.slots_np, sampled, status, self._link)

@@ -15,6 +15,7 @@ from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.input_batch import StepInputs
 from worker_daemon.runner.request_state import Int64s
 from worker_daemon.runner.row_tables import RowTables
+from worker_daemon.runner.staging import TokenStore
 from worker_daemon.runner.step_layout import StepColumns
 
 
@@ -77,21 +78,43 @@ class Back(Protocol):
         """hidden [N, H] -> what sampling needs of it."""
 
 
+class TokenSink(Protocol):
+    """Where the likeliest tokens go at once."""
+
+    def keep(self, rows: Tensor, token_ids: Tensor) -> None:
+        """rows int32 [R], token_ids int64 [R]. May be captured."""
+
+
+class NoSink:
+    """Nobody reads them here: other stages embed, and get what was sampled."""
+
+    def keep(self, rows: Tensor, token_ids: Tensor) -> None:
+        return None
+
+
+class RowSink:
+    """They are their rows' newest tokens: this stage embeds them in the next step."""
+
+    def __init__(self, store: TokenStore, last_sampled: Tensor) -> None:
+        self._store = store
+        self._last_sampled = last_sampled
+
+    def keep(self, rows: Tensor, token_ids: Tensor) -> None:
+        if token_ids.shape[0]:
+            self._store.store(self._last_sampled, rows, token_ids)
+
+
 class ScoringBack:
     """The last stage keeps each sequence's last hidden state, and its likeliest token."""
 
-    def __init__(self, stage: DecoderStage, tables: RowTables, *, stores: bool) -> None:
-        """stores: the tokens are read here, by the stage that embeds; so they are kept in the rows
-        at once."""
+    def __init__(self, stage: DecoderStage, sink: TokenSink) -> None:
         self._stage = stage
-        self._tables = tables
-        self._stores = stores
+        self._sink = sink
 
     def choose(self, hidden: Tensor, columns: StepColumns[Tensor]) -> Chosen:
         rows = hidden.index_select(0, columns.sample_tokens)
         token_ids = self._stage.likeliest_tokens(rows)
-        if self._stores and token_ids.shape[0]:
-            self._tables.store_sampled(columns.sample_rows, token_ids)
+        self._sink.keep(columns.sample_rows, token_ids)
         return Chosen(rows, token_ids)
 
 
@@ -103,7 +126,7 @@ class SendingBack:
 
 
 class StageProgram(Protocol):
-    """Runs a stage on a step's inputs."""
+    """Runs a stage on a step's inputs: takes them to the device, then computes."""
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
         """arrived: [num_tokens, H] from the stage before; [0, H] on the first stage."""
@@ -128,7 +151,13 @@ class EagerProgram:
         self._back = back
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
-        columns = inputs.columns
+        inputs.packed.take()
+        inputs.packed.taken()
+        return self.compute(inputs, arrived)
+
+    def compute(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
+        """As run, from columns that are on the device."""
+        columns = inputs.packed.columns
         self._tables.update(columns)
         gathered = self._tables.gather(columns)
         hidden = self._stage.forward(

@@ -1,20 +1,37 @@
-"""Host values on their way to the device: one packed int32 buffer and one copy a step. Knows
-nothing of what they mean."""
+"""Host values on their way to the device and sampled tokens on their way back, without a call of
+the device's for either: both sides lie in page-locked memory that kernels of the step itself read
+and write. Knows nothing of what the values mean.
 
-from collections import deque
+Slots are used in turn. The host counts the steps that it launched, the device those that it took;
+a slot is filled again once the device has taken what it held and the host has read what came back.
+"""
+
+import threading
+import time
 from collections.abc import Iterable
-from typing import Protocol
+from functools import partial
+from typing import Final, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from worker_daemon.runner.request_state import Int32s
+from worker_daemon.runner.request_state import Int32s, Int64s
 from worker_daemon.runner.step_layout import StepColumns, StepShape, packed_size, split_columns
+
+_POLL_S: Final = 50e-6
+
+
+class Delivery(Protocol):
+    """The place where the host finds a step's tokens."""
+
+    def expect(self, count: int) -> "Delivered":
+        """The first count tokens that the step stores will be read. Called once, when the step is
+        launched."""
 
 
 class Packed(Protocol):
-    """One step's buffer: fill the host's columns, then upload them."""
+    """One step's buffer: fill the host's columns, then take them over."""
 
     holds: object
     """What the columns were filled for when this buffer was used last with these sizes, as its user
@@ -24,8 +41,28 @@ class Packed(Protocol):
     def host(self) -> StepColumns[Int32s]:
         """Columns to fill: all of them, unless `holds` says what they hold already."""
 
-    def upload(self) -> StepColumns[Tensor]:
-        """Start the copy; return the device's columns, valid until the next step's upload."""
+    @property
+    def columns(self) -> StepColumns[Tensor]:
+        """The device's columns: valid once taken, until the next step's are."""
+
+    @property
+    def delivery(self) -> Delivery | None:
+        """Where `store` puts the step's tokens; None where they are copied."""
+
+    def take(self) -> None:
+        """Launch what brings the columns of the step whose turn it is. May be captured."""
+
+    def taken(self) -> None:
+        """Note that a take was launched for this step: by itself, or in a graph. Until then the
+        next step gets the same buffer."""
+
+
+class TokenStore(Protocol):
+    """Keeps sampled tokens on the device. May be captured."""
+
+    def store(self, last_sampled: Tensor, rows: Tensor, token_ids: Tensor) -> None:
+        """last_sampled[rows] = token_ids: int64 [S], int32 [R], int64 [R]; and deliver them to the
+        host, where the step has a delivery."""
 
 
 class Staging(Protocol):
@@ -42,7 +79,7 @@ class HostStaging:
     """The staging of a device that is the host: the buffer is the copy."""
 
     def __init__(self) -> None:
-        self._last = _HostPacked(StepShape(0, 0, 0, 0, 0))
+        self._last = _HostPacked(StepShape(0, 0, 0, 0))
 
     def open(self, shape: StepShape) -> Packed:
         if self._last.shape != shape:
@@ -52,84 +89,184 @@ class HostStaging:
     def keep(self, shapes: Iterable[StepShape]) -> None:
         return None
 
+    def store(self, last_sampled: Tensor, rows: Tensor, token_ids: Tensor) -> None:
+        """See TokenStore."""
+        last_sampled[rows.long()] = token_ids
+
 
 class _HostPacked:
+    delivery = None
+
     def __init__(self, shape: StepShape) -> None:
         values = np.empty(packed_size(shape), np.int32)
         tensor = torch.from_numpy(values)
         self.shape = shape
         self.holds: object = None
         self.host: StepColumns[Int32s] = split_columns(shape, lambda a, b: values[a:b])
-        self._on_device: StepColumns[Tensor] = split_columns(shape, lambda a, b: tensor[a:b])
+        self.columns: StepColumns[Tensor] = split_columns(shape, lambda a, b: tensor[a:b])
 
-    def upload(self) -> StepColumns[Tensor]:
-        return self._on_device
+    def take(self) -> None:
+        return None
+
+    def taken(self) -> None:
+        return None
 
 
 class CudaStaging:
-    """Rotating pinned buffers and one device buffer at a fixed address, which captured graphs read.
+    """Rings of page-locked slots, and one device buffer at a fixed address, which captured graphs
+    read.
 
-    A pinned buffer is written again only after its copy to the device is done. Steps run on one
-    stream, so the device buffer is overwritten only behind the step that read it.
+    Steps run on one stream, so the device buffer is overwritten only behind the step that read it.
     """
 
-    def __init__(self, capacity: int, device: torch.device, depth: int) -> None:
-        """capacity: int32 values of the largest step; depth: steps in flight."""
-        self._on_device = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self._buffers = deque(_PinnedBuffer(self._on_device) for _ in range(depth))
+    def __init__(
+        self, capacity: int, width: int, device: torch.device, depth: int, *, delivers: bool
+    ) -> None:
+        """capacity: int32 values of the largest step; width: the most tokens that a step stores;
+        depth: steps in flight, and the one being built; delivers: steps store their tokens.
+
+        On the CPU it works too, by Triton's interpreter: for tests.
+        """
+        # Imports Triton, which a CPU daemon does without.
+        from worker_daemon.kernels import step_buffers
+
+        self._kernels = step_buffers
+        capacity = -(-capacity // 4) * 4
+        locked = device.type == "cuda"
+        self.on_device = torch.zeros(capacity, dtype=torch.int32, device=device)
+        self.ring = torch.zeros((depth, capacity), dtype=torch.int32, pin_memory=locked)
+        self.turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self._results = torch.zeros((depth, width), dtype=torch.int64, pin_memory=locked)
+        self._taken_by_device = torch.zeros(1, dtype=torch.int64, pin_memory=locked)
+        self._num_taken: Int64s = self._taken_by_device.numpy()
+        self._num_launched = 0
+        tokens: Int64s = self._results.numpy()
+        make_event = partial(torch.cuda.Event, blocking=True) if locked else _HostEvent
+        self._slots = [_Slot(self, i, tokens[i], make_event()) for i in range(depth)]
+        self.delivers = delivers
 
     def open(self, shape: StepShape) -> Packed:
-        self._buffers.rotate(-1)
-        return self._buffers[0].open(shape)
+        """Return the next slot's views; waits until the device has taken what it held."""
+        depth = len(self._slots)
+        if self._num_taken[0] <= self._num_launched - depth:
+            self._await_taken(self._num_launched - depth)
+        return self._slots[self._num_launched % depth].open(shape)
 
     def keep(self, shapes: Iterable[StepShape]) -> None:
         for shape in shapes:
-            for buffer in self._buffers:
-                buffer.keep(shape)
+            for slot in self._slots:
+                slot.keep(shape)
+
+    def store(self, last_sampled: Tensor, rows: Tensor, token_ids: Tensor) -> None:
+        """See TokenStore; R is at most the width."""
+        self._kernels.store_tokens(last_sampled, rows, token_ids, self._results, self.turn)
+
+    def take(self, size: int) -> None:
+        """Launch the copy of the next slot's first `size` values to the device."""
+        self._kernels.take_columns(
+            self.on_device, self.ring, self.turn, self._taken_by_device, size
+        )
+
+    def taken(self) -> None:
+        """Count a launched take."""
+        self._num_launched += 1
+
+    def _await_taken(self, index: int) -> None:
+        """Wait until the device has taken step `index`. Raises RuntimeError if it is lost."""
+        stream = torch.cuda.current_stream()
+        while self._num_taken[0] <= index:
+            stream.query()
+            time.sleep(_POLL_S)
 
 
-class _PinnedBuffer:
-    """One pinned buffer, and its views by shape."""
+class _Event(Protocol):
+    """What is used of a CUDA event."""
 
-    def __init__(self, on_device: Tensor) -> None:
-        self.on_device = on_device
-        self.pinned = torch.empty(on_device.shape, dtype=torch.int32, pin_memory=True)
-        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._kept: dict[StepShape, _PinnedPacked] = {}
-        self._last: _PinnedPacked | None = None
+    def record(self) -> object: ...
+
+    def synchronize(self) -> object: ...
+
+
+class _HostEvent:
+    """Work on the host is done when it is launched."""
+
+    def record(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+
+class _Slot:
+    """One slot of both rings, and its views by shape."""
+
+    def __init__(self, staging: CudaStaging, index: int, tokens: Int64s, stored: "_Event") -> None:
+        self.staging = staging
+        self.values: Int32s = staging.ring[index].numpy()
+        self._tokens = tokens
+        self._stored = stored
+        self._expected: Delivered | None = None
+        self._kept: dict[StepShape, _CudaPacked] = {}
+        self._last: _CudaPacked | None = None
 
     def open(self, shape: StepShape) -> Packed:
-        """Return the views for a shape; waits until the last copy is done."""
-        self.copied.synchronize()
-        packed = self._kept.get(shape) or _PinnedPacked(self, shape)
-        if self._last is not None and self._last is not packed:
-            self._last.holds = None  # its columns are about to be overwritten
-        self._last = packed
+        """Return the views for a shape, once what came back here is read."""
+        if self._expected is not None:
+            self._expected.wait()
+            self._expected = None
+        packed = self._kept.get(shape) or _CudaPacked(self, shape)
+        if self._last is not packed:
+            if self._last is not None:
+                self._last.holds = None  # its columns are about to be overwritten
+            self._last = packed
         return packed
 
     def keep(self, shape: StepShape) -> None:
         """Make a shape's views now."""
-        self._kept[shape] = _PinnedPacked(self, shape)
+        self._kept[shape] = _CudaPacked(self, shape)
+
+    def expect(self, count: int) -> "Delivered":
+        """See Delivery."""
+        self._stored.record()
+        self._expected = Delivered(self._tokens[:count], self._stored)
+        return self._expected
 
 
-class _PinnedPacked:
-    def __init__(self, buffer: _PinnedBuffer, shape: StepShape) -> None:
-        values: Int32s = buffer.pinned.numpy()
-        size = packed_size(shape)
+class Delivered:
+    """Tokens that the device writes to the host. Whoever is first reads them: the thread that wants
+    them, or the one that is about to use their place again."""
+
+    def __init__(self, tokens: Int64s, stored: _Event) -> None:
+        self._tokens = tokens
+        self._stored = stored
+        self._lock = threading.Lock()
+        self._raw: bytes | None = None
+
+    def wait(self) -> bytes:
+        """Return the tokens, int32 little-endian, once they are there.
+
+        Raises:
+            RuntimeError: the device is lost.
+        """
+        with self._lock:
+            if self._raw is None:
+                self._stored.synchronize()
+                self._raw = self._tokens.astype("<i4").tobytes()
+            return self._raw
+
+
+class _CudaPacked:
+    def __init__(self, slot: _Slot, shape: StepShape) -> None:
+        staging, values = slot.staging, slot.values
         self.holds: object = None
         self.host: StepColumns[Int32s] = split_columns(shape, lambda a, b: values[a:b])
-        self._on_device: StepColumns[Tensor] = split_columns(
-            shape, lambda a, b: buffer.on_device[a:b]
+        self.columns: StepColumns[Tensor] = split_columns(
+            shape, lambda a, b: staging.on_device[a:b]
         )
-        self._source, self._target = buffer.pinned[:size], buffer.on_device[:size]
-        self._copied = buffer.copied
+        self.delivery: Delivery | None = slot if staging.delivers else None
+        self.taken = staging.taken
+        self._staging = staging
+        self._size = packed_size(shape)
 
-    def upload(self) -> StepColumns[Tensor]:
-        self._target.copy_(self._source, non_blocking=True)
-        self._copied.record()
-        return self._on_device
-
-
-def staging(capacity: int, device: torch.device, depth: int) -> Staging:
-    """Return the staging for a device. Sizes are CudaStaging's."""
-    return CudaStaging(capacity, device, depth) if device.type == "cuda" else HostStaging()
+    def take(self) -> None:
+        self._staging.take(self._size)

@@ -10,9 +10,6 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from worker_daemon.runner.request_state import ScheduledStep
 
-SAMPLING_COLUMNS = 6
-"""int32 values of a row's sampling parameters (see input_batch.py)."""
-
 MAX_GRAPH_SEQS = 512
 """Larger decodes are launched kernel by kernel."""
 
@@ -38,8 +35,6 @@ class StepShape(NamedTuple):
     """R, sequences that sample."""
     num_updates: int
     """U, entries of the block table that the step writes."""
-    num_admissions: int
-    """Q, rows that are admitted."""
 
 
 class StepPlan(NamedTuple):
@@ -51,13 +46,6 @@ class StepPlan(NamedTuple):
     """An upper bound."""
     max_seq_len: int
     """An upper bound of the context lengths."""
-
-    @property
-    def launches(self) -> "StepPlan":
-        """What is launched, whatever rows are admitted: that is done before."""
-        if not self.shape.num_admissions:
-            return self
-        return self._replace(shape=self.shape._replace(num_admissions=0))
 
 
 class StepColumns(NamedTuple, Generic[_Column]):
@@ -89,21 +77,16 @@ class StepColumns(NamedTuple, Generic[_Column]):
     """[U]"""
     update_block_ids: _Column
     """[U]"""
-    admitted_rows: _Column
-    """[Q]"""
-    admitted_sampling: _Column
-    """[Q * SAMPLING_COLUMNS]"""
 
 
 def column_sizes(shape: StepShape) -> StepColumns[int]:
     """Return how many int32 values each column holds."""
-    tokens, seqs, samples, updates, admissions = shape
+    tokens, seqs, samples, updates = shape
     return StepColumns(
         tokens, tokens, tokens,
         seqs, seqs + 1, seqs, seqs,
         samples, samples, samples,
         updates, updates, updates,
-        admissions, admissions * SAMPLING_COLUMNS,
     )  # fmt: skip
 
 
@@ -139,7 +122,6 @@ class ExactShapes:
             num_seqs=step.slots.size,
             num_samples=int(step.samples.sum()),
             num_updates=step.block_updates.slots.size,
-            num_admissions=len(step.new_requests),
         )
         return StepPlan(shape, int(step.num_tokens.max(initial=0)), step.longest)
 
@@ -175,8 +157,7 @@ class StepLadder:
         """A step with more block updates than its padding has is exact: one that admits many cached
         blocks, say."""
         count, num_updates = step.total_num_tokens, step.block_updates.slots.size
-        num_admissions = len(step.new_requests)
-        is_decode = 0 < count == step.slots.size and not num_admissions
+        is_decode = 0 < count == step.slots.size and not step.new_requests
         if is_decode and count <= len(self._decodes_by_count):
             plans = self._decodes_by_count[count - 1]
             if num_updates <= plans[0].shape.num_updates:
@@ -184,8 +165,7 @@ class StepLadder:
         if 0 < count <= len(self._mixed_by_count):
             plan = self._mixed_by_count[count - 1]
             if num_updates <= plan.shape.num_updates:
-                shape = plan.shape._replace(num_admissions=num_admissions)
-                return plan._replace(shape=shape)
+                return plan
         return self._exact.fit(step)
 
 
@@ -201,7 +181,7 @@ def mixed_plans(max_num_seqs: int, max_num_tokens: int, longest: int) -> list[St
     sizes = [size for size in MIXED_SIZES if size <= max_num_tokens]
     seqs = [min(size, max_num_seqs) for size in sizes]
     return [
-        StepPlan(StepShape(size, count, count, size, 0), size, longest)
+        StepPlan(StepShape(size, count, count, size), size, longest)
         for size, count in zip(sizes, seqs, strict=True)
     ]
 
@@ -215,7 +195,7 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def _decode_plan(size: int, longest: int) -> StepPlan:
-    return StepPlan(StepShape(size, size, size, size, 0), 1, longest)
+    return StepPlan(StepShape(size, size, size, size), 1, longest)
 
 
 def _aligned(size: int) -> int:

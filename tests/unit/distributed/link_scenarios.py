@@ -128,7 +128,7 @@ def hop(rank, hidden_size, dtype_name, depth, steps):
                 arrived.append((torch.equal(hidden, sent + Member.state.pp_rank - 1), int(state)))
             if outbound is not None:
                 scratch = hidden + 1 if inbound is not None else hidden.clone()
-                outbound.send(scratch, state, seq)
+                outbound.send(scratch, len(scratch), state, seq)
                 scratch.fill_(-7)  # both may be overwritten at once
         _settle(outbound)
     return arrived
@@ -152,7 +152,7 @@ def delayed(rank, hidden_size, depth, num_steps, seed):
             hidden = hidden + 1
             wrong += not torch.equal(hidden, expected) or int(status) != 0
         if outbound is not None:
-            outbound.send(hidden, status, seq)
+            outbound.send(hidden, len(hidden), status, seq)
     _settle(outbound)
     return wrong
 
@@ -162,7 +162,7 @@ def other_step(rank, first_seq, second_seq, first_generation, second_generation)
     generation = first_generation if rank == 0 else second_generation
     inbound, outbound = _ends(8, torch.float32, 2, generation)
     if outbound is not None:
-        outbound.send(torch.ones(3, 8), torch.tensor(0), first_seq)
+        outbound.send(torch.ones(3, 8), 3, torch.tensor(0), first_seq)
         return _settle(outbound)
     return int(inbound.post(3, second_seq).wait()[1])
 
@@ -279,7 +279,7 @@ def collect_until_broken(rank):
     _, outbound = _ends(8, torch.float32, 2)
     began = time.monotonic()
     try:
-        outbound.send(torch.ones(3, 8), torch.tensor(0), 1)
+        outbound.send(torch.ones(3, 8), 3, torch.tensor(0), 1)
         tokens = TokenBroadcast(Member.link, torch.zeros(4).long(), num_stages=3, depth=5)
         tokens.publish(1, torch.tensor([0]), None)
         tokens.collect(1)

@@ -1,0 +1,83 @@
+"""The staging of a device over random steps, compared with what the host put in and expects back.
+Serves the interpreter's tests and a GPU's."""
+
+import numpy as np
+import torch
+
+from worker_daemon.runner.staging import CudaStaging
+from worker_daemon.runner.step_layout import StepShape, packed_size
+
+ROWS = 700
+
+
+def random_shape(rng):
+    tokens, seqs, updates = (int(rng.integers(1, top)) for top in (3000, 300, 900))
+    return StepShape(tokens, seqs, int(rng.integers(1, seqs + 1)), updates)
+
+
+def make_staging(device, depth, shapes):
+    capacity = max(map(packed_size, shapes))
+    return CudaStaging(capacity, ROWS, torch.device(device), depth, delivers=True)
+
+
+def fill(packed, rng):
+    for column in packed.host:
+        column[:] = rng.integers(-(1 << 31), 1 << 31, column.size)
+    return [column.tolist() for column in packed.host]
+
+
+def check_turns(device, depth, num_steps, seed):
+    """Each step's columns reach the device, whichever shapes come behind each other, and its tokens
+    the host, however late they are read and by whom."""
+    rng = np.random.default_rng(seed)
+    shapes = [random_shape(rng) for _ in range(4)]
+    staging = make_staging(device, depth, shapes)
+    staging.keep(shapes[:2])
+    newest = torch.full((ROWS,), -1, dtype=torch.int64, device=device)
+    expected_newest = [-1] * ROWS
+    unread = []
+    for _ in range(num_steps):
+        packed = staging.open(shapes[int(rng.integers(0, 4))])
+        fill(packed, rng)
+        if (
+            rng.random() < 0.2
+        ):  # a step that fails before it is launched leaves its turn to the next
+            packed = staging.open(shapes[int(rng.integers(0, 4))])
+        values = fill(packed, rng)
+        packed.take()
+        packed.taken()
+        assert [column.tolist() for column in packed.columns] == values
+        count = int(rng.integers(1, ROWS))
+        rows, tokens = rng.permutation(ROWS)[:count], rng.integers(0, 1 << 31, count)
+        staging.store(
+            newest,
+            torch.from_numpy(rows.astype(np.int32)).to(device),
+            torch.from_numpy(tokens).to(device),
+        )
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            expected_newest[row] = token
+        if rng.random() < 0.8:
+            wanted = int(rng.integers(1, count + 1))
+            unread.append((packed.delivery.expect(wanted), tokens[:wanted].tolist()))
+        while len(unread) > int(rng.integers(0, 3 * depth)):
+            delivered, tokens_of_it = unread.pop(int(rng.integers(0, len(unread))))
+            assert np.frombuffer(delivered.wait(), "<i4").tolist() == tokens_of_it
+    assert newest.tolist() == expected_newest
+    for delivered, tokens_of_it in unread:
+        assert np.frombuffer(delivered.wait(), "<i4").tolist() == tokens_of_it
+
+
+def check_holds(device):
+    """A buffer says what it was filled for until another shape has overwritten its memory."""
+    shapes = [StepShape(8, 8, 8, 8), StepShape(16, 4, 4, 4)]
+    staging = make_staging(device, 2, shapes)
+    staging.keep(shapes)
+    marks = [object(), object()]
+    for mark in marks:
+        packed = staging.open(shapes[0])
+        packed.holds = mark
+        packed.take()
+        packed.taken()
+    assert staging.open(shapes[0]).holds is marks[0]
+    assert staging.open(shapes[1]).holds is None
+    assert staging.open(shapes[0]).holds is None

@@ -1,0 +1,116 @@
+"""The ends of a step on the device: its columns are read from host memory when it begins, its
+tokens are written to host memory when they are chosen.
+
+Must not know what columns mean. Both sides of host memory are rings of slots, and which slot is a
+step's turn is counted on the device, so that a captured graph serves every step in turn.
+"""
+
+# Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
+# mypy: disable-error-code="no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+
+_QUADS = 1024
+"""Times four int32 values: what 256 threads read at once, 16 bytes a load."""
+_TOKENS = 256
+
+
+def take_columns(
+    columns: torch.Tensor,
+    ring: torch.Tensor,
+    turn: torch.Tensor,
+    num_taken: torch.Tensor,
+    size: int,
+) -> None:
+    """columns[:size] = ring[turn % depth, :size]; then turn and num_taken become turn + 1.
+
+    columns int32 [capacity] on the device; ring int32 [depth, capacity] and num_taken int64 [1] in
+    page-locked host memory; turn int64 [1] on the device. size and capacity are multiples of 4.
+    """
+    assert size % 4 == 0 and ring.shape[1] % 4 == 0, "columns are aligned to 16 bytes"
+    _take_columns_kernel[(1,)](
+        columns,
+        ring,
+        turn,
+        num_taken,
+        size // 4,
+        ring.shape[1] // 4,
+        DEPTH=ring.shape[0],
+        BLOCK=_QUADS,
+        num_warps=8,
+    )
+
+
+def store_tokens(
+    last_sampled: torch.Tensor,
+    rows: torch.Tensor,
+    token_ids: torch.Tensor,
+    ring: torch.Tensor,
+    turn: torch.Tensor,
+) -> None:
+    """last_sampled[rows] = token_ids, and ring[(turn - 1) % depth, :R] = token_ids.
+
+    last_sampled int64 [S], rows int32 [R], token_ids int64 [R], turn int64 [1]: on the device; ring
+    int64 [depth, width >= R] in page-locked host memory.
+    """
+    num_rows = rows.shape[0]
+    _store_tokens_kernel[(triton.cdiv(num_rows, _TOKENS),)](
+        last_sampled,
+        rows,
+        token_ids,
+        ring,
+        turn,
+        num_rows,
+        ring.shape[1],
+        DEPTH=ring.shape[0],
+        BLOCK=_TOKENS,
+    )
+
+
+@triton.jit(do_not_specialize=["num_quads", "quads_a_slot"])
+def _take_columns_kernel(
+    columns,
+    ring,
+    turn,
+    num_taken,
+    num_quads,
+    quads_a_slot,
+    DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: the loads of all its threads come back before any of them counts the turn."""
+    now = tl.load(turn)
+    source = ring + (now % DEPTH) * quads_a_slot * 4
+    for start in range(0, num_quads * 4, BLOCK * 4):
+        here = start + tl.arange(0, BLOCK * 4)
+        inside = here < num_quads * 4
+        tl.store(columns + here, tl.load(source + here, mask=inside, other=0), mask=inside)
+    tl.debug_barrier()
+    tl.store(turn, now + 1)
+    tl.store(num_taken, now + 1)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "width"],
+    do_not_specialize_on_alignment=["rows", "token_ids"],
+)
+def _store_tokens_kernel(
+    last_sampled,
+    rows,
+    token_ids,
+    ring,
+    turn,
+    num_rows,
+    width,
+    DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < num_rows
+    row = tl.load(rows + index, mask=inside, other=0)
+    token = tl.load(token_ids + index, mask=inside, other=0)
+    tl.store(last_sampled + row, token, mask=inside)
+    slot = ring + ((tl.load(turn) - 1) % DEPTH) * width
+    tl.store(slot + index, token, mask=inside)
