@@ -106,7 +106,6 @@ class ModelRunner:
         self.state.drop_all()
         self._unsampled.clear()
 
-    @torch.inference_mode()
     def execute_model(self, request: ExecuteModel, arrays: Sequence[Frame]) -> PendingReply | None:
         """Run one step: apply the scheduler's difference, then receive, forward, send, sample.
 
@@ -122,12 +121,10 @@ class ModelRunner:
             self._unsampled.clear()
         return self._run(step, self._identify(request))
 
-    @torch.inference_mode()
     def execute_dummy_batch(self, request: ExecuteDummyBatch) -> PendingReply | None:
         """Run one token through the stage, on behalf of no request."""
         return self._run(self.state.dummy_step(request.seq), self._identify(request))
 
-    @torch.inference_mode()
     def sample_tokens(self, request: SampleTokens, arrays: Sequence[Frame]) -> PendingReply | None:
         """Sample a step that deferred it. Requests that have finished in between are left out.
 

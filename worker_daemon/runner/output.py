@@ -2,7 +2,7 @@
 thread, then encoded."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +19,7 @@ from worker_daemon.runner.staging import Delivered
 from worker_daemon.sample.sampler import NO_LOGPROBS, SamplerOutput
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyIdentity:
+class ReplyIdentity(NamedTuple):
     """Which request an output answers, and from where."""
 
     epoch: int

@@ -139,10 +139,13 @@ class _Batch(NamedTuple):
 @dataclass(slots=True)
 class _Decoding:
     """Where the last step left its rows if all of them sampled: the next token of each is its last
-    known one. Aligned with the batch's slots."""
+    known one. Aligned with the batch's slots. Steps that only go on keep their counts here, which
+    are the rows' own once `_note_decoded` has written them there."""
 
     num_computed: Int32s
     num_tokens: Int32s
+    capacity: Int32s
+    """Tokens that each row's blocks have room for."""
     longest: int
     """The highest num_tokens."""
     num_scheduled: Int32s
@@ -247,8 +250,10 @@ class RequestState:
             raise
 
     def _apply(self, step: ExecuteModel, arrays: Sequence[Frame]) -> ScheduledStep:
-        if self._decoding is not None and self._only_goes_on(step, arrays):
-            return self._decode(step, self._decoding)
+        if self._decoding is not None:
+            if self._only_goes_on(step, arrays):
+                return self._decode(step, self._decoding)
+            self._note_decoded(self._decoding)
         changes_rows = bool(step.finished or step.scheduled_new_reqs) or step.resync is not None
         counts = self._counts.copy() if changes_rows else self._counts
         if changes_rows:
@@ -268,8 +273,8 @@ class RequestState:
         ends = starts + num_tokens
         known = counts.num_tokens[rows]
         _append(updates, counts)
-        limits = np.minimum(self._capacity(rows, counts), known)
-        if np.count_nonzero(ends <= limits) < slots.size:
+        capacity = self._capacity(rows, counts)
+        if np.count_nonzero(ends <= np.minimum(capacity, known)) < slots.size:
             try:
                 raise self._misfit(slots, num_tokens, ends, counts)
             finally:
@@ -293,7 +298,7 @@ class RequestState:
             self._deferred[step.seq] = (sampling, self.generation[sampling])
         elif slots.size and np.count_nonzero(samples) == slots.size:
             self._decoding = _Decoding(
-                ends, known, int(known.max()), self._one_each[: slots.size], samples
+                ends, known, capacity, int(known.max()), self._one_each[: slots.size], samples
             )
         return ScheduledStep(
             seq=step.seq,
@@ -331,18 +336,19 @@ class RequestState:
         as many as a batch holds, because the step before left them so: what remains to check is
         blocks and lengths."""
         counts, (_, slots, rows) = self._counts, self._batch
-        starts, ends = last.num_computed, last.num_tokens
+        starts, ends, capacity = last.num_computed, last.num_tokens, last.capacity
         updates = self._check_blocks(step, counts)
-        _append(updates, counts)
+        if updates is not _NO_UPDATES:
+            _append(updates, counts)
+            capacity = counts.num_blocks[rows] * self._block_size
         longest = last.longest
-        has_room = longest <= self.limits.max_model_len
-        if not has_room or _any(ends > counts.num_blocks[rows] * self._block_size):
+        if longest > self.limits.max_model_len or _any(ends > capacity):
             try:
+                self._note_decoded(last)
                 raise self._misfit(slots, last.num_scheduled, ends, counts)
             finally:
                 _take_back(updates, counts)
-        counts.num_computed[rows] = last.num_computed = ends
-        counts.num_tokens[rows] = last.num_tokens = ends + _ONE
+        last.num_computed, last.num_tokens, last.capacity = ends, ends + _ONE, capacity
         last.longest += 1
         # By position, in the order of the fields: names would cost as much as three of these lines.
         return ScheduledStep(
@@ -358,6 +364,12 @@ class RequestState:
             updates,
             False,
         )
+
+    def _note_decoded(self, last: _Decoding) -> None:
+        """Write the counts of steps that only went on to their rows."""
+        rows = self._batch.rows
+        self._counts.num_computed[rows] = last.num_computed
+        self._counts.num_tokens[rows] = last.num_tokens
 
     def take_unsampled(self, step_seq: int) -> None:
         """Note that a deferred step is sampled now.

@@ -8,6 +8,7 @@ sequences that sample, both with padding.
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from worker_daemon.device.pinned import upload
@@ -155,6 +156,7 @@ class EagerProgram:
         inputs.packed.taken()
         return self.compute(inputs, arrived)
 
+    @torch.inference_mode()
     def compute(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
         """As run, from columns that are on the device."""
         columns = inputs.packed.columns

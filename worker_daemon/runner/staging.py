@@ -9,7 +9,6 @@ a slot is filled again once the device has taken what it held and the host has r
 import threading
 import time
 from collections.abc import Iterable
-from functools import partial
 from typing import Final, Protocol
 
 import numpy as np
@@ -138,10 +137,11 @@ class CudaStaging:
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
         self._results = torch.zeros((depth, width), dtype=torch.int64, pin_memory=locked)
         self._taken_by_device = torch.zeros(1, dtype=torch.int64, pin_memory=locked)
-        self._num_taken: Int64s = self._taken_by_device.numpy()
+        taken: Int64s = self._taken_by_device.numpy()
+        self._num_taken = taken.data  # whose elements are Python's numbers
         self._num_launched = 0
         tokens: Int64s = self._results.numpy()
-        make_event = partial(torch.cuda.Event, blocking=True) if locked else _HostEvent
+        make_event = _StreamEvent if locked else _HostEvent
         self._slots = [_Slot(self, i, tokens[i], make_event()) for i in range(depth)]
         self.delivers = delivers
 
@@ -180,11 +180,26 @@ class CudaStaging:
 
 
 class _Event(Protocol):
-    """What is used of a CUDA event."""
+    """A point of the work that was launched, recorded anew for each use of a slot."""
 
-    def record(self) -> object: ...
+    def record(self) -> None: ...
 
-    def synchronize(self) -> object: ...
+    def synchronize(self) -> None: ...
+
+
+class _StreamEvent:
+    """On the stream that is current at construction. Finding that out takes longer than the rest
+    of recording."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.current_stream()
+
+    def record(self) -> None:
+        self._event.record(self._stream)
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
 
 
 class _HostEvent:

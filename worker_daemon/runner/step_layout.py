@@ -161,7 +161,9 @@ class StepLadder:
         if is_decode and count <= len(self._decodes_by_count):
             plans = self._decodes_by_count[count - 1]
             if num_updates <= plans[0].shape.num_updates:
-                return next(plan for plan in plans if step.longest <= plan.max_seq_len)
+                for plan in plans:
+                    if step.longest <= plan.max_seq_len:
+                        return plan
         if 0 < count <= len(self._mixed_by_count):
             plan = self._mixed_by_count[count - 1]
             if num_updates <= plan.shape.num_updates:

@@ -51,8 +51,12 @@ def flatten(value):
 
 
 def everything(state):
-    """All that a step may change, copied."""
-    return {k: flatten(copy.deepcopy(v)) for k, v in vars(state).items() if k not in MEMOS}
+    """All that a step may change, copied; counts where the rows have them, also those that steps
+    which only go on keep elsewhere."""
+    state = copy.deepcopy(state)
+    if state._decoding is not None:
+        state._note_decoded(state._decoding)
+    return {k: flatten(v) for k, v in vars(state).items() if k not in MEMOS}
 
 
 def check_step(step, ran, plan, rows):
