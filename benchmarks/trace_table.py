@@ -16,7 +16,7 @@ GROUPS = (
     ("activation", r"silu|gelu|activation"),
     ("sampling", r"argmax|greedy|sampl|softmax|sort|topk|philox|gumbel|_store_tokens"),
     ("sampling", r"_scan_kernel|_merge_kernel"),
-    ("inputs", r"gather|embedding|index|scatter|_update_blocks"),
+    ("inputs", r"gather|embedding|index|scatter|_update_blocks|_take_columns"),
 )
 """(name, pattern): the first that is found in a kernel's name names its group; else `other`."""
 OTHER, GAPS = "other", "gaps"
