@@ -444,10 +444,12 @@ class WorkerGroup:
             failure.lost |= self._steps.slots.fail([output])
             return self._refuse(failure)
         self._check_credit()
+        began_ns = time.monotonic_ns()
         ids = self._channel.next_ids()
         step = self._steps.slots.encode(output, epoch=ids.epoch, link=ids.link, seq=ids.seq)
         future = self._steps.expect(self, ids.seq, step, samples=not output.defer_sampling)
         self._channel.send_step(ids, lambda client: client.execute_model(step.frames))
+        self._steps.times.sent(ids.seq, began_ns, output)
         return future
 
     def sample_tokens(
@@ -470,12 +472,14 @@ class WorkerGroup:
         if deferred.failure is not None:
             return self._refuse(deferred.failure)
         self._check_credit()
+        began_ns = time.monotonic_ns()
         slots, frames = self._steps.slots.encode_masks(step, masks or {})
         ids = self._channel.next_ids()
         future = self._steps.expect(self, ids.seq, step, samples=True)
         self._channel.send_step(
             ids, lambda client: client.sample_tokens(ids, step.seq, slots, frames)
         )
+        self._steps.times.sent(ids.seq, began_ns, None)
         return future
 
     def execute_dummy_batch(self) -> StepFuture:

@@ -28,6 +28,16 @@ class PendingReply(Protocol):
         """
 
 
+class PlainTraceLike(Protocol):
+    """A trace that was written, to be compressed on another thread than the step thread."""
+
+    def pack(self) -> Path:
+        """Compress it and put it in its place."""
+
+    def discard(self) -> None:
+        """Throw it away."""
+
+
 class WorkerLike(Protocol):
     """What runs the operations. Made and used on the step thread only, `abort_link` apart.
 
@@ -63,6 +73,12 @@ class WorkerLike(Protocol):
     def finish_sharded_state(self, message: lc.FinishShardedState) -> StepReply: ...
     def compute_weight_checksums(self, message: lc.ComputeWeightChecksums) -> StepReply: ...
     def profile(self, message: lc.Profile) -> StepReply: ...
+
+    def start_trace(self) -> None:
+        """Record the steps to come for an observer, whoever drives."""
+
+    def stop_trace(self, *, keep: bool) -> "PlainTraceLike | None":
+        """End that; the trace, if it is to be kept."""
 
     def on_attach(self) -> bool:
         """Drop all requests; True if nothing was cut off and all sends were received."""
