@@ -1,5 +1,5 @@
-"""Clocks of other processes, by round trips: what each is ahead of ours by, and by how much that may
-be wrong. Pure arithmetic over a function that asks; knows no socket.
+"""Clocks of other processes, by round trips: how far each is ahead of ours, and by how much that
+may be wrong. Pure arithmetic over a function that asks; knows no socket.
 
 A reply carries the other clock's time at some moment between request and reply. With the middle as
 that moment, the offset is wrong by at most half the round trip, whatever the way there and back

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from client.clocks import ClockMap, Offset, measure
+from client.clocks import ClockMap, measure
 from client.errors import ClientConfigError, ClientError
 from client.trace_merge import DriverTrace, RankTrace
 from client.transport import PendingCall
 from client.worker_client import WorkerClient
 from rpc_schema import lifecycle as lc
 from rpc_schema.errors import WireError
-from rpc_schema.trace import MAX_TRACE_MS, StopTraceReply
+from rpc_schema.trace import MAX_TRACE_MS, DriverSteps, StopTraceReply
 
 START_TIMEOUT_S = 90.0
 """The first trace of a process on a GPU loads the profiler's library."""
@@ -43,8 +43,9 @@ def record(
     clients: Sequence[WorkerClient],
     seconds: float,
     wait: Callable[[float], None] = time.sleep,
+    driver_timeout_s: float = DRIVER_TIMEOUT_S,
 ) -> Recorded:
-    """Trace a group's daemons, given in any order.
+    """Trace a group's daemons, given in any order, while wait(seconds) runs.
 
     Raises:
         ClientConfigError: the duration is out of bounds, or the daemons are not the ranks of one
@@ -72,7 +73,10 @@ def record(
     after = [measure(client.read_clock) for client in clients]
     maps = [ClockMap(*pair) for pair in zip(before, after, strict=True)]
     first = next(index for index, status in enumerate(statuses) if status.rank == 0)
-    driver = _ask_driver(clients[first], trace, before[first], (begin_ns, end_ns), maps[first])
+    begin, end = (moment + before[first].ahead_ns for moment in (begin_ns, end_ns))
+    clients[first].ask_driver(trace, begin, end)
+    steps = _driver_steps(clients[first], trace, time.monotonic() + driver_timeout_s)
+    driver = None if steps is None else DriverTrace(steps, maps[first])
     ranks = [
         RankTrace(status.rank, _place(status), status.pid, _read(client, trace), clock)
         for client, status, clock in zip(clients, statuses, maps, strict=True)
@@ -138,23 +142,12 @@ def _stop(
     return pending
 
 
-def _ask_driver(
-    client: WorkerClient,
-    trace: bytes,
-    clock: Offset,
-    window_ns: tuple[int, int],
-    daemon_clock: ClockMap,
-) -> DriverTrace | None:
-    """What the driver did; None where it does not answer, as one without steps does not."""
-    begin, end = (moment + clock.ahead_ns for moment in window_ns)
-    client.ask_driver(trace, begin, end)
-    until = time.monotonic() + DRIVER_TIMEOUT_S
-    while time.monotonic() < until:
-        steps = client.read_driver_steps(trace)
-        if steps is not None:
-            return DriverTrace(steps, daemon_clock)
+def _driver_steps(client: WorkerClient, trace: bytes, until: float) -> DriverSteps | None:
+    """What the driver did; None where it does not answer, as one that waits for nothing does
+    not."""
+    while (steps := client.read_driver_steps(trace)) is None and time.monotonic() < until:
         time.sleep(DRIVER_POLL_S)
-    return None
+    return steps
 
 
 def _read(client: WorkerClient, trace: bytes) -> bytes:

@@ -69,6 +69,7 @@ def test_trace_holds_the_steps_between_start_and_stop(driver, traces, prompts):
     prompt, other = prompts([20, 5])
     driver.generate(0, prompt, 2)
     assert profile(driver, "start", "run.1") == ""
+    first = driver.ids()["seq"] + 1
     driver.execute({0: 16, 1: 5}, [(0, prompt, GREEDY), (1, other, GREEDY)])
     driver.execute({0: 4, 1: 1})
     driver.execute({0: 1, 1: 1})
@@ -78,9 +79,9 @@ def test_trace_holds_the_steps_between_start_and_stop(driver, traces, prompts):
     assert [path.name for path in traces.iterdir()] == [f"run.1{SUFFIX}"]
     assert traces.stat().st_mode & 0o777 == traces.parent.stat().st_mode & 0o777 == 0o700
     assert labels(traces / f"run.1{SUFFIX}") == [
-        "step_context_2(21)_generation_0(0)",
-        "step_context_1(4)_generation_1(1)",
-        "step_context_0(0)_generation_2(2)",
+        f"step_context_2(21)_generation_0(0)_seq_{first}",
+        f"step_context_1(4)_generation_1(1)_seq_{first + 1}",
+        f"step_context_0(0)_generation_2(2)_seq_{first + 2}",
     ]
     operations = {e["name"] for e in read(traces / f"run.1{SUFFIX}")["traceEvents"]}
     assert operations & {"aten::mm", "aten::linear", "aten::addmm"}
@@ -188,7 +189,7 @@ def test_cuda_marks_write_nothing_and_name_the_steps(monkeypatch):
         assert profiler.stop("cuda") is None
     with profiler.step(message):
         profiler.end()
-    assert calls == ["start", "step_context_0(0)_generation_3(3)", "stop"]
+    assert calls == ["start", "step_context_0(0)_generation_3(3)_seq_1", "stop"]
 
 
 def test_without_a_directory_traces_are_refused(start, prompts):
