@@ -314,6 +314,11 @@ class WorkerClient:
             )
         )
 
+    def save_tensorized_model(self, ids: StepIds, save: bytes, name: str) -> None:
+        """Write its weights there by the tensorizer library; answered with
+        SaveTensorizedModelReply."""
+        self._send(lc.SaveTensorizedModel(**ids._asdict(), save=save, name=name))
+
     def finish_sharded_state(self, ids: StepIds, save: bytes, *, keep: bool) -> None:
         """Publish what a save wrote, or throw it away; answered with Done."""
         self._send(lc.FinishShardedState(**ids._asdict(), save=save, keep=keep))

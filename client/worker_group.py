@@ -378,6 +378,27 @@ class WorkerGroup:
         self._keep_sharded_state(save)
         return replies
 
+    def save_tensorized_model(self, name: str) -> list[lc.SaveTensorizedModelReply]:
+        """save_sharded_state through the tensorizer library, which the daemons must have (`pip
+        install "worker-daemon[tensorizer]"`): one file a rank, for load_format="tensorizer".
+
+        Raises: as save_sharded_state does, and
+            RemoteConfigError: a daemon does not have the library.
+        """
+        save = secrets.token_bytes(16)
+        try:
+            replies = self._channel.fan_out(
+                "save_tensorized_model",
+                lambda client, ids: client.save_tensorized_model(ids, save, name),
+                lc.SaveTensorizedModelReply,
+                timeout_s=LOAD_TIMEOUT_S,
+            )
+        except (RemoteError, DeadlineExceeded):
+            self._discard_sharded_state(save)
+            raise
+        self._keep_sharded_state(save)
+        return replies
+
     def _keep_sharded_state(self, save: bytes) -> None:
         try:
             self._finish_sharded_state(save, keep=True)

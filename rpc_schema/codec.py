@@ -40,6 +40,7 @@ StepMessage: TypeAlias = (
     | lc.FinishShardedState
     | lc.ComputeWeightChecksums
     | lc.Profile
+    | lc.SaveTensorizedModel
 )
 StepReplyMessage: TypeAlias = (
     ErrorReply
@@ -56,6 +57,7 @@ StepReplyMessage: TypeAlias = (
     | lc.SaveShardedStateReply
     | lc.ComputeWeightChecksumsReply
     | lc.ProfileReply
+    | lc.SaveTensorizedModelReply
 )
 ControlMessage: TypeAlias = (
     lc.Hello

@@ -7,6 +7,7 @@ it comes here. Used on the step thread only, abort_link apart.
 
 import gc
 import logging
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -43,6 +44,7 @@ from worker_daemon.layers.reduction_provider import probe_reduction
 from worker_daemon.loading import LoadedModel, RankPlace, Roots, SetPhase, load, rank_weights
 from worker_daemon.models.saving import Saver, SaveRequest
 from worker_daemon.models.tensor_bytes import checksum
+from worker_daemon.models.tensorized import TENSORIZER_PATTERN, tensorizer_files
 from worker_daemon.profiling import PlainTrace, Profiler, ProfileRequest
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
 from worker_daemon.runner.cuda_graph import NoGraphs, StepGraphs
@@ -409,6 +411,27 @@ class Worker:
             num_files=report.num_files,
             size_bytes=report.size_bytes,
             seconds=seconds,
+        )
+
+    def save_tensorized_model(self, message: lc.SaveTensorizedModel) -> lc.SaveTensorizedModelReply:
+        """The same through the tensorizer library, in one file.
+
+        Raises: see Saver.write and tensorizer_files.
+        """
+        began = time.monotonic()
+        files = tensorizer_files("name", message.name)
+        request = SaveRequest(
+            message.save.hex(), message.name, TENSORIZER_PATTERN, sys.maxsize, files
+        )
+        report = self._saver.write(
+            request,
+            rank_weights(self._model, self._place),
+            lambda: self._set_phase("SAVING", _LONG_OPERATION_S),
+        )
+        seconds = time.monotonic() - began
+        _LOG.info("saved %.3f GB in %.1f s", report.size_bytes / 1e9, seconds)
+        return lc.SaveTensorizedModelReply(
+            **self._identity(message), size_bytes=report.size_bytes, seconds=seconds
         )
 
     def finish_sharded_state(self, message: lc.FinishShardedState) -> Done:

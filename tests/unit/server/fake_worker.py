@@ -185,6 +185,9 @@ class FakeWorker:
     def save_sharded_state(self, message: lc.SaveShardedState) -> StepReply:
         return self._done(message)
 
+    def save_tensorized_model(self, message: lc.SaveTensorizedModel) -> StepReply:
+        return lc.SaveTensorizedModelReply(**ids(message, self.rank), size_bytes=2, seconds=0.5)
+
     def finish_sharded_state(self, message: lc.FinishShardedState) -> StepReply:
         return self._done(message)
 
