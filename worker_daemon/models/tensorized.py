@@ -25,7 +25,7 @@ from worker_daemon.models.weights import Item
 TENSORIZER_PATTERN: Final = "model-rank-{rank}-part-{part}.tensors"
 _MALFORMED: Final = (
     *(struct.error, ValueError, TypeError, KeyError, IndexError, AttributeError),
-    *(OverflowError, MemoryError, RuntimeError, EOFError, OSError),
+    *(OverflowError, MemoryError, RuntimeError, EOFError, OSError, AssertionError),
 )
 """What the library raises on a file that is damaged, apart from its own HashMismatchError."""
 
