@@ -247,7 +247,8 @@ def _read(rank: RankTrace) -> dict[str, Any]:
 
 def _is_recorded(event: Event) -> bool:
     """Whether it is work of a process or a device, not the profiler's own framing, and no mark."""
-    if not isinstance(event.get("pid"), int) or event.get("ph") == "M" or "ts" not in event:
+    pid = event.get("pid")
+    if not isinstance(pid, int) or pid < 0 or event.get("ph") == "M" or "ts" not in event:
         return False
     return _MARK.fullmatch(str(event.get("name"))) is None
 
