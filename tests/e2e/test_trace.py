@@ -18,6 +18,8 @@ from client.cli.daemons import connect as observe
 from client.errors import ClientConfigError, IllegalStateError, RemoteConfigError
 from client.launcher import LocalDaemons
 from client.observer import record as record_group
+from client.worker_group import WorkerGroup
+from rpc_schema.config import ParallelConfig
 from tests.support.command_line import ask_status, run_client, short_directory
 from tests.support.serving import connect, generate, greedy_request, worker_config
 
@@ -222,13 +224,15 @@ def test_observer_and_driver_keep_out_of_each_other_s_way(pair, traces, model):
         assert len(labels) >= 6
 
 
-def test_trace_is_refused_where_it_cannot_be(pair, model_root, directory, tmp_path):
-    with LocalDaemons(["cpu"], model_root) as idle:
-        refused = run_client(directory, "trace", "--endpoints", idle.endpoints[0], check=False)
-        assert refused.returncode == 2
-        assert "IllegalStateError" in refused.stderr
-        assert "nothing to trace in CREATED" in refused.stderr
-    with observe(pair.endpoints[:1] * 2) as clients:
+def test_trace_is_refused_where_it_cannot_be(pair, directory, tmp_path):
+    with WorkerGroup(pair.endpoints, ParallelConfig(pipeline_parallel_size=2)) as group:
+        group.attach()
+        group.reset("CREATED")
+    refused = run_client(directory, "trace", "--endpoints", pair.endpoints[0], check=False)
+    assert refused.returncode == 2
+    assert "IllegalStateError" in refused.stderr
+    assert "nothing to trace in CREATED" in refused.stderr
+    with observe(pair.endpoints) as clients:
         with pytest.raises(ClientConfigError, match="not the ranks of one group"):
             record(clients, 1)
         for seconds in (0, -1, 1e9, float("nan")):

@@ -5,6 +5,7 @@ on the step thread, between two requests, and the compression on a thread of its
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -119,7 +120,7 @@ class Tracing:
             if plain is None:
                 return tr.StopTraceReply(call=message.call, size_bytes=0)
             self._readable = b""
-            self._file = await asyncio.to_thread(plain.pack)
+            self._file = await _on_a_thread(plain.pack)
         finally:
             self._running = None
         self._readable = message.trace
@@ -185,17 +186,30 @@ class Tracing:
         the limit."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[_T] = loop.create_future()
-
-        def run(worker: WorkerLike) -> None:
-            try:
-                settle = partial(_succeed, future, work(worker))
-            except Exception as error:
-                settle = partial(_fail, future, error)
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
-                loop.call_soon_threadsafe(settle)
-
-        self._premises.post(Aside(phase, limit_s, run))
+        self._premises.post(
+            Aside(phase, limit_s, lambda worker: _settle(loop, future, partial(work, worker)))
+        )
         return await asyncio.wait_for(future, limit_s)
+
+
+async def _on_a_thread(work: Callable[[], _T]) -> _T:
+    """Run `work` on a thread that ends with it; an executor's would be waited for at the end."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_T] = loop.create_future()
+    threading.Thread(target=_settle, args=(loop, future, work), name="trace", daemon=True).start()
+    return await future
+
+
+def _settle(
+    loop: asyncio.AbstractEventLoop, future: "asyncio.Future[_T]", work: Callable[[], _T]
+) -> None:
+    """Run `work` on this thread, and settle the loop's future with what it returns or raises."""
+    try:
+        settle = partial(_succeed, future, work())
+    except Exception as error:
+        settle = partial(_fail, future, error)
+    with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+        loop.call_soon_threadsafe(settle)
 
 
 def _succeed(future: "asyncio.Future[_T]", result: _T) -> None:
