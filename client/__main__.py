@@ -8,6 +8,7 @@ import typer
 
 from client.cli.control import shutdown, status
 from client.cli.run import bench, generate
+from client.cli.trace import trace
 from client.errors import ClientError
 from rpc_schema.errors import WireError
 
@@ -17,7 +18,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, bench, status, shutdown):
+for command in (generate, bench, status, trace, shutdown):
     app.command()(command)
 
 

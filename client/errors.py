@@ -12,6 +12,7 @@ ClientError
  +- DeadlineExceeded          an answer did not come in time
  +- WorkerDied                a daemon's connection ended
  +- LaunchError               a local daemon did not become ready
+ +- TraceError                a trace cannot be read, or is no trace
  +- SchedulerStalled          a scheduler has requests, but nothing to send, and nothing is to come
  +- StepFailed                a step failed on a rank; carries the traceback and what was lost
  `- RemoteError               a daemon refused or failed a request: one class for each ErrorCode
@@ -86,6 +87,10 @@ class RequestError(ClientConfigError):
         where = "" if line is None else f"line {line}: "
         super().__init__(where + message, field=field, value=value, fix=fix)
         self.line = line
+
+
+class TraceError(ClientError):
+    """A trace cannot be read, or is no trace."""
 
 
 class InvalidSchedulerOutput(ClientError):

@@ -3,6 +3,7 @@ under, operations sent to all ranks and their replies gathered, replies to steps
 not what an operation means, nor what a step's failure does (`client/outcomes.py`).
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -10,14 +11,16 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import zmq
 
+from client.clocks import measure
 from client.errors import ClientError, DeadlineExceeded, RemoteError, WorkerDied, remote_error
 from client.outcomes import ROOT_CAUSE_WAIT_S, StepsInFlight
 from client.transport import Endpoint, EventsChannel, ResultsChannel
 from client.worker_client import StepIds, WorkerClient
 from rpc_schema import lifecycle as lc
-from rpc_schema.codec import StepReplyMessage, decode_step_reply
+from rpc_schema.codec import EventMessage, StepReplyMessage, decode_step_reply
 from rpc_schema.config import Rendezvous
 from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, TooLargeError, WireError
+from rpc_schema.trace import DriverStepsWanted
 
 DEATH_NEWS_S = 0.1
 """A killed process's connections end within this time (2 ms measured), not all at once."""
@@ -25,6 +28,9 @@ DEATH_NEWS_S = 0.1
 PROGRESS_INTERVAL_S = 0.25
 EVENTS_INTERVAL_S = 1.0
 """So often heartbeats that nobody asked for are cleared away while steps run."""
+
+OBSERVER_TIMEOUT_S = 0.5
+"""No longer than this is a daemon waited for in the matters of somebody who watches."""
 
 OPERATION_TIMEOUT_S = 60.0
 
@@ -175,7 +181,7 @@ class GroupChannel:
     ) -> list[ReplyT]:
         """Send one operation to every rank under one seq and return the replies in rank order."""
         self.check_usable()
-        self._events.discard_all()
+        self._drop_events()
         self._seq += 1
         gather = self._gather = _Gather(self._seq)
         self._send_to_all(
@@ -208,7 +214,7 @@ class GroupChannel:
     def take_reply(self, deadline: float) -> bool:
         """Take in one reply; False when none came by the deadline."""
         deadline = min(deadline, self._steps.verdict_due)
-        self._discard_events()
+        self._clear_events()
         try:
             frames = self._results.receive(deadline)
             reply = None if frames is None else decode_step_reply(frames)
@@ -271,15 +277,32 @@ class GroupChannel:
 
     def _report_progress(self, operation: str) -> None:
         for event in self._events.receive_all():
+            self._answer_observer(event)
             if self.on_progress is not None and isinstance(event, lc.Heartbeat):
                 self.on_progress(Progress(operation, event.rank, event.phase, event.phase_ms))
 
-    def _discard_events(self) -> None:
+    def _clear_events(self) -> None:
         """Keep the events' queue from filling up while steps run; operations read theirs."""
         now = time.monotonic()
         if self._gather is None and now >= self._next_events:
             self._next_events = now + EVENTS_INTERVAL_S
-            self._events.discard_all()
+            self._drop_events()
+
+    def _drop_events(self) -> None:
+        with contextlib.suppress(WireError):
+            for event in self._events.receive_all():
+                self._answer_observer(event)
+
+    def _answer_observer(self, event: EventMessage) -> None:
+        """Tell somebody who traces the group, and asks by way of a daemon, what this driver did. A
+        courtesy: where it fails the trace lacks that."""
+        if not isinstance(event, DriverStepsWanted) or event.rank >= len(self.clients):
+            return
+        client = self.clients[event.rank]
+        with contextlib.suppress(ClientError, WireError):
+            clock = measure(lambda: client.read_clock(OBSERVER_TIMEOUT_S))
+            steps = self._steps.times.between(event.begin_ns, event.end_ns, clock)
+            client.put_driver_steps(self.epoch, event.trace, steps, OBSERVER_TIMEOUT_S)
 
 
 def _remaining(deadline: float) -> float:

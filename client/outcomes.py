@@ -20,6 +20,7 @@ from client.errors import (
 )
 from client.scheduler_output import StepResult
 from client.slots import EncodedStep, SlotTable
+from client.step_times import StepTimes
 from rpc_schema.codec import StepReplyMessage
 from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, ErrorScope, WireError
 from rpc_schema.step import ModelRunnerOutput
@@ -147,6 +148,8 @@ class StepsInFlight:
         """Bytes may be left between ranks, or a rank has lost its peers: no row survives that."""
         self.dead: ClientError | None = None
         """Why the group takes no steps any more; a WorkerDied is for good."""
+        self.times = StepTimes()
+        """When steps were sent and settled, for traces."""
         self._has_link = world_size > 1
         self._output_rank = output_rank
         self._timeout_s = DEFAULT_STEP_DEADLINE_S + STEP_SLACK_S
@@ -168,6 +171,7 @@ class StepsInFlight:
         failure = Failure(error, self._output_rank, ErrorCode.FENCED, "")
         failure.lost |= self.slots.drop_all()
         self._fail_from(0, failure)
+        self.times.clear()
         self._failure = self.dead = None
         self._recently_done.clear()
 
@@ -215,6 +219,7 @@ class StepsInFlight:
             self._fail_from(reply.seq, Failure(_as_client(error), reply.rank, error.code, ""))
             return
         del self._futures[reply.seq]
+        self.times.settled(reply.seq)
         self._recently_done.append(reply.seq)
 
     def take_error(self, reply: ErrorReply, error: RemoteError) -> None:
@@ -296,6 +301,7 @@ class StepsInFlight:
         for future in failed:
             failure.settle(future)
             del self._futures[future.seq]
+            self.times.failed(future.seq)
         if self._failure is not None and not self._failure.reported:
             failure.take_over(self._failure)
         self._failure = failure

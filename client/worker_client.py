@@ -16,6 +16,7 @@ from client.transport import (
     StepChannel,
 )
 from rpc_schema import lifecycle as lc
+from rpc_schema import trace as tr
 from rpc_schema.codec import Frame, StepMessage, encode_step
 from rpc_schema.config import (
     CacheConfig,
@@ -148,6 +149,77 @@ class WorkerClient:
         """End the daemon."""
         self._control.call(lambda call: lc.Shutdown(call=call), lc.Acknowledged, timeout_s)
 
+    def read_clock(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
+        """Ask for the time of the daemon's monotonic clock, in nanoseconds."""
+        reply = self._control.call(
+            lambda call: tr.ReadClock(call=call), tr.ReadClockReply, timeout_s
+        )
+        return reply.monotonic_ns
+
+    def send_start_trace(
+        self, trace: bytes, max_ms: int, timeout_s: float
+    ) -> PendingCall[lc.Acknowledged]:
+        """Have the daemon record whatever steps come, without attaching; returns at once."""
+        return self._control.send(
+            lambda call: tr.StartTrace(call=call, trace=trace, max_ms=max_ms),
+            lc.Acknowledged,
+            timeout_s,
+        )
+
+    def send_stop_trace(
+        self, trace: bytes, *, keep: bool, timeout_s: float
+    ) -> PendingCall[tr.StopTraceReply]:
+        """End that; returns at once. Answered once the trace can be read, if it is to be kept."""
+        return self._control.send(
+            lambda call: tr.StopTrace(call=call, trace=trace, keep=keep),
+            tr.StopTraceReply,
+            timeout_s,
+        )
+
+    def read_trace(self, trace: bytes, offset: int, timeout_s: float = CONTROL_TIMEOUT_S) -> bytes:
+        """Read a piece of the trace's file; empty at its end."""
+        reply = self._control.call(
+            lambda call: tr.ReadTrace(call=call, trace=trace, offset=offset),
+            tr.ReadTraceReply,
+            timeout_s,
+        )
+        return reply.data
+
+    def ask_driver(
+        self, trace: bytes, begin_ns: int, end_ns: int, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> None:
+        """Have the attached driver asked for its steps, between two times of the daemon's clock."""
+        self._control.call(
+            lambda call: tr.AskDriver(call=call, trace=trace, begin_ns=begin_ns, end_ns=end_ns),
+            lc.Acknowledged,
+            timeout_s,
+        )
+
+    def put_driver_steps(
+        self,
+        epoch: int,
+        trace: bytes,
+        steps: tr.DriverSteps,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+    ) -> None:
+        """Answer that, as the attached driver."""
+        self._control.call(
+            lambda call: tr.PutDriverSteps(call=call, epoch=epoch, trace=trace, steps=steps),
+            lc.Acknowledged,
+            timeout_s,
+        )
+
+    def read_driver_steps(
+        self, trace: bytes, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> tr.DriverSteps | None:
+        """Read the answer; None: there is none yet."""
+        reply = self._control.call(
+            lambda call: tr.ReadDriverSteps(call=call, trace=trace),
+            tr.ReadDriverStepsReply,
+            timeout_s,
+        )
+        return reply.steps
+
     def init_device(
         self,
         ids: StepIds,
@@ -241,6 +313,11 @@ class WorkerClient:
                 max_size_bytes=max_size_bytes,
             )
         )
+
+    def save_tensorized_model(self, ids: StepIds, save: bytes, name: str) -> None:
+        """Write its weights there by the tensorizer library; answered with
+        SaveTensorizedModelReply."""
+        self._send(lc.SaveTensorizedModel(**ids._asdict(), save=save, name=name))
 
     def finish_sharded_state(self, ids: StepIds, save: bytes, *, keep: bool) -> None:
         """Publish what a save wrote, or throw it away; answered with Done."""

@@ -378,6 +378,27 @@ class WorkerGroup:
         self._keep_sharded_state(save)
         return replies
 
+    def save_tensorized_model(self, name: str) -> list[lc.SaveTensorizedModelReply]:
+        """save_sharded_state through the tensorizer library, which the daemons must have (`pip
+        install "worker-daemon[tensorizer]"`): one file a rank, for load_format="tensorizer".
+
+        Raises: as save_sharded_state does, and
+            RemoteConfigError: a daemon does not have the library.
+        """
+        save = secrets.token_bytes(16)
+        try:
+            replies = self._channel.fan_out(
+                "save_tensorized_model",
+                lambda client, ids: client.save_tensorized_model(ids, save, name),
+                lc.SaveTensorizedModelReply,
+                timeout_s=LOAD_TIMEOUT_S,
+            )
+        except (RemoteError, DeadlineExceeded):
+            self._discard_sharded_state(save)
+            raise
+        self._keep_sharded_state(save)
+        return replies
+
     def _keep_sharded_state(self, save: bytes) -> None:
         try:
             self._finish_sharded_state(save, keep=True)
@@ -444,10 +465,12 @@ class WorkerGroup:
             failure.lost |= self._steps.slots.fail([output])
             return self._refuse(failure)
         self._check_credit()
+        began_ns = time.monotonic_ns()
         ids = self._channel.next_ids()
         step = self._steps.slots.encode(output, epoch=ids.epoch, link=ids.link, seq=ids.seq)
         future = self._steps.expect(self, ids.seq, step, samples=not output.defer_sampling)
         self._channel.send_step(ids, lambda client: client.execute_model(step.frames))
+        self._steps.times.sent(ids.seq, began_ns, output)
         return future
 
     def sample_tokens(
@@ -470,12 +493,14 @@ class WorkerGroup:
         if deferred.failure is not None:
             return self._refuse(deferred.failure)
         self._check_credit()
+        began_ns = time.monotonic_ns()
         slots, frames = self._steps.slots.encode_masks(step, masks or {})
         ids = self._channel.next_ids()
         future = self._steps.expect(self, ids.seq, step, samples=True)
         self._channel.send_step(
             ids, lambda client: client.sample_tokens(ids, step.seq, slots, frames)
         )
+        self._steps.times.sent(ids.seq, began_ns, None)
         return future
 
     def execute_dummy_batch(self) -> StepFuture:

@@ -8,7 +8,7 @@ import typing
 
 import msgspec
 
-from rpc_schema import codec, config, errors, kv_cache, lifecycle, sampling, step
+from rpc_schema import codec, config, errors, kv_cache, lifecycle, sampling, step, trace
 from rpc_schema.version import PROTOCOL_VERSION
 
 _DIRECTIONS = (
@@ -18,7 +18,7 @@ _DIRECTIONS = (
     ("Results socket, daemon to driver", codec.StepReplyMessage),
     ("Events socket, daemon to everybody", codec.EventMessage),
 )
-_MODULES = (config, sampling, kv_cache, step, lifecycle, errors)
+_MODULES = (config, sampling, kv_cache, step, lifecycle, trace, errors)
 
 
 def render() -> str:

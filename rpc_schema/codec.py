@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from rpc_schema import lifecycle as lc
-from rpc_schema import step
+from rpc_schema import step, trace
 from rpc_schema.errors import BadFrameError, ControlErrorReply, ErrorReply, TooLargeError
 
 MAX_FRAMES = 6
@@ -40,6 +40,7 @@ StepMessage: TypeAlias = (
     | lc.FinishShardedState
     | lc.ComputeWeightChecksums
     | lc.Profile
+    | lc.SaveTensorizedModel
 )
 StepReplyMessage: TypeAlias = (
     ErrorReply
@@ -56,6 +57,7 @@ StepReplyMessage: TypeAlias = (
     | lc.SaveShardedStateReply
     | lc.ComputeWeightChecksumsReply
     | lc.ProfileReply
+    | lc.SaveTensorizedModelReply
 )
 ControlMessage: TypeAlias = (
     lc.Hello
@@ -66,6 +68,13 @@ ControlMessage: TypeAlias = (
     | lc.CheckHealth
     | lc.GetStatus
     | lc.Shutdown
+    | trace.ReadClock
+    | trace.StartTrace
+    | trace.StopTrace
+    | trace.ReadTrace
+    | trace.AskDriver
+    | trace.PutDriverSteps
+    | trace.ReadDriverSteps
 )
 ControlReplyMessage: TypeAlias = (
     ControlErrorReply
@@ -76,8 +85,12 @@ ControlReplyMessage: TypeAlias = (
     | lc.CheckHealthReply
     | lc.GetStatusReply
     | lc.Acknowledged
+    | trace.ReadClockReply
+    | trace.StopTraceReply
+    | trace.ReadTraceReply
+    | trace.ReadDriverStepsReply
 )
-EventMessage: TypeAlias = lc.Heartbeat | lc.StateChanged
+EventMessage: TypeAlias = lc.Heartbeat | lc.StateChanged | trace.DriverStepsWanted
 
 _ENCODER = msgspec.msgpack.Encoder()
 _STEP: msgspec.msgpack.Decoder[StepMessage] = msgspec.msgpack.Decoder(StepMessage)

@@ -10,7 +10,7 @@ from msgspec import Meta
 from rpc_schema.base import Count, Positive, Unsigned, Value
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-LoadFormat = Literal["auto", "dummy", "sharded_state"]
+LoadFormat = Literal["auto", "dummy", "sharded_state", "tensorizer"]
 
 
 class ParallelConfig(Value, frozen=True, kw_only=True):
@@ -33,11 +33,11 @@ class ModelConfig(Value, frozen=True, kw_only=True):
 
     model: Annotated[str, Meta(min_length=1, max_length=4096)]
     """Directory in Hugging Face format, under one of the daemon's model roots; with sharded_state
-    that of a saved set, under one of them or the save root."""
+    and tensorizer that of a saved set, under one of them or the save root."""
     dtype: Dtype = "auto"
     load_format: LoadFormat = "auto"
     """auto reads a checkpoint, dummy makes values up, sharded_state reads what SaveShardedState
-    wrote for a group of the same shape and dtype."""
+    wrote for a group of the same shape and dtype, tensorizer what SaveTensorizedModel did."""
     verify_checksums: bool = False
     """Compare what was loaded from a saved set with the checksums of its index."""
     max_model_len: Positive | None = None

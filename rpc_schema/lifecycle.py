@@ -323,6 +323,22 @@ class FinishShardedState(StepRequest, frozen=True, tag=23, kw_only=True):
     """True only after every rank has answered SaveShardedState: rank 0 then replaces the set."""
 
 
+class SaveTensorizedModel(StepRequest, frozen=True, tag=60, kw_only=True):
+    """SaveShardedState through the tensorizer library: one file a rank. Ended by FinishShardedState
+    too."""
+
+    save: Uid
+    """As of SaveShardedState."""
+    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    """As of SaveShardedState."""
+
+
+class SaveTensorizedModelReply(StepReply, frozen=True, tag=60, kw_only=True):
+    size_bytes: Unsigned
+    """Of the tensors."""
+    seconds: float
+
+
 class ComputeWeightChecksums(StepRequest, frozen=True, tag=24, kw_only=True):
     """Hash this rank's weights as they are now."""
 

@@ -25,8 +25,9 @@ from worker_daemon.layers.attention_provider import (
 from worker_daemon.models.config import DecoderConfig
 from worker_daemon.models.decoder import DecoderStage, build_stage, checkpoint_names
 from worker_daemon.models.partition import check_partition, partition_layers
-from worker_daemon.models.saved_set import GroupShape, load_saved
+from worker_daemon.models.saved_set import LOAD_FORMATS, GroupShape, load_saved
 from worker_daemon.models.saving import RankWeights
+from worker_daemon.models.tensorized import read_tensorized, require_tensorizer
 from worker_daemon.models.weights import LoadProgress, load_dummy_weights, load_weights
 from worker_daemon.resolve import ResolvedModel, check_cache, resolve_model
 
@@ -58,7 +59,7 @@ class Roots:
 
     def resolve(self, config: ModelConfig) -> ResolvedModel:
         """Find a model. Raises ConfigError and CheckpointError as resolve_model does."""
-        if config.load_format != "sharded_state" or self.save_root is None:
+        if config.load_format not in LOAD_FORMATS.values() or self.save_root is None:
             return resolve_model(config, self.model_roots)
         return resolve_model(config, (self.save_root, *self.model_roots))
 
@@ -83,6 +84,8 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         CapacityError: it does not fit on the device.
     """
     check_cache(message.cache, message.scheduler)
+    if message.model.load_format == "tensorizer":
+        require_tensorizer("load_format", "tensorizer")
     resolved = roots.resolve(message.model)
     if not supports(place.device, resolved.dtype):
         raise ConfigError(
@@ -182,7 +185,10 @@ def _fill(
         report = load_dummy_weights(parameters, config.seed, progress)
     elif resolved.saved is not None:
         verify = config.verify_checksums
-        report = load_saved(parameters, resolved.saved, rank, progress, verify=verify)
+        load_file = read_tensorized if config.load_format == "tensorizer" else None
+        report = load_saved(
+            parameters, resolved.saved, rank, progress, verify=verify, load_file=load_file
+        )
     else:
         names = checkpoint_names(resolved.decoder)
         report = load_weights(parameters, resolved.directory, names, progress)

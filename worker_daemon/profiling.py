@@ -1,6 +1,6 @@
-"""Profiles of a worker's steps: torch's profiler, whose trace is written as a file, or marks for an
-external CUDA profiler. Owns what is being recorded and where traces lie; knows no socket, no runner
-and no model."""
+"""Profiles of a worker's steps, a driver's and an observer's: torch's profiler, whose trace is
+written as a file, or marks for an external CUDA profiler. Owns what is being recorded and where
+traces lie; knows no socket, no runner and no model."""
 
 import contextlib
 import errno
@@ -9,6 +9,7 @@ import logging
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,14 +20,20 @@ import numpy as np
 import torch
 from torch.autograd import profiler as autograd_profiler
 
-from rpc_schema.step import ExecuteModel
+from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.directories import claim_directory
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.errors import CapacityError, ConfigError, StateError
 
 Kind: TypeAlias = Literal["torch", "cuda"]
+Step: TypeAlias = ExecuteModel | SampleTokens | ExecuteDummyBatch
 
 DEFAULT_PREFIX: Final = "trace"
+OBSERVED_PREFIX: Final = "observed"
+CLOCK_MARK: Final = "clock_"
+"""Begins the name of an empty range; the rest is time.monotonic_ns() just before it began. Some lie
+at either end of a trace: they tell what its own timestamps mean."""
+_NUM_CLOCK_MARKS: Final = 16
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _GZIP_LEVEL: Final = 1
@@ -42,14 +49,22 @@ def trace_name(prefix: str, parallel: ParallelState) -> str:
     return f"{prefix}-{suffix}.json.gz"
 
 
-def step_label(message: ExecuteModel) -> str:
-    """Name a step by its requests and tokens: `context` those with other than one token, which are
-    prompts and parts of them, `generation` the others. Never fails, whatever the message holds."""
+def step_label(message: Step) -> str:
+    """Name a step by its requests, tokens and seq: `context` are requests with other than one
+    token, which are prompts and parts of them, `generation` the others. Never fails, whatever the
+    message holds."""
+    if isinstance(message, SampleTokens):
+        return f"sample_tokens_of_{message.step_seq}_seq_{message.seq}"
+    if isinstance(message, ExecuteDummyBatch):
+        return f"dummy_batch_seq_{message.seq}"
     whole = len(message.num_scheduled_tokens) // 8 * 8
     counts = np.frombuffer(message.num_scheduled_tokens[:whole], "<i4")[1::2]
     prompts = counts[counts != 1]
     generations = int.from_bytes(message.scheduled, "little").bit_count() - prompts.size
-    return f"step_context_{prompts.size}({prompts.sum()})_generation_{generations}({generations})"
+    return (
+        f"step_context_{prompts.size}({prompts.sum()})"
+        f"_generation_{generations}({generations})_seq_{message.seq}"
+    )
 
 
 class _Recording(Protocol):
@@ -59,7 +74,7 @@ class _Recording(Protocol):
     def kind(self) -> Kind | None:
         """None where nothing is."""
 
-    def step(self, message: ExecuteModel) -> AbstractContextManager[object]:
+    def step(self, message: Step) -> AbstractContextManager[object]:
         """The range that a step's work is recorded under."""
 
     def stop(self) -> Path | None:
@@ -74,7 +89,7 @@ class _NoRecording:
 
     kind: Kind | None = None
 
-    def step(self, message: ExecuteModel) -> AbstractContextManager[object]:
+    def step(self, message: Step) -> AbstractContextManager[object]:
         return _NOTHING
 
     def stop(self) -> Path | None:
@@ -93,7 +108,7 @@ class _CudaMarks:
     def __init__(self) -> None:
         torch.cuda.profiler.start()  # type: ignore[no-untyped-call]  # torch's
 
-    def step(self, message: ExecuteModel) -> AbstractContextManager[object]:
+    def step(self, message: Step) -> AbstractContextManager[object]:
         return torch.cuda.nvtx.range(step_label(message))
 
     def stop(self) -> Path | None:
@@ -117,26 +132,69 @@ class _TorchTrace:
         use_device = "cuda" if device.type == "cuda" else None
         self._profile = autograd_profiler.profile(use_device=use_device, use_kineto=True)
         self._profile.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        _mark_clock()
 
-    def step(self, message: ExecuteModel) -> AbstractContextManager[object]:
+    def step(self, message: Step) -> AbstractContextManager[object]:
         return autograd_profiler.record_function(step_label(message))
 
     def discard(self) -> None:
         self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
 
     def stop(self) -> Path | None:
+        return self.write().pack()
+
+    def write(self) -> "PlainTrace":
+        """End it; return its file, which is not in its place yet. Raises as PlainTrace.pack."""
+        _mark_clock()
         self.discard()
-        with (
-            _typed_errors(self._target),
-            tempfile.TemporaryDirectory(prefix=".", dir=self._target.parent) as scratch,
-        ):
-            plain, packed = Path(scratch) / "trace.json", Path(scratch) / "trace.json.gz"
+        with _typed_errors(self._target), contextlib.ExitStack() as on_error:
+            scratch = Path(tempfile.mkdtemp(prefix=".", dir=self._target.parent))
+            on_error.callback(shutil.rmtree, scratch, ignore_errors=True)
+            plain = scratch / "trace.json"
             self._profile.export_chrome_trace(str(plain))  # type: ignore[no-untyped-call]  # torch's
             _check_complete(plain)
-            with plain.open("rb") as source, gzip.open(packed, "wb", _GZIP_LEVEL) as sink:
-                shutil.copyfileobj(source, sink, 1 << 20)
-            packed.replace(self._target)
+            on_error.pop_all()
+        return PlainTrace(plain, self._target)
+
+
+class PlainTrace:
+    """A trace that was written and not compressed. pack() or discard(), on any thread, once."""
+
+    def __init__(self, plain: Path, target: Path) -> None:
+        """plain: in a directory of its own."""
+        self._plain = plain
+        self._target = target
+
+    def pack(self) -> Path:
+        """Compress it and put it in its place; a file of that name is replaced.
+
+        Raises:
+            CapacityError: the disk is full.
+            ConfigError: the file cannot be written. After either the trace is gone.
+        """
+        packed = self._plain.with_name("trace.json.gz")
+        try:
+            with _typed_errors(self._target):
+                with (
+                    self._plain.open("rb") as source,
+                    gzip.open(packed, "wb", _GZIP_LEVEL) as sink,
+                ):
+                    shutil.copyfileobj(source, sink, 1 << 20)
+                packed.replace(self._target)
+        finally:
+            self.discard()
         return self._target
+
+    def discard(self) -> None:
+        """Throw it away."""
+        shutil.rmtree(self._plain.parent, ignore_errors=True)
+
+
+def _mark_clock() -> None:
+    """The time is read on either side of each range: one more mark than are needed as begins."""
+    for _ in range(_NUM_CLOCK_MARKS):
+        with autograd_profiler.record_function(f"{CLOCK_MARK}{time.monotonic_ns()}"):
+            pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +218,8 @@ class Profiler:
         self._recording: _Recording = _NoRecording()
         self._abandoned: _Recording = _NoRecording()
         """Of a driver that is gone."""
+        self._observed: _TorchTrace | None = None
+        """What is recorded, where it is an observer's and no driver's."""
 
     def start(self, request: ProfileRequest, device: torch.device, parallel: ParallelState) -> None:
         """Begin to record.
@@ -169,13 +229,7 @@ class Profiler:
             ConfigError: the prefix is no plain name, there is no directory for traces or it cannot
                 be used, or the device has no profiler of this kind.
         """
-        if self._recording.kind is not None:
-            raise StateError(
-                f"a profile of kind {self._recording.kind} runs already",
-                field="action",
-                value="start",
-                fix="stop it first",
-            )
+        self._refuse_second()
         prefix = _checked_prefix(request.prefix or self._prefix)
         self._drop_abandoned()
         if request.kind == "cuda":
@@ -200,7 +254,7 @@ class Profiler:
                 trace lost.
         """
         recording = self._recording
-        if recording.kind is None:
+        if recording.kind is None or self._observed is not None:
             _LOG.warning("no profile runs: there is nothing to stop")
             return None
         if recording.kind != kind:
@@ -211,6 +265,33 @@ class Profiler:
                 fix=f"stop kind {recording.kind}",
             )
         return self._stop()
+
+    def start_observed(self, device: torch.device, parallel: ParallelState) -> None:
+        """Begin to record for an observer: as start() does, but no driver's stop or end ends it.
+        Raises as start() does."""
+        self._refuse_second()
+        target = self._claimed_directory() / trace_name(OBSERVED_PREFIX, parallel)
+        self._drop_abandoned()
+        self._recording = self._observed = _TorchTrace(device, target)
+
+    def stop_observed(self, *, keep: bool) -> PlainTrace | None:
+        """End what an observer records; return what was written, if that is to be kept.
+
+        Raises:
+            StateError: nothing is recorded for an observer.
+            CapacityError, ConfigError: as stop().
+        """
+        observed = self._observed
+        if observed is None:
+            raise StateError(
+                "no observer's trace is recorded: a reset of the worker ends it",
+                fix="start one, and stop it before the reset",
+            )
+        self._recording, self._observed = _NoRecording(), None
+        if keep:
+            return observed.write()
+        observed.discard()
+        return None
 
     def end(self) -> None:
         """End whatever runs, and keep its trace where it can be written: before a reset, and at the
@@ -228,10 +309,10 @@ class Profiler:
     def abandon(self) -> None:
         """The driver of whatever runs is gone: drop that before the next step or profile. Not now:
         it waits for the device, whose kernels may wait for a peer until the link is left."""
-        if self._recording.kind is not None:
+        if self._recording.kind is not None and self._observed is None:
             self._abandoned, self._recording = self._recording, _NoRecording()
 
-    def step(self, message: ExecuteModel) -> AbstractContextManager[object]:
+    def step(self, message: Step) -> AbstractContextManager[object]:
         """Return what to run a step in, so that the profile shows it under its counts."""
         if self._abandoned.kind is not None:
             self._drop_abandoned()
@@ -246,7 +327,19 @@ class Profiler:
 
     def _stop(self) -> Path | None:
         recording, self._recording = self._recording, _NoRecording()
+        self._observed = None
         return recording.stop()
+
+    def _refuse_second(self) -> None:
+        if self._recording.kind is None:
+            return
+        whose = "a profile" if self._observed is None else "an observer's trace"
+        raise StateError(
+            f"{whose} of kind {self._recording.kind} runs already",
+            field="action",
+            value="start",
+            fix="stop it first" if self._observed is None else "start again once that has ended",
+        )
 
     def _claimed_directory(self) -> Path:
         if self._directory is None:

@@ -10,7 +10,7 @@ import torch
 from rpc_schema.config import CacheConfig, ModelConfig, SchedulerConfig
 from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.models.config import DecoderConfig, read_model_config
-from worker_daemon.models.saved_set import CONFIG_FILES, SavedSet, read_saved_set
+from worker_daemon.models.saved_set import CONFIG_FILES, LOAD_FORMATS, SavedSet, read_saved_set
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -25,7 +25,7 @@ class ResolvedModel:
     dtype: torch.dtype
     max_model_len: int
     saved: SavedSet | None
-    """What load_format sharded_state reads; None for the others."""
+    """What load_formats sharded_state and tensorizer read; None for the others."""
     config_files: Mapping[str, bytes]
     """Content of CONFIG_FILES, for a save to keep: the directory may be gone by then."""
 
@@ -39,8 +39,9 @@ def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedM
         CheckpointError: the directory or its config.json is missing or broken.
     """
     directory = _confine(config.model, model_roots)
-    saved = read_saved_set(directory) if config.load_format == "sharded_state" else None
+    saved = read_saved_set(directory) if config.load_format in LOAD_FORMATS.values() else None
     if saved is not None:
+        saved.check_files(config.load_format)
         directory = _confine(str(saved.directory), model_roots)
     decoder = read_model_config(directory)
     stated = decoder.dtype or "float32" if saved is None else saved.shape.dtype

@@ -7,6 +7,7 @@ it comes here. Used on the step thread only, abort_link apart.
 
 import gc
 import logging
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,7 +36,7 @@ from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.distributed.link import Link, meeting_s
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import LinkedTensorParallel, tensor_parallel
-from worker_daemon.errors import CapacityError, CommError, ConfigError
+from worker_daemon.errors import CapacityError, CommError, ConfigError, StateError
 from worker_daemon.kv_cache.allocate import allocate_kv_caches
 from worker_daemon.kv_cache.spec import describe_layers
 from worker_daemon.layers.attention import NullAttention
@@ -43,7 +44,8 @@ from worker_daemon.layers.reduction_provider import probe_reduction
 from worker_daemon.loading import LoadedModel, RankPlace, Roots, SetPhase, load, rank_weights
 from worker_daemon.models.saving import Saver, SaveRequest
 from worker_daemon.models.tensor_bytes import checksum
-from worker_daemon.profiling import Profiler, ProfileRequest
+from worker_daemon.models.tensorized import TENSORIZER_PATTERN, tensorizer_files
+from worker_daemon.profiling import PlainTrace, Profiler, ProfileRequest
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
 from worker_daemon.runner.cuda_graph import NoGraphs, StepGraphs
 from worker_daemon.runner.model_runner import ModelRunner
@@ -349,11 +351,13 @@ class Worker:
 
     def sample_tokens(self, message: SampleTokens, arrays: Sequence[Frame]) -> PendingReply | None:
         """See ModelRunner.sample_tokens."""
-        return self._runner.sample_tokens(message, arrays)
+        with self._profiler.step(message):
+            return self._runner.sample_tokens(message, arrays)
 
     def execute_dummy_batch(self, message: ExecuteDummyBatch) -> PendingReply | None:
         """See ModelRunner.execute_dummy_batch."""
-        return self._runner.execute_dummy_batch(message)
+        with self._profiler.step(message):
+            return self._runner.execute_dummy_batch(message)
 
     def get_supported_tasks(self, message: lc.GetSupportedTasks) -> lc.GetSupportedTasksReply:
         """Every architecture of the registry generates."""
@@ -409,6 +413,27 @@ class Worker:
             seconds=seconds,
         )
 
+    def save_tensorized_model(self, message: lc.SaveTensorizedModel) -> lc.SaveTensorizedModelReply:
+        """The same through the tensorizer library, in one file.
+
+        Raises: see Saver.write and tensorizer_files.
+        """
+        began = time.monotonic()
+        files = tensorizer_files("name", message.name)
+        request = SaveRequest(
+            message.save.hex(), message.name, TENSORIZER_PATTERN, sys.maxsize, files
+        )
+        report = self._saver.write(
+            request,
+            rank_weights(self._model, self._place),
+            lambda: self._set_phase("SAVING", _LONG_OPERATION_S),
+        )
+        seconds = time.monotonic() - began
+        _LOG.info("saved %.3f GB in %.1f s", report.size_bytes / 1e9, seconds)
+        return lc.SaveTensorizedModelReply(
+            **self._identity(message), size_bytes=report.size_bytes, seconds=seconds
+        )
+
     def finish_sharded_state(self, message: lc.FinishShardedState) -> Done:
         """Put what save_sharded_state wrote in place, or remove it.
 
@@ -434,6 +459,23 @@ class Worker:
         self._set_phase("WRITING TRACE", _LONG_OPERATION_S)
         written = self._profiler.stop(message.kind)
         return lc.ProfileReply(**self._identity(message), file=str(written or ""))
+
+    def start_trace(self) -> None:
+        """Record the steps to come for an observer.
+
+        Raises:
+            StateError: there is no device yet, or see Profiler.start_observed.
+        """
+        context = self._context_or_none
+        if context is None:
+            raise StateError("there is nothing to trace in CREATED", fix="trace a group that runs")
+        if context.device.type == "cuda":
+            torch.cuda.synchronize(context.device)
+        self._profiler.start_observed(context.device, context.parallel)
+
+    def stop_trace(self, *, keep: bool) -> PlainTrace | None:
+        """End that. Raises: see Profiler.stop_observed."""
+        return self._profiler.stop_observed(keep=keep)
 
     # Changes of hands, and the way back.
 

@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 def status(endpoints: Endpoints, as_json: AsJson = False) -> None:
     """Show what each daemon is and does."""
-    with connect(_named_daemons(endpoints)) as clients:
+    with connect(named_daemons(endpoints)) as clients:
         for client in clients:
             client.hello()
         statuses = [client.get_status() for client in clients]
@@ -41,12 +41,13 @@ def status(endpoints: Endpoints, as_json: AsJson = False) -> None:
 
 def shutdown(endpoints: Endpoints) -> None:
     """End daemons; a running step is finished first."""
-    with connect(_named_daemons(endpoints)) as clients:
+    with connect(named_daemons(endpoints)) as clients:
         for client in clients:
             client.shutdown()
 
 
-def _named_daemons(endpoints: str) -> tuple[str, ...]:
+def named_daemons(endpoints: str) -> tuple[str, ...]:
+    """Return the endpoints of "EP,EP,...". Raises ClientConfigError without any."""
     names = split_endpoints(endpoints)
     if not names:
         raise ClientConfigError(

@@ -261,7 +261,7 @@ def _dtype(text: str) -> Dtype:
 
 
 def _load_format(text: str) -> LoadFormat:
-    for value in ("auto", "dummy", "sharded_state"):
+    for value in ("auto", "dummy", "sharded_state", "tensorizer"):
         if text == value:
             return value
     raise _not_one_of("load_format", text, get_args(LoadFormat))

@@ -194,3 +194,26 @@ def test_daemon_killed_before_the_end_of_a_save_leaves_the_old_set(model_root, m
             assert checksums(group) == before
             group.save_sharded_state("set")
         assert len(list((root / "set").iterdir())) == 2
+
+
+def test_round_trip_by_the_tensorizer_library(pair, save_root, model, requests):
+    pytest.importorskip("tensorizer")
+    home = save_root / "tensorized"
+    with connect(pair.endpoints, worker_config(model.path, 2)) as (group, _):
+        before = checksums(group)
+        replies = group.save_tensorized_model("tensorized")
+    assert [reply.rank for reply in replies] == [0, 1]
+    config = worker_config(home, 2, load_format="tensorizer")
+    with connect(pair.endpoints, config) as (group, loaded):
+        assert checksums(group) == before
+        assert_greedy(generate(group, loaded, requests), model, requests)
+    with (
+        pytest.raises(RemoteConfigError, match="field pipeline_parallel_size = 1; fix: load it"),
+        connect(pair.endpoints, worker_config(home, 1, 2, load_format="tensorizer")),
+    ):
+        pass
+    with (
+        pytest.raises(RemoteConfigError, match="field load_format = 'sharded_state'"),
+        connect(pair.endpoints, saved_config(home, 2)),
+    ):
+        pass

@@ -2,8 +2,11 @@
 after a profile of either kind."""
 
 import gzip
+import io
 import json
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,8 @@ import torch
 
 from benchmarks.stage_driver import StageDriver, pipelined
 from benchmarks.timeline import timeline
+from client.clocks import ClockMap, Offset
+from client.trace_merge import RankTrace, merge_traces
 from rpc_schema.codec import decode_step
 from rpc_schema.lifecycle import Profile
 
@@ -71,6 +76,36 @@ def test_traces_hold_the_same_device_work_each_time(driver):
     assert kernels[0] > 10 * STEPS
     assert len(set(kernels)) == 1
     assert timeline([("rank0", trace)], 0, 1e9).count("<rect") > STEPS
+
+
+def test_observer_s_trace_lies_on_our_clock(driver):
+    """Merged as `worker-client trace` does it: a step's kernels after its launch, and all of it
+    between the moments at which it was run."""
+    driver.admit(REQUESTS, 40, 4 * STEPS)
+    decode(driver)
+    driver.worker.start_trace()
+    begin = time.monotonic_ns()
+    decode(driver)
+    torch.cuda.synchronize()
+    end = time.monotonic_ns()
+    packed = driver.worker.stop_trace(keep=True).pack().read_bytes()
+    same_clock = ClockMap(Offset(begin, 0, 0))
+    rank = RankTrace(0, " (pp0 tp0)", os.getpid(), packed, same_clock)
+    target = io.BytesIO()
+    (summary,) = merge_traces([rank], None, begin, target).ranks
+    assert summary.num_steps == STEPS
+    assert summary.clock_bound_ns < 1_000_000
+    events = json.loads(gzip.decompress(target.getvalue()))["traceEvents"]
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    steps = [e for e in events if e.get("cat") == "user_annotation" and "_seq_" in e["name"]]
+    slack = summary.clock_bound_ns / 1000 + 50  # the profiler's own between host and device
+    first = min(step["ts"] for step in steps)
+    assert kernels
+    assert all(first - slack <= kernel["ts"] for kernel in kernels)
+    assert all(k["ts"] + k["dur"] <= (end - begin) / 1000 + slack for k in kernels)
+    assert all(-slack <= step["ts"] <= (end - begin) / 1000 for step in steps)
+    names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {f"rank 0 (pp0 tp0): host (pid {os.getpid()})", "rank 0 (pp0 tp0): device 0"}
 
 
 def test_marks_for_an_external_profiler(driver):

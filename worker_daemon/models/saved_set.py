@@ -4,7 +4,8 @@
                                replaces the set
     NAME/SAVE/config.json      the model's, as it was when the model was loaded
     NAME/SAVE/rank-N.json      file, shape and checksum of each tensor of rank N
-    NAME/SAVE/*.safetensors    the parts of tensors that a rank holds, by their checkpoint names
+    NAME/SAVE/*.safetensors    the parts of tensors that a rank holds, by their checkpoint names;
+                               or *.tensors, by the index's word on its files
 
 Knows no root and no wire; `saving.py` writes sets.
 """
@@ -12,16 +13,24 @@ Knows no root and no wire; `saving.py` writes sets.
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
+
+from torch import Tensor
 
 from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.models.config import DecoderConfig
-from worker_daemon.models.tensor_bytes import checksum
-from worker_daemon.models.weights import Item, LoadReport, OnProgress, load_items
+from worker_daemon.models.tensor_bytes import checksum, write_safetensors
+from worker_daemon.models.weights import (
+    Item,
+    LoadFile,
+    LoadReport,
+    OnProgress,
+    load_items,
+)
 
 INDEX_FILE = "index.json"
 CONFIG_FILES = ("config.json", "generation_config.json")
@@ -40,6 +49,23 @@ _MODEL_FIELDS = (
     "tie_word_embeddings",
 )
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class FileKind:
+    """How the tensors of a set are kept in files."""
+
+    name: str
+    """As the index says it."""
+    suffix: str
+    write: Callable[[BinaryIO, Mapping[str, Tensor]], dict[str, bytes]]
+    """Writes a whole file, which is open at its begin; returns each tensor's checksum. Raises
+    OSError as the file does."""
+
+
+SAFETENSORS = FileKind("safetensors", ".safetensors", write_safetensors)
+LOAD_FORMATS = {"safetensors": "sharded_state", "tensorizer": "tensorizer"}
+"""By the index's word on a set's files, the load_format that reads them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +98,19 @@ class SavedSet:
     shape: GroupShape
     model: Mapping[str, object]
     """See model_fields."""
+    files: str = SAFETENSORS.name
+    """The name of their FileKind."""
+
+    def check_files(self, load_format: str) -> None:
+        """Raise ConfigError unless that is the format that reads the set."""
+        fitting = LOAD_FORMATS[self.files]
+        if load_format != fitting:
+            raise ConfigError(
+                f"the files of the set in {self.directory.parent} are {self.files}'s",
+                field="load_format",
+                value=load_format,
+                fix=fitting,
+            )
 
     def check(self, group: GroupShape, decoder: DecoderConfig) -> None:
         """Check that a group of that shape and that model may load the set.
@@ -115,10 +154,11 @@ def model_fields(decoder: DecoderConfig) -> dict[str, object]:
     return {name: fields[name] for name in _MODEL_FIELDS}
 
 
-def index_bytes(save: str, shape: GroupShape, decoder: DecoderConfig) -> bytes:
+def index_bytes(save: str, shape: GroupShape, decoder: DecoderConfig, files: str) -> bytes:
     """Return the content of index.json."""
     values = {
         "format": FORMAT,
+        "files": files,
         "save": save,
         "shape": asdict(shape),
         "model": model_fields(decoder),
@@ -150,7 +190,10 @@ def read_saved_set(home: Path) -> SavedSet:
         if not is_save_id(save):
             raise ValueError(f"save is {save!r}")
         shape = _parse_shape(_take(values, "shape", dict))
-        return SavedSet(home / save, shape, _take(values, "model", dict))
+        files = values.get("files", SAFETENSORS.name)  # sets of before it was written
+        if not isinstance(files, str) or files not in LOAD_FORMATS:
+            raise ValueError(f"files is {files!r}")
+        return SavedSet(home / save, shape, _take(values, "model", dict), files)
     except (ValueError, TypeError) as error:
         raise _broken(path, f"is no index of a saved set ({error})") from error
 
@@ -162,9 +205,11 @@ def load_saved(
     progress: OnProgress,
     *,
     verify: bool,
+    load_file: LoadFile | None = None,
 ) -> LoadReport:
     """Fill the parameters of this rank from its own files, which are read straight into place.
 
+    load_file reads a file that is not of safetensors.
     verify: compare what is then in memory with the checksums that were taken at the save.
 
     Raises:
@@ -178,7 +223,7 @@ def load_saved(
         tensor = _find(tensors, piece, path)
         wanted[saved.directory / tensor.file].append((parameter, piece))
     used = {piece.name for _, piece in _items(parameters)}
-    report = load_items(wanted, progress, tuple(sorted(tensors.keys() - used)))
+    report = load_items(wanted, progress, tuple(sorted(tensors.keys() - used)), load_file)
     if verify:
         _verify(parameters, tensors, path)
     return report

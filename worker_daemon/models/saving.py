@@ -25,6 +25,8 @@ from worker_daemon.errors import CapacityError, CheckpointError, ConfigError
 from worker_daemon.models.config import DecoderConfig
 from worker_daemon.models.saved_set import (
     INDEX_FILE,
+    SAFETENSORS,
+    FileKind,
     GroupShape,
     SavedTensor,
     index_bytes,
@@ -33,7 +35,7 @@ from worker_daemon.models.saved_set import (
     rank_index_name,
     read_saved_set,
 )
-from worker_daemon.models.tensor_bytes import num_bytes, write_safetensors
+from worker_daemon.models.tensor_bytes import num_bytes
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -50,6 +52,7 @@ class SaveRequest:
     """Of the file names, with {rank} and {part}."""
     max_size_bytes: int
     """Of the tensors of one file; a larger tensor has a file of its own."""
+    files: FileKind = SAFETENSORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,7 @@ class Saver:
             CapacityError: the disk is full. Either way nothing is left of this rank's files.
         """
         home = self._home(request.name)
-        _check_pattern(request.pattern)
+        _check_pattern(request.pattern, request.files.suffix)
         self._discard()
         with _typed_errors(home):
             pending = self._pending = _PendingSave(home, request, weights)
@@ -159,7 +162,8 @@ class _PendingSave:
         self._directory = home / request.save
         self._rank = weights.rank
         self._world_size = weights.shape.pipeline_parallel_size * weights.shape.tensor_parallel_size
-        self._index = index_bytes(request.save, weights.shape, weights.decoder)
+        self._index = index_bytes(request.save, weights.shape, weights.decoder, request.files.name)
+        self._write_tensors = request.files.write
         self._files: list[Path] = []
         self._lock: int | None = _open_locked(self._directory)
 
@@ -212,7 +216,7 @@ class _PendingSave:
 
     def _write_part(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, SavedTensor]:
         with self._create(name) as file:
-            checksums = write_safetensors(file, tensors)
+            checksums = self._write_tensors(file, tensors)
         return {
             tensor: SavedTensor(name, tuple(tensors[tensor].shape), checksum)
             for tensor, checksum in checksums.items()
@@ -226,7 +230,7 @@ class _PendingSave:
     def _create(self, name: str) -> Iterator[BinaryIO]:
         """A new file, on disk when the block ends."""
         path = self._directory / name
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
             self._files.append(path)
             yield file
@@ -250,15 +254,15 @@ class _PendingSave:
                 )
 
 
-def _check_pattern(pattern: str) -> None:
+def _check_pattern(pattern: str, suffix: str) -> None:
     name = _file_name(pattern, 0, 0)
-    complete = "{rank}" in pattern and "{part}" in pattern and pattern.endswith(".safetensors")
+    complete = "{rank}" in pattern and "{part}" in pattern and pattern.endswith(suffix)
     if not complete or not _NAME.fullmatch(name):
         raise ConfigError(
             "the pattern gives no plain file name for each rank and part",
             field="pattern",
             value=pattern,
-            fix="model-rank-{rank}-part-{part}.safetensors",
+            fix=f"model-rank-{{rank}}-part-{{part}}{suffix}",
         )
 
 

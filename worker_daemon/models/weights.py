@@ -68,6 +68,8 @@ class LoadReport:
 
 
 OnProgress = Callable[[LoadProgress], None]
+LoadFile = Callable[[Path, Sequence[Item], Callable[[int], None]], None]
+"""(file, what it fills, who hears of bytes of parameters)."""
 
 
 def load_weights(
@@ -89,12 +91,19 @@ def load_weights(
 
 
 def load_items(
-    wanted: Mapping[Path, Sequence[Item]], progress: OnProgress, ignored_tensors: tuple[str, ...]
+    wanted: Mapping[Path, Sequence[Item]],
+    progress: OnProgress,
+    ignored_tensors: tuple[str, ...],
+    load_file: LoadFile | None = None,
 ) -> LoadReport:
-    """Fill the pieces of each file's items. Calls progress and raises as load_weights does."""
+    """Fill the pieces of each file's items, by load_file where it is given. Calls progress and
+    raises as load_weights does."""
     meter = _Meter(sum(_num_bytes(*item) for items in wanted.values() for item in items), progress)
     device = next((item[0].data.device for items in wanted.values() for item in items), None)
-    if device is None or device.type == "cpu":
+    if load_file is not None:
+        for path, items in wanted.items():
+            load_file(path, items, meter.advance)
+    elif device is None or device.type == "cpu":
         for path, items in wanted.items():
             _load_file(path, items, meter)
     else:

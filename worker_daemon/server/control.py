@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from importlib import metadata
 from typing import Final, Protocol
@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from rpc_schema import lifecycle as lc
+from rpc_schema import trace as tr
 from rpc_schema.codec import (
     ControlMessage,
     ControlReplyMessage,
@@ -41,6 +42,7 @@ from worker_daemon.server.progress import Progress
 from worker_daemon.server.replies import control_error_reply
 from worker_daemon.server.reply_delays import ReplyDelays
 from worker_daemon.server.step_thread import UID_BYTES, Attach, Command, Detach, Standing
+from worker_daemon.server.tracing import Tracing
 
 HEARTBEAT_S: Final = 0.25
 BUSY_GRACE_S: Final = 0.2
@@ -98,6 +100,7 @@ class Control:
         self._software = f"worker-daemon {metadata.version('worker-daemon')}"
         self._commits: set[asyncio.Task[None]] = set()
         self._bad_frames = 0
+        self._tracing = Tracing(self)
         self._handlers: Mapping[type[ControlMessage], Callable[..., ControlReplyMessage]] = {
             lc.Hello: self._hello,
             lc.PrepareAttach: self._prepare_attach,
@@ -106,6 +109,7 @@ class Control:
             lc.CheckHealth: self._check_health,
             lc.GetStatus: self._get_status,
             lc.Shutdown: self._shutdown,
+            **self._tracing.handlers,
         }
 
     async def serve(self) -> None:
@@ -119,9 +123,11 @@ class Control:
                 await self._reply(sender, control_error_reply(error, call=0))
                 continue
             if isinstance(message, lc.CommitAttach):
-                task = asyncio.ensure_future(self._commit(sender, message))
-                self._commits.add(task)
-                task.add_done_callback(self._commits.discard)
+                self._spawn(self._commit(sender, message))
+            elif isinstance(message, tr.StartTrace):
+                self._spawn(self._trace(sender, message, self._tracing.start(message)))
+            elif isinstance(message, tr.StopTrace):
+                self._spawn(self._trace(sender, message, self._tracing.stop(message)))
             else:
                 await self._reply(sender, self._outcome(message))
 
@@ -144,12 +150,47 @@ class Control:
 
     def close(self) -> None:
         """Close what control owns, sockets included."""
+        self._tracing.close()
         for task in self._commits:
             task.cancel()
         for server in self._rendezvous:
             server.close()
         self._control.close(linger=100)
         self._events.close(linger=0)
+
+    def post(self, command: Command) -> None:
+        """See Commands."""
+        self._commands.post(command)
+
+    def need_attached(self, epoch: int) -> None:
+        """Raise FencedError or NotAttachedError unless the epoch is the attached driver's."""
+        self._need_attached(epoch)
+
+    def ask_driver(self, trace: bytes, begin_ns: int, end_ns: int) -> None:
+        """Ask the attached driver what it did, in that stretch of this host's monotonic clock."""
+        self._publish(
+            tr.DriverStepsWanted(
+                worker_uid=self.worker_uid,
+                rank=self._progress.snapshot.rank,
+                trace=trace,
+                begin_ns=begin_ns,
+                end_ns=end_ns,
+            )
+        )
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._commits.add(task)
+        task.add_done_callback(self._commits.discard)
+
+    async def _trace(
+        self, sender: bytes, message: ControlMessage, work: Awaitable[ControlReplyMessage]
+    ) -> None:
+        try:
+            reply = await work
+        except Exception as error:  # the dispatch boundary once more
+            reply = _failure(message, error)
+        await self._reply(sender, reply)
 
     def _outcome(self, message: ControlMessage) -> ControlReplyMessage:
         try:

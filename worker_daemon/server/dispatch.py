@@ -28,6 +28,16 @@ class PendingReply(Protocol):
         """
 
 
+class PlainTraceLike(Protocol):
+    """A trace that was written, to be compressed on another thread than the step thread."""
+
+    def pack(self) -> Path:
+        """Compress it and put it in its place."""
+
+    def discard(self) -> None:
+        """Throw it away."""
+
+
 class WorkerLike(Protocol):
     """What runs the operations. Made and used on the step thread only, `abort_link` apart.
 
@@ -61,8 +71,15 @@ class WorkerLike(Protocol):
     def get_model_metadata(self, message: lc.GetModelMetadata) -> StepReply: ...
     def save_sharded_state(self, message: lc.SaveShardedState) -> StepReply: ...
     def finish_sharded_state(self, message: lc.FinishShardedState) -> StepReply: ...
+    def save_tensorized_model(self, message: lc.SaveTensorizedModel) -> StepReply: ...
     def compute_weight_checksums(self, message: lc.ComputeWeightChecksums) -> StepReply: ...
     def profile(self, message: lc.Profile) -> StepReply: ...
+
+    def start_trace(self) -> None:
+        """Record the steps to come for an observer, whoever drives."""
+
+    def stop_trace(self, *, keep: bool) -> "PlainTraceLike | None":
+        """End that; the trace, if it is to be kept."""
 
     def on_attach(self) -> bool:
         """Drop all requests; True if nothing was cut off and all sends were received."""
@@ -130,6 +147,7 @@ def operation_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], Operati
         lc.GetModelMetadata: worker.get_model_metadata,
         lc.SaveShardedState: worker.save_sharded_state,
         lc.FinishShardedState: worker.finish_sharded_state,
+        lc.SaveTensorizedModel: worker.save_tensorized_model,
         lc.ComputeWeightChecksums: worker.compute_weight_checksums,
         lc.Profile: worker.profile,
     }
@@ -141,6 +159,7 @@ _OWN_WORK_S: Final[Mapping[type[StepMessage], float]] = {
     lc.InitializeFromConfig: 300.0,
     lc.CompileOrWarmUpModel: 1800.0,
     lc.SaveShardedState: 3600.0,
+    lc.SaveTensorizedModel: 3600.0,
     lc.FinishShardedState: 600.0,
     lc.ComputeWeightChecksums: 1800.0,
 }

@@ -94,6 +94,7 @@ RULES: Final[Mapping[type[StepMessage], Rule]] = MappingProxyType(
         lc.GetModelMetadata: Rule(_from("MODEL_LOADED"), _ANY),
         lc.SaveShardedState: Rule(_from("MODEL_LOADED"), _ANY),
         lc.FinishShardedState: Rule(_from("MODEL_LOADED"), _ANY),
+        lc.SaveTensorizedModel: Rule(_from("MODEL_LOADED"), _ANY),
         lc.ComputeWeightChecksums: Rule(_from("MODEL_LOADED"), _ANY),
         lc.Profile: Rule(_from("DEVICE_READY"), _ANY),
         step.ExecuteModel: Rule(_only("READY"), _UP),

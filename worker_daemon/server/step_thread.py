@@ -91,11 +91,21 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class Aside:
+    """Something that belongs to no driver and changes no state, between two requests. `work` never
+    raises."""
+
+    phase: str
+    legal_silence_s: float
+    work: Callable[[WorkerLike], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the thread."""
 
 
-Command: TypeAlias = Attach | Detach | LinkBroke | Drain | Stop
+Command: TypeAlias = Attach | Detach | LinkBroke | Drain | Aside | Stop
 
 
 class StepEvents(Protocol):
@@ -334,6 +344,11 @@ class _StepLoop:
                 if self._lifecycle.serve("DRAINING", "shutdown"):
                     self._publish(self._lifecycle.transitions[-1])
                 command.idle()
+            case Aside():
+                # Not on_link: whoever attaches meanwhile waits, and aborts nobody's link.
+                self._progress.begin(command.phase, command.legal_silence_s, False)
+                command.work(self._worker)
+                self._progress.idle()
             case Stop():
                 self._lifecycle.serve("CLOSED", "stop")
                 self._running = False

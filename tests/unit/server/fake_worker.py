@@ -5,6 +5,7 @@ waited for), `later:CODE` (from the result, once a relink runs), `slow:SECONDS` 
 so long), `silent`. A model named `/huge` or `/mute` is described at too great length, or not at
 all."""
 
+import os
 import threading
 import time
 from array import array
@@ -58,6 +59,20 @@ class FakePending:
         return self._reply, []
 
 
+class FakeTrace:
+    """A file of more than one piece."""
+
+    CONTENT = bytes(range(256)) * 3000
+
+    def pack(self) -> Path:
+        file = os.memfd_create("trace")  # open until the process ends
+        os.write(file, self.CONTENT)
+        return Path(f"/proc/self/fd/{file}")
+
+    def discard(self) -> None:
+        pass
+
+
 class FakeWorker:
     def __init__(self, device: str, set_phase: SetPhase) -> None:
         self.device = device
@@ -65,6 +80,7 @@ class FakeWorker:
         self.steps = 0
         self.descriptions = 0
         self.config: WorkerConfig | None = None
+        self.tracing = False
         self._set_phase = set_phase
         self._clean = True
         self._parallel = lc.ParallelConfig()
@@ -185,6 +201,9 @@ class FakeWorker:
     def save_sharded_state(self, message: lc.SaveShardedState) -> StepReply:
         return self._done(message)
 
+    def save_tensorized_model(self, message: lc.SaveTensorizedModel) -> StepReply:
+        return lc.SaveTensorizedModelReply(**ids(message, self.rank), size_bytes=2, seconds=0.5)
+
     def finish_sharded_state(self, message: lc.FinishShardedState) -> StepReply:
         return self._done(message)
 
@@ -193,6 +212,17 @@ class FakeWorker:
 
     def profile(self, message: lc.Profile) -> StepReply:
         return self._done(message)
+
+    def start_trace(self) -> None:
+        if self.config is None:
+            raise errors.StateError("there is nothing to trace")
+        if self.tracing:
+            raise errors.StateError("the worker records already")
+        self.tracing = True
+
+    def stop_trace(self, *, keep: bool) -> FakeTrace | None:
+        self.tracing = False
+        return FakeTrace() if keep else None
 
     def on_attach(self) -> bool:
         clean, self._clean = self._clean, True

@@ -41,6 +41,7 @@ EXPECTED = {
     lc.GetModelMetadata: ({MODEL, KV, READY}, ANY_LINK),
     lc.SaveShardedState: ({MODEL, KV, READY}, ANY_LINK),
     lc.FinishShardedState: ({MODEL, KV, READY}, ANY_LINK),
+    lc.SaveTensorizedModel: ({MODEL, KV, READY}, ANY_LINK),
     lc.ComputeWeightChecksums: ({MODEL, KV, READY}, ANY_LINK),
     lc.Profile: ({DEVICE, MODEL, KV, READY}, ANY_LINK),
     step.ExecuteModel: ({READY}, {"up"}),

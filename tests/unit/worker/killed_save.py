@@ -1,7 +1,7 @@
 """Run by test_saving: a process that is killed before the first, the second, ... file operation of
-a save, until a save comes to its end. argv: the models' directory, the save root. Prints, for each
-death, what is there after it: checksums of the set, entries beside it, and entries after another
-save."""
+a save, until a save comes to its end. argv: the models' directory, the save root, the load_format.
+Prints, for each death, what is there after it: checksums of the set, entries beside it, and entries
+after another save; and what was unpickled in all this, by whomever."""
 
 import itertools
 import json
@@ -27,13 +27,18 @@ def load(models: Path, root: Path, model: str, **options: object) -> WorkerDrive
     return driver
 
 
-def save(driver: WorkerDriver, name: str) -> None:
+def save(driver: WorkerDriver, name: str, load_format: str) -> None:
     identity = os.urandom(16)
-    driver.worker.save_sharded_state(
-        lifecycle.SaveShardedState(
-            **driver.ids(), save=identity, name=name, pattern=PATTERN, max_size_bytes=20_000
+    if load_format == "tensorizer":
+        driver.worker.save_tensorized_model(
+            lifecycle.SaveTensorizedModel(**driver.ids(), save=identity, name=name)
         )
-    )
+    else:
+        driver.worker.save_sharded_state(
+            lifecycle.SaveShardedState(
+                **driver.ids(), save=identity, name=name, pattern=PATTERN, max_size_bytes=20_000
+            )
+        )
     driver.worker.finish_sharded_state(
         lifecycle.FinishShardedState(**driver.ids(), save=identity, keep=True)
     )
@@ -50,12 +55,12 @@ def die_at(step: int) -> None:
     sys.addaudithook(hook)
 
 
-def dies(driver: WorkerDriver, step: int) -> bool:
+def dies(driver: WorkerDriver, step: int, load_format: str) -> bool:
     """Save in a child that is to be killed; tell whether it was."""
     child = os.fork()
     if child == 0:
         die_at(step)
-        save(driver, "set")
+        save(driver, "set", load_format)
         os._exit(0)
     return os.waitpid(child, 0)[1] == signal.SIGKILL
 
@@ -66,24 +71,30 @@ def checksums(driver: WorkerDriver) -> dict[str, str]:
     return {name: value.hex() for name, value in found.items()}
 
 
-def main(models: Path, root: Path) -> None:
+def main(models: Path, root: Path, load_format: str) -> None:
     torch.set_num_threads(1)
+    unpickled = []
+    sys.addaudithook(lambda event, _: event.startswith("pickle.") and unpickled.append(event))
     home = root / "set"
     old, new = (load(models, root, name) for name in ("llama", "qwen"))
     found, entries, cleaned = [], [], []
     for step in itertools.count():
-        save(old, "set")
-        if not dies(new, step):
+        save(old, "set", load_format)
+        if not dies(new, step, load_format):
             break
-        loaded = load(models, root, "set", load_format="sharded_state", verify_checksums=True)
+        loaded = load(models, root, "set", load_format=load_format, verify_checksums=True)
         found.append(checksums(loaded))
         entries.append(len(list(home.iterdir())))
-        save(old, "set")
+        save(old, "set", load_format)
         cleaned.append(len(list(home.iterdir())))
-    print(
-        json.dumps({"checksums": found, "entries": entries, "entries_after_the_next_save": cleaned})
-    )
+    report = {
+        "checksums": found,
+        "entries": entries,
+        "entries_after_the_next_save": cleaned,
+        "unpickled": unpickled,
+    }
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

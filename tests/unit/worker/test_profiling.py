@@ -4,6 +4,7 @@ on whatever becomes of a profile."""
 import gzip
 import json
 import resource
+import time
 from contextlib import contextmanager
 
 import msgspec
@@ -14,10 +15,10 @@ from worker_driver import GREEDY, WorkerDriver
 from rpc_schema import lifecycle
 from rpc_schema.codec import decode_step, encode_step
 from rpc_schema.errors import BadFrameError
-from rpc_schema.step import ExecuteModel
+from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.errors import CapacityError, ConfigError, InvalidStepError, StateError
-from worker_daemon.profiling import Profiler, ProfileRequest, trace_name
+from worker_daemon.profiling import Profiler, ProfileRequest, step_label, trace_name
 from worker_daemon.worker import Worker
 
 SUFFIX = "-pp0-tp0-rank0.json.gz"
@@ -69,6 +70,7 @@ def test_trace_holds_the_steps_between_start_and_stop(driver, traces, prompts):
     prompt, other = prompts([20, 5])
     driver.generate(0, prompt, 2)
     assert profile(driver, "start", "run.1") == ""
+    first = driver.ids()["seq"] + 1
     driver.execute({0: 16, 1: 5}, [(0, prompt, GREEDY), (1, other, GREEDY)])
     driver.execute({0: 4, 1: 1})
     driver.execute({0: 1, 1: 1})
@@ -78,9 +80,9 @@ def test_trace_holds_the_steps_between_start_and_stop(driver, traces, prompts):
     assert [path.name for path in traces.iterdir()] == [f"run.1{SUFFIX}"]
     assert traces.stat().st_mode & 0o777 == traces.parent.stat().st_mode & 0o777 == 0o700
     assert labels(traces / f"run.1{SUFFIX}") == [
-        "step_context_2(21)_generation_0(0)",
-        "step_context_1(4)_generation_1(1)",
-        "step_context_0(0)_generation_2(2)",
+        f"step_context_2(21)_generation_0(0)_seq_{first}",
+        f"step_context_1(4)_generation_1(1)_seq_{first + 1}",
+        f"step_context_0(0)_generation_2(2)_seq_{first + 2}",
     ]
     operations = {e["name"] for e in read(traces / f"run.1{SUFFIX}")["traceEvents"]}
     assert operations & {"aten::mm", "aten::linear", "aten::addmm"}
@@ -188,7 +190,7 @@ def test_cuda_marks_write_nothing_and_name_the_steps(monkeypatch):
         assert profiler.stop("cuda") is None
     with profiler.step(message):
         profiler.end()
-    assert calls == ["start", "step_context_0(0)_generation_3(3)", "stop"]
+    assert calls == ["start", "step_context_0(0)_generation_3(3)_seq_1", "stop"]
 
 
 def test_without_a_directory_traces_are_refused(start, prompts):
@@ -280,6 +282,104 @@ def test_the_end_of_the_worker_ends_a_profile(driver, traces, prompts):
     driver.generate(0, prompts([9])[0], 1)
     driver.worker.close()
     assert len(labels(traces / f"a{SUFFIX}")) == 2
+
+
+# An observer's trace.
+
+
+def test_observed_steps_lie_between_start_and_stop_and_clock_marks_at_its_ends(
+    driver, traces, prompts
+):
+    (prompt,) = prompts([9])
+    before = time.monotonic_ns()
+    driver.worker.start_trace()
+    started = time.monotonic_ns()
+    driver.generate(0, prompt, 3)
+    stopping = time.monotonic_ns()
+    path = driver.worker.stop_trace(keep=True).pack()
+    after = time.monotonic_ns()
+    assert path == traces / f"observed{SUFFIX}"
+    assert [p.name for p in traces.iterdir()] == [path.name]
+    assert len(labels(path)) == 4
+    marks = sorted(
+        (int(e["name"].removeprefix("clock_")), e["ts"], e["ts"] + e["dur"])
+        for e in read(path)["traceEvents"]
+        if str(e.get("name")).startswith("clock_")
+    )
+    times = [moment for moment, _, _ in marks]
+    first, last = times[: len(times) // 2], times[len(times) // 2 :]
+    assert all(before <= moment <= started for moment in first)
+    assert all(stopping <= moment <= after for moment in last)
+    # Each was read before its range began, and after the one before it had ended.
+    ends = [0.0, *(end for _, _, end in marks)]
+    assert all(end <= begin for end, (_, begin, _) in zip(ends, marks, strict=False))
+
+
+def test_observer_s_trace_is_no_driver_s(driver, traces, prompts, caplog):
+    worker, (prompt,) = driver.worker, prompts([9])
+    worker.start_trace()
+    with pytest.raises(StateError, match="an observer's trace of kind torch runs already"):
+        profile(driver, "start", "mine")
+    with pytest.raises(StateError, match="runs already"):
+        worker.start_trace()
+    assert profile(driver, "stop") == ""
+    assert "no profile runs" in caplog.text
+    worker.on_attach()
+    driver.generate(0, prompt, 2)
+    assert len(labels(worker.stop_trace(keep=True).pack())) == 3
+    with pytest.raises(StateError, match="no observer's trace"):
+        worker.stop_trace(keep=True)
+    profile(driver, "start", "mine")
+    with pytest.raises(StateError, match="a profile of kind torch runs already"):
+        worker.start_trace()
+    with pytest.raises(StateError, match="no observer's trace"):
+        worker.stop_trace(keep=False)
+    driver.generate(0, prompt, 2)
+    assert len(labels(traces / profile(driver, "stop"))) == 3
+
+
+def test_observer_s_trace_that_is_not_kept_leaves_nothing(driver, traces):
+    driver.worker.start_trace()
+    assert driver.worker.stop_trace(keep=False) is None
+    driver.worker.start_trace()
+    driver.worker.stop_trace(keep=True).discard()
+    assert not list(traces.iterdir())
+
+
+def test_reset_ends_an_observer_s_trace(driver, traces, prompts):
+    driver.worker.start_trace()
+    driver.generate(0, prompts([9])[0], 1)
+    driver.reset("CREATED")
+    assert len(labels(traces / f"observed{SUFFIX}")) == 2
+    for call in (driver.worker.start_trace, lambda: driver.worker.stop_trace(keep=True)):
+        with pytest.raises(StateError):
+            call()
+
+
+def test_observer_is_told_of_a_missing_directory_and_of_a_full_disk(start, driver, traces):
+    other = start(None)
+    with pytest.raises(ConfigError) as caught:
+        other.worker.start_trace()
+    assert caught.value.field == "profile-dir"
+    driver.worker.start_trace()
+    with disk_of(4096), pytest.raises(CapacityError):
+        driver.worker.stop_trace(keep=True)
+    assert not list(traces.iterdir())
+    driver.worker.start_trace()
+    plain = driver.worker.stop_trace(keep=True)
+    with disk_of(512), pytest.raises((CapacityError, ConfigError)):
+        plain.pack()
+    assert not list(traces.iterdir())
+
+
+def test_every_kind_of_step_is_named_by_its_seq():
+    ids = {"epoch": 1, "link": 1}
+    assert step_label(SampleTokens(**ids, seq=5, step_seq=4)) == "sample_tokens_of_4_seq_5"
+    assert step_label(ExecuteDummyBatch(**ids, seq=6)) == "dummy_batch_seq_6"
+    broken = ExecuteModel(
+        **ids, seq=7, total_num_scheduled_tokens=1, num_scheduled_tokens=b"\1\2\3"
+    )
+    assert step_label(broken) == "step_context_0(0)_generation_0(0)_seq_7"
 
 
 def test_profile_hides_no_error_of_a_step(driver, prompts):

@@ -401,7 +401,7 @@ def test_process_killed_at_any_point_leaves_a_whole_set(model_root, save_root, l
     """A process is killed before each of its file operations in turn, and the next save cleans
     up."""
     done = subprocess.run(
-        [sys.executable, str(KILLED), str(model_root), str(save_root)],
+        [sys.executable, str(KILLED), str(model_root), str(save_root), "sharded_state"],
         capture_output=True,
         text=True,
         timeout=110,

@@ -1,0 +1,63 @@
+"""Clocks of other processes, by round trips: how far each is ahead of ours, and by how much that
+may be wrong. Pure arithmetic over a function that asks; knows no socket.
+
+A reply carries the other clock's time at some moment between request and reply. With the middle as
+that moment, the offset is wrong by at most half the round trip, whatever the way there and back
+took; of several round trips the fastest says most (the minimum filter of NTP, RFC 5905 section 10).
+"""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+NUM_ROUND_TRIPS = 32
+
+
+class Offset(NamedTuple):
+    """How far another clock is ahead of ours, in nanoseconds."""
+
+    at_ns: int
+    """When that was so, by the other clock."""
+    ahead_ns: int
+    bound_ns: int
+    """It is wrong by at most this."""
+
+
+def measure(
+    ask: Callable[[], int],
+    own_clock: Callable[[], int] = time.monotonic_ns,
+    num_round_trips: int = NUM_ROUND_TRIPS,
+) -> Offset:
+    """Ask another clock for its time, as often as said; return the offset of the fastest answer."""
+    return min((_ask_once(ask, own_clock) for _ in range(num_round_trips)), key=_bound)
+
+
+def _ask_once(ask: Callable[[], int], own_clock: Callable[[], int]) -> Offset:
+    begin = own_clock()
+    theirs = ask()
+    end = own_clock()
+    # Rounded up, twice: for the middle and for its half.
+    return Offset(theirs, theirs - (begin + end) // 2, (end - begin) // 2 + 1)
+
+
+def _bound(offset: Offset) -> int:
+    return offset.bound_ns
+
+
+class ClockMap:
+    """Takes times of another clock to ours, by one or two measurements; between two (and beyond
+    them) the offset is taken to change evenly, as it does where the clocks' rates differ."""
+
+    def __init__(self, first: Offset, last: Offset | None = None) -> None:
+        last = first if last is None else last
+        span = last.at_ns - first.at_ns
+        self.bound_ns = max(first.bound_ns, last.bound_ns)
+        """Times are wrong by at most this, at the measurements."""
+        self._at_ns = first.at_ns
+        self._ahead_ns = first.ahead_ns
+        self._drift = (last.ahead_ns - first.ahead_ns) / span if span > 0 else 0.0
+
+    def to_ours(self, theirs_ns: int) -> int:
+        """Return our clock's time at their time."""
+        drifted = round(self._drift * (theirs_ns - self._at_ns))
+        return theirs_ns - self._ahead_ns - drifted
