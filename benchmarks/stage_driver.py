@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from client.kv_planning import blocks_for, build_kv_cache_configs
 from rpc_schema import config, lifecycle
 from rpc_schema.codec import encode_step
+from rpc_schema.kv_cache import blocks_for, build_kv_cache_config
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.runner.stage_ends import PendingReply
@@ -78,9 +78,9 @@ class StageDriver:
         )
         worker.determine_available_memory(lifecycle.DetermineAvailableMemory(**self.ids()))
         layers = worker.get_kv_cache_spec(lifecycle.GetKVCacheSpec(**self.ids())).layers
-        plans = build_kv_cache_configs([layers], self.num_blocks, BLOCK_SIZE)
+        plan = build_kv_cache_config(layers, self.num_blocks, BLOCK_SIZE)
         worker.initialize_from_config(
-            lifecycle.InitializeFromConfig(**self.ids(), kv_cache_configs=tuple(plans))
+            lifecycle.InitializeFromConfig(**self.ids(), kv_cache_configs=(plan,))
         )
         worker.initialize_cache(
             lifecycle.InitializeCache(**self.ids(), num_gpu_blocks=self.num_blocks)

@@ -42,6 +42,20 @@ def _create_library_handles(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
+def open_capture_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the stream on which all graphs are captured, None on the CPU.
+
+    It is one for the context's life, and cuBLAS has its workspace for it now: else the first
+    capture would take that into its graphs' memory, which then stays when the graphs go.
+    """
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        _create_library_handles(device)
+    return stream
+
+
 def device_name(device: torch.device) -> str:
     """Return what the vendor calls it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
