@@ -130,7 +130,6 @@ def graphs(monkeypatch):
 
     for name, fake in {
         "CUDAGraph": Graph,
-        "Stream": lambda: None,
         "graph_pool_handle": lambda: (0, 0),
         "stream": lambda stream: nullcontext(),
         "synchronize": lambda: None,
@@ -175,7 +174,7 @@ class Rank:
         mixed = mixed_plans(LIMITS.max_num_seqs, 64, 40)
         ladder = StepLadder(decode_sizes(LIMITS.max_num_seqs), lambda size: [12, 40], mixed)
         arriving = 0 if is_first else max(plan.shape.num_tokens for plan in ladder.plans)
-        self.program = GraphedProgram(recorded, torch.zeros(arriving, HIDDEN))
+        self.program = GraphedProgram(recorded, torch.zeros(arriving, HIDDEN), None)
         self.program.capture(ladder.plans, self.inputs.padding)
         self.inputs.pad_by(ladder, ladder.plans)
 
@@ -273,7 +272,7 @@ def test_a_failed_capture_leaves_the_program_and_its_shapes_as_they_were(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     rank = Rank(read_model_config(tmp_path), range(3), 0, 1)
     eager = rank.program
-    graphed = GraphedProgram(Failing(), torch.zeros(0, HIDDEN))
+    graphed = GraphedProgram(Failing(), torch.zeros(0, HIDDEN), None)
     ladder = StepLadder([4], lambda size: [40], [])
     with pytest.raises(torch.OutOfMemoryError):
         graphed.capture(ladder.plans, rank.inputs.padding)
