@@ -81,6 +81,8 @@ class FakeDaemon:
     ):
         self.endpoint = endpoint
         self.available_bytes = available_bytes
+        self.profiles: list[tuple[int, tuple[lc.MemoryChange, ...]]] = []
+        """What the next memory profiles find: available_bytes, and what other processes did."""
         self.version = PROTOCOL_VERSION if version is None else version
         self.model_max_len = 512
         self.faults: list[Fault] = []
@@ -392,9 +394,13 @@ class FakeDaemon:
                 )
                 reply = lc.GetKVCacheSpecReply(**ids, layers=(layer,))
             case lc.DetermineAvailableMemory():
+                available, changes = self.available_bytes, ()
+                if self.profiles:
+                    available, changes = self.profiles.pop(0)
                 reply = lc.DetermineAvailableMemoryReply(
                     **ids,
-                    available_bytes=self.available_bytes,
+                    available_bytes=available,
+                    changes=changes,
                     weights_bytes=1,
                     activation_peak_bytes=1,
                     requested_bytes=1,

@@ -109,7 +109,7 @@ def test_a_profile_splits_what_stays_from_what_was_there_for_a_while():
     assert result.free == 1000 - 10 - 200 - 30 - 7
     assert memory.num_resets == 2
     assert result.available(budget=500, graphs=50) == 500 - 237 - 200 - 50
-    assert result.available(budget=900, graphs=50) == result.free - 200 - 50
+    assert result.available(budget=1000, graphs=50) == result.free - 200 - 50
 
 
 def test_memory_that_others_gave_back_is_no_negative_consumption():

@@ -255,11 +255,11 @@ class DrivenGraphs(NoGraphs):
         before = used_bytes()
         self.capture(runner)
         grown = used_bytes() - before
-        self.memory.give(self.pool)
+        self.memory.pinned -= self.pool
         return grown
 
     def capture(self, runner):
-        self.memory.take(self.pool)
+        self.memory.pinned += self.pool  # cached memory is not a pool's
         if not self.has_kept:
             self.memory.context += self.kept
             self.has_kept = True
