@@ -74,7 +74,6 @@ class _DeviceContext:
     baseline: MemorySnapshot
     budget_bytes: int
     ledger: MemoryLedger
-    capture_stream: torch.cuda.Stream | None
     config: ParallelConfig
     parallel: ParallelState
     tp: LinkedTensorParallel
@@ -105,6 +104,8 @@ class Worker:
         self._max_threads = torch.get_num_threads()
         self._opening: Link | None = None
         """The newest link, open or not, for abort_link to see while it is opened."""
+        self._capture_stream: torch.cuda.Stream | None = None
+        """Outlives a reset: cuBLAS keeps what it has for a stream as long as the process lives."""
         self._context_or_none: _DeviceContext | None = None
         self._model_or_none: LoadedModel | None = None
         self._runner_or_none: ModelRunner | None = None
@@ -139,7 +140,8 @@ class Worker:
         timeout_s = message.scheduler.step_deadline_ms / 1000 + 1
         tp = tensor_parallel(parallel.tp_rank, parallel.tp_size, probe_reduction(device))
         link = self._open_link(rendezvous, parallel, device, timeout_s, tp)
-        capture_stream = open_capture_stream(device)
+        if self._capture_stream is None:
+            self._capture_stream = open_capture_stream(device)
         memory = self._open_memory(device)
         memory.reset_peak()
         baseline = memory.snapshot()
@@ -154,7 +156,6 @@ class Worker:
             baseline=baseline,
             budget_bytes=budget,
             ledger=MemoryLedger(memory, baseline, budget),
-            capture_stream=capture_stream,
             config=message.parallel,
             parallel=parallel,
             tp=tp,
@@ -247,14 +248,17 @@ class Worker:
 
     @contextmanager
     def _rehearsal(self) -> Iterator[ModelRunner]:
-        """A runner as it will be, but over a KV cache of one block."""
+        """A runner as it will be, but over a KV cache of one block; on the CPU, where graphs do not
+        need it, without attention, which is slow there."""
         model = self._model
-        layers = describe_layers(model.stage.kv_layer_specs, model.resolved.dtype)
-        plan = build_kv_cache_config(layers, _REHEARSAL_BLOCKS, model.config.cache.block_size)
-        caches = self._allocate(plan)
-        model.stage.set_attention(model.attention.backend)
+        caches: list[torch.Tensor] = []
+        if self._context.device.type == "cuda":
+            layers = describe_layers(model.stage.kv_layer_specs, model.resolved.dtype)
+            block_size = model.config.cache.block_size
+            caches = self._allocate(build_kv_cache_config(layers, _REHEARSAL_BLOCKS, block_size))
+            model.stage.set_attention(model.attention.backend)
         try:
-            yield self._assemble(self._limits(plan.num_blocks), caches)
+            yield self._assemble(self._limits(_REHEARSAL_BLOCKS), caches)
         finally:
             model.stage.set_attention(NullAttention())
 
@@ -642,7 +646,7 @@ class Worker:
             hidden_size=model.resolved.decoder.hidden_size,
             dtype=model.resolved.dtype,
             device=context.device,
-            capture_stream=context.capture_stream,
+            capture_stream=self._capture_stream,
         )
 
     def _identity(self, message: StepRequest) -> dict[str, int]:

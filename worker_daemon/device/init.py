@@ -45,8 +45,9 @@ def _create_library_handles(device: torch.device) -> None:
 def open_capture_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Return the stream on which all graphs are captured, None on the CPU.
 
-    It is one for the context's life, and cuBLAS has its workspace for it now: else the first
-    capture would take that into its graphs' memory, which then stays when the graphs go.
+    To be opened once a process: cuBLAS has a workspace for it as long as that lives. It has it from
+    now on: else the first capture would take it into its graphs' memory, and keep that from being
+    given back when the graphs go.
     """
     if device.type != "cuda":
         return None
