@@ -140,14 +140,14 @@ class Worker:
         timeout_s = message.scheduler.step_deadline_ms / 1000 + 1
         tp = tensor_parallel(parallel.tp_rank, parallel.tp_size, probe_reduction(device))
         link = self._open_link(rendezvous, parallel, device, timeout_s, tp)
-        if self._capture_stream is None:
-            self._capture_stream = open_capture_stream(device)
-        memory = self._open_memory(device)
-        memory.reset_peak()
-        baseline = memory.snapshot()
         try:
+            if self._capture_stream is None:
+                self._capture_stream = open_capture_stream(device)
+            memory = self._open_memory(device)
+            memory.reset_peak()
+            baseline = memory.snapshot()
             budget = memory.budget(baseline, message.cache.gpu_memory_utilization)
-        except CapacityError:
+        except BaseException:
             link.leave()
             raise
         self._context_or_none = _DeviceContext(
