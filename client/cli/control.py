@@ -35,6 +35,8 @@ def status(endpoints: Endpoints, as_json: AsJson = False) -> None:
         for entry in statuses:
             served_by = ", ".join(f"{part} {name}" for part, name in entry.providers.items())
             console.print(f"rank {entry.rank}: {served_by or 'no model'}")
+            if entry.memory_bytes:
+                console.print(f"rank {entry.rank}: {_memory(entry)}")
             if entry.kv_cache_advice is not None:
                 console.print(f"rank {entry.rank}: {_advice(entry.kv_cache_advice)}")
             if entry.reply_delay.num_replies:
@@ -75,6 +77,11 @@ def _named(status: Status) -> dict[str, object]:
     return fields
 
 
+def _memory(status: Status) -> str:
+    uses = status.memory_bytes.items()
+    return ", ".join(f"{use} {num_bytes // MIB} MiB" for use, num_bytes in uses)
+
+
 def _advice(advice: KVCacheAdvice) -> str:
     return (
         f"kv_cache_memory_bytes {advice.request_bytes} would fit the request, "
@@ -90,13 +97,12 @@ def _delays(delay: ReplyDelay) -> str:
 
 
 def _table(statuses: list[Status]) -> Table:
-    table = Table("endpoint", "pid", "device", "rank", "state", "model", "epoch, step", "memory")
+    table = Table("endpoint", "pid", "device", "rank", "state", "model", "epoch, step")
     for entry in statuses:
         model = "-" if entry.config is None else entry.config.model.model
-        memory = ", ".join(f"{k} {v // MIB} MiB" for k, v in entry.memory_bytes.items())
         state = f"{entry.serving}, {entry.load}, link {entry.link_state}"
         ids = f"{entry.epoch}, {entry.last_seq}"
         table.add_row(
-            entry.endpoint, str(entry.pid), entry.device, str(entry.rank), state, model, ids, memory
+            entry.endpoint, str(entry.pid), entry.device, str(entry.rank), state, model, ids
         )
     return table

@@ -259,6 +259,7 @@ class FakeDaemon:
             input_wait_share=0.25,
             reply_delay=lc.ReplyDelay(num_replies=7, p50_us=20.5, p99_us=80.0),
             transitions=(),
+            kv_cache_advice=lc.KVCacheAdvice(request_bytes=123456, card_bytes=234567),
         )
 
     def _heartbeat(self) -> lc.Heartbeat:
