@@ -211,6 +211,7 @@ class Worker:
             self._run_largest_step(message)
         context.ledger.activations_peak = result.transient
         graphs = self._estimate_graphs()
+        context.memory.reset_peak()  # the rehearsed graphs' memory goes back to the device
         _log_profile(result, graphs)
         available = context.memory.limit_kv_cache(result.available(context.budget_bytes, graphs))
         override = model.config.cache.kv_cache_memory_bytes
@@ -395,7 +396,10 @@ class Worker:
         self._set_phase("CAPTURING", _LONG_OPERATION_S)
         try:
             yield
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            # The driver's own memory for a graph is no allocator's.
+            if "out of memory" not in str(error):
+                raise
             raise CapacityError(
                 f"the graphs do not fit: {error}",
                 fix="a smaller kv_cache_memory_bytes or max_num_seqs, or enforce_eager",

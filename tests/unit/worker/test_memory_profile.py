@@ -5,6 +5,7 @@ import logging
 
 import numpy as np
 import pytest
+import torch
 from worker_driver import GREEDY, WorkerDriver
 
 from rpc_schema import config
@@ -278,6 +279,36 @@ def test_what_graphs_will_take_is_subtracted_once(start, monkeypatch):
     begun.driver.allocate()
     begun.driver.warm_up()
     assert begun.worker.describe().memory_bytes["graphs"] == GIB
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), CapacityError),
+        (torch.AcceleratorError("CUDA error: out of memory", 2), CapacityError),
+        (torch.AcceleratorError("CUDA error: unspecified launch failure", 719), None),
+    ],
+    ids=["allocator", "driver", "device"],
+)
+def test_graphs_that_do_not_fit_are_a_typed_error(start, monkeypatch, raised, expected):
+    class Failing(NoGraphs):
+        def rehearse(self, runner, used_bytes):
+            raise raised
+
+        def capture(self, runner):
+            raise raised
+
+    begun = start(DrivenMemory()).load()
+    found = begun.profile()
+    monkeypatch.setattr("worker_daemon.worker.step_graphs", lambda *_, **__: Failing())
+    with pytest.raises(expected or torch.AcceleratorError):
+        begun.profile()
+    begun.driver.allocate()
+    with pytest.raises(expected or torch.AcceleratorError):
+        begun.driver.warm_up()
+    monkeypatch.setattr("worker_daemon.worker.step_graphs", lambda *_, **__: NoGraphs())
+    begun.driver.reset("MODEL_LOADED")
+    assert begun.profile().available_bytes == found.available_bytes
 
 
 def test_memory_that_the_allocator_cannot_give_back_is_counted_and_said(start, caplog):
