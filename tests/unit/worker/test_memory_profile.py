@@ -346,13 +346,15 @@ def test_a_driver_that_reports_late_is_overruled_by_the_allocator(start):
 
 
 def test_logits_of_all_rows_are_in_the_profile(make_worker, copy_config):
-    """Edge 8, in the host's memory: more than one float32 a row and word of the vocabulary."""
-    copy_config("wide", vocab_size=300_000, hidden_size=16, head_dim=8)
-    driver = WorkerDriver(make_worker())
+    """Edge 8, in the host's memory: more than one float32 a row and word of the vocabulary. They
+    are larger than what the C library keeps for later."""
+    num_rows, vocab_size = 64, 150_000
+    copy_config("wide", vocab_size=vocab_size, hidden_size=16, head_dim=8)
+    scheduler = config.SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=num_rows)
+    driver = WorkerDriver(make_worker(), scheduler=scheduler)
     driver.init_device()
     driver.load_model("wide", load_format="dummy")
-    found = driver.profile()
-    assert found.activation_peak_bytes >= driver.scheduler.max_num_seqs * 300_000 * 4
+    assert driver.profile().activation_peak_bytes >= num_rows * vocab_size * 4
 
 
 def test_a_host_has_the_number_and_loses_what_is_taken(make_worker, llama):
@@ -361,13 +363,15 @@ def test_a_host_has_the_number_and_loses_what_is_taken(make_worker, llama):
     driver.cache = config.CacheConfig(block_size=16, gpu_memory_utilization=share)
     driver.init_device()
     driver.load_model("llama")
+    driver.profile()  # what other tests have left behind is collected here
     before = driver.profile().available_bytes
     assert 0 < before < HOST_KV_CACHE_LIMIT_BYTES
-    ballast = np.ones(200 * MIB, np.uint8)
+    ballast = np.ones(GIB // 2, np.uint8)
     after = driver.profile().available_bytes
-    assert before - after == pytest.approx(ballast.nbytes, abs=48 * MIB)
+    # The C library keeps and gives back pages of its own accord.
+    assert before - after == pytest.approx(ballast.nbytes, rel=0.3)
     del ballast
-    assert driver.profile().available_bytes > after + 100 * MIB
+    assert driver.profile().available_bytes > after + GIB // 4
 
     layers = driver.plan().size_bytes // driver.num_blocks
     driver.num_blocks = after // layers
