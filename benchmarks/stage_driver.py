@@ -9,9 +9,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from client.kv_planning import blocks_for, build_kv_cache_configs
 from rpc_schema import config, lifecycle
 from rpc_schema.codec import encode_step
+from rpc_schema.kv_cache import (
+    KVCacheSpec,
+    blocks_for,
+    build_kv_cache_config,
+    bytes_per_block,
+)
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.runner.stage_ends import PendingReply
@@ -35,11 +40,20 @@ class StageDriver:
     dtype: config.Dtype = "bfloat16"
     num_blocks: int = 8192
     profile_dir: Path | None = None
+    cache: config.CacheConfig = field(
+        default_factory=lambda: config.CacheConfig(block_size=BLOCK_SIZE)
+    )
     worker: Worker = field(init=False)
     seq: int = 0
 
     def start(self) -> None:
         """From nothing to READY, with made-up weights."""
+        self.load()
+        self.profile()
+        self.serve(self.num_blocks)
+
+    def load(self) -> None:
+        """From nothing to MODEL_LOADED."""
         self.worker = Worker(
             self.device,
             [self.model.parent],
@@ -49,8 +63,7 @@ class StageDriver:
         scheduler = config.SchedulerConfig(
             max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
         )
-        cache = config.CacheConfig(block_size=BLOCK_SIZE)
-        worker = self.worker
+        cache, worker = self.cache, self.worker
         worker.init_device(
             lifecycle.InitDevice(
                 **self.ids(),
@@ -76,16 +89,33 @@ class StageDriver:
                 graph=config.GraphConfig(),
             )
         )
-        worker.determine_available_memory(lifecycle.DetermineAvailableMemory(**self.ids()))
-        layers = worker.get_kv_cache_spec(lifecycle.GetKVCacheSpec(**self.ids())).layers
-        plans = build_kv_cache_configs([layers], self.num_blocks, BLOCK_SIZE)
+
+    def profile(self) -> lifecycle.DetermineAvailableMemoryReply:
+        """What a KV cache may take."""
+        message = lifecycle.DetermineAvailableMemory(**self.ids())
+        return self.worker.determine_available_memory(message)
+
+    def block_bytes(self) -> int:
+        """What a KV block takes."""
+        return bytes_per_block(self._layers(), BLOCK_SIZE)
+
+    def serve(self, num_blocks: int) -> None:
+        """From MODEL_LOADED to READY, with so many KV blocks."""
+        plan = build_kv_cache_config(self._layers(), num_blocks, BLOCK_SIZE)
+        worker = self.worker
         worker.initialize_from_config(
-            lifecycle.InitializeFromConfig(**self.ids(), kv_cache_configs=tuple(plans))
+            lifecycle.InitializeFromConfig(**self.ids(), kv_cache_configs=(plan,))
         )
-        worker.initialize_cache(
-            lifecycle.InitializeCache(**self.ids(), num_gpu_blocks=self.num_blocks)
-        )
+        worker.initialize_cache(lifecycle.InitializeCache(**self.ids(), num_gpu_blocks=num_blocks))
         worker.compile_or_warm_up_model(lifecycle.CompileOrWarmUpModel(**self.ids()))
+
+    def leave(self) -> None:
+        """Back to CREATED: the device's memory is given back."""
+        self.worker.reset(lifecycle.Reset(**self.ids(), to="CREATED"))
+        self.worker.close()
+
+    def _layers(self) -> tuple[KVCacheSpec, ...]:
+        return self.worker.get_kv_cache_spec(lifecycle.GetKVCacheSpec(**self.ids())).layers
 
     def ids(self) -> dict[str, int]:
         """The identity of the next message."""

@@ -3,6 +3,7 @@ not wanted, and walk down the load chain with the KV cache planned on the way. S
 it calls a group's operations.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -12,13 +13,9 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from client.errors import ClientConfigError, ConfigMismatchError
-from client.kv_planning import (
-    build_kv_cache_configs,
-    choose_num_blocks,
-    fit_max_model_len,
-    fitting_blocks,
-)
+from client.kv_planning import choose_num_blocks, fit_max_model_len
 from rpc_schema.config import WorkerConfig
+from rpc_schema.kv_cache import build_kv_cache_config, smallest_fitting_blocks
 from rpc_schema.lifecycle import GetModelMetadataReply, Status
 
 if TYPE_CHECKING:
@@ -26,6 +23,10 @@ if TYPE_CHECKING:
 
     from client.worker_group import WorkerGroup
 
+PROFILE_ATTEMPTS = 3
+"""How often memory is profiled, at most, while other processes take or free some."""
+
+_LOG = logging.getLogger(__name__)
 _CHAIN = ("CREATED", "DEVICE_READY", "MODEL_LOADED", "KV_READY", "READY")
 
 
@@ -187,8 +188,8 @@ def _load_kv_cache(
     block_size = config.cache.block_size
     specs = [reply.layers for reply in group.get_kv_cache_spec()]
     with clock.phase("determine_available_memory"):
-        available = [reply.available_bytes for reply in group.determine_available_memory()]
-    fitting = fitting_blocks(specs, available, block_size)
+        available = _profile_memory(group)
+    fitting = smallest_fitting_blocks(specs, available, block_size)
     num_blocks = choose_num_blocks(fitting, options.num_gpu_blocks)
     max_model_len = fit_max_model_len(
         num_blocks, block_size, resolved_len, may_lower=options.fit_max_model_len
@@ -196,6 +197,32 @@ def _load_kv_cache(
     if max_model_len != resolved_len:
         group.update_max_model_len(max_model_len)
     with clock.phase("initialize_from_config"):
-        group.initialize_from_config(build_kv_cache_configs(specs, num_blocks, block_size))
+        group.initialize_from_config(
+            tuple(build_kv_cache_config(layers, num_blocks, block_size) for layers in specs)
+        )
         group.initialize_cache(num_blocks)
     return num_blocks, max_model_len
+
+
+def _profile_memory(group: "WorkerGroup") -> list[int]:
+    """Return the bytes that each rank has for its KV cache.
+
+    All ranks profile again, since they compute together, until none saw another process take or
+    free memory meanwhile. If that does not end, the least that each of them found counts.
+    """
+    found: list[list[int]] = []
+    for _ in range(PROFILE_ATTEMPTS):
+        replies = group.determine_available_memory()
+        found.append([reply.available_bytes for reply in replies])
+        changes = [(reply.rank, change) for reply in replies for change in reply.changes]
+        if not changes:
+            return found[-1]
+        for rank, change in changes:
+            _LOG.warning(
+                "while rank %d profiled its memory, %s %s %d bytes of it",
+                rank,
+                f"process {change.pid}" if change.pid else "an unknown process",
+                "took" if change.num_bytes > 0 else "freed",
+                abs(change.num_bytes),
+            )
+    return [min(of_rank) for of_rank in zip(*found, strict=True)]

@@ -13,12 +13,12 @@ import numpy as np
 
 from client.block_pool import ROOT_HASH, BlockPool, chained_hash
 from client.errors import RequestError
-from client.kv_planning import NUM_NULL_BLOCKS, blocks_for
 from client.loading import LoadedModel
 from client.requests import GenerationRequest, check_fits, seeded, validated
 from client.scheduler_output import Logprobs, NewRequest, SchedulerOutput, StepResult
 from client.slots import MAX_ADMITTED_TOKENS
 from rpc_schema.config import WorkerConfig
+from rpc_schema.kv_cache import NUM_NULL_BLOCKS, blocks_for
 from rpc_schema.sampling import SamplingParams
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]

@@ -12,6 +12,12 @@ from rpc_schema.base import Count, Positive, Unsigned, Value
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy", "sharded_state", "tensorizer"]
 
+FIT_MAX_MODEL_LEN = -1
+"""On command lines, a max_model_len that the driver fits to the KV cache. It never travels: the
+model is loaded for its own limit, which UpdateMaxModelLen lowers."""
+
+_MOST_DIGITS = 9
+
 
 class ParallelConfig(Value, frozen=True, kw_only=True):
     """The shape of the group. The global rank is pp_rank * tensor_parallel_size + tp_rank."""
@@ -26,6 +32,21 @@ class ParallelConfig(Value, frozen=True, kw_only=True):
     def world_size(self) -> int:
         """Number of daemons in the group."""
         return self.pipeline_parallel_size * self.tensor_parallel_size
+
+
+def read_layer_partition(text: str) -> tuple[int, ...]:
+    """Return the layer_partition that "N,N,..." spells: each stage's number of layers. Whether it
+    suits a model is not known here.
+
+    Raises:
+        ValueError: it is no list of counts.
+    """
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        is_number = word.isascii() and word.isdecimal() and len(word) <= _MOST_DIGITS
+        if not is_number or int(word) == 0:
+            raise ValueError("not a list of counts")
+    return tuple(map(int, words))
 
 
 class ModelConfig(Value, frozen=True, kw_only=True):

@@ -85,6 +85,16 @@ class ReplyDelay(Value, frozen=True, kw_only=True):
     p99_us: float
 
 
+class KVCacheAdvice(Value, frozen=True, kw_only=True):
+    """Values of kv_cache_memory_bytes for the model that is loaded, from what was in use after
+    warm-up."""
+
+    request_bytes: Unsigned
+    """Keeps this rank to the share that gpu_memory_utilization names."""
+    card_bytes: Unsigned
+    """Fills what other processes leave of the device."""
+
+
 class Status(Value, frozen=True, kw_only=True):
     """A daemon's state at one moment."""
 
@@ -105,7 +115,9 @@ class Status(Value, frozen=True, kw_only=True):
     """What is loaded; None below MODEL_LOADED."""
     kv_cache: KVCacheConfig | None
     memory_bytes: dict[str, int]
-    """Device (or host) memory by use: weights, kv_cache, activations_peak, total, free."""
+    """Device (or host) memory by use: weights, kv_cache, graphs, activations (with what the
+    allocator keeps for them), context (with communicators, library handles and code), others (other
+    processes; absent where they cannot be told from context); activations_peak, free, total."""
     providers: dict[str, str]
     """What serves each part of a step: attention, layers, all_reduce, graphs (their number)."""
     input_wait_share: float
@@ -115,6 +127,8 @@ class Status(Value, frozen=True, kw_only=True):
     transitions: tuple[str, ...]
     """The last state changes, oldest first."""
     failure: Text = ""
+    kv_cache_advice: KVCacheAdvice | None = None
+    """From READY on."""
 
 
 class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):
@@ -233,7 +247,17 @@ class GetKVCacheSpecReply(StepReply, frozen=True, tag=14, kw_only=True):
 
 
 class DetermineAvailableMemory(StepRequest, frozen=True, tag=15, kw_only=True):
-    """Run the largest step once and say how many bytes the KV cache may take."""
+    """Run the largest step once, capture some of the graphs, and say how many bytes the KV cache
+    may take beside them. All ranks take part; it may be repeated."""
+
+
+class MemoryChange(Value, frozen=True, kw_only=True):
+    """Another process took memory, or freed it."""
+
+    pid: Count
+    """As NVML gives it, which sees a container from outside; 0 where nobody knows."""
+    num_bytes: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    """Negative: freed."""
 
 
 class DetermineAvailableMemoryReply(StepReply, frozen=True, tag=15, kw_only=True):
@@ -241,6 +265,11 @@ class DetermineAvailableMemoryReply(StepReply, frozen=True, tag=15, kw_only=True
     weights_bytes: Unsigned
     activation_peak_bytes: Unsigned
     requested_bytes: Unsigned
+    graph_bytes: Unsigned = 0
+    """What CUDA graphs will take: an estimate."""
+    changes: tuple[MemoryChange, ...] = ()
+    """What other processes did on the device meanwhile. It was taken into account as far as it is
+    known; the driver does better to ask all ranks again."""
 
 
 class InitializeFromConfig(StepRequest, frozen=True, tag=16, kw_only=True):

@@ -9,6 +9,7 @@ from typing import Annotated, Final
 import typer
 
 from rpc_schema.config import (
+    FIT_MAX_MODEL_LEN,
     CacheConfig,
     GraphConfig,
     ModelConfig,
@@ -104,7 +105,7 @@ def plan(
     ] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")] = "auto",
     max_model_len: Annotated[
-        int | None, typer.Option(help="default: the model's own limit")
+        int | None, typer.Option(help="default: the model's own limit; -1: the longest that fits")
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="requests running at once")] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(help="tokens in a step")] = 8192,
@@ -129,10 +130,16 @@ def plan(
     # Seconds of torch, which `serve` does not wait for either.
     from worker_daemon.device.total_memory import total_memory_bytes
     from worker_daemon.plan_report import plan_json, plan_text
-    from worker_daemon.planning import plan_memory, read_partition, resolve_directory
+    from worker_daemon.planning import (
+        plan_fitted_memory,
+        plan_memory,
+        read_partition,
+        resolve_directory,
+    )
 
     try:
         directory = resolve_directory(model)
+        is_fitted = max_model_len == FIT_MAX_MODEL_LEN
         config = WorkerConfig(
             parallel=ParallelConfig(
                 pipeline_parallel_size=pipeline_parallel_size,
@@ -142,7 +149,7 @@ def plan(
             model=ModelConfig(
                 model=str(directory),
                 dtype=dtype,  # type: ignore[arg-type]  # plan_memory checks every value
-                max_model_len=max_model_len,
+                max_model_len=None if is_fitted else max_model_len,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
@@ -153,7 +160,8 @@ def plan(
         total = memory_bytes
         if total is None:
             total = total_memory_bytes(device, visible_devices)
-        made = plan_memory(config, total, model_root or [directory.parent])
+        make_plan = plan_fitted_memory if is_fitted else plan_memory
+        made = make_plan(config, total, model_root or [directory.parent])
     except (ConfigError, CapacityError) as error:
         logging.getLogger(__name__).error("%s", error)
         raise typer.Exit(EXIT_CONFIG) from None

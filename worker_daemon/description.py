@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from rpc_schema.config import WorkerConfig
 from rpc_schema.kv_cache import KVCacheConfig
+from rpc_schema.lifecycle import KVCacheAdvice
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,9 @@ class WorkerDescription:
     """What is loaded; None below MODEL_LOADED."""
     kv_cache: KVCacheConfig | None = None
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Device (or host) memory by use: weights, kv_cache, activations_peak, total, free."""
+    """Device (or host) memory by use (MemoryLedger.by_kind)."""
+    kv_cache_advice: KVCacheAdvice | None = None
+    """Once warm."""
     providers: Mapping[str, str] = field(default_factory=dict)
     """What serves each part of a step."""
     input_wait_share: Callable[[], float] = float

@@ -3,7 +3,7 @@
 
 Weights are exact: they are those of the stages that the daemons would build, built without memory.
 The largest step is an estimate (step_memory.py). Blocks are counted as the driver counts them
-(client/kv_planning.py). Must not know how a plan is shown.
+(rpc_schema/kv_cache.py). Must not know how a plan is shown.
 """
 
 from bisect import bisect_left
@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from rpc_schema.config import ParallelConfig, WorkerConfig
+from rpc_schema.config import ParallelConfig, WorkerConfig, read_layer_partition
+from rpc_schema.kv_cache import fitting_blocks, longest_requests, usable_tokens
 from worker_daemon.device.memory import MemorySnapshot, request_memory
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
@@ -29,11 +30,7 @@ from worker_daemon.resolve import ResolvedModel, check_cache, resolve_model
 from worker_daemon.runner.request_state import StepLimits
 from worker_daemon.step_memory import StageWidths, estimate_step_bytes
 
-NUM_NULL_BLOCKS = 1
-"""Block 0 is never given to a request."""
-
 _MOST_BYTES = 1 << 50
-_MOST_DIGITS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +114,18 @@ def plan_memory(config: WorkerConfig, memory_bytes: int, model_roots: Sequence[P
     return group.plan(memory_bytes, requested)
 
 
+def plan_fitted_memory(
+    config: WorkerConfig, memory_bytes: int, model_roots: Sequence[Path]
+) -> GroupPlan:
+    """Plan for the longest max_model_len that fits, as a driver does that fits it. Raises what
+    plan_memory does."""
+    plan = plan_memory(config, memory_bytes, model_roots)
+    if plan.max_model_len_fits:
+        return plan
+    model = msgspec.structs.replace(config.model, max_model_len=plan.longest_model_len)
+    return plan_memory(msgspec.structs.replace(config, model=model), memory_bytes, model_roots)
+
+
 def resolve_directory(model: Path) -> Path:
     """Return the model's directory with symbolic links resolved. ConfigError where it is no
     path."""
@@ -130,31 +139,15 @@ def resolve_directory(model: Path) -> Path:
 
 def read_partition(text: str) -> tuple[int, ...]:
     """Return the counts of "N,N,...". ConfigError for anything else."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdecimal() and len(word) <= _MOST_DIGITS for word in words):
+    try:
+        return read_layer_partition(text)
+    except ValueError as error:
         raise ConfigError(
-            "not a list of counts",
+            str(error),
             field="layer_partition",
             value=text,
             fix="give each stage's number of layers, as in 17,15",
-        )
-    return tuple(map(int, words))
-
-
-def fitting_blocks(available_bytes: int, block_bytes: int) -> int:
-    """Return the blocks that a rank has room for, the null block included; none if it lacks
-    bytes."""
-    return max(0, available_bytes // block_bytes)
-
-
-def usable_tokens(num_blocks: int, block_size: int) -> int:
-    """Return the tokens that num_blocks hold beside the null block."""
-    return max(0, num_blocks - NUM_NULL_BLOCKS) * block_size
-
-
-def longest_requests(num_blocks: int, block_size: int, max_model_len: int) -> int:
-    """Return how many requests of max_model_len tokens have all their blocks at once."""
-    return usable_tokens(num_blocks, block_size) // (-(-max_model_len // block_size) * block_size)
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

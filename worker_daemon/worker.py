@@ -9,7 +9,7 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,11 +27,17 @@ from rpc_schema.config import (
     Rendezvous,
     SchedulerConfig,
 )
-from rpc_schema.kv_cache import KVCacheConfig
+from rpc_schema.kv_cache import KVCacheConfig, build_kv_cache_config
 from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.description import WorkerDescription
-from worker_daemon.device.init import device_name, open_device
-from worker_daemon.device.memory import MemorySnapshot, MemorySource, memory_source, profile
+from worker_daemon.device.init import device_name, open_capture_stream, open_device
+from worker_daemon.device.memory import (
+    MemoryProfile,
+    MemorySnapshot,
+    MemorySource,
+    memory_source,
+    profile,
+)
 from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.distributed.link import Link, meeting_s
 from worker_daemon.distributed.parallel_state import ParallelState
@@ -42,6 +48,7 @@ from worker_daemon.kv_cache.spec import describe_layers
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.reduction_provider import probe_reduction
 from worker_daemon.loading import LoadedModel, RankPlace, Roots, SetPhase, load, rank_weights
+from worker_daemon.memory_ledger import MemoryLedger, memory_line
 from worker_daemon.models.saving import Saver, SaveRequest
 from worker_daemon.models.tensor_bytes import checksum
 from worker_daemon.models.tensorized import TENSORIZER_PATTERN, tensorizer_files
@@ -56,6 +63,8 @@ from worker_daemon.runner.warmup import largest_step, size_sweep, warm_up_steps
 _LOG = logging.getLogger(__name__)
 _LONG_OPERATION_S = 1800.0
 _DISPOSAL_S = 0.5
+_REHEARSAL_BLOCKS = 2
+"""The null block, and one that all synthetic requests share: nobody reads their output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,7 @@ class _DeviceContext:
     memory: MemorySource
     baseline: MemorySnapshot
     budget_bytes: int
+    ledger: MemoryLedger
     config: ParallelConfig
     parallel: ParallelState
     tp: LinkedTensorParallel
@@ -83,24 +93,28 @@ class Worker:
         set_phase: SetPhase,
         save_root: Path | None = None,
         profile_dir: Path | None = None,
+        open_memory: Callable[[torch.device], MemorySource] = memory_source,
     ) -> None:
         """Touches no device: that is init_device's. Without a save_root nothing can be saved,
-        without a profile_dir no trace written."""
+        without a profile_dir no trace written. open_memory: what measures a device's memory."""
         self._device_name = device
         self._roots = Roots(model_roots, save_root)
         self._saver = Saver(save_root)
         self._profiler = Profiler(profile_dir)
         self._set_phase = set_phase
+        self._open_memory = open_memory
         self._max_threads = torch.get_num_threads()
         self._opening: Link | None = None
         """The newest link, open or not, for abort_link to see while it is opened."""
+        self._capture_stream: torch.cuda.Stream | None = None
+        """Outlives a reset: cuBLAS keeps what it has for a stream as long as the process lives."""
         self._context_or_none: _DeviceContext | None = None
         self._model_or_none: LoadedModel | None = None
         self._runner_or_none: ModelRunner | None = None
         self._kv_caches: Sequence[torch.Tensor] = ()
         self._graphs: StepGraphs = NoGraphs()
         self._plan: KVCacheConfig | None = None
-        self._activation_peak_bytes = 0
+        self._advice: lc.KVCacheAdvice | None = None
 
     @property
     def rank(self) -> int:
@@ -128,12 +142,14 @@ class Worker:
         timeout_s = message.scheduler.step_deadline_ms / 1000 + 1
         tp = tensor_parallel(parallel.tp_rank, parallel.tp_size, probe_reduction(device))
         link = self._open_link(rendezvous, parallel, device, timeout_s, tp)
-        memory = memory_source(device)
-        memory.reset_peak()
-        baseline = memory.snapshot()
         try:
+            if self._capture_stream is None:
+                self._capture_stream = open_capture_stream(device)
+            memory = self._open_memory(device)
+            memory.reset_peak()
+            baseline = memory.snapshot()
             budget = memory.budget(baseline, message.cache.gpu_memory_utilization)
-        except CapacityError:
+        except BaseException:
             link.leave()
             raise
         self._context_or_none = _DeviceContext(
@@ -141,6 +157,7 @@ class Worker:
             memory=memory,
             baseline=baseline,
             budget_bytes=budget,
+            ledger=MemoryLedger(memory, baseline, budget),
             config=message.parallel,
             parallel=parallel,
             tp=tp,
@@ -165,7 +182,8 @@ class Worker:
         """
         began = time.monotonic()
         self._set_phase("LOADING", _LONG_OPERATION_S)
-        model = load(message, self._place, self._roots, self._set_phase)
+        with self._context.ledger.taking("weights"):
+            model = load(message, self._place, self._roots, self._set_phase)
         self._model_or_none = model
         return lc.LoadModelReply(
             **self._identity(message),
@@ -183,7 +201,8 @@ class Worker:
     def determine_available_memory(
         self, message: lc.DetermineAvailableMemory
     ) -> lc.DetermineAvailableMemoryReply:
-        """Run the largest step without a KV cache, and see what it leaves of the budget.
+        """Run the largest step over a KV cache of next to nothing, capture some of the graphs, and
+        see what that leaves of the budget, and of the device.
 
         Raises:
             CapacityError: it leaves nothing.
@@ -191,30 +210,60 @@ class Worker:
         self._set_phase("PROFILING", _LONG_OPERATION_S)
         context, model = self._context, self._model
         with profile(context.memory, context.baseline) as result:
-            runner = self._assemble(self._limits(num_blocks=1 << 30), ())
-            step = largest_step(message, runner.state.limits)
-            _await(runner.execute_model(step.message, step.arrays))
-            runner.settle()
-            del runner
-        self._activation_peak_bytes = result.transient
-        available = context.memory.limit_kv_cache(
-            context.budget_bytes - result.consumed - result.transient
-        )
+            self._run_largest_step(message)
+        context.ledger.activations_peak = result.transient
+        graphs = self._estimate_graphs()
+        context.memory.reset_peak()  # the rehearsed graphs' memory goes back to the device
+        _log_profile(result, graphs)
+        available = context.memory.limit_kv_cache(result.available(context.budget_bytes, graphs))
         override = model.config.cache.kv_cache_memory_bytes
-        if override is None and available <= 0:
-            raise CapacityError(
-                f"weights take {result.consumed}, a step {result.transient} bytes: nothing is left",
-                field="gpu_memory_utilization",
-                value=model.config.cache.gpu_memory_utilization,
-                fix="a larger share, smaller steps, or more ranks",
-            )
+        # Where others were at work meanwhile, the driver may ask again.
+        if override is None and available <= 0 and not result.changes:
+            raise _nothing_left(result, graphs, model.config.cache.gpu_memory_utilization)
         return lc.DetermineAvailableMemoryReply(
             **self._identity(message),
-            available_bytes=available if override is None else override,
+            available_bytes=max(0, available) if override is None else override,
             weights_bytes=model.stage.num_parameters_bytes,
             activation_peak_bytes=result.transient,
             requested_bytes=context.budget_bytes,
+            graph_bytes=graphs,
+            changes=tuple(
+                lc.MemoryChange(pid=change.pid, num_bytes=change.num_bytes)
+                for change in result.changes
+            ),
         )
+
+    def _run_largest_step(self, message: StepRequest) -> None:
+        with self._rehearsal() as runner:
+            step = largest_step(message, runner.state.limits)
+            _await(runner.execute_model(step.message, step.arrays))
+            runner.settle()
+
+    def _estimate_graphs(self) -> int:
+        context = self._context
+
+        def used_bytes() -> int:
+            context.memory.reset_peak()
+            return context.memory.taken_since(context.baseline, context.memory.snapshot())
+
+        with self._rehearsal() as runner, self._capturing():
+            return self._step_graphs(runner).rehearse(runner, used_bytes)
+
+    @contextmanager
+    def _rehearsal(self) -> Iterator[ModelRunner]:
+        """A runner as it will be, but over a KV cache of one block; on the CPU, where graphs do not
+        need it, without attention, which is slow there."""
+        model = self._model
+        caches: list[torch.Tensor] = []
+        if self._context.device.type == "cuda":
+            layers = describe_layers(model.stage.kv_layer_specs, model.resolved.dtype)
+            block_size = model.config.cache.block_size
+            caches = self._allocate(build_kv_cache_config(layers, _REHEARSAL_BLOCKS, block_size))
+            model.stage.set_attention(model.attention.backend)
+        try:
+            yield self._assemble(self._limits(_REHEARSAL_BLOCKS), caches)
+        finally:
+            model.stage.set_attention(NullAttention())
 
     def initialize_from_config(self, message: lc.InitializeFromConfig) -> Done:
         """Allocate the KV cache by this rank's entry, and tie attention to it.
@@ -239,9 +288,8 @@ class Worker:
                 value=plan.block_size,
                 fix=str(model.config.cache.block_size),
             )
-        self._kv_caches = allocate_kv_caches(
-            plan, model.stage.kv_layer_specs, model.resolved.dtype, self._context.device
-        )
+        with self._context.ledger.taking("kv_cache"):
+            self._kv_caches = self._allocate(plan)
         model.stage.set_attention(model.attention.backend)
         self._runner_or_none = self._assemble(self._limits(plan.num_blocks), self._kv_caches)
         self._plan = plan
@@ -306,37 +354,54 @@ class Worker:
         began = time.monotonic()
         runner = self._runner
         self._warm_up(runner, message)
-        self._graphs = self._capture(runner)
+        with self._context.ledger.taking("graphs"):
+            self._graphs = self._capture(runner)
         # What start-up has made stays: the collector need never look at it again.
         gc.collect()
         gc.freeze()
         seconds = time.monotonic() - began
         _LOG.info("%d graphs, ready in %.1f s", self._graphs.count, seconds)
+        self._report_memory()
         return lc.CompileOrWarmUpModelReply(**self._identity(message), seconds=seconds)
+
+    def _report_memory(self) -> None:
+        self._advice = advice = self._context.ledger.advise()
+        _LOG.info("memory: %s", memory_line(self._memory_by_kind()))
+        _LOG.info(
+            "kv_cache_memory_bytes: %d would fit the request, %d would fill the card",
+            advice.request_bytes,
+            advice.card_bytes,
+        )
 
     def _warm_up(self, runner: ModelRunner, message: lc.CompileOrWarmUpModel) -> None:
         self._set_phase("COMPILING", _LONG_OPERATION_S)
         limits = runner.state.limits
         steps = warm_up_steps(message, limits)
         if self._context.device.type == "cuda":  # elsewhere there is nothing to compile
-            steps = chain(size_sweep(message, limits), steps)
+            steps = chain([largest_step(message, limits)], size_sweep(message, limits), steps)
         for step in steps:
             _await(runner.execute_model(step.message, step.arrays))
         runner.forget_requests()
 
     def _capture(self, runner: ModelRunner) -> StepGraphs:
-        enforce_eager = self._model.config.graph.enforce_eager
-        graphs = step_graphs(self._parts, runner, enforce_eager=enforce_eager)
+        graphs = self._step_graphs(runner)
         with self._capturing():
             graphs.capture(runner)
         return graphs
+
+    def _step_graphs(self, runner: ModelRunner) -> StepGraphs:
+        enforce_eager = self._model.config.graph.enforce_eager
+        return step_graphs(self._parts, runner, enforce_eager=enforce_eager)
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
         self._set_phase("CAPTURING", _LONG_OPERATION_S)
         try:
             yield
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            # The driver's own memory for a graph is no allocator's.
+            if "out of memory" not in str(error):
+                raise
             raise CapacityError(
                 f"the graphs do not fit: {error}",
                 fix="a smaller kv_cache_memory_bytes or max_num_seqs, or enforce_eager",
@@ -521,6 +586,11 @@ class Worker:
         self._graphs = NoGraphs()
         self._kv_caches = ()
         self._plan = None
+        self._advice = None
+        if self._context_or_none is not None:
+            self._context_or_none.ledger.forget("graphs", "kv_cache")
+            if message.to != "MODEL_LOADED":
+                self._context_or_none.ledger.forget("weights")
         if message.to == "MODEL_LOADED":
             self._model.stage.set_attention(NullAttention())
         else:
@@ -556,25 +626,27 @@ class Worker:
 
     def describe(self) -> WorkerDescription:
         """Say what is on the device now, and who uses how much of it."""
-        model, context, runner = self._model_or_none, self._context_or_none, self._runner_or_none
-        memory = {}
-        if context is not None:
-            now = context.memory.snapshot()
-            memory = {
-                "total": now.total,
-                "free": now.free,
-                "weights": model.stage.num_parameters_bytes if model else 0,
-                "kv_cache": self._plan.size_bytes if self._plan else 0,
-                "activations_peak": self._activation_peak_bytes,
-            }
+        model, runner = self._model_or_none, self._runner_or_none
         return WorkerDescription(
             device=self._device_name,
             config=model.config if model else None,
             kv_cache=self._plan,
-            memory_bytes=memory,
+            memory_bytes=self._memory_by_kind(),
+            kv_cache_advice=self._advice,
             providers=self._providers(),
             # What is published outlives a reset: it must hold nothing of the runner.
             input_wait_share=_no_wait if runner is None else partial(_waiting_share, runner.waits),
+        )
+
+    def _memory_by_kind(self) -> dict[str, int]:
+        context, model = self._context_or_none, self._model_or_none
+        if context is None:
+            return {}
+        return context.ledger.by_kind(
+            {
+                "weights": model.stage.num_parameters_bytes if model else 0,
+                "kv_cache": self._plan.size_bytes if self._plan else 0,
+            }
         )
 
     def _providers(self) -> dict[str, str]:
@@ -620,6 +692,7 @@ class Worker:
             hidden_size=model.resolved.decoder.hidden_size,
             dtype=model.resolved.dtype,
             device=context.device,
+            capture_stream=self._capture_stream,
         )
 
     def _identity(self, message: StepRequest) -> dict[str, int]:
@@ -656,6 +729,12 @@ class Worker:
             num_blocks=num_blocks,
         )
 
+    def _allocate(self, plan: KVCacheConfig) -> list[torch.Tensor]:
+        model = self._model
+        return allocate_kv_caches(
+            plan, model.stage.kv_layer_specs, model.resolved.dtype, self._context.device
+        )
+
     def _assemble(self, limits: StepLimits, kv_caches: Sequence[torch.Tensor]) -> ModelRunner:
         return assemble_runner(self._parts, self._context.link, limits, kv_caches)
 
@@ -672,3 +751,26 @@ def _await(reply: PendingReply | None) -> None:
     """Wait for a synthetic step. Raises what the step raised."""
     if reply is not None:
         reply.result()
+
+
+def _log_profile(profile: MemoryProfile, graphs: int) -> None:
+    _LOG.info(
+        "profile: %.3f GB taken since the baseline (%.3f GB of it kept by the allocator), "
+        "%.3f GB for the largest step, %.3f GB for graphs",
+        profile.consumed / 1e9,
+        profile.pinned / 1e9,
+        profile.transient / 1e9,
+        graphs / 1e9,
+    )
+    for change in profile.changes:
+        _LOG.warning("while the memory was profiled, %s", change)
+
+
+def _nothing_left(profile: MemoryProfile, graphs: int, utilization: float) -> CapacityError:
+    return CapacityError(
+        f"{profile.consumed} bytes were taken since the baseline, a step takes {profile.transient} "
+        f"and graphs about {graphs}, and {profile.free} are free: nothing is left",
+        field="gpu_memory_utilization",
+        value=utilization,
+        fix="a larger share, smaller steps, or more ranks",
+    )

@@ -12,7 +12,7 @@ from rich.table import Table
 from client.cli.daemons import connect
 from client.cli.options import split_endpoints
 from client.errors import ClientConfigError
-from rpc_schema.lifecycle import ReplyDelay, Status
+from rpc_schema.lifecycle import KVCacheAdvice, ReplyDelay, Status
 
 Endpoints = Annotated[
     str, typer.Option(envvar="WORKER_CLIENT_ENDPOINTS", help="Running daemons: EP,EP,...")
@@ -35,6 +35,10 @@ def status(endpoints: Endpoints, as_json: AsJson = False) -> None:
         for entry in statuses:
             served_by = ", ".join(f"{part} {name}" for part, name in entry.providers.items())
             console.print(f"rank {entry.rank}: {served_by or 'no model'}")
+            if entry.memory_bytes:
+                console.print(f"rank {entry.rank}: {_memory(entry)}")
+            if entry.kv_cache_advice is not None:
+                console.print(f"rank {entry.rank}: {_advice(entry.kv_cache_advice)}")
             if entry.reply_delay.num_replies:
                 console.print(f"rank {entry.rank}: {_delays(entry.reply_delay)}")
 
@@ -65,11 +69,25 @@ def _named(status: Status) -> dict[str, object]:
         if name not in ("worker_uid", "config", "kv_cache")
     }
     fields["reply_delay"] = msgspec.structs.asdict(status.reply_delay)
+    advice = status.kv_cache_advice
+    fields["kv_cache_advice"] = None if advice is None else msgspec.structs.asdict(advice)
     fields["worker_uid"] = status.worker_uid.hex()
     fields["config"] = None if status.config is None else status.config.fingerprint()
     fields["model"] = None if status.config is None else status.config.model.model
     fields["num_blocks"] = None if status.kv_cache is None else status.kv_cache.num_blocks
     return fields
+
+
+def _memory(status: Status) -> str:
+    uses = status.memory_bytes.items()
+    return ", ".join(f"{use} {num_bytes // MIB} MiB" for use, num_bytes in uses)
+
+
+def _advice(advice: KVCacheAdvice) -> str:
+    return (
+        f"kv_cache_memory_bytes {advice.request_bytes} would fit the request, "
+        f"{advice.card_bytes} would fill the card"
+    )
 
 
 def _delays(delay: ReplyDelay) -> str:
@@ -80,13 +98,12 @@ def _delays(delay: ReplyDelay) -> str:
 
 
 def _table(statuses: list[Status]) -> Table:
-    table = Table("endpoint", "pid", "device", "rank", "state", "model", "epoch, step", "memory")
+    table = Table("endpoint", "pid", "device", "rank", "state", "model", "epoch, step")
     for entry in statuses:
         model = "-" if entry.config is None else entry.config.model.model
-        memory = ", ".join(f"{k} {v // MIB} MiB" for k, v in entry.memory_bytes.items())
         state = f"{entry.serving}, {entry.load}, link {entry.link_state}"
         ids = f"{entry.epoch}, {entry.last_seq}"
         table.add_row(
-            entry.endpoint, str(entry.pid), entry.device, str(entry.rank), state, model, ids, memory
+            entry.endpoint, str(entry.pid), entry.device, str(entry.rank), state, model, ids
         )
     return table

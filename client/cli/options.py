@@ -14,6 +14,7 @@ import typer
 
 from client.errors import ClientConfigError
 from rpc_schema.config import (
+    FIT_MAX_MODEL_LEN,
     CacheConfig,
     Dtype,
     GraphConfig,
@@ -22,6 +23,7 @@ from rpc_schema.config import (
     ParallelConfig,
     SchedulerConfig,
     WorkerConfig,
+    read_layer_partition,
 )
 
 
@@ -95,7 +97,11 @@ LoadFormatOption = Annotated[
 ]
 MaxModelLen = Annotated[
     int | None,
-    typer.Option(envvar=_env("MAX_MODEL_LEN"), min=1, help="Default: the model's own limit."),
+    typer.Option(
+        envvar=_env("MAX_MODEL_LEN"),
+        min=FIT_MAX_MODEL_LEN,
+        help="Default: the model's own limit; -1: as much of it as the cache holds.",
+    ),
 ]
 FitMaxModelLen = Annotated[
     bool, typer.Option(envvar=_env("FIT_MAX_MODEL_LEN"), help="Lower it to what the cache holds.")
@@ -187,6 +193,11 @@ def build_run_options(
             value=gpu_memory_utilization,
             fix="use more than 0, at most 1",
         )
+    if max_model_len == 0:
+        raise ClientConfigError(
+            "out of bounds", field="max_model_len", value=0, fix="use at least 1, or -1 to fit it"
+        )
+    is_fitted = max_model_len == FIT_MAX_MODEL_LEN
     config = WorkerConfig(
         parallel=ParallelConfig(
             pipeline_parallel_size=pipeline_parallel_size,
@@ -197,7 +208,7 @@ def build_run_options(
             model=str(model.resolve()),
             dtype=_dtype(dtype),
             load_format=_load_format(load_format),
-            max_model_len=max_model_len,
+            max_model_len=None if is_fitted else max_model_len,
             seed=seed or 0,
         ),
         scheduler=SchedulerConfig(
@@ -212,7 +223,7 @@ def build_run_options(
         device=device or default_device(),
         config=config,
         num_gpu_blocks=num_gpu_blocks,
-        fit_max_model_len=fit_max_model_len,
+        fit_max_model_len=fit_max_model_len or is_fitted,
         seed=seed,
         reload=reload,
     )
@@ -220,15 +231,15 @@ def build_run_options(
 
 def _counts(text: str) -> tuple[int, ...]:
     """The counts of "N,N,...". Whether they suit the model, the daemons say."""
-    words = text.split(",")
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
+    try:
+        return read_layer_partition(text)
+    except ValueError as error:
         raise ClientConfigError(
-            "not a list of counts",
+            str(error),
             field="layer_partition",
             value=text,
             fix="give each stage's number of layers, as in 17,15",
-        )
-    return tuple(map(int, words))
+        ) from None
 
 
 def takes_run_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -258,6 +258,8 @@ def test_another_configuration_is_refused_by_name_or_loaded_anew(served, directo
     run_client(directory, *words, "--max-num-seqs", "16")
     run_client(directory, *words, "--max-num-seqs", "8", "--max-model-len", "64", "--reload")
     status = ask_status(served[0])
+    assert status.kv_cache_advice.request_bytes > 0
+    assert {"graphs", "activations", "context", "others"} <= status.memory_bytes.keys()
     assert status.config.scheduler.max_num_seqs == 8
     assert status.config.model.max_model_len == 64
 

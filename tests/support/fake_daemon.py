@@ -81,6 +81,8 @@ class FakeDaemon:
     ):
         self.endpoint = endpoint
         self.available_bytes = available_bytes
+        self.profiles: list[tuple[int, tuple[lc.MemoryChange, ...]]] = []
+        """What the next memory profiles find: available_bytes, and what other processes did."""
         self.version = PROTOCOL_VERSION if version is None else version
         self.model_max_len = 512
         self.faults: list[Fault] = []
@@ -257,6 +259,7 @@ class FakeDaemon:
             input_wait_share=0.25,
             reply_delay=lc.ReplyDelay(num_replies=7, p50_us=20.5, p99_us=80.0),
             transitions=(),
+            kv_cache_advice=lc.KVCacheAdvice(request_bytes=123456, card_bytes=234567),
         )
 
     def _heartbeat(self) -> lc.Heartbeat:
@@ -392,9 +395,13 @@ class FakeDaemon:
                 )
                 reply = lc.GetKVCacheSpecReply(**ids, layers=(layer,))
             case lc.DetermineAvailableMemory():
+                available, changes = self.available_bytes, ()
+                if self.profiles:
+                    available, changes = self.profiles.pop(0)
                 reply = lc.DetermineAvailableMemoryReply(
                     **ids,
-                    available_bytes=self.available_bytes,
+                    available_bytes=available,
+                    changes=changes,
                     weights_bytes=1,
                     activation_peak_bytes=1,
                     requested_bytes=1,

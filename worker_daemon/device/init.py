@@ -42,6 +42,21 @@ def _create_library_handles(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
+def open_capture_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the stream on which all graphs are captured, None on the CPU.
+
+    To be opened once a process: cuBLAS has a workspace for it as long as that lives. It has it from
+    now on: else the first capture would take it into its graphs' memory, and keep that from being
+    given back when the graphs go.
+    """
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        _create_library_handles(device)
+    return stream
+
+
 def device_name(device: torch.device) -> str:
     """Return what the vendor calls it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -56,6 +56,8 @@ class RunnerParts:
     hidden_size: int
     dtype: torch.dtype
     device: torch.device
+    capture_stream: torch.cuda.Stream | None
+    """Where graphs are captured; None on the CPU."""
 
     @property
     def depth(self) -> int:
@@ -114,6 +116,7 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
         ladder,
         runner.eager,
         torch.zeros((arriving, parts.hidden_size), dtype=parts.dtype, device=parts.device),
+        parts.capture_stream,
         holds_communication=parts.parallel.tp_size > 1,
     )
 

@@ -5,9 +5,10 @@ A graph reads the step's columns, the rows, the weights and the KV cache at the 
 capture; all of these stay where they are while the runner lives.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from worker_daemon.runner.input_batch import StepInputs
 from worker_daemon.runner.model_runner import ModelRunner
 from worker_daemon.runner.stage_program import EagerProgram, StageOutput
 from worker_daemon.runner.step_layout import ExactShapes, StepLadder, StepPlan
+
+SAMPLED_GRAPHS: Final = 4
+"""One graph of so many is captured to see what the others take."""
 
 
 class StepGraphs(Protocol):
@@ -27,6 +31,13 @@ class StepGraphs(Protocol):
 
     def capture(self, runner: ModelRunner) -> None:
         """Capture what there is to capture, and let the runner replay it."""
+
+    def rehearse(self, runner: ModelRunner, used_bytes: Callable[[], int]) -> int:
+        """Return about how many bytes capture would take, and leave everything as it was.
+
+        used_bytes() tells what this process has of the device, apart from what its allocator could
+        give back. Every rank of a tensor-parallel stage takes part.
+        """
 
     def before_relink(self, runner: ModelRunner) -> None:
         """The communicators are about to go: drop what holds them."""
@@ -42,6 +53,9 @@ class NoGraphs:
 
     def capture(self, runner: ModelRunner) -> None:
         return None
+
+    def rehearse(self, runner: ModelRunner, used_bytes: Callable[[], int]) -> int:
+        return 0
 
     def before_relink(self, runner: ModelRunner) -> None:
         return None
@@ -59,11 +73,14 @@ class LadderGraphs:
         ladder: StepLadder,
         eager: EagerProgram,
         arrived: Tensor,
+        stream: torch.cuda.Stream | None,
         *,
         holds_communication: bool,
     ) -> None:
-        """arrived: see GraphedProgram; holds_communication: the program makes collectives."""
+        """arrived, stream: see GraphedProgram; holds_communication: the program makes
+        collectives."""
         self._ladder = ladder
+        self._stream = stream
         self._eager = eager
         self._arrived = arrived
         self._holds_communication = holds_communication
@@ -74,12 +91,28 @@ class LadderGraphs:
         return self._num_captured
 
     def capture(self, runner: ModelRunner) -> None:
-        program = GraphedProgram(self._eager, self._arrived)
+        program = GraphedProgram(self._eager, self._arrived, self._stream)
         plans = self._ladder.plans
         program.capture(plans, runner.inputs.padding)
         runner.inputs.pad_by(self._ladder, plans)
         runner.use(program)
         self._num_captured = len(plans)
+
+    def rehearse(self, runner: ModelRunner, used_bytes: Callable[[], int]) -> int:
+        """The largest graph of either kind makes the pool that all others fit into; what each of
+        the others takes beside it (its kernels' arguments, its outputs) a sample of them tells."""
+        program = GraphedProgram(self._eager, self._arrived, self._stream)
+        largest, others = _split_plans(self._ladder.plans)
+        before = used_bytes()
+        program.capture(largest, runner.inputs.padding)
+        with_largest = used_bytes()
+        taken = self._arrived.nbytes + max(0, with_largest - before)
+        sample = others[::SAMPLED_GRAPHS]
+        if sample:
+            program.capture(sample, runner.inputs.padding)
+            each = max(0, used_bytes() - with_largest) / len(sample)
+            taken += math.ceil(each * len(others))
+        return taken
 
     def before_relink(self, runner: ModelRunner) -> None:
         if self._holds_communication:
@@ -103,14 +136,16 @@ class _Captured(NamedTuple):
 class GraphedProgram:
     """Replays the graph of a step's plan; a plan without one is launched kernel by kernel."""
 
-    def __init__(self, eager: EagerProgram, arrived: Tensor) -> None:
+    def __init__(
+        self, eager: EagerProgram, arrived: Tensor, stream: torch.cuda.Stream | None
+    ) -> None:
         """arrived: [N, H], N the tokens of the largest plan: where graphs read what the stage
-        before sent; [0, H] on the first stage."""
+        before sent; [0, H] on the first stage. stream: where they are captured."""
         self._eager = eager
         self._arrived = arrived
         self._graphs: dict[StepPlan, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = stream
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
         captured = self._graphs.get(inputs.plan)
@@ -127,14 +162,16 @@ class GraphedProgram:
         """Capture a graph of each plan, the largest first: smaller ones then fit into its memory.
 
         padding(plan) builds inputs that touch no request. Each plan runs once before, so that all
-        of its kernels are compiled and loaded. In a tensor-parallel group every rank captures the
-        same plans in the same order.
+        of its kernels are compiled and loaded, and once as a graph, which brings it to the device:
+        no step is the first to wait for that or to take memory for it. In a tensor-parallel group
+        every rank captures the same plans in the same order.
         """
         for plan in plans:
             inputs = padding(plan)
             arrived = self._arrived[: plan.shape.num_tokens]
             self._eager.run(inputs, arrived)
             self._graphs[plan] = self._record(inputs, arrived)
+            self.run(padding(plan), arrived)
 
     def _record(self, inputs: StepInputs, arrived: Tensor) -> _Captured:
         """What torch.cuda.graph does, without collecting garbage for each capture."""
@@ -152,3 +189,10 @@ class GraphedProgram:
                 raise
             graph.capture_end()
         return _Captured(graph, output)
+
+
+def _split_plans(plans: Sequence[StepPlan]) -> tuple[list[StepPlan], list[StepPlan]]:
+    """Return the largest plan of either kind, and the others. plans: each kind's largest first."""
+    kinds = ([p for p in plans if p.max_query_len > 1], [p for p in plans if p.max_query_len == 1])
+    largest = [kind[0] for kind in kinds if kind]
+    return largest, [plan for kind in kinds for plan in kind[1:]]

@@ -26,8 +26,9 @@ class SyntheticStep:
 
 
 def largest_step(request: StepRequest, limits: StepLimits) -> SyntheticStep:
-    """Return the step with the most tokens and the most rows that sample."""
-    num_seqs = min(limits.max_num_seqs, limits.num_blocks - 1)
+    """Return the step with the most tokens and the most rows that sample, however few blocks there
+    are."""
+    num_seqs = limits.max_num_seqs
     budget = min(limits.max_num_batched_tokens, num_seqs * limits.max_model_len)
     lengths = [budget // num_seqs + (index < budget % num_seqs) for index in range(num_seqs)]
     return prefill_step(request, limits, lengths, _EVERY_FEATURE)
@@ -56,12 +57,14 @@ def warm_up_steps(request: StepRequest, limits: StepLimits) -> Iterator[Syntheti
 def size_sweep(request: StepRequest, limits: StepLimits) -> Iterator[SyntheticStep]:
     """Yield prefills of every order of magnitude, as one prompt and as many: whatever a kernel
     chooses by size is chosen here once, so that no step of a request is the first to compile it.
+    The largest first: what the allocator takes for them serves the smaller ones too.
 
     Each frees the rows before it; the caller frees the last ones.
     """
     most_seqs = min(limits.max_num_seqs, limits.num_blocks - 1)
     largest = limits.max_num_batched_tokens
-    for total in sorted({*(1 << power for power in range(largest.bit_length())), largest}):
+    totals = {*(1 << power for power in range(largest.bit_length())), largest}
+    for total in sorted(totals, reverse=True):
         # As one prompt, as prompts just too short for a kernel of their own, and as short ones.
         wanted = (1, -(-total // _SHARED_LENGTH), -(-total // 16), total)
         for num_seqs in sorted({min(most_seqs, count) for count in wanted}):

@@ -361,6 +361,7 @@ class Control:
             reply_delay=self._reply_delays.summary(),
             transitions=snapshot.transitions,
             failure=snapshot.failure,
+            kv_cache_advice=snapshot.description.kv_cache_advice,
         )
 
     def _heartbeat(self) -> lc.Heartbeat:

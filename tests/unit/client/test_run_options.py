@@ -157,8 +157,11 @@ def test_status_and_shutdown(fakes, run):
     entries = json.loads(out)
     assert [entry["load"] for entry in entries] == ["CREATED", "CREATED"]
     assert entries[1]["reply_delay"] == {"num_replies": 7, "p50_us": 20.5, "p99_us": 80.0}
+    assert entries[1]["kv_cache_advice"] == {"request_bytes": 123456, "card_bytes": 234567}
     table = run("status", "--endpoints", endpoints)[1]
     assert "CREATED" in table and "80 us (p99)" in table
+    assert "kv_cache 0 MiB" in table
+    assert "123456 would fit the request, 234567 would fill the card" in " ".join(table.split())
     assert run("shutdown", "--endpoints", endpoints)[0] == 0
     assert [daemon.operations[-1] for daemon in daemons.daemons] == ["Shutdown"] * 2
 

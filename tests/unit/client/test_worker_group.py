@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from client.cli.options import build_run_options
 from client.driver import Driver
 from client.errors import (
     REMOTE_ERRORS,
@@ -24,12 +25,14 @@ from client.errors import (
     TooManyStepsInFlight,
     WorkerDied,
 )
+from client.loading import PROFILE_ATTEMPTS
 from client.requests import GenerationRequest
 from client.scheduler import Scheduler, SchedulerLimits
 from client.scheduler_output import NewRequest, SchedulerOutput
 from client.worker_group import WorkerGroup, link_timeout_s
 from rpc_schema.config import ParallelConfig
 from rpc_schema.errors import ErrorCode, ErrorScope, TooLargeError
+from rpc_schema.lifecycle import MemoryChange
 from rpc_schema.sampling import SamplingParams
 from tests.support.fake_daemon import Fault, next_token
 from tests.unit.client.conftest import worker_config
@@ -116,6 +119,56 @@ def test_too_small_a_cache_is_refused_or_fitted(fakes, connect):
     group.attach()
     model = group.prepare(worker_config(max_model_len=100), fit_max_model_len=True)
     assert model.max_model_len == 40 == daemons.daemons[0].max_len
+
+
+def test_a_context_length_of_minus_one_is_fitted(fakes, connect, tmp_path):
+    """As the command line has it."""
+    for more, expected in ((11, 40), (200, None)):
+        daemons = fakes(1, available_bytes=32 * 4 * more)
+        options = build_run_options(
+            model=tmp_path,
+            endpoints=daemons.endpoints[0],
+            max_model_len=-1,
+            block_size=4,
+            device=None,
+        )
+        assert options.config.model.max_model_len is None
+        group = connect(daemons)
+        group.attach()
+        model = group.prepare(options.config, fit_max_model_len=options.fit_max_model_len)
+        fake = daemons.daemons[0]
+        assert model.max_model_len == fake.max_len == (expected or fake.model_max_len)
+        assert ("UpdateMaxModelLen" in fake.operations) == (expected is not None)
+    with pytest.raises(ClientConfigError, match="max_model_len = 0"):
+        build_run_options(model=tmp_path, max_model_len=0, device=None)
+
+
+TOOK = MemoryChange(pid=4711, num_bytes=5 << 30)
+FREED = MemoryChange(pid=0, num_bytes=-(6 << 30))
+
+
+def test_memory_is_profiled_again_by_all_ranks_while_others_move(fakes, connect, caplog):
+    daemons = fakes(2)
+    daemons.daemons[1].profiles = [(32 * 4 * 30, (TOOK,)), (32 * 4 * 40, ()), (1, ())]
+    group = connect(daemons, 2)
+    group.attach()
+    assert group.prepare(worker_config(2, max_model_len=32)).num_blocks == 40
+    for daemon in daemons.daemons:
+        assert daemon.operations.count("DetermineAvailableMemory") == 2
+    assert caplog.messages == [
+        f"while rank 1 profiled its memory, process 4711 took {5 << 30} bytes of it"
+    ]
+
+
+def test_where_others_do_not_stop_moving_the_least_counts(fakes, connect, caplog):
+    daemons = fakes(2)
+    daemons.daemons[0].profiles = [(32 * 4 * count, (FREED,)) for count in (70, 50, 60, 10)]
+    daemons.daemons[1].profiles = [(32 * 4 * count, ()) for count in (80, 90, 55, 10)]
+    group = connect(daemons, 2)
+    group.attach()
+    assert group.prepare(worker_config(2, max_model_len=32)).num_blocks == 50
+    assert daemons.daemons[0].operations.count("DetermineAvailableMemory") == PROFILE_ATTEMPTS == 3
+    assert "an unknown process freed" in caplog.text
 
 
 def test_a_second_driver_goes_on_with_what_is_loaded(fakes, connect):

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from tests.support.driven_memory import DrivenMemory
 from worker_daemon.device.init import device_name, open_device, supports
 from worker_daemon.device.memory import (
     HOST_KV_CACHE_LIMIT_BYTES,
@@ -94,40 +95,33 @@ def test_a_device_share_that_is_not_free_is_refused_with_one_that_is():
     assert request_memory(baseline, 0.79) <= baseline.free
 
 
-class ScriptedMemory:
-    """Gives the snapshots of a list, one after the other."""
-
-    def __init__(self, *snapshots):
-        self.snapshots = list(snapshots)
-        self.num_resets = 0
-
-    def snapshot(self):
-        return self.snapshots.pop(0)
-
-    def reset_peak(self):
-        self.num_resets += 1
-
-    def budget(self, baseline, utilization):
-        raise AssertionError("not the profile's business")
-
-    def limit_kv_cache(self, available):
-        raise AssertionError("not the profile's business")
-
-
 def test_a_profile_splits_what_stays_from_what_was_there_for_a_while():
-    baseline = MemorySnapshot(total=1000, free=900, allocated=10, peak=10)
-    at_peak = MemorySnapshot(total=1000, free=400, allocated=210, peak=460)
-    after = MemorySnapshot(total=1000, free=640, allocated=230, peak=230)
-    source = ScriptedMemory(at_peak, after)
-    with profile(source, baseline) as result:
-        assert source.num_resets == 1
-    assert (result.consumed, result.transient) == (260, 230)
-    assert source.num_resets == 2
+    memory = DrivenMemory(total=1000)
+    memory.take(10)
+    baseline = memory.snapshot()
+    memory.take(200)
+    with profile(memory, baseline) as result:
+        assert memory.num_resets == 1
+        memory.step(230)
+        memory.take(30)
+        memory.pinned = 7
+    assert (result.consumed, result.transient, result.pinned) == (237, 200, 7)
+    assert result.free == 1000 - 10 - 200 - 30 - 7
+    assert memory.num_resets == 2
+    assert result.available(budget=500, graphs=50) == 500 - 237 - 200 - 50
+    assert result.available(budget=1000, graphs=50) == result.free - 200 - 50
 
 
 def test_memory_that_others_gave_back_is_no_negative_consumption():
-    baseline = MemorySnapshot(total=1000, free=500, allocated=10, peak=10)
-    later = MemorySnapshot(total=1000, free=900, allocated=10, peak=5)
-    with profile(ScriptedMemory(later, later), baseline) as result:
-        pass
+    memory = DrivenMemory(total=1000, names_others=False)
+    memory.others = {1: 400}
+    baseline = memory.snapshot()
+    with profile(memory, baseline) as result:
+        memory.others = {}
     assert (result.consumed, result.transient) == (0, 0)
+
+
+def test_a_profile_that_fails_says_what_failed():
+    memory = DrivenMemory()
+    with pytest.raises(ZeroDivisionError), profile(memory, memory.snapshot()):
+        raise ZeroDivisionError

@@ -33,6 +33,15 @@ def test_json_names_every_rank(tmp_path):
     assert plan["requested_bytes"] == 135_098_892_288
 
 
+def test_a_length_of_minus_one_is_the_longest_that_fits(tmp_path):
+    small = ("--memory-bytes", str(22 * 10**9), "--json")
+    whole = json.loads(run_plan(tmp_path, *MODEL, *small).stdout)
+    fitted = json.loads(run_plan(tmp_path, *MODEL, *small, "--max-model-len", "-1").stdout)
+    assert not whole["max_model_len_fits"]
+    assert fitted["max_model_len_fits"]
+    assert fitted["max_model_len"] == fitted["longest_model_len"] == whole["longest_model_len"]
+
+
 def test_a_wrong_setting_is_one_line_and_an_exit_code(tmp_path):
     done = run_plan(tmp_path, *MODEL, "--device", "cpu")
     assert done.returncode == 78

@@ -10,6 +10,7 @@ import torch
 
 from client import kv_planning
 from client.errors import KVPlanError
+from rpc_schema import kv_cache
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
@@ -176,14 +177,14 @@ def test_blocks_are_those_that_a_driver_plans(
     specs = [describe_layers(stage.kv_layer_specs, torch.bfloat16) for stage in stages]
 
     def blocks(available):
-        return kv_planning.fitting_blocks(specs, available, block_size)
+        return kv_cache.smallest_fitting_blocks(specs, available, block_size)
 
     available = [rank.kv_available_bytes for rank in planned.ranks]
     assert planned.num_blocks == blocks(available) == min(r.num_blocks for r in planned.ranks)
     for rank, layers in zip(planned.ranks, specs, strict=True):
         taken = rank.weights_bytes + rank.rotary_table_bytes + rank.step_estimate_bytes
         assert rank.kv_available_bytes == planned.requested_bytes - taken
-        alone = kv_planning.fitting_blocks([layers], [rank.kv_available_bytes], block_size)
+        alone = kv_cache.smallest_fitting_blocks([layers], [rank.kv_available_bytes], block_size)
         assert rank.num_blocks == alone
 
     override = planned.kv_cache_memory_bytes_request
@@ -198,8 +199,8 @@ def test_blocks_are_those_that_a_driver_plans(
         assert not planned.max_model_len_fits
     else:
         assert planned.max_model_len_fits
-    each = kv_planning.blocks_for(length, block_size)
-    usable = planned.num_blocks - kv_planning.NUM_NULL_BLOCKS
+    each = kv_cache.blocks_for(length, block_size)
+    usable = planned.num_blocks - kv_cache.NUM_NULL_BLOCKS
     assert planned.num_longest_requests == usable // each
     assert planned.num_tokens == usable * block_size
 

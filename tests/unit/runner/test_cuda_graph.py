@@ -142,7 +142,6 @@ def graphs(monkeypatch):
 
     for name, fake in {
         "CUDAGraph": Graph,
-        "Stream": lambda: None,
         "graph_pool_handle": lambda: (0, 0),
         "stream": lambda stream: nullcontext(),
         "synchronize": lambda: None,
@@ -189,7 +188,7 @@ class Rank:
         mixed = mixed_plans(LIMITS.max_num_seqs, 64, 40)
         ladder = StepLadder(decode_sizes(LIMITS.max_num_seqs), lambda size: [12, 40], mixed)
         arriving = 0 if is_first else max(plan.shape.num_tokens for plan in ladder.plans)
-        self.program = GraphedProgram(recorded, torch.zeros(arriving, HIDDEN))
+        self.program = GraphedProgram(recorded, torch.zeros(arriving, HIDDEN), None)
         self.program.capture(ladder.plans, self.inputs.padding)
         self.inputs.pad_by(ladder, ladder.plans)
 
@@ -287,7 +286,7 @@ def test_a_failed_capture_leaves_the_program_and_its_shapes_as_they_were(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     rank = Rank(read_model_config(tmp_path), range(3), 0, 1)
     eager = rank.program
-    graphed = GraphedProgram(Failing(), torch.zeros(0, HIDDEN))
+    graphed = GraphedProgram(Failing(), torch.zeros(0, HIDDEN), None)
     ladder = StepLadder([4], lambda size: [40], [])
     with pytest.raises(torch.OutOfMemoryError):
         graphed.capture(ladder.plans, rank.inputs.padding)
@@ -301,3 +300,73 @@ def test_a_failed_capture_leaves_the_program_and_its_shapes_as_they_were(tmp_pat
 class Failing:
     def run(self, inputs, arrived):
         raise torch.OutOfMemoryError("no room")
+
+
+class Account:
+    """What graphs have of a device: a pool as large as the largest needs, and each its own."""
+
+    def __init__(self):
+        self.pool = self.own = self.num_graphs = 0
+
+    def graph(account):
+        class Graph:
+            def capture_begin(self, **options):
+                pass
+
+            def capture_end(self):
+                account.num_graphs += 1
+                account.pool = max(account.pool, account.tokens * 1000)
+                self.own = 5000 + account.tokens * 10
+                account.own += self.own
+
+            def replay(self):
+                pass
+
+            def __del__(self):
+                account.num_graphs -= 1
+                account.own -= self.own
+                if not account.num_graphs:
+                    account.pool = 0
+
+        return Graph()
+
+    def used_bytes(self):
+        return 777 + self.pool + self.own
+
+    def run(self, inputs, arrived):
+        self.tokens = inputs.plan.shape.num_tokens
+        return SimpleNamespace(chosen=())
+
+
+@pytest.mark.parametrize(("max_num_seqs", "max_tokens"), [(256, 8192), (64, 100), (8, 8), (1, 1)])
+@pytest.mark.parametrize("arriving", [0, 40])
+def test_a_rehearsal_tells_what_all_graphs_take_and_leaves_none(
+    graphs, monkeypatch, max_num_seqs, max_tokens, arriving
+):
+    account = Account()
+    monkeypatch.setattr(cuda_graph.torch.cuda, "CUDAGraph", account.graph)
+    mixed = mixed_plans(max_num_seqs, max_tokens, 400)
+    ladder = StepLadder(decode_sizes(max_num_seqs), lambda size: [200, 400], mixed)
+    inputs = SimpleNamespace(
+        padding=lambda plan: SimpleNamespace(plan=plan), pad_by=lambda ladder, plans: None
+    )
+    programs = []
+    runner = SimpleNamespace(inputs=inputs, use=programs.append)
+    buffer = torch.zeros(arriving, HIDDEN)
+    made = cuda_graph.LadderGraphs(ladder, account, buffer, None, holds_communication=False)
+
+    captured = []
+    used = account.used_bytes
+
+    def used_bytes():
+        captured.append(account.num_graphs)
+        return used()
+
+    estimate = made.rehearse(runner, used_bytes)
+    assert (made.count, account.num_graphs, programs) == (0, 0, [])
+    assert max(captured) <= 3 + len(ladder.plans) // 4
+    before = used()
+    made.capture(runner)
+    assert made.count == account.num_graphs == len(ladder.plans)
+    actual = used() - before + buffer.nbytes
+    assert estimate == pytest.approx(actual, rel=0.1)

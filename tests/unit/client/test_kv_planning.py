@@ -1,0 +1,84 @@
+"""Blocks and context lengths, against counting."""
+
+import numpy as np
+import pytest
+
+from client.errors import KVPlanError
+from client.kv_planning import choose_num_blocks, fit_max_model_len
+from rpc_schema import kv_cache
+from rpc_schema.config import read_layer_partition
+
+
+def layer(name, bytes_per_token):
+    return kv_cache.KVCacheSpec(
+        layer_name=name,
+        num_kv_heads=1,
+        head_size=1,
+        dtype="float32",
+        bytes_per_token=bytes_per_token,
+    )
+
+
+def random_cases():
+    rng = np.random.default_rng()
+    for _ in range(200):
+        block_size = 2 ** int(rng.integers(0, 8))
+        sizes = [
+            rng.integers(1, 50, rng.integers(1, 5)).tolist() for _ in range(rng.integers(1, 5))
+        ]
+        specs = [[layer(str(i), size) for i, size in enumerate(rank)] for rank in sizes]
+        available = rng.integers(0, 200_000, len(specs)).tolist()
+        yield block_size, sizes, specs, available
+
+
+def test_the_smallest_rank_decides_and_its_blocks_fit_where_one_more_does_not():
+    """Edge 9: stages differ."""
+    for block_size, sizes, specs, available in random_cases():
+        count = kv_cache.smallest_fitting_blocks(specs, available, block_size)
+        each = [block_size * sum(rank) for rank in sizes]
+        room = [has - count * size for has, size in zip(available, each, strict=True)]
+        assert min(room) >= 0
+        assert any(left < size for left, size in zip(room, each, strict=True))
+        if count >= 2:
+            plan = kv_cache.build_kv_cache_config(specs[0], count, block_size)
+            assert plan.size_bytes == count * each[0] <= available[0]
+            assert plan.groups[0].layer_names == tuple(spec.layer_name for spec in specs[0])
+
+
+def test_requests_of_the_longest_length_have_all_their_blocks():
+    rng = np.random.default_rng()
+    for _ in range(200):
+        num_blocks, length = int(rng.integers(0, 300)), int(rng.integers(1, 500))
+        size = 2 ** int(rng.integers(0, 7))
+        free, count = num_blocks - 1, 0
+        while free >= kv_cache.blocks_for(length, size):
+            free -= kv_cache.blocks_for(length, size)
+            count += 1
+        assert kv_cache.longest_requests(num_blocks, size, length) == count
+        assert kv_cache.usable_tokens(num_blocks, size) == max(0, num_blocks - 1) * size
+
+
+def test_a_rank_that_lacks_bytes_has_no_blocks():
+    assert kv_cache.fitting_blocks(-5, 10) == 0
+    assert [kv_cache.blocks_for(n, 16) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+
+
+def test_a_length_is_kept_lowered_or_refused():
+    """Edge 4: not one request of the longest length fits."""
+    assert fit_max_model_len(11, 4, 40, may_lower=False) == 40
+    assert fit_max_model_len(11, 4, 41, may_lower=True) == 40
+    for num_blocks, may_lower in ((11, False), (1, True), (0, True)):
+        with pytest.raises(KVPlanError, match="needs 12 KV blocks") as caught:
+            fit_max_model_len(num_blocks, 4, 41, may_lower=may_lower)
+        assert caught.value.field == "max_model_len"
+    assert choose_num_blocks(9, None) == 9
+    assert choose_num_blocks(9, 8) == 8
+    with pytest.raises(KVPlanError, match="at most 9"):
+        choose_num_blocks(9, 10)
+
+
+def test_a_layer_partition_is_a_list_of_counts():
+    assert read_layer_partition("17, 15") == (17, 15)
+    for text in ("", "3,", "3,x", "0,3", "-1,4", "\u00b2", "1" * 5000, "1.5"):
+        with pytest.raises(ValueError, match="not a list of counts"):
+            read_layer_partition(text)

@@ -1,0 +1,102 @@
+"""A GPU's memory, measured: the driver's figures for the device, torch's for this process, NVML's
+for the others. To be imported for GPUs only."""
+
+import gc
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Final
+
+import torch
+
+from worker_daemon.device.memory import (
+    ForeignChange,
+    MemorySnapshot,
+    device_bytes_taken,
+    foreign_changes,
+    request_memory,
+)
+from worker_daemon.device.processes import find_own, open_processes
+
+_CONSISTENT_READS: Final = 4
+
+
+class CudaMemory:
+    """Owned by the worker; used on the step thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        """The device's context must exist: NVML lists processes that have one."""
+        self._device = device
+        self._own_pid: int | None = None
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        self._processes = open_processes(uuid)
+        if self._processes is not None:
+            reserved = torch.cuda.memory_reserved(device)
+            self._own_pid = find_own(
+                self._processes.used_bytes, os.getpid(), reserved, self._probing
+            )
+
+    def snapshot(self) -> MemorySnapshot:
+        torch.cuda.synchronize(self._device)
+        (free, total), others = self._read()
+        return MemorySnapshot(
+            total=total,
+            free=free,
+            allocated=torch.cuda.memory_allocated(self._device),
+            peak=torch.cuda.max_memory_allocated(self._device),
+            reserved=torch.cuda.memory_reserved(self._device),
+            reserved_peak=torch.cuda.max_memory_reserved(self._device),
+            others=others,
+        )
+
+    def reset_peak(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def budget(self, baseline: MemorySnapshot, utilization: float) -> int:
+        return request_memory(baseline, utilization)
+
+    def limit_kv_cache(self, available: int) -> int:
+        return available
+
+    def own_bytes(self, now: MemorySnapshot) -> int:
+        return now.total - now.free - sum((now.others or {}).values())
+
+    def taken_since(self, before: MemorySnapshot, now: MemorySnapshot) -> int:
+        return device_bytes_taken(before, now)
+
+    def foreign_changes(
+        self, before: MemorySnapshot, now: MemorySnapshot
+    ) -> tuple[ForeignChange, ...]:
+        return foreign_changes(before, now)
+
+    def _read(self) -> tuple[tuple[int, int], Mapping[int, int] | None]:
+        """What is free of the total, and what others have at that moment: they do not stand still
+        for two questions, so ask until the second has one answer before and after the first."""
+        others = self._others()
+        for _ in range(_CONSISTENT_READS):
+            info, again = torch.cuda.mem_get_info(self._device), self._others()
+            if again == others:
+                break
+            others = again
+        return info, others
+
+    def _others(self) -> Mapping[int, int] | None:
+        if self._processes is None or self._own_pid is None:
+            return None
+        used = self._processes.used_bytes()
+        if used is None or self._own_pid not in used:
+            return None
+        return {pid: num_bytes for pid, num_bytes in used.items() if pid != self._own_pid}
+
+    @contextmanager
+    def _probing(self, num_bytes: int) -> Iterator[None]:
+        """Have that much more of the device meanwhile, if it is there."""
+        torch.cuda.empty_cache()
+        probe: torch.Tensor | None = None
+        with suppress(torch.OutOfMemoryError):
+            probe = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        yield
+        del probe
+        torch.cuda.empty_cache()
