@@ -40,6 +40,9 @@ StepMessage: TypeAlias = (
     | lc.FinishShardedState
     | lc.ComputeWeightChecksums
     | lc.Profile
+    | lc.Sleep
+    | lc.WakeUp
+    | lc.Discard
 )
 StepReplyMessage: TypeAlias = (
     ErrorReply
@@ -56,6 +59,7 @@ StepReplyMessage: TypeAlias = (
     | lc.SaveShardedStateReply
     | lc.ComputeWeightChecksumsReply
     | lc.ProfileReply
+    | lc.MemoryTagsReply
 )
 ControlMessage: TypeAlias = (
     lc.Hello

@@ -8,7 +8,7 @@ it comes here. Used on the step thread only, abort_link apart.
 import gc
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -238,7 +238,7 @@ class Worker:
                 fix=str(model.config.cache.block_size),
             )
         self._kv_caches = allocate_kv_caches(
-            plan, model.stage.kv_layer_specs, model.resolved.dtype, self._context.device
+            plan, model.stage.kv_layer_specs, model.resolved.dtype, model.memory.make_kv_cache
         )
         model.stage.set_attention(model.attention.backend)
         self._runner_or_none = self._assemble(self._limits(plan.num_blocks), self._kv_caches)
@@ -308,6 +308,7 @@ class Worker:
         # What start-up has made stays: the collector need never look at it again.
         gc.collect()
         gc.freeze()
+        self._model.memory.prepare()
         seconds = time.monotonic() - began
         _LOG.info("%d graphs, ready in %.1f s", self._graphs.count, seconds)
         return lc.CompileOrWarmUpModelReply(**self._identity(message), seconds=seconds)
@@ -417,6 +418,38 @@ class Worker:
         self._saver.finish(message.save.hex(), keep=message.keep)
         return Done(**self._identity(message))
 
+    # Sleep. A failure is typed and has changed nothing.
+
+    def sleep(self, message: lc.Sleep) -> lc.MemoryTagsReply:
+        """Give up the memory of weights and KV cache, and all requests. Raises: see
+        TaggedMemory.sleep."""
+        memory = self._model.memory
+        return self._change_tags(message, lambda: memory.sleep(message.level))
+
+    def wake_up(self, message: lc.WakeUp) -> lc.MemoryTagsReply:
+        """Take memory for tags again. Raises: see TaggedMemory.wake_up."""
+        memory = self._model.memory
+        return self._change_tags(message, lambda: memory.wake_up(message.tags))
+
+    def discard(self, message: lc.Discard) -> lc.MemoryTagsReply:
+        """Give up the memory of tags, and what it holds. Raises: see TaggedMemory.discard."""
+        memory = self._model.memory
+        return self._change_tags(message, lambda: memory.discard(message.tags))
+
+    def _change_tags(
+        self, message: lc.Sleep | lc.WakeUp | lc.Discard, change: Callable[[], None]
+    ) -> lc.MemoryTagsReply:
+        began = time.monotonic()
+        memory, runner = self._model.memory, self._runner_or_none
+        change()
+        if runner is not None and memory.tags.kv_cache != "awake":
+            runner.forget_requests()
+        return lc.MemoryTagsReply(
+            **self._identity(message),
+            memory_tags=dict(memory.states),
+            seconds=time.monotonic() - began,
+        )
+
     # Profiles.
 
     def profile(self, message: lc.Profile) -> lc.ProfileReply:
@@ -479,14 +512,19 @@ class Worker:
         self._graphs = NoGraphs()
         self._kv_caches = ()
         self._plan = None
+        model = self._model_or_none
         if message.to == "MODEL_LOADED":
             self._model.stage.set_attention(NullAttention())
+            self._model.memory.drop_kv_cache()
         else:
             self._model_or_none = None
         reply = Done(**self._identity(message))
         if message.to == "CREATED" and self._context_or_none is not None:
             self._context_or_none.link.leave()
             self._context_or_none = None
+        if model is not None and message.to != "MODEL_LOADED":
+            model.memory.close()
+        del model
         gc.unfreeze()
         gc.collect()
         if torch.cuda.is_available():
@@ -507,6 +545,8 @@ class Worker:
         # Graphs first: NCCL gives a communicator up only once no graph holds its kernels.
         self._runner_or_none = None
         self._graphs = NoGraphs()
+        if self._model_or_none is not None:
+            self._model_or_none.memory.stop()
         if self._context_or_none is not None:
             disposal = self._context_or_none.link.leave()
             if disposal is not None:
@@ -525,12 +565,14 @@ class Worker:
                 "kv_cache": self._plan.size_bytes if self._plan else 0,
                 "activations_peak": self._activation_peak_bytes,
             }
+            memory |= model.memory.bytes_by_kind() if model else {}
         return WorkerDescription(
             device=self._device_name,
             config=model.config if model else None,
             kv_cache=self._plan,
             memory_bytes=memory,
             providers=self._providers(),
+            memory_tags=model.memory.states if model else {},
             # What is published outlives a reset: it must hold nothing of the runner.
             input_wait_share=_no_wait if runner is None else partial(_waiting_share, runner.waits),
         )

@@ -320,6 +320,7 @@ class Control:
             reply_delay=self._reply_delays.summary(),
             transitions=snapshot.transitions,
             failure=snapshot.failure,
+            memory_tags=dict(snapshot.description.memory_tags),
         )
 
     def _heartbeat(self) -> lc.Heartbeat:

@@ -63,6 +63,9 @@ class WorkerLike(Protocol):
     def finish_sharded_state(self, message: lc.FinishShardedState) -> StepReply: ...
     def compute_weight_checksums(self, message: lc.ComputeWeightChecksums) -> StepReply: ...
     def profile(self, message: lc.Profile) -> StepReply: ...
+    def sleep(self, message: lc.Sleep) -> StepReply: ...
+    def wake_up(self, message: lc.WakeUp) -> StepReply: ...
+    def discard(self, message: lc.Discard) -> StepReply: ...
 
     def on_attach(self) -> bool:
         """Drop all requests; True if nothing was cut off and all sends were received."""
@@ -132,6 +135,9 @@ def operation_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], Operati
         lc.FinishShardedState: worker.finish_sharded_state,
         lc.ComputeWeightChecksums: worker.compute_weight_checksums,
         lc.Profile: worker.profile,
+        lc.Sleep: worker.sleep,
+        lc.WakeUp: worker.wake_up,
+        lc.Discard: worker.discard,
     }
 
 
@@ -143,6 +149,9 @@ _OWN_WORK_S: Final[Mapping[type[StepMessage], float]] = {
     lc.SaveShardedState: 3600.0,
     lc.FinishShardedState: 600.0,
     lc.ComputeWeightChecksums: 1800.0,
+    lc.Sleep: 600.0,  # its first at level 1 may have to page-lock host memory
+    lc.WakeUp: 120.0,
+    lc.Discard: 120.0,
 }
 _BESIDE_MEETING_S: Final[Mapping[type[StepMessage], float]] = {
     lc.InitDevice: 120.0,
@@ -172,6 +181,9 @@ WAITS_FOR_PEERS: Final[frozenset[type[StepMessage]]] = frozenset(
         lc.DetermineAvailableMemory,
         lc.CompileOrWarmUpModel,
         lc.Profile,  # for the steps before it, on the device
+        lc.Sleep,
+        lc.WakeUp,
+        lc.Discard,
         step.ExecuteModel,
         step.SampleTokens,
         step.ExecuteDummyBatch,
