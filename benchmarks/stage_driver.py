@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from client.kv_planning import blocks_for, build_kv_cache_configs
+from client.kv_planning import blocks_for, build_kv_cache_configs, fitting_blocks
 from rpc_schema import config, lifecycle
 from rpc_schema.codec import encode_step
 from rpc_schema.sampling import SamplingParams
@@ -34,6 +34,8 @@ class StageDriver:
     max_model_len: int
     dtype: config.Dtype = "bfloat16"
     num_blocks: int = 8192
+    """Of the KV cache; 0: as many as fit."""
+    enable_sleep_mode: bool = False
     profile_dir: Path | None = None
     worker: Worker = field(init=False)
     seq: int = 0
@@ -70,14 +72,17 @@ class StageDriver:
                     dtype=self.dtype,
                     load_format="dummy",
                     max_model_len=self.max_model_len,
+                    enable_sleep_mode=self.enable_sleep_mode,
                 ),
                 scheduler=scheduler,
                 cache=cache,
                 graph=config.GraphConfig(),
             )
         )
-        worker.determine_available_memory(lifecycle.DetermineAvailableMemory(**self.ids()))
+        memory = worker.determine_available_memory(lifecycle.DetermineAvailableMemory(**self.ids()))
         layers = worker.get_kv_cache_spec(lifecycle.GetKVCacheSpec(**self.ids())).layers
+        if not self.num_blocks:
+            (self.num_blocks,) = fitting_blocks([layers], [memory.available_bytes], BLOCK_SIZE)
         plans = build_kv_cache_configs([layers], self.num_blocks, BLOCK_SIZE)
         worker.initialize_from_config(
             lifecycle.InitializeFromConfig(**self.ids(), kv_cache_configs=tuple(plans))
