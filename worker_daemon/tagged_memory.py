@@ -9,14 +9,14 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rpc_schema.lifecycle import MemoryTag, SleepLevel, TagState
-from worker_daemon.device.arena import Arena, Span, arena_bytes, open_arena
+from worker_daemon.device.arena import Arena, arena_bytes, open_arena
 from worker_daemon.device.backup import HostBackup
 from worker_daemon.device.pinned import Uploads, open_uploads
 from worker_daemon.errors import ConfigError
@@ -26,8 +26,8 @@ from worker_daemon.models.decoder import DecoderStage
 WEIGHT_CHUNK_BYTES: Final = 128 << 20
 """Small enough that copying one hides the mapping of the next, large enough that mapping costs
 little."""
-KV_CHUNK_BYTES: Final = 1 << 30
-"""Of what is never copied, only mapped."""
+KV_CHUNK_BYTES: Final = 4 << 30
+"""Of what is never copied, only mapped and zeroed."""
 
 _AWAY: Final[frozenset[TagState]] = frozenset(("asleep", "discarded"))
 """States without memory."""
@@ -141,14 +141,6 @@ class PlainMemory:
         return None
 
 
-class _Leaving(NamedTuple):
-    """A chunk that goes once its copy is done."""
-
-    arena: Arena
-    span: Span
-    wait: Callable[[], None]
-
-
 class _Kept:
     """An arena, and the host memory that its content can go to."""
 
@@ -163,13 +155,13 @@ class _Kept:
         sizes = [span.num_bytes for span in self.arena.spans]
         self.backup = HostBackup(sizes, device, host_room)
 
-    def save(self, copies: Uploads) -> list[_Leaving]:
-        """Begin to copy all chunks to the host."""
-        leaving = []
+    def save(self, copies: Uploads) -> list[Callable[[], None]]:
+        """Begin to copy all chunks to the host; return what waits for each, in order."""
+        waits = []
         for span, buffer in zip(self.arena.spans, self.backup.buffers(), strict=True):
             copies.copy(self.arena.bytes_of(span), buffer.bytes)
-            leaving.append(_Leaving(self.arena, span, copies.mark()))
-        return leaving
+            waits.append(copies.mark())
+        return waits
 
     def restore(self, copies: Uploads) -> None:
         """Map the chunks, and begin to copy each back while the next is mapped."""
@@ -253,18 +245,15 @@ class ArenaMemory:
         try:
             for arena, kept in returning:
                 if kept is None:
-                    arena.map_all()
+                    for span in arena.map_chunks():
+                        arena.zero(span)
                 else:
                     kept.restore(copies)
         except BaseException:
-            copies.settle()
+            self._synchronize()
             for arena, _ in returning:
                 arena.unmap_all()
             raise
-        for arena, kept in returning:
-            if kept is None:
-                arena.zero()
-        copies.settle()
         self._synchronize()
         self._change(after, began)
 
@@ -311,12 +300,13 @@ class ArenaMemory:
             kept.backup.buffers()  # may raise: nothing has changed yet
         self._synchronize()
         copies = open_uploads(self._device)
-        leaving = [chunk for kept in saved for chunk in kept.save(copies)]
+        saving = [(kept.arena, kept.save(copies)) for kept in saved]
         for arena in dropped:
             arena.unmap_all()
-        for chunk in leaving:
-            chunk.wait()
-            chunk.arena.unmap(chunk.span)
+        for arena, waits in saving:
+            for wait_until_copied in waits:
+                wait_until_copied()
+                arena.unmap_first()
         self._release_cached()
         self._change(after, began)
 

@@ -27,6 +27,8 @@ NUM_SLOTS = 8
 PROMPT_LEN = 60
 NUM_TOKENS = 30
 MIB = 1 << 20
+SLACK = 32 * MIB
+"""Of the driver's own: page tables, streams that are made at their first use."""
 AWAKE = {"weights": "awake", "kv_cache": "awake"}
 
 
@@ -91,6 +93,10 @@ def free_bytes():
     return torch.cuda.mem_get_info()[0]
 
 
+def about(size, expected):
+    return abs(size - expected) < SLACK
+
+
 def test_an_arena_is_zero_and_takes_what_the_driver_takes():
     arena = open_arena(100 * MIB, 32 * MIB, torch.device("cuda:0"))
     tensor = arena.take((25 * MIB,), torch.float32)
@@ -99,15 +105,18 @@ def test_an_arena_is_zero_and_takes_what_the_driver_takes():
     full = free_bytes()
     address = tensor.data_ptr()
     arena.unmap_all()
-    assert free_bytes() - full == 100 * MIB
-    arena.map_all()
-    arena.zero()
-    assert (tensor.data_ptr(), free_bytes()) == (address, full)
+    assert about(free_bytes() - full, 100 * MIB)
+    for span in arena.map_chunks():
+        arena.zero(span)
+    assert not tensor.any()
+    assert tensor.data_ptr() == address
+    assert about(free_bytes(), full)
     values = torch.randn(25 * MIB, device="cuda")
     tensor.copy_(values)
     assert torch.equal(tensor, values)
     arena.close()
-    assert free_bytes() >= full
+    del values
+    assert about(free_bytes() - full, 100 * MIB)
 
 
 @pytest.mark.parametrize("order", [(), ("weights", "kv_cache"), ("kv_cache", "weights")])
@@ -125,11 +134,11 @@ def test_level_1_gives_all_back_and_the_same_graphs_the_same_tokens(
     before = free_bytes()
     assert sleep(driver) == {"weights": "asleep", "kv_cache": "asleep"}
     assert on_device(driver) == 0
-    assert free_bytes() - before >= held
+    assert free_bytes() - before > held - SLACK
     for tag in order:
         wake(driver, tag)
     assert wake(driver) == AWAKE
-    assert free_bytes() == before
+    assert about(free_bytes(), before)
     assert addresses(driver) == where
     assert generate(driver, prompt) == expected
     assert len(replayed) >= NUM_TOKENS - 1
@@ -174,7 +183,7 @@ def test_waking_without_memory_leaves_all_asleep(driver, prompt):
             wake(driver)
         assert kinds(driver) == asleep
         assert driver.worker.describe().memory_tags == {"weights": "asleep", "kv_cache": "asleep"}
-        assert free_bytes() == free
+        assert about(free_bytes(), free)
     del ballast
     assert wake(driver) == AWAKE
     assert generate(driver, prompt) == expected

@@ -34,14 +34,15 @@ class Pages(Protocol):
         part then has none."""
 
     def unmap(self, offset: int, num_bytes: int) -> None:
-        """Take back exactly what one map() gave. Nothing may be at work on it."""
+        """Take back exactly what one map() gave, or several on end. Nothing may be at work on
+        it."""
 
     def tensor(self) -> Tensor:
         """Return the range as uint8 [size_bytes]. It keeps the addresses reserved for as long as
         there are views of it; a part without memory must not be touched."""
 
     def zero(self, memory: Tensor) -> None:
-        """Set a part that was just mapped to zero, in the order of the device's other work."""
+        """Set a part that was just mapped to zero, in the order of the current stream's work."""
 
     def close(self) -> None:
         """Give all memory back, for good. Idempotent."""
@@ -77,11 +78,13 @@ class Arena:
             for start in range(0, pages.size_bytes, chunk)
         )
         self._mapped: list[Span] = []
+        """On end, in order: chunks are mapped from the first on, and go in that order or at
+        once."""
         self._taken = 0
         try:
             self.map_all()
             self._base = pages.tensor()
-            self.zero()
+            pages.zero(self._base)
         except BaseException:
             pages.close()
             raise
@@ -131,19 +134,21 @@ class Arena:
             self._mapped.append(span)
             yield span
 
-    def unmap(self, span: Span) -> None:
-        """Give a chunk's memory back; its content is gone."""
+    def unmap_first(self) -> None:
+        """Give the first chunk's memory back that is left; its content is gone."""
+        span = self._mapped.pop(0)
         self._pages.unmap(span.start, span.num_bytes)
-        self._mapped.remove(span)
 
     def unmap_all(self) -> None:
-        """Give back what is mapped. Idempotent."""
-        for span in tuple(self._mapped):
-            self.unmap(span)
+        """Give back what is mapped, in one go. Idempotent."""
+        if self._mapped:
+            start, stop = self._mapped[0].start, self._mapped[-1].stop
+            self._pages.unmap(start, stop - start)
+            self._mapped.clear()
 
-    def zero(self) -> None:
-        """Set everything to zero."""
-        self._pages.zero(self._base)
+    def zero(self, span: Span) -> None:
+        """Set a chunk that was just mapped to zero, in the order of the current stream's work."""
+        self._pages.zero(self.bytes_of(span))
 
     def close(self) -> None:
         """Give everything back, for good: its tensors must not be used any more. Idempotent."""

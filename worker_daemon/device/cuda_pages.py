@@ -68,11 +68,13 @@ class CudaPages:
 
     def unmap(self, offset: int, num_bytes: int) -> None:
         """See Pages."""
-        size, block = self._blocks[offset]
-        assert size == num_bytes, "what one map() gave"
-        _call(self._driver.cuMemUnmap, self._address + offset, size)
-        del self._blocks[offset]
-        _call(self._driver.cuMemRelease, block)
+        stop = offset + num_bytes
+        going = [start for start in sorted(self._blocks) if offset <= start < stop]
+        assert sum(self._blocks[start][0] for start in going) == num_bytes, "what map() gave"
+        _call(self._driver.cuMemUnmap, self._address + offset, num_bytes)
+        for start in going:
+            _, block = self._blocks.pop(start)
+            _call(self._driver.cuMemRelease, block)
 
     def tensor(self) -> Tensor:
         """See Pages. All of it must be mapped: torch asks the driver whose memory it is."""
