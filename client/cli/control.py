@@ -35,6 +35,9 @@ def status(endpoints: Endpoints, as_json: AsJson = False) -> None:
         for entry in statuses:
             served_by = ", ".join(f"{part} {name}" for part, name in entry.providers.items())
             console.print(f"rank {entry.rank}: {served_by or 'no model'}")
+            asleep = [f"{tag} {held}" for tag, held in entry.memory_tags.items() if held != "awake"]
+            if asleep:
+                console.print(f"rank {entry.rank} sleeps: {', '.join(asleep)}")
             if entry.reply_delay.num_replies:
                 console.print(f"rank {entry.rank}: {_delays(entry.reply_delay)}")
 

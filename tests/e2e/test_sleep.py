@@ -17,6 +17,7 @@ from client.scheduler_output import NewRequest, SchedulerOutput
 from rpc_schema.errors import ErrorCode
 from rpc_schema.sampling import SamplingParams
 from tests.support.checkpoints import decisive_prompts
+from tests.support.command_line import run_client
 from tests.support.serving import assert_greedy, generate, greedy_request
 
 AWAKE = {"weights": "awake", "kv_cache": "awake"}
@@ -166,6 +167,19 @@ def test_running_requests_are_lost_by_name(serve, model, requests):
             group.execute_model(admission("b")).result()
         assert raised.value.lost_req_ids == {"a", "b"}
     with serve(model.path, enable_sleep_mode=True) as (group, loaded):
+        assert_greedy(generate(group, loaded, requests), model, requests)
+
+
+def test_a_new_driver_finds_a_group_asleep_and_wakes_it(serve, model, requests, tmp_path):
+    with serve(model.path, enable_sleep_mode=True) as (group, _):
+        group.sleep(1)
+    with serve(model.path, enable_sleep_mode=True, reload=False) as (group, loaded):
+        assert loaded.was_loaded
+        assert tags(group) == [ASLEEP]
+        status = run_client(tmp_path, "status", "--endpoints", group.clients[0].endpoint.control)
+        assert "rank 0 sleeps: weights asleep, kv_cache asleep" in status.stdout
+        refused(group, loaded, requests)
+        group.wake_up()
         assert_greedy(generate(group, loaded, requests), model, requests)
 
 

@@ -63,7 +63,7 @@ class Span:
 
 
 class Arena:
-    """Owns the range and what is mapped of it: all or nothing, outside of map() and unmap()."""
+    """Owns the range, and what of it has memory: all or nothing, between operations."""
 
     def __init__(self, pages: Pages, chunk_bytes: int) -> None:
         """Map everything and zero it; chunk_bytes is rounded up to whole pages.
