@@ -379,7 +379,7 @@ class Discard(StepRequest, frozen=True, tag=42, kw_only=True):
     """Give the tags' memory back and keep nothing of them, host copies included. Without the KV
     cache all requests are dropped."""
 
-    tags: Annotated[tuple[MemoryTag, ...], Meta(min_length=1, max_length=2)]
+    tags: tuple[MemoryTag, ...]
 
 
 class MemoryTagsReply(StepReply, frozen=True, tag=40, kw_only=True):
