@@ -2,10 +2,10 @@
 build/bench.json. Runs each in a process of its own; measures nothing itself.
 
 Sections: `wire` (codec, transport and control plane, on any machine), and with a CUDA device
-`ceilings`, `kernels`, `loading`, `startup`, `step` (a step's time by kernel and by phase) and `e2e`
-(every workload on every model, on one device and, with two, as two pipeline stages and as two
-tensor ranks). `--only` chooses sections. A row's floor comes from the ceilings measured in the same
-run, or kept from the last run that measured them; the fraction says how much of what the floor
+`ceilings`, `kernels`, `loading`, `startup`, `sleep`, `step` (a step's time by kernel and by phase)
+and `e2e` (every workload on every model, on one device and, with two, as two pipeline stages and as
+two tensor ranks). `--only` chooses sections. A row's floor comes from the ceilings measured in the
+same run, or kept from the last run that measured them; the fraction says how much of what the floor
 allows was reached.
 """
 
@@ -98,6 +98,12 @@ def figure_rows(part: str, figures: list[dict[str, Any]]) -> list[Row]:
         floor, unit = figure.get("floor"), figure["unit"]
         rows.append(with_floor(Row(part, figure["name"], figure["value"], unit), floor))
     return rows
+
+
+def sleep_rows(model: str, figures: list[dict[str, Any]]) -> list[Row]:
+    """Each figure against its floor and target."""
+    rows = figure_rows(f"sleep {model}", figures)
+    return [with_target(row, targets.SLEEP.get((model, row.name))) for row in rows]
 
 
 def with_floor(row: Row, floor: float | None) -> Row:
@@ -223,6 +229,12 @@ def run_loading(parts: Parts, options: argparse.Namespace) -> None:
     parts.run("loading", command, partial(figure_rows, "loading"))
 
 
+def run_sleep(parts: Parts, options: argparse.Namespace) -> None:
+    """To sleep and back, at both levels."""
+    command = ["benchmarks.sleep", "--model", str(MODELS / LARGE_MODEL), "--out", "{}"]
+    parts.run("sleep", command, partial(sleep_rows, LARGE_MODEL))
+
+
 def run_startups(parts: Parts, options: argparse.Namespace) -> None:
     """Process start to first token."""
     for pp, tp in shapes(options):
@@ -257,6 +269,7 @@ DEVICE_SECTIONS: dict[str, Section] = {
     "kernels": run_kernels,
     "loading": run_loading,
     "startup": run_startups,
+    "sleep": run_sleep,
     "step": run_steps,
     "e2e": run_workloads,
 }

@@ -16,6 +16,7 @@ from rpc_schema.kv_cache import (
     blocks_for,
     build_kv_cache_config,
     bytes_per_block,
+    fitting_blocks,
 )
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
@@ -39,6 +40,8 @@ class StageDriver:
     max_model_len: int
     dtype: config.Dtype = "bfloat16"
     num_blocks: int = 8192
+    """Of the KV cache; 0: as many as fit."""
+    enable_sleep_mode: bool = False
     profile_dir: Path | None = None
     cache: config.CacheConfig = field(
         default_factory=lambda: config.CacheConfig(block_size=BLOCK_SIZE)
@@ -49,7 +52,8 @@ class StageDriver:
     def start(self) -> None:
         """From nothing to READY, with made-up weights."""
         self.load()
-        self.profile()
+        available = self.profile().available_bytes
+        self.num_blocks = self.num_blocks or fitting_blocks(available, self.block_bytes())
         self.serve(self.num_blocks)
 
     def load(self) -> None:
@@ -83,6 +87,7 @@ class StageDriver:
                     dtype=self.dtype,
                     load_format="dummy",
                     max_model_len=self.max_model_len,
+                    enable_sleep_mode=self.enable_sleep_mode,
                 ),
                 scheduler=scheduler,
                 cache=cache,

@@ -17,6 +17,15 @@ class Target(NamedTuple):
         return value <= self.value if self.at_most else value >= self.value
 
 
+SLEEP = {
+    ("llama-8b", "sleep 1"): Target(1.0, at_most=True),
+    ("llama-8b", "wake 1"): Target(0.45, at_most=True),
+    ("llama-8b", "sleep 2"): Target(0.14, at_most=True),
+    ("llama-8b", "wake 2"): Target(0.3, at_most=True),
+    ("llama-8b", "device memory asleep 2"): Target(2 * 1.073741824, at_most=True),
+}
+"""Seconds, and gigabytes of the device that are taken, context included."""
+
 STARTUP = {
     ("llama-8b", "1x1", "cold"): Target(30.0, at_most=True),
     ("llama-8b", "1x1", "warm"): Target(12.0, at_most=True),

@@ -337,6 +337,18 @@ class WorkerClient:
         """Begin or end a profile; answered with ProfileReply."""
         self._send(lc.Profile(**ids._asdict(), action=action, kind=kind, prefix=prefix))
 
+    def sleep(self, ids: StepIds, level: lc.SleepLevel) -> None:
+        """Give up the memory of weights and KV cache; answered with MemoryTagsReply."""
+        self._send(lc.Sleep(**ids._asdict(), level=level))
+
+    def wake_up(self, ids: StepIds, tags: tuple[lc.MemoryTag, ...] | None) -> None:
+        """Take memory for tags again; answered with MemoryTagsReply."""
+        self._send(lc.WakeUp(**ids._asdict(), tags=tags))
+
+    def discard(self, ids: StepIds, tags: tuple[lc.MemoryTag, ...]) -> None:
+        """Give up the memory of tags and what it holds; answered with MemoryTagsReply."""
+        self._send(lc.Discard(**ids._asdict(), tags=tags))
+
     def execute_model(self, frames: Sequence[Frame]) -> None:
         """Send a step that client/slots.py encoded: once for all ranks."""
         self._steps.send(frames)

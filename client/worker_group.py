@@ -39,6 +39,9 @@ ATTACH_TIMEOUT_S = 30.0
 FINISH_SAVE_TIMEOUT_S = 600.0
 """Removing the files of a large set takes a while."""
 
+SLEEP_TIMEOUT_S = 900.0
+"""The first sleep may have to page-lock host memory: seconds for 16 GB."""
+
 SHARD_PATTERN = "model-rank-{rank}-part-{part}.safetensors"
 SHARD_MAX_SIZE_BYTES = 5 << 30
 
@@ -417,6 +420,64 @@ class WorkerGroup:
             lambda client, ids: client.finish_sharded_state(ids, save, keep=keep),
             Done,
             timeout_s=FINISH_SAVE_TIMEOUT_S,
+        )
+
+    # ------------------------------------------------------------------ sleep
+
+    def sleep(self, level: lc.SleepLevel = 1) -> list[lc.MemoryTagsReply]:
+        """Give up the memory of weights and KV cache on every rank; addresses stay. Level 1 keeps
+        the weights in host memory, level 2 keeps nothing: they must be loaded again after wake_up.
+        Repeating it changes nothing.
+
+        Requests are lost as in relink(), and blocks hold nothing any more: finish requests first,
+        and start with a new scheduler.
+
+        Raises:
+            RemoteCapacityError: a host has no room for the weights. That rank is as it was; others
+            may sleep: call wake_up, or sleep again.
+            RemoteConfigError: the model was loaded without enable_sleep_mode.
+        """
+        self._drain()
+        self._steps.lose_rows("the group was put to sleep")
+        return self._channel.fan_out(
+            "sleep",
+            lambda client, ids: client.sleep(ids, level),
+            lc.MemoryTagsReply,
+            timeout_s=SLEEP_TIMEOUT_S,
+        )
+
+    def wake_up(self, tags: Sequence[lc.MemoryTag] | None = None) -> list[lc.MemoryTagsReply]:
+        """Take memory for tags again on every rank, by default for all; in any order. Steps are
+        refused until both are awake. Repeating it changes nothing.
+
+        Raises:
+            RemoteCapacityError: a device has not that much left. That rank sleeps on as it did;
+            others may be awake: call it again once there is memory, or sleep.
+            RemoteConfigError: as sleep() does.
+        """
+        wanted = None if tags is None else tuple(tags)
+        return self._channel.fan_out(
+            "wake_up",
+            lambda client, ids: client.wake_up(ids, wanted),
+            lc.MemoryTagsReply,
+            timeout_s=SLEEP_TIMEOUT_S,
+        )
+
+    def discard(self, tags: Sequence[lc.MemoryTag]) -> list[lc.MemoryTagsReply]:
+        """Give up the memory of tags on every rank, and keep nothing of them, awake or asleep. With
+        the KV cache, requests are lost as in sleep().
+
+        Raises:
+            RemoteConfigError: as sleep() does.
+        """
+        self._drain()
+        if "kv_cache" in tags:
+            self._steps.lose_rows("the group's KV cache was discarded")
+        return self._channel.fan_out(
+            "discard",
+            lambda client, ids: client.discard(ids, tuple(tags)),
+            lc.MemoryTagsReply,
+            timeout_s=SLEEP_TIMEOUT_S,
         )
 
     # ------------------------------------------------------------------ profiles

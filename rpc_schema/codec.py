@@ -41,6 +41,9 @@ StepMessage: TypeAlias = (
     | lc.ComputeWeightChecksums
     | lc.Profile
     | lc.SaveTensorizedModel
+    | lc.Sleep
+    | lc.WakeUp
+    | lc.Discard
 )
 StepReplyMessage: TypeAlias = (
     ErrorReply
@@ -58,6 +61,7 @@ StepReplyMessage: TypeAlias = (
     | lc.ComputeWeightChecksumsReply
     | lc.ProfileReply
     | lc.SaveTensorizedModelReply
+    | lc.MemoryTagsReply
 )
 ControlMessage: TypeAlias = (
     lc.Hello

@@ -65,6 +65,9 @@ class ModelConfig(Value, frozen=True, kw_only=True):
     """Longest prompt plus output in tokens; None takes the model's own limit."""
     seed: Unsigned = 0
     """Of the dummy weights; sampling seeds belong to requests."""
+    enable_sleep_mode: bool = False
+    """Lay weights and KV cache out so that Sleep can take their memory away. After warm-up the
+    daemon then takes as much host memory as its weights have, page-locked, if the host has it."""
 
 
 class SchedulerConfig(Value, frozen=True, kw_only=True):

@@ -33,6 +33,11 @@ from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
 LoadState = Literal["CREATED", "DEVICE_READY", "MODEL_LOADED", "KV_READY", "READY"]
 LinkState = Literal["none", "up", "broken"]
 ServingState = Literal["SERVING", "DRAINING", "CLOSED", "FAILED"]
+MemoryTag = Literal["weights", "kv_cache"]
+TagState = Literal["awake", "asleep", "discarded", "lost"]
+"""awake: there. asleep: not there, until WakeUp brings it back (a KV cache empty). discarded: not
+there, and no content to bring back. lost: there, but these weights must be loaded again."""
+SleepLevel = Literal[1, 2]
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, tag=1, kw_only=True):
@@ -117,7 +122,10 @@ class Status(Value, frozen=True, kw_only=True):
     memory_bytes: dict[str, int]
     """Device (or host) memory by use: weights, kv_cache, graphs, activations (with what the
     allocator keeps for them), context (with communicators, library handles and code), others (other
-    processes; absent where they cannot be told from context); activations_peak, free, total."""
+    processes; absent where they cannot be told from context); activations_peak, free, total. With
+    enable_sleep_mode weights and kv_cache are what these have now, and there are buffers (of the
+    model, in context), torch_reserved (what torch's allocator has) and host_backup (host memory for
+    sleep)."""
     providers: dict[str, str]
     """What serves each part of a step: attention, layers, all_reduce, graphs (their number)."""
     input_wait_share: float
@@ -129,6 +137,9 @@ class Status(Value, frozen=True, kw_only=True):
     failure: Text = ""
     kv_cache_advice: KVCacheAdvice | None = None
     """From READY on."""
+    memory_tags: dict[MemoryTag, TagState] = msgspec.field(default_factory=dict)
+    """Whether weights and KV cache sleep; empty where they cannot, for want of
+    enable_sleep_mode."""
 
 
 class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):
@@ -394,6 +405,34 @@ class ProfileReply(StepReply, frozen=True, tag=25, kw_only=True):
     file: Text
     """The trace that was written, PREFIX-ppP-tpT-rankR.json.gz, with its path on the daemon's host;
     empty where none was."""
+
+
+class Sleep(StepRequest, frozen=True, tag=40, kw_only=True):
+    """Give the memory of weights and KV cache back, at addresses that stay. All requests are
+    dropped. Level 1 keeps the weights in host memory, level 2 nothing. Repeating it changes
+    nothing."""
+
+    level: SleepLevel = 1
+
+
+class WakeUp(StepRequest, frozen=True, tag=41, kw_only=True):
+    """Take memory again for the tags (None: all), in any order. The KV cache comes back empty."""
+
+    tags: tuple[MemoryTag, ...] | None = None
+
+
+class Discard(StepRequest, frozen=True, tag=42, kw_only=True):
+    """Give the tags' memory back and keep nothing of them, host copies included. Without the KV
+    cache all requests are dropped."""
+
+    tags: tuple[MemoryTag, ...]
+
+
+class MemoryTagsReply(StepReply, frozen=True, tag=40, kw_only=True):
+    """How awake this rank is after Sleep, WakeUp or Discard."""
+
+    memory_tags: dict[MemoryTag, TagState]
+    seconds: float
 
 
 class Heartbeat(Value, frozen=True, tag=1, kw_only=True):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from rpc_schema.config import WorkerConfig
 from rpc_schema.kv_cache import KVCacheConfig
-from rpc_schema.lifecycle import KVCacheAdvice
+from rpc_schema.lifecycle import KVCacheAdvice, MemoryTag, TagState
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,12 @@ class WorkerDescription:
     """What is loaded; None below MODEL_LOADED."""
     kv_cache: KVCacheConfig | None = None
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Device (or host) memory by use (MemoryLedger.by_kind)."""
+    """Device (or host) memory by use (MemoryLedger.by_kind), and what TaggedMemory.bytes_by_kind
+    names."""
     kv_cache_advice: KVCacheAdvice | None = None
     """Once warm."""
+    memory_tags: Mapping[MemoryTag, TagState] = field(default_factory=dict)
+    """Empty where memory cannot sleep."""
     providers: Mapping[str, str] = field(default_factory=dict)
     """What serves each part of a step."""
     input_wait_share: Callable[[], float] = float

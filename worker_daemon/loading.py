@@ -22,6 +22,8 @@ from worker_daemon.layers.attention_provider import (
     add_prompt_attention,
     probe_attention,
 )
+from worker_daemon.layers.ops_provider import probe_layer_ops
+from worker_daemon.layers.rotary import rotary_table
 from worker_daemon.models.config import DecoderConfig
 from worker_daemon.models.decoder import DecoderStage, build_stage, checkpoint_names
 from worker_daemon.models.partition import check_partition, partition_layers
@@ -30,6 +32,7 @@ from worker_daemon.models.saving import RankWeights
 from worker_daemon.models.tensorized import read_tensorized, require_tensorizer
 from worker_daemon.models.weights import LoadProgress, load_dummy_weights, load_weights
 from worker_daemon.resolve import ResolvedModel, check_cache, resolve_model
+from worker_daemon.tagged_memory import TaggedMemory, open_memory
 
 _LOG = logging.getLogger(__name__)
 _PROGRESS_EVERY_S = 1.0
@@ -73,6 +76,8 @@ class LoadedModel:
     stage: DecoderStage
     attention: AttentionProvider
     max_model_len: int
+    memory: TaggedMemory
+    """Where the stage's parameters lie, and its KV cache will: closed by whoever drops this."""
 
 
 def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPhase) -> LoadedModel:
@@ -96,13 +101,18 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         )
     if resolved.saved is not None:
         resolved.saved.check(_group_shape(resolved, place), resolved.decoder)
+    memory = open_memory(place.device, can_sleep=message.model.enable_sleep_mode)
     try:
-        stage = _build_stage(resolved, place)
+        stage = _build_stage(resolved, place, memory)
         _fill(stage, message.model, resolved, place.parallel.rank, set_phase)
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, CapacityError) as error:
+        memory.close()
         raise CapacityError(
             f"the weights do not fit: {error}", fix="more pipeline stages or tensor ranks"
         ) from None
+    except BaseException:
+        memory.close()
+        raise
     return LoadedModel(
         config=WorkerConfig(
             parallel=place.config,
@@ -115,6 +125,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         stage=stage,
         attention=_probe_attention(stage, resolved.decoder, resolved.dtype, place),
         max_model_len=resolved.max_model_len,
+        memory=memory,
     )
 
 
@@ -144,20 +155,25 @@ def _group_shape(resolved: ResolvedModel, place: RankPlace) -> GroupShape:
     )
 
 
-def _build_stage(resolved: ResolvedModel, place: RankPlace) -> DecoderStage:
+def _build_stage(resolved: ResolvedModel, place: RankPlace, memory: TaggedMemory) -> DecoderStage:
+    """Without memory first: then its size is known, and memory says where it lies."""
     decoder, parallel = resolved.decoder, place.parallel
     check_partition(decoder, parallel.pp_size, parallel.tp_size)
-    return build_stage(
+    stage = build_stage(
         decoder,
         _partition(decoder, place)[parallel.pp_rank],
         parallel.is_first_stage,
         parallel.is_last_stage,
         place.tp,
         resolved.dtype,
-        place.device,
+        torch.device("meta"),
         resolved.max_model_len,
         NullAttention(),
+        probe_layer_ops(place.device),
     )
+    rotary = rotary_table(decoder.rope, resolved.max_model_len, place.device)
+    memory.hold_stage(stage, rotary)
+    return stage
 
 
 def _probe_attention(

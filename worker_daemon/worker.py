@@ -59,6 +59,7 @@ from worker_daemon.runner.model_runner import ModelRunner
 from worker_daemon.runner.request_state import StepLimits
 from worker_daemon.runner.stage_ends import PendingReply
 from worker_daemon.runner.warmup import largest_step, size_sweep, warm_up_steps
+from worker_daemon.tagged_memory import PlainMemory
 
 _LOG = logging.getLogger(__name__)
 _LONG_OPERATION_S = 1800.0
@@ -258,7 +259,8 @@ class Worker:
         if self._context.device.type == "cuda":
             layers = describe_layers(model.stage.kv_layer_specs, model.resolved.dtype)
             block_size = model.config.cache.block_size
-            caches = self._allocate(build_kv_cache_config(layers, _REHEARSAL_BLOCKS, block_size))
+            plan = build_kv_cache_config(layers, _REHEARSAL_BLOCKS, block_size)
+            caches = self._allocate(plan, PlainMemory(self._context.device).make_kv_cache)
             model.stage.set_attention(model.attention.backend)
         try:
             yield self._assemble(self._limits(_REHEARSAL_BLOCKS), caches)
@@ -289,7 +291,7 @@ class Worker:
                 fix=str(model.config.cache.block_size),
             )
         with self._context.ledger.taking("kv_cache"):
-            self._kv_caches = self._allocate(plan)
+            self._kv_caches = self._allocate(plan, model.memory.make_kv_cache)
         model.stage.set_attention(model.attention.backend)
         self._runner_or_none = self._assemble(self._limits(plan.num_blocks), self._kv_caches)
         self._plan = plan
@@ -359,6 +361,7 @@ class Worker:
         # What start-up has made stays: the collector need never look at it again.
         gc.collect()
         gc.freeze()
+        self._model.memory.prepare()
         seconds = time.monotonic() - began
         _LOG.info("%d graphs, ready in %.1f s", self._graphs.count, seconds)
         self._report_memory()
@@ -507,6 +510,38 @@ class Worker:
         self._saver.finish(message.save.hex(), keep=message.keep)
         return Done(**self._identity(message))
 
+    # Sleep. A failure is typed and has changed nothing.
+
+    def sleep(self, message: lc.Sleep) -> lc.MemoryTagsReply:
+        """Give up the memory of weights and KV cache, and all requests. Raises: see
+        TaggedMemory.sleep."""
+        memory = self._model.memory
+        return self._change_tags(message, lambda: memory.sleep(message.level))
+
+    def wake_up(self, message: lc.WakeUp) -> lc.MemoryTagsReply:
+        """Take memory for tags again. Raises: see TaggedMemory.wake_up."""
+        memory = self._model.memory
+        return self._change_tags(message, lambda: memory.wake_up(message.tags))
+
+    def discard(self, message: lc.Discard) -> lc.MemoryTagsReply:
+        """Give up the memory of tags, and what it holds. Raises: see TaggedMemory.discard."""
+        memory = self._model.memory
+        return self._change_tags(message, lambda: memory.discard(message.tags))
+
+    def _change_tags(
+        self, message: lc.Sleep | lc.WakeUp | lc.Discard, change: Callable[[], None]
+    ) -> lc.MemoryTagsReply:
+        began = time.monotonic()
+        memory, runner = self._model.memory, self._runner_or_none
+        change()
+        if runner is not None and memory.tags.kv_cache != "awake":
+            runner.forget_requests()
+        return lc.MemoryTagsReply(
+            **self._identity(message),
+            memory_tags=dict(memory.states),
+            seconds=time.monotonic() - began,
+        )
+
     # Profiles.
 
     def profile(self, message: lc.Profile) -> lc.ProfileReply:
@@ -591,14 +626,19 @@ class Worker:
             self._context_or_none.ledger.forget("graphs", "kv_cache")
             if message.to != "MODEL_LOADED":
                 self._context_or_none.ledger.forget("weights")
+        model = self._model_or_none
         if message.to == "MODEL_LOADED":
             self._model.stage.set_attention(NullAttention())
+            self._model.memory.drop_kv_cache()
         else:
             self._model_or_none = None
         reply = Done(**self._identity(message))
         if message.to == "CREATED" and self._context_or_none is not None:
             self._context_or_none.link.leave()
             self._context_or_none = None
+        if model is not None and message.to != "MODEL_LOADED":
+            model.memory.close()
+        del model
         gc.unfreeze()
         gc.collect()
         if torch.cuda.is_available():
@@ -619,6 +659,8 @@ class Worker:
         # Graphs first: NCCL gives a communicator up only once no graph holds its kernels.
         self._runner_or_none = None
         self._graphs = NoGraphs()
+        if self._model_or_none is not None:
+            self._model_or_none.memory.stop()
         if self._context_or_none is not None:
             disposal = self._context_or_none.link.leave()
             if disposal is not None:
@@ -634,6 +676,7 @@ class Worker:
             memory_bytes=self._memory_by_kind(),
             kv_cache_advice=self._advice,
             providers=self._providers(),
+            memory_tags=model.memory.states if model else {},
             # What is published outlives a reset: it must hold nothing of the runner.
             input_wait_share=_no_wait if runner is None else partial(_waiting_share, runner.waits),
         )
@@ -642,12 +685,13 @@ class Worker:
         context, model = self._context_or_none, self._model_or_none
         if context is None:
             return {}
-        return context.ledger.by_kind(
-            {
-                "weights": model.stage.num_parameters_bytes if model else 0,
-                "kv_cache": self._plan.size_bytes if self._plan else 0,
-            }
+        held = dict(model.memory.bytes_by_kind()) if model else {}
+        weights = model.stage.num_parameters_bytes if model else 0
+        kv_cache = self._plan.size_bytes if self._plan else 0
+        kinds = context.ledger.by_kind(
+            {"weights": held.pop("weights", weights), "kv_cache": held.pop("kv_cache", kv_cache)}
         )
+        return kinds | held
 
     def _providers(self) -> dict[str, str]:
         model, context = self._model_or_none, self._context_or_none
@@ -729,10 +773,12 @@ class Worker:
             num_blocks=num_blocks,
         )
 
-    def _allocate(self, plan: KVCacheConfig) -> list[torch.Tensor]:
+    def _allocate(
+        self, plan: KVCacheConfig, make_zeros: Callable[[int, torch.dtype], torch.Tensor]
+    ) -> list[torch.Tensor]:
         model = self._model
         return allocate_kv_caches(
-            plan, model.stage.kv_layer_specs, model.resolved.dtype, self._context.device
+            plan, model.stage.kv_layer_specs, model.resolved.dtype, make_zeros
         )
 
     def _assemble(self, limits: StepLimits, kv_caches: Sequence[torch.Tensor]) -> ModelRunner:

@@ -39,6 +39,9 @@ def status(endpoints: Endpoints, as_json: AsJson = False) -> None:
                 console.print(f"rank {entry.rank}: {_memory(entry)}")
             if entry.kv_cache_advice is not None:
                 console.print(f"rank {entry.rank}: {_advice(entry.kv_cache_advice)}")
+            asleep = [f"{tag} {held}" for tag, held in entry.memory_tags.items() if held != "awake"]
+            if asleep:
+                console.print(f"rank {entry.rank} sleeps: {', '.join(asleep)}")
             if entry.reply_delay.num_replies:
                 console.print(f"rank {entry.rank}: {_delays(entry.reply_delay)}")
 

@@ -127,6 +127,14 @@ GpuMemoryUtilization = Annotated[
 EnforceEager = Annotated[
     bool, typer.Option("--enforce-eager", envvar=_env("ENFORCE_EAGER"), help="No CUDA graphs.")
 ]
+EnableSleepMode = Annotated[
+    bool,
+    typer.Option(
+        "--enable-sleep-mode",
+        envvar=_env("ENABLE_SLEEP_MODE"),
+        help="Lay memory out so that a driver can put the group to sleep.",
+    ),
+]
 Seed = Annotated[
     int | None,
     typer.Option(envvar=_env("SEED"), min=0, help="Seeds dummy weights and requests without one."),
@@ -174,6 +182,7 @@ def build_run_options(
     num_gpu_blocks: NumGpuBlocks = None,
     gpu_memory_utilization: GpuMemoryUtilization = 0.9,
     enforce_eager: EnforceEager = False,
+    enable_sleep_mode: EnableSleepMode = False,
     seed: Seed = None,
     reload: Reload = False,
 ) -> RunOptions:
@@ -210,6 +219,7 @@ def build_run_options(
             load_format=_load_format(load_format),
             max_model_len=None if is_fitted else max_model_len,
             seed=seed or 0,
+            enable_sleep_mode=enable_sleep_mode,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens

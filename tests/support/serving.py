@@ -64,6 +64,7 @@ def worker_config(
     max_num_batched_tokens: int = 256,
     step_deadline_ms: int = STEP_DEADLINE_MS,
     block_size: int = 4,
+    enable_sleep_mode: bool = False,
 ) -> WorkerConfig:
     """The configuration of a small group."""
     return WorkerConfig(
@@ -76,6 +77,7 @@ def worker_config(
             load_format=load_format,
             max_model_len=max_model_len,
             seed=model_seed,
+            enable_sleep_mode=enable_sleep_mode,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,

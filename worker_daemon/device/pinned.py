@@ -1,5 +1,5 @@
-"""Page-locked host memory, and copies from it to a device beside the device's own work. Knows no
-file and no model. On the CPU both are plain memory and plain copies."""
+"""Page-locked host memory, and copies between it and a device beside the device's own work. Knows
+no file and no model. On the CPU both are plain memory and plain copies."""
 
 import contextlib
 import mmap
@@ -73,11 +73,12 @@ def _runtime() -> _Runtime:
 
 
 class Uploads(Protocol):
-    """Copies into a device's tensors, in the order of the calls."""
+    """Copies between host memory and a device's tensors, in the order of the calls."""
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy host memory [...] to target [...], converting; source must stay as it is until a
-        mark set after this call is passed."""
+        """Copy host memory [...] to a device's target [...], converting, or a device's source to
+        host memory of its dtype; source must stay as it is, and target is not there, until a mark
+        set after this call is passed."""
 
     def mark(self) -> Callable[[], None]:
         """Return a function that waits until every copy so far is done."""

@@ -1,9 +1,8 @@
 """The KV cache's memory: one allocation for all layers of this rank, carved into a tensor a
 layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,9 +15,10 @@ def allocate_kv_caches(
     config: KVCacheConfig,
     layers: Sequence[KVLayerSpec],
     dtype: torch.dtype,
-    device: torch.device,
+    make_zeros: Callable[[int, torch.dtype], Tensor],
 ) -> list[Tensor]:
-    """Return zeroed caches [num_blocks, 2, block_size, num_kv_heads, head_dim], one a layer.
+    """Return zeroed caches [num_blocks, 2, block_size, num_kv_heads, head_dim], one a layer, carved
+    out of make_zeros(number of elements, dtype).
 
     Zeros, because a kernel may read behind a sequence's end, and NaN times a weight of zero is NaN.
 
@@ -33,8 +33,8 @@ def allocate_kv_caches(
     ]
     sizes = [torch.Size(shape).numel() for shape in shapes]
     try:
-        arena = _zeros(sum(sizes), dtype, device)
-    except (torch.OutOfMemoryError, MemoryError) as error:
+        arena = make_zeros(sum(sizes), dtype)
+    except (torch.OutOfMemoryError, MemoryError, CapacityError) as error:
         raise CapacityError(
             f"the KV cache does not fit: {error}",
             field="kv_cache_config.size_bytes",
@@ -43,13 +43,6 @@ def allocate_kv_caches(
         ) from None
     pieces = torch.split(arena, sizes)
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-
-
-def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On the CPU, pages that the kernel zeroes when they are first touched."""
-    if device.type == "cpu":
-        return torch.from_numpy(np.zeros(numel * dtype.itemsize, np.uint8)).view(dtype)
-    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def _check_plan(config: KVCacheConfig, layers: Sequence[KVLayerSpec], dtype: torch.dtype) -> None:

@@ -39,6 +39,7 @@ class Parameter:
     zero.
 
     Built and loaded on the step thread; lives in weight memory as long as the stage that holds it.
+    Built on the meta device it has none, until `data` is replaced (worker_daemon/tagged_memory.py).
     """
 
     data: Tensor

@@ -151,7 +151,8 @@ class DecoderStage:
     ) -> None:
         """rotary is the table of `rotary_table`."""
         self._layers = layers
-        self._rotary = rotary
+        self.rotary = rotary
+        """The one tensor on the device that is no parameter; may be replaced by an equal one."""
         self._embedding = embedding
         self._head = head
         self._attention = attention
@@ -185,7 +186,7 @@ class DecoderStage:
         kv_caches holds one cache for each local layer; it may be empty under NullAttention. hidden
         is not changed.
         """
-        context = ForwardContext(positions, self._rotary, metadata, self._attention, self._ops)
+        context = ForwardContext(positions, self.rotary, metadata, self._attention, self._ops)
         caches = kv_caches or [hidden.new_empty(0)] * len(self._layers)
         part: Tensor | None = None
         for layer, kv_cache in zip(self._layers, caches, strict=True):

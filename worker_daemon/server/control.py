@@ -362,6 +362,7 @@ class Control:
             transitions=snapshot.transitions,
             failure=snapshot.failure,
             kv_cache_advice=snapshot.description.kv_cache_advice,
+            memory_tags=dict(snapshot.description.memory_tags),
         )
 
     def _heartbeat(self) -> lc.Heartbeat:

@@ -74,6 +74,9 @@ class WorkerLike(Protocol):
     def save_tensorized_model(self, message: lc.SaveTensorizedModel) -> StepReply: ...
     def compute_weight_checksums(self, message: lc.ComputeWeightChecksums) -> StepReply: ...
     def profile(self, message: lc.Profile) -> StepReply: ...
+    def sleep(self, message: lc.Sleep) -> StepReply: ...
+    def wake_up(self, message: lc.WakeUp) -> StepReply: ...
+    def discard(self, message: lc.Discard) -> StepReply: ...
 
     def start_trace(self) -> None:
         """Record the steps to come for an observer, whoever drives."""
@@ -150,6 +153,9 @@ def operation_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], Operati
         lc.SaveTensorizedModel: worker.save_tensorized_model,
         lc.ComputeWeightChecksums: worker.compute_weight_checksums,
         lc.Profile: worker.profile,
+        lc.Sleep: worker.sleep,
+        lc.WakeUp: worker.wake_up,
+        lc.Discard: worker.discard,
     }
 
 
@@ -162,6 +168,9 @@ _OWN_WORK_S: Final[Mapping[type[StepMessage], float]] = {
     lc.SaveTensorizedModel: 3600.0,
     lc.FinishShardedState: 600.0,
     lc.ComputeWeightChecksums: 1800.0,
+    lc.Sleep: 600.0,  # its first at level 1 may have to page-lock host memory
+    lc.WakeUp: 120.0,
+    lc.Discard: 120.0,
 }
 _BESIDE_MEETING_S: Final[Mapping[type[StepMessage], float]] = {
     lc.InitDevice: 120.0,
@@ -191,6 +200,9 @@ WAITS_FOR_PEERS: Final[frozenset[type[StepMessage]]] = frozenset(
         lc.DetermineAvailableMemory,
         lc.CompileOrWarmUpModel,
         lc.Profile,  # for the steps before it, on the device
+        lc.Sleep,
+        lc.WakeUp,
+        lc.Discard,
         step.ExecuteModel,
         step.SampleTokens,
         step.ExecuteDummyBatch,

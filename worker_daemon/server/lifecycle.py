@@ -14,8 +14,9 @@ from typing import Final
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
 from rpc_schema.codec import StepMessage
-from rpc_schema.lifecycle import LinkState, LoadState, ServingState
+from rpc_schema.lifecycle import LinkState, LoadState, ServingState, TagState
 from worker_daemon.errors import StateError
+from worker_daemon.memory_tags import ALL_AWAKE, MemoryTags
 
 LOAD_CHAIN: Final[tuple[LoadState, ...]] = (
     "CREATED",
@@ -45,9 +46,16 @@ class State:
     load: LoadState = "CREATED"
     link: LinkState = "none"
     serving: ServingState = "SERVING"
+    memory: MemoryTags = ALL_AWAKE
 
     def __str__(self) -> str:
-        return f"{self.load}/link {self.link}/{self.serving}"
+        asleep = f"/{self.memory}" if self.memory != ALL_AWAKE else ""
+        return f"{self.load}/link {self.link}/{self.serving}{asleep}"
+
+
+_ANY_TAG: Final[frozenset[TagState]] = frozenset(("awake", "asleep", "discarded", "lost"))
+_AWAKE: Final[frozenset[TagState]] = frozenset(("awake",))
+_THERE: Final[frozenset[TagState]] = frozenset(("awake", "lost"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +67,20 @@ class Rule:
     link: frozenset[LinkState]
     load_after: LoadState | None = None
     link_after: LinkState | None = None
+    weights: frozenset[TagState] = _ANY_TAG
+    kv_cache: frozenset[TagState] = _ANY_TAG
+    fills_weights: bool = False
+    """Its success has written every weight."""
 
     def allows(self, state: State) -> bool:
         """Whether the operation is legal in `state`. Every operation needs SERVING."""
-        return state.serving == "SERVING" and state.load in self.load and state.link in self.link
+        return (
+            state.serving == "SERVING"
+            and state.load in self.load
+            and state.link in self.link
+            and state.memory.weights in self.weights
+            and state.memory.kv_cache in self.kv_cache
+        )
 
 
 def _only(*states: LoadState) -> frozenset[LoadState]:
@@ -81,25 +99,31 @@ _MADE: Final[frozenset[LinkState]] = frozenset(("up", "broken"))
 RULES: Final[Mapping[type[StepMessage], Rule]] = MappingProxyType(
     {
         lc.InitDevice: Rule(_only("CREATED"), _DOWN, "DEVICE_READY", "up"),
-        lc.Relink: Rule(_from("DEVICE_READY"), _MADE, None, "up"),
+        # May capture graphs anew, which run on weights and KV cache.
+        lc.Relink: Rule(_from("DEVICE_READY"), _MADE, None, "up", weights=_THERE, kv_cache=_AWAKE),
         lc.Reset: Rule(_from("CREATED"), _ANY),
         lc.LoadModel: Rule(_only("DEVICE_READY"), _ANY, "MODEL_LOADED"),
         lc.GetKVCacheSpec: Rule(_from("MODEL_LOADED"), _ANY),
-        lc.DetermineAvailableMemory: Rule(_only("MODEL_LOADED"), _UP),
+        lc.DetermineAvailableMemory: Rule(_only("MODEL_LOADED"), _UP, weights=_AWAKE),
         lc.UpdateMaxModelLen: Rule(_only("MODEL_LOADED", "KV_READY"), _ANY),
-        lc.InitializeFromConfig: Rule(_only("MODEL_LOADED"), _ANY, "KV_READY"),
+        lc.InitializeFromConfig: Rule(_only("MODEL_LOADED"), _ANY, "KV_READY", kv_cache=_AWAKE),
         lc.InitializeCache: Rule(_only("KV_READY"), _ANY),
-        lc.CompileOrWarmUpModel: Rule(_only("KV_READY"), _UP, "READY"),
+        lc.CompileOrWarmUpModel: Rule(
+            _only("KV_READY"), _UP, "READY", weights=_AWAKE, kv_cache=_AWAKE
+        ),
         lc.GetSupportedTasks: Rule(_from("MODEL_LOADED"), _ANY),
         lc.GetModelMetadata: Rule(_from("MODEL_LOADED"), _ANY),
-        lc.SaveShardedState: Rule(_from("MODEL_LOADED"), _ANY),
+        lc.SaveShardedState: Rule(_from("MODEL_LOADED"), _ANY, weights=_AWAKE),
         lc.FinishShardedState: Rule(_from("MODEL_LOADED"), _ANY),
-        lc.SaveTensorizedModel: Rule(_from("MODEL_LOADED"), _ANY),
-        lc.ComputeWeightChecksums: Rule(_from("MODEL_LOADED"), _ANY),
+        lc.SaveTensorizedModel: Rule(_from("MODEL_LOADED"), _ANY, weights=_AWAKE),
+        lc.ComputeWeightChecksums: Rule(_from("MODEL_LOADED"), _ANY, weights=_AWAKE),
         lc.Profile: Rule(_from("DEVICE_READY"), _ANY),
-        step.ExecuteModel: Rule(_only("READY"), _UP),
-        step.SampleTokens: Rule(_only("READY"), _UP),
-        step.ExecuteDummyBatch: Rule(_only("READY"), _UP),
+        lc.Sleep: Rule(_from("MODEL_LOADED"), _ANY),
+        lc.WakeUp: Rule(_from("MODEL_LOADED"), _ANY),
+        lc.Discard: Rule(_from("MODEL_LOADED"), _ANY),
+        step.ExecuteModel: Rule(_only("READY"), _UP, weights=_AWAKE, kv_cache=_AWAKE),
+        step.SampleTokens: Rule(_only("READY"), _UP, weights=_AWAKE, kv_cache=_AWAKE),
+        step.ExecuteDummyBatch: Rule(_only("READY"), _UP, weights=_AWAKE, kv_cache=_AWAKE),
     }
 )
 """Every step message, once. Reset also needs a target that is not above the present state."""
@@ -121,11 +145,36 @@ def reset_targets(state: State) -> tuple[LoadState, ...]:
 def after(state: State, message: StepMessage) -> State:
     """Return the state that the success of `message` makes of `state`."""
     if isinstance(message, lc.Reset):
-        return replace(
-            state, load=message.to, link="none" if message.to == "CREATED" else state.link
-        )
+        return _after_reset(state, message)
     rule = RULES[type(message)]
-    return replace(state, load=rule.load_after or state.load, link=rule.link_after or state.link)
+    return replace(
+        state,
+        load=rule.load_after or state.load,
+        link=rule.link_after or state.link,
+        memory=_memory_after(state.memory, message, rule),
+    )
+
+
+def _after_reset(state: State, message: lc.Reset) -> State:
+    """Memory that goes with the model or the KV cache sleeps no more."""
+    memory = state.memory.after_dropping_kv_cache()
+    return replace(
+        state,
+        load=message.to,
+        link="none" if message.to == "CREATED" else state.link,
+        memory=memory if message.to == "MODEL_LOADED" else ALL_AWAKE,
+    )
+
+
+def _memory_after(memory: MemoryTags, message: StepMessage, rule: Rule) -> MemoryTags:
+    match message:
+        case lc.Sleep():
+            return memory.after_sleep(message.level)
+        case lc.WakeUp():
+            return memory.after_wake_up(message.tags)
+        case lc.Discard():
+            return memory.after_discard(message.tags)
+    return memory.after_filling() if rule.fills_weights else memory
 
 
 class Lifecycle:
@@ -182,5 +231,19 @@ class Lifecycle:
             names += f"; Reset to {', '.join(reset_targets(self.state))}"
         raise StateError(
             f"{wanted} is not legal in {self.state}; legal are: {names}; "
-            f"last transitions: {' | '.join(self._history) or 'none'}"
+            f"last transitions: {' | '.join(self._history) or 'none'}",
+            fix=_way_to_wake(self.state, message),
         )
+
+
+def _way_to_wake(state: State, message: StepMessage) -> str | None:
+    """What makes `message` legal, if it is sleep that forbids it."""
+    if not RULES[type(message)].allows(replace(state, memory=ALL_AWAKE)):
+        return None
+    steps = []
+    away = [tag for tag, held in state.memory.states.items() if held not in _THERE]
+    if away:
+        steps.append(f"wake_up({away})")
+    if state.memory.weights in ("discarded", "lost"):
+        steps.append("load the weights again: their content is gone")
+    return ", then ".join(steps) or None

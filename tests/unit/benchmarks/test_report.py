@@ -141,3 +141,14 @@ def test_device_time_adds_up_with_gaps_and_overlaps():
     assert table.kernels_per_step == 2
     assert table.share(GAPS) == pytest.approx(0.4, abs=1e-3)
     assert tabulate({"traceEvents": []}, 1).step_us == 0
+
+
+def test_sleep_figures_have_floor_and_target():
+    figures = [
+        {"name": "sleep 1", "value": 0.5, "unit": "s", "floor": 0.3},
+        {"name": "device memory asleep 2", "value": 3.0, "unit": "GB", "floor": None},
+        {"name": "pinned host to device", "value": 55.0, "unit": "GB/s", "floor": None},
+    ]
+    asleep, memory, link = bench.sleep_rows("llama-8b", figures)
+    assert (asleep.floor, asleep.fraction, asleep.target, asleep.met) == (0.3, 0.6, 1.0, True)
+    assert (memory.met, link.target) == (False, None)

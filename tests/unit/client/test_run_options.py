@@ -213,3 +213,11 @@ def test_a_layer_partition_is_a_list_of_counts(tmp_path):
         with pytest.raises(ClientConfigError) as caught:
             build_run_options(model=tmp_path, layer_partition=text)
         assert (caught.value.field, caught.value.value) == ("layer_partition", text)
+
+
+def test_sleep_mode_is_asked_for_by_name(directory):
+    asleep, awake = (
+        build_run_options(model=directory, enable_sleep_mode=wanted).config.model
+        for wanted in (True, False)
+    )
+    assert (asleep.enable_sleep_mode, awake.enable_sleep_mode) == (True, False)

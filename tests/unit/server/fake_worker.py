@@ -168,6 +168,18 @@ class FakeWorker:
             **ids(message, self.rank), model_memory_bytes=1, seconds=0.0, max_model_len=64
         )
 
+    def sleep(self, message: lc.Sleep) -> StepReply:
+        return self._tags(message)
+
+    def wake_up(self, message: lc.WakeUp) -> StepReply:
+        return self._tags(message)
+
+    def discard(self, message: lc.Discard) -> StepReply:
+        return self._tags(message)
+
+    def _tags(self, message: StepRequest) -> StepReply:
+        return lc.MemoryTagsReply(**ids(message, self.rank), memory_tags={}, seconds=0.0)
+
     def get_kv_cache_spec(self, message: lc.GetKVCacheSpec) -> StepReply:
         return lc.GetKVCacheSpecReply(**ids(message, self.rank), layers=())
 

@@ -11,6 +11,7 @@ from rpc_schema import step
 from rpc_schema.codec import StepMessage
 from tests.unit.server.driver import rendezvous
 from worker_daemon.errors import StateError
+from worker_daemon.memory_tags import MemoryTags
 from worker_daemon.server.lifecycle import (
     HISTORY,
     LINK_STATES,
@@ -44,6 +45,9 @@ EXPECTED = {
     lc.SaveTensorizedModel: ({MODEL, KV, READY}, ANY_LINK),
     lc.ComputeWeightChecksums: ({MODEL, KV, READY}, ANY_LINK),
     lc.Profile: ({DEVICE, MODEL, KV, READY}, ANY_LINK),
+    lc.Sleep: ({MODEL, KV, READY}, ANY_LINK),
+    lc.WakeUp: ({MODEL, KV, READY}, ANY_LINK),
+    lc.Discard: ({MODEL, KV, READY}, ANY_LINK),
     step.ExecuteModel: ({READY}, {"up"}),
     step.SampleTokens: ({READY}, {"up"}),
     step.ExecuteDummyBatch: ({READY}, {"up"}),
@@ -107,6 +111,95 @@ def test_legal_operations_of_every_state(state: State) -> None:
         if state.serving == "SERVING" and state.load in loads and state.link in links
     }
     assert legal(state) == expected
+
+
+NEEDS_WEIGHTS = {lc.DetermineAvailableMemory, lc.SaveShardedState, lc.ComputeWeightChecksums}
+NEEDS_KV_CACHE = {lc.Relink, lc.InitializeFromConfig}
+NEEDS_BOTH = {
+    lc.CompileOrWarmUpModel,
+    step.ExecuteModel,
+    step.SampleTokens,
+    step.ExecuteDummyBatch,
+}
+TAG_STATES = [MemoryTags(*states) for states in product(get_args(lc.TagState), repeat=2)]
+
+
+@pytest.mark.parametrize("memory", TAG_STATES, ids=repr)
+@pytest.mark.parametrize("load", [MODEL, KV, READY])
+def test_sleep_forbids_what_reads_the_memory_that_is_away(load, memory) -> None:
+    forbidden = set()
+    if memory.weights != "awake":
+        forbidden |= NEEDS_WEIGHTS | NEEDS_BOTH
+    if memory.kv_cache != "awake":
+        forbidden |= NEEDS_KV_CACHE | NEEDS_BOTH
+    if memory.weights in ("asleep", "discarded"):
+        forbidden.add(lc.Relink)
+    awake = State(load, "up")
+    assert legal(replace(awake, memory=memory)) == legal(awake) - forbidden
+
+
+@pytest.mark.parametrize(
+    ("moves", "weights", "kv_cache"),
+    [
+        ([lc.Sleep(**IDS, level=1)], "asleep", "asleep"),
+        ([lc.Sleep(**IDS, level=2)], "discarded", "asleep"),
+        ([lc.Sleep(**IDS, level=1), lc.Sleep(**IDS, level=2)], "discarded", "asleep"),
+        ([lc.Sleep(**IDS, level=2), lc.Sleep(**IDS, level=1)], "discarded", "asleep"),
+        ([lc.Sleep(**IDS, level=1), lc.WakeUp(**IDS)], "awake", "awake"),
+        ([lc.Sleep(**IDS, level=2), lc.WakeUp(**IDS)], "lost", "awake"),
+        ([lc.Sleep(**IDS), lc.WakeUp(**IDS, tags=("kv_cache",))], "asleep", "awake"),
+        ([lc.Sleep(**IDS), lc.WakeUp(**IDS, tags=("weights",))], "awake", "asleep"),
+        ([lc.Sleep(**IDS), lc.WakeUp(**IDS, tags=())], "asleep", "asleep"),
+        ([lc.Discard(**IDS, tags=("kv_cache",))], "awake", "discarded"),
+        ([lc.Discard(**IDS, tags=("kv_cache",)), lc.WakeUp(**IDS)], "awake", "awake"),
+        ([lc.Discard(**IDS, tags=("weights",)), lc.WakeUp(**IDS)], "lost", "awake"),
+        ([lc.Sleep(**IDS, level=2), lc.WakeUp(**IDS), lc.Sleep(**IDS)], "discarded", "asleep"),
+        ([lc.Sleep(**IDS, level=2), reset(MODEL)], "discarded", "awake"),
+        ([lc.Sleep(**IDS, level=2), reset(DEVICE)], "awake", "awake"),
+    ],
+)
+def test_what_sleep_makes_of_each_tag(moves, weights, kv_cache) -> None:
+    lifecycle = in_state(State(READY, "up"))
+    for move in moves:
+        lifecycle.check(move)
+        lifecycle.succeeded(move)
+    assert lifecycle.state.memory == MemoryTags(weights, kv_cache)
+    assert lifecycle.state.memory.states == {"weights": weights, "kv_cache": kv_cache}
+
+
+@pytest.mark.parametrize(
+    ("moves", "memory", "fix"),
+    [
+        (
+            [lc.Sleep(**IDS)],
+            "weights asleep/kv_cache asleep",
+            "fix: wake_up(['weights', 'kv_cache'])",
+        ),
+        (
+            [lc.Discard(**IDS, tags=("kv_cache",))],
+            "kv_cache discarded",
+            "fix: wake_up(['kv_cache'])",
+        ),
+        (
+            [lc.Discard(**IDS, tags=("weights",))],
+            "weights discarded",
+            "fix: wake_up(['weights']), then load the weights again",
+        ),
+        (
+            [lc.Sleep(**IDS, level=2), lc.WakeUp(**IDS)],
+            "weights lost",
+            "fix: load the weights again",
+        ),
+    ],
+)
+def test_refusal_names_the_way_to_wake(moves, memory, fix) -> None:
+    lifecycle = in_state(State(READY, "up"))
+    for move in moves:
+        lifecycle.succeeded(move)
+    with pytest.raises(StateError) as caught:
+        lifecycle.check(step.ExecuteModel(**IDS, total_num_scheduled_tokens=0))
+    assert fix in str(caught.value)
+    assert f"READY/link up/SERVING/{memory}" in str(caught.value)
 
 
 @pytest.mark.parametrize("load", LOAD_CHAIN)

@@ -1,0 +1,176 @@
+"""An arena: a range of addresses that stays, over memory that comes and goes in chunks. Tensors are
+carved out of it one behind the other and keep their addresses while the memory is away. Knows no
+tag and no model.
+
+Where the memory comes from is a `Pages`: the device's (cuda_pages.py) or the host's
+(host_pages.py). Used on the step thread only.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from worker_daemon.device.cuda_pages import CudaPages
+from worker_daemon.device.host_pages import HostPages
+
+ALIGNMENT_BYTES = 512
+"""Of every tensor, as torch's own allocator has it."""
+
+
+class Pages(Protocol):
+    """A reserved range of addresses, parts of which have memory. Offsets and sizes are multiples of
+    granularity."""
+
+    granularity: int
+    """Bytes."""
+    size_bytes: int
+    """Of the whole range."""
+
+    def map(self, offset: int, num_bytes: int) -> None:
+        """Give a part memory, of undefined content. Raises CapacityError where there is none; the
+        part then has none."""
+
+    def unmap(self, offset: int, num_bytes: int) -> None:
+        """Take back exactly what one map() gave, or several on end. Nothing may be at work on
+        it."""
+
+    def tensor(self) -> Tensor:
+        """Return the range as uint8 [size_bytes]. It keeps the addresses reserved for as long as
+        there are views of it; a part without memory must not be touched."""
+
+    def zero(self, memory: Tensor) -> None:
+        """Set a part that was just mapped to zero, in the order of the current stream's work."""
+
+    def close(self) -> None:
+        """Give all memory back, for good. Idempotent."""
+
+
+class Span:
+    """A chunk of an arena: [start, stop) in bytes."""
+
+    __slots__ = ("start", "stop")
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.start = start
+        self.stop = stop
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+
+class Arena:
+    """Owns the range, and what of it has memory: all or nothing, between operations."""
+
+    def __init__(self, pages: Pages, chunk_bytes: int) -> None:
+        """Map everything and zero it; chunk_bytes is rounded up to whole pages.
+
+        Raises:
+            CapacityError: it does not fit on the device; nothing stays allocated.
+        """
+        chunk = _round_up(chunk_bytes, pages.granularity)
+        self._pages = pages
+        self.spans = tuple(
+            Span(start, min(start + chunk, pages.size_bytes))
+            for start in range(0, pages.size_bytes, chunk)
+        )
+        self._mapped: list[Span] = []
+        """On end, in order: chunks are mapped from the first on, and go in that order or at
+        once."""
+        self._taken = 0
+        try:
+            self.map_all()
+            self._base = pages.tensor()
+            pages.zero(self._base)
+        except BaseException:
+            pages.close()
+            raise
+
+    @property
+    def is_mapped(self) -> bool:
+        return bool(self._mapped)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Device memory that it holds now."""
+        return sum(span.num_bytes for span in self._mapped)
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the next tensor, zero if nobody has written there; it is a view of the arena.
+
+        Raises:
+            ValueError: the arena was made for less.
+        """
+        start = _round_up(self._taken, ALIGNMENT_BYTES)
+        stop = start + math.prod(shape) * dtype.itemsize
+        if stop > self._pages.size_bytes:
+            raise ValueError(f"{stop} bytes of an arena of {self._pages.size_bytes}")
+        self._taken = stop
+        return self._base[start:stop].view(dtype).view(shape)
+
+    def bytes_of(self, span: Span) -> Tensor:
+        """Return a chunk as uint8 [span.num_bytes]."""
+        return self._base[span.start : span.stop]
+
+    def map_all(self) -> None:
+        """Map every chunk. Raises as map_chunks does."""
+        for _ in self.map_chunks():
+            pass
+
+    def map_chunks(self) -> Iterator[Span]:
+        """Map one chunk after the other and yield it, so that it can be filled while the next one
+        is mapped.
+
+        Raises:
+            CapacityError: memory has run out. The chunks before stay mapped, since copies into them
+            may be under way: settle those, then call unmap_all.
+        """
+        assert not self._mapped, "mapped already"
+        for span in self.spans:
+            self._pages.map(span.start, span.num_bytes)
+            self._mapped.append(span)
+            yield span
+
+    def unmap_first(self) -> None:
+        """Give the first chunk's memory back that is left; its content is gone."""
+        span = self._mapped.pop(0)
+        self._pages.unmap(span.start, span.num_bytes)
+
+    def unmap_all(self) -> None:
+        """Give back what is mapped, in one go. Idempotent."""
+        if self._mapped:
+            start, stop = self._mapped[0].start, self._mapped[-1].stop
+            self._pages.unmap(start, stop - start)
+            self._mapped.clear()
+
+    def zero(self, span: Span) -> None:
+        """Set a chunk that was just mapped to zero, in the order of the current stream's work."""
+        self._pages.zero(self.bytes_of(span))
+
+    def close(self) -> None:
+        """Give everything back, for good: its tensors must not be used any more. Idempotent."""
+        self._mapped.clear()
+        self._pages.close()
+
+
+def arena_bytes(sizes: Iterable[int]) -> int:
+    """Return the bytes that tensors of these sizes take in one arena, in any order."""
+    return sum(_round_up(size, ALIGNMENT_BYTES) for size in sizes)
+
+
+def open_arena(num_bytes: int, chunk_bytes: int, device: torch.device) -> Arena:
+    """Return an arena on a device, zeroed.
+
+    Raises:
+        CapacityError: it does not fit.
+        ConfigError: the device's driver cannot do this.
+    """
+    pages: Pages = CudaPages(num_bytes, device) if device.type == "cuda" else HostPages(num_bytes)
+    return Arena(pages, chunk_bytes)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,0 +1,97 @@
+"""The host's memory behind addresses that stay, for arenas on the CPU: an anonymous mapping whose
+pages are given back and had anew at the same place. Linux only. Knows no tensor's meaning.
+
+What has no memory is protected: touching it ends the process, as it does on a GPU.
+"""
+
+import ctypes
+import mmap
+import os
+from contextlib import suppress
+from ctypes import c_int, c_long, c_size_t, c_void_p
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker_daemon.errors import CapacityError
+
+_FIXED: Final = 0x10
+_NO_RESERVE: Final = 0x4000
+"""MAP_FIXED and MAP_NORESERVE of Linux; Python names them only on some builds."""
+_UNTOUCHABLE: Final = 0
+_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
+_RESERVED: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+_FAILED: Final = c_void_p(-1).value
+
+
+class HostPages:
+    """A `Pages` (arena.py) of anonymous memory."""
+
+    granularity = mmap.PAGESIZE
+
+    def __init__(self, num_bytes: int) -> None:
+        """Reserve addresses, rounded up to whole pages. Raises CapacityError."""
+        self.size_bytes = max(1, -(-num_bytes // self.granularity)) * self.granularity
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.mmap.restype = c_void_p
+        self._libc.mmap.argtypes = (c_void_p, c_size_t, c_int, c_int, c_int, c_long)
+        self._libc.mprotect.argtypes = (c_void_p, c_size_t, c_int)
+        self._libc.munmap.argtypes = (c_void_p, c_size_t)
+        self._address = 0
+        self._address = self._protect(None, self.size_bytes)
+
+    def map(self, offset: int, num_bytes: int) -> None:
+        """See Pages."""
+        if self._libc.mprotect(self._address + offset, num_bytes, _READ_WRITE):
+            raise _no_memory(num_bytes)
+
+    def unmap(self, offset: int, num_bytes: int) -> None:
+        """See Pages."""
+        self._protect(self._address + offset, num_bytes)
+
+    def tensor(self) -> Tensor:
+        """See Pages."""
+        return torch.from_numpy(np.asarray(_Memory(self, self._address, self.size_bytes)))
+
+    def zero(self, memory: Tensor) -> None:
+        """See Pages: anonymous memory that comes is zero already."""
+
+    def close(self) -> None:
+        """See Pages."""
+        self._protect(self._address, self.size_bytes)
+
+    def _protect(self, address: int | None, num_bytes: int) -> int:
+        """Map nothing there, or anywhere; what was there goes back to the system."""
+        flags = _RESERVED if address is None else _RESERVED | _FIXED
+        mapped: int | None = self._libc.mmap(address, num_bytes, _UNTOUCHABLE, flags, -1, 0)
+        if mapped is None or mapped == _FAILED:
+            raise _no_memory(num_bytes)
+        return mapped
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # at the interpreter's end nothing need work any more
+            if self._address:
+                self._libc.munmap(self._address, self.size_bytes)
+
+
+class _Memory:
+    """What numpy makes an array of. It keeps the reservation."""
+
+    def __init__(self, owner: HostPages, address: int, num_bytes: int) -> None:
+        self.owner = owner
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+        }
+
+
+def _no_memory(num_bytes: int) -> CapacityError:
+    why = os.strerror(ctypes.get_errno())
+    return CapacityError(
+        f"{num_bytes} bytes of host memory cannot be had ({why})",
+        fix="free memory, or ask for less",
+    )
