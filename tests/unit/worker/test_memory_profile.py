@@ -359,19 +359,21 @@ def test_logits_of_all_rows_are_in_the_profile(make_worker, copy_config):
 
 def test_a_host_has_the_number_and_loses_what_is_taken(make_worker, llama):
     driver = WorkerDriver(make_worker())
-    share = GIB / HostMemory().snapshot().free
+    share = 2 * GIB / HostMemory().snapshot().free
     driver.cache = config.CacheConfig(block_size=16, gpu_memory_utilization=share)
     driver.init_device()
     driver.load_model("llama")
-    driver.profile()  # what other tests have left behind is collected here
+    # The C library may give back what other tests have left behind: less than this.
+    held = np.ones(GIB // 2, np.uint8)
+    driver.profile()
     before = driver.profile().available_bytes
     assert 0 < before < HOST_KV_CACHE_LIMIT_BYTES
     ballast = np.ones(GIB // 2, np.uint8)
     after = driver.profile().available_bytes
-    # The C library keeps and gives back pages of its own accord.
     assert before - after == pytest.approx(ballast.nbytes, rel=0.3)
     del ballast
     assert driver.profile().available_bytes > after + GIB // 4
+    del held
 
     layers = driver.plan().size_bytes // driver.num_blocks
     driver.num_blocks = after // layers
