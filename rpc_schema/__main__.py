@@ -8,7 +8,16 @@ import typing
 
 import msgspec
 
-from rpc_schema import codec, config, errors, kv_cache, lifecycle, sampling, step
+from rpc_schema import (
+    codec,
+    config,
+    errors,
+    kv_cache,
+    lifecycle,
+    sampling,
+    step,
+    weight_transfer,
+)
 from rpc_schema.version import PROTOCOL_VERSION
 
 _DIRECTIONS = (
@@ -18,7 +27,7 @@ _DIRECTIONS = (
     ("Results socket, daemon to driver", codec.StepReplyMessage),
     ("Events socket, daemon to everybody", codec.EventMessage),
 )
-_MODULES = (config, sampling, kv_cache, step, lifecycle, errors)
+_MODULES = (config, sampling, kv_cache, step, lifecycle, weight_transfer, errors)
 
 
 def render() -> str:

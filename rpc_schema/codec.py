@@ -11,6 +11,7 @@ import msgspec
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
+from rpc_schema import weight_transfer as wt
 from rpc_schema.errors import BadFrameError, ControlErrorReply, ErrorReply, TooLargeError
 
 MAX_FRAMES = 6
@@ -40,6 +41,12 @@ StepMessage: TypeAlias = (
     | lc.FinishShardedState
     | lc.ComputeWeightChecksums
     | lc.Profile
+    | wt.InitWeightTransferEngine
+    | wt.StartWeightUpdate
+    | wt.UpdateWeights
+    | wt.FinishWeightUpdate
+    | wt.ReloadWeights
+    | wt.UpdateConfig
 )
 StepReplyMessage: TypeAlias = (
     ErrorReply
@@ -56,6 +63,10 @@ StepReplyMessage: TypeAlias = (
     | lc.SaveShardedStateReply
     | lc.ComputeWeightChecksumsReply
     | lc.ProfileReply
+    | wt.InitWeightTransferEngineReply
+    | wt.UpdateWeightsReply
+    | wt.FinishWeightUpdateReply
+    | wt.ReloadWeightsReply
 )
 ControlMessage: TypeAlias = (
     lc.Hello

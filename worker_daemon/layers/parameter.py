@@ -41,6 +41,8 @@ class Parameter:
     Built and loaded on the step thread; lives in weight memory as long as the stage that holds it.
     """
 
+    name: str
+    """Its own, which is a checkpoint tensor's where that alone fills it."""
     data: Tensor
     pieces: tuple[Piece, ...]
 
@@ -49,9 +51,11 @@ class Parameter:
         shape: tuple[int, ...],
         pieces: Iterable[Piece],
         *,
+        name: str,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.name = name
         self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.pieces = tuple(pieces)
 

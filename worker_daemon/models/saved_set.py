@@ -21,7 +21,14 @@ from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.models.config import DecoderConfig
 from worker_daemon.models.tensor_bytes import checksum
-from worker_daemon.models.weights import Item, LoadReport, OnProgress, load_items
+from worker_daemon.models.weights import (
+    Item,
+    LoadReport,
+    OnProgress,
+    WriteObserver,
+    check_items,
+    load_items,
+)
 
 INDEX_FILE = "index.json"
 CONFIG_FILES = ("config.json", "generation_config.json")
@@ -162,8 +169,11 @@ def load_saved(
     progress: OnProgress,
     *,
     verify: bool,
+    observer: WriteObserver | None = None,
 ) -> LoadReport:
     """Fill the parameters of this rank from its own files, which are read straight into place.
+
+    Checks all headers before the first byte is written; observer as in load_weights.
 
     verify: compare what is then in memory with the checksums that were taken at the save.
 
@@ -173,15 +183,23 @@ def load_saved(
     """
     path = saved.directory / rank_index_name(rank)
     tensors = _read_rank_index(path)
-    wanted: defaultdict[Path, list[Item]] = defaultdict(list)
-    for parameter, piece in _items(parameters):
-        tensor = _find(tensors, piece, path)
-        wanted[saved.directory / tensor.file].append((parameter, piece))
+    wanted = _by_file(parameters, tensors, path)
+    check_items(wanted)
     used = {piece.name for _, piece in _items(parameters)}
-    report = load_items(wanted, progress, tuple(sorted(tensors.keys() - used)))
+    report = load_items(wanted, progress, tuple(sorted(tensors.keys() - used)), observer)
     if verify:
         _verify(parameters, tensors, path)
     return report
+
+
+def _by_file(
+    parameters: Sequence[Parameter], tensors: Mapping[str, SavedTensor], path: Path
+) -> dict[Path, list[Item]]:
+    wanted: defaultdict[Path, list[Item]] = defaultdict(list)
+    for parameter, piece in _items(parameters):
+        tensor = _find(tensors, piece, path)
+        wanted[path.with_name(tensor.file)].append((parameter, piece))
+    return wanted
 
 
 def _items(parameters: Iterable[Parameter]) -> list[Item]:

@@ -26,6 +26,7 @@ from rpc_schema.codec import (
 from rpc_schema.errors import ControlErrorReply, WireError
 from rpc_schema.lifecycle import ServingState
 from rpc_schema.version import PROTOCOL_VERSION
+from rpc_schema.weight_transfer import WeightsStatus
 from worker_daemon.errors import (
     FencedError,
     IncompatibleError,
@@ -33,6 +34,7 @@ from worker_daemon.errors import (
     StateError,
     WorkerError,
 )
+from worker_daemon.models.weight_state import WeightReport
 from worker_daemon.server.dispatch import OpenRendezvousServer, RendezvousServerLike
 from worker_daemon.server.endpoints import Endpoint
 from worker_daemon.server.epochs import EpochFile
@@ -320,6 +322,7 @@ class Control:
             reply_delay=self._reply_delays.summary(),
             transitions=snapshot.transitions,
             failure=snapshot.failure,
+            weights=_weights_status(snapshot.description.weights()),
         )
 
     def _heartbeat(self) -> lc.Heartbeat:
@@ -387,3 +390,18 @@ def _threadsafe(
         loop.call_soon_threadsafe(settle, standing)
 
     return taken
+
+
+def _weights_status(report: WeightReport | None) -> WeightsStatus | None:
+    if report is None:
+        return None
+    return WeightsStatus(
+        state=report.state,
+        num_tensors=report.num_tensors,
+        num_updates=report.num_updates,
+        num_dirty=report.num_dirty,
+        dirty=report.dirty,
+        num_missing=report.num_missing,
+        missing=report.missing,
+        cause=report.cause,
+    )

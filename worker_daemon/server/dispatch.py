@@ -7,6 +7,7 @@ from typing import Final, Protocol, TypeAlias
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
+from rpc_schema import weight_transfer as wt
 from rpc_schema.base import StepReply
 from rpc_schema.codec import Frame, StepMessage, StepReplyMessage
 from worker_daemon.description import WorkerDescription
@@ -63,6 +64,12 @@ class WorkerLike(Protocol):
     def finish_sharded_state(self, message: lc.FinishShardedState) -> StepReply: ...
     def compute_weight_checksums(self, message: lc.ComputeWeightChecksums) -> StepReply: ...
     def profile(self, message: lc.Profile) -> StepReply: ...
+    def init_weight_transfer_engine(self, message: wt.InitWeightTransferEngine) -> StepReply: ...
+    def start_weight_update(self, message: wt.StartWeightUpdate) -> StepReply: ...
+    def update_weights(self, message: wt.UpdateWeights) -> StepReply: ...
+    def finish_weight_update(self, message: wt.FinishWeightUpdate) -> StepReply: ...
+    def reload_weights(self, message: wt.ReloadWeights) -> StepReply: ...
+    def update_config(self, message: wt.UpdateConfig) -> StepReply: ...
 
     def on_attach(self) -> bool:
         """Drop all requests; True if nothing was cut off and all sends were received."""
@@ -132,6 +139,12 @@ def operation_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], Operati
         lc.FinishShardedState: worker.finish_sharded_state,
         lc.ComputeWeightChecksums: worker.compute_weight_checksums,
         lc.Profile: worker.profile,
+        wt.InitWeightTransferEngine: worker.init_weight_transfer_engine,
+        wt.StartWeightUpdate: worker.start_weight_update,
+        wt.UpdateWeights: worker.update_weights,
+        wt.FinishWeightUpdate: worker.finish_weight_update,
+        wt.ReloadWeights: worker.reload_weights,
+        wt.UpdateConfig: worker.update_config,
     }
 
 
@@ -143,6 +156,10 @@ _OWN_WORK_S: Final[Mapping[type[StepMessage], float]] = {
     lc.SaveShardedState: 3600.0,
     lc.FinishShardedState: 600.0,
     lc.ComputeWeightChecksums: 1800.0,
+    wt.InitWeightTransferEngine: 600.0,  # their handlers set what the driver allows
+    wt.UpdateWeights: 600.0,
+    wt.FinishWeightUpdate: 600.0,
+    wt.ReloadWeights: 3600.0,
 }
 _BESIDE_MEETING_S: Final[Mapping[type[StepMessage], float]] = {
     lc.InitDevice: 120.0,
@@ -172,6 +189,8 @@ WAITS_FOR_PEERS: Final[frozenset[type[StepMessage]]] = frozenset(
         lc.DetermineAvailableMemory,
         lc.CompileOrWarmUpModel,
         lc.Profile,  # for the steps before it, on the device
+        wt.InitWeightTransferEngine,  # for a trainer, and so does the next; the link stays
+        wt.UpdateWeights,
         step.ExecuteModel,
         step.SampleTokens,
         step.ExecuteDummyBatch,

@@ -13,6 +13,7 @@ from typing import Final
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
+from rpc_schema import weight_transfer as wt
 from rpc_schema.codec import StepMessage
 from rpc_schema.lifecycle import LinkState, LoadState, ServingState
 from worker_daemon.errors import StateError
@@ -96,6 +97,12 @@ RULES: Final[Mapping[type[StepMessage], Rule]] = MappingProxyType(
         lc.FinishShardedState: Rule(_from("MODEL_LOADED"), _ANY),
         lc.ComputeWeightChecksums: Rule(_from("MODEL_LOADED"), _ANY),
         lc.Profile: Rule(_from("DEVICE_READY"), _ANY),
+        wt.InitWeightTransferEngine: Rule(_from("DEVICE_READY"), _ANY),
+        wt.StartWeightUpdate: Rule(_from("MODEL_LOADED"), _ANY),
+        wt.UpdateWeights: Rule(_from("MODEL_LOADED"), _ANY),
+        wt.FinishWeightUpdate: Rule(_from("MODEL_LOADED"), _ANY),
+        wt.ReloadWeights: Rule(_from("MODEL_LOADED"), _ANY),
+        wt.UpdateConfig: Rule(_from("MODEL_LOADED"), _ANY),
         step.ExecuteModel: Rule(_only("READY"), _UP),
         step.SampleTokens: Rule(_only("READY"), _UP),
         step.ExecuteDummyBatch: Rule(_only("READY"), _UP),
