@@ -20,7 +20,7 @@ def kernel_tensors(path: Path, tp: int) -> dict[str, torch.Tensor]:
     merged: dict[str, torch.Tensor] = {}
     for rank in range(tp):
         suffix = f"@tp{rank}" if tp > 1 else ""
-        for name, tensor in tensors.items():
+        for name in tensors:
             kernel, order = _kernel_name(name)
             if order:
                 continue

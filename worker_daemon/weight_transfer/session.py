@@ -227,12 +227,13 @@ class _Writer:
 
 def _meeting(engine: wt.BroadcastEngine, timeout_s: float, place: RankPlace) -> Meeting:
     rank = engine.rank_offset + place.parallel.rank
-    if rank >= engine.world_size:
+    needed = engine.rank_offset + place.parallel.world_size
+    if engine.world_size < needed:  # all ranks refuse, also those that would have a place
         raise ConfigError(
             "the communicator has no such rank",
             field="rank_offset",
             value=engine.rank_offset,
-            fix=f"a world_size of {rank + 1} at least",
+            fix=f"a world_size of {needed} at least",
         )
     if engine.backend == "nccl" and place.device.type != "cuda":
         raise ConfigError(
