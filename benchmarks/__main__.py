@@ -4,9 +4,9 @@ build/bench.json. Runs each in a process of its own; measures nothing itself.
 Sections: `wire` (codec, transport and control plane, on any machine), and with a CUDA device
 `ceilings`, `kernels`, `loading`, `weights` (new weights into a running daemon), `startup`, `step`
 (a step's time by kernel and by phase) and `e2e` (every workload on every model, on one device and,
-with two, as two pipeline stages and as two tensor ranks). `--only` chooses sections. A row's floor comes from the ceilings measured in the same
-run, or kept from the last run that measured them; the fraction says how much of what the floor
-allows was reached.
+with two, as two pipeline stages and as two tensor ranks). `--only` chooses sections. A row's floor
+comes from the ceilings measured in the same run, or kept from the last run that measured them; the
+fraction says how much of what the floor allows was reached.
 """
 
 import argparse

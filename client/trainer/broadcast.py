@@ -35,8 +35,10 @@ DTYPE_NAMES: dict[torch.dtype, wt.TensorDtype] = {
     torch.float16: "float16",
 }
 _NUM_BUFFERS = 2
-_FIRST_PAUSE_S = 20e-6
-_LONGEST_PAUSE_S = 2e-3
+_SHORT_WAIT_S = 0.05
+_SHORT_PAUSE_S = 50e-6
+_LONG_PAUSE_S = 2e-3
+"""Between looks at what is waited for: short ones at first, as the next transfer is close."""
 
 
 class TransferStopped(ClientError):
@@ -220,14 +222,13 @@ class BroadcastChannel:
 
     def _until(self, is_over: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self._timeout_s
-        pause = _FIRST_PAUSE_S
+        patience = time.monotonic() + _SHORT_WAIT_S
         while not is_over():
             if self._stopped.is_set():
                 raise TransferStopped(f"stopped while waiting for {what}")
             if time.monotonic() >= deadline:
                 raise TransferStopped(f"{what} did not come within {self._timeout_s:g} s")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            time.sleep(_SHORT_PAUSE_S if time.monotonic() < patience else _LONG_PAUSE_S)
 
 
 def _packed(tensors: Sequence[Tensor], transfer: Transfer, buffer: Tensor) -> Tensor:

@@ -28,8 +28,10 @@ from worker_daemon.errors import TransferError
 TransferBackend: TypeAlias = Literal["gloo", "nccl"]
 _T = TypeVar("_T")
 _MEMBERS = "member/{}"
-_FIRST_PAUSE_S = 20e-6
-_LONGEST_PAUSE_S = 2e-3
+_SHORT_WAIT_S = 0.05
+_SHORT_PAUSE_S = 50e-6
+_LONG_PAUSE_S = 2e-3
+"""Between looks at what is waited for: short ones at first, as the next transfer is close."""
 _ABORT_LIMIT_S = 2.0
 _MEETING_GRACE_S = 1.0
 """The store's own timeout says more than ours."""
@@ -209,9 +211,9 @@ class TransferGroup:
         return done[0]
 
     def _until(self, is_over: Callable[[], bool], grace_s: float = 0.0) -> None:
-        """Wait for something, in pauses that grow with the wait. Raises TransferError."""
+        """Wait for something. Raises TransferError."""
         deadline = time.monotonic() + self.meeting.timeout_s + grace_s
-        pause = _FIRST_PAUSE_S
+        patience = time.monotonic() + _SHORT_WAIT_S
         self._waiting = True
         try:
             while not is_over():
@@ -222,8 +224,7 @@ class TransferGroup:
                         f"nothing has come from the trainer for {self.meeting.timeout_s:g} s",
                         fix="see why the trainer stopped, then init_weight_transfer_engine anew",
                     )
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
+                time.sleep(_SHORT_PAUSE_S if time.monotonic() < patience else _LONG_PAUSE_S)
         finally:
             self._waiting = False
 
