@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from client.driver import Driver
 from client.errors import (
     IllegalStateError,
     RemoteCheckpointError,
@@ -22,9 +23,11 @@ from client.errors import (
     WeightsNotWhole,
     WeightTransferError,
 )
+from client.scheduler import Scheduler
 from client.trainer.sender import WeightSender
 from client.worker_client import TensorList
 from client.worker_group import WorkerGroup
+from examples import rl_loop
 from rpc_schema.weight_transfer import (
     BroadcastEngine,
     BroadcastSource,
@@ -32,9 +35,15 @@ from rpc_schema.weight_transfer import (
     DiskSource,
     IpcEngine,
 )
-from tests.support.checkpoints import decisive_prompts
+from tests.support.checkpoints import Checkpoint, decisive_prompts
 from tests.support.kernel_weights import kernel_tensors
-from tests.support.serving import assert_greedy, generate, greedy_request, worker_config
+from tests.support.serving import (
+    assert_greedy,
+    generate,
+    greedy_request,
+    scheduler_limits,
+    worker_config,
+)
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 OPTIONS = {"tie_word_embeddings": False, "num_hidden_layers": 2}
@@ -422,3 +431,17 @@ def eventually(read, wanted, seconds=10.0):
 
 def settled_states(group):
     return eventually(lambda: states(group), ["dirty"] * group.world_size, TIMEOUT_S)
+
+
+def test_toy_reinforcement_learning_keeps_workers_and_trainer_equal(serve, model_root):
+    """The example's own loop; at the end a greedy prompt tells whose weights the workers have."""
+    policy = rl_loop.make_policy(model_root / "policy")
+    before = Checkpoint(model_root / "policy", policy).greedy([5, 6, 7], 8)
+    with serve(model_root / "policy", 2, max_num_seqs=rl_loop.NUM_SAMPLES) as (group, loaded):
+        scheduler = Scheduler(scheduler_limits(group, loaded))
+        serving = rl_loop.Serving(group, Driver(group, scheduler), scheduler)
+        assert rl_loop.greedy(serving.driver, [5, 6, 7], 8) == before
+        rewards = rl_loop.train(serving, policy, 5)
+        after = Checkpoint(model_root / "policy", policy).greedy([5, 6, 7], 8)
+        assert rl_loop.greedy(serving.driver, [5, 6, 7], 8) == after != before
+    assert rewards[-1] > rewards[0]

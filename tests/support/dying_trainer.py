@@ -26,10 +26,12 @@ class DyingChannel(BroadcastChannel):
 
 def main(backend, num_workers, directory, lifetime, number):
     tensors = load_file(Path(directory) / "model.safetensors")
-    channel = DyingChannel(backend, int(num_workers), timeout_s=60)
+    device = "cuda:1" if backend == "nccl" else "cpu"
+    channel = DyingChannel(backend, int(num_workers), device=device, timeout_s=60)
     print(channel.engine.master_port, flush=True)
     channel.left = 1  # the byte of the meeting
     channel.open()
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     channel.left = int(lifetime)
     sys.stdin.readline()
     if channel.left >= 0:

@@ -112,7 +112,9 @@ class Places:
                 target = place.target[0].start + start - rows.start
                 into = (slice(target, target + stop - start), *place.target[1:])
                 of = (slice(start - first_row, stop - first_row), *place.source[1:])
-                place.parameter.data[into].copy_(values[of], non_blocking=True)
+                # Host memory is written again once this returns; a device's own copies are in order.
+                on_device = values.device.type == "cuda"
+                place.parameter.data[into].copy_(values[of], non_blocking=on_device)
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """Return the checkpoint names that an incoming tensor fills here; none where it is not this
