@@ -569,11 +569,12 @@ class Worker:
         self._graphs = NoGraphs()
         self._kv_caches = ()
         self._plan = None
-        self._transfer.abandon("the group was reset")
+        self._transfer.interrupt("the group was reset")
         if message.to == "MODEL_LOADED":
             self._model.stage.set_attention(NullAttention())
         else:
             self._model_or_none = None
+            self._transfer.close_engine()
         reply = Done(**self._identity(message))
         if message.to == "CREATED" and self._context_or_none is not None:
             self._context_or_none.link.leave()

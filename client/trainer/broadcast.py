@@ -84,6 +84,8 @@ class BroadcastChannel:
             ClientConfigError: NCCL without a GPU.
         """
         self._device = torch.device(device)
+        if self._device == torch.device("cuda"):
+            self._device = torch.device("cuda", torch.cuda.current_device())
         if backend == "nccl" and self._device.type != "cuda":
             raise ClientConfigError(
                 "NCCL sends from a GPU", field="device", value=str(device), fix="cuda:0, or gloo"

@@ -7,7 +7,7 @@ it beside them.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar
 
@@ -23,6 +23,8 @@ from rpc_schema import weight_transfer as wt
 
 SendBackend: TypeAlias = Literal["gloo", "nccl", "ipc"]
 PACKED_BYTES = 256 << 20
+REFUSAL_S = 2.0
+"""Between a worker's refusal here and the same at the communicator."""
 _T = TypeVar("_T")
 
 
@@ -168,7 +170,8 @@ class WeightSender:
             try:
                 result = call()
             except RemoteConfigError:
-                _await_refusal(sending.exception(), channel)
+                if not _was_refused(sending):
+                    self.close()
                 raise
             except BaseException:
                 channel.stop()
@@ -177,10 +180,12 @@ class WeightSender:
             return result
 
 
-def _await_refusal(error: BaseException | None, channel: BroadcastChannel) -> None:
-    """Workers that refuse tell the communicator too; whatever else ends it leaves it of no use."""
-    if not isinstance(error, TransferStopped):
-        channel.stop()
+def _was_refused(sending: "Future[None]") -> bool:
+    """Workers that refuse say so to the communicator too, which is whole then."""
+    try:
+        return isinstance(sending.exception(REFUSAL_S), TransferStopped)
+    except TimeoutError:
+        return False
 
 
 def _without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -87,7 +87,6 @@ class TransferGroup:
         self.meeting = meeting
         self._device = device
         self._aborted = threading.Event()
-        self._waiting = False
         self._store: Store | None = None
         self._group: _Group | None = None
 
@@ -144,14 +143,11 @@ class TransferGroup:
             self._until(arrival.is_complete)
             return arrival.take()
 
-    def abort(self) -> bool:
-        """End the wait of the step thread, if there is one, and tell whether there was. NCCL's
+    def abort(self) -> None:
+        """End the step thread's wait, or its next one: the group is of no use from here on. NCCL's
         kernels end at once; gloo's threads by the timeout."""
-        if not self._waiting:
-            return False
         self._aborted.set()
         self._abort_group()
-        return True
 
     def leave(self) -> threading.Thread | None:
         """Give the communicator up without asking anybody, dead or alive. Returns the thread that
@@ -214,19 +210,15 @@ class TransferGroup:
         """Wait for something. Raises TransferError."""
         deadline = time.monotonic() + self.meeting.timeout_s + grace_s
         patience = time.monotonic() + _SHORT_WAIT_S
-        self._waiting = True
-        try:
-            while not is_over():
-                if self._aborted.is_set():
-                    raise TransferError("the wait for the trainer was aborted")
-                if time.monotonic() >= deadline:
-                    raise TransferError(
-                        f"nothing has come from the trainer for {self.meeting.timeout_s:g} s",
-                        fix="see why the trainer stopped, then init_weight_transfer_engine anew",
-                    )
-                time.sleep(_SHORT_PAUSE_S if time.monotonic() < patience else _LONG_PAUSE_S)
-        finally:
-            self._waiting = False
+        while not is_over():
+            if self._aborted.is_set():
+                raise TransferError("the wait for the trainer was aborted")
+            if time.monotonic() >= deadline:
+                raise TransferError(
+                    f"nothing has come from the trainer for {self.meeting.timeout_s:g} s",
+                    fix="see why the trainer stopped, then init_weight_transfer_engine anew",
+                )
+            time.sleep(_SHORT_PAUSE_S if time.monotonic() < patience else _LONG_PAUSE_S)
 
     @contextmanager
     def _transferring(self, what: str) -> Iterator[None]:

@@ -112,7 +112,7 @@ class Places:
                 target = place.target[0].start + start - rows.start
                 into = (slice(target, target + stop - start), *place.target[1:])
                 of = (slice(start - first_row, stop - first_row), *place.source[1:])
-                # Host memory is written again once this returns; a device's own copies are in order.
+                # What is in host memory may change once this returns; a device keeps the order.
                 on_device = values.device.type == "cuda"
                 place.parameter.data[into].copy_(values[of], non_blocking=on_device)
 

@@ -96,12 +96,6 @@ class WeightState:
         self._is_complete = True
         self._move("discarded", cause)
 
-    def restore(self) -> None:
-        """The memory holds again what it held when it was whole, as after a copy."""
-        self._dirty.clear()
-        self._missing.clear()
-        self._move("whole")
-
     def require_whole(self, what: str) -> None:
         """Raises StateError unless the weights are whole; `what` needs them."""
         if not self.is_whole:

@@ -157,6 +157,7 @@ _OWN_WORK_S: Final[Mapping[type[StepMessage], float]] = {
     lc.FinishShardedState: 600.0,
     lc.ComputeWeightChecksums: 1800.0,
     wt.InitWeightTransferEngine: 600.0,  # their handlers set what the driver allows
+    wt.StartWeightUpdate: 120.0,
     wt.UpdateWeights: 600.0,
     wt.FinishWeightUpdate: 600.0,
     wt.ReloadWeights: 3600.0,

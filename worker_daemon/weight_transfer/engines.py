@@ -79,8 +79,9 @@ class TransferEngine(Protocol):
             CapacityError: there is no memory for the buffers.
         """
 
-    def abort(self) -> bool:
-        """End the step thread's wait, if it waits; tell whether it did. From any thread."""
+    def abort(self) -> None:
+        """End the operation that the step thread is in, if it waits for a trainer. From any
+        thread."""
 
     def close(self) -> "threading.Thread | None":
         """Give up what it holds; return the thread that does so, if it takes time."""
@@ -103,8 +104,8 @@ class NoEngine:
     def receive(self, manifest: Manifest, source: wt.Source, place: Place) -> int:
         raise _wrong_engine("none", source)
 
-    def abort(self) -> bool:
-        return False
+    def abort(self) -> None:
+        return None
 
     def close(self) -> None:
         return None
@@ -176,8 +177,8 @@ class BroadcastReceiver:
         place(_empty_rows(manifest))
         return sum(part.num_bytes for transfer in transfers for part in transfer.parts)
 
-    def abort(self) -> bool:
-        return self._group.abort()
+    def abort(self) -> None:
+        self._group.abort()
 
     def close(self) -> threading.Thread | None:
         return self._group.leave()
@@ -260,8 +261,8 @@ class IpcReader:
         self._memory.close()
         return num_bytes
 
-    def abort(self) -> bool:
-        return False
+    def abort(self) -> None:
+        return None
 
     def close(self) -> None:
         self._memory.close()
@@ -311,8 +312,8 @@ class DiskReader:
         _synchronize(self._device)
         return num_bytes
 
-    def abort(self) -> bool:
-        return False
+    def abort(self) -> None:
+        return None
 
     def close(self) -> None:
         return None

@@ -6,7 +6,8 @@ Used on the step thread, abort() apart.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -63,6 +64,8 @@ class WeightTransfer:
         self._timeout_s = 60.0
         self._former: Manifest | None = None
         self._update: _Update | None = None
+        self._may_wait = False
+        """Whether the step thread is where it may wait for a trainer."""
 
     def init_engine(
         self, engine: wt.Engine, timeout_s: float, place: RankPlace, roots: Roots
@@ -80,7 +83,8 @@ class WeightTransfer:
             self._engine = receiver  # for abort() to see while it opens
             self._set_phase("MEETING TRAINER", timeout_s + _SLACK_S)
             try:
-                receiver.open()
+                with self._waiting():
+                    receiver.open()
             except BaseException:
                 self._engine = NoEngine()
                 raise
@@ -129,8 +133,9 @@ class WeightTransfer:
         self._former = manifest
         writer = _Writer(update, len(manifest.names), self._timeout_s, self._set_phase)
         try:
-            engine.accept(message.source)
-            size_bytes = engine.receive(manifest, message.source, writer.place)
+            with self._waiting():
+                engine.accept(message.source)
+                size_bytes = engine.receive(manifest, message.source, writer.place)
         except BaseException as error:
             self._fail(f"{type(error).__name__} in update_weights: {error}")
             raise
@@ -159,15 +164,30 @@ class WeightTransfer:
     def abandon(self, cause: str) -> None:
         """Give up what a driver has left: its update, which leaves the weights dirty, and its
         trainer."""
+        self.interrupt(cause)
+        self.close_engine()
+
+    def interrupt(self, cause: str) -> None:
+        """Give up an open update."""
         if self._update is not None:
             self._update.state.interrupt(cause)
             self._update = None
-        self.close_engine()
 
     def abort(self) -> bool:
-        """End the step thread's wait for a trainer, if it waits; tell whether it did. From any
-        thread."""
-        return self._engine.abort()
+        """End an operation that may wait for a trainer, if one runs; tell whether one does. From
+        any thread."""
+        if not self._may_wait:
+            return False
+        self._engine.abort()
+        return True
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._may_wait = True
+        try:
+            yield
+        finally:
+            self._may_wait = False
 
     def close_engine(self) -> None:
         """Leave the trainer, in the background where that takes time."""
@@ -184,10 +204,7 @@ class WeightTransfer:
 
     def _fail(self, cause: str) -> None:
         _LOG.error("the weights are dirty: %s", cause)
-        if self._update is not None:
-            self._update.state.interrupt(cause)
-            self._update = None
-        self.close_engine()
+        self.abandon(cause)
 
 
 class _Writer:
