@@ -474,6 +474,8 @@ class Worker:
         Raises: see WeightTransfer.finish.
         """
         number = self._transfer.finish()
+        if self._context.device.type == "cuda":
+            torch.cuda.empty_cache()  # of the buffers: others may need that memory
         return wt.FinishWeightUpdateReply(**self._identity(message), num_updates=number)
 
     def reload_weights(self, message: wt.ReloadWeights) -> wt.ReloadWeightsReply:

@@ -35,6 +35,7 @@ DTYPE_NAMES: dict[torch.dtype, wt.TensorDtype] = {
     torch.float16: "float16",
 }
 _NUM_BUFFERS = 2
+_WATCHDOG_GRACE = timedelta(minutes=10)
 _SHORT_WAIT_S = 0.05
 _SHORT_PAUSE_S = 50e-6
 _LONG_PAUSE_S = 2e-3
@@ -104,6 +105,7 @@ class BroadcastChannel:
                 self._port,
                 is_master=True,
                 wait_for_workers=False,
+                timeout=timedelta(seconds=timeout_s),
                 master_listen_fd=listener.detach(),
             )
 
@@ -183,7 +185,8 @@ class BroadcastChannel:
         if self._backend == "nccl":
             torch.cuda.set_device(self._device)
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
+            # Ours ends a wait first: NCCL's own would end the process.
+            options._timeout = timeout + _WATCHDOG_GRACE
             return cast(_Group, dist.ProcessGroupNCCL(store, 0, self._size, options))
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # it has
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]

@@ -114,10 +114,13 @@ def served(pair, old, old_requests):
     assert_greedy(generate(group, loaded, old_requests), old, old_requests)
 
 
-@pytest.mark.parametrize(("pp", "tp", "packed_bytes"), [(2, 1, 0), (1, 2, 50_000)])
-def test_update_over_gloo_equals_a_fresh_load(
-    serve, old, new, old_requests, new_requests, pp, tp, packed_bytes
-):
+@pytest.mark.parametrize(
+    ("pp", "tp", "packed_bytes", "tied"), [(2, 1, 0, True), (1, 2, 50_000, False)]
+)
+def test_update_over_gloo_equals_a_fresh_load(serve, checkpoint, pp, tp, packed_bytes, tied):
+    options = OPTIONS | {"tie_word_embeddings": tied}
+    old, new = (checkpoint(ARCHITECTURE, seed=seed, **options) for seed in (81, 82))
+    old_requests, new_requests = requests_for(old), requests_for(new)
     with serve(new.path, pp, tp) as (group, _):
         expected = checksums(group)
     with serve(old.path, pp, tp) as (group, loaded):
@@ -441,7 +444,7 @@ def test_toy_reinforcement_learning_keeps_workers_and_trainer_equal(serve, model
         scheduler = Scheduler(scheduler_limits(group, loaded))
         serving = rl_loop.Serving(group, Driver(group, scheduler), scheduler)
         assert rl_loop.greedy(serving.driver, [5, 6, 7], 8) == before
-        rewards = rl_loop.train(serving, policy, 5)
+        rewards = rl_loop.train(serving, policy, 4)
         after = Checkpoint(model_root / "policy", policy).greedy([5, 6, 7], 8)
         assert rl_loop.greedy(serving.driver, [5, 6, 7], 8) == after != before
     assert rewards[-1] > rewards[0]

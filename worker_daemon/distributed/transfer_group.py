@@ -33,6 +33,7 @@ _SHORT_PAUSE_S = 50e-6
 _LONG_PAUSE_S = 2e-3
 """Between looks at what is waited for: short ones at first, as the next transfer is close."""
 _ABORT_LIMIT_S = 2.0
+_WATCHDOG_GRACE = timedelta(minutes=10)
 _MEETING_GRACE_S = 1.0
 """The store's own timeout says more than ours."""
 
@@ -245,7 +246,7 @@ def _gloo_group(store: Store, meeting: Meeting) -> _Group:
 
 def _nccl_group(store: Store, meeting: Meeting) -> _Group:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=meeting.timeout_s)
+    options._timeout = timedelta(seconds=meeting.timeout_s) + _WATCHDOG_GRACE  # ours comes first
     return _as_group(dist.ProcessGroupNCCL(store, meeting.rank, meeting.size, options))
 
 

@@ -45,6 +45,13 @@ class Rows(NamedTuple):
     """The tensor is complete with these."""
 
 
+class _Reserved(NamedTuple):
+    """For one round of broadcasts."""
+
+    transfers: list[Transfer]
+    buffers: list[Tensor]
+
+
 Place = Callable[[Sequence[Rows]], None]
 """Takes what has come; does not keep it."""
 
@@ -65,6 +72,9 @@ class TransferEngine(Protocol):
             CheckpointError: its files are missing, truncated or no safetensors files.
         """
 
+    def reserve(self, manifest: Manifest, source: wt.Source) -> None:
+        """Take what memory receive() will need. Raises CapacityError where there is none."""
+
     def accept(self, source: wt.Source) -> None:
         """Tell the trainer that its tensors are awaited. Raises TransferError."""
 
@@ -72,11 +82,11 @@ class TransferEngine(Protocol):
         """Tell the trainer that they are not; never fails."""
 
     def receive(self, manifest: Manifest, source: wt.Source, place: Place) -> int:
-        """Take all tensors, in order; return how many bytes came. On return the device has them.
+        """Take all tensors, in order, after reserve() and accept(); return how many bytes came. On
+        return the device has them.
 
         Raises:
             TransferError: the trainer is lost, or what it names cannot be reached.
-            CapacityError: there is no memory for the buffers.
         """
 
     def abort(self) -> None:
@@ -94,6 +104,9 @@ class NoEngine:
 
     def describe(self, message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
         raise _wrong_engine("none", message.source)
+
+    def reserve(self, manifest: Manifest, source: wt.Source) -> None:
+        return None
 
     def accept(self, source: wt.Source) -> None:
         raise _wrong_engine("none", source)
@@ -119,6 +132,7 @@ class BroadcastReceiver:
         memory, also where the weights are on a GPU."""
         self._buffer_device = device if meeting.backend == "nccl" else torch.device("cpu")
         self._group = TransferGroup(meeting, self._buffer_device)
+        self._reserved = _Reserved([], [])
         self._device = device
 
     @property
@@ -141,6 +155,14 @@ class BroadcastReceiver:
             )
         return _named(message, former)
 
+    def reserve(self, manifest: Manifest, source: wt.Source) -> None:
+        assert isinstance(source, wt.BroadcastSource), "described before"
+        dtypes = [_NAMES[dtype] for dtype in manifest.dtypes]
+        transfers = plan_transfers(manifest.shapes, dtypes, source.packed_bytes)
+        longest = max((transfer.num_bytes for transfer in transfers), default=0)
+        buffers = self._allocate(min(NUM_BUFFERS, len(transfers)), longest)
+        self._reserved = _Reserved(transfers, buffers)
+
     def accept(self, source: wt.Source) -> None:
         assert isinstance(source, wt.BroadcastSource), "described before"
         self._answer(source, "ready")
@@ -153,11 +175,7 @@ class BroadcastReceiver:
                 return  # nobody to tell
 
     def receive(self, manifest: Manifest, source: wt.Source, place: Place) -> int:
-        assert isinstance(source, wt.BroadcastSource), "described before"
-        dtypes = [_NAMES[dtype] for dtype in manifest.dtypes]
-        transfers = plan_transfers(manifest.shapes, dtypes, source.packed_bytes)
-        longest = max((transfer.num_bytes for transfer in transfers), default=0)
-        buffers = self._buffers(min(NUM_BUFFERS, len(transfers)), longest)
+        (transfers, buffers), self._reserved = self._reserved, _Reserved([], [])
         under_way: deque[tuple[Arrival, Transfer]] = deque()
 
         def take_oldest() -> None:
@@ -186,7 +204,7 @@ class BroadcastReceiver:
     def _answer(self, source: wt.BroadcastSource, word: str) -> None:
         self._group.tell(f"round/{source.round}/{self.transfer_rank}", word)
 
-    def _buffers(self, count: int, num_bytes: int) -> list[Tensor]:
+    def _allocate(self, count: int, num_bytes: int) -> list[Tensor]:
         try:
             return [
                 torch.empty(num_bytes, dtype=torch.uint8, device=self._buffer_device)
@@ -238,6 +256,9 @@ class IpcReader:
                 fix=f"below {len(source.handles)}",
             )
         return manifest
+
+    def reserve(self, manifest: Manifest, source: wt.Source) -> None:
+        return None
 
     def accept(self, source: wt.Source) -> None:
         return None
@@ -294,6 +315,9 @@ class DiskReader:
             tuple(header.dtype for header in headers.values()),
             tuple(header.shape for header in headers.values()),
         )
+
+    def reserve(self, manifest: Manifest, source: wt.Source) -> None:
+        return None
 
     def accept(self, source: wt.Source) -> None:
         return None

@@ -119,14 +119,16 @@ class WeightTransfer:
             StateError: no update is open.
             ConfigError: the tensors are not the model's, or the engine is another one.
             CheckpointError: files are missing, truncated or not the model's.
-            TransferError, CapacityError: the bytes did not come. The update has failed: the weights
-                are dirty, and a communicator is given up.
+            CapacityError: there is no memory for the buffers.
+            TransferError: the bytes did not come. The update has failed: the weights are dirty, and
+                a communicator is given up.
         """
         began = time.monotonic()
         update, engine = self._open_update(), self._engine
         try:
             manifest = engine.describe(message, self._former)
             update.places.check(manifest)
+            engine.reserve(manifest, message.source)
         except Exception:
             engine.refuse(message.source)
             raise
