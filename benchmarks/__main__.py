@@ -2,11 +2,11 @@
 build/bench.json. Runs each in a process of its own; measures nothing itself.
 
 Sections: `wire` (codec, transport and control plane, on any machine), and with a CUDA device
-`ceilings`, `kernels`, `loading`, `startup`, `sleep`, `step` (a step's time by kernel and by phase)
-and `e2e` (every workload on every model, on one device and, with two, as two pipeline stages and as
-two tensor ranks). `--only` chooses sections. A row's floor comes from the ceilings measured in the
-same run, or kept from the last run that measured them; the fraction says how much of what the floor
-allows was reached.
+`ceilings`, `kernels`, `loading`, `weights` (new weights into a running daemon), `startup`, `sleep`,
+`step` (a step's time by kernel and by phase) and `e2e` (every workload on every model, on one
+device and, with two, as two pipeline stages and as two tensor ranks). `--only` chooses sections. A
+row's floor comes from the ceilings measured in the same run, or kept from the last run that
+measured them; the fraction says how much of what the floor allows was reached.
 """
 
 import argparse
@@ -134,6 +134,15 @@ def kernel_rows(timings: list[dict[str, Any]]) -> list[Row]:
     ]
 
 
+def weight_rows(figures: list[dict[str, Any]]) -> list[Row]:
+    """Rates beside what the link allows, of which an update is to reach its share."""
+    rows = []
+    for row in figure_rows("weights", figures):
+        bound = None if row.floor is None else targets.WEIGHT_UPDATE_SHARE * row.floor
+        rows.append(with_target(row, None if bound is None else Target(bound)))
+    return rows
+
+
 def startup_rows(starts: list[dict[str, Any]]) -> list[Row]:
     """Each phase, and the whole against its target."""
     rows = []
@@ -235,6 +244,12 @@ def run_sleep(parts: Parts, options: argparse.Namespace) -> None:
     parts.run("sleep", command, partial(sleep_rows, LARGE_MODEL))
 
 
+def run_weights(parts: Parts, options: argparse.Namespace) -> None:
+    """New weights into a running daemon: from its own GPU, from another one, from disk."""
+    command = ["benchmarks.weight_update", "--model", str(MODELS / LARGE_MODEL), "--out", "{}"]
+    parts.run("weights", command, weight_rows)
+
+
 def run_startups(parts: Parts, options: argparse.Namespace) -> None:
     """Process start to first token."""
     for pp, tp in shapes(options):
@@ -268,6 +283,7 @@ DEVICE_SECTIONS: dict[str, Section] = {
     "ceilings": run_ceilings,
     "kernels": run_kernels,
     "loading": run_loading,
+    "weights": run_weights,
     "startup": run_startups,
     "sleep": run_sleep,
     "step": run_steps,

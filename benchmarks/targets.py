@@ -34,6 +34,9 @@ STARTUP = {
 }
 """Process start to first token; cold: with no kernel compiled yet."""
 
+WEIGHT_UPDATE_SHARE = 0.6
+"""Of the measured link, that a weight update is to reach."""
+
 WORKLOADS = {
     ("llama-8b", "1x1", "decode_bs1"): Target(262),
     ("llama-8b", "1x1", "decode_bs64"): Target(12_500),

@@ -14,6 +14,7 @@ ClientError
  +- LaunchError               a local daemon did not become ready
  +- TraceError                a trace cannot be read, or is no trace
  +- SchedulerStalled          a scheduler has requests, but nothing to send, and nothing is to come
+ +- WeightsNotWhole           a weight update is open or has failed: no step can be sent
  +- StepFailed                a step failed on a rank; carries the traceback and what was lost
  `- RemoteError               a daemon refused or failed a request: one class for each ErrorCode
      +- RemoteProtocolError       PROTOCOL
@@ -31,6 +32,7 @@ ClientError
      +- RemoteCapacityError       CAPACITY
      +- CommError                 COMM
      |   `- UpstreamFailedError       UPSTREAM_FAILED
+     +- WeightTransferError       TRANSFER
      +- PrecededByError           PRECEDED_BY
      +- RemoteDeviceError         DEVICE
      `- RemoteInternalError       INTERNAL
@@ -124,6 +126,11 @@ class WorkerDied(ClientError):
         self.rank = rank
         self.endpoint = endpoint
         self.detail = detail
+
+
+class WeightsNotWhole(ClientError):
+    """A weight update is open or has failed on some rank: finish a complete update, or call
+    reload_weights()."""
 
 
 class LaunchError(ClientError):
@@ -236,6 +243,11 @@ class UpstreamFailedError(CommError):
     """An earlier pipeline stage failed in this step."""
 
 
+class WeightTransferError(RemoteError):
+    """A trainer did not come, died, or its memory cannot be reached; the daemon serves on as its
+    state says."""
+
+
 class PrecededByError(RemoteError):
     """A step before this one failed."""
 
@@ -266,6 +278,7 @@ REMOTE_ERRORS: Mapping[ErrorCode, type[RemoteError]] = MappingProxyType(
         ErrorCode.COMM: CommError,
         ErrorCode.UPSTREAM_FAILED: UpstreamFailedError,
         ErrorCode.PRECEDED_BY: PrecededByError,
+        ErrorCode.TRANSFER: WeightTransferError,
         ErrorCode.DEVICE: RemoteDeviceError,
         ErrorCode.INTERNAL: RemoteInternalError,
     }

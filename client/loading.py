@@ -136,6 +136,9 @@ def _resume(group: "WorkerGroup", statuses: Sequence[Status], clock: _Stopwatch)
     if group.needs_relink:
         with clock.phase("relink"):
             group.relink()
+    if any(s.weights is not None and s.weights.state in ("updating", "dirty") for s in statuses):
+        with clock.phase("reload_weights"):  # of an update that another driver has left
+            group.reload_weights()
     metadata = group.get_model_metadata()[group.output_rank]
     plan = statuses[0].kv_cache
     if plan is None:

@@ -291,6 +291,12 @@ class Scheduler:
                 self._to_remember.append(request)
         return done
 
+    def forget_prefixes(self) -> None:
+        """Drop the prefix cache: the weights have changed, and what is cached is of the old ones.
+        To be called when no step is in flight."""
+        self._to_remember.clear()
+        self._pool.forget_all()
+
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
         """Take back steps that failed: lost requests wait again, in the order they came."""
         for _ in outputs:

@@ -3,7 +3,7 @@ nothing of groups; the replies to step requests come by the group's results sock
 only send.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from client.errors import IncompatibleError
@@ -17,6 +17,7 @@ from client.transport import (
 )
 from rpc_schema import lifecycle as lc
 from rpc_schema import trace as tr
+from rpc_schema import weight_transfer as wt
 from rpc_schema.codec import Frame, StepMessage, encode_step
 from rpc_schema.config import (
     CacheConfig,
@@ -40,6 +41,15 @@ class StepIds(NamedTuple):
     epoch: int
     link: int
     seq: int
+
+
+class TensorList(NamedTuple):
+    """What an update brings, in order; all of equal length, or all empty for what the round before
+    brought."""
+
+    names: tuple[str, ...] = ()
+    dtypes: tuple[wt.TensorDtype, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
 
 
 class WorkerClient:
@@ -326,6 +336,32 @@ class WorkerClient:
     def compute_weight_checksums(self, ids: StepIds) -> None:
         """Hash its weights; answered with ComputeWeightChecksumsReply."""
         self._send(lc.ComputeWeightChecksums(**ids._asdict()))
+
+    def init_weight_transfer_engine(self, ids: StepIds, engine: wt.Engine, timeout_ms: int) -> None:
+        """Choose where updates come from; answered with InitWeightTransferEngineReply."""
+        self._send(
+            wt.InitWeightTransferEngine(**ids._asdict(), engine=engine, timeout_ms=timeout_ms)
+        )
+
+    def start_weight_update(self, ids: StepIds, format: wt.WeightFormat, *, partial: bool) -> None:
+        """Open an update; answered with Done."""
+        self._send(wt.StartWeightUpdate(**ids._asdict(), format=format, partial=partial))
+
+    def update_weights(self, ids: StepIds, tensors: TensorList, source: wt.Source) -> None:
+        """Take tensors; answered with UpdateWeightsReply."""
+        self._send(wt.UpdateWeights(**ids._asdict(), **tensors._asdict(), source=source))
+
+    def finish_weight_update(self, ids: StepIds) -> None:
+        """Close the update; answered with FinishWeightUpdateReply."""
+        self._send(wt.FinishWeightUpdate(**ids._asdict()))
+
+    def reload_weights(self, ids: StepIds, model: str) -> None:
+        """Read its weights again; answered with ReloadWeightsReply."""
+        self._send(wt.ReloadWeights(**ids._asdict(), model=model))
+
+    def update_config(self, ids: StepIds, overrides: Mapping[str, str | int | bool]) -> None:
+        """Change what the next reload reads; answered with Done."""
+        self._send(wt.UpdateConfig(**ids._asdict(), overrides=dict(overrides)))
 
     def profile(
         self,

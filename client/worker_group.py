@@ -18,6 +18,7 @@ from client.errors import (
     DeadlineExceeded,
     RemoteError,
     TooManyStepsInFlight,
+    WeightsNotWhole,
     WorkerDied,
 )
 from client.group_channel import OPERATION_TIMEOUT_S, GroupChannel
@@ -27,8 +28,9 @@ from client.outcomes import DEFAULT_STEP_DEADLINE_S, Failure, StepFuture, StepsI
 from client.scheduler_output import SchedulerOutput
 from client.slots import SlotTable
 from client.transport import new_driver_id, parse_endpoint
-from client.worker_client import WorkerClient
+from client.worker_client import TensorList, WorkerClient
 from rpc_schema import lifecycle as lc
+from rpc_schema import weight_transfer as wt
 from rpc_schema.config import ParallelConfig, WorkerConfig
 from rpc_schema.errors import WireError
 from rpc_schema.kv_cache import KVCacheConfig
@@ -49,6 +51,9 @@ ATTACH_SLACK_S = 15.0
 """Daemons let go of a hung step within its deadline and a few seconds; then they attach."""
 
 LINK_SLACK_S = 30.0
+
+TRANSFER_SLACK_S = 30.0
+"""Between a rank's verdict on a trainer and ours."""
 
 
 def link_timeout_s(step_deadline_s: float) -> float:
@@ -96,6 +101,8 @@ class WorkerGroup:
         self._steps = StepsInFlight(parallel.world_size, self.output_rank)
         self._channel = GroupChannel(parsed, self.driver_id, self._steps)
         self.clients = self._channel.clients
+        self._weights_cause = ""
+        """Why no step can be sent: the weights of some rank are not whole. Empty: they are."""
         self._link_deadline_s = DEFAULT_STEP_DEADLINE_S
         """The longest step deadline that a rank's present link may have been built with."""
 
@@ -149,7 +156,9 @@ class WorkerGroup:
         if timeout_s is None:
             agree_s = self._link_deadline_s + ATTACH_SLACK_S
             deadline = time.monotonic() + agree_s
-        return self._channel.commit_attach(epoch, deadline, agree_s)
+        statuses = self._channel.commit_attach(epoch, deadline, agree_s)
+        self._weights_cause = weights_cause(statuses)
+        return statuses
 
     def detach(self) -> None:
         """Leave in order; models stay loaded."""
@@ -267,6 +276,7 @@ class WorkerGroup:
 
     def load_model(self, config: WorkerConfig) -> list[lc.LoadModelReply]:
         """Load every rank's part of the model."""
+        self._weights_cause = ""
         return self._channel.fan_out(
             "load_model",
             lambda client, ids: client.load_model(
@@ -480,6 +490,120 @@ class WorkerGroup:
             timeout_s=SLEEP_TIMEOUT_S,
         )
 
+    # ------------------------------------------------------------------ weights
+
+    def init_weight_transfer_engine(
+        self, engine: wt.Engine, timeout_s: float = 60.0
+    ) -> list[wt.InitWeightTransferEngineReply]:
+        """Choose where the weights of later updates come from, on every rank. With broadcasts: wait
+        for the trainer, who must come at the same time (`client.trainer` has one).
+
+        timeout_s: how long a rank waits for the trainer here, and later without anything coming.
+
+        Raises:
+            WeightTransferError: the trainer has not come. RemoteConfigError: the engine is not for
+            this group. The daemons serve on, without an engine.
+        """
+        return self._channel.fan_out(
+            "init_weight_transfer_engine",
+            lambda client, ids: client.init_weight_transfer_engine(
+                ids, engine, max(100, int(timeout_s * 1000))
+            ),
+            wt.InitWeightTransferEngineReply,
+            timeout_s=timeout_s + TRANSFER_SLACK_S,
+        )
+
+    def start_weight_update(
+        self, format: wt.WeightFormat = "checkpoint", *, partial: bool = False
+    ) -> None:
+        """Open an update on every rank. No step can be sent until finish_weight_update() or
+        reload_weights(); what is running is lost, and the next step's failure names it. A scheduler
+        must forget its cached prefixes: they are of the old weights.
+
+        format: `checkpoint`, tensors as the checkpoint has them, or `kernel`, as the ranks hold
+        them. partial: tensors that do not come stay as they are.
+        """
+        self._give_up_weights("a weight update is open")
+        self._channel.fan_out(
+            "start_weight_update",
+            lambda client, ids: client.start_weight_update(ids, format, partial=partial),
+            Done,
+        )
+
+    def update_weights(self, tensors: TensorList, source: wt.Source) -> list[wt.UpdateWeightsReply]:
+        """Take tensors on every rank, from where the engine has them. A trainer's broadcasts must
+        run at the same time as this call: it returns once they are over.
+
+        Raises:
+            RemoteConfigError: the model has no such tensors; nothing was taken, and the update is
+                still open.
+            RemoteCheckpointError: files are missing or truncated; likewise.
+            WeightTransferError: the trainer is lost. The weights are dirty: begin again with
+                init_weight_transfer_engine and start_weight_update, or reload_weights.
+        """
+        return self._channel.fan_out(
+            "update_weights",
+            lambda client, ids: client.update_weights(ids, tensors, source),
+            wt.UpdateWeightsReply,
+            timeout_s=LOAD_TIMEOUT_S,
+        )
+
+    def finish_weight_update(self) -> list[wt.FinishWeightUpdateReply]:
+        """Close the update on every rank: steps can be sent again.
+
+        Raises:
+            RemoteConfigError: tensors have not come; the update is still open.
+        """
+        replies = self._channel.fan_out(
+            "finish_weight_update",
+            WorkerClient.finish_weight_update,
+            wt.FinishWeightUpdateReply,
+            timeout_s=LOAD_TIMEOUT_S,
+        )
+        self._weights_cause = ""
+        return replies
+
+    def reload_weights(self, model: str = "") -> list[wt.ReloadWeightsReply]:
+        """Read the weights again on every rank, in place, from `model` or from where they came
+        from; requests are lost as in start_weight_update(). Makes dirty weights whole.
+
+        Raises:
+            RemoteConfigError: the directory lies outside the daemons' roots, or holds another
+                model. RemoteCheckpointError: a file is missing, truncated or not of this model.
+        """
+        before = self._weights_cause
+        self._give_up_weights("reload_weights has failed on some rank")
+        try:
+            replies = self._channel.fan_out(
+                "reload_weights",
+                lambda client, ids: client.reload_weights(ids, model),
+                wt.ReloadWeightsReply,
+                timeout_s=LOAD_TIMEOUT_S,
+            )
+        except RemoteError:
+            # Refused before the first byte, mostly.
+            self._weights_cause = before or weights_cause(self.get_status())
+            raise
+        self._weights_cause = ""
+        return replies
+
+    def update_config(self, overrides: Mapping[str, str | int | bool]) -> None:
+        """Change what the next reload_weights() reads, on every rank: `model.model`, `model.seed`,
+        `load.load_format`, `load.verify_checksums`.
+
+        Raises:
+            RemoteConfigError: a field is not one of these, or its value is not allowed.
+        """
+        self._channel.fan_out(
+            "update_config", lambda client, ids: client.update_config(ids, overrides), Done
+        )
+
+    def _give_up_weights(self, cause: str) -> None:
+        """No step runs on weights that are being replaced, nor goes on from their KV cache."""
+        self._drain()
+        self._steps.lose_rows("the weights were replaced")
+        self._weights_cause = f"{cause}; fix: finish a complete update, or reload_weights()"
+
     # ------------------------------------------------------------------ profiles
 
     def profile(
@@ -519,8 +643,11 @@ class WorkerGroup:
             TooManyStepsInFlight: pipeline size + 1 steps are in flight.
             InvalidSchedulerOutput: the output breaks a rule; nothing was sent.
             WorkerDied: the group is unusable.
+            WeightsNotWhole: a weight update is open, or has failed; nothing was sent.
         """
         self._channel.check_usable()
+        if self._weights_cause:
+            raise WeightsNotWhole(self._weights_cause)
         failure = self._untold_failure()
         if failure is not None:
             failure.lost |= self._steps.slots.fail([output])
@@ -629,6 +756,21 @@ class WorkerGroup:
         """Wait for the steps in flight, so that an operation on all rows finds none running."""
         for future in self._steps.pending:
             self.wait_for(future, future.deadline)
+
+
+def weights_cause(statuses: Sequence[lc.Status]) -> str:
+    """Return why the weights of a group are not whole; empty where they are, or nothing is
+    loaded."""
+    for rank, status in enumerate(statuses):
+        weights = status.weights
+        if weights is not None and weights.state != "whole":
+            names = ", ".join(weights.missing[:4])
+            return (
+                f"the weights of rank {rank} are {weights.state} ({weights.cause or 'open'}): "
+                f"{weights.num_missing} of {weights.num_tensors} tensors are missing ({names}...); "
+                "fix: finish a complete update, or reload_weights()"
+            )
+    return ""
 
 
 def _step_deadline_s(status: lc.Status) -> float:

@@ -8,7 +8,17 @@ import typing
 
 import msgspec
 
-from rpc_schema import codec, config, errors, kv_cache, lifecycle, sampling, step, trace
+from rpc_schema import (
+    codec,
+    config,
+    errors,
+    kv_cache,
+    lifecycle,
+    sampling,
+    step,
+    trace,
+    weight_transfer,
+)
 from rpc_schema.version import PROTOCOL_VERSION
 
 _DIRECTIONS = (
@@ -18,7 +28,7 @@ _DIRECTIONS = (
     ("Results socket, daemon to driver", codec.StepReplyMessage),
     ("Events socket, daemon to everybody", codec.EventMessage),
 )
-_MODULES = (config, sampling, kv_cache, step, lifecycle, trace, errors)
+_MODULES = (config, sampling, kv_cache, step, lifecycle, weight_transfer, trace, errors)
 
 
 def render() -> str:

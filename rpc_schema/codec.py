@@ -11,6 +11,7 @@ import msgspec
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import step, trace
+from rpc_schema import weight_transfer as wt
 from rpc_schema.errors import BadFrameError, ControlErrorReply, ErrorReply, TooLargeError
 
 MAX_FRAMES = 6
@@ -44,6 +45,12 @@ StepMessage: TypeAlias = (
     | lc.Sleep
     | lc.WakeUp
     | lc.Discard
+    | wt.InitWeightTransferEngine
+    | wt.StartWeightUpdate
+    | wt.UpdateWeights
+    | wt.FinishWeightUpdate
+    | wt.ReloadWeights
+    | wt.UpdateConfig
 )
 StepReplyMessage: TypeAlias = (
     ErrorReply
@@ -62,6 +69,10 @@ StepReplyMessage: TypeAlias = (
     | lc.ProfileReply
     | lc.SaveTensorizedModelReply
     | lc.MemoryTagsReply
+    | wt.InitWeightTransferEngineReply
+    | wt.UpdateWeightsReply
+    | wt.FinishWeightUpdateReply
+    | wt.ReloadWeightsReply
 )
 ControlMessage: TypeAlias = (
     lc.Hello

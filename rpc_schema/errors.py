@@ -26,6 +26,7 @@ class ErrorCode(enum.StrEnum):
     COMM = "COMM"
     UPSTREAM_FAILED = "UPSTREAM_FAILED"
     PRECEDED_BY = "PRECEDED_BY"
+    TRANSFER = "TRANSFER"
     DEVICE = "DEVICE"
     INTERNAL = "INTERNAL"
 

@@ -29,6 +29,7 @@ from rpc_schema.config import (
     WorkerConfig,
 )
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
+from rpc_schema.weight_transfer import WeightsStatus
 
 LoadState = Literal["CREATED", "DEVICE_READY", "MODEL_LOADED", "KV_READY", "READY"]
 LinkState = Literal["none", "up", "broken"]
@@ -140,6 +141,8 @@ class Status(Value, frozen=True, kw_only=True):
     memory_tags: dict[MemoryTag, TagState] = msgspec.field(default_factory=dict)
     """Whether weights and KV cache sleep; empty where they cannot, for want of
     enable_sleep_mode."""
+    weights: WeightsStatus | None = None
+    """None below MODEL_LOADED."""
 
 
 class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):

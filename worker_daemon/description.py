@@ -7,6 +7,12 @@ from dataclasses import dataclass, field
 from rpc_schema.config import WorkerConfig
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.lifecycle import KVCacheAdvice, MemoryTag, TagState
+from worker_daemon.models.weight_state import WeightReport
+
+
+def no_weights() -> None:
+    """Nothing is loaded."""
+    return
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,5 +32,7 @@ class WorkerDescription:
     """Empty where memory cannot sleep."""
     providers: Mapping[str, str] = field(default_factory=dict)
     """What serves each part of a step."""
+    weights: Callable[[], WeightReport | None] = no_weights
+    """Reads what the weights are worth now; None below MODEL_LOADED."""
     input_wait_share: Callable[[], float] = float
     """Reads the share of its time for which the stage now waits for its input."""

@@ -16,6 +16,7 @@ WorkerError
  +- CapacityError        not enough device memory, KV blocks, rows or disk space
  +- CommError            a peer or a link is lost
  |   `- UpstreamFailedError  an earlier pipeline stage failed in this step
+ +- TransferError        a trainer is lost, did not come, or sent what cannot be; the link is whole
  +- PrecededByError      a step before this one failed, and the driver has not resynchronised since
  +- DeviceError          the device is unusable: the process ends
  `- InternalError        an invariant of ours is broken: the process ends
@@ -115,6 +116,10 @@ class CommError(WorkerError):
 class UpstreamFailedError(CommError):
     code = "UPSTREAM_FAILED"
     scope = "step"
+
+
+class TransferError(WorkerError):
+    code = "TRANSFER"
 
 
 class PrecededByError(WorkerError):

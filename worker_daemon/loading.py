@@ -3,8 +3,8 @@ socket; what it makes belongs to the worker.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,12 +25,25 @@ from worker_daemon.layers.attention_provider import (
 from worker_daemon.layers.ops_provider import probe_layer_ops
 from worker_daemon.layers.rotary import rotary_table
 from worker_daemon.models.config import DecoderConfig
-from worker_daemon.models.decoder import DecoderStage, build_stage, checkpoint_names
+from worker_daemon.models.decoder import (
+    DecoderStage,
+    build_stage,
+    checkpoint_names,
+    checkpoint_shapes,
+)
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.models.saved_set import LOAD_FORMATS, GroupShape, load_saved
 from worker_daemon.models.saving import RankWeights
 from worker_daemon.models.tensorized import read_tensorized, require_tensorizer
-from worker_daemon.models.weights import LoadProgress, load_dummy_weights, load_weights
+from worker_daemon.models.weight_state import WeightState
+from worker_daemon.models.weights import (
+    LoadProgress,
+    LoadReport,
+    WriteObserver,
+    check_checkpoint,
+    load_dummy_weights,
+    load_weights,
+)
 from worker_daemon.resolve import ResolvedModel, check_cache, resolve_model
 from worker_daemon.tagged_memory import TaggedMemory, open_memory
 
@@ -78,6 +91,7 @@ class LoadedModel:
     max_model_len: int
     memory: TaggedMemory
     """Where the stage's parameters lie, and its KV cache will: closed by whoever drops this."""
+    weights: WeightState
 
 
 def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPhase) -> LoadedModel:
@@ -126,7 +140,95 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         attention=_probe_attention(stage, resolved.decoder, resolved.dtype, place),
         max_model_len=resolved.max_model_len,
         memory=memory,
+        weights=WeightState(stage.checkpoint_views()),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """What reload makes of a model."""
+
+    model: LoadedModel
+    size_bytes: int
+    num_updates: int
+
+
+def reload(
+    model: LoadedModel, config: ModelConfig, place: RankPlace, roots: Roots, set_phase: SetPhase
+) -> Reloaded:
+    """Fill the stage again, in place: no tensor moves, and none is held twice.
+
+    Everything that headers can tell is checked before the first byte is written; a failure after
+    that leaves the weights dirty.
+
+    Raises:
+        ConfigError: the directory lies outside the roots, or holds another model.
+        CheckpointError: its files are missing, truncated or not what config.json says.
+    """
+    resolved = roots.resolve(config)
+    _check_same_model(resolved.decoder, model.resolved.decoder)
+    if resolved.saved is not None:
+        resolved.saved.check(_group_shape(model.resolved, place), resolved.decoder)
+    elif config.load_format == "auto":
+        check_checkpoint(resolved.directory, checkpoint_shapes(resolved.decoder))
+    overwriting = _Overwriting(model.weights)
+    try:
+        report = _fill(model.stage, config, resolved, place.parallel.rank, set_phase, overwriting)
+        number = model.weights.finish()
+    except BaseException as error:
+        overwriting.failed(f"{type(error).__name__} in reload_weights: {error}")
+        raise
+    resolved = replace(
+        resolved, dtype=model.resolved.dtype, max_model_len=model.resolved.max_model_len
+    )
+    renewed = replace(model, config=replace_model(model.config, config), resolved=resolved)
+    return Reloaded(renewed, report.bytes_loaded, number)
+
+
+class _Overwriting:
+    """Opens an update of a model's weights at the first byte, not before."""
+
+    def __init__(self, weights: WeightState) -> None:
+        self._weights = weights
+        self._has_begun = False
+
+    def writing(self, names: Iterable[str]) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._weights.begin(partial=False)
+        self._weights.writing(names)
+
+    def written(self, names: Iterable[str]) -> None:
+        self._weights.written(names)
+
+    def failed(self, cause: str) -> None:
+        if self._has_begun:
+            self._weights.interrupt(cause)
+
+
+def replace_model(config: WorkerConfig, model: ModelConfig) -> WorkerConfig:
+    """Return the configuration with another model section."""
+    return WorkerConfig(
+        parallel=config.parallel,
+        model=model,
+        scheduler=config.scheduler,
+        cache=config.cache,
+        graph=config.graph,
+    )
+
+
+def _check_same_model(found: DecoderConfig, loaded: DecoderConfig) -> None:
+    """What a checkpoint may say differently is in which dtype it is, and when to stop."""
+    mine = asdict(loaded) | {"rope": loaded.rope}
+    theirs = asdict(found) | {"rope": found.rope}
+    for name, value in theirs.items():
+        if value != mine[name] and name not in ("dtype", "eos_token_ids"):
+            raise ConfigError(
+                f"the loaded model has {mine[name]!r}",
+                field=name,
+                value=value,
+                fix="reload weights of the same model, or reset and load this one",
+            )
 
 
 def rank_weights(model: LoadedModel, place: RankPlace) -> RankWeights:
@@ -194,23 +296,32 @@ def _fill(
     resolved: ResolvedModel,
     rank: int,
     set_phase: SetPhase,
-) -> None:
+    observer: WriteObserver | None = None,
+) -> LoadReport:
     parameters = list(stage.parameters())
     progress = _ProgressLine(set_phase)
     if config.load_format == "dummy":
-        report = load_dummy_weights(parameters, config.seed, progress)
+        report = load_dummy_weights(parameters, config.seed, progress, observer)
     elif resolved.saved is not None:
         verify = config.verify_checksums
+        saved = resolved.saved
         load_file = read_tensorized if config.load_format == "tensorizer" else None
         report = load_saved(
-            parameters, resolved.saved, rank, progress, verify=verify, load_file=load_file
+            parameters,
+            saved,
+            rank,
+            progress,
+            verify=verify,
+            load_file=load_file,
+            observer=observer,
         )
     else:
         names = checkpoint_names(resolved.decoder)
-        report = load_weights(parameters, resolved.directory, names, progress)
+        report = load_weights(parameters, resolved.directory, names, progress, observer)
     _LOG.info("loaded %.3f GB in %.1f s", report.bytes_loaded / 1e9, report.seconds)
     if report.ignored_tensors:
         _LOG.warning("the model does not use %s", ", ".join(report.ignored_tensors))
+    return report
 
 
 class _ProgressLine:

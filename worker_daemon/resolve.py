@@ -55,6 +55,16 @@ def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedM
     )
 
 
+def confine_directory(model: str, roots: Sequence[Path]) -> Path:
+    """Return the real directory of a checkpoint's files, which may have no config.json.
+
+    Raises:
+        ConfigError: it, or a file of it, lies outside the roots.
+        CheckpointError: there is no such directory.
+    """
+    return _confine(model, roots)
+
+
 def check_cache(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
     """Raises ConfigError for cache and scheduler settings that no step could run with."""
     size = cache.block_size

@@ -19,17 +19,19 @@ from pathlib import Path
 import torch
 
 from rpc_schema import lifecycle as lc
+from rpc_schema import weight_transfer as wt
 from rpc_schema.base import StepRequest
 from rpc_schema.codec import Frame
 from rpc_schema.config import (
     CacheConfig,
+    ModelConfig,
     ParallelConfig,
     Rendezvous,
     SchedulerConfig,
 )
 from rpc_schema.kv_cache import KVCacheConfig, build_kv_cache_config
 from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
-from worker_daemon.description import WorkerDescription
+from worker_daemon.description import WorkerDescription, no_weights
 from worker_daemon.device.init import device_name, open_capture_stream, open_device
 from worker_daemon.device.memory import (
     MemoryProfile,
@@ -47,11 +49,20 @@ from worker_daemon.kv_cache.allocate import allocate_kv_caches
 from worker_daemon.kv_cache.spec import describe_layers
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.reduction_provider import probe_reduction
-from worker_daemon.loading import LoadedModel, RankPlace, Roots, SetPhase, load, rank_weights
+from worker_daemon.loading import (
+    LoadedModel,
+    RankPlace,
+    Roots,
+    SetPhase,
+    load,
+    rank_weights,
+    reload,
+)
 from worker_daemon.memory_ledger import MemoryLedger, memory_line
 from worker_daemon.models.saving import Saver, SaveRequest
 from worker_daemon.models.tensor_bytes import checksum
 from worker_daemon.models.tensorized import TENSORIZER_PATTERN, tensorizer_files
+from worker_daemon.models.weight_state import WeightReport, WeightState
 from worker_daemon.profiling import PlainTrace, Profiler, ProfileRequest
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
 from worker_daemon.runner.cuda_graph import NoGraphs, StepGraphs
@@ -60,6 +71,8 @@ from worker_daemon.runner.request_state import StepLimits
 from worker_daemon.runner.stage_ends import PendingReply
 from worker_daemon.runner.warmup import largest_step, size_sweep, warm_up_steps
 from worker_daemon.tagged_memory import PlainMemory
+from worker_daemon.weight_transfer.overrides import apply_overrides
+from worker_daemon.weight_transfer.session import WeightTransfer
 
 _LOG = logging.getLogger(__name__)
 _LONG_OPERATION_S = 1800.0
@@ -104,6 +117,9 @@ class Worker:
         self._profiler = Profiler(profile_dir)
         self._set_phase = set_phase
         self._open_memory = open_memory
+        self._transfer = WeightTransfer(set_phase)
+        self._next_load: ModelConfig | None = None
+        """What update_config has made of the model's configuration, for the next reload."""
         self._max_threads = torch.get_num_threads()
         self._opening: Link | None = None
         """The newest link, open or not, for abort_link to see while it is opened."""
@@ -186,6 +202,7 @@ class Worker:
         with self._context.ledger.taking("weights"):
             model = load(message, self._place, self._roots, self._set_phase)
         self._model_or_none = model
+        self._next_load = None
         return lc.LoadModelReply(
             **self._identity(message),
             model_memory_bytes=model.stage.num_parameters_bytes,
@@ -413,7 +430,10 @@ class Worker:
     # Serving.
 
     def execute_model(self, message: ExecuteModel, arrays: Sequence[Frame]) -> PendingReply | None:
-        """See ModelRunner.execute_model."""
+        """See ModelRunner.execute_model. Raises StateError, alike on every rank, while a weight
+        update is open or has failed."""
+        if not self._model.weights.is_whole:
+            self._model.weights.require_whole("ExecuteModel")
         with self._profiler.step(message):
             return self._runner.execute_model(message, arrays)
 
@@ -461,9 +481,10 @@ class Worker:
     def save_sharded_state(self, message: lc.SaveShardedState) -> lc.SaveShardedStateReply:
         """Write this rank's weights beside the set of that name, which stays in use.
 
-        Raises: see Saver.write.
+        Raises: see Saver.write; StateError while the weights are not whole.
         """
         began = time.monotonic()
+        self._model.weights.require_whole("SaveShardedState")
         request = SaveRequest(
             message.save.hex(), message.name, message.pattern, message.max_size_bytes
         )
@@ -486,6 +507,7 @@ class Worker:
 
         Raises: see Saver.write and tensorizer_files.
         """
+        self._model.weights.require_whole("SaveTensorizedModel")
         began = time.monotonic()
         files = tensorizer_files("name", message.name)
         request = SaveRequest(
@@ -536,11 +558,87 @@ class Worker:
         change()
         if runner is not None and memory.tags.kv_cache != "awake":
             runner.forget_requests()
+        if memory.tags.weights == "discarded":
+            self._model.weights.discard(f"{type(message).__name__} kept nothing of them")
         return lc.MemoryTagsReply(
             **self._identity(message),
             memory_tags=dict(memory.states),
             seconds=time.monotonic() - began,
         )
+
+    # Weights that come in.
+
+    def init_weight_transfer_engine(
+        self, message: wt.InitWeightTransferEngine
+    ) -> wt.InitWeightTransferEngineReply:
+        """Choose where updates come from; wait for the trainer, where there is one.
+
+        Raises: see WeightTransfer.init_engine.
+        """
+        rank = self._transfer.init_engine(
+            message.engine, message.timeout_ms / 1000, self._place, self._roots
+        )
+        return wt.InitWeightTransferEngineReply(**self._identity(message), transfer_rank=rank)
+
+    def start_weight_update(self, message: wt.StartWeightUpdate) -> Done:
+        """Open an update: no step runs until it is finished."""
+        self._transfer.start(message, self._model, self._place)
+        return Done(**self._identity(message))
+
+    def update_weights(self, message: wt.UpdateWeights) -> wt.UpdateWeightsReply:
+        """Take some tensors, in place.
+
+        Raises: see WeightTransfer.update.
+        """
+        report = self._transfer.update(message)
+        return wt.UpdateWeightsReply(
+            **self._identity(message),
+            num_tensors=report.num_tensors,
+            size_bytes=report.size_bytes,
+            seconds=report.seconds,
+        )
+
+    def finish_weight_update(self, message: wt.FinishWeightUpdate) -> wt.FinishWeightUpdateReply:
+        """Close the update.
+
+        Raises: see WeightTransfer.finish.
+        """
+        number = self._transfer.finish()
+        self._model.memory.weights_filled()
+        if self._context.device.type == "cuda":
+            torch.cuda.empty_cache()  # of the buffers: others may need that memory
+        return wt.FinishWeightUpdateReply(**self._identity(message), num_updates=number)
+
+    def reload_weights(self, message: wt.ReloadWeights) -> wt.ReloadWeightsReply:
+        """Read the weights again, in place; an update that is open is given up.
+
+        Raises: see loading.reload.
+        """
+        began = time.monotonic()
+        self._set_phase("LOADING", _LONG_OPERATION_S)
+        config = self._next_load or self._model.config.model
+        if message.model:
+            config = apply_overrides(config, {"model.model": message.model})
+        done = reload(self._model, config, self._place, self._roots, self._set_phase)
+        self._transfer.drop_update()
+        self._model_or_none = done.model
+        done.model.memory.weights_filled()
+        self._next_load = None
+        return wt.ReloadWeightsReply(
+            **self._identity(message),
+            size_bytes=done.size_bytes,
+            seconds=time.monotonic() - began,
+            num_updates=done.num_updates,
+        )
+
+    def update_config(self, message: wt.UpdateConfig) -> Done:
+        """Change what the next reload_weights reads.
+
+        Raises: see apply_overrides.
+        """
+        config = self._next_load or self._model.config.model
+        self._next_load = apply_overrides(config, message.overrides)
+        return Done(**self._identity(message))
 
     # Profiles.
 
@@ -583,6 +681,7 @@ class Worker:
         """Drop all requests, and the profile of the driver before. True if no step was cut off;
         whether every send was received, only the group's seqs tell."""
         self._profiler.abandon()
+        self._transfer.abandon("its driver was replaced")
         runner = self._runner_or_none
         if runner is None:
             return True
@@ -621,6 +720,7 @@ class Worker:
         self._graphs = NoGraphs()
         self._kv_caches = ()
         self._plan = None
+        self._transfer.interrupt("the group was reset")
         self._advice = None
         if self._context_or_none is not None:
             self._context_or_none.ledger.forget("graphs", "kv_cache")
@@ -632,6 +732,7 @@ class Worker:
             self._model.memory.drop_kv_cache()
         else:
             self._model_or_none = None
+            self._transfer.close_engine()
         reply = Done(**self._identity(message))
         if message.to == "CREATED" and self._context_or_none is not None:
             self._context_or_none.link.leave()
@@ -648,14 +749,17 @@ class Worker:
         return reply
 
     def abort_link(self) -> bool:
-        """Unblock whoever waits in NCCL; tell whether there was a link to abort. The guard thread's
-        only call."""
+        """Unblock whoever waits in NCCL; tell whether there was a link to abort. A wait for a
+        trainer ends without the link. The guard thread's only call."""
+        if self._transfer.abort():
+            return False
         return self._opening is not None and self._opening.abort()
 
     def close(self) -> None:
         """Leave the link, in good order where the peers let us; the process's end gives back the
         rest."""
         self._profiler.end()
+        self._transfer.close_engine()
         # Graphs first: NCCL gives a communicator up only once no graph holds its kernels.
         self._runner_or_none = None
         self._graphs = NoGraphs()
@@ -677,6 +781,7 @@ class Worker:
             kv_cache_advice=self._advice,
             providers=self._providers(),
             memory_tags=model.memory.states if model else {},
+            weights=no_weights if model is None else partial(_weights_report, model.weights),
             # What is published outlives a reset: it must hold nothing of the runner.
             input_wait_share=_no_wait if runner is None else partial(_waiting_share, runner.waits),
         )
@@ -787,6 +892,10 @@ class Worker:
 
 def _no_wait() -> float:
     return 0.0
+
+
+def _weights_report(weights: WeightState) -> WeightReport:
+    return weights.report
 
 
 def _waiting_share(waits: InputWaits) -> float:

@@ -15,13 +15,13 @@ def loaded_by(statement, *suspects):
     return done.stdout.split()
 
 
-def import_all(package):
+def import_all(package, leave_out="no such module"):
     """A statement that imports every module of a package, its __main__ apart."""
     return (
         "import importlib, pkgutil\n"
         f"import {package}\n"
         f"for found in pkgutil.walk_packages({package}.__path__, '{package}.'):\n"
-        "    if not found.name.endswith('__main__'):\n"
+        f"    if not found.name.endswith('__main__') and {leave_out!r} not in found.name:\n"
         "        importlib.import_module(found.name)\n"
     )
 
@@ -33,7 +33,12 @@ def test_rpc_schema_needs_msgspec_and_the_standard_library_only():
 
 def test_client_brings_neither_torch_nor_the_daemon():
     suspects = ("torch", "triton", "safetensors", "uvloop", "worker_daemon", "zmq")
-    assert loaded_by(import_all("client"), *suspects) == ["zmq"]
+    assert loaded_by(import_all("client", leave_out="client.trainer."), *suspects) == ["zmq"]
+
+
+def test_the_trainers_side_brings_torch_alone():
+    suspects = ("torch", "safetensors", "uvloop", "worker_daemon")
+    assert loaded_by(import_all("client.trainer"), *suspects) == ["torch"]
 
 
 @pytest.mark.parametrize("package", ["models", "layers", "distributed", "device"])

@@ -26,9 +26,9 @@ from rpc_schema.config import (
 SCHEDULER = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512, step_deadline_ms=20_000)
 
 
-def make_checkpoint(directory: Path) -> Path:
+def make_checkpoint(directory: Path, seed: int = 0) -> Path:
     """A random Llama that is large enough for real kernel shapes; saved in float32."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=8192,
         hidden_size=1024,

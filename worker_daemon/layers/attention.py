@@ -150,6 +150,7 @@ class Attention:
         self.num_kv_heads = max(1, shape.num_kv_heads // tp.size)
         self._scale = shape.head_dim**-0.5
         self._qkv = ColumnParallelLinear(
+            f"{prefix}.qkv_proj",
             _qkv_shards(prefix, shape, self.num_kv_heads, tp),
             shape.hidden_size,
             bias=shape.qkv_bias,

@@ -44,7 +44,8 @@ def vocab_parallel_weight(
         (slice(start, start + present), columns),
         (slice(0, present), columns),
     )
-    return Parameter((rows, hidden_size), (piece,) if present else (), dtype=dtype, device=device)
+    pieces = (piece,) if present else ()
+    return Parameter((rows, hidden_size), pieces, name=name, dtype=dtype, device=device)
 
 
 class VocabParallelEmbedding:

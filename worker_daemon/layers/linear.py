@@ -41,6 +41,7 @@ class ColumnParallelLinear:
 
     def __init__(
         self,
+        prefix: str,
         shards: Sequence[RowShard],
         in_features: int,
         *,
@@ -48,14 +49,17 @@ class ColumnParallelLinear:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """prefix: name of the merged matrix, without its .weight or .bias."""
         self.sizes = [shard.rows for shard in shards]
         rows = sum(self.sizes)
         self._weight = Parameter(
-            (rows, in_features), _matrix_pieces(shards, in_features), dtype=dtype, device=device
+            (rows, in_features),
+            _matrix_pieces(shards, in_features),
+            name=f"{prefix}.weight",
+            dtype=dtype,
+            device=device,
         )
-        self._bias = (
-            Parameter((rows,), _bias_pieces(shards), dtype=dtype, device=device) if bias else None
-        )
+        self._bias = _bias(prefix, rows, shards, dtype, device) if bias else None
 
     def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
         """x [N, I] -> [N, local O]."""
@@ -94,13 +98,12 @@ class RowParallelLinear:
             (slice(0, out_features), slice(start, start + columns)),
             (slice(0, out_features), slice(0, columns)),
         )
-        self._weight = Parameter((out_features, columns), (piece,), dtype=dtype, device=device)
-        whole = (RowShard(prefix, out_features, 0, out_features),)
-        self._bias = (
-            Parameter((out_features,), _bias_pieces(whole), dtype=dtype, device=device)
-            if bias and tp.rank == 0
-            else None
+        self._weight = Parameter(
+            (out_features, columns), (piece,), name=piece.name, dtype=dtype, device=device
         )
+        whole = (RowShard(prefix, out_features, 0, out_features),)
+        has_bias = bias and tp.rank == 0
+        self._bias = _bias(prefix, out_features, whole, dtype, device) if has_bias else None
 
     def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
         """x [N, local I] -> [N, O], this rank's part of the sum."""
@@ -111,6 +114,14 @@ class RowParallelLinear:
         yield self._weight
         if self._bias is not None:
             yield self._bias
+
+
+def _bias(
+    prefix: str, rows: int, shards: Sequence[RowShard], dtype: torch.dtype, device: torch.device
+) -> Parameter:
+    return Parameter(
+        (rows,), _bias_pieces(shards), name=f"{prefix}.bias", dtype=dtype, device=device
+    )
 
 
 def _matrix_pieces(shards: Sequence[RowShard], in_features: int) -> Iterator[Piece]:

@@ -17,7 +17,7 @@ class RMSNorm:
         self, name: str, size: int, eps: float, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         pieces = (whole_vector(name, size, "norm"),)
-        self._weight = Parameter((size,), pieces, dtype=dtype, device=device)
+        self._weight = Parameter((size,), pieces, name=name, dtype=dtype, device=device)
         self._eps = eps
 
     def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
@@ -55,7 +55,9 @@ class QueryKeyNorm:
             )
             for name, start in (("q_norm", 0), ("k_norm", head_dim))
         )
-        self._weight = Parameter((2 * head_dim,), pieces, dtype=dtype, device=device)
+        self._weight = Parameter(
+            (2 * head_dim,), pieces, name=f"{prefix}.qk_norm.weight", dtype=dtype, device=device
+        )
         self._eps = eps
 
     @property

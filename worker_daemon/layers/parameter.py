@@ -42,6 +42,8 @@ class Parameter:
     Built on the meta device it has none, until `data` is replaced (worker_daemon/tagged_memory.py).
     """
 
+    name: str
+    """Its own, which is a checkpoint tensor's where that alone fills it."""
     data: Tensor
     pieces: tuple[Piece, ...]
 
@@ -50,9 +52,11 @@ class Parameter:
         shape: tuple[int, ...],
         pieces: Iterable[Piece],
         *,
+        name: str,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.name = name
         self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.pieces = tuple(pieces)
 

@@ -19,6 +19,7 @@ from worker_daemon.layers.attention import (
     AttentionShape,
     ForwardContext,
     KVLayerSpec,
+    NullAttention,
 )
 from worker_daemon.layers.embedding import LMHead, VocabParallelEmbedding, vocab_parallel_weight
 from worker_daemon.layers.linear import ColumnParallelLinear, RowParallelLinear, even_shard
@@ -50,7 +51,12 @@ class MLP:
             for name in ("gate_proj", "up_proj")
         ]
         self._gate_up = ColumnParallelLinear(
-            shards, config.hidden_size, bias=config.mlp_bias, dtype=dtype, device=device
+            f"{prefix}.gate_up_proj",
+            shards,
+            config.hidden_size,
+            bias=config.mlp_bias,
+            dtype=dtype,
+            device=device,
         )
         self._down = RowParallelLinear(
             f"{prefix}.down_proj",
@@ -276,21 +282,31 @@ def build_stage(
 
 def checkpoint_names(config: DecoderConfig) -> frozenset[str]:
     """Names of all tensors that the whole model reads; builds it without memory to find them."""
-    tp, device = SingleRank(), torch.device("meta")
-    layers = (
-        DecoderLayer(index, config, tp=tp, dtype=torch.float32, device=device)
-        for index in range(config.num_hidden_layers)
-    )
-    outside = {_EMBEDDING, "model.norm.weight"} | (
-        set() if config.tie_word_embeddings else {_LM_HEAD}
-    )
-    inside = {
-        piece.name
-        for layer in layers
-        for parameter in layer.parameters()
+    return frozenset(checkpoint_shapes(config))
+
+
+def checkpoint_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors that the whole model reads."""
+    return {
+        piece.name: piece.full_shape
+        for parameter in whole_model(config, SingleRank(), torch.float32).parameters()
         for piece in parameter.pieces
     }
-    return frozenset(outside | inside)
+
+
+def whole_model(config: DecoderConfig, tp: TensorParallel, dtype: torch.dtype) -> DecoderStage:
+    """All layers of one tensor-parallel rank, without memory: for names and shapes."""
+    return build_stage(
+        config,
+        range(config.num_hidden_layers),
+        is_first=True,
+        is_last=True,
+        tp=tp,
+        dtype=dtype,
+        device=torch.device("meta"),
+        max_model_len=1,
+        attention=NullAttention(),
+    )
 
 
 def _vocab_weight(

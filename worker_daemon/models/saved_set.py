@@ -29,6 +29,8 @@ from worker_daemon.models.weights import (
     LoadFile,
     LoadReport,
     OnProgress,
+    WriteObserver,
+    check_items,
     load_items,
 )
 
@@ -206,10 +208,13 @@ def load_saved(
     *,
     verify: bool,
     load_file: LoadFile | None = None,
+    observer: WriteObserver | None = None,
 ) -> LoadReport:
     """Fill the parameters of this rank from its own files, which are read straight into place.
 
-    load_file reads a file that is not of safetensors.
+    Checks all headers before the first byte is written; observer as in load_weights. load_file
+    reads a file that is not of safetensors, and checks it.
+
     verify: compare what is then in memory with the checksums that were taken at the save.
 
     Raises:
@@ -218,15 +223,25 @@ def load_saved(
     """
     path = saved.directory / rank_index_name(rank)
     tensors = _read_rank_index(path)
-    wanted: defaultdict[Path, list[Item]] = defaultdict(list)
-    for parameter, piece in _items(parameters):
-        tensor = _find(tensors, piece, path)
-        wanted[saved.directory / tensor.file].append((parameter, piece))
+    wanted = _by_file(parameters, tensors, path)
+    if load_file is None:
+        check_items(wanted)
     used = {piece.name for _, piece in _items(parameters)}
-    report = load_items(wanted, progress, tuple(sorted(tensors.keys() - used)), load_file)
+    ignored = tuple(sorted(tensors.keys() - used))
+    report = load_items(wanted, progress, ignored, load_file, observer)
     if verify:
         _verify(parameters, tensors, path)
     return report
+
+
+def _by_file(
+    parameters: Sequence[Parameter], tensors: Mapping[str, SavedTensor], path: Path
+) -> dict[Path, list[Item]]:
+    wanted: defaultdict[Path, list[Item]] = defaultdict(list)
+    for parameter, piece in _items(parameters):
+        tensor = _find(tensors, piece, path)
+        wanted[path.with_name(tensor.file)].append((parameter, piece))
+    return wanted
 
 
 def _items(parameters: Iterable[Parameter]) -> list[Item]:

@@ -72,22 +72,52 @@ LoadFile = Callable[[Path, Sequence[Item], Callable[[int], None]], None]
 """(file, what it fills, who hears of bytes of parameters)."""
 
 
+class WriteObserver(Protocol):
+    """Hears which checkpoint tensors of a rank are being overwritten."""
+
+    def writing(self, names: Iterable[str]) -> None: ...
+
+    def written(self, names: Iterable[str]) -> None: ...
+
+
+class NoObserver:
+    """Hears nothing: what is loaded was nobody's before."""
+
+    def writing(self, names: Iterable[str]) -> None:
+        return None
+
+    def written(self, names: Iterable[str]) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """What a file says of one tensor."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 def load_weights(
     parameters: Iterable[Parameter],
     model_dir: Path,
     known_names: Collection[str],
     progress: OnProgress,
+    observer: WriteObserver | None = None,
 ) -> LoadReport:
     """Loads from model.safetensors, or from the shards of model.safetensors.index.json.
 
     known_names are the tensors that the whole model reads (`decoder.checkpoint_names`); others in
     the checkpoint are reported, not loaded. progress is called after every tensor, or every buffer
-    full of them. Raises CheckpointError naming the file or tensor that is missing, truncated or not
+    full of them, observer (where there is one) around every tensor on a CPU and around all of them
+    on a device. Raises CheckpointError naming the file or tensor that is missing, truncated or not
     of the expected shape or type.
     """
     files = _tensor_files(model_dir)
     wanted = _group_by_file(parameters, files, model_dir)
-    return load_items(wanted, progress, tuple(sorted(files.keys() - set(known_names))))
+    ignored = tuple(sorted(files.keys() - set(known_names)))
+    return load_items(wanted, progress, ignored, observer=observer)
 
 
 def load_items(
@@ -95,19 +125,27 @@ def load_items(
     progress: OnProgress,
     ignored_tensors: tuple[str, ...],
     load_file: LoadFile | None = None,
+    observer: WriteObserver | None = None,
 ) -> LoadReport:
     """Fill the pieces of each file's items, by load_file where it is given. Calls progress and
     raises as load_weights does."""
+    observer = observer or NoObserver()
     meter = _Meter(sum(_num_bytes(*item) for items in wanted.values() for item in items), progress)
     device = next((item[0].data.device for items in wanted.values() for item in items), None)
     if load_file is not None:
         for path, items in wanted.items():
+            names = {piece.name for _, piece in items}
+            observer.writing(names)
             load_file(path, items, meter.advance)
+            observer.written(names)
     elif device is None or device.type == "cpu":
         for path, items in wanted.items():
-            _load_file(path, items, meter)
+            _load_file(path, items, meter, observer)
     else:
+        names = {piece.name for items in wanted.values() for _, piece in items}
+        observer.writing(names)  # copies of all of them may be under way at a time
         load_through_buffers(wanted, device, meter.advance)
+        observer.written(names)
     return meter.report(ignored_tensors)
 
 
@@ -127,14 +165,91 @@ def load_through_buffers(
         raise _broken(path, f"holds a file that cannot be read ({error})") from error
 
 
+def check_checkpoint(model_dir: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check the headers of a whole checkpoint: every tensor of the model, whoever holds it, is
+    there, of its shape and of a type that is loaded, and no file is truncated. Reads no weights.
+
+    Raises:
+        CheckpointError: something of that is not so; names file and tensor.
+    """
+    headers = read_headers(model_dir, shapes)
+    for name, shape in shapes.items():
+        if headers[name].shape != shape:
+            found = headers[name]
+            raise _broken(
+                found.path, f"has {name} in shape {found.shape}, the loaded model has {shape}"
+            )
+
+
+def check_items(wanted: Mapping[Path, Sequence[Item]]) -> None:
+    """Check the headers of each file's items. Raises as load_weights does, before any byte."""
+    for path, items in wanted.items():
+        with _open(path) as handle:
+            present = set(handle.keys())
+            for _, piece in items:
+                if piece.name not in present:
+                    raise _missing(path, piece)
+                region = handle.get_slice(piece.name)
+                _checked_dtype(path, piece, tuple(region.get_shape()), region.get_dtype())
+
+
+def read_headers(model_dir: Path, names: Iterable[str] = ()) -> dict[str, TensorHeader]:
+    """Return what a checkpoint's files say of these tensors, in this order; of all of them, sorted,
+    without names.
+
+    Raises:
+        CheckpointError: a tensor or file is missing or truncated, or of a type that is not loaded.
+    """
+    files = _tensor_files(model_dir)
+    wanted = list(names) or sorted(files)
+    by_file: defaultdict[Path, list[str]] = defaultdict(list)
+    for name in wanted:
+        if name not in files:
+            raise _absent(model_dir, name)
+        by_file[files[name]].append(name)
+    headers = {}
+    for path, held in by_file.items():
+        with _open(path) as handle:
+            present = set(handle.keys())
+            for name in held:
+                headers[name] = _header(path, name, handle if name in present else None)
+    return {name: headers[name] for name in wanted}
+
+
+def _header(path: Path, name: str, handle: "_Reader | None") -> TensorHeader:
+    if handle is None:
+        raise _broken(path, f"has no tensor {name}, though the index says so")
+    region = handle.get_slice(name)
+    dtype = region.get_dtype()
+    if dtype not in _FLOAT_DTYPES:
+        raise _broken(path, f"has {name} in dtype {dtype}, which is not loaded")
+    return TensorHeader(path, tuple(region.get_shape()), _FLOAT_DTYPES[dtype])
+
+
+def read_tensor(path: Path, name: str) -> Tensor:
+    """Return a whole tensor on the CPU. Raises CheckpointError."""
+    with _open(path) as handle:
+        try:
+            tensor: Tensor = handle.get_tensor(name)
+            return tensor
+        except SafetensorError as error:
+            raise _broken(path, f"does not yield {name} ({error})") from error
+
+
 def load_dummy_weights(
-    parameters: Iterable[Parameter], seed: int, progress: OnProgress
+    parameters: Iterable[Parameter],
+    seed: int,
+    progress: OnProgress,
+    observer: WriteObserver | None = None,
 ) -> LoadReport:
     """Fills the parameters with values of name, full shape, index and seed alone (`dummy.py`)."""
+    observer = observer or NoObserver()
     items = [(parameter, piece) for parameter in parameters for piece in parameter.pieces]
     meter = _Meter(sum(_num_bytes(*item) for item in items), progress)
     for parameter, piece in items:
+        observer.writing((piece.name,))
         fill_dummy(parameter.data[piece.target], piece, seed)
+        observer.written((piece.name,))
         meter.advance(_num_bytes(parameter, piece))
     return meter.report(())
 
@@ -258,23 +373,21 @@ def _group_by_file(
     for parameter in parameters:
         for piece in parameter.pieces:
             if piece.name not in files:
-                raise CheckpointError(
-                    f"the checkpoint in {model_dir} has no tensor {piece.name}",
-                    field="tensor",
-                    value=piece.name,
-                    fix="use weights that belong to this config.json",
-                )
+                raise _absent(model_dir, piece.name)
             wanted[files[piece.name]].append((parameter, piece))
     return wanted
 
 
-def _load_file(path: Path, items: Iterable[Item], meter: _Meter) -> None:
+def _load_file(path: Path, items: Iterable[Item], meter: _Meter, observer: WriteObserver) -> None:
     with _open(path) as handle:
         present = set(handle.keys())
         for parameter, piece in items:
             if piece.name not in present:
                 raise _missing(path, piece)
-            parameter.data[piece.target].copy_(_read(handle, path, piece))
+            values = _read(handle, path, piece)
+            observer.writing((piece.name,))
+            parameter.data[piece.target].copy_(values)
+            observer.written((piece.name,))
             meter.advance(_num_bytes(parameter, piece))
 
 
@@ -305,6 +418,15 @@ def _checked_dtype(path: Path, piece: Piece, shape: tuple[int, ...], dtype: str)
     if dtype not in _FLOAT_DTYPES:
         raise _broken(path, f"has {piece.name} in dtype {dtype}, which is not loaded")
     return _FLOAT_DTYPES[dtype]
+
+
+def _absent(model_dir: Path, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint in {model_dir} has no tensor {name}",
+        field="tensor",
+        value=name,
+        fix="use weights that belong to this config.json",
+    )
 
 
 def _missing(path: Path, piece: Piece) -> CheckpointError:

@@ -27,6 +27,7 @@ from rpc_schema.codec import (
 from rpc_schema.errors import ControlErrorReply, WireError
 from rpc_schema.lifecycle import ServingState
 from rpc_schema.version import PROTOCOL_VERSION
+from rpc_schema.weight_transfer import WeightsStatus
 from worker_daemon.errors import (
     FencedError,
     IncompatibleError,
@@ -34,6 +35,7 @@ from worker_daemon.errors import (
     StateError,
     WorkerError,
 )
+from worker_daemon.models.weight_state import WeightReport
 from worker_daemon.server.dispatch import OpenRendezvousServer, RendezvousServerLike
 from worker_daemon.server.endpoints import Endpoint
 from worker_daemon.server.epochs import EpochFile
@@ -363,6 +365,7 @@ class Control:
             failure=snapshot.failure,
             kv_cache_advice=snapshot.description.kv_cache_advice,
             memory_tags=dict(snapshot.description.memory_tags),
+            weights=_weights_status(snapshot.description.weights()),
         )
 
     def _heartbeat(self) -> lc.Heartbeat:
@@ -430,3 +433,18 @@ def _threadsafe(
         loop.call_soon_threadsafe(settle, standing)
 
     return taken
+
+
+def _weights_status(report: WeightReport | None) -> WeightsStatus | None:
+    if report is None:
+        return None
+    return WeightsStatus(
+        state=report.state,
+        num_tensors=report.num_tensors,
+        num_updates=report.num_updates,
+        num_dirty=report.num_dirty,
+        dirty=report.dirty,
+        num_missing=report.num_missing,
+        missing=report.missing,
+        cause=report.cause,
+    )

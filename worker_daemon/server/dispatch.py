@@ -7,6 +7,7 @@ from typing import Final, Protocol, TypeAlias
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
+from rpc_schema import weight_transfer as wt
 from rpc_schema.base import StepReply
 from rpc_schema.codec import Frame, StepMessage, StepReplyMessage
 from worker_daemon.description import WorkerDescription
@@ -84,6 +85,13 @@ class WorkerLike(Protocol):
     def stop_trace(self, *, keep: bool) -> "PlainTraceLike | None":
         """End that; the trace, if it is to be kept."""
 
+    def init_weight_transfer_engine(self, message: wt.InitWeightTransferEngine) -> StepReply: ...
+    def start_weight_update(self, message: wt.StartWeightUpdate) -> StepReply: ...
+    def update_weights(self, message: wt.UpdateWeights) -> StepReply: ...
+    def finish_weight_update(self, message: wt.FinishWeightUpdate) -> StepReply: ...
+    def reload_weights(self, message: wt.ReloadWeights) -> StepReply: ...
+    def update_config(self, message: wt.UpdateConfig) -> StepReply: ...
+
     def on_attach(self) -> bool:
         """Drop all requests; True if nothing was cut off and all sends were received."""
 
@@ -156,6 +164,12 @@ def operation_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], Operati
         lc.Sleep: worker.sleep,
         lc.WakeUp: worker.wake_up,
         lc.Discard: worker.discard,
+        wt.InitWeightTransferEngine: worker.init_weight_transfer_engine,
+        wt.StartWeightUpdate: worker.start_weight_update,
+        wt.UpdateWeights: worker.update_weights,
+        wt.FinishWeightUpdate: worker.finish_weight_update,
+        wt.ReloadWeights: worker.reload_weights,
+        wt.UpdateConfig: worker.update_config,
     }
 
 
@@ -171,6 +185,11 @@ _OWN_WORK_S: Final[Mapping[type[StepMessage], float]] = {
     lc.Sleep: 600.0,  # its first at level 1 may have to page-lock host memory
     lc.WakeUp: 120.0,
     lc.Discard: 120.0,
+    wt.InitWeightTransferEngine: 600.0,  # their handlers set what the driver allows
+    wt.StartWeightUpdate: 120.0,
+    wt.UpdateWeights: 600.0,
+    wt.FinishWeightUpdate: 600.0,
+    wt.ReloadWeights: 3600.0,
 }
 _BESIDE_MEETING_S: Final[Mapping[type[StepMessage], float]] = {
     lc.InitDevice: 120.0,
@@ -203,6 +222,8 @@ WAITS_FOR_PEERS: Final[frozenset[type[StepMessage]]] = frozenset(
         lc.Sleep,
         lc.WakeUp,
         lc.Discard,
+        wt.InitWeightTransferEngine,  # for a trainer, and so does the next; the link stays
+        wt.UpdateWeights,
         step.ExecuteModel,
         step.SampleTokens,
         step.ExecuteDummyBatch,

@@ -13,6 +13,7 @@ from typing import Final
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
+from rpc_schema import weight_transfer as wt
 from rpc_schema.codec import StepMessage
 from rpc_schema.lifecycle import LinkState, LoadState, ServingState, TagState
 from worker_daemon.errors import StateError
@@ -121,6 +122,14 @@ RULES: Final[Mapping[type[StepMessage], Rule]] = MappingProxyType(
         lc.Sleep: Rule(_from("MODEL_LOADED"), _ANY),
         lc.WakeUp: Rule(_from("MODEL_LOADED"), _ANY),
         lc.Discard: Rule(_from("MODEL_LOADED"), _ANY),
+        wt.InitWeightTransferEngine: Rule(_from("DEVICE_READY"), _ANY),
+        wt.StartWeightUpdate: Rule(_from("MODEL_LOADED"), _ANY, weights=_THERE),
+        wt.UpdateWeights: Rule(_from("MODEL_LOADED"), _ANY, weights=_THERE),
+        wt.FinishWeightUpdate: Rule(
+            _from("MODEL_LOADED"), _ANY, weights=_THERE, fills_weights=True
+        ),
+        wt.ReloadWeights: Rule(_from("MODEL_LOADED"), _ANY, weights=_THERE, fills_weights=True),
+        wt.UpdateConfig: Rule(_from("MODEL_LOADED"), _ANY),
         step.ExecuteModel: Rule(_only("READY"), _UP, weights=_AWAKE, kv_cache=_AWAKE),
         step.SampleTokens: Rule(_only("READY"), _UP, weights=_AWAKE, kv_cache=_AWAKE),
         step.ExecuteDummyBatch: Rule(_only("READY"), _UP, weights=_AWAKE, kv_cache=_AWAKE),

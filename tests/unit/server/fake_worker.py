@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
+from rpc_schema import weight_transfer as wt
 from rpc_schema.base import StepReply, StepRequest
 from rpc_schema.codec import Frame
 from rpc_schema.config import WorkerConfig
@@ -235,6 +236,24 @@ class FakeWorker:
     def stop_trace(self, *, keep: bool) -> FakeTrace | None:
         self.tracing = False
         return FakeTrace() if keep else None
+
+    def init_weight_transfer_engine(self, message: wt.InitWeightTransferEngine) -> StepReply:
+        return wt.InitWeightTransferEngineReply(**ids(message, self.rank), transfer_rank=1)
+
+    def start_weight_update(self, message: wt.StartWeightUpdate) -> StepReply:
+        return self._done(message)
+
+    def update_weights(self, message: wt.UpdateWeights) -> StepReply:
+        return self._done(message)
+
+    def finish_weight_update(self, message: wt.FinishWeightUpdate) -> StepReply:
+        return self._done(message)
+
+    def reload_weights(self, message: wt.ReloadWeights) -> StepReply:
+        return self._done(message)
+
+    def update_config(self, message: wt.UpdateConfig) -> StepReply:
+        return self._done(message)
 
     def on_attach(self) -> bool:
         clean, self._clean = self._clean, True

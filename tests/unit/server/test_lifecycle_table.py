@@ -8,6 +8,7 @@ import pytest
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
+from rpc_schema import weight_transfer as wt
 from rpc_schema.codec import StepMessage
 from tests.unit.server.driver import rendezvous
 from worker_daemon.errors import StateError
@@ -48,6 +49,12 @@ EXPECTED = {
     lc.Sleep: ({MODEL, KV, READY}, ANY_LINK),
     lc.WakeUp: ({MODEL, KV, READY}, ANY_LINK),
     lc.Discard: ({MODEL, KV, READY}, ANY_LINK),
+    wt.InitWeightTransferEngine: ({DEVICE, MODEL, KV, READY}, ANY_LINK),
+    wt.StartWeightUpdate: ({MODEL, KV, READY}, ANY_LINK),
+    wt.UpdateWeights: ({MODEL, KV, READY}, ANY_LINK),
+    wt.FinishWeightUpdate: ({MODEL, KV, READY}, ANY_LINK),
+    wt.ReloadWeights: ({MODEL, KV, READY}, ANY_LINK),
+    wt.UpdateConfig: ({MODEL, KV, READY}, ANY_LINK),
     step.ExecuteModel: ({READY}, {"up"}),
     step.SampleTokens: ({READY}, {"up"}),
     step.ExecuteDummyBatch: ({READY}, {"up"}),

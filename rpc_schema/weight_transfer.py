@@ -1,0 +1,174 @@
+"""Weights on their way into a running worker: by a trainer's broadcasts, through its CUDA memory,
+or from files; and what a worker says of the weights that it has."""
+
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta
+
+from rpc_schema.base import Count, Name, Positive, StepReply, StepRequest, Text, Unsigned, Value
+
+TensorDtype = Literal["float64", "float32", "bfloat16", "float16"]
+WeightFormat = Literal["checkpoint", "kernel"]
+WeightsState = Literal["none", "whole", "updating", "dirty", "discarded"]
+
+MAX_TENSORS = 65536
+MAX_STATUS_NAMES = 16
+
+TimeoutMs = Annotated[int, Meta(ge=100, le=3_600_000)]
+"""How long a worker waits without anything coming from the trainer."""
+
+Directory = Annotated[str, Meta(min_length=1, max_length=4096)]
+"""Of a checkpoint, under one of the daemon's model roots."""
+
+
+class BroadcastEngine(Value, frozen=True, tag=1, kw_only=True):
+    """A communicator of its own, over torch.distributed: the trainer is rank 0 and serves its
+    TCPStore, a worker is rank_offset + its own world rank."""
+
+    backend: Literal["gloo", "nccl"]
+    master_address: Annotated[str, Meta(min_length=1, max_length=256)]
+    master_port: Annotated[int, Meta(ge=1, le=65535)]
+    rank_offset: Positive = 1
+    world_size: Annotated[int, Meta(ge=2, le=65536)]
+    """Trainer and workers together."""
+
+
+class IpcEngine(Value, frozen=True, tag=2, kw_only=True):
+    """The trainer's CUDA memory, mapped here: trainer and worker are on one host."""
+
+
+class DiskEngine(Value, frozen=True, tag=3, kw_only=True):
+    """safetensors files under the daemon's model roots."""
+
+
+Engine: TypeAlias = BroadcastEngine | IpcEngine | DiskEngine
+
+
+class InitWeightTransferEngine(StepRequest, frozen=True, tag=50, kw_only=True):
+    """Choose where the weights of later updates come from. With broadcasts: wait for the trainer
+    and all other workers; an engine of before is given up first."""
+
+    engine: Engine
+    timeout_ms: TimeoutMs = 60_000
+
+
+class InitWeightTransferEngineReply(StepReply, frozen=True, tag=50, kw_only=True):
+    transfer_rank: Count
+    """In the communicator; 0 where there is none."""
+
+
+class StartWeightUpdate(StepRequest, frozen=True, tag=51, kw_only=True):
+    """Begin an update: no step is run until it is finished, or the weights are loaded anew."""
+
+    format: WeightFormat
+    """checkpoint: names and shapes of the checkpoint, of which each rank takes its part. kernel:
+    names, shapes and dtypes of the rank's own parameters, which are copied as they are; NAME@tpN is
+    for tensor-parallel rank N alone."""
+    partial: bool = False
+    """Tensors that do not come keep what they hold. False: all must come."""
+
+
+class BroadcastSource(Value, frozen=True, tag=1, kw_only=True):
+    """The tensors come as broadcasts of the trainer's in the order of their names: raw bytes,
+    row-major, in the transfers of `weight_packing.plan_transfers`."""
+
+    packed_bytes: Unsigned = 0
+    """0: one transfer a tensor. Else many tensors share a transfer of at most so many bytes."""
+    round: Unsigned = 0
+    """Before it receives, each rank writes `ready` (or `refused`) under `round/ROUND/TRANSFER_RANK`
+    in the trainer's store: a trainer that waits for all of them never sends in vain."""
+
+
+class IpcSource(Value, frozen=True, tag=2, kw_only=True):
+    """The tensors are in the trainer's CUDA memory, row-major, and stay as they are until the
+    reply."""
+
+    handles: Annotated[
+        tuple[Annotated[bytes, Meta(min_length=64, max_length=64)], ...], Meta(max_length=4096)
+    ]
+    """CUDA IPC memory handles of whole allocations."""
+    blocks: Annotated[tuple[Count, ...], Meta(max_length=MAX_TENSORS)]
+    """For each tensor: which handle."""
+    offsets: Annotated[tuple[Unsigned, ...], Meta(max_length=MAX_TENSORS)]
+    """For each tensor: bytes from the start of that allocation."""
+
+
+class DiskSource(Value, frozen=True, tag=3, kw_only=True):
+    """The tensors are in a checkpoint's files. Names choose some of them; without names all that
+    the model knows are read. dtypes and shapes stay empty: the files have them."""
+
+    model: Directory
+
+
+Source: TypeAlias = BroadcastSource | IpcSource | DiskSource
+
+
+class UpdateWeights(StepRequest, frozen=True, tag=52, kw_only=True):
+    """Take some tensors of an update. Names, dtypes and shapes are of equal length; where all three
+    are empty, those of the former round are meant."""
+
+    names: Annotated[tuple[Name, ...], Meta(max_length=MAX_TENSORS)] = ()
+    dtypes: Annotated[tuple[TensorDtype, ...], Meta(max_length=MAX_TENSORS)] = ()
+    shapes: Annotated[
+        tuple[Annotated[tuple[Count, ...], Meta(max_length=8)], ...], Meta(max_length=MAX_TENSORS)
+    ] = ()
+    source: Source
+
+
+class UpdateWeightsReply(StepReply, frozen=True, tag=52, kw_only=True):
+    num_tensors: Count
+    """That this rank holds all or a part of."""
+    size_bytes: Unsigned
+    """That came, whether this rank holds them or not."""
+    seconds: float
+
+
+class FinishWeightUpdate(StepRequest, frozen=True, tag=53, kw_only=True):
+    """End an update: steps are legal again. Refused, and still open, while tensors are missing."""
+
+
+class FinishWeightUpdateReply(StepReply, frozen=True, tag=53, kw_only=True):
+    num_updates: Unsigned
+    """Finished since the model was loaded, reloads included."""
+
+
+class ReloadWeights(StepRequest, frozen=True, tag=54, kw_only=True):
+    """Read the weights again, in place: tensor addresses stay. All headers are checked before the
+    first byte is written."""
+
+    model: Annotated[str, Meta(max_length=4096)] = ""
+    """Another directory under the model roots, of a model of the same shape; empty: the one that
+    was loaded, or that UpdateConfig named since."""
+
+
+class ReloadWeightsReply(StepReply, frozen=True, tag=54, kw_only=True):
+    size_bytes: Unsigned
+    seconds: float
+    num_updates: Unsigned
+
+
+class UpdateConfig(StepRequest, frozen=True, tag=55, kw_only=True):
+    """Change what the next ReloadWeights reads, and how."""
+
+    overrides: Annotated[dict[Name, str | int | bool], Meta(max_length=64)]
+    """By section and field: `model.model`, `model.seed`, `load.load_format`,
+    `load.verify_checksums`. All others are refused, and nothing is applied."""
+
+
+class WeightsStatus(Value, frozen=True, kw_only=True):
+    """What this rank's weights are worth."""
+
+    state: WeightsState
+    """updating and dirty: some tensors are new, some are not, and no step is run; with dirty the
+    update has failed. discarded: the memory holds none."""
+    num_tensors: Count
+    num_updates: Unsigned
+    num_dirty: Count
+    """Written since the weights were last whole, the one at the moment of a failure included."""
+    dirty: Annotated[tuple[Name, ...], Meta(max_length=MAX_STATUS_NAMES)]
+    """The first of them, by name."""
+    num_missing: Count
+    """Still to be written before the weights are whole again."""
+    missing: Annotated[tuple[Name, ...], Meta(max_length=MAX_STATUS_NAMES)]
+    cause: Text = ""
+    """Why they are dirty or discarded."""

@@ -1,0 +1,450 @@
+"""New weights in a running group: over gloo and from disk, in the checkpoint's names and in the
+ranks' own, equal to a fresh load; and what is left when an update cannot be or breaks off."""
+
+import contextlib
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from client.driver import Driver
+from client.errors import (
+    IllegalStateError,
+    RemoteCheckpointError,
+    RemoteConfigError,
+    WeightsNotWhole,
+    WeightTransferError,
+)
+from client.scheduler import Scheduler
+from client.trainer.sender import WeightSender
+from client.worker_client import TensorList
+from client.worker_group import WorkerGroup
+from examples import rl_loop
+from rpc_schema.weight_transfer import (
+    BroadcastEngine,
+    BroadcastSource,
+    DiskEngine,
+    DiskSource,
+    IpcEngine,
+)
+from tests.support.checkpoints import Checkpoint, decisive_prompts
+from tests.support.kernel_weights import kernel_tensors
+from tests.support.serving import (
+    assert_greedy,
+    generate,
+    greedy_request,
+    scheduler_limits,
+    worker_config,
+)
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+OPTIONS = {"tie_word_embeddings": False, "num_hidden_layers": 2}
+TOKENS = 8
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def old(checkpoint):
+    return checkpoint(ARCHITECTURE, seed=81, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def new(checkpoint):
+    return checkpoint(ARCHITECTURE, seed=82, **OPTIONS)
+
+
+def requests_for(model, seed=5):
+    prompts = decisive_prompts(model, seed, [9, 17], TOKENS)
+    return [greedy_request(f"r{i}", prompt, TOKENS) for i, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def new_requests(new):
+    return requests_for(new)
+
+
+def tensors_of(model):
+    return dict(model.model.state_dict())
+
+
+def checksums(group):
+    return [reply.checksums for reply in group.compute_weight_checksums()]
+
+
+def states(group):
+    return [status.weights.state for status in group.get_status()]
+
+
+def listed(tensors):
+    names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+    return TensorList(
+        tuple(tensors),
+        tuple(names[tensor.dtype] for tensor in tensors.values()),
+        tuple(tuple(tensor.shape) for tensor in tensors.values()),
+    )
+
+
+@pytest.fixture(scope="module")
+def old_requests(old):
+    return requests_for(old)
+
+
+@pytest.fixture(scope="module")
+def pair(serve, old):
+    """Two stages with the old weights; every test leaves them so."""
+    with serve(old.path, 2) as served:
+        yield served
+
+
+@pytest.fixture
+def served(pair, old, old_requests):
+    """The pair, and a check that it serves the old weights again in the end."""
+    yield pair
+    group, loaded = pair
+    group.reload_weights(str(old.path))
+    assert_greedy(generate(group, loaded, old_requests), old, old_requests)
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "packed_bytes", "tied"), [(2, 1, 0, True), (1, 2, 50_000, False)]
+)
+def test_update_over_gloo_equals_a_fresh_load(serve, checkpoint, pp, tp, packed_bytes, tied):
+    options = OPTIONS | {"tie_word_embeddings": tied}
+    old, new = (checkpoint(ARCHITECTURE, seed=seed, **options) for seed in (81, 82))
+    old_requests, new_requests = requests_for(old), requests_for(new)
+    with serve(new.path, pp, tp) as (group, _):
+        expected = checksums(group)
+    with serve(old.path, pp, tp) as (group, loaded):
+        before = checksums(group)
+        generate(group, loaded, old_requests)
+        with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
+            report = sender.send(tensors_of(new), packed_bytes=packed_bytes)
+            assert report.num_updates == 1
+            assert checksums(group) == expected
+            assert_greedy(generate(group, loaded, new_requests), new, new_requests)
+            # The same communicator serves the next update: back, by the ranks' own names.
+            kernel = kernel_tensors(old.path, tp)
+            packed_bytes = 50_000 - packed_bytes
+            report = sender.send(kernel, format="kernel", packed_bytes=packed_bytes)
+            assert report.num_updates == 2
+        assert checksums(group) == before
+        assert_greedy(generate(group, loaded, old_requests), old, old_requests)
+        assert states(group) == ["whole"] * (pp * tp)
+
+
+def test_partial_update_changes_nothing_else_and_converts_dtypes(served, new):
+    group, _ = served
+    before = checksums(group)
+    name = "model.layers.1.mlp.down_proj.weight"
+    with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
+        sender.send({name: new.model.state_dict()[name].double()}, partial=True)
+    changed = [
+        {tensor for tensor in mine if mine[tensor] != theirs[tensor]}
+        for mine, theirs in zip(before, checksums(group), strict=True)
+    ]
+    assert changed == [set(), {name}]
+
+
+def wrong_shape(tensors):
+    name = "model.layers.0.self_attn.k_proj.weight"
+    return tensors | {name: tensors[name].T.contiguous()}
+
+
+REFUSALS = [
+    ("checkpoint", wrong_shape, "k_proj.weight comes in another shape.*send it as"),
+    (
+        "checkpoint",
+        lambda tensors: tensors | {"model.layers.9.mlp.up_proj.weight": torch.zeros(2, 2)},
+        "no such tensor; field names = 'model.layers.9.mlp.up_proj.weight'",
+    ),
+    (
+        "kernel",
+        lambda tensors: tensors,
+        r"embed_tokens.weight comes in another shape.*\[331, 64\]; fix: send it as \[384, 64\]",
+    ),
+    (
+        "kernel",
+        lambda tensors: {"model.norm.weight": tensors["model.norm.weight"].double()},
+        "model.norm.weight comes in another dtype.*float32",
+    ),
+]
+
+
+def test_update_that_cannot_be_is_refused_before_its_first_byte(served, new, old_requests):
+    group, loaded = served
+    before = checksums(group)
+    with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
+        for format, damage, words in REFUSALS:
+            with pytest.raises(RemoteConfigError, match=words):
+                sender.send(damage(tensors_of(new)), format=format)
+            assert checksums(group) == before
+            assert states(group) == ["updating"] * 2
+        # All that the model needs, but for one tensor of the second stage.
+        tensors = tensors_of(new)
+        last = {"lm_head.weight": tensors.pop("lm_head.weight")}
+        with pytest.raises(RemoteConfigError, match=r"1 tensors have not come.*lm_head"):
+            sender.send(tensors)
+        weights = group.get_status()[1].weights
+        assert (weights.state, weights.num_missing, weights.missing) == (
+            "updating",
+            1,
+            ("lm_head.weight",),
+        )
+        with pytest.raises(WeightsNotWhole, match="reload_weights"):
+            generate(group, loaded, old_requests)
+        with pytest.raises(IllegalStateError, match="needs whole weights"):
+            group.save_sharded_state("dirty")
+        # A partial update may end only once it has brought what that one lacked.
+        with pytest.raises(IllegalStateError, match="have not been written"):
+            sender.send({"model.norm.weight": tensors["model.norm.weight"]}, partial=True)
+        sender.send(tensors | last)
+    assert states(group) == ["whole"] * 2
+
+
+def test_names_of_the_former_round_are_meant_where_none_are_sent(served, old, new):
+    group, _ = served
+    with pytest.raises(IllegalStateError, match="start_weight_update first"):
+        group.update_weights(listed(tensors_of(new)), BroadcastSource())
+    group.init_weight_transfer_engine(DiskEngine())
+    group.start_weight_update()
+    with pytest.raises(RemoteConfigError, match="the weight transfer engine is disk"):
+        group.update_weights(TensorList(), BroadcastSource())
+    with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
+        sender.connect()
+        group.start_weight_update()
+        with pytest.raises(RemoteConfigError, match="no former round"):
+            sender._update(TensorList(), [], 0)
+        with pytest.raises(RemoteConfigError, match="different lengths"):
+            sender._update(listed(tensors_of(new))._replace(shapes=()), [], 0)
+        sender.send(tensors_of(old))
+        before = checksums(group)
+        group.start_weight_update()
+        sender._update(TensorList(), list(tensors_of(new).values()), 0)
+        group.finish_weight_update()
+    assert all(a != b for a, b in zip(before, checksums(group), strict=True))
+
+
+def test_engine_that_cannot_be_leaves_the_group_serving(served, old, old_requests):
+    group, loaded = served
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    cases = [
+        (RemoteConfigError, "NCCL needs a GPU", {"backend": "nccl"}),
+        (RemoteConfigError, "a world_size of 3 at least", {"world_size": 2}),
+        (WeightTransferError, "trainer", {}),
+    ]
+    for error, words, changes in cases:
+        fields = {"backend": "gloo", "master_address": "127.0.0.1", "master_port": port}
+        with pytest.raises(error, match=words):
+            group.init_weight_transfer_engine(
+                BroadcastEngine(**{**fields, "world_size": 3, **changes}), timeout_s=0.5
+            )
+    with pytest.raises(RemoteConfigError, match="between GPUs"):
+        group.init_weight_transfer_engine(IpcEngine())
+    assert_greedy(generate(group, loaded, old_requests), old, old_requests)
+
+
+@contextlib.contextmanager
+def trainer(num_workers, weights, lifetime):
+    """A trainer that dies after `lifetime` tensors, and its engine."""
+    words = ["gloo", num_workers, weights, lifetime, 1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.dying_trainer", *map(str, words)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        port = int(process.stdout.readline())
+        yield (
+            process,
+            BroadcastEngine(
+                backend="gloo",
+                master_address="127.0.0.1",
+                master_port=port,
+                world_size=num_workers + 1,
+            ),
+        )
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_killed_trainer_leaves_dirty_weights_that_name_themselves(served, new, old_requests):
+    group, loaded = served
+    tensors = tensors_of(new)
+    lifetime = random.randrange(3, len(tensors))
+    with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
+        sender.send(tensors)  # what is started once, and stays, is there from here on
+    threads = settled_threads(group)
+    with trainer(2, new.path, lifetime) as (process, engine):
+        group.init_weight_transfer_engine(engine, timeout_s=TIMEOUT_S)
+        group.start_weight_update()
+        process.stdin.write("send\n")
+        process.stdin.flush()
+        with pytest.raises(WeightTransferError):
+            group.update_weights(listed(tensors_in_file(new)), BroadcastSource(round=1))
+    # Rank 0 failed or rank 1 did: the other may still be about to.
+    assert set(settled_states(group)) == {"dirty"}
+    weights = [status.weights for status in group.get_status()]
+    assert sum(report.num_dirty for report in weights) >= 1
+    for report in weights:
+        assert "update_weights" in report.cause
+        assert report.num_missing == report.num_tensors
+        assert len(report.missing) == min(16, report.num_missing)
+        assert set(report.dirty) <= set(tensors)
+    with pytest.raises(WeightsNotWhole):
+        generate(group, loaded, old_requests)
+    with pytest.raises(IllegalStateError, match="no weight update is open"):
+        group.finish_weight_update()
+    # Another trainer may mend it.
+    with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
+        sender.send(tensors)
+    assert states(group) == ["whole"] * 2
+    assert settled_threads(group, at_most=threads) <= threads
+
+
+def test_new_driver_is_not_kept_waiting_by_a_trainer_that_never_sends(served, old, new):
+    """The wait of update_weights is aborted; what the update has left is loaded anew."""
+    group, _ = served
+    config = worker_config(old.path, 2)
+    with trainer(2, new.path, -1) as (_, engine):
+        group.init_weight_transfer_engine(engine, timeout_s=100)
+        group.start_weight_update()
+        ids = group._channel.next_ids()
+        for client in group.clients:
+            client.update_weights(ids, listed(tensors_in_file(new)), BroadcastSource(round=1))
+        endpoints = [status.endpoint for status in group.get_status()]
+        with WorkerGroup(endpoints, config.parallel) as other:
+            statuses = other.attach(timeout_s=30)
+            assert {status.weights.state for status in statuses} == {"dirty"}
+            assert {status.link_state for status in statuses} == {"up"}
+            with pytest.raises(WeightsNotWhole):
+                other.execute_model(None)
+            assert other.prepare(config, num_gpu_blocks=256).was_loaded
+            assert states(other) == ["whole"] * 2
+    group.attach()
+    group.prepare(config, num_gpu_blocks=256)
+
+
+def test_update_from_disk(served, new, old, new_requests, model_root):
+    group, loaded = served
+    group.init_weight_transfer_engine(DiskEngine())
+    group.start_weight_update()
+    damaged = model_root / "disk-damaged"
+    shutil.copytree(new.path, damaged)
+    file = damaged / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    before = checksums(group)
+    for path, error, words in [
+        (damaged, RemoteCheckpointError, "truncated"),
+        ("/etc", RemoteConfigError, "outside this daemon's model roots"),
+    ]:
+        with pytest.raises(error, match=words):
+            group.update_weights(TensorList(), DiskSource(model=str(path)))
+        assert checksums(group) == before
+    replies = group.update_weights(TensorList(), DiskSource(model=str(new.path)))
+    assert all(reply.num_tensors > 0 for reply in replies)
+    group.finish_weight_update()
+    assert_greedy(generate(group, loaded, new_requests), new, new_requests)
+
+
+def test_reload_is_in_place_or_not_at_all(served, checkpoint, old, new, new_requests, model_root):
+    group, loaded = served
+    before = checksums(group)
+    truncated = model_root / "truncated"
+    shutil.copytree(new.path, truncated)
+    file = truncated / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    other = checkpoint(ARCHITECTURE, seed=83, **(OPTIONS | {"intermediate_size": 128}))
+    for path, error, words in [
+        (truncated, RemoteCheckpointError, "model.safetensors is truncated"),
+        (model_root / "nowhere", RemoteCheckpointError, "no such directory"),
+        ("/tmp", RemoteConfigError, "outside this daemon's model roots"),
+        (other.path, RemoteConfigError, "the loaded model has 96; field intermediate_size"),
+    ]:
+        with pytest.raises(error, match=words):
+            group.reload_weights(str(path))
+        assert checksums(group) == before
+        assert states(group) == ["whole"] * 2
+    replies = group.reload_weights(str(new.path))
+    assert {reply.num_updates for reply in replies} == {group.get_status()[0].weights.num_updates}
+    assert_greedy(generate(group, loaded, new_requests), new, new_requests)
+    assert {status.config.model.model for status in group.get_status()} == {str(new.path)}
+
+
+def test_update_config_takes_load_and_model_overrides_only(served, old, new, new_requests):
+    group, loaded = served
+    for overrides, words in [
+        ({"cache.block_size": 8}, "only the load and model sections"),
+        ({"model.model": str(new.path), "model.colour": 1}, "only the load and model sections"),
+        ({"model.dtype": "bfloat16"}, "settled when a model is loaded"),
+        ({"load.load_format": "pickle"}, "the value is not allowed"),
+        ({"model.seed": -1}, "the value is not allowed"),
+    ]:
+        with pytest.raises(RemoteConfigError, match=words):
+            group.update_config(overrides)
+    before = checksums(group)
+    group.reload_weights()
+    assert checksums(group) == before, "a refused override leaves nothing behind"
+    group.update_config({"model.model": str(new.path)})
+    assert checksums(group) == before
+    group.reload_weights()
+    assert_greedy(generate(group, loaded, new_requests), new, new_requests)
+    group.update_config({"load.load_format": "dummy", "model.seed": 3})
+    group.reload_weights()
+    assert checksums(group) != before
+    group.update_config({"load.load_format": "auto"})
+
+
+def tensors_in_file(model):
+    """In the order of the file, which the trainer follows."""
+    return load_file(model.path / "model.safetensors")
+
+
+def settled_threads(group, at_most=0):
+    """Threads of all daemons without an engine, once they are few enough or stay as they are."""
+    group.init_weight_transfer_engine(DiskEngine())
+    daemons = [psutil.Process(status.pid) for status in group.get_status()]
+    counts = []
+    for _ in range(100):
+        counts.append(sum(daemon.num_threads() for daemon in daemons))
+        if counts[-1] <= at_most or (not at_most and counts[-10:] == counts[-1:] * 10):
+            break
+        time.sleep(0.05)
+    return counts[-1]
+
+
+def eventually(read, wanted, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while (value := read()) != wanted and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return value
+
+
+def settled_states(group):
+    return eventually(lambda: states(group), ["dirty"] * group.world_size, TIMEOUT_S)
+
+
+def test_toy_reinforcement_learning_keeps_workers_and_trainer_equal(serve, model_root):
+    """The example's own loop; at the end a greedy prompt tells whose weights the workers have."""
+    policy = rl_loop.make_policy(model_root / "policy")
+    before = Checkpoint(model_root / "policy", policy).greedy([5, 6, 7], 8)
+    with serve(model_root / "policy", 2, max_num_seqs=rl_loop.NUM_SAMPLES) as (group, loaded):
+        scheduler = Scheduler(scheduler_limits(group, loaded))
+        serving = rl_loop.Serving(group, Driver(group, scheduler), scheduler)
+        assert rl_loop.greedy(serving.driver, [5, 6, 7], 8) == before
+        rewards = rl_loop.train(serving, policy, 4)
+        after = Checkpoint(model_root / "policy", policy).greedy([5, 6, 7], 8)
+        assert rl_loop.greedy(serving.driver, [5, 6, 7], 8) == after != before
+    assert rewards[-1] > rewards[0]

@@ -1,0 +1,111 @@
+"""New weights under captured graphs, on one GPU: out of this process's memory by CUDA IPC, by gloo
+through host memory, and from disk. Tokens are those of transformers with the new weights."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from client.errors import RemoteConfigError, WeightsNotWhole, WeightTransferError
+from client.trainer.sender import WeightSender
+from client.worker_client import TensorList
+from rpc_schema.weight_transfer import IpcEngine, IpcSource
+from tests.support.gpu_generation import (
+    generate,
+    gpu_group,
+    make_checkpoint,
+    make_requests,
+    reference_logprobs,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Two checkpoints of one model."""
+    root = tmp_path_factory.mktemp("models")
+    return [make_checkpoint(root / f"llama-{seed}", seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def served(models):
+    with gpu_group(models[0], 1, 1, "float32") as (_, group, model):
+        yield group, model
+
+
+@pytest.fixture
+def back_to_old(served, models):
+    """After the test the old weights are there again."""
+    yield
+    served[0].reload_weights(str(models[0]))
+
+
+def tensors_of(checkpoint, device="cuda:0"):
+    tensors = load_file(checkpoint / "model.safetensors")
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def assert_tokens_of(checkpoint, served, seed):
+    requests = make_requests(8, seed=seed)
+    outputs = generate(*served, requests)
+    exact = reference_logprobs(checkpoint, torch.float32, requests, outputs)
+    for request in requests:
+        assert outputs[request.id].token_ids == exact[request.id].argmax(dim=-1).tolist()
+
+
+def num_graphs(group):
+    return int(group.get_status()[0].providers["graphs"])
+
+
+@pytest.mark.parametrize("backend", ["ipc", "gloo"])
+def test_update_is_seen_by_the_graphs_that_were_captured_before(
+    served, models, back_to_old, backend
+):
+    group, _ = served
+    graphs = num_graphs(group)
+    assert graphs > 0
+    old = group.compute_weight_checksums()[0].checksums
+    tensors = tensors_of(models[1])
+    with WeightSender(group, backend) as sender:
+        assert sender.send(tensors, packed_bytes=16 << 20).num_updates >= 1
+        assert_tokens_of(models[1], served, seed=3)
+        # The trainer has gone on, and sends once more: nothing of the first round is kept.
+        for tensor in tensors.values():
+            tensor.zero_()
+        for name, tensor in tensors_of(models[0]).items():
+            tensors[name].copy_(tensor)
+        sender.send(tensors)
+    assert group.compute_weight_checksums()[0].checksums == old
+    assert num_graphs(group) == graphs
+
+
+def test_reload_is_seen_by_the_graphs(served, models, back_to_old):
+    group, _ = served
+    before = group.get_status()[0].memory_bytes["weights"]
+    group.reload_weights(str(models[1]))
+    assert_tokens_of(models[1], served, seed=4)
+    assert group.get_status()[0].memory_bytes["weights"] == before
+
+
+def test_memory_that_cannot_be_mapped_is_a_typed_error(served, models, back_to_old):
+    group, model = served
+    tensors = tensors_of(models[1])
+    with WeightSender(group, "ipc") as sender:
+        name = next(iter(tensors))
+        with pytest.raises(RemoteConfigError, match="another shape"):
+            sender.send({name: tensors[name][:1]}, partial=True)
+    shape = tuple(tensors["model.norm.weight"].shape)
+    listed = TensorList(("model.norm.weight",), ("float32",), (shape,))
+    group.init_weight_transfer_engine(IpcEngine())
+    group.start_weight_update(partial=True)
+    with pytest.raises(RemoteConfigError, match="no such handle"):
+        group.update_weights(listed, IpcSource(handles=(), blocks=(0,), offsets=(0,)))
+    with pytest.raises(WeightTransferError, match="cuIpcOpenMemHandle"):
+        group.update_weights(listed, IpcSource(handles=(bytes(64),), blocks=(0,), offsets=(0,)))
+    assert group.get_status()[0].weights.state == "dirty"
+    with pytest.raises(WeightsNotWhole):
+        generate(group, model, make_requests(1))

@@ -1,0 +1,115 @@
+"""New weights over NCCL from a trainer on a GPU of its own, and what its death leaves."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from client.errors import WeightsNotWhole, WeightTransferError
+from client.trainer.sender import WeightSender
+from client.worker_client import TensorList
+from rpc_schema.weight_transfer import BroadcastEngine, BroadcastSource
+from tests.support.gpu_generation import (
+    generate,
+    gpu_group,
+    make_checkpoint,
+    make_requests,
+    reference_logprobs,
+)
+
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(400)]
+ROOT = Path(__file__).parents[2]
+LIFETIME = 20
+"""Broadcasts of a trainer that dies."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Two checkpoints of one model."""
+    root = tmp_path_factory.mktemp("models")
+    return [make_checkpoint(root / f"llama-{seed}", seed) for seed in (0, 1)]
+
+
+@pytest.fixture(autouse=True)
+def _loopback(monkeypatch):
+    """Where NCCL meets: the daemons listen there alone."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+
+
+def needs(count):
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} CUDA devices")
+
+
+def assert_tokens_of(checkpoint, group, model, seed):
+    requests = make_requests(8, seed=seed)
+    outputs = generate(group, model, requests)
+    exact = reference_logprobs(checkpoint, torch.float32, requests, outputs)
+    for request in requests:
+        assert outputs[request.id].token_ids == exact[request.id].argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 1), (1, 2)])
+def test_update_over_nccl_equals_a_fresh_load(models, pp, tp):
+    trainer = pp * tp
+    needs(trainer + 1)
+    device = f"cuda:{trainer}"
+    with gpu_group(models[0], pp, tp, "float32") as (_, group, model):
+        old = [reply.checksums for reply in group.compute_weight_checksums()]
+        with WeightSender(group, "nccl", device=device) as sender:
+            for packed_bytes, checkpoint in [(8 << 20, models[1]), (0, models[0])]:
+                tensors = {
+                    name: tensor.to(device)
+                    for name, tensor in load_file(checkpoint / "model.safetensors").items()
+                }
+                sender.send(tensors, packed_bytes=packed_bytes)
+                assert_tokens_of(checkpoint, group, model, seed=5)
+        assert [reply.checksums for reply in group.compute_weight_checksums()] == old
+
+
+def test_killed_trainer_is_a_typed_error_and_the_worker_serves_on(models):
+    needs(2)
+    tensors = load_file(models[1] / "model.safetensors")
+    words = ["nccl", 1, models[1], LIFETIME, 1]
+    listed = TensorList(
+        tuple(tensors),
+        ("float32",) * len(tensors),
+        tuple(tuple(tensor.shape) for tensor in tensors.values()),
+    )
+    with gpu_group(models[0], 1, 1, "float32") as (_, group, model):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.dying_trainer", *map(str, words)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            engine = BroadcastEngine(
+                backend="nccl",
+                master_address="127.0.0.1",
+                master_port=int(process.stdout.readline()),
+                world_size=2,
+            )
+            group.init_weight_transfer_engine(engine, timeout_s=30)
+            group.start_weight_update()
+            process.stdin.write("send\n")
+            process.stdin.flush()
+            with pytest.raises(WeightTransferError):
+                group.update_weights(listed, BroadcastSource(round=1))
+        finally:
+            process.kill()
+            process.communicate()
+        status = group.get_status()[0]
+        assert (status.weights.state, status.link_state) == ("dirty", "up")
+        assert 0 < status.weights.num_dirty <= LIFETIME
+        with pytest.raises(WeightsNotWhole):
+            generate(group, model, make_requests(1))
+        group.reload_weights()
+        assert_tokens_of(models[0], group, model, seed=6)
+        with WeightSender(group, "nccl", device="cuda:1") as sender:
+            sender.send({name: tensor.to("cuda:1") for name, tensor in tensors.items()})
+        assert_tokens_of(models[1], group, model, seed=7)

@@ -1,0 +1,42 @@
+"""A trainer in a process of its own, which the test means to lose. argv: backend, number of
+workers, directory of the weights, after how many broadcasts it kills itself (-1: it sends nothing
+at all), round. Prints its port; a line on stdin lets it send."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from client.trainer.broadcast import BroadcastChannel
+
+
+class DyingChannel(BroadcastChannel):
+    """Ends its process after some broadcasts."""
+
+    left = 0
+
+    def _start(self, payload):
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.left -= 1
+        return super()._start(payload)
+
+
+def main(backend, num_workers, directory, lifetime, number):
+    tensors = load_file(Path(directory) / "model.safetensors")
+    device = "cuda:1" if backend == "nccl" else "cpu"
+    channel = DyingChannel(backend, int(num_workers), device=device, timeout_s=60)
+    print(channel.engine.master_port, flush=True)
+    channel.left = 1  # the byte of the meeting
+    channel.open()
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    channel.left = int(lifetime)
+    sys.stdin.readline()
+    if channel.left >= 0:
+        channel.send(list(tensors.values()), round=int(number))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,127 @@
+"""A worker's weights replaced under it: where they lie, what a half-way failure leaves, and what a
+step is told. In this process, from disk; broadcasts are in tests/e2e."""
+
+import shutil
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from worker_driver import WorkerDriver
+
+from rpc_schema import lifecycle
+from rpc_schema import weight_transfer as wt
+from tests.unit.worker.conftest import SIZES, randomise
+from worker_daemon.errors import CheckpointError, StateError
+from worker_daemon.models import weights as loader
+
+
+@pytest.fixture(scope="module")
+def other(model_root, llama):
+    """Another set of weights of the same model, in several files."""
+    model = randomise(LlamaForCausalLM(LlamaConfig(**SIZES)), 77)
+    model.save_pretrained(model_root / "other", max_shard_size="20KB")
+    return model
+
+
+@pytest.fixture
+def driver(make_worker, llama):
+    worker = make_worker()
+    driver = WorkerDriver(worker)
+    driver.init_device()
+    driver.serve("llama")
+    return driver
+
+
+def addresses(worker):
+    views = worker._model.stage.checkpoint_views()
+    return {name: view.data_ptr() for name, view in views.items()}
+
+
+def checksums(driver):
+    message = lifecycle.ComputeWeightChecksums(**driver.ids())
+    return driver.worker.compute_weight_checksums(message).checksums
+
+
+def reload(driver, model):
+    return driver.worker.reload_weights(wt.ReloadWeights(**driver.ids(), model=model))
+
+
+def update(driver, *rounds, partial=False):
+    worker = driver.worker
+    worker.init_weight_transfer_engine(
+        wt.InitWeightTransferEngine(**driver.ids(), engine=wt.DiskEngine())
+    )
+    worker.start_weight_update(
+        wt.StartWeightUpdate(**driver.ids(), format="checkpoint", partial=partial)
+    )
+    for names in rounds:
+        source = wt.DiskSource(model="other")
+        worker.update_weights(wt.UpdateWeights(**driver.ids(), names=names, source=source))
+    return worker.finish_weight_update(wt.FinishWeightUpdate(**driver.ids()))
+
+
+@pytest.mark.parametrize("way", ["reload", "update"])
+def test_new_weights_lie_where_the_old_ones_did(driver, other, prompts, reference, way):
+    before = addresses(driver.worker)
+    if way == "reload":
+        assert reload(driver, "other").num_updates == 1
+    else:
+        names = sorted(other.state_dict())
+        assert update(driver, tuple(names[:5]), tuple(names[5:])).num_updates == 1
+    assert addresses(driver.worker) == before
+    state = other.state_dict()
+    for name, view in driver.worker._model.stage.checkpoint_views().items():
+        assert torch.equal(view, state[name])
+    (prompt,) = prompts([11], seed=8)
+    assert driver.generate(0, prompt, 6) == reference(other, prompt, 6)
+    assert driver.worker.describe().weights().state == "whole"
+
+
+def test_reload_that_fails_half_way_names_what_it_has_written(driver, other, monkeypatch):
+    """A file that goes bad after its header was checked: the third tensor cannot be read."""
+    read, count = loader._read, iter(range(100))
+
+    def failing(handle, path, piece):
+        if next(count) == 2:
+            raise CheckpointError(f"{path} does not yield {piece.name}", field="model")
+        return read(handle, path, piece)
+
+    before = checksums(driver)
+    monkeypatch.setattr(loader, "_read", failing)
+    with pytest.raises(CheckpointError, match="does not yield"):
+        reload(driver, "other")
+    report = driver.worker.describe().weights()
+    assert report.state == "dirty"
+    assert "CheckpointError in reload_weights" in report.cause
+    changed = {name for name, value in checksums(driver).items() if value != before[name]}
+    assert set(report.dirty) == changed
+    assert report.num_dirty == 2
+    with pytest.raises(StateError, match="finish a complete weight update, or reload_weights"):
+        driver.worker.execute_model(None, [])
+    monkeypatch.undo()
+    reload(driver, "llama")
+    assert checksums(driver) == before
+    assert driver.worker.describe().weights().state == "whole"
+
+
+def test_missing_shard_is_found_before_the_first_byte(driver, other, model_root):
+    directory = model_root / "other-without-a-shard"
+    shutil.copytree(model_root / "other", directory)
+    sorted(directory.glob("*.safetensors"))[-1].unlink()
+    before = checksums(driver)
+    with pytest.raises(CheckpointError, match="is missing"):
+        reload(driver, directory.name)
+    assert checksums(driver) == before
+    assert driver.worker.describe().weights().state == "whole"
+
+
+def test_new_driver_finds_an_open_update_dirty_and_a_reset_ends_it(driver, other):
+    worker = driver.worker
+    worker.start_weight_update(wt.StartWeightUpdate(**driver.ids(), format="kernel"))
+    worker.on_attach()
+    report = worker.describe().weights()
+    assert (report.state, report.cause) == ("dirty", "its driver was replaced")
+    worker.reset(lifecycle.Reset(**driver.ids(), to="DEVICE_READY"))
+    assert worker.describe().weights() is None
+    driver.serve("llama")
+    assert worker.describe().weights().state == "whole"

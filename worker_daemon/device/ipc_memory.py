@@ -1,0 +1,113 @@
+"""CUDA memory of another process, opened by a handle of 64 bytes and mapped here until closed.
+Knows no tensor's name and no message.
+
+Through CUDA's driver (CUDA driver API, "Interprocess communication"): the handle is plain bytes,
+made by cuIpcGetMemHandle over there.
+"""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from ctypes import byref, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from worker_daemon.errors import TransferError
+
+HANDLE_BYTES: Final = 64
+_LIBRARY = "libcuda.so.1"
+_LAZY_PEER_ACCESS = 1
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = (("reserved", c_ubyte * HANDLE_BYTES),)
+
+
+_SIGNATURES: Final[Mapping[str, Sequence[type[Any]]]] = {
+    "cuIpcOpenMemHandle_v2": (c_void_p, _Handle, c_uint),
+    "cuIpcCloseMemHandle": (c_uint64,),
+    "cuMemGetAddressRange_v2": (c_void_p, c_void_p, c_uint64),
+}
+
+
+class ImportedMemory:
+    """Allocations of another process, each opened once. Belongs to the step thread, whose device is
+    current; nothing may read them after close()."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises TransferError where there is no such driver."""
+        try:
+            library = ctypes.CDLL(_LIBRARY)
+            self._functions = {name: library[name] for name in _SIGNATURES}
+        except (OSError, AttributeError) as error:
+            raise TransferError(
+                f"no memory of other processes can be mapped: {error}",
+                field="engine",
+                fix="use gloo, nccl or disk",
+            ) from error
+        for name, arguments in _SIGNATURES.items():
+            self._functions[name].argtypes = arguments
+        self._device = device
+        self._opened: dict[bytes, tuple[int, int]] = {}
+
+    def view(
+        self, handle: bytes, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """Return a tensor in the allocation of that handle, offset bytes from its start.
+
+        Raises:
+            TransferError: the handle cannot be opened here, or the tensor leaves the allocation.
+        """
+        address, size = self._open(handle)
+        num_bytes = dtype.itemsize
+        for extent in shape:
+            num_bytes *= extent
+        if offset + num_bytes > size or offset % dtype.itemsize:
+            raise TransferError(
+                f"a tensor of {num_bytes} bytes does not lie in the trainer's block of {size}",
+                field="offsets",
+                value=offset,
+                fix="offsets count from the start of the allocation",
+            )
+        raw = torch.as_tensor(_DeviceBytes(address + offset, num_bytes), device=self._device)
+        return raw.view(dtype).view(shape)
+
+    def close(self) -> None:
+        """Unmap everything. Idempotent."""
+        while self._opened:
+            _, (address, _) = self._opened.popitem()
+            self._call("cuIpcCloseMemHandle", address)
+
+    def _open(self, handle: bytes) -> tuple[int, int]:
+        if handle not in self._opened:
+            address, start, size = c_uint64(), c_uint64(), c_size_t()
+            copied = _Handle.from_buffer_copy(handle)
+            self._call("cuIpcOpenMemHandle_v2", byref(address), copied, _LAZY_PEER_ACCESS)
+            self._opened[handle] = (address.value, 0)
+            self._call("cuMemGetAddressRange_v2", byref(start), byref(size), address)
+            self._opened[handle] = (address.value, size.value)
+        return self._opened[handle]
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = self._functions[name](*arguments)
+        if code:
+            raise TransferError(
+                f"{name}: CUDA error {code}",
+                field="handles",
+                fix="trainer and worker must be on one host and see each other's GPU",
+            )
+
+
+class _DeviceBytes:
+    """What torch reads to wrap memory that it did not allocate."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }

@@ -1,0 +1,255 @@
+"""A communicator with a trainer, who is rank 0: made, used and left apart from this worker's own
+link, which a trainer's death must not touch. Knows no tensor's name and no message.
+
+The groups are torch.distributed's backends by themselves: a process group that torch registers
+would be forgotten with the link (`link.py`), and no two of one process could differ in members.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, Protocol, TypeAlias, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import (  # type: ignore[attr-defined]  # public all the same
+    PrefixStore,
+    Store,
+    TCPStore,
+    distributed_c10d,
+)
+
+from worker_daemon.errors import TransferError
+
+TransferBackend: TypeAlias = Literal["gloo", "nccl"]
+_T = TypeVar("_T")
+_MEMBERS = "member/{}"
+_SHORT_WAIT_S = 0.05
+_SHORT_PAUSE_S = 50e-6
+_LONG_PAUSE_S = 2e-3
+"""Between looks at what is waited for: short ones at first, as the next transfer is close."""
+_ABORT_LIMIT_S = 2.0
+_WATCHDOG_GRACE = timedelta(minutes=10)
+_MEETING_GRACE_S = 1.0
+"""The store's own timeout says more than ours."""
+
+
+class _Group(Protocol):
+    """What is used of a backend."""
+
+    def broadcast(
+        self, tensors: list[Tensor], opts: distributed_c10d.BroadcastOptions, /
+    ) -> dist.Work: ...
+
+    def abort(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where a trainer waits for its workers, and who comes."""
+
+    backend: TransferBackend
+    host: str
+    port: int
+    rank: int
+    size: int
+    """Members, the trainer included."""
+    timeout_s: float
+    """Of every wait for the trainer or another member."""
+
+
+class Arrival:
+    """A broadcast that is under way into `buffer`."""
+
+    def __init__(self, work: dist.Work, buffer: Tensor) -> None:
+        self._work = work
+        self.buffer = buffer
+
+    def is_complete(self) -> bool:
+        """Whether the bytes are there, or never will be."""
+        return self._work.is_completed()
+
+    def take(self) -> Tensor:
+        """Return the buffer: the current stream may read it. Raises RuntimeError where the
+        broadcast has failed."""
+        self._work.wait()
+        return self.buffer
+
+
+class TransferGroup:
+    """Made and used on the step thread; only abort() may be called from another."""
+
+    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+        """Make a group that has met nobody yet, so that it can be aborted while it opens."""
+        self.meeting = meeting
+        self._device = device
+        self._aborted = threading.Event()
+        self._store: Store | None = None
+        self._group: _Group | None = None
+
+    def open(self) -> None:
+        """Meet the trainer and all other workers, and pass one byte to each.
+
+        Raises:
+            TransferError: they have not all come within the timeout, or it was aborted.
+        """
+        meeting = self.meeting
+        try:
+            with self._transferring("meeting the trainer"):
+                opened = self._beside(self._meet)
+                self._store, self._group = opened
+                if self._group is None:
+                    # On this thread: NCCL's communicator belongs to the device that is current.
+                    self._group = _nccl_group(self._prefixed(self._store), meeting)
+                byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+                self.wait(self.receive(byte))
+        except BaseException:
+            self.leave()
+            raise
+
+    def tell(self, key: str, value: str) -> None:
+        """Write into the trainer's store.
+
+        Raises:
+            TransferError: it is gone.
+        """
+        with self._transferring("telling the trainer"):
+            assert self._store is not None, "after open() only"
+            self._store.set(key, value)
+
+    def receive(self, buffer: Tensor) -> Arrival:
+        """Have the trainer's next broadcast, uint8 [n], come into buffer; returns at once.
+
+        Raises:
+            TransferError: the communicator is broken.
+        """
+        assert self._group is not None, "after open() only"
+        options = distributed_c10d.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        with self._transferring("receiving"):
+            return Arrival(self._group.broadcast([buffer], options), buffer)
+
+    def wait(self, arrival: Arrival) -> Tensor:
+        """Wait until a broadcast has come.
+
+        Raises:
+            TransferError: it failed, did not come within the timeout, or was aborted.
+        """
+        with self._transferring("receiving"):
+            self._until(arrival.is_complete)
+            return arrival.take()
+
+    def abort(self) -> None:
+        """End the step thread's wait, or its next one: the group is of no use from here on. NCCL's
+        kernels end at once; gloo's threads by the timeout."""
+        self._aborted.set()
+        self._abort_group()
+
+    def leave(self) -> threading.Thread | None:
+        """Give the communicator up without asking anybody, dead or alive. Returns the thread that
+        disposes of it, which may take until gloo's timeout."""
+        self._aborted.set()
+        self._abort_group()
+        left_behind: list[object] = [self._group, self._store]
+        self._group = self._store = None
+        if left_behind == [None, None]:
+            return None
+        disposal = threading.Thread(target=left_behind.clear, name="transfer-disposal", daemon=True)
+        disposal.start()
+        return disposal
+
+    def _abort_group(self) -> None:
+        group = self._group
+        if group is None or self.meeting.backend != "nccl":
+            return
+        aborting = threading.Thread(target=group.abort, name="transfer-abort", daemon=True)
+        aborting.start()
+        aborting.join(_ABORT_LIMIT_S)
+
+    def _prefixed(self, store: Store) -> Store:
+        return PrefixStore("transfer", store)
+
+    def _meet(self) -> tuple[Store, _Group | None]:
+        """Off the step thread: what blocks in here cannot be aborted, only left behind."""
+        meeting = self.meeting
+        timeout = timedelta(seconds=meeting.timeout_s)
+        store = TCPStore(
+            meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout
+        )
+        store.set(_MEMBERS.format(meeting.rank), "here")
+        store.wait([_MEMBERS.format(rank) for rank in range(meeting.size)], timeout)
+        if meeting.backend == "nccl":
+            return store, None
+        return store, _gloo_group(self._prefixed(store), meeting)
+
+    def _beside(self, work: Callable[[], _T]) -> _T:
+        """Run `work` in a thread; return what it returns, unless the wait for it ends before."""
+        done: list[_T] = []
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                result = work()
+                if not self._aborted.is_set():
+                    done.append(result)
+            except Exception as error:  # handed to the thread that waits
+                failed.append(error)
+
+        thread = threading.Thread(target=run, name="transfer-meeting", daemon=True)
+        thread.start()
+        self._until(lambda: not thread.is_alive(), _MEETING_GRACE_S)
+        if failed:
+            raise failed[0]
+        return done[0]
+
+    def _until(self, is_over: Callable[[], bool], grace_s: float = 0.0) -> None:
+        """Wait for something. Raises TransferError."""
+        deadline = time.monotonic() + self.meeting.timeout_s + grace_s
+        patience = time.monotonic() + _SHORT_WAIT_S
+        while not is_over():
+            if self._aborted.is_set():
+                raise TransferError("the wait for the trainer was aborted")
+            if time.monotonic() >= deadline:
+                raise TransferError(
+                    f"nothing has come from the trainer for {self.meeting.timeout_s:g} s",
+                    fix="see why the trainer stopped, then init_weight_transfer_engine anew",
+                )
+            time.sleep(_SHORT_PAUSE_S if time.monotonic() < patience else _LONG_PAUSE_S)
+
+    @contextmanager
+    def _transferring(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except TransferError:
+            raise
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise  # the device's trouble, not the trainer's
+        except (RuntimeError, ValueError) as error:
+            meeting = self.meeting
+            raise TransferError(
+                f"{what} failed: {error}",
+                field="trainer",
+                value=f"{meeting.host}:{meeting.port}, rank {meeting.rank} of {meeting.size}",
+                fix="see whether the trainer runs, then init_weight_transfer_engine anew",
+            ) from error
+
+
+def _gloo_group(store: Store, meeting: Meeting) -> _Group:
+    timeout = timedelta(seconds=meeting.timeout_s)
+    return _as_group(dist.ProcessGroupGloo(store, meeting.rank, meeting.size, timeout))
+
+
+def _nccl_group(store: Store, meeting: Meeting) -> _Group:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=meeting.timeout_s) + _WATCHDOG_GRACE  # ours comes first
+    return _as_group(dist.ProcessGroupNCCL(store, meeting.rank, meeting.size, options))
+
+
+def _as_group(backend: object) -> _Group:
+    """torch's stubs leave out what its backends can do."""
+    return cast(_Group, backend)

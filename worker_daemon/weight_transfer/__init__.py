@@ -1,0 +1,1 @@
+"""Weights from outside into a running worker."""

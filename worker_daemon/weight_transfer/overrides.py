@@ -1,0 +1,54 @@
+"""What update_config may change: how and from where the next reload reads. Pure."""
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from rpc_schema.config import ModelConfig
+from worker_daemon.errors import ConfigError
+
+_FIELDS: Final = {
+    "model.model": "model",
+    "model.seed": "seed",
+    "load.load_format": "load_format",
+    "load.verify_checksums": "verify_checksums",
+}
+_AT_LOAD: Final = {
+    "model.dtype": "reset, and load_model in that dtype",
+    "model.max_model_len": "update_max_model_len",
+}
+
+
+def apply_overrides(config: ModelConfig, overrides: Mapping[str, str | int | bool]) -> ModelConfig:
+    """Return the configuration with these fields changed, each named `section.field`.
+
+    Raises:
+        ConfigError: a field is not one that can be changed in a loaded model, or its value is not
+            allowed; nothing is applied.
+    """
+    for name, value in overrides.items():
+        if name in _AT_LOAD:
+            raise ConfigError(
+                "this is settled when a model is loaded",
+                field=name,
+                value=value,
+                fix=_AT_LOAD[name],
+            )
+        if name not in _FIELDS:
+            raise ConfigError(
+                "only the load and model sections take overrides",
+                field=name,
+                value=value,
+                fix=f"one of {', '.join(_FIELDS)}",
+            )
+    values = msgspec.structs.asdict(config) | {_FIELDS[n]: v for n, v in overrides.items()}
+    try:
+        return msgspec.convert(list(values.values()), ModelConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            "the value is not allowed",
+            field=", ".join(overrides),
+            value=list(overrides.values()),
+            fix=str(error),
+        ) from None
