@@ -136,8 +136,8 @@ def _resume(group: "WorkerGroup", statuses: Sequence[Status], clock: _Stopwatch)
     if group.needs_relink:
         with clock.phase("relink"):
             group.relink()
-    if any(s.weights is not None and s.weights.state in ("updating", "dirty") for s in statuses):
-        with clock.phase("reload_weights"):  # of an update that another driver has left
+    if any(map(_needs_weights, statuses)):
+        with clock.phase("reload_weights"):
             group.reload_weights()
     metadata = group.get_model_metadata()[group.output_rank]
     plan = statuses[0].kv_cache
@@ -146,6 +146,13 @@ def _resume(group: "WorkerGroup", statuses: Sequence[Status], clock: _Stopwatch)
     return LoadedModel(
         metadata, metadata.max_model_len, plan.num_blocks, plan.block_size, True, clock.seconds
     )
+
+
+def _needs_weights(status: Status) -> bool:
+    """Whether another driver has left an update open, or woken weights that were kept nowhere.
+    Whoever lets weights sleep wakes them."""
+    is_there = status.memory_tags.get("weights", "awake") in ("awake", "lost")
+    return is_there and status.weights is not None and status.weights.state != "whole"
 
 
 def _reset(

@@ -1,8 +1,9 @@
 """A toy reinforcement-learning loop: `python -m examples.rl_loop [ITERATIONS]`, on CPUs or GPUs.
 
 A random little model is served by two pipeline stages; this process trains the same model. Each
-round: sample completions from the workers, reward those with many even tokens, take one REINFORCE
-step (Williams, 1992), and send the new weights into the running workers. The reward rises.
+round: sample completions from the workers, reward those with many even tokens, let the workers
+sleep while one REINFORCE step (Williams, 1992) has the memory, and send them the new weights as
+they wake. The reward rises.
 """
 
 import sys
@@ -54,7 +55,9 @@ def main() -> None:
         policy = make_policy(Path(root) / "policy")
         config = WorkerConfig(
             parallel=parallel,
-            model=ModelConfig(model=str(Path(root) / "policy"), dtype="float32"),
+            model=ModelConfig(
+                model=str(Path(root) / "policy"), dtype="float32", enable_sleep_mode=True
+            ),
             scheduler=SchedulerConfig(max_num_seqs=NUM_SAMPLES, max_num_batched_tokens=512),
             cache=CacheConfig(kv_cache_memory_bytes=32 << 20),
             graph=GraphConfig(),
@@ -96,8 +99,11 @@ def train(serving: Serving, policy: PreTrainedModel, iterations: int) -> list[fl
     with WeightSender(serving.group, "gloo") as sender:
         for number in range(iterations):
             samples = sample(serving.driver, seed=number)
+            serving.group.sleep(2)  # new weights come: the old ones need not be kept
             rewards.append(step(policy, optimizer, samples))
+            serving.group.wake_up(["weights"])
             sender.send(policy.state_dict())
+            serving.group.wake_up(["kv_cache"])
             serving.scheduler.forget_prefixes()  # they are of the old weights
     return rewards
 

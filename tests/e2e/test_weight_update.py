@@ -436,11 +436,41 @@ def settled_states(group):
     return eventually(lambda: states(group), ["dirty"] * group.world_size, TIMEOUT_S)
 
 
+def test_fifty_cycles_of_sleep_and_update_leak_nothing(serve, old, new, old_requests, new_requests):
+    """Nothing is kept of the weights, and what came last is what serves: as a fresh load has it."""
+    figures = []
+    with serve(old.path, enable_sleep_mode=True) as (group, loaded):
+        with WeightSender(group, "gloo") as sender:
+            for number in range(51):
+                group.sleep(2)
+                with pytest.raises(IllegalStateError, match="wake_up"):
+                    group.reload_weights()
+                group.wake_up(["weights"])
+                sender.send(tensors_of(old if number % 2 else new))
+                group.wake_up(["kv_cache"])
+                figures.append([dict(status.memory_bytes) for status in group.get_status()])
+        for figure in figures:  # the host's, which never stand still
+            for kinds in figure:
+                for name in ("free", "context", "activations", "others"):
+                    kinds.pop(name, None)
+        assert figures[1] == figures[-1]
+        assert_greedy(generate(group, loaded, new_requests), new, new_requests)
+        sent = checksums(group)
+        group.sleep(2)
+        group.wake_up()
+    with serve(old.path, enable_sleep_mode=True, reload=False) as (group, loaded):
+        assert loaded.was_loaded  # and its weights are read again, since nobody has them
+        assert_greedy(generate(group, loaded, old_requests), old, old_requests)
+    with serve(new.path) as (group, _):
+        assert checksums(group) == sent
+
+
 def test_toy_reinforcement_learning_keeps_workers_and_trainer_equal(serve, model_root):
     """The example's own loop; at the end a greedy prompt tells whose weights the workers have."""
     policy = rl_loop.make_policy(model_root / "policy")
     before = Checkpoint(model_root / "policy", policy).greedy([5, 6, 7], 8)
-    with serve(model_root / "policy", 2, max_num_seqs=rl_loop.NUM_SAMPLES) as (group, loaded):
+    options = {"max_num_seqs": rl_loop.NUM_SAMPLES, "enable_sleep_mode": True}
+    with serve(model_root / "policy", 2, **options) as (group, loaded):
         scheduler = Scheduler(scheduler_limits(group, loaded))
         serving = rl_loop.Serving(group, Driver(group, scheduler), scheduler)
         assert rl_loop.greedy(serving.driver, [5, 6, 7], 8) == before

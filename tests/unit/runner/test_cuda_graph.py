@@ -337,6 +337,15 @@ class Account:
         self.tokens = inputs.plan.shape.num_tokens
         return SimpleNamespace(chosen=())
 
+    compute = run
+
+
+class NoColumns:
+    def take(self):
+        return None
+
+    taken = take
+
 
 @pytest.mark.parametrize(("max_num_seqs", "max_tokens"), [(256, 8192), (64, 100), (8, 8), (1, 1)])
 @pytest.mark.parametrize("arriving", [0, 40])
@@ -348,7 +357,8 @@ def test_a_rehearsal_tells_what_all_graphs_take_and_leaves_none(
     mixed = mixed_plans(max_num_seqs, max_tokens, 400)
     ladder = StepLadder(decode_sizes(max_num_seqs), lambda size: [200, 400], mixed)
     inputs = SimpleNamespace(
-        padding=lambda plan: SimpleNamespace(plan=plan), pad_by=lambda ladder, plans: None
+        padding=lambda plan: SimpleNamespace(plan=plan, packed=NoColumns()),
+        pad_by=lambda ladder, plans: None,
     )
     programs = []
     runner = SimpleNamespace(inputs=inputs, use=programs.append)

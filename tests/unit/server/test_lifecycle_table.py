@@ -120,7 +120,19 @@ def test_legal_operations_of_every_state(state: State) -> None:
     assert legal(state) == expected
 
 
-NEEDS_WEIGHTS = {lc.DetermineAvailableMemory, lc.SaveShardedState, lc.ComputeWeightChecksums}
+NEEDS_WEIGHTS = {
+    lc.DetermineAvailableMemory,
+    lc.SaveShardedState,
+    lc.SaveTensorizedModel,
+    lc.ComputeWeightChecksums,
+}
+NEEDS_THEIR_MEMORY = {
+    lc.Relink,
+    wt.StartWeightUpdate,
+    wt.UpdateWeights,
+    wt.FinishWeightUpdate,
+    wt.ReloadWeights,
+}
 NEEDS_KV_CACHE = {lc.Relink, lc.InitializeFromConfig}
 NEEDS_BOTH = {
     lc.CompileOrWarmUpModel,
@@ -140,7 +152,7 @@ def test_sleep_forbids_what_reads_the_memory_that_is_away(load, memory) -> None:
     if memory.kv_cache != "awake":
         forbidden |= NEEDS_KV_CACHE | NEEDS_BOTH
     if memory.weights in ("asleep", "discarded"):
-        forbidden.add(lc.Relink)
+        forbidden |= NEEDS_THEIR_MEMORY
     awake = State(load, "up")
     assert legal(replace(awake, memory=memory)) == legal(awake) - forbidden
 
