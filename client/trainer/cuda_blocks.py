@@ -66,7 +66,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(driver: ctypes.CDLL, name: str, *arguments: object) -> None:
-    code = driver[name](*arguments)
+    code = getattr(driver, name)(*arguments)  # an index would make one that knows no types
     if code:
         raise ClientConfigError(
             f"{name}: CUDA error {code}",

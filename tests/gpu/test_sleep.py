@@ -12,9 +12,9 @@ import torch
 from benchmarks.stage_driver import StageDriver
 from rpc_schema.lifecycle import Discard, Reset, Sleep, WakeUp
 from rpc_schema.step import ExecuteModel
+from rpc_schema.weight_transfer import ReloadWeights
 from worker_daemon.device.arena import open_arena
 from worker_daemon.errors import CapacityError
-from worker_daemon.models.weights import load_dummy_weights
 from worker_daemon.runner.cuda_graph import GraphedProgram
 
 pytestmark = [
@@ -124,7 +124,7 @@ def test_level_1_gives_all_back_and_the_same_graphs_the_same_tokens(
     driver, prompt, order, monkeypatch
 ):
     expected, where, held = generate(driver, prompt), addresses(driver), on_device(driver)
-    assert isinstance(driver.worker._runner.program, GraphedProgram)
+    assert isinstance(driver.worker._runner._program, GraphedProgram)
     captured, replayed = [], []
     monkeypatch.setattr(GraphedProgram, "_record", lambda *args: captured.append(args))
     replay = torch.cuda.CUDAGraph.replay
@@ -156,8 +156,7 @@ def test_level_2_keeps_buffers_and_graphs_read_the_weights_that_come_after(drive
     assert torch.equal(stage.rotary, rotary)
     assert not any(parameter.data.any() for parameter in stage.parameters())
     assert not any(cache.any() for cache in driver.worker._kv_caches)
-    load_dummy_weights(stage.parameters(), 0, lambda progress: None)
-    driver.worker._model.memory.weights_filled()
+    driver.worker.reload_weights(ReloadWeights(**driver.ids()))
     assert driver.worker.describe().memory_tags == AWAKE
     assert generate(driver, prompt) == expected
 

@@ -156,7 +156,9 @@ def relink(group, seed, ports):
     for generation, port in enumerate(ports, start=1):
         group.open(generation, port)
         eagerly(group, seed, digest)
-        group.link.leave()
+        disposal = group.link.leave()
+        if disposal is not None:
+            disposal.join()  # a process that ends meanwhile is ended by C++
     print(digest.hexdigest())
 
 
