@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from rpc_schema.version import PROTOCOL_VERSION
-from tests.contract.examples import DIRECTIONS, fixed_example, messages
+from tests.contract.random_messages import DIRECTIONS, fixed_example, messages
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -14,7 +14,7 @@ from rpc_schema import codec, step
 from rpc_schema.base import Value
 from rpc_schema.errors import BadFrameError, TooLargeError
 from rpc_schema.lifecycle import Hello, HelloReply
-from tests.contract.examples import DIRECTIONS, fixed_example, messages, strategy
+from tests.contract.random_messages import DIRECTIONS, fixed_example, messages, strategy
 from tests.contract.make_golden import GOLDEN, golden
 
 DECODE: dict[str, Callable[[Sequence[codec.Frame]], Any]] = {
