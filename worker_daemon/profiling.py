@@ -9,8 +9,9 @@ import logging
 import re
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ CLOCK_MARK: Final = "clock_"
 """Begins the name of an empty range; the rest is time.monotonic_ns() just before it began. Some lie
 at either end of a trace: they tell what its own timestamps mean."""
 _NUM_CLOCK_MARKS: Final = 16
+DISPOSAL_LIMIT_S: Final = 0.5
+"""How long the end of a profile waits for the transfers of a link that was left."""
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _GZIP_LEVEL: Final = 1
@@ -206,13 +209,21 @@ class ProfileRequest:
     """Of the file's name; empty: the one of the profile before."""
 
 
+def _settle_nothing() -> None:
+    """There are no transfers."""
+
+
 class Profiler:
     """Owned by the worker and used on the step thread alone; records at most one profile at a
     time. What it keeps in memory is freed by stop() or end()."""
 
-    def __init__(self, directory: Path | None) -> None:
+    def __init__(
+        self, directory: Path | None, settle: Callable[[], None] = _settle_nothing
+    ) -> None:
         """directory: where traces go; made when the first one starts. None: there is no place for
-        them, and kind torch is refused."""
+        them, and kind torch is refused. settle: waits for the transfers that are under way, where
+        neighbours are there: torch notes a transfer's end in the recording that it began under,
+        even if that is gone by then, which ends the process."""
         self._directory = directory
         self._prefix = DEFAULT_PREFIX
         self._recording: _Recording = _NoRecording()
@@ -220,6 +231,9 @@ class Profiler:
         """Of a driver that is gone."""
         self._observed: _TorchTrace | None = None
         """What is recorded, where it is an observer's and no driver's."""
+        self._settle = settle
+        self._disposal: threading.Thread | None = None
+        """Of a link that was left."""
 
     def start(self, request: ProfileRequest, device: torch.device, parallel: ParallelState) -> None:
         """Begin to record.
@@ -231,7 +245,7 @@ class Profiler:
         """
         self._refuse_second()
         prefix = _checked_prefix(request.prefix or self._prefix)
-        self._drop_abandoned()
+        self._need_no_abandoned()
         if request.kind == "cuda":
             if device.type != "cuda":
                 raise ConfigError(
@@ -271,7 +285,7 @@ class Profiler:
         Raises as start() does."""
         self._refuse_second()
         target = self._claimed_directory() / trace_name(OBSERVED_PREFIX, parallel)
-        self._drop_abandoned()
+        self._need_no_abandoned()
         self._recording = self._observed = _TorchTrace(device, target)
 
     def stop_observed(self, *, keep: bool) -> PlainTrace | None:
@@ -287,6 +301,7 @@ class Profiler:
                 "no observer's trace is recorded: a reset of the worker ends it",
                 fix="start one, and stop it before the reset",
             )
+        self._settle()
         self._recording, self._observed = _NoRecording(), None
         if keep:
             return observed.write()
@@ -296,8 +311,14 @@ class Profiler:
     def end(self) -> None:
         """End whatever runs, and keep its trace where it can be written: before a reset, and at the
         end."""
+        if self._disposal is not None:
+            self._disposal.join(DISPOSAL_LIMIT_S)
         self._drop_abandoned()
         kind = self._recording.kind
+        if self._disposal is not None and kind is not None:
+            _LOG.warning("the trace of the profile that was running is lost with its link")
+            self._abandoned, self._recording, self._observed = self._recording, _NoRecording(), None
+            return
         try:
             written = self._stop()
         except Exception as error:  # whatever it is, it must not keep a reset from happening
@@ -318,7 +339,27 @@ class Profiler:
             self._drop_abandoned()
         return self._recording.step(message)
 
+    def link_left(self, disposal: threading.Thread | None) -> None:
+        """A link was left, whose last transfers end with `disposal`: a recording that they began
+        under must outlive them."""
+        self._disposal = disposal
+
+    def _need_no_abandoned(self) -> None:
+        self._drop_abandoned()
+        if self._abandoned.kind is not None:
+            raise StateError(
+                "the profile of a driver that is gone has not ended yet",
+                field="action",
+                value="start",
+                fix="start again once the last transfers of the broken link have timed out",
+            )
+
     def _drop_abandoned(self) -> None:
+        if self._disposal is not None:
+            if self._disposal.is_alive():
+                return
+            self._disposal = None
+        self._settle()
         abandoned, self._abandoned = self._abandoned, _NoRecording()
         try:
             abandoned.discard()
@@ -326,6 +367,7 @@ class Profiler:
             _LOG.warning("a profile did not end as it should", exc_info=True)
 
     def _stop(self) -> Path | None:
+        self._settle()
         recording, self._recording = self._recording, _NoRecording()
         self._observed = None
         return recording.stop()

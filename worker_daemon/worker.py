@@ -114,7 +114,7 @@ class Worker:
         self._device_name = device
         self._roots = Roots(model_roots, save_root)
         self._saver = Saver(save_root)
-        self._profiler = Profiler(profile_dir)
+        self._profiler = Profiler(profile_dir, self._settle_transfers)
         self._set_phase = set_phase
         self._open_memory = open_memory
         self._transfer = WeightTransfer(set_phase)
@@ -699,7 +699,7 @@ class Worker:
         context, runner = self._context, self._runner_or_none
         if runner is not None:
             self._graphs.before_relink(runner)
-        context.link.leave()
+        self._profiler.link_left(context.link.leave())
         link = self._open_link(
             message.rendezvous, context.parallel, context.device, context.timeout_s, context.tp
         )
@@ -735,7 +735,7 @@ class Worker:
             self._transfer.close_engine()
         reply = Done(**self._identity(message))
         if message.to == "CREATED" and self._context_or_none is not None:
-            self._context_or_none.link.leave()
+            self._profiler.link_left(self._context_or_none.link.leave())
             self._context_or_none = None
         if model is not None and message.to != "MODEL_LOADED":
             model.memory.close()
@@ -747,6 +747,14 @@ class Worker:
         self._set_phase("WRITING TRACE", _LONG_OPERATION_S)
         self._profiler.end()
         return reply
+
+    def _settle_transfers(self) -> None:
+        """Wait for what is under way from and to the neighbours; after a failure that is the
+        link's business."""
+        runner = self._runner_or_none
+        if runner is not None and not runner.state.has_failed:
+            with suppress(CommError):
+                runner.settle()
 
     def abort_link(self) -> bool:
         """Unblock whoever waits in NCCL; tell whether there was a link to abort. A wait for a

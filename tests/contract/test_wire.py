@@ -14,8 +14,8 @@ from rpc_schema import codec, step
 from rpc_schema.base import Value
 from rpc_schema.errors import BadFrameError, TooLargeError
 from rpc_schema.lifecycle import Hello, HelloReply
-from tests.contract.random_messages import DIRECTIONS, fixed_example, messages, strategy
 from tests.contract.make_golden import GOLDEN, golden
+from tests.contract.random_messages import DIRECTIONS, fixed_example, messages, strategy
 
 DECODE: dict[str, Callable[[Sequence[codec.Frame]], Any]] = {
     "step": codec.decode_step,
