@@ -185,6 +185,7 @@ def test_columns_of_different_length_are_refused():
 @pytest.mark.parametrize(
     "packed",
     [b"", b"no gzip", gzip.compress(b"{"), gzip.compress(b"[]"), gzip.compress(b"{}")],
+    ids=["nothing", "no gzip", "no JSON", "a list", "no events"],  # gzip's bytes hold the time
 )
 def test_trace_that_is_none_is_named(packed):
     rank = Rank(3, np.random.default_rng(1)).trace(ORIGIN + 10**9, packed=packed)
