@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from client.errors import SchedulerStalled, StepFailed
+from client.errors import SchedulerStalled, StepFailed, WorkerDied
 from client.requests import GenerationRequest, seeded
 from client.scheduler import RequestOutput, SchedulerInterface
 from client.scheduler_output import SchedulerOutput, StepResult
@@ -36,6 +36,15 @@ class GroupLike(Protocol):
 
     def execute_model(self, output: SchedulerOutput) -> FutureLike:
         """Send a step."""
+
+
+Recover: TypeAlias = Callable[[WorkerDied], object]
+"""Makes a group usable again that has lost a daemon, or raises."""
+
+
+def give_up(died: WorkerDied) -> None:
+    """Nobody takes a lost daemon's place."""
+    raise died
 
 
 class StepRecord(NamedTuple):
@@ -75,9 +84,11 @@ class Driver:
         on_result: Callable[[StepResult], None] | None = None,
         *,
         max_history: int | None = MAX_HISTORY,
+        recover: Recover = give_up,
     ) -> None:
-        """on_result sees every step's tokens as they come, those past a request's end too.
-        max_history bounds `records` and `timings`, the oldest of which go first; None keeps
+        """on_result sees every step's tokens as they come, those past a request's end too. recover
+        is called when a daemon has died: after it (WorkerGroup.replace, say) the requests that were
+        running begin again from their known tokens. max_history bounds `records` and `timings`, the oldest of which go first; None keeps
         all."""
         self.group = group
         self.scheduler = scheduler
@@ -85,6 +96,7 @@ class Driver:
         self.timings: dict[str, RequestTiming] = {}
         self.num_failures = 0
         self._on_result = on_result
+        self._recover = recover
         self._max_history = max_history
         self._in_flight: deque[_InFlight] = deque()
         self._added: dict[str, float] = {}
@@ -126,7 +138,7 @@ class Driver:
         Raises:
             StepFailed: steps have failed MAX_CONSECUTIVE_FAILURES times in a row.
             SchedulerStalled: the scheduler has requests, no step, and no result to wait for.
-            WorkerDied: the group is unusable.
+            WorkerDied: a daemon is lost, and `recover` does not replace it.
         """
         self._fill()
         if self._in_flight:
@@ -143,13 +155,13 @@ class Driver:
             if output is None:
                 return
             sent = time.monotonic()
-            future = self.group.execute_model(output)
+            future = self._send(output)
             self._in_flight.append(_InFlight(output, future, _kind(output), sent))
 
     def _take_oldest(self) -> list[RequestOutput]:
         flight = self._in_flight[0]
         try:
-            result = flight.future.result()
+            result = self._result(flight.future)
         except StepFailed as error:
             self._on_failure(error)
             return []
@@ -162,6 +174,20 @@ class Driver:
         for output in finished:
             self._record_finish(output.req_id)
         return finished
+
+    def _send(self, output: SchedulerOutput) -> FutureLike:
+        try:
+            return self.group.execute_model(output)
+        except WorkerDied as died:
+            self._recover(died)
+        return self.group.execute_model(output)  # a future that tells what was lost
+
+    def _result(self, future: FutureLike) -> StepResult:
+        try:
+            return future.result()
+        except WorkerDied as died:
+            self._recover(died)
+        return future.result()  # raises StepFailed, which tells what was lost
 
     def _on_failure(self, error: StepFailed) -> None:
         """The oldest step failed, and so all behind it did."""

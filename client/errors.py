@@ -10,7 +10,8 @@ ClientError
  +- InvalidSchedulerOutput    a scheduler broke a rule; nothing was sent
  +- TooManyStepsInFlight      more steps were sent than the group has credits for
  +- DeadlineExceeded          an answer did not come in time
- +- WorkerDied                a daemon's connection ended
+ +- WorkerDied                a daemon is dead, or has been given up
+ +- ReplacementFailed         no daemon took a lost rank's place
  +- LaunchError               a local daemon did not become ready
  +- TraceError                a trace cannot be read, or is no trace
  +- SchedulerStalled          a scheduler has requests, but nothing to send, and nothing is to come
@@ -119,13 +120,23 @@ class DeadlineExceeded(ClientError):
 
 
 class WorkerDied(ClientError):
-    """The connection to a daemon ended: it exited, was killed, or does not answer heartbeats."""
+    """A daemon is lost: it exited, was killed, or has not answered for too long; `detail` says by
+    which signal that is known. The group is unusable until replace() has put another in its
+    place."""
 
     def __init__(self, rank: int, endpoint: str, detail: str = "the connection ended") -> None:
         super().__init__(f"rank {rank} at {endpoint}: {detail}")
         self.rank = rank
         self.endpoint = endpoint
         self.detail = detail
+
+
+class ReplacementFailed(ClientError):
+    """No daemon took the place of a lost rank. `rank` is the one that was waited for last."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class WeightsNotWhole(ClientError):

@@ -13,6 +13,7 @@ import zmq
 
 from client.clocks import measure
 from client.errors import ClientError, DeadlineExceeded, RemoteError, WorkerDied, remote_error
+from client.liveness import Watch
 from client.outcomes import ROOT_CAUSE_WAIT_S, StepsInFlight
 from client.transport import Endpoint, EventsChannel, ResultsChannel
 from client.worker_client import StepIds, WorkerClient
@@ -25,9 +26,11 @@ from rpc_schema.trace import DriverStepsWanted
 DEATH_NEWS_S = 0.1
 """A killed process's connections end within this time (2 ms measured), not all at once."""
 
-PROGRESS_INTERVAL_S = 0.25
-EVENTS_INTERVAL_S = 1.0
-"""So often heartbeats that nobody asked for are cleared away while steps run."""
+EVENTS_INTERVAL_S = 0.25
+"""So often heartbeats and other events are read: as often as a daemon sends them."""
+
+ABORT_SEND_S = 0.05
+"""Word that a rank is lost must not wait for a second one that is."""
 
 OBSERVER_TIMEOUT_S = 0.5
 """No longer than this is a daemon waited for in the matters of somebody who watches."""
@@ -69,12 +72,15 @@ class GroupChannel:
         """Connect; nothing is sent yet. steps gets the replies that no operation waits for, and the
         news of deaths."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._results = ResultsChannel(self._context, endpoints, driver_id)
+        self.watch = Watch([e.results for e in endpoints], [e.control for e in endpoints])
+        self._results = ResultsChannel(
+            self._context, endpoints, driver_id, self.watch, self.look
+        )
         self._events = EventsChannel(self._context, endpoints)
-        self.clients = [
-            WorkerClient(self._context, endpoint, rank, driver_id, self._results.check_deaths)
-            for rank, endpoint in enumerate(endpoints)
-        ]
+        self._driver_id = driver_id
+        self.clients = [self._connect(rank, endpoint) for rank, endpoint in enumerate(endpoints)]
+        self.absent: frozenset[int] = frozenset()
+        """Ranks that are lost: nothing is sent to them, nor expected of them."""
         self.epoch = 0
         """0 before the first attach."""
         self.on_progress: Callable[[Progress], None] | None = None
@@ -82,6 +88,7 @@ class GroupChannel:
         self._seq = 0
         self._links = [0] * len(endpoints)
         self._gather: _Gather | None = None
+        self._operation = ""
         self._next_events = 0.0
 
     def close(self) -> None:
@@ -90,7 +97,30 @@ class GroupChannel:
             client.close()
         self._results.close()
         self._events.close()
+        self.watch.close()
         self._context.term()
+
+    @property
+    def present(self) -> list[WorkerClient]:
+        """The daemons that the group has at the moment."""
+        return [client for client in self.clients if client.rank not in self.absent]
+
+    def new_client(self, rank: int, endpoint: Endpoint) -> WorkerClient:
+        """A client for a daemon that is not of the group (yet); the caller closes it."""
+        return WorkerClient(self._context, endpoint, rank, self._driver_id)
+
+    def move(self, rank: int, endpoint: Endpoint) -> None:
+        """Put another daemon in a rank's place: the one that answers at `endpoint` now."""
+        old = self.clients[rank].endpoint
+        self.clients[rank].close()
+        self.watch.expect(rank, endpoint.results, endpoint.control)
+        self._results.move(old, endpoint)
+        self._events.move(old, endpoint)
+        self.clients[rank] = self._connect(rank, endpoint)
+        self._links[rank] = 0
+
+    def _connect(self, rank: int, endpoint: Endpoint) -> WorkerClient:
+        return WorkerClient(self._context, endpoint, rank, self._driver_id, self.look)
 
     def check_usable(self) -> None:
         """Raise what the group has died of, or ClientError before the first attach."""
@@ -99,26 +129,68 @@ class GroupChannel:
         if not self.epoch:
             raise ClientError("the group is not attached: call attach() and prepare() first")
 
-    def check_deaths(self) -> None:
+    def check_deaths(self, within_s: float = DEATH_NEWS_S) -> None:
         """Raise WorkerDied if a daemon is gone, or shows within a moment that it is."""
         try:
-            self._results.check_deaths(DEATH_NEWS_S)
+            self._results.read_news(within_s)
+            self.look()
         except WorkerDied as error:
-            self._steps.die(error)
+            self.lose(error)
             raise
+
+    def look(self) -> None:
+        """Take in all news of the daemons' lives; for whoever waits, or has nothing else to do.
+
+        Raises:
+            WorkerDied: one of them is gone. The steps in flight are not failed by this: lose()
+            does that.
+        """
+        self._results.read_news()
+        self._read_events()
+        self._listen_to_the_living()
+        if self.watch.returned:
+            self._repeat_steps(self.watch.returned.pop())
+
+    def lose(self, error: WorkerDied | WireError) -> None:
+        """A daemon is lost: fail all steps, and have the other ranks leave the link at once."""
+        if isinstance(self._steps.dead, WorkerDied):
+            return
+        self._steps.die(error)
+        if not isinstance(error, WorkerDied) or not self.epoch:
+            return
+        for client in self.present:
+            if client.rank != error.rank:
+                with contextlib.suppress(ClientError, WireError):
+                    client.send_abort_link(self.epoch, str(error), ABORT_SEND_S)
+
+    def _listen_to_the_living(self) -> None:
+        """Raise WorkerDied for a rank that is dead, unless that is known to all."""
+        try:
+            self.watch.look()
+        except WorkerDied as error:
+            if error.rank not in self.absent:
+                raise
+
+    def _repeat_steps(self, rank: int) -> None:
+        """A daemon's connection broke and came back: what was under way on it may be lost. Where it
+        was not, the daemon answers as before, and runs nothing twice."""
+        for future in self._steps.pending:
+            if future.step is not None and future.samples:
+                with contextlib.suppress(WorkerDied):
+                    self.clients[rank].execute_model(future.step.frames)
 
     def hello(self, deadline: float) -> list[lc.Status]:
         """Exchange versions with every daemon, then return their states."""
-        for client in self.clients:
-            client.hello(_remaining(deadline))
-        return [client.get_status(_remaining(deadline)) for client in self.clients]
+        for client in self.present:
+            self.watch.met(client.rank, client.hello(_remaining(deadline)).worker_uid)
+        return [client.get_status(_remaining(deadline)) for client in self.present]
 
     def agree_on_epoch(self, deadline: float) -> int:
         """Return an epoch that no daemon has seen, announced to all."""
         epoch = 1
         while True:
             replies = [
-                client.prepare_attach(epoch, _remaining(deadline)) for client in self.clients
+                client.prepare_attach(epoch, _remaining(deadline)) for client in self.present
             ]
             if all(reply.granted for reply in replies):
                 return epoch
@@ -130,11 +202,12 @@ class GroupChannel:
         self.epoch, self._seq = epoch, 0
         gather = self._gather = _Gather(0)
         pending = [
-            client.send_commit_attach(epoch, _remaining(deadline)) for client in self.clients
+            client.send_commit_attach(epoch, _remaining(deadline)) for client in self.present
         ]
         attached = [call.result() for call in pending]
         self._collect(gather, "attach", deadline, timeout_s)
-        self._links = [reply.status.link for reply in attached]
+        for client, reply in zip(self.present, attached, strict=True):
+            self._links[client.rank] = reply.status.link
         self._steps.needs_relink = _must_relink(attached)
         return [reply.status for reply in attached]
 
@@ -180,8 +253,17 @@ class GroupChannel:
         timeout_s: float = OPERATION_TIMEOUT_S,
     ) -> list[ReplyT]:
         """Send one operation to every rank under one seq and return the replies in rank order."""
+        replies = self.exchange(operation, send, timeout_s)
+        typed: list[ReplyT] = [reply for reply in replies if isinstance(reply, reply_type)]
+        if len(typed) != len(replies):
+            raise BadFrameError(f"{operation} was answered with a reply of another operation")
+        return typed
+
+    def exchange(self, operation: str, send: Send, timeout_s: float) -> list[StepReplyMessage]:
+        """As fan_out, for operations that are not the same on all ranks: send(client, ids) is
+        called for each."""
         self.check_usable()
-        self._drop_events()
+        self._read_events()
         self._seq += 1
         gather = self._gather = _Gather(self._seq)
         self._send_to_all(
@@ -192,18 +274,14 @@ class GroupChannel:
         except (RemoteError, DeadlineExceeded):
             self.refresh_links()
             raise
-        replies = sorted(gather.replies, key=lambda reply: reply.rank)
-        typed: list[ReplyT] = [reply for reply in replies if isinstance(reply, reply_type)]
-        if len(typed) != len(replies):
-            raise BadFrameError(f"{operation} was answered with a reply of another operation")
-        return typed
+        return sorted(gather.replies, key=lambda reply: reply.rank)
 
     def _send_to_all(self, send: Callable[[WorkerClient], None]) -> None:
         try:
-            for client in self.clients:
+            for client in self.present:
                 send(client)
         except WorkerDied as error:
-            self._steps.die(error)
+            self.lose(error)
             raise
         except TooLargeError:  # for the first rank, as it would be for all: nothing was sent
             self._steps.take_back(self._seq)
@@ -214,12 +292,12 @@ class GroupChannel:
     def take_reply(self, deadline: float) -> bool:
         """Take in one reply; False when none came by the deadline."""
         deadline = min(deadline, self._steps.verdict_due)
-        self._clear_events()
         try:
+            self._read_events()
             frames = self._results.receive(deadline)
             reply = None if frames is None else decode_step_reply(frames)
         except (WorkerDied, WireError) as error:
-            self._steps.die(error)
+            self.lose(error)
             raise
         if frames is None or reply is None:
             self._steps.convict_suspect()
@@ -245,15 +323,15 @@ class GroupChannel:
             self._steps.take_outcome(reply, frames[1:])
 
     def _collect(self, gather: _Gather, operation: str, deadline: float, timeout_s: float) -> None:
-        while len(gather.replies) < len(self.clients):
+        while len(gather.replies) < len(self.present):
             if gather.errors:
                 raise self._root_cause(gather, operation)
             now = time.monotonic()
             if now >= deadline:
-                missing = len(self.clients) - len(gather.replies)
+                missing = len(self.present) - len(gather.replies)
                 raise DeadlineExceeded(f"{operation} ({missing} ranks are missing)", timeout_s)
-            self.take_reply(min(deadline, now + PROGRESS_INTERVAL_S))
-            self._report_progress(operation)
+            self._operation = operation
+            self.take_reply(min(deadline, now + EVENTS_INTERVAL_S))
         self._gather = None
 
     def _root_cause(self, gather: _Gather, operation: str) -> RemoteError:
@@ -262,7 +340,7 @@ class GroupChannel:
         consequences = (ErrorCode.UPSTREAM_FAILED, ErrorCode.COMM)
         until = time.monotonic() + ROOT_CAUSE_WAIT_S
         while all(e.code in consequences for e in gather.errors) and time.monotonic() < until:
-            if len(gather.errors) + len(gather.replies) >= len(self.clients):
+            if len(gather.errors) + len(gather.replies) >= len(self.present):
                 break
             self.take_reply(until)
         self._gather = None
@@ -275,28 +353,35 @@ class GroupChannel:
         rank = min(reply.rank, len(self.clients) - 1)
         return remote_error(reply, rank=reply.rank, endpoint=self.clients[rank].endpoint.control)
 
-    def _report_progress(self, operation: str) -> None:
-        for event in self._events.receive_all():
-            self._answer_observer(event)
-            if self.on_progress is not None and isinstance(event, lc.Heartbeat):
-                self.on_progress(Progress(operation, event.rank, event.phase, event.phase_ms))
-
-    def _clear_events(self) -> None:
-        """Keep the events' queue from filling up while steps run; operations read theirs."""
+    def _read_events(self) -> None:
+        """Take in what the daemons have published, now and then: their queue must not fill up."""
         now = time.monotonic()
-        if self._gather is None and now >= self._next_events:
-            self._next_events = now + EVENTS_INTERVAL_S
-            self._drop_events()
-
-    def _drop_events(self) -> None:
+        if now < self._next_events:
+            return
+        self._next_events = now + EVENTS_INTERVAL_S
         with contextlib.suppress(WireError):
             for event in self._events.receive_all():
-                self._answer_observer(event)
+                self._take_event(event)
 
-    def _answer_observer(self, event: EventMessage) -> None:
+    def _take_event(self, event: EventMessage) -> None:
+        match event:
+            case lc.Heartbeat():
+                self.watch.heard(event)
+                if self._gather is not None and self.on_progress is not None:
+                    self.on_progress(
+                        Progress(self._operation, event.rank, event.phase, event.phase_ms)
+                    )
+            case lc.Hung() | lc.Slow():
+                self.watch.told(event)
+            case DriverStepsWanted():
+                self._answer_observer(event)
+            case _:
+                pass
+
+    def _answer_observer(self, event: DriverStepsWanted) -> None:
         """Tell somebody who traces the group, and asks by way of a daemon, what this driver did. A
         courtesy: where it fails the trace lacks that."""
-        if not isinstance(event, DriverStepsWanted) or event.rank >= len(self.clients):
+        if event.rank >= len(self.clients):
             return
         client = self.clients[event.rank]
         with contextlib.suppress(ClientError, WireError):

@@ -56,6 +56,8 @@ class Failure:
         self.traceback = traceback
         self.lost: set[str] = set()
         self.reported = False
+        self.is_mended = False
+        """The daemon that died has been replaced."""
         self._futures: list[StepFuture] = []
 
     def settle(self, future: "StepFuture") -> None:
@@ -69,10 +71,20 @@ class Failure:
         for future in older._futures:
             self.settle(future)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether somebody has yet to hear of it, or of what it took with it."""
+        return not self.reported or (isinstance(self.error, WorkerDied) and not self.is_mended)
+
+    @property
+    def has_futures(self) -> bool:
+        """Whether somebody may hear of it by a future."""
+        return bool(self._futures)
+
     def to_exception(self) -> ClientError:
         """What the caller of result() gets; after this the group accepts steps again."""
         self.reported = True
-        if isinstance(self.error, WorkerDied):
+        if isinstance(self.error, WorkerDied) and not self.is_mended:
             return self.error
         message = self.error.message if isinstance(self.error, RemoteError) else str(self.error)
         failed = StepFailed(
@@ -272,6 +284,25 @@ class StepsInFlight:
         rank = error.rank if isinstance(error, WorkerDied) else self._output_rank
         self._fail_from(0, Failure(self.dead, rank, ErrorCode.COMM, ""))
 
+    def revive(self) -> None:
+        """Another daemon is in the dead one's place: no row is left, and whoever holds a step of
+        before, or sends the next one, hears what was lost."""
+        failure = self._failure
+        self.dead = None
+        self.needs_relink = False
+        self._recently_done.clear()
+        self.times.clear()
+        lost = self.slots.drop_all()
+        self.slots.require_resync()
+        if failure is None:
+            return
+        failure.lost |= lost
+        failure.is_mended = True
+        if failure.lost or failure.has_futures:
+            failure.reported = False
+        else:
+            self._failure = None
+
     def _fail_by_reply(self, reply: ErrorReply, error: RemoteError) -> None:
         broken = reply.scope is ErrorScope.GROUP or reply.code in (ErrorCode.COMM, ErrorCode.GAP)
         self.needs_relink = self.needs_relink or (broken and self._has_link)
@@ -302,7 +333,7 @@ class StepsInFlight:
             failure.settle(future)
             del self._futures[future.seq]
             self.times.failed(future.seq)
-        if self._failure is not None and not self._failure.reported:
+        if self._failure is not None and self._failure.is_open:
             failure.take_over(self._failure)
         self._failure = failure
         self._suspect = None

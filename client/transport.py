@@ -6,6 +6,7 @@ results DEALER, whose routing id is the driver's id, and one SUB for events, eac
 daemon.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from client.errors import DeadlineExceeded, EndpointError, WorkerDied, remote_error
+from client.liveness import Watch
 from rpc_schema.codec import (
     MAX_CONTROL_BYTES,
     MAX_STEP_BYTES,
@@ -241,15 +243,27 @@ class StepChannel:
 
 
 class ResultsChannel:
-    """Replies of all daemons of a group, and the news that one of them is gone."""
+    """Replies of all daemons of a group, and what its connections tell of their lives."""
 
-    def __init__(self, context: Context, endpoints: Sequence[Endpoint], driver_id: bytes) -> None:
+    def __init__(
+        self,
+        context: Context,
+        endpoints: Sequence[Endpoint],
+        driver_id: bytes,
+        watch: Watch,
+        look: CheckDeaths,
+    ) -> None:
+        """watch hears what becomes of connections; look is called while replies are waited for, and
+        raises WorkerDied."""
+        self._watch = watch
+        self._look = look
         self._socket = _open_socket(context, zmq.DEALER, MAX_STEP_BYTES)
         self._socket.setsockopt(zmq.ROUTING_ID, driver_id)
         self._ranks = {endpoint.results: rank for rank, endpoint in enumerate(endpoints)}
-        self._endpoints = endpoints
         self._socket.setsockopt(zmq.RCVTIMEO, DEATH_CHECK_MS)
-        self._monitor: Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor: Socket = self._socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        )
         for endpoint in endpoints:
             self._socket.connect(endpoint.results)
 
@@ -261,13 +275,13 @@ class ResultsChannel:
         death, so that what a daemon sent before it died counts.
 
         Raises:
-            WorkerDied: a daemon's connection ended.
+            WorkerDied: a daemon is gone.
         """
         while True:
             try:
                 return self._receive(0 if time.monotonic() < deadline else _NOBLOCK)
             except zmq.Again:
-                self.check_deaths()
+                self._look()
             if time.monotonic() >= deadline:
                 return None
 
@@ -277,16 +291,32 @@ class ResultsChannel:
             frames.append(self._socket.recv(flags))
         return frames
 
-    def check_deaths(self, within_s: float = 0.0) -> None:
-        """Raise WorkerDied if a daemon's connection has ended, or does so within the time."""
-        if self._monitor.poll(int(within_s * 1000)):
-            self._raise_death()
+    def read_news(self, within_s: float = 0.0) -> None:
+        """Tell the watch what became of connections, waiting up to `within_s` for the first
+        news."""
+        wait_ms = int(within_s * 1000)
+        while self._monitor.poll(wait_ms):
+            wait_ms = 0
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            rank = self._ranks.get(event["endpoint"].decode())
+            if rank is None:
+                continue
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                self._watch.disconnected(rank)
+            elif event["event"] == zmq.EVENT_CLOSED:
+                self._watch.refused(rank)
+            else:
+                self._watch.connected(rank)
 
-    def _raise_death(self) -> None:
-        event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-        address = event["endpoint"].decode()
-        rank = self._ranks[address]
-        raise WorkerDied(rank, self._endpoints[rank].control)
+    def move(self, old: Endpoint, new: Endpoint) -> None:
+        """Take one daemon's results from another endpoint from now on, or from another daemon at
+        the same one."""
+        rank = self._ranks.pop(old.results)
+        with contextlib.suppress(zmq.ZMQError):  # it may be disconnected already
+            self._socket.disconnect(old.results)
+        self.read_news()
+        self._ranks[new.results] = rank
+        self._socket.connect(new.results)
 
     def close(self) -> None:
         """Close the socket and its monitor."""
@@ -304,6 +334,12 @@ class EventsChannel:
         self._socket.subscribe(b"")
         for endpoint in endpoints:
             self._socket.connect(endpoint.events)
+
+    def move(self, old: Endpoint, new: Endpoint) -> None:
+        """Take one daemon's events from another endpoint from now on."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.disconnect(old.events)
+        self._socket.connect(new.events)
 
     def discard_all(self) -> None:
         """Drop the events that are here, unread: a full queue would lose the newest instead."""

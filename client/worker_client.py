@@ -142,6 +142,16 @@ class WorkerClient:
             timeout_s,
         )
 
+    def send_abort_link(
+        self, epoch: int, cause: str, timeout_s: float
+    ) -> PendingCall[lc.Acknowledged]:
+        """Have the daemon leave its link, since a rank is lost; returns at once."""
+        return self._control.send(
+            lambda call: lc.AbortLink(call=call, epoch=epoch, cause=cause[:1024]),
+            lc.Acknowledged,
+            timeout_s,
+        )
+
     def check_health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> lc.CheckHealthReply:
         """Ask whether the daemon is alive and its step thread makes progress."""
         return self._control.call(
@@ -249,9 +259,13 @@ class WorkerClient:
             )
         )
 
-    def relink(self, ids: StepIds, rendezvous: Rendezvous) -> None:
+    def relink(
+        self, ids: StepIds, rendezvous: Rendezvous, *, warm_up_follows: bool = False
+    ) -> None:
         """Build new communicators; answered with Done."""
-        self._send(lc.Relink(**ids._asdict(), rendezvous=rendezvous))
+        self._send(
+            lc.Relink(**ids._asdict(), rendezvous=rendezvous, warm_up_follows=warm_up_follows)
+        )
 
     def reset(self, ids: StepIds, to: Literal["CREATED", "DEVICE_READY", "MODEL_LOADED"]) -> None:
         """Go back down the load chain; answered with Done."""

@@ -23,9 +23,12 @@ from client.errors import (
 )
 from client.group_channel import OPERATION_TIMEOUT_S, GroupChannel
 from client.group_channel import Progress as Progress
+from client.liveness import LivenessEvent, OnEvent, Standing
 from client.loading import LoadedModel, LoadOptions, check_config, load
 from client.outcomes import DEFAULT_STEP_DEADLINE_S, Failure, StepFuture, StepsInFlight
 from client.scheduler_output import SchedulerOutput
+from client.replacement import REPLACE_WITHIN_S, Replaced, Replacement
+from client.replacement import link_timeout_s as link_timeout_s
 from client.slots import SlotTable
 from client.transport import new_driver_id, parse_endpoint
 from client.worker_client import TensorList, WorkerClient
@@ -50,19 +53,8 @@ SHARD_MAX_SIZE_BYTES = 5 << 30
 ATTACH_SLACK_S = 15.0
 """Daemons let go of a hung step within its deadline and a few seconds; then they attach."""
 
-LINK_SLACK_S = 30.0
-
 TRANSFER_SLACK_S = 30.0
 """Between a rank's verdict on a trainer and ours."""
-
-
-def link_timeout_s(step_deadline_s: float) -> float:
-    """Return how long ranks may take to leave one link and meet on the next.
-
-    They wait for each other for up to twice the communicators' own timeout (the step deadline and a
-    second) and 5 s; their verdict is to come before ours.
-    """
-    return 2 * (step_deadline_s + 1.0) + 5.0 + LINK_SLACK_S
 
 
 class WorkerGroup:
@@ -105,6 +97,8 @@ class WorkerGroup:
         """Why no step can be sent: the weights of some rank are not whole. Empty: they are."""
         self._link_deadline_s = DEFAULT_STEP_DEADLINE_S
         """The longest step deadline that a rank's present link may have been built with."""
+        self._loaded: tuple[WorkerConfig, LoadedModel] | None = None
+        """What prepare() has made ready: a new daemon in a lost one's place gets the same."""
 
     def __enter__(self) -> "WorkerGroup":
         return self
@@ -143,7 +137,7 @@ class WorkerGroup:
         Raises:
             IncompatibleError: a daemon speaks another protocol version.
             DeadlineExceeded: a daemon does not answer, or its results do not reach this driver.
-            WorkerDied: the group has lost a daemon before: make a new one.
+            WorkerDied: the group has lost a daemon: replace() it, or make a new group.
         """
         if isinstance(self._steps.dead, WorkerDied):
             raise self._steps.dead
@@ -158,6 +152,68 @@ class WorkerGroup:
             deadline = time.monotonic() + agree_s
         statuses = self._channel.commit_attach(epoch, deadline, agree_s)
         self._weights_cause = weights_cause(statuses)
+        return statuses
+
+    # ------------------------------------------------------------------ liveness
+
+    @property
+    def standings(self) -> list[Standing]:
+        """Whether each rank is alive, suspect (it does not answer, and may yet) or dead, as of the
+        last look."""
+        return self._channel.watch.standings
+
+    @property
+    def liveness_events(self) -> list[LivenessEvent]:
+        """What became of the ranks, the newest last."""
+        return list(self._channel.watch.events)
+
+    def on_liveness(self, hear: OnEvent) -> None:
+        """Call `hear` at each event from now on, on this thread, from within other methods; it must
+        not call the group."""
+        self._channel.watch.on_event = hear
+
+    def look(self) -> None:
+        """Look whether all daemons live. Waiting for results does so every 20 ms; who has nothing
+        to wait for calls this.
+
+        Raises:
+            WorkerDied: one of them is dead.
+        """
+        self._channel.check_deaths(0.0)
+
+    def replace(
+        self, rank: int, endpoint: str | None = None, within_s: float = REPLACE_WITHIN_S
+    ) -> Replaced:
+        """Put a daemon in the place of a lost one, and go on: whoever answers at `endpoint` (by
+        default the lost one's own, where its supervisor has started it again) within the time.
+
+        It loads its own shard only. The others keep their weights, the memory of the KV cache, and
+        graphs without communication. Requests are lost: futures of before, or the next step, fail
+        with a StepFailed that names them. Ranks that die meanwhile are waited for at their own
+        endpoints, REPLACE_ATTEMPTS times in a row.
+
+        Raises:
+            ReplacementFailed: nobody came, or one rank after the other died. It may be tried again.
+            RemoteError: the new daemon refuses the model or the device.
+            ClientError: nothing was loaded that a new daemon could load.
+        """
+        if self._loaded is None:
+            raise ClientError("the group has loaded nothing yet: call attach() and prepare()")
+        config, model = self._loaded
+        replacement = Replacement(
+            self._channel, self._steps, config, model, self._attach_present, self._link_deadline_s
+        )
+        replaced = replacement.run(rank, endpoint, within_s)
+        self._weights_cause = replaced.weights_cause or weights_cause(replaced.statuses)
+        return replaced
+
+    def _attach_present(self) -> list[lc.Status]:
+        """Attach to the daemons that are there, under a new epoch: the lost ones are fenced."""
+        deadline = time.monotonic() + ATTACH_TIMEOUT_S
+        statuses = self._channel.hello(deadline)
+        epoch = self._channel.agree_on_epoch(deadline)
+        agree_s = self._link_deadline_s + ATTACH_SLACK_S
+        self._channel.commit_attach(epoch, time.monotonic() + agree_s, agree_s)
         return statuses
 
     def detach(self) -> None:
@@ -213,6 +269,7 @@ class WorkerGroup:
         options = LoadOptions(num_gpu_blocks, fit_max_model_len=fit_max_model_len, reload=reload)
         model = load(self, config, self.get_status(), options)
         self._link_deadline_s = deadline_s
+        self._loaded = config, model
         self._steps.start(config.scheduler.max_num_seqs, deadline_s)
         return model
 

@@ -80,6 +80,7 @@ ControlMessage: TypeAlias = (
     | lc.CommitAttach
     | lc.Detach
     | lc.OpenRendezvous
+    | lc.AbortLink
     | lc.CheckHealth
     | lc.GetStatus
     | lc.Shutdown
@@ -105,7 +106,9 @@ ControlReplyMessage: TypeAlias = (
     | trace.ReadTraceReply
     | trace.ReadDriverStepsReply
 )
-EventMessage: TypeAlias = lc.Heartbeat | lc.StateChanged | trace.DriverStepsWanted
+EventMessage: TypeAlias = (
+    lc.Heartbeat | lc.StateChanged | lc.Hung | lc.Slow | trace.DriverStepsWanted
+)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _STEP: msgspec.msgpack.Decoder[StepMessage] = msgspec.msgpack.Decoder(StepMessage)

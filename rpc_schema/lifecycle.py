@@ -175,6 +175,14 @@ class OpenRendezvousReply(ControlReply, frozen=True, tag=5, kw_only=True):
     port: Positive
 
 
+class AbortLink(ControlRequest, frozen=True, tag=30, kw_only=True):
+    """A rank is lost: leave its link. Whoever waits for other ranks is freed, and steps are refused
+    until a Relink; weights, KV cache and graphs stay."""
+
+    epoch: Unsigned
+    cause: Text
+
+
 class CheckHealth(ControlRequest, frozen=True, tag=6, kw_only=True):
     """Is the daemon alive, and is its step thread making progress?"""
 
@@ -228,6 +236,9 @@ class Relink(StepRequest, frozen=True, tag=11, kw_only=True):
     """Leave the communicators behind and build new ones; weights, KV cache and plan stay."""
 
     rendezvous: Rendezvous
+    warm_up_follows: bool = False
+    """A CompileOrWarmUpModel of all ranks comes before the next step, since one of them is new:
+    graphs that went with the link are captured there."""
 
 
 class Reset(StepRequest, frozen=True, tag=12, kw_only=True):
@@ -307,7 +318,8 @@ class UpdateMaxModelLen(StepRequest, frozen=True, tag=18, kw_only=True):
 
 class CompileOrWarmUpModel(StepRequest, frozen=True, tag=19, kw_only=True):
     """Run synthetic steps through the normal entry, so that nothing is compiled or allocated while
-    serving."""
+    serving. All ranks take part: also those that are READY, when another one is new. They keep the
+    graphs that they have."""
 
 
 class CompileOrWarmUpModelReply(StepReply, frozen=True, tag=19, kw_only=True):
@@ -451,6 +463,30 @@ class Heartbeat(Value, frozen=True, tag=1, kw_only=True):
     last_seq: Unsigned
     phase: str
     phase_ms: Count
+    phase_limit_ms: Count = 0
+    """So long the phase may last without a sign of life; 0 where it waits for a request."""
+
+
+class Hung(Value, frozen=True, tag=3, kw_only=True):
+    """Published when a phase has passed its deadline."""
+
+    worker_uid: Uid
+    rank: Count
+    phase: str
+    phase_ms: Count
+    stacks: Text
+    """The file, on the daemon's host, to which the stacks of all threads went."""
+
+
+class Slow(Value, frozen=True, tag=4, kw_only=True):
+    """Published when a step lasts much longer than steps have of late. Whoever waits for a slow
+    rank may say the same of itself."""
+
+    worker_uid: Uid
+    rank: Count
+    phase: str
+    phase_ms: Count
+    usual_ms: Count
 
 
 class StateChanged(Value, frozen=True, tag=2, kw_only=True):

@@ -130,6 +130,8 @@ class Worker:
         self._runner_or_none: ModelRunner | None = None
         self._kv_caches: Sequence[torch.Tensor] = ()
         self._graphs: StepGraphs = NoGraphs()
+        self._is_warm = False
+        """The runner has been through its first warm-up."""
         self._plan: KVCacheConfig | None = None
         self._advice: lc.KVCacheAdvice | None = None
 
@@ -365,13 +367,16 @@ class Worker:
         self, message: lc.CompileOrWarmUpModel
     ) -> lc.CompileOrWarmUpModelReply:
         """Run synthetic steps through the normal entry, leave no trace of them in the rows, and
-        capture the graphs that steps replay.
+        capture the graphs that steps replay. Done again beside a rank that is new, it keeps the
+        graphs that are there.
 
         Raises:
             CapacityError: the graphs do not fit beside weights and KV cache.
         """
         began = time.monotonic()
         runner = self._runner
+        if self._is_warm:
+            return self._warm_up_again(runner, message)
         self._warm_up(runner, message)
         with self._context.ledger.taking("graphs"):
             self._graphs = self._capture(runner)
@@ -379,9 +384,23 @@ class Worker:
         gc.collect()
         gc.freeze()
         self._model.memory.prepare()
+        self._is_warm = True
         seconds = time.monotonic() - began
         _LOG.info("%d graphs, ready in %.1f s", self._graphs.count, seconds)
         self._report_memory()
+        return lc.CompileOrWarmUpModelReply(**self._identity(message), seconds=seconds)
+
+    def _warm_up_again(
+        self, runner: ModelRunner, message: lc.CompileOrWarmUpModel
+    ) -> lc.CompileOrWarmUpModelReply:
+        """Take part in a new rank's warm-up, which runs kernel by kernel and unpadded: so must we,
+        for what is passed between ranks to agree."""
+        began = time.monotonic()
+        self._graphs.set_aside(runner)
+        self._warm_up(runner, message)
+        with self._capturing():
+            self._graphs.restore(runner)
+        seconds = time.monotonic() - began
         return lc.CompileOrWarmUpModelReply(**self._identity(message), seconds=seconds)
 
     def _report_memory(self) -> None:
@@ -706,8 +725,9 @@ class Worker:
         self._context_or_none = replace(context, link=link)
         if runner is not None:
             runner.tie(tie_stage(self._parts, link, runner.state.limits, runner.inputs))
-            with self._capturing():
-                self._graphs.after_relink(runner)
+            if not message.warm_up_follows:
+                with self._capturing():
+                    self._graphs.restore(runner)
         return Done(**self._identity(message))
 
     def reset(self, message: lc.Reset) -> Done:
@@ -718,6 +738,7 @@ class Worker:
                 self._runner_or_none.settle()
         self._runner_or_none = None
         self._graphs = NoGraphs()
+        self._is_warm = False
         self._kv_caches = ()
         self._plan = None
         self._transfer.interrupt("the group was reset")

@@ -42,8 +42,12 @@ class StepGraphs(Protocol):
     def before_relink(self, runner: ModelRunner) -> None:
         """The communicators are about to go: drop what holds them."""
 
-    def after_relink(self, runner: ModelRunner) -> None:
-        """The communicators are new: capture again what was dropped."""
+    def set_aside(self, runner: ModelRunner) -> None:
+        """Run the next steps kernel by kernel and unpadded, until restore()."""
+
+    def restore(self, runner: ModelRunner) -> None:
+        """Replay again what is there, and capture again what was dropped: the communicators are
+        new."""
 
 
 class NoGraphs:
@@ -60,7 +64,10 @@ class NoGraphs:
     def before_relink(self, runner: ModelRunner) -> None:
         return None
 
-    def after_relink(self, runner: ModelRunner) -> None:
+    def set_aside(self, runner: ModelRunner) -> None:
+        return None
+
+    def restore(self, runner: ModelRunner) -> None:
         return None
 
 
@@ -85,6 +92,8 @@ class LadderGraphs:
         self._arrived = arrived
         self._holds_communication = holds_communication
         self._num_captured = 0
+        self._program: GraphedProgram | None = None
+        """None before the first capture, and after the graphs were dropped."""
 
     @property
     def count(self) -> int:
@@ -96,6 +105,7 @@ class LadderGraphs:
         program.capture(plans, runner.inputs.padding)
         runner.inputs.pad_by(self._ladder, plans)
         runner.use(program)
+        self._program = program
         self._num_captured = len(plans)
 
     def rehearse(self, runner: ModelRunner, used_bytes: Callable[[], int]) -> int:
@@ -116,16 +126,23 @@ class LadderGraphs:
 
     def before_relink(self, runner: ModelRunner) -> None:
         if self._holds_communication:
+            self.set_aside(runner)
+            self._program = None
             self._num_captured = 0
-            runner.inputs.pad_by(ExactShapes(), ())
-            runner.use(self._eager)
 
-    def after_relink(self, runner: ModelRunner) -> None:
-        if self._holds_communication:
-            # The memory of those that were dropped is a pool's, and these get another pool. Not
-            # before: freeing waits for kernels, which may wait for a peer until the link is left.
-            torch.cuda.empty_cache()
-            self.capture(runner)
+    def set_aside(self, runner: ModelRunner) -> None:
+        runner.inputs.pad_by(ExactShapes(), ())
+        runner.use(self._eager)
+
+    def restore(self, runner: ModelRunner) -> None:
+        if self._program is not None:
+            runner.inputs.pad_by(self._ladder, ())  # their views are kept
+            runner.use(self._program)
+            return
+        # The memory of those that were dropped is a pool's, and these get another pool. Not
+        # before: freeing waits for kernels, which may wait for a peer until the link is left.
+        torch.cuda.empty_cache()
+        self.capture(runner)
 
 
 class _Captured(NamedTuple):

@@ -43,7 +43,14 @@ from worker_daemon.server.guard import Guard
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.replies import control_error_reply
 from worker_daemon.server.reply_delays import ReplyDelays
-from worker_daemon.server.step_thread import UID_BYTES, Attach, Command, Detach, Standing
+from worker_daemon.server.step_thread import (
+    UID_BYTES,
+    Attach,
+    Command,
+    Detach,
+    LinkBroke,
+    Standing,
+)
 from worker_daemon.server.tracing import Tracing
 
 HEARTBEAT_S: Final = 0.25
@@ -108,6 +115,7 @@ class Control:
             lc.PrepareAttach: self._prepare_attach,
             lc.Detach: self._detach,
             lc.OpenRendezvous: self._open_rendezvous_server,
+            lc.AbortLink: self._abort_link,
             lc.CheckHealth: self._check_health,
             lc.GetStatus: self._get_status,
             lc.Shutdown: self._shutdown,
@@ -241,6 +249,18 @@ class Control:
         server = self._open_rendezvous("127.0.0.1")
         self._rendezvous.append(server)
         return lc.OpenRendezvousReply(call=message.call, host=server.host, port=server.port)
+
+    def _abort_link(self, message: lc.AbortLink) -> ControlReplyMessage:
+        """Free whoever waits for other ranks: on NCCL by an abort, at a meeting place by closing it;
+        on gloo a lost neighbour's connections have ended by themselves."""
+        self._need_attached(message.epoch)
+        link = self._progress.link
+        if self._progress.snapshot.state.link != "none":
+            self._guard.request_abort(message.cause)
+            self._commands.post(LinkBroke(link, message.cause))
+        if self._rendezvous:
+            self._rendezvous.pop().close()
+        return lc.Acknowledged(call=message.call)
 
     def _check_health(self, message: lc.CheckHealth) -> ControlReplyMessage:
         stamp = self._progress.stamp
@@ -382,6 +402,7 @@ class Control:
             last_seq=progress.last_seq,
             phase=stamp.phase,
             phase_ms=stamp.age_ms(time.monotonic()),
+            phase_limit_ms=stamp.limit_ms,
         )
 
     async def _reply(self, route: bytes, reply: ControlReplyMessage) -> None:

@@ -109,8 +109,9 @@ RULES: Final[Mapping[type[StepMessage], Rule]] = MappingProxyType(
         lc.UpdateMaxModelLen: Rule(_only("MODEL_LOADED", "KV_READY"), _ANY),
         lc.InitializeFromConfig: Rule(_only("MODEL_LOADED"), _ANY, "KV_READY", kv_cache=_AWAKE),
         lc.InitializeCache: Rule(_only("KV_READY"), _ANY),
+        # In READY for the sake of another rank that is new.
         lc.CompileOrWarmUpModel: Rule(
-            _only("KV_READY"), _UP, "READY", weights=_AWAKE, kv_cache=_AWAKE
+            _only("KV_READY", "READY"), _UP, "READY", weights=_AWAKE, kv_cache=_AWAKE
         ),
         lc.GetSupportedTasks: Rule(_from("MODEL_LOADED"), _ANY),
         lc.GetModelMetadata: Rule(_from("MODEL_LOADED"), _ANY),

@@ -27,6 +27,12 @@ class Stamp(msgspec.Struct, frozen=True, gc=False):
         """Whether the step thread waits for a request."""
         return self.phase == IDLE
 
+    @property
+    def limit_ms(self) -> int:
+        """How long the phase may last; 0 where it may for ever."""
+        limit_s = self.deadline - self.since
+        return 0 if math.isinf(limit_s) else min(int(limit_s * 1000), 2**31 - 1)
+
     def age_ms(self, now: float) -> int:
         """How long the phase has lasted at `now`."""
         return min(int((now - self.since) * 1000), 2**31 - 1)

@@ -467,7 +467,7 @@ def test_a_later_failure_of_an_earlier_step_keeps_what_the_first_one_lost(fakes,
 @pytest.mark.parametrize("kind", ["error", "hang"])
 def test_a_relink_that_fails_fails_the_step_that_it_was_for(fakes, connect, monkeypatch, kind):
     daemons, group, model = ready(fakes, connect, 2, step_deadline_ms=1000)
-    monkeypatch.setattr("client.worker_group.LINK_SLACK_S", -8.5)
+    monkeypatch.setattr("client.replacement.LINK_SLACK_S", -8.5)
     for daemon in daemons.daemons:
         daemon.faults = [Fault(5, code=ErrorCode.COMM, scope=ErrorScope.GROUP)]
     daemons.daemons[1].relink_faults = [Fault(0, kind, code=ErrorCode.COMM)]
@@ -480,7 +480,7 @@ def test_ranks_get_the_time_that_they_may_take_to_meet(fakes, connect, monkeypat
     for deadline_s in (0.1, 60.0, 3600.0):
         assert link_timeout_s(deadline_s) > 2 * (deadline_s + 1) + 5
     daemons, group, _ = ready(fakes, connect, 2, step_deadline_ms=200)
-    monkeypatch.setattr("client.worker_group.LINK_SLACK_S", -7.3)
+    monkeypatch.setattr("client.replacement.LINK_SLACK_S", -7.3)
     daemons.daemons[0].relink_faults = [Fault(0, "hang")]
     with pytest.raises(DeadlineExceeded, match="relink") as caught:
         group.relink()

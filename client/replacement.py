@@ -1,0 +1,284 @@
+"""A lost rank's place taken by another daemon: the survivors fenced off from the lost one, the new
+one waited for, all linked anew, the new one loaded. Knows no step and no scheduler: what was lost
+with the rank, `client/outcomes.py` tells.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+
+from client.errors import (
+    ClientError,
+    CommError,
+    DeadlineExceeded,
+    FencedError,
+    ReplacementFailed,
+    WorkerDied,
+)
+from client.group_channel import OPERATION_TIMEOUT_S, GroupChannel, Send
+from client.loading import LoadedModel
+from client.outcomes import StepsInFlight
+from client.transport import Endpoint, parse_endpoint
+from client.worker_client import StepIds, WorkerClient
+from rpc_schema import lifecycle as lc
+from rpc_schema.config import Rendezvous, WorkerConfig
+from rpc_schema.kv_cache import build_kv_cache_config
+
+REPLACE_WITHIN_S = 60.0
+"""A supervisor starts a daemon again, and it loads torch, in far less."""
+
+REPLACE_ATTEMPTS = 3
+"""So many ranks may die, one after the other, before replace() gives up."""
+
+LOAD_TIMEOUT_S = 3600.0
+LINK_SLACK_S = 30.0
+_ASK_S = 0.25
+_PAUSE_S = 0.02
+
+
+def link_timeout_s(step_deadline_s: float) -> float:
+    """Return how long ranks may take to leave one link and meet on the next.
+
+    They wait for each other for up to twice the communicators' own timeout (the step deadline and a
+    second) and 5 s; their verdict is to come before ours.
+    """
+    return 2 * (step_deadline_s + 1.0) + 5.0 + LINK_SLACK_S
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """What a replacement came to."""
+
+    ranks: tuple[int, ...]
+    """Whose daemon is another one now, or the same again after it was given up."""
+    loaded_ranks: tuple[int, ...]
+    """Those of them that had to load their shard."""
+    seconds: dict[str, float]
+    """By phase: fence, wait, attach, link, load, warm_up; of the attempt that succeeded."""
+    statuses: list[lc.Status] = field(repr=False)
+    """As the daemons were attached."""
+    weights_cause: str = ""
+    """Why no step can be sent yet: the survivors have weights that the new rank cannot load."""
+
+
+class Replacement:
+    """One call of replace(). Used on the group's thread."""
+
+    def __init__(
+        self,
+        channel: GroupChannel,
+        steps: StepsInFlight,
+        config: WorkerConfig,
+        model: LoadedModel,
+        attach_present: Callable[[], list[lc.Status]],
+        link_deadline_s: float,
+    ) -> None:
+        """config, model: what the group serves. attach_present: attaches the daemons that are
+        there under a new epoch, and returns how they were. link_deadline_s: the longest step
+        deadline of their links."""
+        self._channel = channel
+        self._steps = steps
+        self._config = config
+        self._model = model
+        self._attach_present = attach_present
+        self._link_deadline_s = link_deadline_s
+        self._seconds: dict[str, float] = {}
+        self._vacant: dict[int, Endpoint] = {}
+
+    def run(self, rank: int, endpoint: str | None, within_s: float) -> Replaced:
+        """See WorkerGroup.replace."""
+        deadline = time.monotonic() + within_s
+        own = self._channel.clients[rank].endpoint
+        self._vacant = {rank: own if endpoint is None else parse_endpoint(endpoint)}
+        cause = self._steps.dead or ClientError(f"rank {rank} was given up")
+        self._channel.watch.bury(rank)
+        self._channel.lose(self._channel.watch.obituary(rank))
+        try:
+            for _ in range(REPLACE_ATTEMPTS):
+                try:
+                    replaced = self._fill(deadline, within_s)
+                except (WorkerDied, CommError, FencedError, DeadlineExceeded) as error:
+                    cause = self._take_stock(error)
+                else:
+                    self._steps.revive()
+                    return replaced
+            raise ReplacementFailed(
+                max(self._vacant),
+                f"ranks were lost {REPLACE_ATTEMPTS} times in a row while a place was taken; "
+                f"the last time: {cause}",
+            ) from cause
+        except BaseException:
+            self._steps.dead = self._channel.watch.obituary(max(self._vacant))
+            raise
+
+    def _take_stock(self, error: ClientError) -> ClientError:
+        """See who else is lost after an attempt that failed; return what it failed of."""
+        try:
+            self._channel.check_deaths()
+        except WorkerDied as died:
+            error = died
+        if isinstance(error, WorkerDied):
+            self._channel.lose(error)
+            own = self._channel.clients[error.rank].endpoint
+            self._vacant.setdefault(error.rank, own)
+        return error
+
+    def _fill(self, deadline: float, within_s: float) -> Replaced:
+        channel = self._channel
+        self._seconds = {}
+        self._steps.dead = None
+        channel.absent = frozenset(self._vacant)
+        with self._phase("fence"):
+            if channel.present:
+                self._attach_present()
+        with self._phase("wait"):
+            for rank, endpoint in self._vacant.items():
+                self._wait_for(rank, endpoint, deadline, within_s)
+        with self._phase("attach"):
+            for rank, endpoint in self._vacant.items():
+                channel.move(rank, endpoint)
+            channel.absent = frozenset()
+            statuses = self._attach_present()
+        newcomers = tuple(rank for rank in self._vacant if not self._has_all(rank, statuses[rank]))
+        self._reset([rank for rank in newcomers if statuses[rank].load != "CREATED"])
+        self._link(newcomers)
+        if newcomers:
+            self._load(newcomers)
+        return Replaced(
+            tuple(self._vacant),
+            newcomers,
+            dict(self._seconds),
+            statuses,
+            _weights_cause(statuses, newcomers),
+        )
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self._seconds[name] = time.monotonic() - began
+
+    def _wait_for(self, rank: int, endpoint: Endpoint, deadline: float, within_s: float) -> None:
+        """Wait until a daemon answers there; look after the others meanwhile."""
+        with closing(self._channel.new_client(rank, endpoint)) as client:
+            while not _answers(client):
+                self._channel.look()
+                if time.monotonic() >= deadline:
+                    raise ReplacementFailed(
+                        rank,
+                        f"no daemon has answered at {endpoint.control} within {within_s:g} s: "
+                        f"rank {rank} is not replaced",
+                    )
+                time.sleep(_PAUSE_S)
+
+    def _has_all(self, rank: int, status: lc.Status) -> bool:
+        """Whether a daemon is ready as it is: one that was given up too early, say."""
+        return (
+            status.load == "READY"
+            and status.rank == rank
+            and status.config is not None
+            and status.config.fingerprint() == self._config.fingerprint()
+            and status.kv_cache is not None
+            and status.kv_cache.num_blocks == self._model.num_blocks
+        )
+
+    def _reset(self, ranks: Sequence[int]) -> None:
+        """Have daemons that hold something else give it up."""
+        if ranks:
+            self._on("reset", ranks, lambda client, ids: client.reset(ids, "CREATED"))
+            self._channel.refresh_links()
+
+    def _link(self, newcomers: Sequence[int]) -> None:
+        with self._phase("link"):
+            rendezvous = self._channel.open_rendezvous()
+            timeout_s = link_timeout_s(self._link_deadline_s) + OPERATION_TIMEOUT_S
+            self._channel.exchange("relink", self._linking(newcomers, rendezvous), timeout_s)
+            self._channel.use_link(rendezvous)
+
+    def _linking(self, newcomers: Sequence[int], rendezvous: Sequence[Rendezvous]) -> Send:
+        """Either operation brings a rank to the same meeting place."""
+        config = self._config
+
+        def send(client: WorkerClient, ids: StepIds) -> None:
+            place = rendezvous[client.rank]
+            if client.rank in newcomers:
+                client.init_device(ids, config.parallel, place, config.cache, config.scheduler)
+            else:
+                client.relink(ids, place, warm_up_follows=bool(newcomers))
+
+        return send
+
+    def _load(self, newcomers: Sequence[int]) -> None:
+        """Load the new ranks alone; then all warm up, for which they compute together."""
+        config, model, channel = self._config, self._model, self._channel
+        with self._phase("load"):
+            self._on(
+                "load_model",
+                newcomers,
+                lambda client, ids: client.load_model(
+                    ids, config.model, config.scheduler, config.cache, config.graph
+                ),
+            )
+            specs = channel.fan_out(
+                "get_kv_cache_spec", WorkerClient.get_kv_cache_spec, lc.GetKVCacheSpecReply
+            )
+            plans = tuple(
+                build_kv_cache_config(spec.layers, model.num_blocks, model.block_size)
+                for spec in specs
+            )
+            self._on(
+                "update_max_model_len",
+                newcomers,
+                lambda client, ids: client.update_max_model_len(ids, model.max_model_len),
+            )
+            self._on(
+                "initialize_from_config",
+                newcomers,
+                lambda client, ids: client.initialize_from_config(ids, plans),
+            )
+            self._on(
+                "initialize_cache",
+                newcomers,
+                lambda client, ids: client.initialize_cache(ids, model.num_blocks),
+            )
+        with self._phase("warm_up"):
+            channel.fan_out(
+                "compile_or_warm_up_model",
+                WorkerClient.compile_or_warm_up_model,
+                lc.CompileOrWarmUpModelReply,
+                timeout_s=LOAD_TIMEOUT_S,
+            )
+
+    def _on(self, operation: str, ranks: Sequence[int], send: Send) -> None:
+        """Have some ranks do something, and the others, whose seqs must go on too, next to
+        nothing."""
+
+        def send_either(client: WorkerClient, ids: StepIds) -> None:
+            if client.rank in ranks:
+                send(client, ids)
+            else:
+                client.get_supported_tasks(ids)
+
+        self._channel.exchange(operation, send_either, LOAD_TIMEOUT_S)
+
+
+def _answers(client: WorkerClient) -> bool:
+    try:
+        client.hello(_ASK_S)
+    except DeadlineExceeded:
+        return False
+    return True
+
+
+def _weights_cause(statuses: Sequence[lc.Status], newcomers: Sequence[int]) -> str:
+    """Say where the survivors' weights are not those of the checkpoint that a new rank reads."""
+    for rank, status in enumerate(statuses):
+        weights = status.weights
+        if newcomers and rank not in newcomers and weights is not None and weights.num_updates:
+            return (
+                f"rank {newcomers[0]} was replaced and has the weights of the checkpoint, rank "
+                f"{rank} those of update {weights.num_updates}; fix: finish a complete update, or "
+                "reload_weights()"
+            )
+    return ""

@@ -1,0 +1,121 @@
+"""What the fault tests share: checkpoints, daemons that a test may kill and start again, and the
+record of how long each fault took to be noticed. `--fault-report FILE` writes that record as JSON;
+the table is printed at the end of every run of these tests."""
+
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.e2e.conftest import checkpoint, model_root
+from tests.support.command_line import short_directory
+from tests.support.supervised import Supervised
+
+__all__ = ["checkpoint", "model_root"]
+
+GENEROUS = 5.0
+"""Detections are recorded, not timed: only one that took so many times its target fails a test."""
+
+_DETECTIONS = pytest.StashKey[list["Detection"]]()
+
+
+class Detection(NamedTuple):
+    """How long a fault took to be noticed, and by what."""
+
+    row: int
+    fault: str
+    target_s: float
+    measured_s: float
+    signal: str
+    injected: bool
+    """The fault cannot be induced here: its source was replaced."""
+
+
+class Recorder:
+    """Takes the times of one test's fault."""
+
+    def __init__(self, detections: list[Detection]) -> None:
+        self._detections = detections
+
+    def __call__(
+        self,
+        row: int,
+        fault: str,
+        target_s: float,
+        measured_s: float,
+        signal: str = "",
+        *,
+        injected: bool = False,
+    ) -> None:
+        """Record a detection; fails only if it took GENEROUS times the target, and a second."""
+        self._detections.append(Detection(row, fault, target_s, measured_s, signal, injected))
+        limit_s = GENEROUS * target_s + 1.0
+        assert measured_s <= limit_s, f"row {row} was noticed after {measured_s:.3f} s"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fault-report", type=Path, help="write the detection times there, as JSON")
+    parser.addoption("--long-faults", action="store_true", help="more rounds of each fault")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash.setdefault(_DETECTIONS, [])
+
+
+@pytest.fixture
+def detection(request: pytest.FixtureRequest) -> Recorder:
+    """detection(row, fault, target_s, measured_s, signal): see Recorder."""
+    return Recorder(request.config.stash[_DETECTIONS])
+
+
+@pytest.fixture
+def supervised(model_root: Path) -> Iterator[Callable[[int], Supervised]]:
+    """supervised(count) -> that many CPU daemons, each of which can be started again."""
+    made: list[Supervised] = []
+    directories: list[Path] = []
+
+    def start(count: int) -> Supervised:
+        directories.append(short_directory())
+        made.append(Supervised(count, model_root, directories[-1]))
+        return made[-1]
+
+    yield start
+    for daemons in made:
+        daemons.close()
+    for directory in directories:
+        shutil.rmtree(directory)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    config = terminalreporter.config
+    detections = sorted(config.stash[_DETECTIONS])
+    if not detections:
+        return
+    terminalreporter.section("faults noticed")
+    for line in table(detections):
+        terminalreporter.write_line(line)
+    path = config.getoption("--fault-report")
+    if path is not None:
+        path.write_text(json.dumps(report(detections), indent=1) + "\n")
+
+
+def table(detections: list[Detection]) -> list[str]:
+    """The detections as a table of Markdown."""
+    lines = ["| row | fault | target s | measured s | signal |", "|---|---|---|---|---|"]
+    for entry in detections:
+        signal = entry.signal + (" (injected)" if entry.injected else "")
+        times = f"{entry.target_s:.2f} | {entry.measured_s:.3f}"
+        lines.append(f"| {entry.row} | {entry.fault} | {times} | {signal} |")
+    return lines
+
+
+def report(detections: list[Detection]) -> dict[str, object]:
+    """The same for machines, with what it was measured on."""
+    machine = {"system": platform.platform(), "cores": os.cpu_count(), "time": time.time()}
+    return {"machine": machine, "detections": [entry._asdict() for entry in detections]}

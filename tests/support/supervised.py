@@ -1,0 +1,77 @@
+"""Daemons as a supervisor keeps them: each a process of its own at an endpoint of its own, to be
+killed, stopped, continued and started again."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.command_line import start_daemon, wait_for_daemons
+
+
+class Supervised:
+    """Owns some daemons until close()."""
+
+    def __init__(self, count: int, model_root: Path, directory: Path, **variables: str) -> None:
+        """Start them and wait until they answer. variables: of their environment."""
+        self.directory = directory
+        self.endpoints = [f"ipc://{directory}/{rank}/w" for rank in range(count)]
+        self._model_root = model_root
+        self._variables = variables
+        self._restarts: list[threading.Thread] = []
+        self.processes = [self._start(rank) for rank in range(count)]
+        wait_for_daemons(self.endpoints, self.processes)
+
+    def kill(self, rank: int) -> float:
+        """kill -9; return when (time.monotonic)."""
+        at = time.monotonic()
+        self.processes[rank].kill()
+        return at
+
+    def kill_later(self, rank: int, seconds: float) -> None:
+        """kill -9 from another thread."""
+        self._later(seconds, lambda: self.processes[rank].kill())
+
+    def stop(self, rank: int) -> float:
+        """SIGSTOP; return when."""
+        at = time.monotonic()
+        self.processes[rank].send_signal(signal.SIGSTOP)
+        return at
+
+    def go_on(self, rank: int) -> None:
+        """SIGCONT."""
+        self.processes[rank].send_signal(signal.SIGCONT)
+
+    def restart(self, rank: int) -> None:
+        """Start a dead daemon's successor; returns at once."""
+        self.processes[rank].wait()
+        self.processes[rank] = self._start(rank)
+
+    def restart_later(self, rank: int, seconds: float = 0.0) -> None:
+        """The same from another thread, once the daemon is dead."""
+        self._later(seconds, lambda: self.restart(rank))
+
+    def log(self) -> str:
+        """What all of them have written."""
+        return (self.directory / "daemon.log").read_text(errors="replace")
+
+    def close(self) -> None:
+        """End all of them, stopped ones too."""
+        for thread in self._restarts:
+            thread.join()
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def _later(self, seconds: float, act: Callable[[], None]) -> None:
+        thread = threading.Timer(seconds, act)
+        thread.start()
+        self._restarts.append(thread)
+
+    def _start(self, rank: int) -> "subprocess.Popen[bytes]":
+        words = ("--endpoint", self.endpoints[rank], "--device", "cpu")
+        roots = ("--model-root", os.fspath(self._model_root))
+        return start_daemon(self.directory, *words, *roots, **self._variables)
