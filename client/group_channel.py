@@ -120,7 +120,14 @@ class GroupChannel:
         self._links[rank] = 0
 
     def _connect(self, rank: int, endpoint: Endpoint) -> WorkerClient:
-        return WorkerClient(self._context, endpoint, rank, self._driver_id, self.look)
+        return WorkerClient(
+            self._context,
+            endpoint,
+            rank,
+            self._driver_id,
+            self.look,
+            lambda: self._check_alive(rank),
+        )
 
     def check_usable(self) -> None:
         """Raise what the group has died of, or ClientError before the first attach."""
@@ -170,6 +177,14 @@ class GroupChannel:
         except WorkerDied as error:
             if error.rank not in self.absent:
                 raise
+
+    def _check_alive(self, rank: int) -> None:
+        """Raise WorkerDied if this very rank is dead: the others may be asked things even then."""
+        self._results.read_news()
+        with contextlib.suppress(WorkerDied):
+            self.watch.look()
+        if self.watch.standings[rank] == "dead":
+            raise self.watch.obituary(rank)
 
     def _repeat_steps(self, rank: int) -> None:
         """A daemon's connection broke and came back: what was under way on it may be lost. Where it

@@ -126,7 +126,7 @@ class Replacement:
 
     def _fill(self, deadline: float, within_s: float) -> Replaced:
         channel = self._channel
-        self._seconds = {}
+        self._seconds.clear()
         self._steps.dead = None
         channel.absent = frozenset(self._vacant)
         with self._phase("fence"):

@@ -156,9 +156,14 @@ class PendingCall(Generic[ReplyT]):
 class ControlChannel:
     """Requests and replies on one daemon's control socket, matched by correlation id."""
 
-    def __init__(self, context: Context, endpoint: Endpoint, rank: int) -> None:
+    def __init__(
+        self, context: Context, endpoint: Endpoint, rank: int, check_alive: CheckDeaths
+    ) -> None:
+        """check_alive raises WorkerDied once this daemon is known to be gone; it is asked while an
+        answer is waited for."""
         self.rank = rank
         self.endpoint = endpoint
+        self._check_alive = check_alive
         self._last_call = 0
         self._socket = _open_socket(context, zmq.DEALER, MAX_CONTROL_BYTES)
         self._socket.connect(endpoint.control)
@@ -177,13 +182,14 @@ class ControlChannel:
 
         Raises:
             DeadlineExceeded: no daemon took the request.
+            WorkerDied: the daemon is known to be gone.
         """
         self._last_call += 1
         request = build(self._last_call)
         what = f"{type(request).__name__} to rank {self.rank} at {self.endpoint.control}"
         deadline = time.monotonic() + timeout_s
         frame = encode_control(request)
-        if not self._socket.poll(_milliseconds_until(deadline), zmq.POLLOUT):
+        if not self._poll(deadline, zmq.POLLOUT):
             raise DeadlineExceeded(what, timeout_s)
         self._socket.send(frame, zmq.NOBLOCK)
         return PendingCall(self, self._last_call, what, reply_type, timeout_s, deadline)
@@ -191,9 +197,16 @@ class ControlChannel:
     def receive(self, deadline: float) -> ControlReplyMessage | None:
         """Return the next reply to any call, or None when `deadline` (of time.monotonic) has
         passed."""
-        if not self._socket.poll(_milliseconds_until(deadline), zmq.POLLIN):
+        if not self._poll(deadline, zmq.POLLIN):
             return None
         return decode_control_reply(self._socket.recv_multipart(zmq.NOBLOCK))
+
+    def _poll(self, deadline: float, flags: int) -> bool:
+        while not self._socket.poll(min(DEATH_CHECK_MS, _milliseconds_until(deadline)), flags):
+            self._check_alive()
+            if time.monotonic() >= deadline:
+                return False
+        return True
 
     def close(self) -> None:
         """Close the socket."""

@@ -56,7 +56,7 @@ class WorkerClient:
     """Sends one daemon's requests. Control methods wait for their answer; step methods return at
     once.
 
-    Control methods raise DeadlineExceeded and RemoteError, step methods WorkerDied (nothing takes
+    Control methods raise DeadlineExceeded, WorkerDied and RemoteError, step methods WorkerDied (nothing takes
     the request) and TooLargeError (over the wire's bounds; nothing was sent). Belongs to one
     thread.
     """
@@ -68,12 +68,14 @@ class WorkerClient:
         rank: int,
         driver_id: bytes,
         check_deaths: CheckDeaths = lambda: None,
+        check_alive: CheckDeaths = lambda: None,
     ) -> None:
-        """check_deaths: see StepChannel; the default knows of none."""
+        """check_deaths: see StepChannel; check_alive: see ControlChannel; the defaults know of
+        none."""
         self.endpoint = endpoint
         self.rank = rank
         self._driver_id = driver_id
-        self._control = ControlChannel(context, endpoint, rank)
+        self._control = ControlChannel(context, endpoint, rank, check_alive)
         self._steps = StepChannel(context, endpoint, rank, check_deaths)
 
     def close(self) -> None:

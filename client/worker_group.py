@@ -180,6 +180,8 @@ class WorkerGroup:
             WorkerDied: one of them is dead.
         """
         self._channel.check_deaths(0.0)
+        if isinstance(self._steps.dead, WorkerDied):
+            raise self._steps.dead
 
     def replace(
         self, rank: int, endpoint: str | None = None, within_s: float = REPLACE_WITHIN_S

@@ -5,7 +5,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -42,6 +42,9 @@ _FIXED: Final = {
 }
 """torch must not end the process by itself: the guard thread aborts communicators. Nor does it look
 through all installed packages for devices of theirs, and run their code, when it is imported."""
+_FLIGHT_RECORDER: Final = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+"""Operations that torch remembers of each communicator, by its newer and its older name."""
+_FLIGHT_DUMPS: Final = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _KERNEL_CACHE: Final = "TRITON_CACHE_DIR"
 
 
@@ -66,6 +69,8 @@ class ProcessSettings:
     """The daemon ends when this file descriptor reads end-of-file."""
     log_level: str
     """One of debug, info, warning, error."""
+    notify_socket: str = ""
+    """Where a service manager wants to be told of us (sd_notify(3)); empty: nowhere."""
 
 
 def load_settings(command_line: Given, config_file: Path | None) -> ProcessSettings:
@@ -79,7 +84,7 @@ def load_settings(command_line: Given, config_file: Path | None) -> ProcessSetti
     given = dict(read_file(config_file)) if config_file is not None else {}
     given |= read_environment(os.environ)
     given |= {key: value for key, value in command_line.items() if value not in (None, [])}
-    return build_settings(given)
+    return replace(build_settings(given), notify_socket=os.environ.get("NOTIFY_SOCKET", ""))
 
 
 def prepare_environment() -> None:
@@ -88,6 +93,19 @@ def prepare_environment() -> None:
     for name, value in _ONE_HOST.items():
         os.environ.setdefault(name, value)
     os.environ.update(_FIXED)
+
+
+def prepare_flight_recorder(settings: ProcessSettings) -> None:
+    """Have torch remember what communicators did, and keep its own dumps of that where ours are
+    kept. To be called before torch is imported; does nothing for a daemon on the CPU."""
+    if settings.device == "cpu":
+        return
+    for name, value in _FLIGHT_RECORDER.items():
+        os.environ.setdefault(name, value)
+    home = state_home(settings.state_dir, os.environ)
+    for name in _FLIGHT_DUMPS:
+        if home is not None:
+            os.environ.setdefault(name, str(home / "nccl_trace_rank_"))
 
 
 def prepare_kernel_cache(settings: ProcessSettings) -> None:

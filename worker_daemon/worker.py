@@ -40,6 +40,7 @@ from worker_daemon.device.memory import (
     memory_source,
     profile,
 )
+from worker_daemon.distributed import flight_recorder
 from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.distributed.link import Link, meeting_s
 from worker_daemon.distributed.parallel_state import ParallelState
@@ -783,6 +784,12 @@ class Worker:
         if self._transfer.abort():
             return False
         return self._opening is not None and self._opening.abort()
+
+    def dump_link(self) -> bytes:
+        """What the communicators last did, as JSON; empty where nobody keeps it. For the guard
+        thread."""
+        context = self._context_or_none
+        return b"" if context is None or context.link.backend != "nccl" else flight_recorder.dump()
 
     def close(self) -> None:
         """Leave the link, in good order where the peers let us; the process's end gives back the

@@ -92,6 +92,16 @@ def supervised(model_root: Path) -> Iterator[Callable[[int], Supervised]]:
         shutil.rmtree(directory)
 
 
+@pytest.fixture(scope="module")
+def two_supervised(model_root: Path) -> Iterator[Supervised]:
+    """Two CPU daemons for the tests of a module; revive() starts the dead ones again."""
+    directory = short_directory()
+    daemons = Supervised(2, model_root, directory)
+    yield daemons
+    daemons.close()
+    shutil.rmtree(directory)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     config = terminalreporter.config
     detections = sorted(config.stash[_DETECTIONS])

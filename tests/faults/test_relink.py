@@ -1,50 +1,210 @@
 """Ranks that die: the driver knows who, the survivors are free and keep what they have, another
 daemon takes the place, and every request ends with the tokens of an undisturbed run."""
 
+import json
 import time
+from dataclasses import dataclass, field
 
 import pytest
 
 from client.driver import Driver
-from client.errors import ReplacementFailed, WorkerDied
+from client.errors import ReplacementFailed, StepFailed, WorkerDied
+from client.replacement import Replaced
 from client.scheduler import Scheduler
-from tests.support.driving import random_cases
+from client.worker_group import WorkerGroup
+from tests.support.command_line import run_client
+from tests.support.driving import Cases, random_cases
 from tests.support.serving import connect, generate, scheduler_limits, worker_config
+from tests.support.supervised import Supervised
 
 STEP_DEADLINE_MS = 2000
+STEPS_BEFORE = 8
 SHAPES = [(2, 1), (1, 2)]
+
+
+@dataclass
+class Loss:
+    """What happens to a rank under load, and what came of it."""
+
+    daemons: Supervised
+    rank: int
+    then: object = None
+    """Called with (group, died) instead of a plain restart and replace()."""
+    killed_at: float = 0.0
+    noticed_at: float = 0.0
+    died: WorkerDied | None = None
+    replaced: list[Replaced] = field(default_factory=list)
+
+    def generate(self, group: WorkerGroup, loaded, cases: Cases) -> dict[str, list[int]]:
+        """Serve the cases, and kill the rank after STEPS_BEFORE steps."""
+        driver = Driver(
+            group,
+            Scheduler(scheduler_limits(group, loaded)),
+            lambda _: self._kill(driver),
+            recover=lambda died: self._recover(group, died),
+        )
+        for request in cases.requests:
+            driver.add_request(request)
+        return {output.req_id: output.token_ids for output in driver.run()}
+
+    def _kill(self, driver: Driver) -> None:
+        if len(driver.records) >= STEPS_BEFORE and not self.killed_at:
+            self.killed_at = self.daemons.kill(self.rank)
+
+    def _recover(self, group: WorkerGroup, died: WorkerDied) -> None:
+        self.noticed_at, self.died = time.monotonic(), died
+        if self.then is None:
+            self.daemons.restart(self.rank)
+            self.replaced.append(group.replace(died.rank))
+        else:
+            self.replaced.append(self.then(group, died))
+
+
+@pytest.fixture(scope="module")
+def cases(checkpoint):
+    return random_cases(checkpoint(), seed=50, count=6, max_tokens=32)
+
+
+@pytest.fixture
+def pair(two_supervised):
+    """Two daemons that live."""
+    two_supervised.revive()
+    return two_supervised
+
+
+@pytest.fixture
+def config(checkpoint):
+    def of(pp: int, tp: int = 1, **fields):
+        return worker_config(checkpoint().path, pp, tp, step_deadline_ms=STEP_DEADLINE_MS, **fields)
+
+    return of
+
+
+def loads(status) -> list[str]:
+    return [line for line in status.transitions if "(LoadModel)" in line]
 
 
 @pytest.mark.parametrize(("pp", "tp"), SHAPES)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_killed_rank_is_replaced_under_load(supervised, checkpoint, detection, pp, tp, rank):
-    daemons = supervised(2)
-    cases = random_cases(checkpoint(), seed=50 + rank, count=6, max_tokens=32)
-    config = worker_config(checkpoint().path, pp, tp, step_deadline_ms=STEP_DEADLINE_MS)
-    with connect(daemons.endpoints, config) as (group, loaded):
+def test_killed_rank_is_replaced_under_load(pair, config, cases, detection, pp, tp, rank):
+    with connect(pair.endpoints, config(pp, tp)) as (group, loaded):
         before = group.get_status()[1 - rank]
-        killed = []
-        noticed = []
-
-        def kill_once(_) -> None:
-            if len(driver.records) == 8 and not killed:
-                killed.append(daemons.kill(rank))
-
-        def recover(died: WorkerDied):
-            noticed.append((time.monotonic(), died))
-            daemons.restart(rank)
-            return group.replace(died.rank)
-
-        scheduler = Scheduler(scheduler_limits(group, loaded))
-        driver = Driver(group, scheduler, kill_once, recover=recover)
-        for request in cases.requests:
-            driver.add_request(request)
-        outputs = {output.req_id: output.token_ids for output in driver.run()}
+        loss = Loss(pair, rank)
+        tokens = loss.generate(group, loaded, cases)
         after = group.get_status()
         again = generate(group, loaded, cases.requests)
-    assert outputs == again.tokens == cases.expected
-    (at, died), = noticed
-    assert died.rank == rank and daemons.endpoints[rank] in str(died)
-    detection(3, f"kill -9 of rank {rank} in a step, pp={pp} tp={tp}", 0.1, at - killed[0], died.detail)
-    assert after[rank].pid == daemons.processes[rank].pid
-    assert after[1 - rank].worker_uid == before.worker_uid
+    assert tokens == again.tokens == cases.expected
+    assert loss.died.rank == rank and pair.endpoints[rank] in str(loss.died)
+    fault = f"kill -9 of rank {rank} in a step, pp={pp} tp={tp}"
+    detection(3, fault, 0.1, loss.noticed_at - loss.killed_at, loss.died.detail)
+    (replaced,) = loss.replaced
+    assert replaced.ranks == replaced.loaded_ranks == (rank,)
+    survivor = after[1 - rank]
+    assert after[rank].pid == pair.processes[rank].pid
+    assert (survivor.worker_uid, survivor.load) == (before.worker_uid, "READY")
+    assert survivor.memory_bytes["weights"] == before.memory_bytes["weights"]
+    assert loads(survivor) == loads(before)
+    assert survivor.epoch == after[rank].epoch > before.epoch
+    assert survivor.link == after[rank].link > before.link
+
+
+def test_killed_idle_rank_is_known_by_a_look(pair, config, cases, detection):
+    with connect(pair.endpoints, config(2)) as (group, loaded):
+        assert generate(group, loaded, cases.requests[:1]).tokens
+        killed_at = pair.kill(1)
+        with pytest.raises(WorkerDied) as died:
+            while True:
+                group.look()
+                time.sleep(0.005)
+        detection(2, "kill -9 of an idle rank", 0.1, time.monotonic() - killed_at, died.value.detail)
+        assert group.standings == ["alive", "dead"]
+        assert [event.kind for event in group.liveness_events if event.rank == 1] == ["dead"]
+        survivor = group.clients[0]
+        freed_at = time.monotonic()
+        while (status := survivor.get_status()).link_state != "broken":
+            assert time.monotonic() - freed_at < 10.0
+        detection(2, "the survivor has left the link", 2.0, time.monotonic() - freed_at, "control")
+        assert (status.load, status.phase) == ("READY", "IDLE")
+        with pytest.raises(WorkerDied):
+            group.look()
+        pair.restart_later(1)
+        group.replace(1)
+        assert generate(group, loaded, cases.requests).tokens == cases.expected
+
+
+def test_second_death_during_the_replacement(pair, config, cases):
+    """Both ranks are lost in the end, the survivor of the first death while it waits at the meeting
+    place or before."""
+
+    def recover(group: WorkerGroup, died: WorkerDied) -> Replaced:
+        pair.restart(1)
+        pair.kill(0)
+        pair.restart_later(0)
+        return group.replace(died.rank)
+
+    with connect(pair.endpoints, config(2)) as (group, loaded):
+        loss = Loss(pair, 1, recover)
+        assert loss.generate(group, loaded, cases) == cases.expected
+        assert loss.replaced[0].loaded_ranks == (0, 1) or loss.replaced[0].loaded_ranks == (1, 0)
+        assert [status.pid for status in group.get_status()] == [p.pid for p in pair.processes]
+
+
+def test_new_rank_killed_while_it_is_linked(pair, config, cases):
+    """The survivor waits for it at the meeting place, and must not wait there for long."""
+    killed = []
+
+    def recover(group: WorkerGroup, died: WorkerDied) -> Replaced:
+        client = group.clients[0]
+        relink = client.relink
+
+        def relink_and_kill(*args, **options) -> None:
+            relink(*args, **options)
+            if not killed:
+                killed.append(pair.kill(1))
+                pair.restart_later(1)
+
+        client.relink = relink_and_kill
+        pair.restart(1)
+        return group.replace(died.rank)
+
+    with connect(pair.endpoints, config(2)) as (group, loaded):
+        loss = Loss(pair, 1, recover)
+        assert loss.generate(group, loaded, cases) == cases.expected
+    assert killed
+    assert loss.replaced[0].ranks == (1,)
+
+
+def test_nobody_takes_the_place_in_time(pair, config, cases):
+    with connect(pair.endpoints, config(2)) as (group, loaded):
+        loss = Loss(pair, 0, lambda group, died: group.replace(died.rank, within_s=0.3))
+        with pytest.raises(ReplacementFailed, match=r"rank 0 is not replaced") as failed:
+            loss.generate(group, loaded, cases)
+        assert failed.value.rank == 0
+        with pytest.raises(WorkerDied):
+            group.look()
+        pair.restart(0)
+        group.replace(0)
+        assert generate(group, loaded, cases.requests).tokens == cases.expected
+
+
+def test_spare_takes_the_place(pair, config, cases, supervised):
+    spare = supervised(1)
+    with connect(pair.endpoints, config(2)) as (group, loaded):
+        loss = Loss(pair, 1, lambda group, died: group.replace(1, spare.endpoints[0]))
+        assert loss.generate(group, loaded, cases) == cases.expected
+        assert group.get_status()[1].pid == spare.processes[0].pid
+        assert generate(group, loaded, cases.requests).tokens == cases.expected
+
+
+def test_without_recovery_a_death_is_told_and_final(pair, config, cases):
+    with connect(pair.endpoints, config(2)) as (group, loaded):
+        driver = Driver(group, Scheduler(scheduler_limits(group, loaded)))
+        for request in cases.requests:
+            driver.add_request(request)
+        driver.step()
+        pair.kill(0)
+        with pytest.raises(WorkerDied, match="rank 0"):
+            for _ in driver.run():
+                pass
+        with pytest.raises(WorkerDied):
+            group.attach()

@@ -54,17 +54,29 @@ class Supervised:
         """The same from another thread, once the daemon is dead."""
         self._later(seconds, lambda: self.restart(rank))
 
+    def revive(self) -> None:
+        """Wait for what was to happen later, and start whoever is dead."""
+        self._join()
+        for rank, process in enumerate(self.processes):
+            self.go_on(rank)
+            if process.poll() is not None:
+                self.restart(rank)
+        wait_for_daemons(self.endpoints, self.processes)
+
     def log(self) -> str:
         """What all of them have written."""
         return (self.directory / "daemon.log").read_text(errors="replace")
 
     def close(self) -> None:
         """End all of them, stopped ones too."""
-        for thread in self._restarts:
-            thread.join()
+        self._join()
         for process in self.processes:
             process.kill()
             process.wait()
+
+    def _join(self) -> None:
+        while self._restarts:
+            self._restarts.pop().join()
 
     def _later(self, seconds: float, act: Callable[[], None]) -> None:
         thread = threading.Timer(seconds, act)

@@ -7,12 +7,18 @@ from pathlib import Path
 
 from worker_daemon.server.daemon import serve
 from worker_daemon.server.dispatch import RendezvousServerLike, SetPhase, WorkerLike
-from worker_daemon.settings import ProcessSettings, prepare_environment, profile_directory
+from worker_daemon.settings import (
+    ProcessSettings,
+    prepare_environment,
+    prepare_flight_recorder,
+    profile_directory,
+)
 
 
 def run_daemon(settings: ProcessSettings) -> int:
     """Serve until the end; return the exit code. Raises what `daemon.serve` does."""
     prepare_environment()
+    prepare_flight_recorder(settings)
     make = partial(make_worker, profile_dir=profile_directory(settings))
     return serve(settings, make, open_rendezvous)
 

@@ -51,6 +51,7 @@ from worker_daemon.server.step_thread import (
     LinkBroke,
     Standing,
 )
+from worker_daemon.server.systemd import Notifier
 from worker_daemon.server.tracing import Tracing
 
 HEARTBEAT_S: Final = 0.25
@@ -88,6 +89,7 @@ class Control:
         progress: Progress,
         guard: Guard,
         reply_delays: ReplyDelays,
+        notifier: Notifier,
         commands: Commands,
         open_rendezvous: OpenRendezvousServer,
     ) -> None:
@@ -100,6 +102,7 @@ class Control:
         self._progress = progress
         self._guard = guard
         self._reply_delays = reply_delays
+        self._notifier = notifier
         self._commands = commands
         self._open_rendezvous = open_rendezvous
         # The newest, and the one before it: NCCL's watchdog of the old link still asks there.
@@ -109,6 +112,7 @@ class Control:
         self._software = f"worker-daemon {metadata.version('worker-daemon')}"
         self._commits: set[asyncio.Task[None]] = set()
         self._bad_frames = 0
+        self._last_hang = ""
         self._tracing = Tracing(self)
         self._handlers: Mapping[type[ControlMessage], Callable[..., ControlReplyMessage]] = {
             lc.Hello: self._hello,
@@ -145,7 +149,34 @@ class Control:
         """Publish the heartbeat until cancelled."""
         while True:
             self._publish(self._heartbeat())
+            if not self._overdue():
+                self._notifier.notify("WATCHDOG=1")
             await asyncio.sleep(HEARTBEAT_S)
+
+    def tell_hang(self, phase: str, phase_ms: int, stacks: str) -> None:
+        """Publish that a phase is past its deadline."""
+        self._last_hang = f"{phase} was past its deadline; stacks: {stacks}"
+        self._publish(
+            lc.Hung(
+                worker_uid=self.worker_uid,
+                rank=self._progress.snapshot.rank,
+                phase=phase,
+                phase_ms=phase_ms,
+                stacks=stacks,
+            )
+        )
+
+    def tell_slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
+        """Publish that a step takes far longer than others did."""
+        self._publish(
+            lc.Slow(
+                worker_uid=self.worker_uid,
+                rank=self._progress.snapshot.rank,
+                phase=phase,
+                phase_ms=phase_ms,
+                usual_ms=usual_ms,
+            )
+        )
 
     def announce(self, transition: str) -> None:
         """Publish a state change, and the heartbeat that shows it."""
@@ -157,6 +188,7 @@ class Control:
             )
         )
         self._publish(self._heartbeat())
+        self._notifier.notify(f"STATUS={transition}")
 
     def close(self) -> None:
         """Close what control owns, sockets included."""
@@ -265,16 +297,22 @@ class Control:
     def _check_health(self, message: lc.CheckHealth) -> ControlReplyMessage:
         stamp = self._progress.stamp
         now = time.monotonic()
-        failure = self._progress.snapshot.failure
-        if now > stamp.deadline:
-            failure = failure or f"{stamp.phase} is past its deadline"
+        failure = self._progress.snapshot.failure or self._overdue()
         return lc.CheckHealthReply(
             call=message.call,
             healthy=not failure,
             phase=stamp.phase,
             phase_ms=stamp.age_ms(now),
-            detail=failure,
+            detail=failure or self._last_hang,
         )
+
+    def _overdue(self) -> str:
+        """What the step or the completion thread should be done with long ago; empty: nothing."""
+        now = time.monotonic()
+        for stamp in (self._progress.stamp, self._progress.result):
+            if now > stamp.deadline:
+                return f"{stamp.phase} is past its deadline"
+        return ""
 
     def _get_status(self, message: lc.GetStatus) -> ControlReplyMessage:
         return lc.GetStatusReply(call=message.call, status=self._status())

@@ -28,6 +28,7 @@ from worker_daemon.server.endpoints import (
 )
 from worker_daemon.server.epochs import EpochFile
 from worker_daemon.server.guard import Guard
+from worker_daemon.server.hang_reports import HangReports
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.sockets import bind_sockets
 from worker_daemon.server.step_thread import (
@@ -40,6 +41,7 @@ from worker_daemon.server.step_thread import (
     fatal_exit_code,
     link_failure,
 )
+from worker_daemon.server.systemd import open_notifier
 from worker_daemon.settings import ProcessSettings
 
 DRAIN_LIMIT_S: Final = 10.0
@@ -94,6 +96,7 @@ class Premises:
         self._lock = EndpointLock(self.endpoint)
         try:
             self.epochs = EpochFile(self._state_dir, self.endpoint)
+            self.hang_reports = HangReports(self.epochs.path.with_suffix(".stacks"))
         except ConfigError:
             self._lock.release()
             raise
@@ -102,6 +105,7 @@ class Premises:
         """Remove what is ours; directories too, where nothing else is in them. The epoch file stays
         unless the endpoint belongs to a launcher and ends with it."""
         remove_sockets(self.endpoint)
+        self.hang_reports.close()
         if self._dies_with_parent:
             self.epochs.remove()
         self._lock.release()
@@ -125,7 +129,8 @@ class Daemon:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets = bind_sockets(self._context, premises.endpoint)
         self._progress = Progress(settings.device)
-        self._guard = Guard(self._progress, self._link_aborted)
+        self._notifier = open_notifier(settings.notify_socket)
+        self._guard = Guard(self._progress, self._link_aborted, premises.hang_reports, self)
         self._completion = Completion(self._sockets.results, self._progress, self._result_failed)
         self._step_thread = StepThread(
             step=self._sockets.step,
@@ -145,6 +150,7 @@ class Daemon:
             progress=self._progress,
             guard=self._guard,
             reply_delays=self._completion.reply_delays,
+            notifier=self._notifier,
             commands=self,
             open_rendezvous=open_rendezvous,
         )
@@ -177,6 +183,7 @@ class Daemon:
         await asyncio.wait((self._ready, self._end), return_when=asyncio.FIRST_COMPLETED)
         if self._end.done():
             return self._end.result()
+        self._notifier.notify("READY=1")
         logger.info("serving %s on %s", self._settings.device, self._premises.endpoint)
         serving = {self._spawn(self._control.serve()), self._spawn(self._control.beat())}
         waits: set[asyncio.Future[None] | asyncio.Future[int]] = {*serving, self._end}
@@ -254,6 +261,7 @@ class Daemon:
         if self._control.draining:
             return
         logger.info("draining: %s", cause)
+        self._notifier.notify("STOPPING=1")
         self._control.draining = True
         self._spawn(self._drain())
 
@@ -270,7 +278,7 @@ class Daemon:
 
     def worker_ready(self, worker: WorkerLike) -> None:
         """See StepEvents."""
-        self._guard.watch(worker.abort_link)
+        self._guard.watch(worker.abort_link, worker.dump_link)
         self._to_loop(lambda: self._ready.set_result(0))
 
     def state_changed(self, transition: str) -> None:
@@ -282,6 +290,14 @@ class Daemon:
         """See StepEvents."""
         logger.critical("the process ends with %d: %s", exit_code, cause)
         self._to_loop(lambda: self._finish(exit_code))
+
+    def hung(self, phase: str, phase_ms: int, stacks: str) -> None:
+        """See GuardListener."""
+        self._to_loop(lambda: self._control.tell_hang(phase, phase_ms, stacks))
+
+    def slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
+        """See GuardListener."""
+        self._to_loop(lambda: self._control.tell_slow(phase, phase_ms, usual_ms))
 
     def _link_aborted(self, link: int, cause: str) -> None:
         """The guard thread has aborted `link`: whoever waited may come back with any outcome."""

@@ -102,6 +102,10 @@ class WorkerLike(Protocol):
         """End every wait for other ranks; tell whether there was a link to abort. Called from the
         guard thread."""
 
+    def dump_link(self) -> bytes:
+        """What the link's communicators last did, for people; empty where nobody knows. Called from
+        the guard thread."""
+
     def close(self) -> None:
         """Give back what the process end would not."""
 

@@ -1,35 +1,72 @@
 """The guard thread: frees a step thread that cannot free itself. Executes aborts of the link,
-notices phases past their deadline, and keeps a stack dump armed for the case that the interpreter
-itself is stuck."""
+notices phases past their deadline and steps that are far slower than others, and keeps a stack dump
+armed for the case that the interpreter itself is stuck."""
 
-import faulthandler
 import logging
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
+from worker_daemon.server.hang_reports import StandardErrorWitness, Witness
+from worker_daemon.server.pace import Pace
 from worker_daemon.server.progress import Progress, Stamp
 
 TICK_S: Final = 0.25
+LOCK_LIMIT_S: Final = 10.0
+"""So long the interpreter's lock may be held, apart from phases that have announced silence."""
+REARM_S: Final = 1.0
 
 logger = logging.getLogger(__name__)
+
+
+class GuardListener(Protocol):
+    """Hears of hangs and slow steps, on the guard thread; returns at once."""
+
+    def hung(self, phase: str, phase_ms: int, stacks: str) -> None:
+        """A phase is past its deadline; stacks: where the evidence is."""
+
+    def slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
+        """A step takes far longer than steps did of late."""
+
+
+class NobodyListens:
+    """A GuardListener."""
+
+    def hung(self, phase: str, phase_ms: int, stacks: str) -> None:
+        return None
+
+    def slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
+        return None
+
+
+def _no_record() -> bytes:
+    return b""
 
 
 class Guard:
     """Made and started by the daemon; `request_abort` may be called from any thread."""
 
-    def __init__(self, progress: Progress, on_abort: Callable[[int, str], None]) -> None:
+    def __init__(
+        self,
+        progress: Progress,
+        on_abort: Callable[[int, str], None],
+        witness: Witness | None = None,
+        listener: GuardListener | None = None,
+    ) -> None:
         """on_abort(link, cause) hears, on the guard thread, that this link has been aborted."""
         self._progress = progress
         self._on_abort = on_abort
+        self._witness = witness or StandardErrorWitness()
+        self._listener = listener or NobodyListens()
+        self._pace = Pace()
+        self._dump_link: Callable[[], bytes] = _no_record
         self._requests: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         """Links to abort and why; an empty cause only wakes the thread."""
         self._abort_link: Callable[[], bool] | None = None
         self._running = True
-        self._armed: Stamp | None = None
+        self._armed_at = 0.0
         self._hung_phase: Stamp | None = None
         self._hung_result: Stamp | None = None
         self._thread = threading.Thread(target=self._run, name="guard", daemon=True)
@@ -38,10 +75,13 @@ class Guard:
         """Start the thread."""
         self._thread.start()
 
-    def watch(self, abort_link: Callable[[], bool]) -> None:
-        """Say how a link is aborted (True: there was one); called once, when the worker is
-        there."""
+    def watch(
+        self, abort_link: Callable[[], bool], dump_link: Callable[[], bytes] = _no_record
+    ) -> None:
+        """Say how a link is aborted (True: there was one), and how to learn what its communicators
+        did last; called once, when the worker is there."""
         self._abort_link = abort_link
+        self._dump_link = dump_link
 
     def request_abort(self, cause: str) -> None:
         """Have the link of this moment aborted soon, on the guard thread; nothing is, if by then
@@ -64,9 +104,12 @@ class Guard:
             link, cause = self._next_request()
             if cause and link == self._progress.link:
                 self._abort(cause)
-            self._watch_phase(self._progress.stamp, time.monotonic())
-            self._watch_result(self._progress.result, time.monotonic())
-        faulthandler.cancel_dump_traceback_later()
+            now = time.monotonic()
+            self._arm(self._progress.stamp, now)
+            self._watch_phase(self._progress.stamp, now)
+            self._watch_result(self._progress.result, now)
+            self._watch_pace(now)
+        self._witness.disarm()
 
     def _next_request(self) -> tuple[int, str]:
         try:
@@ -86,17 +129,10 @@ class Guard:
             logger.exception("the link cannot be aborted")
 
     def _watch_phase(self, stamp: Stamp, now: float) -> None:
-        """Report a phase past its deadline once; keep the dump of all stacks armed while a phase
-        runs."""
-        if stamp.idle or stamp.deadline == float("inf"):
-            self._disarm()
-        elif now < stamp.deadline:
-            self._arm(stamp, now)
-        elif stamp is not self._hung_phase:
+        """Report a phase past its deadline once."""
+        if now >= stamp.deadline and stamp is not self._hung_phase:
             self._hung_phase = stamp
-            self._disarm()
-            logger.error("%s has been silent for %d ms: hung", stamp.phase, stamp.age_ms(now))
-            faulthandler.dump_traceback(sys.stderr)
+            self._report_hang(stamp, now, f"{stamp.phase} has been silent")
             if stamp.on_link:
                 self._abort(f"{stamp.phase} is past its deadline")
 
@@ -104,18 +140,32 @@ class Guard:
         """Free the completion thread from a result that hangs on the device, once."""
         if now >= stamp.deadline and stamp is not self._hung_result:
             self._hung_result = stamp
-            logger.error("%s has not come for %d ms: hung", stamp.phase, stamp.age_ms(now))
-            faulthandler.dump_traceback(sys.stderr)
+            self._report_hang(stamp, now, f"{stamp.phase} has not come")
             self._abort(f"{stamp.phase} is past its deadline")
+
+    def _report_hang(self, stamp: Stamp, now: float, what: str) -> None:
+        heading = f"{what} for {stamp.age_ms(now)} ms: hung"
+        stacks = self._witness.report(heading, self._dump_link)
+        logger.error("%s; stacks: %s", heading, stacks)
+        self._listener.hung(stamp.phase, stamp.age_ms(now), stacks)
+
+    def _watch_pace(self, now: float) -> None:
+        """Tell of a step, or of its result, that takes far longer than others did."""
+        stamp, result = self._progress.stamp, self._progress.result
+        self._pace.sample(self._progress.last_seq, stamp, now)
+        if not stamp.idle and stamp.deadline - stamp.since > self._progress.step_deadline_s:
+            return  # no step: it has announced how long it takes
+        waited_for = result if stamp.idle else stamp
+        if self._pace.is_slow(waited_for, now):
+            usual_ms = int(self._pace.usual_s * 1000)
+            self._listener.slow(waited_for.phase, waited_for.age_ms(now), usual_ms)
 
     def _arm(self, stamp: Stamp, now: float) -> None:
         """Let the C level dump the stacks should this thread not come by any more: it fires without
         the interpreter's lock."""
-        if stamp is not self._armed:
-            self._armed = stamp
-            faulthandler.dump_traceback_later(stamp.deadline - now + 2 * TICK_S, exit=False)
-
-    def _disarm(self) -> None:
-        if self._armed is not None:
-            self._armed = None
-            faulthandler.cancel_dump_traceback_later()
+        if now - self._armed_at < REARM_S:
+            return
+        self._armed_at = now
+        announced_s = 0.0 if stamp.idle else stamp.deadline - now
+        is_step = stamp.deadline - stamp.since <= self._progress.step_deadline_s
+        self._witness.arm(LOCK_LIMIT_S if is_step else max(LOCK_LIMIT_S, announced_s))

@@ -579,6 +579,7 @@ def test_requests_may_finish_before_their_deferred_sampling(fakes, connect):
 def test_events_are_cleared_away_while_steps_run(fakes, connect, monkeypatch):
     _, group, model = ready(fakes, connect)
     monkeypatch.setattr("client.group_channel.EVENTS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(group._channel, "_next_events", 0.0)
     discarded = []
     receive_all = group._channel._events.receive_all
     monkeypatch.setattr(

@@ -273,6 +273,9 @@ class FakeWorker:
         self._aborted.set()
         return True
 
+    def dump_link(self) -> bytes:
+        return b""
+
     def close(self) -> None:
         pass
 
