@@ -22,6 +22,8 @@ READY_TIMEOUT_S = 120.0
 HELLO_TIMEOUT_S = 0.5
 SOCKET_POLL_S = 0.005
 STOP_TIMEOUT_S = 10.0
+EXIT_WAIT_S = 0.2
+"""A killed process's connections end before it does."""
 TERMINATE_TIMEOUT_S = 5.0
 LOG_TAIL_BYTES = 4096
 
@@ -64,6 +66,7 @@ class LocalDaemons:
         self.directory = Path(tempfile.mkdtemp(prefix="wd-"))
         self.seconds: dict[str, float] = {}
         """How long the start took: `spawn` until all daemons listen, `import` until all answer."""
+        self._devices = tuple(devices)
         self._daemons: list[_Daemon] = []
         self._reaper, self._reaper_pipe = _start_reaper(self.directory)
         self._command = command or self._serve_command(model_root)
@@ -102,6 +105,16 @@ class LocalDaemons:
         for daemon in self._daemons:
             if daemon.process.poll() is not None:
                 raise self._launch_error("the daemon has exited", daemon)
+
+    def restart_dead(self) -> None:
+        """Start a successor, with the same endpoint and device, for each daemon that has exited or
+        is about to; returns before they answer."""
+        for index, daemon in enumerate(self._daemons):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                daemon.process.wait(EXIT_WAIT_S)
+            if daemon.process.poll() is not None:
+                os.close(daemon.pipe)
+                self._daemons[index] = self._start(index, self._devices[index])
 
     def log_tail(self, rank: int) -> str:
         """Return the end of a daemon's log."""
@@ -144,7 +157,7 @@ class LocalDaemons:
         log = self.directory / f"w{index}.log"
         theirs, ours = os.pipe()
         try:
-            with log.open("wb") as out:
+            with log.open("ab") as out:
                 process = subprocess.Popen(
                     self._command(endpoint, device, theirs),
                     stdin=subprocess.DEVNULL,

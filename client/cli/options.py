@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from client.errors import ClientConfigError
+from client.replacement import REPLACE_WITHIN_S
 from rpc_schema.config import (
     FIT_MAX_MODEL_LEN,
     CacheConfig,
@@ -142,6 +143,18 @@ Seed = Annotated[
 Reload = Annotated[
     bool, typer.Option("--reload", envvar=_env("RELOAD"), help="Load anew, whatever is loaded.")
 ]
+ReplaceWithin = Annotated[
+    float,
+    typer.Option(
+        envvar=_env("REPLACE_WITHIN"),
+        min=0.0,
+        metavar="SECONDS",
+        help="Wait so long for a daemon that died to be started again; 0: give up at once.",
+    ),
+]
+Restart = Annotated[
+    bool, typer.Option("--restart", envvar=_env("RESTART"), help="Start local daemons that died.")
+]
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="A prompt; may be repeated.")]
 Input = Annotated[
     Path | None, typer.Option("--input", help="Requests, one JSON object a line (JSONL).")
@@ -162,6 +175,8 @@ class RunOptions:
     fit_max_model_len: bool
     seed: int | None
     reload: bool
+    replace_within_s: float = REPLACE_WITHIN_S
+    restart: bool = False
 
 
 def build_run_options(
@@ -185,6 +200,8 @@ def build_run_options(
     enable_sleep_mode: EnableSleepMode = False,
     seed: Seed = None,
     reload: Reload = False,
+    replace_within: ReplaceWithin = REPLACE_WITHIN_S,
+    restart: Restart = False,
 ) -> RunOptions:
     """Check the options and put them into a worker configuration.
 
@@ -236,6 +253,8 @@ def build_run_options(
         fit_max_model_len=fit_max_model_len or is_fitted,
         seed=seed,
         reload=reload,
+        replace_within_s=replace_within,
+        restart=restart,
     )
 
 

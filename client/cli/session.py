@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from client.cli.options import Device, RunOptions
-from client.driver import Driver
+from client.driver import Driver, Recover, give_up
 from client.errors import ClientError, IllegalStateError, RequestError, WorkerDied
 from client.launcher import LocalDaemons
 from client.loading import LoadedModel
@@ -58,11 +58,13 @@ class Session:
     """Of time.monotonic()."""
     ready: float
     """Of time.monotonic()."""
+    recover: Recover = give_up
+    """What to do about a daemon that has died."""
 
     def serve(self, inputs: Sequence[InputRequest]) -> Served:
         """Generate for all requests that can be served."""
         scheduler = Scheduler(scheduler_limits(self.model, self.options.config))
-        driver = Driver(self.group, scheduler, max_history=None)
+        driver = Driver(self.group, scheduler, max_history=None, recover=self.recover)
         errors = {entry.id: entry.error for entry in inputs if entry.request is None}
         start = time.monotonic()
         for entry in inputs:
@@ -111,6 +113,7 @@ def open_session(
         process_started = began - _process_age_s()
         startup_s = {"client": began - process_started}
         endpoints = options.endpoints
+        daemons: LocalDaemons | None = None
         if not endpoints:
             daemons = stack.enter_context(_start_local(options))
             stack.enter_context(_logs_of_the_dead(daemons))
@@ -130,9 +133,26 @@ def open_session(
         startup_s |= model.seconds
         tokenizer = load_tokenizer(options.model)
         ready = time.monotonic()
-        yield Session(group, model, tokenizer, options, startup_s, process_started, ready)
+        recover = _recovery(options, group, daemons)
+        yield Session(group, model, tokenizer, options, startup_s, process_started, ready, recover)
         if options.endpoints:
             group.detach()
+
+
+def _recovery(options: RunOptions, group: WorkerGroup, daemons: LocalDaemons | None) -> Recover:
+    """What to do about a dead daemon: wait for whoever starts it again, or do that ourselves."""
+    within_s = options.replace_within_s
+    if daemons is None:
+        return give_up if not within_s else lambda died: group.replace(died.rank, None, within_s)
+    if not options.restart:
+        return give_up
+    local = daemons
+
+    def restart(died: WorkerDied) -> None:
+        local.restart_dead()
+        group.replace(died.rank, None, within_s)
+
+    return restart
 
 
 def _process_age_s() -> float:

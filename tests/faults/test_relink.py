@@ -8,18 +8,17 @@ from dataclasses import dataclass, field
 import pytest
 
 from client.driver import Driver
-from client.errors import ReplacementFailed, StepFailed, WorkerDied
+from client.errors import ReplacementFailed, WorkerDied
 from client.replacement import Replaced
 from client.scheduler import Scheduler
 from client.worker_group import WorkerGroup
-from tests.support.command_line import run_client
-from tests.support.driving import Cases, random_cases
+from tests.support.command_line import ask_status, start_client
+from tests.support.driving import Cases, random_cases, wait_until
 from tests.support.serving import connect, generate, scheduler_limits, worker_config
 from tests.support.supervised import Supervised
 
 STEP_DEADLINE_MS = 2000
 STEPS_BEFORE = 8
-SHAPES = [(2, 1), (1, 2)]
 
 
 @dataclass
@@ -84,8 +83,7 @@ def loads(status) -> list[str]:
     return [line for line in status.transitions if "(LoadModel)" in line]
 
 
-@pytest.mark.parametrize(("pp", "tp"), SHAPES)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("pp", "tp", "rank"), [(2, 1, 0), (2, 1, 1), (1, 2, 1)])
 def test_killed_rank_is_replaced_under_load(pair, config, cases, detection, pp, tp, rank):
     with connect(pair.endpoints, config(pp, tp)) as (group, loaded):
         before = group.get_status()[1 - rank]
@@ -125,8 +123,12 @@ def test_killed_idle_rank_is_known_by_a_look(pair, config, cases, detection):
             assert time.monotonic() - freed_at < 10.0
         detection(2, "the survivor has left the link", 2.0, time.monotonic() - freed_at, "control")
         assert (status.load, status.phase) == ("READY", "IDLE")
-        with pytest.raises(WorkerDied):
-            group.look()
+        with pytest.raises(ReplacementFailed, match="rank 1 is not replaced") as failed:
+            group.replace(1, within_s=0.3)
+        assert failed.value.rank == 1
+        for use in (group.look, group.attach, lambda: generate(group, loaded, cases.requests)):
+            with pytest.raises(WorkerDied, match="rank 1"):
+                use()
         pair.restart_later(1)
         group.replace(1)
         assert generate(group, loaded, cases.requests).tokens == cases.expected
@@ -174,20 +176,9 @@ def test_new_rank_killed_while_it_is_linked(pair, config, cases):
     assert loss.replaced[0].ranks == (1,)
 
 
-def test_nobody_takes_the_place_in_time(pair, config, cases):
-    with connect(pair.endpoints, config(2)) as (group, loaded):
-        loss = Loss(pair, 0, lambda group, died: group.replace(died.rank, within_s=0.3))
-        with pytest.raises(ReplacementFailed, match=r"rank 0 is not replaced") as failed:
-            loss.generate(group, loaded, cases)
-        assert failed.value.rank == 0
-        with pytest.raises(WorkerDied):
-            group.look()
-        pair.restart(0)
-        group.replace(0)
-        assert generate(group, loaded, cases.requests).tokens == cases.expected
-
-
-def test_spare_takes_the_place(pair, config, cases, supervised):
+def test_spare_takes_the_place(request, pair, config, cases, supervised):
+    if not request.config.getoption("--long-faults"):
+        pytest.skip("as a restart, but for the endpoint: --long-faults")
     spare = supervised(1)
     with connect(pair.endpoints, config(2)) as (group, loaded):
         loss = Loss(pair, 1, lambda group, died: group.replace(1, spare.endpoints[0]))
@@ -196,15 +187,35 @@ def test_spare_takes_the_place(pair, config, cases, supervised):
         assert generate(group, loaded, cases.requests).tokens == cases.expected
 
 
-def test_without_recovery_a_death_is_told_and_final(pair, config, cases):
-    with connect(pair.endpoints, config(2)) as (group, loaded):
-        driver = Driver(group, Scheduler(scheduler_limits(group, loaded)))
-        for request in cases.requests:
-            driver.add_request(request)
-        driver.step()
-        pair.kill(0)
-        with pytest.raises(WorkerDied, match="rank 0"):
-            for _ in driver.run():
-                pass
-        with pytest.raises(WorkerDied):
-            group.attach()
+def test_generate_outlives_a_daemon(pair, checkpoint, detection):
+    """The command waits for the daemon's supervisor."""
+    cases = random_cases(checkpoint(), seed=51, count=6, max_tokens=96)
+    source, target = pair.directory / "in.jsonl", pair.directory / "out.jsonl"
+    lines = [
+        {
+            "id": request.id,
+            "prompt_token_ids": request.prompt_token_ids.tolist(),
+            "max_tokens": request.max_tokens,
+        }
+        for request in cases.requests
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sizes = ("--pipeline-parallel-size", "2", "--max-num-seqs", "1", "--num-gpu-blocks", "128")
+    words = ("generate", "--endpoints", ",".join(pair.endpoints), "--model", checkpoint().path)
+    files = ("--input", source, "--output", target, "--reload")
+    with start_client(pair.directory, *words, *sizes, *files) as command:
+        wait_until(lambda: steps_of(pair.endpoints[1]) > 40, "it generates", 60.0)
+        pair.kill(1)
+        killed_at = time.monotonic()
+        pair.restart(1)
+        assert command.wait(60) == 0, command.stderr.read()
+    detection(2, "generate goes on and ends, a daemon restarted", 30.0, time.monotonic() - killed_at)
+    results = map(json.loads, target.read_text().splitlines())
+    assert {line["id"]: line["token_ids"] for line in results} == cases.expected
+    assert steps_of(pair.endpoints[1]) > 0
+
+
+def steps_of(endpoint: str) -> int:
+    """How many steps a READY daemon has run for its driver."""
+    status = ask_status(endpoint)
+    return status.last_seq if status is not None and status.load == "READY" else 0

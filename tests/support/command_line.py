@@ -49,6 +49,17 @@ def run_client(
     return done
 
 
+def start_client(directory: Path, *words: object, **variables: str) -> "subprocess.Popen[str]":
+    """Start `worker-client WORDS`."""
+    return subprocess.Popen(
+        [*CLIENT, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(directory, **variables),
+    )
+
+
 def start_daemon(directory: Path, *words: str, **variables: str) -> "subprocess.Popen[bytes]":
     """Start `worker-daemon serve WORDS`."""
     with (directory / "daemon.log").open("ab") as log:

@@ -3,6 +3,7 @@ notices phases past their deadline and steps that are far slower than others, an
 armed for the case that the interpreter itself is stuck."""
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -166,6 +167,6 @@ class Guard:
         if now - self._armed_at < REARM_S:
             return
         self._armed_at = now
-        announced_s = 0.0 if stamp.idle else stamp.deadline - now
-        is_step = stamp.deadline - stamp.since <= self._progress.step_deadline_s
-        self._witness.arm(LOCK_LIMIT_S if is_step else max(LOCK_LIMIT_S, announced_s))
+        has_announced = self._progress.step_deadline_s < stamp.deadline - stamp.since < math.inf
+        announced_s = stamp.deadline - now if has_announced else 0.0
+        self._witness.arm(max(LOCK_LIMIT_S, announced_s))

@@ -38,7 +38,7 @@ EXPECTED = {
     lc.UpdateMaxModelLen: ({MODEL, KV}, ANY_LINK),
     lc.InitializeFromConfig: ({MODEL}, ANY_LINK),
     lc.InitializeCache: ({KV}, ANY_LINK),
-    lc.CompileOrWarmUpModel: ({KV}, {"up"}),
+    lc.CompileOrWarmUpModel: ({KV, READY}, {"up"}),
     lc.GetSupportedTasks: ({MODEL, KV, READY}, ANY_LINK),
     lc.GetModelMetadata: ({MODEL, KV, READY}, ANY_LINK),
     lc.SaveShardedState: ({MODEL, KV, READY}, ANY_LINK),
