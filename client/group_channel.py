@@ -289,6 +289,7 @@ class GroupChannel:
         except (RemoteError, DeadlineExceeded):
             self.refresh_links()
             raise
+        self.watch.begin_steps()
         return sorted(gather.replies, key=lambda reply: reply.rank)
 
     def _send_to_all(self, send: Callable[[WorkerClient], None]) -> None:
@@ -381,7 +382,7 @@ class GroupChannel:
     def _take_event(self, event: EventMessage) -> None:
         match event:
             case lc.Heartbeat():
-                self.watch.heard(event)
+                self.watch.heard(event, operating=self._gather is not None)
                 if self._gather is not None and self.on_progress is not None:
                     self.on_progress(
                         Progress(self._operation, event.rank, event.phase, event.phase_ms)

@@ -22,19 +22,21 @@ SUSPECT_AFTER_S = 1.0
 """Of silence: four heartbeats."""
 
 FENCE_AFTER_S = 5.0
-"""So long a suspect may stay silent before the group goes on without it."""
+"""Of silence, after which the group goes on without a rank whose connection is gone."""
 
 SILENCE_LIMIT_S = 10.0
 """So long a process whose connection is alive may publish nothing: longer only in phases that have
 announced it."""
 
 BLIND_AFTER_S = 0.5
-"""Whoever has not looked for so long has missed heartbeats, and judges nobody by them."""
+"""Whoever has not looked for so long may have missed heartbeats: that time is not counted."""
+
+_FENCE_AFTER_CUT_S = FENCE_AFTER_S - SUSPECT_AFTER_S
+"""A connection is cut after about a second of silence."""
 
 MAX_EVENTS = 256
 _PEER_CREDENTIALS = struct.Struct("3i")
 _PROBE_S = 0.2
-_STEP_PHASES = frozenset(("IDLE", "ExecuteModel", "SampleTokens", "ExecuteDummyBatch"))
 
 Signal: TypeAlias = Literal["transport", "process", "progress"]
 EventKind: TypeAlias = Literal["suspect", "back", "dead", "hung", "slow"]
@@ -229,15 +231,22 @@ class Watch:
             self.returned.add(rank)
         self._come_back(rank)
 
-    def heard(self, beat: Heartbeat) -> None:
-        """A heartbeat has come."""
+    def begin_steps(self) -> None:
+        """No operation is under way any more, and nobody may be silent for as long as one may
+        last."""
+        for entry in self._ranks:
+            entry.allowed_s = SILENCE_LIMIT_S
+
+    def heard(self, beat: Heartbeat, *, operating: bool) -> None:
+        """A heartbeat has come. operating: an operation is under way, which may have announced a
+        long silence; heartbeats of one that is over may come late."""
         rank = self._rank_of(beat.worker_uid)
         if rank is None:
             return
         entry = self._ranks[rank]
         entry.heard_at = self._clock()
         entry.allowed_s = SILENCE_LIMIT_S
-        if beat.phase not in _STEP_PHASES:
+        if operating:
             left_s = (beat.phase_limit_ms - beat.phase_ms) / 1000
             entry.allowed_s = max(SILENCE_LIMIT_S, left_s)
         self._come_back(rank)
@@ -261,10 +270,11 @@ class Watch:
             WorkerDied: one of them is dead, now or since the last call; names the first.
         """
         now = self._clock()
-        if now - self._looked_at > BLIND_AFTER_S:
+        blind_s = now - self._looked_at
+        if blind_s > BLIND_AFTER_S:
             for entry in self._ranks:
                 if entry.heard_at is not None:
-                    entry.heard_at = now
+                    entry.heard_at = min(now, entry.heard_at + blind_s)
         self._looked_at = now
         for rank, entry in enumerate(self._ranks):
             if entry.standing != "dead":
@@ -289,7 +299,7 @@ class Watch:
     def _judge(self, rank: int, entry: _Rank, now: float) -> None:
         if entry.process.has_ended():
             self._die(rank, "process", f"process {entry.process.pid} has ended")
-        elif entry.cut_since is not None and now - entry.cut_since >= FENCE_AFTER_S:
+        elif entry.cut_since is not None and now - entry.cut_since >= _FENCE_AFTER_CUT_S:
             self._die(rank, "transport", f"it has not answered for {FENCE_AFTER_S:g} s: fenced")
         elif entry.heard_at is not None and entry.cut_since is None:
             self._judge_silence(rank, entry, now - entry.heard_at)

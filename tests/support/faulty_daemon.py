@@ -1,6 +1,7 @@
 """`python -m tests.support.faulty_daemon FAULT_FILE serve ...`: the real daemon, whose worker fails
 where and when a file tells it to. Without a fault it is the daemon as shipped."""
 
+import ctypes
 import json
 import os
 import signal
@@ -28,7 +29,8 @@ class Fault:
     """What goes wrong, and where: on entry to a function of the worker."""
 
     where: Literal["make_worker", "load_model", "forward", "likeliest_tokens", "execute_model"]
-    what: Literal["raise", "hang", "kill"]
+    what: Literal["raise", "hang", "hold", "kill"]
+    """hold: hang with the interpreter's lock held, so that no thread of the daemon runs."""
     calls_before: int = 0
     """Calls that go well first."""
     seconds: float = HANG_S
@@ -76,7 +78,10 @@ class FaultFile:
             raise InjectedError(f"{INJECTED} in {where}")
         if fault.what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(fault.seconds)
+        if fault.what == "hold":
+            ctypes.PyDLL(None).usleep(int(fault.seconds * 1e6))
+        else:
+            time.sleep(fault.seconds)
 
 
 class FaultyDaemons(LocalDaemons):

@@ -18,6 +18,7 @@ TICK_S: Final = 0.25
 LOCK_LIMIT_S: Final = 10.0
 """So long the interpreter's lock may be held, apart from phases that have announced silence."""
 REARM_S: Final = 1.0
+_ROUNDING_S: Final = 0.001
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class Guard:
         """Links to abort and why; an empty cause only wakes the thread."""
         self._abort_link: Callable[[], bool] | None = None
         self._running = True
-        self._armed_at = 0.0
+        self._armed_at = self._armed_until = 0.0
         self._hung_phase: Stamp | None = None
         self._hung_result: Stamp | None = None
         self._thread = threading.Thread(target=self._run, name="guard", daemon=True)
@@ -154,8 +155,8 @@ class Guard:
         """Tell of a step, or of its result, that takes far longer than others did."""
         stamp, result = self._progress.stamp, self._progress.result
         self._pace.sample(self._progress.last_seq, stamp, now)
-        if not stamp.idle and stamp.deadline - stamp.since > self._progress.step_deadline_s:
-            return  # no step: it has announced how long it takes
+        if self._has_announced(stamp):
+            return
         waited_for = result if stamp.idle else stamp
         if self._pace.is_slow(waited_for, now):
             usual_ms = int(self._pace.usual_s * 1000)
@@ -164,9 +165,14 @@ class Guard:
     def _arm(self, stamp: Stamp, now: float) -> None:
         """Let the C level dump the stacks should this thread not come by any more: it fires without
         the interpreter's lock."""
-        if now - self._armed_at < REARM_S:
+        announced_s = stamp.deadline - now if self._has_announced(stamp) else 0.0
+        limit_s = max(LOCK_LIMIT_S, announced_s)
+        if now - self._armed_at < REARM_S and self._armed_until <= now + limit_s:
             return
-        self._armed_at = now
-        has_announced = self._progress.step_deadline_s < stamp.deadline - stamp.since < math.inf
-        announced_s = stamp.deadline - now if has_announced else 0.0
-        self._witness.arm(max(LOCK_LIMIT_S, announced_s))
+        self._armed_at, self._armed_until = now, now + limit_s
+        self._witness.arm(limit_s)
+
+    def _has_announced(self, stamp: Stamp) -> bool:
+        """Whether a phase may be silent for longer than a step may."""
+        step_s = self._progress.step_deadline_s + _ROUNDING_S
+        return step_s < stamp.deadline - stamp.since < math.inf

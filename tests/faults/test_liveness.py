@@ -1,0 +1,222 @@
+"""Daemons that live and do not answer, hang, or are slow: what the driver hears, how soon, and that
+every request ends with the tokens of an undisturbed run."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from client.driver import Driver, Recover, give_up
+from client.liveness import FENCE_AFTER_S, SILENCE_LIMIT_S, SUSPECT_AFTER_S, LivenessEvent
+from client.scheduler import Scheduler
+from client.transport import new_driver_id, parse_endpoint
+from client.worker_client import WorkerClient
+from client.worker_group import WorkerGroup
+from tests.support.driving import Cases, random_cases
+from tests.support.faulty_daemon import Fault, FaultyDaemons
+from tests.support.serving import connect, generate, scheduler_limits, worker_config
+
+STEPS_BEFORE = 8
+
+
+@pytest.fixture(scope="module")
+def faulty(model_root, tmp_path_factory):
+    """Two daemons that fail on demand."""
+    with FaultyDaemons(2, model_root, tmp_path_factory.mktemp("faults")) as daemons:
+        yield daemons
+
+
+@pytest.fixture(scope="module")
+def cases(checkpoint):
+    return random_cases(checkpoint(), seed=60, count=6, max_tokens=32)
+
+
+@pytest.fixture
+def serving(faulty, checkpoint):
+    """serving(step_deadline_ms): a pipeline of the two daemons."""
+
+    def open_group(step_deadline_ms: int):
+        config = worker_config(checkpoint().path, 2, step_deadline_ms=step_deadline_ms)
+        return connect(faulty.endpoints, config)
+
+    return open_group
+
+
+def disturbed(
+    group: WorkerGroup, loaded, cases: Cases, act: Callable[[], None], recover: Recover = give_up
+) -> dict[str, list[int]]:
+    """Serve the cases, and act once STEPS_BEFORE steps are over."""
+    acted = []
+
+    def count(_) -> None:
+        if len(driver.records) >= STEPS_BEFORE and not acted:
+            acted.append(True)
+            act()
+
+    driver = Driver(group, Scheduler(scheduler_limits(group, loaded)), count, recover=recover)
+    for request in cases.requests:
+        driver.add_request(request)
+    outputs = {output.req_id: output.token_ids for output in driver.run()}
+    assert acted
+    return outputs
+
+
+def first(group: WorkerGroup, kind: str, rank: int, since: float) -> LivenessEvent:
+    """The first event of a kind about a rank."""
+    events = group.liveness_events
+    found = [e for e in events if (e.kind, e.rank) == (kind, rank) and e.at >= since]
+    assert found, events
+    return found[0]
+
+
+class Stopper:
+    """SIGSTOP now, SIGCONT later."""
+
+    def __init__(self, pid: int, seconds: float | None = None) -> None:
+        self.pid = pid
+        self.seconds = seconds
+        self.at = 0.0
+
+    def __call__(self) -> None:
+        self.at = time.monotonic()
+        os.kill(self.pid, signal.SIGSTOP)
+        if self.seconds is not None:
+            self.go_on_later(self.seconds)
+
+    def go_on_later(self, seconds: float) -> None:
+        self.timer = threading.Timer(seconds, os.kill, (self.pid, signal.SIGCONT))
+        self.timer.start()
+
+
+def test_stopped_rank_is_suspect_and_comes_back(faulty, serving, cases, detection):
+    """Nothing fails: what was under way is sent again, and run once."""
+    stopper = Stopper(faulty.pids[1], 2.0)
+    with serving(20_000) as (group, loaded):
+        tokens = disturbed(group, loaded, cases, stopper)
+        suspect = first(group, "suspect", 1, stopper.at)
+        assert first(group, "back", 1, suspect.at)
+        assert group.standings == ["alive", "alive"]
+    stopper.timer.join()
+    assert tokens == cases.expected
+    detection(4, "SIGSTOP: suspect", SUSPECT_AFTER_S, suspect.at - stopper.at, suspect.signal)
+
+
+def test_stopped_rank_is_fenced_and_rejoins_warm(faulty, serving, cases, detection):
+    stopper = Stopper(faulty.pids[1])
+    replaced, epochs = [], []
+
+    def recover(died) -> None:
+        survivor, stopped = group.clients
+        stopper.go_on_later(1.0)
+        replaced.append(group.replace(died.rank))
+        epochs.append(survivor.get_status().epoch)
+        stopper.timer.join()
+
+    with serving(2000) as (group, loaded):
+        before = group.get_status()
+        tokens = disturbed(group, loaded, cases, stopper, recover)
+        after = group.get_status()
+        dead = first(group, "dead", 1, stopper.at)
+        assert generate(group, loaded, cases.requests).tokens == cases.expected
+    assert tokens == cases.expected
+    detection(4, "SIGSTOP: fenced", FENCE_AFTER_S, dead.at - stopper.at, dead.signal)
+    assert (replaced[0].ranks, replaced[0].loaded_ranks) == ((1,), ())
+    assert epochs[0] >= before[0].epoch + 2  # once without the stopped rank, and once with it
+    assert [s.worker_uid for s in after] == [s.worker_uid for s in before]
+
+
+def test_held_interpreter_lock(faulty, serving, cases, detection):
+    """Its connection answers pings; only its silence tells."""
+    held = []
+
+    def act() -> None:
+        faulty.faults[1].put(Fault("forward", "hold", seconds=SILENCE_LIMIT_S + 2.0))
+        held.append(time.monotonic())
+
+    with serving(30_000) as (group, loaded):
+        time.sleep(1.0)  # the warm-up had announced a long silence
+        tokens = disturbed(group, loaded, cases, act, lambda died: group.replace(died.rank))
+        suspect, dead = (first(group, kind, 1, held[0]) for kind in ("suspect", "dead"))
+    assert tokens == cases.expected
+    assert (suspect.signal, dead.signal) == ("progress", "progress")
+    detection(6, "the lock held: suspect", SUSPECT_AFTER_S, suspect.at - held[0], "progress")
+    detection(6, "the lock held: given up", SILENCE_LIMIT_S, dead.at - held[0], "progress")
+    stacks = stacks_of(faulty, 1).read_text()
+    assert "Timeout" in stacks and "in strike" in stacks
+
+
+def stacks_of(faulty: FaultyDaemons, rank: int) -> Path:
+    (path,) = faulty.directory.glob(f"w{rank}-*.stacks")
+    return path
+
+
+@contextmanager
+def asking_for_health(endpoint: str):
+    """Ask one daemon for its health all the time; yields the list of (seconds, reply)."""
+    answers, over = [], threading.Event()
+
+    def ask() -> None:
+        with zmq.Context() as context:
+            client = WorkerClient(context, parse_endpoint(endpoint), 0, new_driver_id())
+            with closing(client):
+                while not over.wait(0.02):
+                    began = time.monotonic()
+                    reply = client.check_health()
+                    answers.append((time.monotonic() - began, reply))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield answers
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_hang_is_reported_with_stacks(faulty, serving, cases, detection):
+    deadline_s = 1.0
+    hung_at = []
+
+    def act() -> None:
+        faulty.faults[0].put(Fault("forward", "hang", seconds=3.5))
+        hung_at.append(time.monotonic())
+
+    with (
+        serving(int(deadline_s * 1000)) as (group, loaded),
+        asking_for_health(faulty.endpoints[0]) as answers,
+    ):
+        tokens = disturbed(group, loaded, cases, act)
+        hung = first(group, "hung", 0, hung_at[0])
+    assert tokens == cases.expected
+    path = stacks_of(faulty, 0)
+    assert str(path) in hung.detail and "ExecuteModel" in hung.detail
+    assert "hung" in path.read_text() and "in strike" in path.read_text()
+    sick = [reply for _, reply in answers if not reply.healthy]
+    assert sick and "past its deadline" in sick[0].detail
+    assert answers[-1][1].healthy and str(path) in answers[-1][1].detail
+    detection(18, "hang, peers alive: reported", deadline_s + 1.0, hung.at - hung_at[0], "progress")
+    slowest = max(seconds for seconds, _ in answers)
+    detection(18, "control answers during the hang", 0.05, slowest, "control")
+
+
+def test_slow_rank_is_named_and_serves_on(faulty, serving, cases, detection):
+    slow_at = []
+
+    def act() -> None:
+        faulty.faults[0].put(Fault("forward", "hang", seconds=2.0))
+        slow_at.append(time.monotonic())
+
+    with serving(20_000) as (group, loaded):
+        for _ in range(3):  # until the pace of steps is known
+            assert generate(group, loaded, cases.requests).tokens == cases.expected
+        tokens = disturbed(group, loaded, cases, act)
+        slow = first(group, "slow", 0, slow_at[0])
+        assert not [event for event in group.liveness_events if event.kind == "dead"]
+    assert tokens == cases.expected
+    detection(10, "a step takes 8x its usual time", 1.25, slow.at - slow_at[0], "progress")
