@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup run test check fmt type bench test-gpu test-multi-gpu golden clean
+.PHONY: help setup run test faults check fmt type bench test-gpu test-multi-gpu golden clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -23,6 +23,10 @@ run: $(STAMP)    ## make a small checkpoint, start two daemons, generate, stop
 
 test: $(STAMP)   ## run every test that needs no GPU
 	$(BIN)/python -m pytest tests --ignore tests/gpu --ignore tests/multi_gpu -n 2 --dist loadfile
+
+faults: $(STAMP) ## inject each fault, print how soon it was noticed: make faults ARGS=--long-faults
+	mkdir -p build
+	$(BIN)/python -m pytest tests/faults -p no:xdist --fault-report build/faults.json $(ARGS)
 
 check: $(STAMP)  ## lint, types, dependency directions, spelling
 	$(BIN)/ruff format --check .

@@ -307,7 +307,9 @@ class Watch:
     def _judge_silence(self, rank: int, entry: _Rank, silent_s: float) -> None:
         if silent_s >= entry.allowed_s:
             self._die(rank, "progress", f"it has reported no progress for {silent_s:.1f} s")
-        elif silent_s >= SUSPECT_AFTER_S and entry.standing == "alive":
+        elif entry.allowed_s > SILENCE_LIMIT_S or entry.standing != "alive":
+            return  # it has announced silence, or is suspect already
+        elif silent_s >= SUSPECT_AFTER_S:
             self._suspect(rank, "progress", f"no heartbeat for {silent_s:.1f} s")
 
     def _rank_of(self, uid: bytes) -> int | None:

@@ -72,15 +72,17 @@ class HangReports:
 
     def arm(self, seconds: float) -> None:
         """See Witness."""
-        faulthandler.dump_traceback_later(seconds, exit=False, file=self._file)
+        if not self._file.closed:  # else the process ends
+            faulthandler.dump_traceback_later(seconds, exit=False, file=self._file)
 
     def disarm(self) -> None:
         """See Witness."""
         faulthandler.cancel_dump_traceback_later()
 
     def close(self) -> None:
-        """Remove the file if it is empty. May be repeated."""
+        """Close the file, and remove it if it is empty. May be repeated."""
         faulthandler.cancel_dump_traceback_later()
+        self._file.close()
         if self.path.is_file() and not self.path.stat().st_size:
             self.path.unlink()
 

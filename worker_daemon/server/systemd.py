@@ -28,13 +28,13 @@ class ServiceManager:
     def __init__(self, address: str) -> None:
         """address: of NOTIFY_SOCKET; a leading @ means an abstract one."""
         self._address = "\0" + address[1:] if address.startswith("@") else address
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-        self._socket.setblocking(False)
 
     def notify(self, message: str) -> None:
         """Send one; a manager that is gone, or does not read, misses it."""
         try:
-            self._socket.sendto(message.encode(), self._address)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+                sender.setblocking(False)
+                sender.sendto(message.encode(), self._address)
         except OSError as error:
             logger.debug("the service manager was not told %s: %s", message, error)
 

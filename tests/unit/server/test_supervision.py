@@ -1,0 +1,102 @@
+"""What a service manager is told, what is left behind of a hang, and when a step counts as slow."""
+
+import socket
+
+import pytest
+
+from worker_daemon.errors import ConfigError
+from worker_daemon.server.hang_reports import MAX_STACKS_BYTES, HangReports
+from worker_daemon.server.pace import SLOW_AT_LEAST_S, SLOW_FACTOR, Pace
+from worker_daemon.server.progress import NO_RESULT, Stamp
+from worker_daemon.server.systemd import open_notifier
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_service_manager_gets_each_message_as_a_datagram(tmp_path, abstract) -> None:
+    name = str(tmp_path / "notify")[-90:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind("\0" + name if abstract else name)
+        notifier = open_notifier("@" + name if abstract else name)
+        notifier.notify("READY=1")
+        notifier.notify("STATUS=serving")
+        assert [manager.recv(64), manager.recv(64)] == [b"READY=1", b"STATUS=serving"]
+    notifier.notify("WATCHDOG=1")  # nobody is there any more
+
+
+def test_without_a_service_manager_nobody_is_told() -> None:
+    open_notifier("").notify("READY=1")
+
+
+def test_reports_hold_headings_stacks_and_what_communicators_did(tmp_path) -> None:
+    reports = HangReports(tmp_path / "w.stacks")
+    path = reports.report("a step hangs", lambda: b'{"entries": []}')
+    reports.report("another one", lambda: b"")
+    text = (tmp_path / "w.stacks").read_text()
+    assert path == str(tmp_path / "w.stacks")
+    assert text.index("a step hangs") < text.index("another one")
+    assert text.count("in test_reports_hold_headings") == 2
+    assert (tmp_path / "w.flight.json").read_text() == '{"entries": []}'
+    reports.close()
+    assert (tmp_path / "w.stacks").exists()
+
+
+def test_report_survives_a_record_that_cannot_be_had(tmp_path) -> None:
+    def fail() -> bytes:
+        raise RuntimeError("no record")
+
+    reports = HangReports(tmp_path / "w.stacks")
+    reports.report("a step hangs", fail)
+    reports.close()
+    assert "a step hangs" in (tmp_path / "w.stacks").read_text()
+
+
+def test_reports_do_not_grow_for_ever(tmp_path) -> None:
+    path = tmp_path / "w.stacks"
+    path.write_bytes(b"x" * (MAX_STACKS_BYTES + 1))
+    reports = HangReports(path)
+    reports.report("anew", lambda: b"")
+    reports.close()
+    assert path.stat().st_size < MAX_STACKS_BYTES
+
+
+def test_nothing_written_leaves_nothing_behind(tmp_path) -> None:
+    reports = HangReports(tmp_path / "w.stacks")
+    reports.close()
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="state-dir"):
+        HangReports(tmp_path / "missing" / "w.stacks")
+
+
+def paced(interval_s: float) -> tuple[Pace, float]:
+    """A pace after two seconds of steps, and the time."""
+    pace, now = Pace(), 10.0
+    for tick in range(9):
+        pace.sample(int(tick * 0.25 / interval_s), Stamp("ExecuteModel", now, now + 60, True), now)
+        now += 0.25
+    return pace, now
+
+
+@pytest.mark.parametrize("interval_s", [0.005, 0.25])
+def test_step_far_slower_than_others_is_told_once(interval_s) -> None:
+    pace, now = paced(interval_s)
+    assert pace.usual_s == pytest.approx(interval_s, rel=0.05)
+    stamp = Stamp("ExecuteModel", now, now + 60, True)
+    limit_s = max(SLOW_AT_LEAST_S, SLOW_FACTOR * pace.usual_s)
+    assert not pace.is_slow(stamp, now + limit_s - 0.01)
+    assert pace.is_slow(stamp, now + limit_s + 0.01)
+    assert not pace.is_slow(stamp, now + limit_s + 5.0)
+
+
+def test_nobody_is_slow_before_the_first_step_or_while_idle() -> None:
+    pace, now = paced(0.01)
+    assert not pace.is_slow(NO_RESULT, now + 3600)
+    assert not Pace().is_slow(Stamp("ExecuteModel", now, now + 60, True), now + 59)
+
+
+def test_idle_time_is_no_step_s() -> None:
+    pace, now = paced(0.01)
+    for _ in range(40):
+        pace.sample(200, NO_RESULT, now)
+        now += 0.25
+    pace.sample(225, Stamp("ExecuteModel", now, now + 60, True), now)
+    assert pace.usual_s == pytest.approx(0.01, rel=0.2)
