@@ -110,7 +110,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section("faults noticed")
     for line in table(detections):
         terminalreporter.write_line(line)
-    path = config.getoption("--fault-report")
+    path = config.getoption("--fault-report", default=None)
     if path is not None:
         path.write_text(json.dumps(report(detections), indent=1) + "\n")
 

@@ -177,7 +177,7 @@ def test_new_rank_killed_while_it_is_linked(pair, config, cases):
 
 
 def test_spare_takes_the_place(request, pair, config, cases, supervised):
-    if not request.config.getoption("--long-faults"):
+    if not request.config.getoption("--long-faults", default=False):
         pytest.skip("as a restart, but for the endpoint: --long-faults")
     spare = supervised(1)
     with connect(pair.endpoints, config(2)) as (group, loaded):
