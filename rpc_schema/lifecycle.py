@@ -143,6 +143,8 @@ class Status(Value, frozen=True, kw_only=True):
     enable_sleep_mode."""
     weights: WeightsStatus | None = None
     """None below MODEL_LOADED."""
+    degraded: Text = ""
+    """What is amiss with the device, though it serves on: NVML is lost, say. Empty: nothing."""
 
 
 class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):

@@ -32,6 +32,7 @@ from rpc_schema.config import (
 from rpc_schema.kv_cache import KVCacheConfig, build_kv_cache_config
 from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.description import WorkerDescription, no_weights
+from worker_daemon.device.health import DeviceHealth, NoHealth, open_health
 from worker_daemon.device.init import device_name, open_capture_stream, open_device
 from worker_daemon.device.memory import (
     MemoryProfile,
@@ -109,15 +110,19 @@ class Worker:
         save_root: Path | None = None,
         profile_dir: Path | None = None,
         open_memory: Callable[[torch.device], MemorySource] = memory_source,
+        open_health: Callable[[torch.device], DeviceHealth] = open_health,
     ) -> None:
         """Touches no device: that is init_device's. Without a save_root nothing can be saved,
-        without a profile_dir no trace written. open_memory: what measures a device's memory."""
+        without a profile_dir no trace written. open_memory: what measures a device's memory;
+        open_health: what looks after the device itself."""
         self._device_name = device
         self._roots = Roots(model_roots, save_root)
         self._saver = Saver(save_root)
         self._profiler = Profiler(profile_dir, self._settle_transfers)
         self._set_phase = set_phase
         self._open_memory = open_memory
+        self._open_health = open_health
+        self._health: DeviceHealth = NoHealth()
         self._transfer = WeightTransfer(set_phase)
         self._next_load: ModelConfig | None = None
         """What update_config has made of the model's configuration, for the next reload."""
@@ -184,6 +189,7 @@ class Worker:
             link=link,
             timeout_s=timeout_s,
         )
+        self._health = self._open_health(device)
         return lc.InitDeviceReply(
             **self._identity(message),
             device_name=device_name(device),
@@ -790,6 +796,11 @@ class Worker:
         thread."""
         context = self._context_or_none
         return b"" if context is None or context.link.backend != "nccl" else flight_recorder.dump()
+
+    def check_device(self) -> str:
+        """What is amiss with the device, though it may compute; empty: nothing. For the guard
+        thread."""
+        return self._health.check()
 
     def close(self) -> None:
         """Leave the link, in good order where the peers let us; the process's end gives back the

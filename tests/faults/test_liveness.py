@@ -18,7 +18,7 @@ from client.scheduler import Scheduler
 from client.transport import new_driver_id, parse_endpoint
 from client.worker_client import WorkerClient
 from client.worker_group import WorkerGroup
-from tests.support.driving import Cases, random_cases
+from tests.support.driving import Cases, random_cases, wait_until
 from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.serving import connect, generate, scheduler_limits, worker_config
 
@@ -220,3 +220,19 @@ def test_slow_rank_is_named_and_serves_on(faulty, serving, cases, detection):
         assert not [event for event in group.liveness_events if event.kind == "dead"]
     assert tokens == cases.expected
     detection(10, "a step takes 8x its usual time", 1.25, slow.at - slow_at[0], "progress")
+
+
+def test_lost_nvml_degrades_and_serves_on(faulty, serving, cases, detection):
+    with serving(20_000) as (group, loaded):
+        assert group.get_status()[1].degraded == ""
+        lost = faulty.faults[1].nvml_lost
+        lost.touch()
+        lost_at = time.monotonic()
+        wait_until(lambda: group.get_status()[1].degraded, "it is degraded", 30.0)
+        noticed_s = time.monotonic() - lost_at
+        status = group.get_status()[1]
+        assert "NVML is lost" in status.degraded and status.serving == "SERVING"
+        assert generate(group, loaded, cases.requests).tokens == cases.expected
+        lost.unlink()
+        wait_until(lambda: not group.get_status()[1].degraded, "NVML is back", 30.0)
+    detection(17, "NVML lost, the device computes", 10.0, noticed_s, "NVML", injected=True)

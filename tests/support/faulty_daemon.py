@@ -48,6 +48,7 @@ class FaultFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.nvml_lost = path.with_suffix(".nvml-lost")
 
     def put(self, fault: Fault) -> None:
         """Arm a fault."""
@@ -82,6 +83,26 @@ class FaultFile:
             ctypes.PyDLL(None).usleep(int(fault.seconds * 1e6))
         else:
             time.sleep(fault.seconds)
+
+
+class LosableNvml:
+    """NVML, until a file says that it is lost."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, lost: Path) -> None:
+        self._lost = lost
+
+    def nvmlInit(self) -> None:
+        if self._lost.exists():
+            raise self.NVMLError("Failed to initialize NVML: Unknown Error")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> object:
+        return uuid
+
+    def nvmlDeviceGetPciInfo(self, handle: object) -> object:
+        return handle
 
 
 class FaultyDaemons(LocalDaemons):
@@ -126,6 +147,12 @@ class FaultyWorker:
     def load_model(self, message: object) -> object:
         self._faults.strike("load_model")
         return self._worker.load_model(message)
+
+    def check_device(self) -> str:
+        """As on a GPU whose NVML is lost as soon as there is a file that says so."""
+        from worker_daemon.device.health import NvmlHealth  # torch is loaded by now
+
+        return NvmlHealth("GPU-0", LosableNvml(self._faults.nvml_lost)).check()
 
     def execute_model(self, message: object, arrays: Sequence[bytes]) -> object:
         self._faults.strike("execute_model")

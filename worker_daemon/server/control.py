@@ -421,6 +421,7 @@ class Control:
             reply_delay=self._reply_delays.summary(),
             transitions=snapshot.transitions,
             failure=snapshot.failure,
+            degraded=self._guard.degraded,
             kv_cache_advice=snapshot.description.kv_cache_advice,
             memory_tags=dict(snapshot.description.memory_tags),
             weights=_weights_status(snapshot.description.weights()),

@@ -278,7 +278,7 @@ class Daemon:
 
     def worker_ready(self, worker: WorkerLike) -> None:
         """See StepEvents."""
-        self._guard.watch(worker.abort_link, worker.dump_link)
+        self._guard.watch(worker.abort_link, worker.dump_link, worker.check_device)
         self._to_loop(lambda: self._ready.set_result(0))
 
     def state_changed(self, transition: str) -> None:

@@ -106,6 +106,10 @@ class WorkerLike(Protocol):
         """What the link's communicators last did, for people; empty where nobody knows. Called from
         the guard thread."""
 
+    def check_device(self) -> str:
+        """What is amiss with the device, though it may compute; empty: nothing. Called from the
+        guard thread."""
+
     def close(self) -> None:
         """Give back what the process end would not."""
 

@@ -18,6 +18,7 @@ TICK_S: Final = 0.25
 LOCK_LIMIT_S: Final = 10.0
 """So long the interpreter's lock may be held, apart from phases that have announced silence."""
 REARM_S: Final = 1.0
+DEVICE_CHECK_S: Final = 5.0
 _ROUNDING_S: Final = 0.001
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,10 @@ class Guard:
         self._listener = listener or NobodyListens()
         self._pace = Pace()
         self._dump_link: Callable[[], bytes] = _no_record
+        self._check_device: Callable[[], str] = str
+        self._device_checked_at = 0.0
+        self.degraded = ""
+        """What is amiss with the device, though it may compute; any thread may read it."""
         self._requests: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         """Links to abort and why; an empty cause only wakes the thread."""
         self._abort_link: Callable[[], bool] | None = None
@@ -78,12 +83,17 @@ class Guard:
         self._thread.start()
 
     def watch(
-        self, abort_link: Callable[[], bool], dump_link: Callable[[], bytes] = _no_record
+        self,
+        abort_link: Callable[[], bool],
+        dump_link: Callable[[], bytes] = _no_record,
+        check_device: Callable[[], str] = str,
     ) -> None:
-        """Say how a link is aborted (True: there was one), and how to learn what its communicators
-        did last; called once, when the worker is there."""
+        """Say how a link is aborted (True: there was one), how to learn what its communicators did
+        last, and what is amiss with the device (empty: nothing); called once, when the worker is
+        there."""
         self._abort_link = abort_link
         self._dump_link = dump_link
+        self._check_device = check_device
 
     def request_abort(self, cause: str) -> None:
         """Have the link of this moment aborted soon, on the guard thread; nothing is, if by then
@@ -111,6 +121,7 @@ class Guard:
             self._watch_phase(self._progress.stamp, now)
             self._watch_result(self._progress.result, now)
             self._watch_pace(now)
+            self._watch_device(now)
         self._witness.disarm()
 
     def _next_request(self) -> tuple[int, str]:
@@ -161,6 +172,19 @@ class Guard:
         if self._pace.is_slow(waited_for, now):
             usual_ms = int(self._pace.usual_s * 1000)
             self._listener.slow(waited_for.phase, waited_for.age_ms(now), usual_ms)
+
+    def _watch_device(self, now: float) -> None:
+        """Look after the device itself now and then; a change goes to the log."""
+        if now - self._device_checked_at < DEVICE_CHECK_S:
+            return
+        self._device_checked_at = now
+        try:
+            degraded = self._check_device()
+        except Exception as error:
+            degraded = f"the device's state cannot be asked for: {error!r}"
+        if degraded != self.degraded:
+            logger.warning("degraded: %s", degraded or "no longer")
+        self.degraded = degraded
 
     def _arm(self, stamp: Stamp, now: float) -> None:
         """Let the C level dump the stacks should this thread not come by any more: it fires without

@@ -273,6 +273,9 @@ class FakeWorker:
         self._aborted.set()
         return True
 
+    def check_device(self) -> str:
+        return ""
+
     def dump_link(self) -> bytes:
         return b""
 
