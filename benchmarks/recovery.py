@@ -1,5 +1,5 @@
 """A rank killed under load: `python -m benchmarks.recovery --model benchmarks/models/llama-8b
-[--shape pp|tp ...] [--rank 0|1] [--page-cache DIR] [--device cuda|cpu] [--rounds N] [--out F.json]`.
+[--shape pp|tp ...] [--rank 0|1] [--page-cache DIR] [--device cuda|cpu] [--rounds N] [--out FILE]`.
 
 Two daemons serve the shape in the model's config.json with made-up weights. With --page-cache the
 weights are saved to DIR first (a file system in memory is best) and loaded from there, as those of

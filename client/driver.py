@@ -88,8 +88,8 @@ class Driver:
     ) -> None:
         """on_result sees every step's tokens as they come, those past a request's end too. recover
         is called when a daemon has died: after it (WorkerGroup.replace, say) the requests that were
-        running begin again from their known tokens. max_history bounds `records` and `timings`, the oldest of which go first; None keeps
-        all."""
+        running begin again from their known tokens. max_history bounds `records` and `timings`, the
+        oldest of which go first; None keeps all."""
         self.group = group
         self.scheduler = scheduler
         self.records: deque[StepRecord] = deque(maxlen=max_history)

@@ -73,9 +73,7 @@ class GroupChannel:
         news of deaths."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.watch = Watch([e.results for e in endpoints], [e.control for e in endpoints])
-        self._results = ResultsChannel(
-            self._context, endpoints, driver_id, self.watch, self.look
-        )
+        self._results = ResultsChannel(self._context, endpoints, driver_id, self.watch, self.look)
         self._events = EventsChannel(self._context, endpoints)
         self._driver_id = driver_id
         self.clients = [self._connect(rank, endpoint) for rank, endpoint in enumerate(endpoints)]

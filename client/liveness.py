@@ -11,7 +11,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -143,7 +143,7 @@ class _Rank:
     """Of the socket whose connection is watched."""
     control: str
     uid: bytes = b""
-    process: Process = UnknownProcess()
+    process: Process = field(default_factory=UnknownProcess)
     standing: Standing = "alive"
     cut_since: float | None = None
     """Since when its connection is gone, if it is."""

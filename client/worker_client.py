@@ -56,9 +56,9 @@ class WorkerClient:
     """Sends one daemon's requests. Control methods wait for their answer; step methods return at
     once.
 
-    Control methods raise DeadlineExceeded, WorkerDied and RemoteError, step methods WorkerDied (nothing takes
-    the request) and TooLargeError (over the wire's bounds; nothing was sent). Belongs to one
-    thread.
+    Control methods raise DeadlineExceeded, WorkerDied and RemoteError, step methods WorkerDied
+    (nothing takes the request) and TooLargeError (over the wire's bounds; nothing was sent).
+    Belongs to one thread.
     """
 
     def __init__(

@@ -26,9 +26,9 @@ from client.group_channel import Progress as Progress
 from client.liveness import LivenessEvent, OnEvent, Standing
 from client.loading import LoadedModel, LoadOptions, check_config, load
 from client.outcomes import DEFAULT_STEP_DEADLINE_S, Failure, StepFuture, StepsInFlight
-from client.scheduler_output import SchedulerOutput
 from client.replacement import REPLACE_WITHIN_S, Replaced, Replacement
 from client.replacement import link_timeout_s as link_timeout_s
+from client.scheduler_output import SchedulerOutput
 from client.slots import SlotTable
 from client.transport import new_driver_id, parse_endpoint
 from client.worker_client import TensorList, WorkerClient

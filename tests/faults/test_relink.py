@@ -114,7 +114,9 @@ def test_killed_idle_rank_is_known_by_a_look(pair, config, cases, detection):
             while True:
                 group.look()
                 time.sleep(0.005)
-        detection(2, "kill -9 of an idle rank", 0.1, time.monotonic() - killed_at, died.value.detail)
+        detection(
+            2, "kill -9 of an idle rank", 0.1, time.monotonic() - killed_at, died.value.detail
+        )
         assert group.standings == ["alive", "dead"]
         assert [event.kind for event in group.liveness_events if event.rank == 1] == ["dead"]
         survivor = group.clients[0]
@@ -209,7 +211,9 @@ def test_generate_outlives_a_daemon(pair, checkpoint, detection):
         killed_at = time.monotonic()
         pair.restart(1)
         assert command.wait(60) == 0, command.stderr.read()
-    detection(2, "generate goes on and ends, a daemon restarted", 30.0, time.monotonic() - killed_at)
+    detection(
+        2, "generate goes on and ends, a daemon restarted", 30.0, time.monotonic() - killed_at
+    )
     results = map(json.loads, target.read_text().splitlines())
     assert {line["id"]: line["token_ids"] for line in results} == cases.expected
     assert steps_of(pair.endpoints[1]) > 0

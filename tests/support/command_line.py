@@ -60,11 +60,13 @@ def start_client(directory: Path, *words: object, **variables: str) -> "subproce
     )
 
 
-def start_daemon(directory: Path, *words: str, **variables: str) -> "subprocess.Popen[bytes]":
-    """Start `worker-daemon serve WORDS`."""
+def start_daemon(
+    directory: Path, *words: str, within: Sequence[str] = (), **variables: str
+) -> "subprocess.Popen[bytes]":
+    """Start `worker-daemon serve WORDS`, by way of the command `within`, which becomes it."""
     with (directory / "daemon.log").open("ab") as log:
         return subprocess.Popen(
-            [*DAEMON, "serve", *words],
+            [*within, *DAEMON, "serve", *words],
             stdout=log,
             stderr=log,
             env=environment(directory, **variables),

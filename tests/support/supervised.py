@@ -6,7 +6,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.support.command_line import start_daemon, wait_for_daemons
@@ -15,12 +15,15 @@ from tests.support.command_line import start_daemon, wait_for_daemons
 class Supervised:
     """Owns some daemons until close()."""
 
-    def __init__(self, count: int, model_root: Path, directory: Path, **variables: str) -> None:
-        """Start them and wait until they answer. variables: of their environment."""
+    def __init__(
+        self, count: int, model_root: Path, directory: Path, within: Sequence[str] = ()
+    ) -> None:
+        """Start them and wait until they answer. within: the command that starts each, if need
+        be."""
         self.directory = directory
         self.endpoints = [f"ipc://{directory}/{rank}/w" for rank in range(count)]
         self._model_root = model_root
-        self._variables = variables
+        self._within = within
         self._restarts: list[threading.Thread] = []
         self.processes = [self._start(rank) for rank in range(count)]
         wait_for_daemons(self.endpoints, self.processes)
@@ -86,4 +89,4 @@ class Supervised:
     def _start(self, rank: int) -> "subprocess.Popen[bytes]":
         words = ("--endpoint", self.endpoints[rank], "--device", "cpu")
         roots = ("--model-root", os.fspath(self._model_root))
-        return start_daemon(self.directory, *words, *roots, **self._variables)
+        return start_daemon(self.directory, *words, *roots, within=self._within)

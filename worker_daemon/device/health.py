@@ -1,5 +1,5 @@
-"""Whether a device can still be looked after, apart from whether it computes: NVML may be lost (to a
-container whose device cgroup is renewed, say) while CUDA works. Knows no worker."""
+"""Whether a device can still be looked after, apart from whether it computes: NVML may be lost (to
+a container whose device cgroup is renewed, say) while CUDA works. Knows no worker."""
 
 from typing import Protocol
 

@@ -1,4 +1,5 @@
-"""What NCCL's communicators last did, as torch's flight recorder kept it. Not every torch has one."""
+"""What NCCL's communicators last did, as torch's flight recorder kept it. Not every torch has
+one."""
 
 from torch._C import _distributed_c10d
 

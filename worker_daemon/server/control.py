@@ -283,8 +283,8 @@ class Control:
         return lc.OpenRendezvousReply(call=message.call, host=server.host, port=server.port)
 
     def _abort_link(self, message: lc.AbortLink) -> ControlReplyMessage:
-        """Free whoever waits for other ranks: on NCCL by an abort, at a meeting place by closing it;
-        on gloo a lost neighbour's connections have ended by themselves."""
+        """Free whoever waits for other ranks: on NCCL by an abort, at a meeting place by closing
+        it; on gloo a lost neighbour's connections have ended by themselves."""
         self._need_attached(message.epoch)
         link = self._progress.link
         if self._progress.snapshot.state.link != "none":

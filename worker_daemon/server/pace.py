@@ -1,5 +1,5 @@
-"""How long steps have taken of late, and which one takes far longer. Sampled by the guard thread, so
-that a step itself costs nothing."""
+"""How long steps have taken of late, and which one takes far longer. Sampled by the guard thread,
+so that a step itself costs nothing."""
 
 from typing import Final
 

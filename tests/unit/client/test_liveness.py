@@ -76,7 +76,7 @@ def group(monkeypatch):
 def test_ended_connection_with_nobody_behind_is_a_death(group):
     group.gone["r1"] = True
     group.watch.disconnected(1)
-    with pytest.raises(WorkerDied, match="rank 1 at c1.*transport"):
+    with pytest.raises(WorkerDied, match=r"rank 1 at c1.*transport"):
         group.watch.look()
     assert group.watch.standings == ["alive", "dead"]
     with pytest.raises(WorkerDied):
