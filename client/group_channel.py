@@ -161,12 +161,17 @@ class GroupChannel:
         if isinstance(self._steps.dead, WorkerDied):
             return
         self._steps.die(error)
-        if not isinstance(error, WorkerDied) or not self.epoch:
+        if isinstance(error, WorkerDied):
+            self.abort_links(str(error))
+
+    def abort_links(self, cause: str) -> None:
+        """Have all daemons that live leave their links, and meeting places; waits for none."""
+        if not self.epoch:
             return
         for client in self.present:
-            if client.rank != error.rank:
+            if self.watch.standings[client.rank] != "dead":
                 with contextlib.suppress(ClientError, WireError):
-                    client.send_abort_link(self.epoch, str(error), ABORT_SEND_S)
+                    client.send_abort_link(self.epoch, cause, ABORT_SEND_S)
 
     def _listen_to_the_living(self) -> None:
         """Raise WorkerDied for a rank that is dead, unless that is known to all."""

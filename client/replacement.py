@@ -13,6 +13,7 @@ from client.errors import (
     CommError,
     DeadlineExceeded,
     FencedError,
+    RemoteCapacityError,
     ReplacementFailed,
     WorkerDied,
 )
@@ -30,6 +31,9 @@ REPLACE_WITHIN_S = 60.0
 
 REPLACE_ATTEMPTS = 3
 """So many ranks may die, one after the other, before replace() gives up."""
+
+MEMORY_PAUSE_S = 1.0
+"""A killed process's device memory may come back a while after its end."""
 
 LOAD_TIMEOUT_S = 3600.0
 LINK_SLACK_S = 30.0
@@ -60,6 +64,10 @@ class Replaced:
     """As the daemons were attached."""
     weights_cause: str = ""
     """Why no step can be sent yet: the survivors have weights that the new rank cannot load."""
+
+
+_PASSING = (WorkerDied, CommError, FencedError, DeadlineExceeded, RemoteCapacityError)
+"""Errors after which another attempt may succeed."""
 
 
 class Replacement:
@@ -98,7 +106,7 @@ class Replacement:
             for _ in range(REPLACE_ATTEMPTS):
                 try:
                     replaced = self._fill(deadline, within_s)
-                except (WorkerDied, CommError, FencedError, DeadlineExceeded) as error:
+                except _PASSING as error:
                     cause = self._take_stock(error)
                 else:
                     self._steps.revive()
@@ -108,7 +116,8 @@ class Replacement:
                 f"ranks were lost {REPLACE_ATTEMPTS} times in a row while a place was taken; "
                 f"the last time: {cause}",
             ) from cause
-        except BaseException:
+        except BaseException as error:
+            self._channel.abort_links(f"a replacement failed: {error}")
             self._steps.dead = self._channel.watch.obituary(max(self._vacant))
             raise
 
@@ -118,6 +127,9 @@ class Replacement:
             self._channel.check_deaths()
         except WorkerDied as died:
             error = died
+        if isinstance(error, RemoteCapacityError):
+            time.sleep(MEMORY_PAUSE_S)
+        self._channel.abort_links(str(error))
         if isinstance(error, WorkerDied):
             self._channel.lose(error)
             own = self._channel.clients[error.rank].endpoint

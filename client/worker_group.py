@@ -195,7 +195,8 @@ class WorkerGroup:
         endpoints, REPLACE_ATTEMPTS times in a row.
 
         Raises:
-            ReplacementFailed: nobody came, or one rank after the other died. It may be tried again.
+            ReplacementFailed: nobody came, or attempts failed, of another death or for want of
+                memory. It may be tried again.
             RemoteError: the new daemon refuses the model or the device.
             ClientError: nothing was loaded that a new daemon could load.
         """

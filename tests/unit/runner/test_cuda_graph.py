@@ -380,3 +380,42 @@ def test_a_rehearsal_tells_what_all_graphs_take_and_leaves_none(
     assert made.count == account.num_graphs == len(ladder.plans)
     actual = used() - before + buffer.nbytes
     assert estimate == pytest.approx(actual, rel=0.1)
+
+
+class TracedRunner:
+    """What a runner is told about its program and its padding."""
+
+    def __init__(self):
+        self.program = self.ladder = None
+        self.inputs = SimpleNamespace(
+            padding=lambda plan: SimpleNamespace(plan=plan, packed=NoColumns()),
+            pad_by=lambda ladder, plans: setattr(self, "ladder", ladder),
+        )
+
+    def use(self, program):
+        self.program = program
+
+
+@pytest.mark.parametrize("holds_communication", [False, True])
+def test_graphs_set_aside_for_a_new_rank_s_warm_up(graphs, monkeypatch, holds_communication):
+    account = Account()
+    monkeypatch.setattr(cuda_graph.torch.cuda, "CUDAGraph", account.graph)
+    monkeypatch.setattr(cuda_graph.torch.cuda, "empty_cache", lambda: None)
+    ladder = StepLadder(decode_sizes(8), lambda size: [40], [])
+    made = cuda_graph.LadderGraphs(
+        ladder, account, torch.zeros(0, HIDDEN), None, holds_communication=holds_communication
+    )
+    runner = TracedRunner()
+    made.capture(runner)
+    first, num_graphs = runner.program, account.num_graphs
+    assert num_graphs == made.count > 0 and runner.ladder is ladder
+    made.before_relink(runner)
+    kept = 0 if holds_communication else num_graphs
+    assert made.count == kept
+    made.set_aside(runner)
+    assert runner.program is account and isinstance(runner.ladder, ExactShapes)
+    made.restore(runner)
+    assert (made.count, runner.ladder) == (num_graphs, ladder)
+    assert (runner.program is first) == (not holds_communication)
+    del first
+    assert account.num_graphs == num_graphs
