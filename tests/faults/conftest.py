@@ -61,7 +61,7 @@ class Recorder:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fault-report", type=Path, help="write the detection times there, as JSON")
-    parser.addoption("--long-faults", action="store_true", help="more rounds of each fault")
+    parser.addoption("--long-faults", action="store_true", help="run variants of faults too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,6 +72,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def detection(request: pytest.FixtureRequest) -> Recorder:
     """detection(row, fault, target_s, measured_s, signal): see Recorder."""
     return Recorder(request.config.stash[_DETECTIONS])
+
+
+@pytest.fixture
+def long_run(request: pytest.FixtureRequest) -> None:
+    """For tests that show little beyond others, and take long."""
+    if not request.config.getoption("--long-faults", default=False):
+        pytest.skip("runs with --long-faults")
 
 
 @pytest.fixture

@@ -83,7 +83,15 @@ def loads(status) -> list[str]:
     return [line for line in status.transitions if "(LoadModel)" in line]
 
 
-@pytest.mark.parametrize(("pp", "tp", "rank"), [(2, 1, 0), (2, 1, 1), (1, 2, 1)])
+@pytest.mark.parametrize(
+    ("pp", "tp", "rank"),
+    [
+        (2, 1, 0),
+        (1, 2, 1),
+        pytest.param(2, 1, 1, marks=pytest.mark.usefixtures("long_run")),
+        pytest.param(1, 2, 0, marks=pytest.mark.usefixtures("long_run")),
+    ],
+)
 def test_killed_rank_is_replaced_under_load(pair, config, cases, detection, pp, tp, rank):
     with connect(pair.endpoints, config(pp, tp)) as (group, loaded):
         before = group.get_status()[1 - rank]
@@ -136,6 +144,7 @@ def test_killed_idle_rank_is_known_by_a_look(pair, config, cases, detection):
         assert generate(group, loaded, cases.requests).tokens == cases.expected
 
 
+@pytest.mark.usefixtures("long_run")
 def test_second_death_during_the_replacement(pair, config, cases):
     """Both ranks are lost in the end, the survivor of the first death while it waits at the meeting
     place or before."""
@@ -178,9 +187,8 @@ def test_new_rank_killed_while_it_is_linked(pair, config, cases):
     assert loss.replaced[0].ranks == (1,)
 
 
-def test_spare_takes_the_place(request, pair, config, cases, supervised):
-    if not request.config.getoption("--long-faults", default=False):
-        pytest.skip("as a restart, but for the endpoint: --long-faults")
+@pytest.mark.usefixtures("long_run")
+def test_spare_takes_the_place(pair, config, cases, supervised):
     spare = supervised(1)
     with connect(pair.endpoints, config(2)) as (group, loaded):
         loss = Loss(pair, 1, lambda group, died: group.replace(1, spare.endpoints[0]))
