@@ -24,7 +24,7 @@ from worker_daemon.memory_tags import ALL_AWAKE, MemoryTags
 from worker_daemon.models.decoder import DecoderStage
 
 WEIGHT_CHUNK_BYTES: Final = 128 << 20
-"""Small enough that mapping the KV cache waits little for the copy of one, large enough that
+"""Small enough that what sleeps gives memory back while the rest is copied, large enough that
 mapping costs little."""
 KV_CHUNK_BYTES: Final = 4 << 30
 """Of what is never copied, only mapped and zeroed."""
@@ -165,8 +165,7 @@ class _Kept:
         return waits
 
     def restore(self, copies: Uploads) -> None:
-        """Map all of it, then begin to copy its content back. Not chunk by chunk: a GPU makes what
-        is mapped accessible only between two copies."""
+        """Map all of it, then begin to copy its content back."""
         buffers = self.backup.buffers()
         self.arena.map_all()
         for span, buffer in zip(self.arena.spans, buffers, strict=True):

@@ -9,11 +9,10 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -69,7 +68,12 @@ from worker_daemon.runner.cuda_graph import NoGraphs, StepGraphs
 from worker_daemon.runner.model_runner import ModelRunner
 from worker_daemon.runner.request_state import StepLimits
 from worker_daemon.runner.stage_ends import PendingReply
-from worker_daemon.runner.warmup import largest_step, size_sweep, warm_up_steps
+from worker_daemon.runner.warmup import (
+    SyntheticStep,
+    largest_step,
+    size_sweep,
+    warm_up_steps,
+)
 from worker_daemon.tagged_memory import PlainMemory
 from worker_daemon.weight_transfer.overrides import apply_overrides
 from worker_daemon.weight_transfer.session import WeightTransfer
@@ -227,6 +231,8 @@ class Worker:
         """
         self._set_phase("PROFILING", _LONG_OPERATION_S)
         context, model = self._context, self._model
+        with self._rehearsal() as runner, self._capturing():
+            self._step_graphs(runner).compile(runner)
         with profile(context.memory, context.baseline) as result:
             self._run_largest_step(message)
         context.ledger.activations_peak = result.transient
@@ -253,8 +259,7 @@ class Worker:
 
     def _run_largest_step(self, message: StepRequest) -> None:
         with self._rehearsal() as runner:
-            step = largest_step(message, runner.state.limits)
-            _await(runner.execute_model(step.message, step.arrays))
+            _run_all(runner, [largest_step(message, runner.state.limits)])
             runner.settle()
 
     def _estimate_graphs(self) -> int:
@@ -396,11 +401,12 @@ class Worker:
     def _warm_up(self, runner: ModelRunner, message: lc.CompileOrWarmUpModel) -> None:
         self._set_phase("COMPILING", _LONG_OPERATION_S)
         limits = runner.state.limits
-        steps = warm_up_steps(message, limits)
         if self._context.device.type == "cuda":  # elsewhere there is nothing to compile
-            steps = chain([largest_step(message, limits)], size_sweep(message, limits), steps)
-        for step in steps:
-            _await(runner.execute_model(step.message, step.arrays))
+            _run_all(runner, [largest_step(message, limits)])
+            runner.use(runner.eager.thinned())
+            _run_all(runner, size_sweep(message, limits))
+            runner.use(runner.eager)
+        _run_all(runner, warm_up_steps(message, limits))
         runner.forget_requests()
 
     def _capture(self, runner: ModelRunner) -> StepGraphs:
@@ -910,10 +916,12 @@ def _waiting_share(waits: InputWaits) -> float:
     return waits.bubbles.waiting_share
 
 
-def _await(reply: PendingReply | None) -> None:
-    """Wait for a synthetic step. Raises what the step raised."""
-    if reply is not None:
-        reply.result()
+def _run_all(runner: ModelRunner, steps: Iterable[SyntheticStep]) -> None:
+    """Run synthetic steps, and wait for each. Raises what a step raised."""
+    for step in steps:
+        reply = runner.execute_model(step.message, step.arrays)
+        if reply is not None:
+            reply.result()
 
 
 def _log_profile(profile: MemoryProfile, graphs: int) -> None:

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 
 BLOCK = 4096
@@ -81,6 +82,7 @@ def _num_splits(num_rows: int, vocab_size: int) -> int:
     return min(wanted, MAX_SPLITS, -(-vocab_size // BLOCK))
 
 
+@launched
 @triton.jit(do_not_specialize=["num_blocks"])
 def _scan_kernel(
     tokens,
@@ -124,6 +126,7 @@ def _scan_kernel(
         tl.store(tokens + row, token.to(tl.int64))
 
 
+@launched
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_kernel(tokens, best, ids, num_splits, BLOCK: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_daemon.kernels.compile_ahead import launched
+
 _BLOCK = 128
 
 
@@ -58,6 +60,7 @@ class TritonRowKernels:
         return token_ids, slot_mapping
 
 
+@launched
 @triton.jit(do_not_specialize=["num_updates", "table_stride"])
 def _update_blocks_kernel(
     block_table, rows, indices, block_ids, num_updates, table_stride, BLOCK: tl.constexpr
@@ -70,6 +73,7 @@ def _update_blocks_kernel(
     tl.store(block_table + row * table_stride + index, block_id, mask=inside)
 
 
+@launched
 @triton.jit(
     do_not_specialize=["num_tokens", "table_stride"],
     do_not_specialize_on_alignment=["token_ids", "slot_mapping"],

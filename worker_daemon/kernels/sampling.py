@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
+from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import (
     await_previous,
     has_dependent_launch,
@@ -238,6 +239,7 @@ def _sample(
     _merge_kernel[(num_rows,)](tokens, best, ids, draw.num_splits, PDL=pdl, num_warps=1, **options)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_blocks"])
 def _largest_kernel(
     largest, logits, vocab_size, row_stride, num_blocks, BLOCK: tl.constexpr, PDL: tl.constexpr
@@ -256,6 +258,7 @@ def _largest_kernel(
     tl.store(largest + row * _MAX_SPLITS + split, tl.max(top, 0))
 
 
+@launched
 @triton.jit(do_not_specialize=["num_splits", "float_stride", "top_k_stride", "num_blocks"])
 def _spread_kernel(
     sums,
@@ -313,6 +316,7 @@ def _spread_kernel(
             column += BLOCK
 
 
+@launched
 @triton.jit(do_not_specialize=["num_splits", "float_stride", "top_k_stride", "num_blocks"])
 def _collect_kernel(
     sums,
@@ -360,6 +364,7 @@ def _collect_kernel(
             column += BLOCK
 
 
+@launched
 @triton.jit(do_not_specialize=["float_stride", "top_k_stride"])
 def _select_kernel(
     thresholds,
@@ -410,6 +415,7 @@ def _select_kernel(
         tl.store(thresholds + row, last)
 
 
+@launched
 @triton.jit(
     do_not_specialize=["narrows", "num_splits", "float_stride", "top_k_stride", "num_blocks"]
 )
@@ -477,6 +483,7 @@ def _draw_kernel(
     tl.store(ids + part, tl.min(tl.where(top == score, where, _LAST_KEY), 0))
 
 
+@launched
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_kernel(tokens, best, ids, num_splits, PDL: tl.constexpr):
     start_next(PDL)
