@@ -116,7 +116,12 @@ class OutOfMemoryError(CapacityError):
     scope = "step"
 
     def __init__(
-        self, message: str, *, needed_bytes: int | None, free_bytes: int | None, fix: str
+        self,
+        message: str,
+        *,
+        needed_bytes: int | None = None,
+        free_bytes: int | None = None,
+        fix: str | None = None,
     ) -> None:
         needed = "an unknown number of" if needed_bytes is None else str(needed_bytes)
         free = "" if free_bytes is None else f", {free_bytes} bytes are free"

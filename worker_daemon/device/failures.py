@@ -143,15 +143,14 @@ def _bytes(pattern: re.Pattern[str], text: str) -> int | None:
 
 
 def _free_host_bytes() -> int | None:
-    """What this process could still take: of the host's memory, and of its own limit of address
-    space."""
-    free = _kib("/proc/meminfo", "MemAvailable")
-    limits = re.search(r"Max address space\s+(\d+)", _read("/proc/self/limits"))
-    size = _kib("/proc/self/status", "VmSize")
-    if limits is None or size is None:
-        return free
-    left = max(0, int(limits[1]) - size)
-    return left if free is None else min(free, left)
+    """What this process could still take: of the host's memory, and of its own limits."""
+    figures = [_kib("/proc/meminfo", "MemAvailable")]
+    limits = _read("/proc/self/limits")
+    for name, used in (("Max address space", "VmSize"), ("Max data size", "VmData")):
+        limit, size = re.search(rf"{name}\s+(\d+)", limits), _kib("/proc/self/status", used)
+        if limit is not None and size is not None:
+            figures.append(max(0, int(limit[1]) - size))
+    return min((figure for figure in figures if figure is not None), default=None)
 
 
 def _kib(path: str, name: str) -> int | None:
