@@ -13,15 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from client.driver import Driver
-from client.errors import RemoteCapacityError, StepFailed
+from client.errors import LaunchError, RemoteCapacityError, StepFailed, WorkerDied
 from client.launcher import LocalDaemons
 from client.requests import GenerationRequest
 from client.scheduler import Scheduler
 from client.worker_group import WorkerGroup
 from rpc_schema.errors import ErrorCode
+from rpc_schema.exit_codes import ExitCode
 from tests.e2e.conftest import checkpoint, model_root
 from tests.support.checkpoints import Checkpoint, NearTie, decisive_prompts
-from tests.support.driving import assert_serves
+from tests.support.driving import assert_serves, random_cases, wait_until
+from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.serving import (
     connect,
     generate,
@@ -206,3 +208,60 @@ def check_reference(model: Checkpoint, entry: GenerationRequest, tokens: list[in
         return False
     assert tokens == expected
     return True
+
+
+def await_exit(daemons: LocalDaemons, began: float) -> tuple[int | None, float]:
+    """The exit code of the first daemon that has ended, and how long after `began` it was there."""
+    ended: list[int | None] = []
+
+    def has_ended() -> bool:
+        try:
+            daemons.check_alive()
+        except LaunchError as error:
+            ended.append(error.exit_code)
+        return bool(ended)
+
+    wait_until(has_ended, "a daemon has ended")
+    return ended[0], time.monotonic() - began
+
+
+@pytest.mark.parametrize(("pp", "where"), [(1, "likeliest_tokens"), (2, "forward")])
+def test_lost_device_gives_no_token_and_ends_the_process(
+    model_root, tmp_path, checkpoint, noticed, pp, where
+):
+    cases = random_cases(checkpoint(), seed=pp)
+    config = worker_config(checkpoint().path, pp, step_deadline_ms=100_000)
+    with FaultyDaemons(pp, model_root, tmp_path) as daemons:
+        with connect(daemons.endpoints, config) as (group, loaded):
+            driver = Driver(group, Scheduler(scheduler_limits(group, loaded)))
+            for request in cases.requests:
+                driver.add_request(request)
+            daemons.faults[0].put(Fault(where, "lost", 8, times=1000))
+            with pytest.raises((StepFailed, WorkerDied)) as raised:
+                finished = list(driver.run())
+                assert not finished, "the device was lost before anybody could finish"
+            began = time.monotonic()
+        exit_code, took_s = await_exit(daemons, began)
+        log = daemons.log_tail(0)
+    assert exit_code == ExitCode.CONTEXT_LOST
+    noticed(14, "device lost", 2.0, took_s, "the reply, then exit code 86", injected=True)
+    assert raised.value.rank == 0
+    assert log.count("the process ends with 86: the device is lost") == 1
+
+
+@pytest.mark.parametrize(("xid", "row"), [(48, 15), (79, 16)])
+def test_gpu_that_must_not_be_used_ends_the_process(
+    model_root, tmp_path, checkpoint, noticed, xid, row
+):
+    """Idle: nobody has called the device since."""
+    with FaultyDaemons(1, model_root, tmp_path) as daemons:
+        daemons.faults[0].xids.write_text("94")  # contained: the process that it hit sees it
+        wait_until(lambda: not daemons.faults[0].xids.exists(), "the first XID is taken")
+        assert_serves(daemons.endpoints, checkpoint())
+        began = time.monotonic()
+        daemons.faults[0].xids.write_text(str(xid))
+        exit_code, took_s = await_exit(daemons, began)
+        log = daemons.log_tail(0)
+    noticed(row, f"XID {xid}", 2.0, took_s, "NVML event, then exit code 87", injected=True)
+    assert exit_code == ExitCode.GPU_LOST
+    assert "XID 94" in log and f"XID {xid}: " in log and "NVIDIA's advice: re" in log

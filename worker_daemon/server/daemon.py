@@ -33,6 +33,7 @@ from worker_daemon.server.epochs import EpochFile
 from worker_daemon.server.guard import Guard
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.sockets import bind_sockets
+from worker_daemon.server.stale_files import remove_stale
 from worker_daemon.server.step_thread import (
     Command,
     DeviceLost,
@@ -105,11 +106,14 @@ class Premises:
         self._state_dir = settings.state_dir or self._directory
         self._dies_with_parent = settings.exit_with_parent_fd is not None
         prepare_directory(self._directory)
+        for dead in remove_stale(self._directory):
+            logger.info("removed what a daemon left that was killed: %s", dead)
         self._lock = EndpointLock(self.endpoint)
         try:
             self.epochs = EpochFile(self._state_dir, self.endpoint)
         except ConfigError:
             self._lock.release()
+            remove_if_empty(self._directory)
             raise
 
     def leave(self) -> None:
