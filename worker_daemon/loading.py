@@ -11,7 +11,7 @@ import torch
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.config import ModelConfig, ParallelConfig, WorkerConfig
-from worker_daemon.device.failures import Verdict, judge, out_of_memory
+from worker_daemon.device.failures import Verdict, drop_scratch, judge, out_of_memory
 from worker_daemon.device.init import supports
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import TensorParallel
@@ -123,10 +123,12 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         _fill(stage, message.model, resolved, place.parallel.rank, set_phase)
     except CapacityError as error:
         memory.close()
+        drop_scratch(error)
         raise CapacityError(f"the weights do not fit: {error}", fix=_FIT) from None
     except BaseException as error:
         memory.close()
         if isinstance(error, Exception) and judge(error) is Verdict.OUT_OF_MEMORY:
+            drop_scratch(error)
             raise out_of_memory(error, _FIT, "the weights do not fit") from None
         raise
     return LoadedModel(

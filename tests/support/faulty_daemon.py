@@ -30,8 +30,8 @@ class Fault:
     """What goes wrong, and where: on entry to a function of the worker."""
 
     where: Literal["make_worker", "load_model", "forward", "likeliest_tokens", "execute_model"]
-    what: Literal["raise", "hang", "kill", "lost"]
-    """lost: as torch says that the device is."""
+    what: Literal["raise", "hang", "kill", "lost", "assert"]
+    """lost: as torch says that the device is; assert: a GPU's own, which is found out later."""
     calls_before: int = 0
     """Calls that go well first."""
     seconds: float = HANG_S
@@ -86,6 +86,11 @@ class FaultFile:
             import torch  # the daemon has loaded it
 
             raise torch.AcceleratorError("CUDA error: device-side assert triggered", 710)
+        if fault.what == "assert":
+            import torch  # the daemon has loaded it
+
+            torch.zeros(4, device="cuda")[torch.tensor([1 << 20], device="cuda")]
+            return
         if fault.what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(fault.seconds)
@@ -101,8 +106,9 @@ class FaultyDaemons(LocalDaemons):
         faults_dir: Path,
         first_fault: Fault | None = None,
         ready_timeout_s: float = 60.0,
+        device: str = "cpu",
     ) -> None:
-        """Start them. first_fault is armed for all of them before they start."""
+        """Start them on a device. first_fault is armed for all of them before they start."""
         self.faults = [FaultFile(faults_dir / f"{rank}.fault") for rank in range(num_daemons)]
         if first_fault is not None:
             for file in self.faults:
@@ -116,7 +122,7 @@ class FaultyDaemons(LocalDaemons):
             return (*entry, *options, *roots)
 
         super().__init__(
-            ["cpu"] * num_daemons, model_root, command=command, ready_timeout_s=ready_timeout_s
+            [device] * num_daemons, model_root, command=command, ready_timeout_s=ready_timeout_s
         )
 
 
