@@ -29,8 +29,11 @@ from tests.support.gpu_generation import (
     make_requests,
     worker_config,
 )
+from tests.support.sampling_checks import on, random_logits, random_metadata
 from tests.support.serving import connect, scheduler_limits
 from worker_daemon.errors import CapacityError, OutOfMemoryError
+from worker_daemon.kernels.argmax import greedy_tokens
+from worker_daemon.kernels.sampling import TritonSampling
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,6 +98,25 @@ def decodes(driver, count):
 def serve(driver, prompt):
     first = driver.worker.execute_model(prefill(driver), [prompt]).result()[0]
     return [first.sampled_token_ids, *decodes(driver, NUM_TOKENS - 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [8, 700])
+def test_kernels_choose_no_token_where_logits_are_no_numbers(dtype, num_rows):
+    """Rows that are split over programs, and so many that they are not."""
+    rng = np.random.default_rng()
+    vocab_size = 20_011
+    logits = random_logits("flat", num_rows, vocab_size, rng).to("cuda", dtype)
+    metadata = on("cuda", random_metadata(num_rows, rng))
+    sampling = TritonSampling(torch.device("cuda"))
+    greedy, sampled = greedy_tokens(logits, vocab_size), sampling.tokens(logits, metadata)
+    assert (greedy >= 0).all() and (sampled >= 0).all()
+    logits[1, 17_000], logits[2], logits[4, 0] = torch.nan, torch.nan, torch.inf
+    logits[5], logits[7, -1] = -torch.inf, torch.nan
+    bad = [1, 2, 4, 5, 7]
+    greedy[bad], sampled[bad] = -1, -1
+    assert torch.equal(greedy_tokens(logits, vocab_size), greedy)
+    assert torch.equal(sampling.tokens(logits, metadata), sampled)
 
 
 def test_hundred_steps_without_memory_leave_it_as_it_was(driver):
