@@ -217,13 +217,14 @@ class Daemon:
         for task in self._tasks:
             task.cancel()
         deadline = time.monotonic() + STOP_LIMIT_S
+        self._device_watch.stop()
         self.post(Stop())
         joined = self._step_thread.join(deadline - time.monotonic())
         self._completion.stop()
         joined &= self._completion.join(max(0.1, deadline - time.monotonic()))
-        self._device_watch.stop()
         self._guard.stop()
         joined &= self._guard.join(max(0.1, deadline - time.monotonic()))
+        joined &= self._device_watch.join(max(0.3, deadline - time.monotonic()))
         self._control.close()
         left = threading.active_count() > 1  # a link's disposal, say, which waits for dead peers
         if not joined or left or exit_code != 0:

@@ -8,7 +8,7 @@ from typing import Final
 
 from worker_daemon.device.gpu_faults import Fault, FaultWatch
 
-WAIT_MS: Final = 500
+WAIT_MS: Final = 200
 
 OpenFaultWatch = Callable[[], FaultWatch]
 
