@@ -30,6 +30,7 @@ ClientError
      |   `- RemoteCheckpointError     CHECKPOINT
      +- InvalidStepError          INVALID_STEP
      +- RemoteCapacityError       CAPACITY
+     |   `- RemoteOutOfMemoryError    OUT_OF_MEMORY
      +- CommError                 COMM
      |   `- UpstreamFailedError       UPSTREAM_FAILED
      +- WeightTransferError       TRANSFER
@@ -235,6 +236,11 @@ class RemoteCapacityError(RemoteError):
     """Not enough device memory, KV blocks or rows."""
 
 
+class RemoteOutOfMemoryError(RemoteCapacityError):
+    """An allocation failed; the message says what was asked for and what was free. The next step
+    may succeed."""
+
+
 class CommError(RemoteError):
     """A peer or a link is lost."""
 
@@ -275,6 +281,7 @@ REMOTE_ERRORS: Mapping[ErrorCode, type[RemoteError]] = MappingProxyType(
         ErrorCode.CHECKPOINT: RemoteCheckpointError,
         ErrorCode.INVALID_STEP: InvalidStepError,
         ErrorCode.CAPACITY: RemoteCapacityError,
+        ErrorCode.OUT_OF_MEMORY: RemoteOutOfMemoryError,
         ErrorCode.COMM: CommError,
         ErrorCode.UPSTREAM_FAILED: UpstreamFailedError,
         ErrorCode.PRECEDED_BY: PrecededByError,

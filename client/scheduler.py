@@ -20,8 +20,14 @@ from client.slots import MAX_ADMITTED_TOKENS
 from rpc_schema.config import WorkerConfig
 from rpc_schema.kv_cache import NUM_NULL_BLOCKS, blocks_for
 from rpc_schema.sampling import SamplingParams
+from rpc_schema.step import NO_TOKEN
 
-FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+
+NOT_A_NUMBER = (
+    "the model's output for token {place} is not a number: its weights overflow or are damaged "
+    "for this input; the other requests are unharmed"
+)
 
 PIPELINE_CHUNK = 2048
 """Fewest prompt tokens of several prompts for which a pipeline's step is closed. Later stages wait
@@ -49,6 +55,8 @@ class RequestOutput:
     num_preemptions: int
     logprobs: list[Logprobs] | None
     """One for each token, where the request asked for them."""
+    error: str = ""
+    """Why the request failed, where finish_reason is "error"; token_ids are those before."""
 
 
 class SchedulerInterface(Protocol):
@@ -79,7 +87,8 @@ class SchedulerInterface(Protocol):
     ) -> list[RequestOutput]:
         """Take in what a step sampled; return the requests that it finished.
 
-        Tokens of requests that have finished meanwhile may be among them.
+        Tokens of requests that have finished meanwhile may be among them, and NO_TOKEN for requests
+        that have failed.
         """
 
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
@@ -150,6 +159,12 @@ class _Request:
     """Of its blocks, how many the pool knows the contents of."""
     num_cached_tokens: int = -1
     num_preemptions: int = 0
+    num_shared_blocks: int = 0
+    """Of its blocks since its admission, how many others had filled."""
+    shares: bool = True
+    """Whether it may begin with blocks that others filled."""
+    num_void: int = 0
+    """Tokens on their way that are to be passed over."""
     logprobs: list[Logprobs] = field(default_factory=list)
 
     @property
@@ -280,6 +295,12 @@ class Scheduler:
             request = self._requests.get(req_id)
             if request is None:  # stopped meanwhile: sampled past its end
                 continue
+            if request.num_void:
+                request.num_void -= 1
+                continue
+            if token == NO_TOKEN:
+                done += self._not_a_number(request)
+                continue
             request.tokens.append(token)
             if request.sampling.logprobs is not None:
                 request.logprobs.append(result.logprobs[req_id])
@@ -310,6 +331,7 @@ class Scheduler:
             request.num_remembered = 0
         for request in self._requests.values():
             request.num_tokens = len(request.tokens)
+            request.num_void = 0
         self._sort_waiting()
 
     def _limit(self, request: GenerationRequest) -> int:
@@ -442,7 +464,9 @@ class Scheduler:
         while self._waiting and step.budget > 0 and len(self._running) < self._max_running:
             request = self._waiting[0]
             num_admitted_tokens += len(request.tokens)
-            if request.num_in_flight or num_admitted_tokens > MAX_ADMITTED_TOKENS:
+            if request.num_in_flight or request.num_void:
+                return
+            if num_admitted_tokens > MAX_ADMITTED_TOKENS:
                 return
             cached = self._find_cached(request)
             needed = blocks_for(len(request.tokens), self._limits.block_size) - len(cached)
@@ -456,7 +480,7 @@ class Scheduler:
             self._start(step, request, cached, count)
 
     def _find_cached(self, request: _Request) -> list[int]:
-        if not self._limits.enable_prefix_caching:
+        if not self._limits.enable_prefix_caching or not request.shares:
             return []
         self._hash_blocks(request)
         num_usable = (len(request.tokens) - 1) // self._limits.block_size
@@ -466,7 +490,7 @@ class Scheduler:
         size = self._limits.block_size
         self._pool.hold(cached)
         request.block_ids = list(cached)
-        request.num_remembered = len(cached)
+        request.num_remembered = request.num_shared_blocks = len(cached)
         request.num_computed = len(cached) * size
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed
@@ -585,10 +609,29 @@ class Scheduler:
     def _sort_waiting(self) -> None:
         self._waiting = deque(sorted(self._waiting, key=lambda request: request.arrival))
 
-    def _finish(self, request: _Request, reason: FinishReason) -> RequestOutput:
+    def _not_a_number(self, request: _Request) -> list[RequestOutput]:
+        """The request's context gives no numbers, so that what it wrote to its blocks is not to be
+        shared. Where it began with blocks of another request, that one's may be the fault: then it
+        is computed anew, from its known tokens and by itself."""
+        self._pool.forget(request.hashes)
+        if not request.num_shared_blocks:
+            place = len(request.tokens) + 1
+            return [self._finish(request, "error", NOT_A_NUMBER.format(place=place))]
+        request.shares = False
+        request.num_shared_blocks = 0
+        request.num_void = request.num_in_flight - 1
+        request.num_tokens = len(request.tokens)
+        if request.admission >= 0:  # else it has been preempted, and waits already
+            self._finished.append(request.id)
+            self._requeue(request)
+            self._sort_waiting()
+        return []
+
+    def _finish(self, request: _Request, reason: FinishReason, error: str = "") -> RequestOutput:
         del self._requests[request.id]
         if request.admission >= 0:
-            self._remember(request)
+            if not error:
+                self._remember(request)
             self._leave(request)
             self._finished.append(request.id)
         else:  # preempted with its last token in flight
@@ -601,6 +644,7 @@ class Scheduler:
             num_cached_tokens=max(0, request.num_cached_tokens),
             num_preemptions=request.num_preemptions,
             logprobs=request.logprobs if request.sampling.logprobs is not None else None,
+            error=error,
         )
 
     def _remember_sent_blocks(self) -> None:

@@ -80,7 +80,8 @@ class StepResult:
 
     req_ids: Sequence[str]
     token_ids: Sequence[int]
-    """Aligned with req_ids."""
+    """Aligned with req_ids. rpc_schema.step.NO_TOKEN (-1) for a request whose logits were no
+    numbers: it has failed, and what it wrote to its blocks must not be shared."""
     logprobs: Mapping[str, Logprobs] = field(default_factory=dict)
     """Empty where nobody asked for any."""
 

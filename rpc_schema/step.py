@@ -6,7 +6,7 @@ resumption is a new admission with all tokens so far. Integer columns travel as 
 bytes; prompt tokens as one frame of int32 beside the message.
 """
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from msgspec import Meta
 
@@ -22,6 +22,11 @@ from rpc_schema.base import (
     Value,
 )
 from rpc_schema.sampling import SamplingParams
+
+NO_TOKEN: Final = -1
+"""Sampled for a slot whose logits are no numbers to choose by: one of them is NaN, or the largest
+is infinite. Its request has failed, alone: the other slots of the step have their tokens, and what
+the request wrote to the KV cache is not to be shared."""
 
 Bitmap = Annotated[bytes, Meta(max_length=8192)]
 """Bit s % 8 (least significant first) of byte s // 8 stands for slot s."""
@@ -88,6 +93,7 @@ class ModelRunnerOutput(StepReply, frozen=True, tag=1, kw_only=True):
 
     slots: RawUInt16 = b""
     sampled_token_ids: RawInt32 = b""
+    """NO_TOKEN (-1) where the slot's logits were no numbers to choose by."""
     num_logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1
     """n of the widest row, or -1: no row asked for logprobs and no frames follow. Otherwise frame 0
     holds int32 token ids [rows, n + 1] (the sampled token first), frame 1 their float32 log

@@ -4,7 +4,7 @@ what the options mean."""
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
@@ -17,14 +17,12 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from worker_daemon.errors import CapacityError, ConfigError
+from rpc_schema.exit_codes import ExitCode
+from worker_daemon.errors import CapacityError, CheckpointError, ConfigError
 from worker_daemon.logs import configure_logs
 from worker_daemon.server.assembly import run_daemon
 from worker_daemon.server.endpoints import EndpointInUseError
 from worker_daemon.settings import load_settings, prepare_environment, prepare_kernel_cache
-
-EXIT_IN_USE: Final = 73
-EXIT_CONFIG: Final = 78
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -88,10 +86,10 @@ def serve(
         exit_code = run_daemon(settings)
     except EndpointInUseError as error:
         logging.getLogger(__name__).error("%s", error)
-        raise typer.Exit(EXIT_IN_USE) from None
+        raise typer.Exit(ExitCode.IN_USE) from None
     except ConfigError as error:
         logging.getLogger(__name__).error("%s", error)
-        raise typer.Exit(EXIT_CONFIG) from None
+        raise typer.Exit(ExitCode.CONFIG) from None
     raise typer.Exit(exit_code)
 
 
@@ -164,5 +162,6 @@ def plan(
         made = make_plan(config, total, model_root or [directory.parent])
     except (ConfigError, CapacityError) as error:
         logging.getLogger(__name__).error("%s", error)
-        raise typer.Exit(EXIT_CONFIG) from None
+        is_data = isinstance(error, CheckpointError)
+        raise typer.Exit(ExitCode.BAD_DATA if is_data else ExitCode.CONFIG) from None
     sys.stdout.write(plan_json(made) + "\n" if as_json else plan_text(made))

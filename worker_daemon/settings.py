@@ -101,6 +101,11 @@ def prepare_kernel_cache(settings: ProcessSettings) -> None:
         os.environ[_KERNEL_CACHE] = str(kernel_cache(settings.state_dir, os.environ))
 
 
+def visible_devices() -> str | None:
+    """Return CUDA_VISIBLE_DEVICES, where that is set: what the N of cuda:N counts."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def profile_directory(settings: ProcessSettings) -> Path | None:
     """Return where traces go: profiles/ in the state directory or, without one, in the user's cache
     directory, unless another was named. None: this user has no home. Makes nothing."""

@@ -31,6 +31,7 @@ from rpc_schema.config import (
 from rpc_schema.kv_cache import KVCacheConfig, build_kv_cache_config
 from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.description import WorkerDescription, no_weights
+from worker_daemon.device.failures import Verdict, drop_scratch, judge, typed_device_error
 from worker_daemon.device.init import device_name, open_capture_stream, open_device
 from worker_daemon.device.memory import (
     MemoryProfile,
@@ -768,6 +769,16 @@ class Worker:
         if self._transfer.abort():
             return False
         return self._opening is not None and self._opening.abort()
+
+    def typed_error(self, error: Exception) -> Exception:
+        """Return what an operation's failure is called: OutOfMemoryError, after which what it held
+        is free again, DeviceError, or the error itself."""
+        typed = typed_device_error(error, "smaller settings, or free memory and try again")
+        if judge(error) is Verdict.OUT_OF_MEMORY:
+            drop_scratch(error)
+        if typed is not error:
+            typed.__cause__ = error
+        return typed.with_traceback(error.__traceback__)
 
     def close(self) -> None:
         """Leave the link, in good order where the peers let us; the process's end gives back the

@@ -32,6 +32,8 @@ def _output_line(entry: InputRequest, served: Served, tokenizer: Tokenizer | Non
     if tokenizer is not None:
         line["text"] = tokenizer.decode(output.token_ids)
     line["finish_reason"] = output.finish_reason
+    if output.error:
+        line["error"] = output.error
     line["num_prompt_tokens"] = output.num_prompt_tokens
     line["num_cached_tokens"] = output.num_cached_tokens
     if output.logprobs is not None:

@@ -73,6 +73,7 @@ class Session:
                     errors[entry.id] = str(error)
         outputs = {output.req_id: output for output in driver.run()}
         seconds = time.monotonic() - start
+        errors |= {output.req_id: output.error for output in outputs.values() if output.error}
         return Served(outputs, errors, seconds, driver, self._startup_s(driver))
 
     def serve_profiled(self, inputs: Sequence[InputRequest], name: str) -> tuple[Served, list[str]]:

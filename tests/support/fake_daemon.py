@@ -23,6 +23,7 @@ from rpc_schema.version import PROTOCOL_VERSION
 
 VOCAB_SIZE = 1000
 EOS = 7
+NAN = step.NO_TOKEN
 CHAIN = ("CREATED", "DEVICE_READY", "MODEL_LOADED", "KV_READY", "READY")
 
 
@@ -85,6 +86,8 @@ class FakeDaemon:
         """What the next memory profiles find: available_bytes, and what other processes did."""
         self.version = PROTOCOL_VERSION if version is None else version
         self.model_max_len = 512
+        self.poison: frozenset[int] = frozenset()
+        """Tokens whose keys and values are NaN, as are all that are written together with them."""
         self.faults: list[Fault] = []
         self.uid = uuid.uuid4().bytes
         self.operations: list[str] = []
@@ -525,15 +528,19 @@ class FakeDaemon:
                 raise Refused(f"slot {slot}: {count} tokens")
             if end > len(row.blocks) * size:
                 raise Refused(f"slot {slot}: {len(row.blocks)} blocks for {end} tokens")
-            for position in range(row.num_computed, end):
-                self.kv[row.blocks[position // size], position % size] = row.tokens[position]
+            places = [(row.blocks[p // size], p % size) for p in range(end)]
+            chunk = row.tokens[row.num_computed : end]
+            before = [self.kv[place] for place in places[: row.num_computed]]
+            tainted = NAN in before or not self.poison.isdisjoint(chunk)
+            for place, token in zip(places[row.num_computed :], chunk, strict=True):
+                self.kv[place] = NAN if tainted else token
         sampled = []
         for slot, count in counts.items():
             row = self.rows[slot]
             row.num_computed += count
             if row.num_computed == len(row.tokens):
                 seen = [self.kv[row.blocks[p // size], p % size] for p in range(row.num_computed)]
-                row.tokens.append(next_token(seen, row.seed))
+                row.tokens.append(NAN if NAN in seen else next_token(seen, row.seed))
                 sampled.append(slot)
         return sampled
 

@@ -81,6 +81,7 @@ def assemble_runner(
         no_hidden=torch.zeros((1, parts.hidden_size), dtype=parts.dtype, device=parts.device),
         rank=parts.parallel.rank,
         tp_size=parts.parallel.tp_size,
+        num_ranks=parts.parallel.world_size,
         waits=UnmeasuredWaits() if parts.parallel.pp_size == 1 else input_waits(parts.device),
     )
 

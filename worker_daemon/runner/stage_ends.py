@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rpc_schema.codec import Frame
 from rpc_schema.step import ModelRunnerOutput
+from worker_daemon.device.failures import Verdict, drop_scratch, judge
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.pp import STATUS_OK, Arrival, Inbound
 from worker_daemon.distributed.tokens import TokenReturn
@@ -177,7 +178,10 @@ class LastStageExit:
             return sample(logits, self._inputs.sampling_metadata(rows), self._sampling)
         except CommError:
             raise
-        except Exception:
+        except Exception as error:
+            if judge(error) is Verdict.LOST:
+                raise
+            drop_scratch(error)
             self.give_up(rows.slots[:count], publication)
             raise
 

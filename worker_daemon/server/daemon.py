@@ -15,9 +15,12 @@ import uvloop
 import zmq
 
 from rpc_schema.errors import ErrorReply
+from rpc_schema.exit_codes import ExitCode
+from worker_daemon.device.gpu_faults import Fault, NoFaultWatch
 from worker_daemon.errors import ConfigError
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.control import Control
+from worker_daemon.server.device_watch import DeviceWatch, OpenFaultWatch
 from worker_daemon.server.dispatch import MakeWorker, OpenRendezvousServer, WorkerLike
 from worker_daemon.server.endpoints import (
     Endpoint,
@@ -30,9 +33,10 @@ from worker_daemon.server.epochs import EpochFile
 from worker_daemon.server.guard import Guard
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.sockets import bind_sockets
+from worker_daemon.server.stale_files import remove_stale
 from worker_daemon.server.step_thread import (
-    EXIT_INTERNAL,
     Command,
+    DeviceLost,
     Drain,
     LinkBroke,
     StepThread,
@@ -47,11 +51,21 @@ STOP_LIMIT_S: Final = 0.8
 """What an orderly end may take after the drain; a thread that is stuck for longer ends with the
 process."""
 
+LAST_WORDS_S: Final = 0.3
+"""From the loss of the device to the end of the process: for the failure's way to the driver, and
+for NVML to say more."""
+DEVICE_LIMIT_S: Final = 1.5
+"""Then the process ends even if its main thread hangs."""
+_DEVICE_CODES: Final = (ExitCode.CONTEXT_LOST, ExitCode.GPU_LOST)
+
 logger = logging.getLogger(__name__)
 
 
 def serve(
-    settings: ProcessSettings, make_worker: MakeWorker, open_rendezvous: OpenRendezvousServer
+    settings: ProcessSettings,
+    make_worker: MakeWorker,
+    open_rendezvous: OpenRendezvousServer,
+    open_watch: OpenFaultWatch = NoFaultWatch,
 ) -> int:
     """Run a daemon on the main thread until it ends; return the exit code.
 
@@ -62,7 +76,8 @@ def serve(
     _check_parent_fd(settings.exit_with_parent_fd)
     premises = Premises(settings)
     try:
-        return uvloop.run(Daemon(settings, premises, make_worker, open_rendezvous).run())
+        daemon = Daemon(settings, premises, make_worker, open_rendezvous, open_watch)
+        return uvloop.run(daemon.run())
     finally:
         premises.leave()
 
@@ -91,11 +106,14 @@ class Premises:
         self._state_dir = settings.state_dir or self._directory
         self._dies_with_parent = settings.exit_with_parent_fd is not None
         prepare_directory(self._directory)
+        for dead in remove_stale(self._directory):
+            logger.info("removed what a daemon left that was killed: %s", dead)
         self._lock = EndpointLock(self.endpoint)
         try:
             self.epochs = EpochFile(self._state_dir, self.endpoint)
         except ConfigError:
             self._lock.release()
+            remove_if_empty(self._directory)
             raise
 
     def leave(self) -> None:
@@ -119,6 +137,7 @@ class Daemon:
         premises: Premises,
         make_worker: MakeWorker,
         open_rendezvous: OpenRendezvousServer,
+        open_watch: OpenFaultWatch,
     ) -> None:
         self._settings = settings
         self._premises = premises
@@ -148,8 +167,11 @@ class Daemon:
             commands=self,
             open_rendezvous=open_rendezvous,
         )
+        self._device_watch = DeviceWatch(open_watch, self._gpu_fault)
         self._tasks: set[asyncio.Future[None]] = set()
         self._signals = 0
+        self._fatal_lock = threading.Lock()
+        self._fatal_code: ExitCode | None = None
 
     async def run(self) -> int:
         """Serve until somebody ends it; return the exit code."""
@@ -168,6 +190,7 @@ class Daemon:
         if parent_fd is not None:
             self._loop.add_reader(parent_fd, self._parent_wrote, parent_fd)
         self._guard.start()
+        self._device_watch.start()
         self._completion.start()
         self._step_thread.start()
 
@@ -186,7 +209,7 @@ class Daemon:
         for task in serving:
             if task.done():
                 logger.error("the control loop broke", exc_info=task.exception())
-        return EXIT_INTERNAL
+        return ExitCode.INTERNAL
 
     def _shut_down(self, exit_code: int) -> None:
         """Stop the threads in the order in which they feed each other; leave a stuck one to the end
@@ -194,12 +217,14 @@ class Daemon:
         for task in self._tasks:
             task.cancel()
         deadline = time.monotonic() + STOP_LIMIT_S
+        self._device_watch.stop()
         self.post(Stop())
         joined = self._step_thread.join(deadline - time.monotonic())
         self._completion.stop()
         joined &= self._completion.join(max(0.1, deadline - time.monotonic()))
         self._guard.stop()
         joined &= self._guard.join(max(0.1, deadline - time.monotonic()))
+        joined &= self._device_watch.join(max(0.3, deadline - time.monotonic()))
         self._control.close()
         left = threading.active_count() > 1  # a link's disposal, say, which waits for dead peers
         if not joined or left or exit_code != 0:
@@ -278,10 +303,38 @@ class Daemon:
         logger.info("%s", transition)
         self._to_loop(lambda: self._control.announce(transition))
 
-    def fatal(self, exit_code: int, cause: str) -> None:
-        """See StepEvents."""
+    def fatal(self, exit_code: ExitCode, cause: str) -> None:
+        """End the process with exit_code; any thread may call this, and the first is heard, but
+        that a lost GPU outweighs a lost context."""
+        with self._fatal_lock:
+            is_first = self._fatal_code is None
+            if is_first or exit_code is ExitCode.GPU_LOST:
+                self._fatal_code = exit_code
+        if not is_first:
+            return
         logger.critical("the process ends with %d: %s", exit_code, cause)
-        self._to_loop(lambda: self._finish(exit_code))
+        if exit_code in _DEVICE_CODES:
+            backstop = threading.Timer(DEVICE_LIMIT_S, lambda: os._exit(self._fatal_code or 0))
+            backstop.daemon = True
+            backstop.start()
+            self._to_loop(lambda: self._end_without_device(exit_code, cause))
+        else:
+            self._to_loop(lambda: self._finish(exit_code))
+
+    def _end_without_device(self, exit_code: ExitCode, cause: str) -> None:
+        """Tell whoever listens, and end: nothing is waited for, since every further call of the
+        device's could hang."""
+        self.post(DeviceLost(exit_code, cause))
+        self._control.announce(f"{self._progress.snapshot.state} -> FAILED ({cause})")
+        self._loop.call_later(LAST_WORDS_S, lambda: self._exit_now(self._fatal_code or exit_code))
+
+    def _gpu_fault(self, fault: Fault) -> None:
+        """The GPU's driver reports a fault, perhaps another process's; heard on the watch's thread.
+        What is ours alone shows as an error of our own calls."""
+        if fault.action.ends_gpu:
+            self.fatal(ExitCode.GPU_LOST, str(fault))
+        else:
+            logger.warning("%s", fault)
 
     def _link_aborted(self, link: int, cause: str) -> None:
         """The guard thread has aborted `link`: whoever waited may come back with any outcome."""

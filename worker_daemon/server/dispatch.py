@@ -102,6 +102,10 @@ class WorkerLike(Protocol):
         """End every wait for other ranks; tell whether there was a link to abort. Called from the
         guard thread."""
 
+    def typed_error(self, error: Exception) -> Exception:
+        """Return the typed error for what an operation or a step has raised, with its
+        traceback."""
+
     def close(self) -> None:
         """Give back what the process end would not."""
 

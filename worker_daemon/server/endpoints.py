@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ from worker_daemon.errors import ConfigError
 
 MAX_PATH_BYTES: Final = 107
 """sockaddr_un's 108 bytes less the final zero."""
+
+LOCK_PATIENCE_S: Final = 0.1
+"""A lock that is held for no longer is one of a daemon that looks for dead ones' files."""
 
 SOCKETS: Final = ("control", "step", "results", "events")
 
@@ -137,6 +141,7 @@ class EndpointLock:
 def _lock(endpoint: Endpoint) -> int:
     """Open and lock the file that is at the path now: one that was removed while we waited does not
     count."""
+    give_up = time.monotonic() + LOCK_PATIENCE_S
     while True:
         fd = os.open(endpoint.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -144,6 +149,9 @@ def _lock(endpoint: Endpoint) -> int:
         except BlockingIOError:
             holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
             os.close(fd)
+            if time.monotonic() < give_up:
+                time.sleep(LOCK_PATIENCE_S / 5)
+                continue
             raise EndpointInUseError(
                 f"the daemon with pid {holder} serves this endpoint",
                 field="endpoint",

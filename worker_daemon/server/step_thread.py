@@ -16,7 +16,8 @@ import zmq
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import Frame, StepMessage, decode_step
 from rpc_schema.errors import ErrorCode, ErrorReply, WireError
-from worker_daemon.errors import ConfigError, ProtocolError, WorkerError
+from rpc_schema.exit_codes import ExitCode
+from worker_daemon.errors import CapacityError, ConfigError, ProtocolError, WorkerError
 from worker_daemon.logs import set_rank
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.dispatch import (
@@ -38,12 +39,9 @@ SWITCH_INTERVAL_S: Final = 0.0002
 interpreter."""
 MAX_OLD_DRIVERS: Final = 16
 UID_BYTES: Final = 16
-EXIT_DEVICE: Final = 86
-EXIT_INTERNAL: Final = 70
-EXIT_CONFIG: Final = 78
 _RCVMORE: Final = int(zmq.RCVMORE)
 _LOADING: Final = (lc.InitDevice, lc.LoadModel)
-_FATAL: Final = {"DEVICE": EXIT_DEVICE, "INTERNAL": EXIT_INTERNAL}
+_FATAL: Final = {"DEVICE": ExitCode.CONTEXT_LOST, "INTERNAL": ExitCode.INTERNAL}
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +99,19 @@ class Aside:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceLost:
+    """Another thread knows that the device is lost: nothing may touch it any more."""
+
+    exit_code: ExitCode
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the thread."""
 
 
-Command: TypeAlias = Attach | Detach | LinkBroke | Drain | Aside | Stop
+Command: TypeAlias = Attach | Detach | LinkBroke | Drain | Aside | DeviceLost | Stop
 
 
 class StepEvents(Protocol):
@@ -114,7 +120,7 @@ class StepEvents(Protocol):
 
     def worker_ready(self, worker: WorkerLike) -> None: ...
     def state_changed(self, transition: str) -> None: ...
-    def fatal(self, exit_code: int, cause: str) -> None: ...
+    def fatal(self, exit_code: ExitCode, cause: str) -> None: ...
 
 
 class StepThread:
@@ -170,15 +176,18 @@ class StepThread:
             loop.serve(self._step)
         except Exception as error:
             logger.exception("the step loop broke")
-            self._events.fatal(EXIT_INTERNAL, repr(error))
+            self._events.fatal(ExitCode.INTERNAL, repr(error))
         finally:
             self._step.close()
             if self._progress.snapshot.state.serving != "FAILED":
                 worker.close()
 
 
-def _start_exit_code(error: Exception) -> int:
-    return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_INTERNAL
+def _start_exit_code(error: Exception) -> ExitCode:
+    if isinstance(error, ConfigError):
+        return ExitCode.CONFIG
+    lacks_memory = isinstance(error, CapacityError | MemoryError)
+    return ExitCode.RETRY_LATER if lacks_memory else ExitCode.INTERNAL
 
 
 class _StepLoop:
@@ -203,6 +212,7 @@ class _StepLoop:
         self._bad_frames = 0
         self._peer = b""
         self._running = True
+        self._failed = False
         self._array_steps = array_step_handlers(worker)
         self._steps = step_handlers(worker)
         self._operations = operation_handlers(worker)
@@ -291,6 +301,7 @@ class _StepLoop:
         self._completion.reply(reply)
 
     def _fail(self, message: StepMessage, error: Exception) -> None:
+        error = self._worker.typed_error(error)
         if not isinstance(error, WorkerError):
             logger.error("%s seq %d failed", type(message).__name__, message.seq, exc_info=error)
         reply = error_reply(error, epoch=message.epoch, seq=message.seq, rank=self._worker.rank)
@@ -301,12 +312,13 @@ class _StepLoop:
         if isinstance(error, WorkerError) and error.code in _FATAL:
             self._end(_FATAL[error.code], str(error))
 
-    def _end(self, exit_code: int, cause: str) -> None:
+    def _end(self, exit_code: ExitCode, cause: str) -> None:
         """Refuse everything from here on; the daemon ends the process."""
         if not self._lifecycle.serve("FAILED", cause):
             return
+        self._failed = True
         self._progress.snapshot = replace(self._progress.snapshot, failure=cause)
-        self._publish("")
+        self._publish(self._lifecycle.transitions[-1])
         self._events.fatal(exit_code, cause)
 
     def _link_broke(self, cause: str) -> None:
@@ -332,6 +344,8 @@ class _StepLoop:
             self._completion.refuse(driver_id, reply)
 
     def _command(self, command: Command) -> None:
+        if self._failed and not isinstance(command, Drain | Stop):
+            return  # the process ends, and the device may be lost
         match command:
             case Attach():
                 self._attach(command)
@@ -349,6 +363,8 @@ class _StepLoop:
                 self._progress.begin(command.phase, command.legal_silence_s, False)
                 command.work(self._worker)
                 self._progress.idle()
+            case DeviceLost():
+                self._end(command.exit_code, command.cause)
             case Stop():
                 self._lifecycle.serve("CLOSED", "stop")
                 self._running = False
@@ -407,7 +423,7 @@ def link_failure(reply: ErrorReply, link: int) -> LinkBroke | None:
     return LinkBroke(link, f"seq {reply.seq}: {reply.code}")
 
 
-def fatal_exit_code(reply: ErrorReply) -> int | None:
+def fatal_exit_code(reply: ErrorReply) -> ExitCode | None:
     """Return the exit code that a late failure asks for; None for a failure that the daemon
     survives."""
-    return EXIT_DEVICE if reply.code is ErrorCode.DEVICE else None
+    return ExitCode.CONTEXT_LOST if reply.code is ErrorCode.DEVICE else None

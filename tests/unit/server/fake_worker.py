@@ -273,6 +273,9 @@ class FakeWorker:
         self._aborted.set()
         return True
 
+    def typed_error(self, error: Exception) -> Exception:
+        return error
+
     def close(self) -> None:
         pass
 
