@@ -22,7 +22,7 @@ LIMITS = StepLimits(
     block_size=4,
     num_blocks=30,
 )
-MEMOS = {"_failed_seq", "_batch", "_block_columns", "_decoding", "limits"}
+MEMOS = {"_first_failed", "_failed_seq", "_batch", "_block_columns", "_decoding", "limits"}
 
 
 def draw_limits(rng):
