@@ -4,15 +4,14 @@ every token is that of a run that nobody disturbed."""
 import json
 import random
 
-import numpy as np
 import pytest
 
 from client.launcher import LocalDaemons
+from client.worker_group import WorkerGroup
 from tests.support.checkpoints import prompts
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
 from tests.support.killed_driver import DriverNursery, Plan, serve
 from tests.support.serving import connect, worker_config
-from client.worker_group import WorkerGroup
 
 STEP_DEADLINE_MS = 300
 """gloo ends a wait for a peer that never comes a second after this."""
@@ -39,7 +38,11 @@ def random_lines(seed: int, count: int, max_tokens: int = 24) -> list[str]:
     lines = []
     for index, tail in enumerate(prompts(seed + 1, [rng.randint(1, 40) for _ in range(count)])):
         prompt = (shared if index % 2 else []) + tail.tolist()
-        line = {"id": f"r{index}", "prompt_token_ids": prompt, "max_tokens": rng.randint(8, max_tokens)}
+        line = {
+            "id": f"r{index}",
+            "prompt_token_ids": prompt,
+            "max_tokens": rng.randint(8, max_tokens),
+        }
         if index % 3 == 1:
             line |= {"temperature": 1.1, "top_p": 0.9, "seed": rng.randrange(1 << 40)}
         lines.append(json.dumps(line))
@@ -75,14 +78,30 @@ def take_over(plan):
 @pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 1), (1, 2)])
 def test_try(two_daemons, checkpoint, nursery, undisturbed, pp, tp):
     import time
-    config = worker_config(checkpoint().path, pp, tp, step_deadline_ms=STEP_DEADLINE_MS, max_num_batched_tokens=64)
+
+    config = worker_config(
+        checkpoint().path, pp, tp, step_deadline_ms=STEP_DEADLINE_MS, max_num_batched_tokens=64
+    )
     base = Plan(two_daemons.endpoints[: pp * tp], config, random_lines(3, 8), adopt=True)
     expected = undisturbed(base)
     for step in (1, 3, 7, 12, 15):
-        t=time.time()
+        t = time.time()
         import msgspec
-        nursery.live(msgspec.structs.replace(base, adopt=False, death=Death(step, [random.randrange(pp*tp)], bool(step%2))))
-        t1=time.time()
+
+        nursery.live(
+            msgspec.structs.replace(
+                base, adopt=False, death=Death(step, [random.randrange(pp * tp)], bool(step % 2))
+            )
+        )
+        t1 = time.time()
         adopted, tokens = take_over(base)
-        print(step, round(t1-t,2), round(time.time()-t1,2), [(a.req_id, len(a.token_ids), a.num_computed_tokens, len(a.block_ids)) for a in adopted])
+        print(
+            step,
+            round(t1 - t, 2),
+            round(time.time() - t1, 2),
+            [
+                (a.req_id, len(a.token_ids), a.num_computed_tokens, len(a.block_ids))
+                for a in adopted
+            ],
+        )
         assert tokens == expected
