@@ -21,7 +21,7 @@ from rpc_schema.kv_cache import blocks_for
 from rpc_schema.sampling import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AdoptedRequest:
     """A request of an earlier driver, to go on with: see docs/scheduler.md."""
 
@@ -53,7 +53,7 @@ class AdoptedRequest:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RankRow:
     """One rank's row of a request."""
 

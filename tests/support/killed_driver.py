@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -18,7 +17,7 @@ from client.adoption import AdoptedRequest
 from client.driver import Driver
 from client.loading import LoadedModel
 from client.requests import RequestParser
-from client.scheduler import RequestOutput, Scheduler, SchedulerInterface, scheduler_limits
+from client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from client.worker_group import WorkerGroup
 from rpc_schema.config import WorkerConfig
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death, Executioner
@@ -39,28 +38,27 @@ class Plan(msgspec.Struct, frozen=True):
     num_results: int | None = None
     """Say so after this many steps' results, and go on: somebody kills us then."""
     detach: bool = False
-    """Leave in order after num_results, with steps in flight taken."""
+    """Leave in order after num_results, once no step is in flight any more."""
 
 
-class AdoptingRandomScheduler(RandomScheduler):
-    """Somebody else's scheduler: notes max_tokens in its own way, and runs at random."""
-
-    def adopt_requests(self, requests: Sequence[AdoptedRequest]) -> list[RequestOutput]:
-        return [done for request in requests for done in self.adopt_request(request)]
-
-
-def make_scheduler(plan: Plan, loaded: LoadedModel) -> "Scheduler | AdoptingRandomScheduler":
+def make_scheduler(plan: Plan, loaded: LoadedModel) -> "Scheduler | RandomScheduler":
     limits = scheduler_limits(loaded, plan.config)
     if plan.scheduler == "reference":
         return Scheduler(limits)
-    return AdoptingRandomScheduler(limits, seed=len(plan.lines))
+    return RandomScheduler(limits, seed=len(plan.lines))
 
 
-def serve(
-    group: WorkerGroup, loaded: LoadedModel, plan: Plan
-) -> tuple[Driver, SchedulerInterface, list[RequestOutput]]:
-    """Adopt what there is, and add the lines that are not running; return a driver that is ready to
-    step, and what is finished already."""
+class Serving(NamedTuple):
+    """A driver that is ready to step."""
+
+    driver: Driver
+    adopted: list[AdoptedRequest]
+    done: list[RequestOutput]
+    """What had all its tokens already."""
+
+
+def begin(group: WorkerGroup, loaded: LoadedModel, plan: Plan) -> Serving:
+    """Adopt what there is, and add the lines that are not running."""
     scheduler = make_scheduler(plan, loaded)
     adopted = group.adopt_requests() if plan.adopt else []
     done = scheduler.adopt_requests(adopted) if adopted else []
@@ -70,7 +68,7 @@ def serve(
         request = RequestParser(None, seed=1).parse(line, index)
         if request.id not in known:
             driver.add_request(request)
-    return driver, scheduler, done
+    return Serving(driver, adopted, done)
 
 
 def live(plan: Plan) -> None:
@@ -78,7 +76,7 @@ def live(plan: Plan) -> None:
     with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
         group.attach(keep_requests=plan.adopt)
         loaded = group.prepare(plan.config, num_gpu_blocks=NUM_GPU_BLOCKS)
-        driver, _, _ = serve(group, loaded, plan)
+        driver = begin(group, loaded, plan).driver
         if plan.death is not None:
             executioner = Executioner(group.clients, plan.death)
             for client in group.clients:
@@ -89,8 +87,8 @@ def live(plan: Plan) -> None:
             num_results += 1
             if num_results == plan.num_results:
                 if plan.detach:
-                    while driver._in_flight:
-                        driver._take_oldest()
+                    for future in group._steps.pending:
+                        future.result()
                     group.detach()
                     return
                 sys.stdout.write("ready\n")
