@@ -37,6 +37,7 @@ class Plan(msgspec.Struct, frozen=True):
     """Counted from the first step of the new epoch on."""
     num_results: int | None = None
     """Say so after this many steps' results, and go on: somebody kills us then."""
+    num_gpu_blocks: int | None = NUM_GPU_BLOCKS
     detach: bool = False
     """Leave in order after num_results, once no step is in flight any more."""
 
@@ -75,7 +76,7 @@ def live(plan: Plan) -> None:
     """Live and die by the plan; 0 where nobody had to kill us."""
     with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
         group.attach(keep_requests=plan.adopt)
-        loaded = group.prepare(plan.config, num_gpu_blocks=NUM_GPU_BLOCKS)
+        loaded = group.prepare(plan.config, num_gpu_blocks=plan.num_gpu_blocks)
         driver = begin(group, loaded, plan).driver
         if plan.death is not None:
             executioner = Executioner(group.clients, plan.death)
