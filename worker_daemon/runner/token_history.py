@@ -22,7 +22,7 @@ _MAP_NORESERVE: Final = 0x4000
 _UNRESERVED: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 """Nearly all of it is never touched."""
 
-_FOLD_AT = 32
+_FOLD_AT = 128
 """Results between two writes to the table."""
 
 

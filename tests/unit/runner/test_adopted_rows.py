@@ -11,6 +11,7 @@ from row_steps import Admission, NaiveRows, Plan, StepGenerator, encode, int32s
 
 from rpc_schema.adoption import MAX_PAGE_BYTES, MAX_ROW_BLOCKS
 from rpc_schema.sampling import SamplingParams
+from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner import adoption, token_history
 from worker_daemon.runner.adoption import describe_requests
 from worker_daemon.runner.input_batch import InputBuilder
@@ -168,6 +169,9 @@ def test_rows_without_a_request_stay_free_when_steps_are_taken_back():
     rank.run(2, Plan(scheduled={0: 1}), rng)
     rank.run(3, Plan(finished=[0]), rng)
     assert rank.told(rank.state) == []
+    message, arrays = encode(4, Plan(blocks=[(0, 8)]), rank.rows)
+    with pytest.raises(InvalidStepError, match="new_block_slots"):
+        copy.deepcopy(rank.state).apply(message, arrays)
     message, arrays = encode(4, admit(0, 5, [6, 7]), rank.rows)
     assert rank.state.apply(message, arrays).starts.tolist() == [0]
     rank.builder.tables.update(rank.builder.build(rank.state.dummy_step(5)).columns)
