@@ -8,6 +8,7 @@ import numpy as np
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
+from rpc_schema.adoption import AdoptRequests
 from rpc_schema.base import StepReply, StepRequest
 from rpc_schema.codec import Frame
 from worker_daemon.description import WorkerDescription
@@ -132,7 +133,10 @@ class StateWorker:
     def profile(self, message: lc.Profile) -> StepReply:
         raise ConfigError("this worker has no profiler")
 
-    def on_attach(self) -> bool:
+    def adopt_requests(self, message: AdoptRequests) -> StepReply:
+        raise ConfigError("this worker has no KV cache")
+
+    def on_attach(self, *, keep_requests: bool) -> bool:
         return True
 
     def describe(self) -> WorkerDescription:

@@ -15,6 +15,7 @@ ClientError
  +- TraceError                a trace cannot be read, or is no trace
  +- SchedulerStalled          a scheduler has requests, but nothing to send, and nothing is to come
  +- WeightsNotWhole           a weight update is open or has failed: no step can be sent
+ +- AdoptionMismatch          ranks disagree about a request that was to be adopted
  +- StepFailed                a step failed on a rank; carries the traceback and what was lost
  `- RemoteError               a daemon refused or failed a request: one class for each ErrorCode
      +- RemoteProtocolError       PROTOCOL
@@ -132,6 +133,21 @@ class WorkerDied(ClientError):
 class WeightsNotWhole(ClientError):
     """A weight update is open or has failed on some rank: finish a complete update, or call
     reload_weights()."""
+
+
+class AdoptionMismatch(ClientError):
+    """Two ranks say different things of a request that an earlier driver has left: none can be
+    adopted."""
+
+    def __init__(self, req_id: str, slot: int, field: str, ranks: tuple[int, int]) -> None:
+        super().__init__(
+            f"ranks {ranks[0]} and {ranks[1]} disagree about {field} of request {req_id!r} in slot "
+            f"{slot}; fix: attach without keep_requests, and submit the requests again"
+        )
+        self.req_id = req_id
+        self.slot = slot
+        self.field = field
+        self.ranks = ranks
 
 
 class LaunchError(ClientError):

@@ -124,13 +124,16 @@ class GroupChannel:
                 return epoch
             epoch = max(epoch, *(reply.last_epoch for reply in replies)) + 1
 
-    def commit_attach(self, epoch: int, deadline: float, timeout_s: float) -> list[lc.Status]:
+    def commit_attach(
+        self, epoch: int, deadline: float, timeout_s: float, *, keep_requests: bool = False
+    ) -> list[lc.Status]:
         """Begin an epoch and return the daemons' states. It is sent to all ranks before any is
         waited for: gloo has no abort, so a rank that hangs in a step is let go by its peers'."""
         self.epoch, self._seq = epoch, 0
         gather = self._gather = _Gather(0)
         pending = [
-            client.send_commit_attach(epoch, _remaining(deadline)) for client in self.clients
+            client.send_commit_attach(epoch, _remaining(deadline), keep_requests=keep_requests)
+            for client in self.clients
         ]
         attached = [call.result() for call in pending]
         self._collect(gather, "attach", deadline, timeout_s)

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Literal, Protocol, TypeAlias
 
+import msgspec
 import numpy as np
 
+from client.adoption import AdoptedRequest
 from client.block_pool import ROOT_HASH, BlockPool, chained_hash
 from client.errors import RequestError
 from client.loading import LoadedModel
@@ -28,6 +30,16 @@ NOT_A_NUMBER = (
     "the model's output for token {place} is not a number: its weights overflow or are damaged "
     "for this input; the other requests are unharmed"
 )
+
+
+class _Note(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What another driver's scheduler needs to know of a request beside what the workers do."""
+
+    limit: int
+    arrival: int
+    num_cached_tokens: int
+    num_preemptions: int
+
 
 PIPELINE_CHUNK = 2048
 """Fewest prompt tokens of several prompts for which a pipeline's step is closed. Later stages wait
@@ -182,6 +194,7 @@ class _Step:
     prefill_chunk: int
     """Tokens that several prompts may have together."""
     num_prefill_tokens: int = 0
+    num_admitted_tokens: int = 0
     decodes: dict[str, _Request] = field(default_factory=dict)
     prefills: dict[str, int] = field(default_factory=dict)
     new: list[_Request] = field(default_factory=list)
@@ -211,6 +224,8 @@ class Scheduler:
         self._group_ids: list[tuple[str, ...] | None] = [None] * limits.pipeline_parallel_size
         self._turn = 0
         self._finished: list[str] = []
+        self._adopted: set[str] = set()
+        """Running requests that the workers are yet to hear of again."""
         self._to_remember: list[_Request] = []
         self._num_steps = 0
         self._in_flight: deque[int] = deque()
@@ -248,6 +263,90 @@ class Scheduler:
         self._num_arrivals += 1
         self._requests[entry.id] = entry
         self._waiting.append(entry)
+
+    def adopt_requests(self, requests: Sequence[AdoptedRequest]) -> list[RequestOutput]:
+        """Go on with requests that another driver's Scheduler has left: before any other call but
+        add_request. Return those that have all their tokens already; they end here.
+
+        They run from the first step on, with the blocks that they have; those without begin again
+        from their tokens, and those that report logprobs from their prompt: what was reported
+        before is kept nowhere.
+
+        Raises:
+            RequestError: a request was not admitted by a Scheduler, its id is in use, or it does
+                not fit these limits. Nothing is adopted.
+        """
+        adopted = [(self._entry_of(request), request) for request in requests]
+        adopted.sort(key=lambda pair: pair[0].arrival)
+        done = []
+        for entry, request in adopted:
+            self._num_arrivals = max(self._num_arrivals, entry.arrival + 1)
+            self._requests[entry.id] = entry
+            reason = _cut_at_end(entry)
+            if entry.sampling.logprobs is not None:
+                del entry.tokens[entry.num_prompt_tokens :]
+                reason = None
+            entry.num_tokens = len(entry.tokens)
+            has_place = len(self._running) < self._max_running
+            if reason is None and has_place and _has_kv(entry, request):
+                self._resume(entry, request)
+            else:
+                self._waiting.append(entry)
+            if reason is not None:
+                done.append(self._finish(entry, reason))
+        self._sort_waiting()
+        return done
+
+    def _entry_of(self, request: AdoptedRequest) -> _Request:
+        """Return an adopted request as it is here, not running yet."""
+        try:
+            note = msgspec.msgpack.decode(request.note, type=_Note)
+        except msgspec.DecodeError:
+            raise RequestError(
+                f"request {request.req_id!r} was admitted by another kind of scheduler",
+                field="note",
+                value=request.note,
+                fix="adopt it with that scheduler, or drop it",
+            ) from None
+        if request.req_id in self._requests:
+            raise RequestError(
+                "the id is in use", field="id", value=request.req_id, fix="adopt requests first"
+            )
+        usable = self._limits.num_blocks - NUM_NULL_BLOCKS
+        needed = blocks_for(note.limit - 1, self._limits.block_size)
+        if note.limit > self._limits.max_model_len or needed > usable:
+            raise RequestError(
+                f"request {request.req_id!r} may have {note.limit} tokens, which is more than fits",
+                field="limit",
+                value=note.limit,
+                fix="use the limits that it was admitted under",
+            )
+        return _Request(
+            id=request.req_id,
+            tokens=request.token_ids.tolist(),
+            num_prompt_tokens=request.num_prompt_tokens,
+            limit=note.limit,
+            sampling=request.sampling,
+            stop_ids=frozenset(request.sampling.stop_token_ids),
+            arrival=note.arrival,
+            num_cached_tokens=note.num_cached_tokens,
+            num_preemptions=note.num_preemptions,
+        )
+
+    def _resume(self, entry: _Request, request: AdoptedRequest) -> None:
+        """Have a request run on with its blocks."""
+        self._pool.hold(request.block_ids)
+        entry.block_ids = list(request.block_ids)
+        entry.num_computed = request.num_computed_tokens
+        self._run(entry)
+        self._adopted.add(entry.id)
+        self._remember(entry)
+
+    def _run(self, request: _Request) -> None:
+        request.admission = self._num_admissions
+        self._num_admissions += 1
+        self._running[request.id] = request
+        self._prefilling[request.id] = request
 
     def abort_request(self, req_id: str) -> None:
         """End a request early; unknown ids are ignored."""
@@ -398,9 +497,21 @@ class Scheduler:
             if (
                 self._has_room(step, count)
                 and request.admission >= 0
+                and self._may_be_sent(step, request)
                 and self._extend(step, request, count)
             ):
                 self._plan_prefill(step, request, count)
+                if request.id in self._adopted:
+                    step.new.append(request)
+                    step.num_admitted_tokens += len(request.tokens)
+                    step.new_blocks.pop(request.id, None)  # they come with the others
+
+    def _may_be_sent(self, step: _Step, request: _Request) -> bool:
+        """Whether the tokens of a request that was adopted fit into the step's message."""
+        return (
+            request.id not in self._adopted
+            or step.num_admitted_tokens + len(request.tokens) <= MAX_ADMITTED_TOKENS
+        )
 
     def _prefill_chunk(self) -> int:
         """How many tokens several prompts share a step with: the budget, or in a pipeline their
@@ -451,6 +562,7 @@ class Scheduler:
         step.budget += freed
         step.num_prefill_tokens -= freed
         step.new_blocks.pop(victim.id, None)
+        step.new = [request for request in step.new if request is not victim]
         step.preempted.append(victim.id)
         step.is_whole_group = False
         self._remember(victim)
@@ -460,7 +572,7 @@ class Scheduler:
 
     def _admit(self, step: _Step) -> None:
         """Admit waiting requests in order, as long as blocks, slots and tokens last."""
-        num_admitted_tokens = 0
+        num_admitted_tokens = step.num_admitted_tokens
         while self._waiting and step.budget > 0 and len(self._running) < self._max_running:
             request = self._waiting[0]
             num_admitted_tokens += len(request.tokens)
@@ -496,10 +608,7 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed
         needed = blocks_for(request.num_computed + count, size) - len(cached)
         request.block_ids += self._pool.allocate(needed)
-        request.admission = self._num_admissions
-        self._num_admissions += 1
-        self._running[request.id] = request
-        self._prefilling[request.id] = request
+        self._run(request)
         step.new.append(request)
         self._plan_prefill(step, request, count)
 
@@ -507,6 +616,7 @@ class Scheduler:
 
     def _commit(self, step: _Step, turn: int) -> SchedulerOutput:
         new = [self._build_new(request) for request in step.new]
+        self._adopted.difference_update(request.id for request in step.new)
         decode_req_ids = self._commit_decodes(step, turn)
         self._commit_prefills(step)
         finished, self._finished = self._finished, []
@@ -530,6 +640,7 @@ class Scheduler:
             num_computed_tokens=request.num_computed,
             block_ids=list(request.block_ids),
             sampling=request.sampling,
+            note=_note(request),
         )
 
     def _commit_decodes(self, step: _Step, turn: int) -> tuple[str, ...]:
@@ -595,6 +706,7 @@ class Scheduler:
         """
         self._leave_group(request)
         self._prefilling.pop(request.id, None)
+        self._adopted.discard(request.id)
         del self._running[request.id]
         self._pool.release(request.block_ids)
         request.block_ids = []
@@ -671,6 +783,32 @@ class Scheduler:
             parent = request.hashes[-1] if request.hashes else ROOT_HASH
             tokens = np.array(request.tokens[index * size : (index + 1) * size], np.int32)
             request.hashes.append(chained_hash(parent, tokens))
+
+
+def _note(request: _Request) -> bytes:
+    return msgspec.msgpack.encode(
+        _Note(request.limit, request.arrival, request.num_cached_tokens, request.num_preemptions)
+    )
+
+
+def _has_kv(entry: _Request, request: AdoptedRequest) -> bool:
+    return bool(request.block_ids) and entry.num_tokens == len(request.token_ids)
+
+
+def _cut_at_end(request: _Request) -> FinishReason | None:
+    """Drop tokens that were sampled past a request's end, or behind one that could not be chosen;
+    return why it ends, if it does."""
+    for index in range(request.num_prompt_tokens, len(request.tokens)):
+        if request.tokens[index] == NO_TOKEN:
+            del request.tokens[index:]
+            return None
+        if request.tokens[index] in request.stop_ids:
+            del request.tokens[index + 1 :]
+            return "stop"
+        if index + 1 == request.limit:
+            del request.tokens[index + 1 :]
+            return "length"
+    return None
 
 
 def _is_anybody(request: _Request) -> bool:

@@ -29,6 +29,9 @@ class NewRequest:
     block_ids: Sequence[int]
     """All its blocks so far: those of the computed tokens, and those that this step writes."""
     sampling: SamplingParams
+    note: bytes = b""
+    """At most 1024 bytes for the scheduler of another driver that goes on with the request: see
+    client/adoption.py."""
 
 
 @dataclass(slots=True)

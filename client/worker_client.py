@@ -18,6 +18,7 @@ from client.transport import (
 from rpc_schema import lifecycle as lc
 from rpc_schema import trace as tr
 from rpc_schema import weight_transfer as wt
+from rpc_schema.adoption import AdoptRequests
 from rpc_schema.codec import Frame, StepMessage, encode_step
 from rpc_schema.config import (
     CacheConfig,
@@ -111,17 +112,23 @@ class WorkerClient:
         )
 
     def commit_attach(
-        self, epoch: int, timeout_s: float = CONTROL_TIMEOUT_S
+        self, epoch: int, timeout_s: float = CONTROL_TIMEOUT_S, *, keep_requests: bool = False
     ) -> lc.CommitAttachReply:
-        """Take the daemon over; requests of earlier drivers are dropped."""
-        return self.send_commit_attach(epoch, timeout_s).result()
+        """Take the daemon over; requests of earlier drivers are dropped, unless they are to be
+        kept."""
+        return self.send_commit_attach(epoch, timeout_s, keep_requests=keep_requests).result()
 
     def send_commit_attach(
-        self, epoch: int, timeout_s: float = CONTROL_TIMEOUT_S
+        self, epoch: int, timeout_s: float = CONTROL_TIMEOUT_S, *, keep_requests: bool = False
     ) -> PendingCall[lc.CommitAttachReply]:
         """The same without waiting: over gloo a rank may only be done once its peers let go."""
         return self._control.send(
-            lambda call: lc.CommitAttach(call=call, driver_id=self._driver_id, epoch=epoch),
+            lambda call: lc.CommitAttach(
+                call=call,
+                driver_id=self._driver_id,
+                epoch=epoch,
+                keep_requests=keep_requests,
+            ),
             lc.CommitAttachReply,
             timeout_s,
         )
@@ -384,6 +391,10 @@ class WorkerClient:
     def discard(self, ids: StepIds, tags: tuple[lc.MemoryTag, ...]) -> None:
         """Give up the memory of tags and what it holds; answered with MemoryTagsReply."""
         self._send(lc.Discard(**ids._asdict(), tags=tags))
+
+    def adopt_requests(self, ids: StepIds, first_slot: int) -> None:
+        """Ask for the requests that an earlier driver has left, from a slot on."""
+        self._send(AdoptRequests(**ids._asdict(), first_slot=first_slot))
 
     def execute_model(self, frames: Sequence[Frame]) -> None:
         """Send a step that client/slots.py encoded: once for all ranks."""

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from client.adoption import AdoptedRequest, RankRow, merge, read_page
 from client.errors import (
     ClientConfigError,
     ClientError,
@@ -28,9 +29,10 @@ from client.outcomes import DEFAULT_STEP_DEADLINE_S, Failure, StepFuture, StepsI
 from client.scheduler_output import SchedulerOutput
 from client.slots import SlotTable
 from client.transport import new_driver_id, parse_endpoint
-from client.worker_client import TensorList, WorkerClient
+from client.worker_client import StepIds, TensorList, WorkerClient
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
+from rpc_schema.adoption import AdoptRequestsReply
 from rpc_schema.config import ParallelConfig, WorkerConfig
 from rpc_schema.errors import WireError
 from rpc_schema.kv_cache import KVCacheConfig
@@ -51,6 +53,9 @@ ATTACH_SLACK_S = 15.0
 """Daemons let go of a hung step within its deadline and a few seconds; then they attach."""
 
 LINK_SLACK_S = 30.0
+
+NO_MORE_SLOTS = 65535
+"""No row has this number."""
 
 TRANSFER_SLACK_S = 30.0
 """Between a rank's verdict on a trainer and ours."""
@@ -133,12 +138,15 @@ class WorkerGroup:
 
     # ------------------------------------------------------------------ attach
 
-    def attach(self, timeout_s: float | None = None) -> list[lc.Status]:
+    def attach(
+        self, timeout_s: float | None = None, *, keep_requests: bool = False
+    ) -> list[lc.Status]:
         """Take all daemons over, in two phases, and return their states.
 
-        Requests of earlier drivers are dropped, and so are this group's own where it was attached
-        before: its steps in flight fail. timeout_s bounds all of it; the default is
-        ATTACH_TIMEOUT_S for agreeing, and then what daemons that hang in a step need to let go.
+        Requests of earlier drivers are dropped, unless they are to be kept for adopt_requests();
+        this group's own are where it was attached before: its steps in flight fail. timeout_s
+        bounds all of it; the default is ATTACH_TIMEOUT_S for agreeing, and then what daemons that
+        hang in a step need to let go.
 
         Raises:
             IncompatibleError: a daemon speaks another protocol version.
@@ -156,7 +164,9 @@ class WorkerGroup:
         if timeout_s is None:
             agree_s = self._link_deadline_s + ATTACH_SLACK_S
             deadline = time.monotonic() + agree_s
-        statuses = self._channel.commit_attach(epoch, deadline, agree_s)
+        statuses = self._channel.commit_attach(
+            epoch, deadline, agree_s, keep_requests=keep_requests
+        )
         self._weights_cause = weights_cause(statuses)
         return statuses
 
@@ -190,7 +200,7 @@ class WorkerGroup:
         on_progress: Callable[[Progress], None] | None = None,
     ) -> LoadedModel:
         """Make the group ready to serve `config`; goes on at once where it is loaded already.
-        Requests that it has are dropped: start with a new scheduler.
+        Requests that it has are dropped, unless they are adopted next: start with a new scheduler.
 
         Raises:
             ConfigMismatchError: something else is loaded, and reload is False; names the fields.
@@ -215,6 +225,37 @@ class WorkerGroup:
         self._link_deadline_s = deadline_s
         self._steps.start(config.scheduler.max_num_seqs, deadline_s)
         return model
+
+    def adopt_requests(self) -> list[AdoptedRequest]:
+        """Return the requests that an earlier driver has left, as far as all ranks have them; none
+        where anything had to be loaded. For a group that has attached with keep_requests and is
+        prepared, before its first step: that step drops those which it does not admit, and a
+        request goes on by being admitted as `AdoptedRequest.as_new`, in that step or a later one.
+        Blocks hold what they hold until somebody is given them.
+
+        Raises:
+            AdoptionMismatch: ranks disagree about what a request is.
+            RemoteError: a rank cannot say; names the first that cannot.
+        """
+        self._channel.check_usable()
+        ranks: list[list[RankRow]] = [[] for _ in self.clients]
+        next_slots = [0] * len(self.clients)
+
+        def ask(client: WorkerClient, ids: StepIds) -> None:
+            client.adopt_requests(ids, next_slots[client.rank])
+
+        while True:
+            replies = self._channel.fan_out("adopt_requests", ask, AdoptRequestsReply)
+            for rank, reply in enumerate(replies):
+                ranks[rank] += read_page(reply)
+                next_slots[rank] = reply.next_slot or NO_MORE_SLOTS
+            if not any(reply.next_slot for reply in replies):
+                return merge(ranks, self.output_rank, self._block_size())
+
+    def _block_size(self) -> int:
+        config = self.clients[0].get_status().config
+        assert config is not None, "legal in READY only"
+        return config.cache.block_size
 
     @property
     def needs_relink(self) -> bool:

@@ -9,6 +9,7 @@ import typing
 import msgspec
 
 from rpc_schema import (
+    adoption,
     codec,
     config,
     errors,
@@ -28,7 +29,7 @@ _DIRECTIONS = (
     ("Results socket, daemon to driver", codec.StepReplyMessage),
     ("Events socket, daemon to everybody", codec.EventMessage),
 )
-_MODULES = (config, sampling, kv_cache, step, lifecycle, weight_transfer, trace, errors)
+_MODULES = (config, sampling, kv_cache, step, lifecycle, weight_transfer, adoption, trace, errors)
 
 
 def render() -> str:

@@ -9,8 +9,8 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
+from rpc_schema import adoption, step, trace
 from rpc_schema import lifecycle as lc
-from rpc_schema import step, trace
 from rpc_schema import weight_transfer as wt
 from rpc_schema.errors import BadFrameError, ControlErrorReply, ErrorReply, TooLargeError
 
@@ -51,6 +51,7 @@ StepMessage: TypeAlias = (
     | wt.FinishWeightUpdate
     | wt.ReloadWeights
     | wt.UpdateConfig
+    | adoption.AdoptRequests
 )
 StepReplyMessage: TypeAlias = (
     ErrorReply
@@ -73,6 +74,7 @@ StepReplyMessage: TypeAlias = (
     | wt.UpdateWeightsReply
     | wt.FinishWeightUpdateReply
     | wt.ReloadWeightsReply
+    | adoption.AdoptRequestsReply
 )
 ControlMessage: TypeAlias = (
     lc.Hello

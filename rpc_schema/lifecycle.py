@@ -79,6 +79,8 @@ class CommitAttach(ControlRequest, frozen=True, tag=3, kw_only=True):
 
     driver_id: Uid
     epoch: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    keep_requests: bool = False
+    """Keep them for AdoptRequests; the first ExecuteModel drops those that it does not name."""
 
 
 class ReplyDelay(Value, frozen=True, kw_only=True):

@@ -32,10 +32,17 @@ Bitmap = Annotated[bytes, Meta(max_length=8192)]
 """Bit s % 8 (least significant first) of byte s // 8 stands for slot s."""
 
 
+Slot = Annotated[int, Meta(ge=0, le=65534)]
+
+SchedulerNote = Annotated[bytes, Meta(max_length=1024)]
+"""What a scheduler wants to hear again of a request if another driver goes on with it. Only kept
+and told, never read."""
+
+
 class NewRequestData(Value, frozen=True, kw_only=True):
     """An admission, or the resumption of a preempted request."""
 
-    slot: Annotated[int, Meta(ge=0, le=65534)]
+    slot: Slot
     req_id: Name
     num_tokens: Positive
     """Tokens of this request in frame 0 of the message: the prompt, then what was generated before
@@ -44,6 +51,7 @@ class NewRequestData(Value, frozen=True, kw_only=True):
     num_computed_tokens: Count
     """Leading tokens whose KV is in the cache already: a prefix hit. Less than num_tokens."""
     sampling: SamplingParams
+    note: SchedulerNote = b""
 
 
 class ExecuteModel(StepRequest, frozen=True, tag=1, kw_only=True):

@@ -19,6 +19,7 @@ import torch
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
+from rpc_schema.adoption import AdoptRequests, AdoptRequestsReply
 from rpc_schema.base import StepRequest
 from rpc_schema.codec import Frame
 from rpc_schema.config import (
@@ -590,6 +591,7 @@ class Worker:
     def start_weight_update(self, message: wt.StartWeightUpdate) -> Done:
         """Open an update: no step runs until it is finished."""
         self._transfer.start(message, self._model, self._place)
+        self._forget_requests()
         return Done(**self._identity(message))
 
     def update_weights(self, message: wt.UpdateWeights) -> wt.UpdateWeightsReply:
@@ -628,6 +630,7 @@ class Worker:
             config = apply_overrides(config, {"model.model": message.model})
         done = reload(self._model, config, self._place, self._roots, self._set_phase)
         self._transfer.drop_update()
+        self._forget_requests()
         self._model_or_none = done.model
         done.model.memory.weights_filled()
         self._next_load = None
@@ -637,6 +640,11 @@ class Worker:
             seconds=time.monotonic() - began,
             num_updates=done.num_updates,
         )
+
+    def _forget_requests(self) -> None:
+        """Their KV is of weights that were replaced: nobody may adopt them."""
+        if self._runner_or_none is not None:
+            self._runner_or_none.forget_requests()
 
     def update_config(self, message: wt.UpdateConfig) -> Done:
         """Change what the next reload_weights reads.
@@ -684,17 +692,29 @@ class Worker:
 
     # Changes of hands, and the way back.
 
-    def on_attach(self) -> bool:
-        """Drop all requests, and the profile of the driver before. True if no step was cut off;
-        whether every send was received, only the group's seqs tell."""
+    def on_attach(self, *, keep_requests: bool = False) -> bool:
+        """Drop all requests unless they are to be kept, and the profile of the driver before. True
+        if no step was cut off; whether every send was received, only the group's seqs tell."""
         self._profiler.abandon()
         self._transfer.abandon("its driver was replaced")
         runner = self._runner_or_none
         if runner is None:
             return True
         clean = not runner.state.has_failed
-        runner.forget_requests()
+        if not keep_requests:
+            runner.forget_requests()
         return clean
+
+    def adopt_requests(self, message: AdoptRequests) -> AdoptRequestsReply:
+        """Tell which requests there are, and how far: see ModelRunner.adopt_requests."""
+        page = self._runner.adopt_requests(message.first_slot)
+        return AdoptRequestsReply(
+            **self._identity(message),
+            rows=page.rows,
+            next_slot=page.next_slot,
+            token_ids=page.token_ids,
+            block_ids=page.block_ids,
+        )
 
     def relink(self, message: lc.Relink) -> Done:
         """Leave the link as it is, meet the other ranks anew. Weights, KV cache and rows stay.
@@ -712,7 +732,8 @@ class Worker:
         )
         self._context_or_none = replace(context, link=link)
         if runner is not None:
-            runner.tie(tie_stage(self._parts, link, runner.state.limits, runner.inputs))
+            limits = runner.state.limits
+            runner.tie(tie_stage(self._parts, link, limits, runner.inputs, runner.history))
             with self._capturing():
                 self._graphs.after_relink(runner)
         return Done(**self._identity(message))

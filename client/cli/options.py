@@ -147,6 +147,9 @@ Input = Annotated[
     Path | None, typer.Option("--input", help="Requests, one JSON object a line (JSONL).")
 ]
 Output = Annotated[Path | None, typer.Option("--output", help="Where results go, as JSONL.")]
+Adopt = Annotated[
+    bool, typer.Option("--adopt", help="Go on with the requests that a driver before has left.")
+]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Of each --prompt.")]
 
 

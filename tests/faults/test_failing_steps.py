@@ -166,7 +166,7 @@ def poisoned(checkpoint) -> Checkpoint:
 
 
 @pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 1), (1, 2)])
-def test_request_whose_logits_are_no_numbers_fails_alone(pair, poisoned, noticed, pp, tp):
+def test_request_whose_logits_are_no_numbers_fails_alone(pair, poisoned, pp, tp):
     """A small cache: blocks that held NaN are used again, by requests that must not see it."""
     rng = np.random.default_rng()
     stem = rng.integers(8, 331, 13)
@@ -195,7 +195,6 @@ def test_request_whose_logits_are_no_numbers_fails_alone(pair, poisoned, noticed
         assert (output.token_ids, output.finish_reason) == ([], "error")
         assert "not a number" in output.error
     assert run.driver.num_failures == 0
-    noticed(41, "NaN in the logits of a request", 0.5, 0.0, "the step's own reply")
 
 
 def check_reference(model: Checkpoint, entry: GenerationRequest, tokens: list[int]) -> bool:

@@ -21,12 +21,14 @@ from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.distributed.pp import STATUS_FAILED, Outbound
 from worker_daemon.distributed.tokens import TokenReturn
 from worker_daemon.errors import CommError, DeviceError, OutOfMemoryError
+from worker_daemon.runner.adoption import Page, describe_requests
 from worker_daemon.runner.grammar_input import GrammarMasks, read_masks
 from worker_daemon.runner.input_batch import InputBuilder, SampleRows
 from worker_daemon.runner.output import ReplyIdentity
 from worker_daemon.runner.request_state import Int64s, RequestState, ScheduledStep
 from worker_daemon.runner.stage_ends import Entering, PendingReply, StageEntry, StageExit
 from worker_daemon.runner.stage_program import Chosen, EagerProgram, StageProgram
+from worker_daemon.runner.token_history import TokenHistory
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class ModelRunner:
         tp_size: int,
         num_ranks: int,
         waits: InputWaits,
+        history: TokenHistory,
     ) -> None:
         """eager: runs steps until `use`; no_hidden: zeros [1, H] in the model's dtype, sent on in
         place of what a failed step computed."""
@@ -76,6 +79,8 @@ class ModelRunner:
         self._tp_size = tp_size
         self._num_ranks = num_ranks
         self._waits = waits
+        self.history = history
+        """Of results; outlives a link."""
         device = inputs.tables.device
         self._failed = torch.full((), STATUS_FAILED, dtype=torch.int64, device=device)
         self._publications = 0
@@ -107,6 +112,11 @@ class ModelRunner:
         """Free every row, and whatever waits to be sampled."""
         self.state.drop_all()
         self._unsampled.clear()
+
+    def adopt_requests(self, first_slot: int) -> Page:
+        """Take back what is not known to have ended well, and describe rows from first_slot on."""
+        self.state.take_back(self.history.has_confirmed)
+        return describe_requests(self.state, self.inputs, self.history, first_slot)
 
     def execute_model(self, request: ExecuteModel, arrays: Sequence[Frame]) -> PendingReply | None:
         """Run one step: apply the scheduler's difference, then receive, forward, send, sample.

@@ -296,7 +296,8 @@ class Control:
             raise NotAttachedError(f"epoch {epoch} is attached already", fix="prepare a new one")
         loop = asyncio.get_running_loop()
         taken: asyncio.Future[Standing] = loop.create_future()
-        self._commands.post(Attach(epoch, driver_id, _threadsafe(loop, taken)))
+        settle = _threadsafe(loop, taken)
+        self._commands.post(Attach(epoch, driver_id, settle, message.keep_requests))
         done, _ = await asyncio.wait((taken,), timeout=BUSY_GRACE_S)
         if not done:
             self._free_from_peers(f"epoch {epoch} attaches")

@@ -14,6 +14,7 @@ from typing import Final
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
 from rpc_schema import weight_transfer as wt
+from rpc_schema.adoption import AdoptRequests
 from rpc_schema.codec import StepMessage
 from rpc_schema.lifecycle import LinkState, LoadState, ServingState, TagState
 from worker_daemon.errors import StateError
@@ -130,6 +131,7 @@ RULES: Final[Mapping[type[StepMessage], Rule]] = MappingProxyType(
         ),
         wt.ReloadWeights: Rule(_from("MODEL_LOADED"), _ANY, weights=_THERE, fills_weights=True),
         wt.UpdateConfig: Rule(_from("MODEL_LOADED"), _ANY),
+        AdoptRequests: Rule(_only("READY"), _ANY),
         step.ExecuteModel: Rule(_only("READY"), _UP, weights=_AWAKE, kv_cache=_AWAKE),
         step.SampleTokens: Rule(_only("READY"), _UP, weights=_AWAKE, kv_cache=_AWAKE),
         step.ExecuteDummyBatch: Rule(_only("READY"), _UP, weights=_AWAKE, kv_cache=_AWAKE),

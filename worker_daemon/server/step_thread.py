@@ -63,6 +63,7 @@ class Attach:
     epoch: int
     driver_id: bytes
     taken: Callable[[Standing], None]
+    keep_requests: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,9 +375,9 @@ class _StepLoop:
         if command.epoch <= gate.epoch:
             return  # overtaken: a driver behind this one was taken first
         try:
-            clean = self._worker.on_attach()
+            clean = self._worker.on_attach(keep_requests=command.keep_requests)
         except Exception:
-            logger.exception("the requests of epoch %d cannot be dropped", gate.epoch)
+            logger.exception("the requests of epoch %d cannot be taken over", gate.epoch)
             clean = False
         standing = Standing(gate.epoch, gate.last_seq, clean)
         gate.attach(command.epoch)
