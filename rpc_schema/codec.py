@@ -9,8 +9,8 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
+from rpc_schema import lease, step, trace
 from rpc_schema import lifecycle as lc
-from rpc_schema import step, trace
 from rpc_schema import weight_transfer as wt
 from rpc_schema.errors import BadFrameError, ControlErrorReply, ErrorReply, TooLargeError
 
@@ -83,6 +83,7 @@ ControlMessage: TypeAlias = (
     | lc.CheckHealth
     | lc.GetStatus
     | lc.Shutdown
+    | lease.RenewLease
     | trace.ReadClock
     | trace.StartTrace
     | trace.StopTrace
@@ -100,6 +101,7 @@ ControlReplyMessage: TypeAlias = (
     | lc.CheckHealthReply
     | lc.GetStatusReply
     | lc.Acknowledged
+    | lease.RenewLeaseReply
     | trace.ReadClockReply
     | trace.StopTraceReply
     | trace.ReadTraceReply
@@ -150,6 +152,19 @@ def decode_step(frames: Sequence[Frame]) -> StepMessage:
     """
     _check_bounds(frames, MAX_STEP_BYTES)
     return _decode(_STEP, frames)
+
+
+def mark_replayed(frames: Sequence[Frame]) -> list[Frame]:
+    """Return a step reply's frames, unchanged, behind an empty frame: it was sent before. No
+    message begins with an empty frame."""
+    return [b"", *frames]
+
+
+def split_replayed(frames: Sequence[Frame]) -> tuple[bool, Sequence[Frame]]:
+    """Return whether a step reply was marked as a replay, and its own frames."""
+    if len(frames) > 1 and not frames[0]:
+        return True, frames[1:]
+    return False, frames
 
 
 def decode_step_reply(frames: Sequence[Frame]) -> StepReplyMessage:

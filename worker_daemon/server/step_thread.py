@@ -16,6 +16,7 @@ import zmq
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import Frame, StepMessage, decode_step
 from rpc_schema.errors import ErrorCode, ErrorReply, WireError
+from rpc_schema.lease import LeaseState
 from worker_daemon.errors import ConfigError, ProtocolError, WorkerError
 from worker_daemon.logs import set_rank
 from worker_daemon.server.completion import Completion
@@ -75,6 +76,20 @@ class Detach:
 
 
 @dataclass(frozen=True, slots=True)
+class Orphan:
+    """The lease of an epoch has expired: nothing of it runs any more."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropRequests:
+    """Whoever might have adopted the requests of an expired epoch has not come."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class LinkBroke:
     """Another thread knows that `link` is broken: a result said that a peer is lost, or the guard
     aborted it."""
@@ -105,7 +120,7 @@ class Stop:
     """End the thread."""
 
 
-Command: TypeAlias = Attach | Detach | LinkBroke | Drain | Aside | Stop
+Command: TypeAlias = Attach | Detach | Orphan | DropRequests | LinkBroke | Drain | Aside | Stop
 
 
 class StepEvents(Protocol):
@@ -203,6 +218,8 @@ class _StepLoop:
         self._bad_frames = 0
         self._peer = b""
         self._running = True
+        self._left_clean = True
+        """Whether no step has been cut off in the current epoch, as far as it was asked."""
         self._array_steps = array_step_handlers(worker)
         self._steps = step_handlers(worker)
         self._operations = operation_handlers(worker)
@@ -337,6 +354,13 @@ class _StepLoop:
                 self._attach(command)
             case Detach():
                 self._gate.detach(command.epoch)
+                self._leased(command.epoch, "free", "detached")
+            case Orphan():
+                self._gate.expire(command.epoch)
+                self._leased(command.epoch, "orphan", "the lease expired")
+            case DropRequests():
+                if command.epoch == self._gate.epoch:
+                    self._drop_requests()
             case LinkBroke():
                 if command.link == self._gate.link:  # else it has been replaced since
                     self._link_broke(command.cause)
@@ -357,11 +381,8 @@ class _StepLoop:
         gate = self._gate
         if command.epoch <= gate.epoch:
             return  # overtaken: a driver behind this one was taken first
-        try:
-            clean = self._worker.on_attach()
-        except Exception:
-            logger.exception("the requests of epoch %d cannot be dropped", gate.epoch)
-            clean = False
+        clean = self._drop_requests()
+        self._left_clean = True
         standing = Standing(gate.epoch, gate.last_seq, clean)
         gate.attach(command.epoch)
         self._peer = b""
@@ -370,12 +391,28 @@ class _StepLoop:
         self._drivers[command.epoch] = command.driver_id
         if len(self._drivers) > MAX_OLD_DRIVERS:
             del self._drivers[min(self._drivers)]
+        self._leased(command.epoch, "held", f"epoch {command.epoch} attached")
         self._completion.attached(
             command.driver_id,
             lc.Attached(epoch=command.epoch, seq=0, rank=self._worker.rank),
             lambda: command.taken(standing),
         )
         self._progress.idle()
+
+    def _drop_requests(self) -> bool:
+        """Have the worker forget all requests; tell whether none was cut off since the last
+        attach."""
+        try:
+            clean = self._worker.on_attach()
+        except Exception:
+            logger.exception("the requests of epoch %d cannot be dropped", self._gate.epoch)
+            clean = False
+        self._left_clean = self._left_clean and clean
+        return self._left_clean
+
+    def _leased(self, epoch: int, to: LeaseState, cause: str) -> None:
+        if epoch == self._gate.epoch and self._lifecycle.leased(to, cause):
+            self._publish(self._lifecycle.transitions[-1])
 
     def _describe(self) -> None:
         """Renew what is known of the device. After lifecycle operations only: it waits for the
