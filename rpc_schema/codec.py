@@ -20,6 +20,7 @@ MAX_CONTROL_BYTES = 1 << 20
 
 MessageT = TypeVar("MessageT")
 Frame: TypeAlias = bytes | memoryview | bytearray
+FrameT = TypeVar("FrameT", bound=bytes | memoryview | bytearray)
 
 StepMessage: TypeAlias = (
     step.ExecuteModel
@@ -160,7 +161,7 @@ def mark_replayed(frames: Sequence[Frame]) -> list[Frame]:
     return [b"", *frames]
 
 
-def split_replayed(frames: Sequence[Frame]) -> tuple[bool, Sequence[Frame]]:
+def split_replayed(frames: Sequence[FrameT]) -> tuple[bool, Sequence[FrameT]]:
     """Return whether a step reply was marked as a replay, and its own frames."""
     if len(frames) > 1 and not frames[0]:
         return True, frames[1:]

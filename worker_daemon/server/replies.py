@@ -6,7 +6,7 @@ from typing import Final
 
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope, WireError
 from rpc_schema.lease import LeaseStatus
-from worker_daemon.errors import GapError, LeaseHeldError, WorkerError
+from worker_daemon.errors import GapError, LeaseHeldError, ProtocolError, WorkerError
 
 MAX_MESSAGE: Final = 8192
 MAX_TRACEBACK: Final = 32768
@@ -57,8 +57,7 @@ def _message(error: Exception) -> str:
 
 
 def _traceback(error: Exception) -> str:
-    """The frames that led to `error`; none for an error without any (a refusal that was never
-    raised)."""
-    if error.__traceback__ is None:
+    """The frames that led to `error`; none for a refusal: what is wrong is on the other side."""
+    if error.__traceback__ is None or isinstance(error, ProtocolError):
         return ""
     return "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
