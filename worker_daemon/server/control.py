@@ -264,7 +264,6 @@ class Control:
             self._commands.post(Orphan(expired))
         unclaimed = self._lease.take_kv_end()
         if unclaimed:
-            logger.info("nobody has adopted the requests of epoch %d: dropped", unclaimed)
             self._commands.post(DropRequests(unclaimed))
 
     def _open_rendezvous_server(self, message: lc.OpenRendezvous) -> ControlReplyMessage:

@@ -361,6 +361,7 @@ class _StepLoop:
             case DropRequests():
                 if command.epoch == self._gate.epoch:
                     self._drop_requests()
+                    logger.info("nobody came for the requests of epoch %d: dropped", command.epoch)
             case LinkBroke():
                 if command.link == self._gate.link:  # else it has been replaced since
                     self._link_broke(command.cause)
