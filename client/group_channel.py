@@ -347,8 +347,9 @@ class GroupChannel:
             self._steps.take_outcome(reply, frames[1:], replayed=replayed)
 
     def _mends_gap(self, reply: ErrorReply) -> bool:
-        """Send a rank what it misses, if that is why it refused an outstanding request."""
-        if reply.code is not ErrorCode.GAP or not 0 < self._outstanding <= reply.seq:
+        """Send a rank what it misses, if that is why it refused a request. Others may have answered
+        that one already."""
+        if reply.code is not ErrorCode.GAP or reply.seq <= self._steps.last_given_up:
             return False
         return self._resending.mend_gap(reply.rank, reply.expected_seq)
 

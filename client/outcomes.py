@@ -158,6 +158,8 @@ class StepsInFlight:
         """Why the group takes no steps any more; a WorkerDied is for good."""
         self.times = StepTimes()
         """When steps were sent and settled, for traces."""
+        self.last_given_up = 0
+        """The last step that has failed: neither it nor those before it may be sent again."""
         self._has_link = world_size > 1
         self.output_rank = output_rank
         self._timeout_s = DEFAULT_STEP_DEADLINE_S + STEP_SLACK_S
@@ -181,6 +183,7 @@ class StepsInFlight:
         self._fail_from(0, failure)
         self.times.clear()
         self._failure = self.dead = None
+        self.last_given_up = 0
         self._recently_done.clear()
 
     @property
@@ -312,6 +315,7 @@ class StepsInFlight:
             failure.lost |= self.slots.drop_all()
         for future in failed:
             failure.settle(future)
+            self.last_given_up = max(self.last_given_up, future.seq)
             del self._futures[future.seq]
             self.times.failed(future.seq)
         if self._failure is not None and not self._failure.reported:

@@ -28,6 +28,7 @@ def plan_for(endpoints: list[str], config: WorkerConfig, cases: Cases) -> Plan:
         config=config,
         prompts=[request.prompt_token_ids.tolist() for request in cases.requests],
         max_tokens=cases.requests[0].max_tokens,
+        force=True,
     )
 
 
