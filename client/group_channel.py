@@ -187,6 +187,13 @@ class GroupChannel:
         self._collect(gather, "attach", deadline, timeout_s)
         return attached
 
+    def detach(self) -> None:
+        """Give the lease back on all daemons, each of which says so."""
+        self.lease.stop()
+        self._is_attached = False
+        for client in self.clients:
+            client.detach(self.epoch)
+
     def leave(self) -> None:
         """Give the lease back on all daemons that hear it in time; nothing where there is none."""
         self.lease.stop()

@@ -224,9 +224,7 @@ class WorkerGroup:
 
     def detach(self) -> None:
         """Leave in order; models stay loaded."""
-        self._channel.lease.stop()
-        for client in self.clients:
-            client.detach(self._channel.epoch)
+        self._channel.detach()
 
     def shutdown(self) -> None:
         """End all daemons."""

@@ -362,7 +362,9 @@ def test_generation_over_a_faulty_network_gives_the_right_tokens(faulty, monkeyp
         }
         for name, prompt in prompts.items():
             driver.add_request(
-                GenerationRequest(id=name, prompt_token_ids=np.array(prompt, np.int32), max_tokens=40)
+                GenerationRequest(
+                    id=name, prompt_token_ids=np.array(prompt, np.int32), max_tokens=40
+                )
             )
         failures = []
         step_failed = driver.scheduler.step_failed

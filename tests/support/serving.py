@@ -146,10 +146,12 @@ def connect(
     *,
     num_gpu_blocks: int | None = 256,
     reload: bool = True,
+    force: bool = True,
 ) -> Iterator[Served]:
-    """Attach to these daemons and prepare them; leaves them in order at the end."""
+    """Attach to these daemons and prepare them; leaves them in order at the end. force: whoever
+    else has them, as a fixture of a wider scope may."""
     with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as group:
-        group.attach()
+        group.attach(force=force)
         loaded = group.prepare(config, num_gpu_blocks=num_gpu_blocks, reload=reload)
         yield Served(group, loaded)
 
