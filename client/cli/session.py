@@ -118,7 +118,7 @@ def open_session(
             startup_s |= daemons.seconds
         launched = time.monotonic()
         group = stack.enter_context(WorkerGroup(endpoints, options.config.parallel))
-        group.attach()
+        group.attach(force=options.force)
         startup_s["attach"] = time.monotonic() - launched
         model = group.prepare(
             options.config,

@@ -287,7 +287,7 @@ def test_a_gate_that_forgets_is_found_out():
     world = World(1)
     for rank in world.ranks:
         rank.gate = ForgetfulGate()
-    with pytest.raises(AssertionError, match="applied twice|left out"):
+    with pytest.raises(AssertionError, match=r"applied twice|left out"):
         world.run(2000)
 
 

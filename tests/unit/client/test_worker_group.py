@@ -311,7 +311,7 @@ def test_a_consequence_alone_is_told_after_a_while(fakes, connect):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_lost_step_shows_as_a_gap_and_is_sent_again(fakes, connect, rank):
-    daemons, group, model = ready(fakes, connect, 2)
+    daemons, group, _ = ready(fakes, connect, 2)
     daemons.daemons[rank].faults = [Fault(0, "swallow")]
     futures = [group.execute_model(admit(name, first_block=i + 1)) for i, name in enumerate("abc")]
     for future, name in zip(futures, "abc", strict=True):
@@ -324,9 +324,10 @@ def test_a_lost_step_shows_as_a_gap_and_is_sent_again(fakes, connect, rank):
 def test_a_step_that_never_arrives_fails_and_is_repaired(fakes, connect):
     daemons, group, model = ready(fakes, connect, step_deadline_ms=300)
     daemons.daemons[0].faults = [Fault(n, "swallow") for n in range(1000)]
-    group.execute_model(admit("a"))
+    first = group.execute_model(admit("a"))
+    group.execute_model(admit("b", first_block=2))
     with pytest.raises(StepFailed) as caught:
-        group.execute_model(admit("b", first_block=2)).result()
+        first.result()
     assert caught.value.lost_req_ids == {"a", "b"}
     assert daemons.daemons[0].executes == []
     daemons.daemons[0].faults = []

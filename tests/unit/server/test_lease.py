@@ -1,4 +1,4 @@
-"""The lease's states as a table: what each event makes of each, with a clock that the test turns."""
+"""The lease's states as a table: what each event makes of each, with a clock of the test's own."""
 
 import pytest
 
