@@ -27,6 +27,8 @@ from benchmarks.control_plane_peers import (
     run_pickle,
 )
 from benchmarks.state_worker import ALL_RANKS, BLOCK_SIZE
+from client.lease import LeaseKeeper
+from client.lease_terms import LeaseTerms
 from client.scheduler_output import NewRequest, SchedulerOutput
 from client.slots import SlotTable
 from client.transport import ResultsChannel, new_driver_id, parse_endpoint
@@ -49,6 +51,7 @@ GROUPS = (1, 4, 8)
 SIZES = (256, 1024)
 WARM_UP = 20
 SPACING_S = 0.005
+LEASE = LeaseTerms(ttl_s=60.0)
 Spawn = multiprocessing.get_context("spawn")
 
 
@@ -161,10 +164,13 @@ class DaemonGroup:
         ]
         self._seq = 0
         self._link = 0
+        self._lease = LeaseKeeper(context, addresses, driver_id, LEASE, self)
         for client in self._clients:
             client.hello(30.0)
             client.prepare_attach(1)
-            client.commit_attach(1)
+            client.send_commit_attach(1, terms=LEASE).result()
+        self._lease.start(1)
+        self._lease.confirm()
         self._receive(size)
 
     def start(self, max_num_seqs: int, *, all_ranks: bool) -> None:
@@ -204,6 +210,7 @@ class DaemonGroup:
         return table.decode(encoded, reply, frames[1:]).token_ids
 
     def close(self) -> None:
+        self._lease.stop()
         for client in self._clients:
             client.close()
         self._results.close()

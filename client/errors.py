@@ -24,6 +24,9 @@ ClientError
      |   +- IncompatibleError         INCOMPATIBLE
      |   +- FencedError               FENCED
      |   +- NotAttachedError          NOT_ATTACHED
+     |   +- LeaseHeldError            LEASE_HELD
+     |   +- LeaseExpiredError         LEASE_EXPIRED
+     |   +- ForbiddenError            FORBIDDEN
      |   +- StaleError                STALE
      |   `- GapError                  GAP
      +- IllegalStateError         ILLEGAL_STATE
@@ -224,6 +227,26 @@ class NotAttachedError(RemoteProtocolError):
     """The daemon never granted this epoch."""
 
 
+class LeaseHeldError(RemoteProtocolError):
+    """Another driver holds the lease of a daemon. `holder` is its driver id, `holder_name` its
+    HOST:PID, `remaining_s` how long the lease lasts unless it is renewed."""
+
+    def __init__(self, reply: ErrorReply | ControlErrorReply, *, rank: int, endpoint: str) -> None:
+        super().__init__(reply, rank=rank, endpoint=endpoint)
+        lease = reply.lease if isinstance(reply, ControlErrorReply) else None
+        self.holder = b"" if lease is None else lease.holder
+        self.holder_name = "" if lease is None else lease.holder_name
+        self.remaining_s = 0.0 if lease is None else lease.remaining_ms / 1000
+
+
+class LeaseExpiredError(RemoteProtocolError):
+    """This driver did not renew its lease in time: attach again."""
+
+
+class ForbiddenError(RemoteProtocolError):
+    """This driver lacks the role that the request needs."""
+
+
 class StaleError(RemoteProtocolError):
     """A request older than the replies still kept."""
 
@@ -290,6 +313,9 @@ REMOTE_ERRORS: Mapping[ErrorCode, type[RemoteError]] = MappingProxyType(
         ErrorCode.INCOMPATIBLE: IncompatibleError,
         ErrorCode.FENCED: FencedError,
         ErrorCode.NOT_ATTACHED: NotAttachedError,
+        ErrorCode.LEASE_HELD: LeaseHeldError,
+        ErrorCode.LEASE_EXPIRED: LeaseExpiredError,
+        ErrorCode.FORBIDDEN: ForbiddenError,
         ErrorCode.STALE: StaleError,
         ErrorCode.GAP: GapError,
         ErrorCode.ILLEGAL_STATE: IllegalStateError,

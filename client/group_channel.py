@@ -1,9 +1,11 @@
 """The conversation with a group's daemons: their sockets, the epoch, link and seqs that requests go
-under, operations sent to all ranks and their replies gathered, replies to steps handed on. Knows
-not what an operation means, nor what a step's failure does (`client/outcomes.py`).
+under, operations sent to all ranks and their replies gathered, replies to steps handed on, and what
+got lost on the way sent again. Knows not what an operation means, nor what a step's failure does
+(`client/outcomes.py`).
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -13,11 +15,20 @@ import zmq
 
 from client.clocks import measure
 from client.errors import ClientError, DeadlineExceeded, RemoteError, WorkerDied, remote_error
+from client.lease import LeaseKeeper
+from client.lease_terms import LeaseTerms
 from client.outcomes import ROOT_CAUSE_WAIT_S, StepsInFlight
+from client.resending import Resending
 from client.transport import Endpoint, EventsChannel, ResultsChannel
 from client.worker_client import StepIds, WorkerClient
 from rpc_schema import lifecycle as lc
-from rpc_schema.codec import EventMessage, StepReplyMessage, decode_step_reply
+from rpc_schema.codec import (
+    EventMessage,
+    Frame,
+    StepReplyMessage,
+    decode_step_reply,
+    split_replayed,
+)
 from rpc_schema.config import Rendezvous
 from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, TooLargeError, WireError
 from rpc_schema.trace import DriverStepsWanted
@@ -33,6 +44,9 @@ OBSERVER_TIMEOUT_S = 0.5
 """No longer than this is a daemon waited for in the matters of somebody who watches."""
 
 OPERATION_TIMEOUT_S = 60.0
+
+LEAVE_TIMEOUT_S = 0.3
+"""How long daemons may take to hear that their driver leaves; after that the lease expires."""
 
 ReplyT = TypeVar("ReplyT", bound=StepReplyMessage)
 Send = Callable[[WorkerClient, StepIds], None]
@@ -56,6 +70,10 @@ class _Gather:
         self.replies: list[StepReplyMessage] = []
         self.errors: list[ErrorReply] = []
 
+    def has_heard(self, rank: int) -> bool:
+        """Whether a rank, by its number, has answered."""
+        return any(reply.rank == rank for reply in (*self.replies, *self.errors))
+
 
 class GroupChannel:
     """Owns the sockets to a group's daemons. Belongs to one thread; close() frees them.
@@ -64,17 +82,27 @@ class GroupChannel:
     """
 
     def __init__(
-        self, endpoints: Sequence[Endpoint], driver_id: bytes, steps: StepsInFlight
+        self,
+        endpoints: Sequence[Endpoint],
+        driver_id: bytes,
+        steps: StepsInFlight,
+        terms: LeaseTerms,
     ) -> None:
         """Connect; nothing is sent yet. steps gets the replies that no operation waits for, and the
-        news of deaths."""
+        news of deaths. terms: of the lease."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._results = ResultsChannel(self._context, endpoints, driver_id)
+        self._terms = terms
+        self.lease = LeaseKeeper(self._context, endpoints, driver_id, terms, self)
+        self._results = ResultsChannel(self._context, endpoints, driver_id, self.lease.check)
         self._events = EventsChannel(self._context, endpoints)
         self.clients = [
-            WorkerClient(self._context, endpoint, rank, driver_id, self._results.check_deaths)
+            WorkerClient(
+                self._context, endpoint, rank, driver_id, self._results.check_deaths, self._sent
+            )
             for rank, endpoint in enumerate(endpoints)
         ]
+        self._resending = Resending(self.clients, steps.output_rank)
+        self._is_attached = False
         self.epoch = 0
         """0 before the first attach."""
         self.on_progress: Callable[[Progress], None] | None = None
@@ -85,7 +113,8 @@ class GroupChannel:
         self._next_events = 0.0
 
     def close(self) -> None:
-        """Close all sockets; the daemons keep what they have."""
+        """Close all sockets; the daemons keep what they have, and the lease until it expires."""
+        self.lease.stop()
         for client in self.clients:
             client.close()
         self._results.close()
@@ -93,7 +122,10 @@ class GroupChannel:
         self._context.term()
 
     def check_usable(self) -> None:
-        """Raise what the group has died of, or ClientError before the first attach."""
+        """Raise what the group has died of, the end of its lease included, or ClientError before
+        the first attach."""
+        if self._steps.dead is None and self.lease.lost is not None:
+            self._steps.die(self.lease.lost)
         if self._steps.dead is not None:
             raise self._steps.dead
         if not self.epoch:
@@ -113,12 +145,13 @@ class GroupChannel:
             client.hello(_remaining(deadline))
         return [client.get_status(_remaining(deadline)) for client in self.clients]
 
-    def agree_on_epoch(self, deadline: float) -> int:
-        """Return an epoch that no daemon has seen, announced to all."""
+    def agree_on_epoch(self, deadline: float, *, force: bool = False) -> int:
+        """Return an epoch that no daemon has seen, announced to all. Raises LeaseHeldError."""
         epoch = 1
         while True:
             replies = [
-                client.prepare_attach(epoch, _remaining(deadline)) for client in self.clients
+                client.prepare_attach(epoch, _remaining(deadline), force=force)
+                for client in self.clients
             ]
             if all(reply.granted for reply in replies):
                 return epoch
@@ -128,18 +161,58 @@ class GroupChannel:
         self, epoch: int, deadline: float, timeout_s: float, *, keep_requests: bool = False
     ) -> list[lc.Status]:
         """Begin an epoch and return the daemons' states. It is sent to all ranks before any is
-        waited for: gloo has no abort, so a rank that hangs in a step is let go by its peers'."""
+        waited for: gloo has no abort, so a rank that hangs in a step is let go by its peers'. After
+        an error no daemon is attached, as far as they can be reached."""
         self.epoch, self._seq = epoch, 0
+        self._is_attached = True
+        self._resending.begin_epoch()
+        self.lease.start(epoch)
+        try:
+            attached = self._commit(epoch, deadline, timeout_s, keep_requests=keep_requests)
+        except BaseException:
+            self._gather = None
+            self.leave()
+            raise
+        self.lease.confirm()
+        self._links = [reply.status.link for reply in attached]
+        self._resending.meet([reply.status for reply in attached])
+        self._steps.needs_relink = _must_relink(attached)
+        return [reply.status for reply in attached]
+
+    def _commit(
+        self, epoch: int, deadline: float, timeout_s: float, *, keep_requests: bool
+    ) -> list[lc.CommitAttachReply]:
         gather = self._gather = _Gather(0)
         pending = [
-            client.send_commit_attach(epoch, _remaining(deadline), keep_requests=keep_requests)
+            client.send_commit_attach(
+                epoch, _remaining(deadline), self._terms, keep_requests=keep_requests
+            )
             for client in self.clients
         ]
         attached = [call.result() for call in pending]
         self._collect(gather, "attach", deadline, timeout_s)
-        self._links = [reply.status.link for reply in attached]
-        self._steps.needs_relink = _must_relink(attached)
-        return [reply.status for reply in attached]
+        return attached
+
+    def detach(self) -> None:
+        """Give the lease back on all daemons, each of which says so."""
+        self.lease.stop()
+        self._is_attached = False
+        for client in self.clients:
+            client.detach(self.epoch)
+
+    def leave(self) -> None:
+        """Give the lease back on all daemons that hear it in time; nothing where there is none."""
+        self.lease.stop()
+        if not self._is_attached or self.lease.lost is not None:
+            return
+        self._is_attached = False
+        pending = []
+        for client in self.clients:
+            with contextlib.suppress(ClientError):
+                pending.append(client.send_detach(self.epoch, LEAVE_TIMEOUT_S))
+        for call in pending:
+            with contextlib.suppress(ClientError, WireError):
+                call.result()
 
     def open_rendezvous(self) -> list[Rendezvous]:
         """Have rank 0 open the meeting place of a new link; return each rank's way there."""
@@ -159,19 +232,26 @@ class GroupChannel:
     def use_link(self, rendezvous: Sequence[Rendezvous]) -> None:
         """All ranks have met there: requests go under that link from now on."""
         self._links = [entry.link for entry in rendezvous]
+        self._resending.knows_ranks = True
 
     def refresh_links(self) -> None:
         """Ask each rank which link it stands in: after a failure they need not agree."""
-        self._links = [client.get_status().link for client in self.clients]
+        statuses = [client.get_status() for client in self.clients]
+        self._links = [status.link for status in statuses]
+        self._resending.meet(statuses)
 
     def next_ids(self) -> StepIds:
         """The ids of the next step; send_step() takes them."""
         return StepIds(self.epoch, self._links[0], self._seq + 1)
 
-    def send_step(self, ids: StepIds, send: Callable[[WorkerClient], None]) -> None:
-        """Send a step, which is expected already, to every rank. Raises WorkerDied, and
-        TooLargeError where nothing was sent."""
+    def send_step(
+        self, ids: StepIds, send: Callable[[WorkerClient], None], *, stands_alone: bool = False
+    ) -> None:
+        """Send a step, which is expected already, to every rank. stands_alone: it closes gaps.
+        Raises WorkerDied, and TooLargeError where nothing was sent."""
         self._seq = ids.seq
+        if stands_alone:
+            self._resending.begin_anew(ids.seq)
         self._send_to_all(send)
 
     def fan_out(
@@ -181,11 +261,15 @@ class GroupChannel:
         reply_type: type[ReplyT],
         *,
         timeout_s: float = OPERATION_TIMEOUT_S,
+        stands_alone: bool = False,
     ) -> list[ReplyT]:
-        """Send one operation to every rank under one seq and return the replies in rank order."""
+        """Send one operation to every rank under one seq and return the replies in rank order.
+        stands_alone: it closes gaps."""
         self.check_usable()
-        self._drop_events()
+        self._read_events()
         self._seq += 1
+        if stands_alone:
+            self._resending.begin_anew(self._seq)
         gather = self._gather = _Gather(self._seq)
         self._send_to_all(
             lambda client: send(client, StepIds(self.epoch, self._links[client.rank], gather.seq))
@@ -193,8 +277,11 @@ class GroupChannel:
         try:
             self._collect(gather, operation, time.monotonic() + timeout_s, timeout_s)
         except (RemoteError, DeadlineExceeded):
+            self._resending.forget()
             self.refresh_links()
             raise
+        finally:
+            self._gather = None
         replies = sorted(gather.replies, key=lambda reply: reply.rank)
         typed: list[ReplyT] = [reply for reply in replies if isinstance(reply, reply_type)]
         if len(typed) != len(replies):
@@ -216,28 +303,53 @@ class GroupChannel:
 
     def take_reply(self, deadline: float) -> bool:
         """Take in one reply; False when none came by the deadline."""
-        deadline = min(deadline, self._steps.verdict_due)
         self._clear_events()
+        resend_at = self._resending.due if self._outstanding else math.inf
         try:
-            frames = self._results.receive(deadline)
-            reply = None if frames is None else decode_step_reply(frames)
-        except (WorkerDied, WireError) as error:
+            frames = self._results.receive(min(deadline, self._steps.verdict_due, resend_at))
+            if frames is None:
+                self._steps.convict_suspect()
+                self._send_overdue()
+                return False
+            replayed, own_frames = split_replayed(frames)
+            reply = decode_step_reply(own_frames)
+        except (WorkerDied, WireError, RemoteError) as error:
             self._steps.die(error)
             raise
-        if frames is None or reply is None:
-            self._steps.convict_suspect()
-            return False
         if reply.epoch == self.epoch:
-            self._dispatch(reply, frames)
+            self._resending.restart()
+            self._dispatch(reply, own_frames, replayed)
         return True
 
-    def _dispatch(self, reply: StepReplyMessage, frames: Sequence[bytes]) -> None:
+    @property
+    def _outstanding(self) -> int:
+        """The first request whose outcome is not known; 0 where there is none. Attach is none: a
+        driver may attach again."""
+        return self._steps.oldest_seq if self._gather is None else self._gather.seq
+
+    def _send_overdue(self) -> None:
+        """Send again what has had no answer for a while, where it or its answer may be lost."""
+        if time.monotonic() < self._resending.due or not self._outstanding:
+            return
+        self._read_events()
         gather = self._gather
+        answered = () if gather is None else [reply.rank for reply in gather.replies]
+        self._resending.send_overdue(self._outstanding, answered, is_step=gather is None)
+
+    def _sent(self, rank: int, frames: Sequence[Frame]) -> None:
+        self._resending.sent(rank, self._seq, frames)
+
+    def _dispatch(self, reply: StepReplyMessage, frames: Sequence[bytes], replayed: bool) -> None:
+        gather = self._gather
+        if isinstance(reply, ErrorReply) and self._mends_gap(reply):
+            return
         if isinstance(reply, ErrorReply) and reply.seq == 0:
             # A daemon could not read a request of ours: it fails what is outstanding.
             outstanding = gather.seq if gather is not None else self._steps.oldest_seq
             reply = msgspec.structs.replace(reply, seq=outstanding)
         if gather is not None and reply.seq == gather.seq:
+            if self._resending.knows_ranks and gather.has_heard(reply.rank):
+                return  # it comes once more: as it was
             if isinstance(reply, ErrorReply):
                 gather.errors.append(reply)
             else:
@@ -245,7 +357,14 @@ class GroupChannel:
         elif isinstance(reply, ErrorReply):
             self._steps.take_error(reply, self._to_error(reply))
         else:
-            self._steps.take_outcome(reply, frames[1:])
+            self._steps.take_outcome(reply, frames[1:], replayed=replayed)
+
+    def _mends_gap(self, reply: ErrorReply) -> bool:
+        """Send a rank what it misses, if that is why it refused a request. Others may have answered
+        that one already."""
+        if reply.code is not ErrorCode.GAP or reply.seq <= self._steps.last_given_up:
+            return False
+        return self._resending.mend_gap(reply.rank, reply.expected_seq)
 
     def _collect(self, gather: _Gather, operation: str, deadline: float, timeout_s: float) -> None:
         while len(gather.replies) < len(self.clients):
@@ -280,7 +399,7 @@ class GroupChannel:
 
     def _report_progress(self, operation: str) -> None:
         for event in self._events.receive_all():
-            self._answer_observer(event)
+            self._take_event(event)
             if self.on_progress is not None and isinstance(event, lc.Heartbeat):
                 self.on_progress(Progress(operation, event.rank, event.phase, event.phase_ms))
 
@@ -289,12 +408,18 @@ class GroupChannel:
         now = time.monotonic()
         if self._gather is None and now >= self._next_events:
             self._next_events = now + EVENTS_INTERVAL_S
-            self._drop_events()
+            self._read_events()
 
-    def _drop_events(self) -> None:
+    def _read_events(self) -> None:
         with contextlib.suppress(WireError):
             for event in self._events.receive_all():
-                self._answer_observer(event)
+                self._take_event(event)
+
+    def _take_event(self, event: EventMessage) -> None:
+        if isinstance(event, lc.Heartbeat) and event.epoch == self.epoch:
+            self._resending.heard(event, self._outstanding or self._seq + 1)
+        else:
+            self._answer_observer(event)
 
     def _answer_observer(self, event: EventMessage) -> None:
         """Tell somebody who traces the group, and asks by way of a daemon, what this driver did. A

@@ -139,8 +139,16 @@ class PendingCall(Generic[ReplyT]):
             RemoteError: the daemon answered with an error.
             BadFrameError: the answer is of another type.
         """
+        reply = self.poll(self._deadline)
+        if reply is None:
+            raise DeadlineExceeded(self._what, self._timeout_s)
+        return reply
+
+    def poll(self, until: float) -> ReplyT | None:
+        """Wait for the reply until `until` (of time.monotonic); None when it has not come. Raises
+        as result() does otherwise."""
         channel = self._channel
-        while (reply := channel.receive(self._deadline)) is not None:
+        while (reply := channel.receive(until)) is not None:
             if reply.call != self._call:
                 continue
             if isinstance(reply, ControlErrorReply):
@@ -148,7 +156,7 @@ class PendingCall(Generic[ReplyT]):
             if not isinstance(reply, self._reply_type):
                 raise BadFrameError(f"{self._what} was answered with {type(reply).__name__}")
             return reply
-        raise DeadlineExceeded(self._what, self._timeout_s)
+        return None
 
 
 class ControlChannel:
@@ -243,7 +251,16 @@ class StepChannel:
 class ResultsChannel:
     """Replies of all daemons of a group, and the news that one of them is gone."""
 
-    def __init__(self, context: Context, endpoints: Sequence[Endpoint], driver_id: bytes) -> None:
+    def __init__(
+        self,
+        context: Context,
+        endpoints: Sequence[Endpoint],
+        driver_id: bytes,
+        check_lease: Callable[[], None] = lambda: None,
+    ) -> None:
+        """check_lease raises the error that ended the driver's lease; it is asked while nothing
+        comes."""
+        self._check_lease = check_lease
         self._socket = _open_socket(context, zmq.DEALER, MAX_STEP_BYTES)
         self._socket.setsockopt(zmq.ROUTING_ID, driver_id)
         self._ranks = {endpoint.results: rank for rank, endpoint in enumerate(endpoints)}
@@ -262,12 +279,14 @@ class ResultsChannel:
 
         Raises:
             WorkerDied: a daemon's connection ended.
+            RemoteError: the lease is lost.
         """
         while True:
             try:
                 return self._receive(0 if time.monotonic() < deadline else _NOBLOCK)
             except zmq.Again:
                 self.check_deaths()
+                self._check_lease()
             if time.monotonic() >= deadline:
                 return None
 

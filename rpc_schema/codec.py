@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from rpc_schema import adoption, step, trace
+from rpc_schema import adoption, lease, step, trace
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
 from rpc_schema.errors import BadFrameError, ControlErrorReply, ErrorReply, TooLargeError
@@ -20,6 +20,7 @@ MAX_CONTROL_BYTES = 1 << 20
 
 MessageT = TypeVar("MessageT")
 Frame: TypeAlias = bytes | memoryview | bytearray
+FrameT = TypeVar("FrameT", bound=bytes | memoryview | bytearray)
 
 StepMessage: TypeAlias = (
     step.ExecuteModel
@@ -85,6 +86,7 @@ ControlMessage: TypeAlias = (
     | lc.CheckHealth
     | lc.GetStatus
     | lc.Shutdown
+    | lease.RenewLease
     | trace.ReadClock
     | trace.StartTrace
     | trace.StopTrace
@@ -102,6 +104,7 @@ ControlReplyMessage: TypeAlias = (
     | lc.CheckHealthReply
     | lc.GetStatusReply
     | lc.Acknowledged
+    | lease.RenewLeaseReply
     | trace.ReadClockReply
     | trace.StopTraceReply
     | trace.ReadTraceReply
@@ -152,6 +155,19 @@ def decode_step(frames: Sequence[Frame]) -> StepMessage:
     """
     _check_bounds(frames, MAX_STEP_BYTES)
     return _decode(_STEP, frames)
+
+
+def mark_replayed(frames: Sequence[Frame]) -> list[Frame]:
+    """Return a step reply's frames, unchanged, behind an empty frame: it was sent before. No
+    message begins with an empty frame."""
+    return [b"", *frames]
+
+
+def split_replayed(frames: Sequence[FrameT]) -> tuple[bool, Sequence[FrameT]]:
+    """Return whether a step reply was marked as a replay, and its own frames."""
+    if len(frames) > 1 and not frames[0]:
+        return True, frames[1:]
+    return False, frames
 
 
 def decode_step_reply(frames: Sequence[Frame]) -> StepReplyMessage:

@@ -4,6 +4,7 @@ are here too."""
 import enum
 
 from rpc_schema.base import ControlReply, StepReply, Text, Unsigned
+from rpc_schema.lease import LeaseStatus
 
 
 class ErrorCode(enum.StrEnum):
@@ -18,6 +19,9 @@ class ErrorCode(enum.StrEnum):
     NOT_ATTACHED = "NOT_ATTACHED"
     STALE = "STALE"
     GAP = "GAP"
+    LEASE_HELD = "LEASE_HELD"
+    LEASE_EXPIRED = "LEASE_EXPIRED"
+    FORBIDDEN = "FORBIDDEN"
     ILLEGAL_STATE = "ILLEGAL_STATE"
     CONFIG = "CONFIG"
     CHECKPOINT = "CHECKPOINT"
@@ -59,6 +63,8 @@ class ControlErrorReply(ControlReply, frozen=True, tag=0, kw_only=True):
     scope: ErrorScope
     message: Text
     traceback: Text = ""
+    lease: LeaseStatus | None = None
+    """With LEASE_HELD: whose it is, and how long to wait."""
 
 
 class WireError(Exception):

@@ -7,6 +7,9 @@ WorkerError
  |   +- IncompatibleError    protocol versions differ
  |   +- FencedError          the epoch or link is an old one
  |   +- NotAttachedError     the epoch is one that was never granted
+ |   +- LeaseHeldError       another driver may step this daemon
+ |   +- LeaseExpiredError    the driver did not renew its lease in time
+ |   +- ForbiddenError       the peer lacks the role that the request needs
  |   +- StaleError           a step older than the replies still kept
  |   `- GapError             a step before this one is missing
  +- StateError           the request is not legal in this state
@@ -72,6 +75,25 @@ class FencedError(ProtocolError):
 
 class NotAttachedError(ProtocolError):
     code = "NOT_ATTACHED"
+
+
+class LeaseHeldError(ProtocolError):
+    """`lease` says whose it is, in the wire's words; None where nobody knows."""
+
+    code = "LEASE_HELD"
+    scope = "worker"
+
+    def __init__(self, message: str, *, fix: str | None = None, lease: object = None) -> None:
+        super().__init__(message, fix=fix)
+        self.lease = lease
+
+
+class LeaseExpiredError(ProtocolError):
+    code = "LEASE_EXPIRED"
+
+
+class ForbiddenError(ProtocolError):
+    code = "FORBIDDEN"
 
 
 class StaleError(ProtocolError):

@@ -12,6 +12,7 @@ from rich.table import Table
 from client.cli.daemons import connect
 from client.cli.options import split_endpoints
 from client.errors import ClientConfigError
+from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import KVCacheAdvice, ReplyDelay, Status
 
 Endpoints = Annotated[
@@ -74,6 +75,7 @@ def _named(status: Status) -> dict[str, object]:
     fields["reply_delay"] = msgspec.structs.asdict(status.reply_delay)
     advice = status.kv_cache_advice
     fields["kv_cache_advice"] = None if advice is None else msgspec.structs.asdict(advice)
+    fields["lease"] = msgspec.structs.asdict(status.lease) | {"holder": status.lease.holder.hex()}
     fields["worker_uid"] = status.worker_uid.hex()
     fields["config"] = None if status.config is None else status.config.fingerprint()
     fields["model"] = None if status.config is None else status.config.model.model
@@ -100,13 +102,18 @@ def _delays(delay: ReplyDelay) -> str:
     )
 
 
+def _lease(lease: LeaseStatus) -> str:
+    if lease.state == "held":
+        return f"{lease.holder_name or lease.holder.hex()[:8]}, {lease.remaining_ms / 1000:.1f} s"
+    return lease.state
+
+
 def _table(statuses: list[Status]) -> Table:
-    table = Table("endpoint", "pid", "device", "rank", "state", "model", "epoch, step")
+    table = Table("endpoint", "pid", "device", "rank", "state", "model", "epoch, step", "lease")
     for entry in statuses:
         model = "-" if entry.config is None else entry.config.model.model
         state = f"{entry.serving}, {entry.load}, link {entry.link_state}"
         ids = f"{entry.epoch}, {entry.last_seq}"
-        table.add_row(
-            entry.endpoint, str(entry.pid), entry.device, str(entry.rank), state, model, ids
-        )
+        columns = (entry.endpoint, str(entry.pid), entry.device, str(entry.rank), state, model, ids)
+        table.add_row(*columns, _lease(entry.lease))
     return table

@@ -142,6 +142,9 @@ Seed = Annotated[
 Reload = Annotated[
     bool, typer.Option("--reload", envvar=_env("RELOAD"), help="Load anew, whatever is loaded.")
 ]
+Force = Annotated[
+    bool, typer.Option("--force", help="Take daemons from a driver that lives (role admin).")
+]
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="A prompt; may be repeated.")]
 Input = Annotated[
     Path | None, typer.Option("--input", help="Requests, one JSON object a line (JSONL).")
@@ -165,6 +168,7 @@ class RunOptions:
     fit_max_model_len: bool
     seed: int | None
     reload: bool
+    force: bool
 
 
 def build_run_options(
@@ -188,6 +192,7 @@ def build_run_options(
     enable_sleep_mode: EnableSleepMode = False,
     seed: Seed = None,
     reload: Reload = False,
+    force: Force = False,
 ) -> RunOptions:
     """Check the options and put them into a worker configuration.
 
@@ -239,6 +244,7 @@ def build_run_options(
         fit_max_model_len=fit_max_model_len or is_fitted,
         seed=seed,
         reload=reload,
+        force=force,
     )
 
 

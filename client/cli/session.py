@@ -158,7 +158,7 @@ def open_session(
             startup_s |= daemons.seconds
         launched = time.monotonic()
         group = stack.enter_context(WorkerGroup(endpoints, options.config.parallel))
-        group.attach(keep_requests=keep_requests)
+        group.attach(force=options.force, keep_requests=keep_requests)
         startup_s["attach"] = time.monotonic() - launched
         model = group.prepare(
             options.config,

@@ -1,6 +1,6 @@
 """What a driver may ask of the daemon at any time: attach, health, status, shutdown. Runs on the
 main thread's event loop and never waits for the device without a bound. Owns the control and events
-sockets and the epochs."""
+sockets, the epochs and the lease."""
 
 import asyncio
 import logging
@@ -15,6 +15,7 @@ from typing import Final, Protocol
 import zmq
 import zmq.asyncio
 
+from rpc_schema import lease as ls
 from rpc_schema import lifecycle as lc
 from rpc_schema import trace as tr
 from rpc_schema.codec import (
@@ -40,10 +41,20 @@ from worker_daemon.server.dispatch import OpenRendezvousServer, RendezvousServer
 from worker_daemon.server.endpoints import Endpoint
 from worker_daemon.server.epochs import EpochFile
 from worker_daemon.server.guard import Guard
+from worker_daemon.server.lease import Lease, LeaseTerms, lease_terms
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.replies import control_error_reply
 from worker_daemon.server.reply_delays import ReplyDelays
-from worker_daemon.server.step_thread import UID_BYTES, Attach, Command, Detach, Standing
+from worker_daemon.server.roles import AllRoles, Roles, check_role
+from worker_daemon.server.step_thread import (
+    UID_BYTES,
+    Attach,
+    Command,
+    Detach,
+    DropRequests,
+    Orphan,
+    Standing,
+)
 from worker_daemon.server.tracing import Tracing
 
 HEARTBEAT_S: Final = 0.25
@@ -83,7 +94,9 @@ class Control:
         reply_delays: ReplyDelays,
         commands: Commands,
         open_rendezvous: OpenRendezvousServer,
+        roles: Roles | None = None,
     ) -> None:
+        """roles: None: every peer has all of them."""
         self.worker_uid = os.urandom(16)
         self.draining = False
         self._control = control
@@ -99,6 +112,8 @@ class Control:
         self._rendezvous: deque[RendezvousServerLike] = deque()
         self._versions: OrderedDict[bytes, int] = OrderedDict()
         self._prepared: tuple[int, bytes] = (0, b"")
+        self._lease = Lease(time.monotonic)
+        self._roles: Roles = AllRoles() if roles is None else roles
         self._software = f"worker-daemon {metadata.version('worker-daemon')}"
         self._commits: set[asyncio.Task[None]] = set()
         self._bad_frames = 0
@@ -107,6 +122,7 @@ class Control:
             lc.Hello: self._hello,
             lc.PrepareAttach: self._prepare_attach,
             lc.Detach: self._detach,
+            ls.RenewLease: self._renew_lease,
             lc.OpenRendezvous: self._open_rendezvous_server,
             lc.CheckHealth: self._check_health,
             lc.GetStatus: self._get_status,
@@ -131,11 +147,12 @@ class Control:
             elif isinstance(message, tr.StopTrace):
                 self._spawn(self._trace(sender, message, self._tracing.stop(message)))
             else:
-                await self._reply(sender, self._outcome(message))
+                await self._reply(sender, self._outcome(sender, message))
 
     async def beat(self) -> None:
-        """Publish the heartbeat until cancelled."""
+        """Publish the heartbeat, and take notice of the lease's end, until cancelled."""
         while True:
+            self._watch_lease()
             self._publish(self._heartbeat())
             await asyncio.sleep(HEARTBEAT_S)
 
@@ -165,7 +182,8 @@ class Control:
         self._commands.post(command)
 
     def need_attached(self, epoch: int) -> None:
-        """Raise FencedError or NotAttachedError unless the epoch is the attached driver's."""
+        """Raise FencedError, LeaseExpiredError or NotAttachedError unless the epoch is the attached
+        driver's."""
         self._need_attached(epoch)
 
     def ask_driver(self, trace: bytes, begin_ns: int, end_ns: int) -> None:
@@ -194,8 +212,9 @@ class Control:
             reply = _failure(message, error)
         await self._reply(sender, reply)
 
-    def _outcome(self, message: ControlMessage) -> ControlReplyMessage:
+    def _outcome(self, sender: bytes, message: ControlMessage) -> ControlReplyMessage:
         try:
+            check_role(message, self._roles.of(sender))
             return self._handlers[type(message)](message)
         except Exception as error:  # the dispatch boundary: a request never ends the daemon
             return _failure(message, error)
@@ -218,6 +237,7 @@ class Control:
         if self.draining:
             raise StateError("the daemon is shutting down", fix="attach to another one")
         self._need_same_version(message.driver_id)
+        self._lease.check_free_for(message.driver_id, force=message.force)
         last = self._epochs.last
         if message.epoch <= last:
             return lc.PrepareAttachReply(call=message.call, granted=False, last_epoch=last)
@@ -226,9 +246,25 @@ class Control:
         return lc.PrepareAttachReply(call=message.call, granted=True, last_epoch=message.epoch)
 
     def _detach(self, message: lc.Detach) -> ControlReplyMessage:
-        self._need_attached(message.epoch)
+        """Also after the lease has expired: a late goodbye does no harm."""
+        if not self._lease.release(message.epoch):
+            self._need_attached(message.epoch)
         self._commands.post(Detach(message.epoch))
         return lc.Acknowledged(call=message.call)
+
+    def _renew_lease(self, message: ls.RenewLease) -> ControlReplyMessage:
+        remaining_s = self._lease.renew(message.driver_id, message.epoch)
+        return ls.RenewLeaseReply(call=message.call, remaining_ms=round(remaining_s * 1000))
+
+    def _watch_lease(self) -> None:
+        """Have the step thread take notice of what the lease's end means for it."""
+        expired = self._lease.take_expiry()
+        if expired:
+            logger.warning("the lease of epoch %d has expired: waiting for a driver", expired)
+            self._commands.post(Orphan(expired))
+        unclaimed = self._lease.take_kv_end()
+        if unclaimed:
+            self._commands.post(DropRequests(unclaimed))
 
     def _open_rendezvous_server(self, message: lc.OpenRendezvous) -> ControlReplyMessage:
         self._need_attached(message.epoch)
@@ -266,7 +302,8 @@ class Control:
     async def _commit(self, sender: bytes, message: lc.CommitAttach) -> None:
         reply: ControlReplyMessage
         try:
-            standing = await self._take_epoch(message)
+            terms = lease_terms(message.lease_ttl_ms, message.orphan_kv_ttl_ms, message.holder_name)
+            standing = await self._take_epoch(message, terms)
             reply = lc.CommitAttachReply(
                 call=message.call,
                 previous_epoch=standing.epoch,
@@ -278,9 +315,9 @@ class Control:
             reply = _failure(message, error)
         await self._reply(sender, reply)
 
-    async def _take_epoch(self, message: lc.CommitAttach) -> Standing:
+    async def _take_epoch(self, message: lc.CommitAttach, terms: LeaseTerms) -> Standing:
         """Have the step thread take the prepared epoch; free it from a step that hangs on its
-        peers.
+        peers. The lease begins at once: whoever waits for a hanging step renews it meanwhile.
 
         Raises:
             FencedError: another driver has prepared a higher epoch.
@@ -294,6 +331,7 @@ class Control:
             raise NotAttachedError(f"epoch {message.epoch} was not prepared", fix="prepare first")
         if message.epoch <= self._progress.epoch:
             raise NotAttachedError(f"epoch {epoch} is attached already", fix="prepare a new one")
+        self._lease.grant(driver_id, epoch, terms)
         loop = asyncio.get_running_loop()
         taken: asyncio.Future[Standing] = loop.create_future()
         settle = _threadsafe(loop, taken)
@@ -305,6 +343,8 @@ class Control:
         if taken.done():
             standing = taken.result()
             return standing if done else replace(standing, clean=False)
+        self._lease.release(epoch)
+        self._commands.post(Detach(epoch))  # should it take the epoch after all
         stamp = self._progress.stamp
         raise StateError(
             f"the step thread has been in {stamp.phase} for {stamp.age_ms(time.monotonic())} ms",
@@ -334,6 +374,7 @@ class Control:
             raise FencedError(f"epoch {epoch} is fenced by {current}", fix="attach")
         if epoch > current or epoch == 0:
             raise NotAttachedError(f"epoch {epoch} is not attached; {current} is", fix="attach")
+        self._lease.need_held(epoch)
 
     def _serving(self) -> ServingState:
         serving = self._progress.snapshot.state.serving
@@ -367,10 +408,11 @@ class Control:
             kv_cache_advice=snapshot.description.kv_cache_advice,
             memory_tags=dict(snapshot.description.memory_tags),
             weights=_weights_status(snapshot.description.weights()),
+            lease=self._lease.status(),
         )
 
     def _heartbeat(self) -> lc.Heartbeat:
-        progress = self._progress
+        progress, lease = self._progress, self._lease.status()
         stamp, snapshot = progress.stamp, progress.snapshot
         return lc.Heartbeat(
             worker_uid=self.worker_uid,
@@ -383,6 +425,8 @@ class Control:
             last_seq=progress.last_seq,
             phase=stamp.phase,
             phase_ms=stamp.age_ms(time.monotonic()),
+            lease=lease.state,
+            lease_remaining_ms=lease.remaining_ms,
         )
 
     async def _reply(self, route: bytes, reply: ControlReplyMessage) -> None:

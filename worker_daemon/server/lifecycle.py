@@ -16,6 +16,7 @@ from rpc_schema import step
 from rpc_schema import weight_transfer as wt
 from rpc_schema.adoption import AdoptRequests
 from rpc_schema.codec import StepMessage
+from rpc_schema.lease import LeaseState
 from rpc_schema.lifecycle import LinkState, LoadState, ServingState, TagState
 from worker_daemon.errors import StateError
 from worker_daemon.memory_tags import ALL_AWAKE, MemoryTags
@@ -43,16 +44,19 @@ _SERVING_MOVES: Final[Mapping[ServingState, frozenset[ServingState]]] = MappingP
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where a daemon stands: one value an axis."""
+    """Where a daemon stands: one value an axis. `lease` is of no concern to the rules: the gate
+    (sequence.py) refuses all requests but the holder's before they are asked."""
 
     load: LoadState = "CREATED"
     link: LinkState = "none"
     serving: ServingState = "SERVING"
     memory: MemoryTags = ALL_AWAKE
+    lease: LeaseState = "free"
 
     def __str__(self) -> str:
         asleep = f"/{self.memory}" if self.memory != ALL_AWAKE else ""
-        return f"{self.load}/link {self.link}/{self.serving}{asleep}"
+        leased = f"/{self.lease}" if self.lease != "free" else ""
+        return f"{self.load}/link {self.link}/{self.serving}{asleep}{leased}"
 
 
 _ANY_TAG: Final[frozenset[TagState]] = frozenset(("awake", "asleep", "discarded", "lost"))
@@ -225,6 +229,10 @@ class Lifecycle:
         if to not in _SERVING_MOVES[self.state.serving]:
             return False
         return self._move(replace(self.state, serving=to), cause)
+
+    def leased(self, to: LeaseState, cause: str) -> bool:
+        """The lease was granted, given back or has expired. Tell whether that is news."""
+        return self._move(replace(self.state, lease=to), cause)
 
     def _move(self, to: State, cause: str) -> bool:
         if to == self.state:

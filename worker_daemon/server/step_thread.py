@@ -6,7 +6,7 @@ import logging
 import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
@@ -17,6 +17,7 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.codec import Frame, StepMessage, decode_step
 from rpc_schema.errors import ErrorCode, ErrorReply, WireError
 from rpc_schema.exit_codes import ExitCode
+from rpc_schema.lease import LeaseState
 from worker_daemon.errors import CapacityError, ConfigError, ProtocolError, WorkerError
 from worker_daemon.logs import set_rank
 from worker_daemon.server.completion import Completion
@@ -74,6 +75,20 @@ class Detach:
 
 
 @dataclass(frozen=True, slots=True)
+class Orphan:
+    """The lease of an epoch has expired: nothing of it runs any more."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropRequests:
+    """Whoever might have adopted the requests of an expired epoch has not come."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class LinkBroke:
     """Another thread knows that `link` is broken: a result said that a peer is lost, or the guard
     aborted it."""
@@ -112,7 +127,9 @@ class Stop:
     """End the thread."""
 
 
-Command: TypeAlias = Attach | Detach | LinkBroke | Drain | Aside | DeviceLost | Stop
+Command: TypeAlias = (
+    Attach | Detach | Orphan | DropRequests | LinkBroke | Drain | Aside | DeviceLost | Stop
+)
 
 
 class StepEvents(Protocol):
@@ -214,9 +231,22 @@ class _StepLoop:
         self._peer = b""
         self._running = True
         self._failed = False
+        self._left_clean = True
+        """Whether no step has been cut off in the current epoch, as far as it was asked."""
         self._array_steps = array_step_handlers(worker)
         self._steps = step_handlers(worker)
         self._operations = operation_handlers(worker)
+        self._command_handlers: Mapping[type[Command], Callable[..., None]] = {
+            Attach: self._attach,
+            Detach: self._detach,
+            Orphan: self._orphan,
+            DropRequests: self._drop_requests,
+            LinkBroke: self._lose_link,
+            Drain: self._drain,
+            Aside: self._work_aside,
+            DeviceLost: self._lose_device,
+            Stop: self._stop,
+        }
 
     def serve(self, step: "zmq.Socket[bytes]") -> None:
         """Take requests and commands until told to stop. Commands come first: a drain or a new
@@ -347,38 +377,49 @@ class _StepLoop:
     def _command(self, command: Command) -> None:
         if self._failed and not isinstance(command, Drain | Stop):
             return  # the process ends, and the device may be lost
-        match command:
-            case Attach():
-                self._attach(command)
-            case Detach():
-                self._gate.detach(command.epoch)
-            case LinkBroke():
-                if command.link == self._gate.link:  # else it has been replaced since
-                    self._link_broke(command.cause)
-            case Drain():
-                if self._lifecycle.serve("DRAINING", "shutdown"):
-                    self._publish(self._lifecycle.transitions[-1])
-                command.idle()
-            case Aside():
-                # Not on_link: whoever attaches meanwhile waits, and aborts nobody's link.
-                self._progress.begin(command.phase, command.legal_silence_s, False)
-                command.work(self._worker)
-                self._progress.idle()
-            case DeviceLost():
-                self._end(command.exit_code, command.cause)
-            case Stop():
-                self._lifecycle.serve("CLOSED", "stop")
-                self._running = False
+        self._command_handlers[type(command)](command)
+
+    def _detach(self, command: Detach) -> None:
+        self._gate.detach(command.epoch)
+        self._leased(command.epoch, "free", "detached")
+
+    def _orphan(self, command: Orphan) -> None:
+        self._gate.expire(command.epoch)
+        self._leased(command.epoch, "orphan", "the lease expired")
+
+    def _drop_requests(self, command: DropRequests) -> None:
+        if command.epoch == self._gate.epoch:
+            self._leave_requests(keep=False)
+            logger.info("nobody came for the requests of epoch %d: dropped", command.epoch)
+
+    def _lose_link(self, command: LinkBroke) -> None:
+        if command.link == self._gate.link:  # else it has been replaced since
+            self._link_broke(command.cause)
+
+    def _drain(self, command: Drain) -> None:
+        if self._lifecycle.serve("DRAINING", "shutdown"):
+            self._publish(self._lifecycle.transitions[-1])
+        command.idle()
+
+    def _work_aside(self, command: Aside) -> None:
+        # Not on_link: whoever attaches meanwhile waits, and aborts nobody's link.
+        self._progress.begin(command.phase, command.legal_silence_s, False)
+        command.work(self._worker)
+        self._progress.idle()
+
+    def _lose_device(self, command: DeviceLost) -> None:
+        self._end(command.exit_code, command.cause)
+
+    def _stop(self, command: Stop) -> None:
+        self._lifecycle.serve("CLOSED", "stop")
+        self._running = False
 
     def _attach(self, command: Attach) -> None:
         gate = self._gate
         if command.epoch <= gate.epoch:
             return  # overtaken: a driver behind this one was taken first
-        try:
-            clean = self._worker.on_attach(keep_requests=command.keep_requests)
-        except Exception:
-            logger.exception("the requests of epoch %d cannot be taken over", gate.epoch)
-            clean = False
+        clean = self._leave_requests(keep=command.keep_requests)
+        self._left_clean = True
         standing = Standing(gate.epoch, gate.last_seq, clean)
         gate.attach(command.epoch)
         self._peer = b""
@@ -387,12 +428,28 @@ class _StepLoop:
         self._drivers[command.epoch] = command.driver_id
         if len(self._drivers) > MAX_OLD_DRIVERS:
             del self._drivers[min(self._drivers)]
+        self._leased(command.epoch, "held", f"epoch {command.epoch} attached")
         self._completion.attached(
             command.driver_id,
             lc.Attached(epoch=command.epoch, seq=0, rank=self._worker.rank),
             lambda: command.taken(standing),
         )
         self._progress.idle()
+
+    def _leave_requests(self, *, keep: bool) -> bool:
+        """Have the worker forget all requests, unless they are to be kept; tell whether none was
+        cut off since the last attach."""
+        try:
+            clean = self._worker.on_attach(keep_requests=keep)
+        except Exception:
+            logger.exception("the requests of epoch %d cannot be taken over", self._gate.epoch)
+            clean = False
+        self._left_clean = self._left_clean and clean
+        return self._left_clean
+
+    def _leased(self, epoch: int, to: LeaseState, cause: str) -> None:
+        if epoch == self._gate.epoch and self._lifecycle.leased(to, cause):
+            self._publish(self._lifecycle.transitions[-1])
 
     def _describe(self) -> None:
         """Renew what is known of the device. After lifecycle operations only: it waits for the
