@@ -10,6 +10,7 @@ ClientError
  +- InvalidSchedulerOutput    a scheduler broke a rule; nothing was sent
  +- TooManyStepsInFlight      more steps were sent than the group has credits for
  +- DeadlineExceeded          an answer did not come in time
+ +- AuthenticationError       a daemon refused our key, or has another key than it should
  +- WorkerDied                a daemon's connection ended
  +- LaunchError               a local daemon did not become ready
  +- TraceError                a trace cannot be read, or is no trace
@@ -25,6 +26,7 @@ ClientError
      |   +- NotAttachedError          NOT_ATTACHED
      |   +- StaleError                STALE
      |   `- GapError                  GAP
+     +- ForbiddenError            FORBIDDEN
      +- IllegalStateError         ILLEGAL_STATE
      +- RemoteConfigError         CONFIG
      |   `- RemoteCheckpointError     CHECKPOINT
@@ -128,6 +130,17 @@ class WorkerDied(ClientError):
         self.detail = detail
 
 
+class AuthenticationError(ClientError):
+    """A connection was refused while its ends made each other's acquaintance. Nothing is tried
+    again: the next attempt would end alike."""
+
+    def __init__(self, rank: int, address: str, why: str) -> None:
+        super().__init__(f"rank {rank} at {address}: {why}")
+        self.rank = rank
+        self.address = address
+        self.why = why
+
+
 class WeightsNotWhole(ClientError):
     """A weight update is open or has failed on some rank: finish a complete update, or call
     reload_weights()."""
@@ -215,6 +228,10 @@ class GapError(RemoteProtocolError):
     """A request before this one never reached the daemon."""
 
 
+class ForbiddenError(RemoteError):
+    """Our key has not the role that the request needs; the message names both."""
+
+
 class IllegalStateError(RemoteError):
     """The operation is not legal in the daemon's state."""
 
@@ -270,6 +287,7 @@ REMOTE_ERRORS: Mapping[ErrorCode, type[RemoteError]] = MappingProxyType(
         ErrorCode.NOT_ATTACHED: NotAttachedError,
         ErrorCode.STALE: StaleError,
         ErrorCode.GAP: GapError,
+        ErrorCode.FORBIDDEN: ForbiddenError,
         ErrorCode.ILLEGAL_STATE: IllegalStateError,
         ErrorCode.CONFIG: RemoteConfigError,
         ErrorCode.CHECKPOINT: RemoteCheckpointError,

@@ -9,6 +9,7 @@ WorkerError
  |   +- NotAttachedError     the epoch is one that was never granted
  |   +- StaleError           a step older than the replies still kept
  |   `- GapError             a step before this one is missing
+ +- ForbiddenError       the sender's key has not the role that the request needs
  +- StateError           the request is not legal in this state
  +- ConfigError          a setting is wrong: names field, value and fix
  |   `- CheckpointError      a model's files are missing, truncated or not what config.json says
@@ -85,6 +86,11 @@ class GapError(ProtocolError):
             f"step {expected} is missing", field="seq", value=got, fix=f"send seq {expected} next"
         )
         self.expected = expected
+
+
+class ForbiddenError(WorkerError):
+    code = "FORBIDDEN"
+    scope = "request"
 
 
 class StateError(WorkerError):
