@@ -23,6 +23,7 @@ from client.errors import (
 )
 from client.group_channel import OPERATION_TIMEOUT_S, GroupChannel
 from client.group_channel import Progress as Progress
+from client.keys import NO_KEYS, Keys
 from client.loading import LoadedModel, LoadOptions, check_config, load
 from client.outcomes import DEFAULT_STEP_DEADLINE_S, Failure, StepFuture, StepsInFlight
 from client.scheduler_output import SchedulerOutput
@@ -71,8 +72,11 @@ class WorkerGroup:
     Order: attach(), prepare(config), then execute_model() as often as wanted.
     """
 
-    def __init__(self, endpoints: Sequence[str], parallel: ParallelConfig) -> None:
-        """Connect; nothing is sent yet. Endpoint i becomes rank i.
+    def __init__(
+        self, endpoints: Sequence[str], parallel: ParallelConfig, keys: Keys = NO_KEYS
+    ) -> None:
+        """Connect; nothing is sent yet. Endpoint i becomes rank i. keys: ours and the daemons', for
+        endpoints that have any.
 
         Raises:
             ClientConfigError: the number of endpoints is not the group's size, or one of them is
@@ -86,7 +90,7 @@ class WorkerGroup:
                 value=list(endpoints),
                 fix=f"give {parallel.world_size} endpoints, or other parallel sizes",
             )
-        parsed = [parse_endpoint(endpoint) for endpoint in endpoints]
+        parsed = [parse_endpoint(endpoint, keys) for endpoint in endpoints]
         if len(set(endpoints)) != len(endpoints):
             raise ClientConfigError(
                 "an endpoint is named twice",

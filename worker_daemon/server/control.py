@@ -57,6 +57,8 @@ ATTACH_SLACK_S: Final = 3.0
 MAX_GREETED: Final = 256
 """Drivers whose version is remembered; one that attaches has said Hello just before."""
 
+_TAKEN_OUT: Final = ForbiddenError("the key is not among the authorized keys any more")
+
 logger = logging.getLogger(__name__)
 
 
@@ -147,8 +149,9 @@ class Control:
     ) -> ControlMessage | None:
         """Return a request that its sender may make; tell it why where it may not."""
         try:
-            if not self._access.opens(peer, "control"):
-                return None  # taken out since it came in; nothing of it is looked at any more
+            if not self._access.opens(peer, "control"):  # taken out since it came in
+                await self._reply(sender, control_error_reply(_TAKEN_OUT, call=0))
+                return None
             message = decode_control([frame.buffer for frame in frames])
         except WireError as error:
             self._count_bad_frame(peer, error)
@@ -157,7 +160,8 @@ class Control:
         try:
             self._access.check(peer, message)
         except ForbiddenError as error:
-            await self._reply(sender, control_error_reply(error, call=message.call))
+            reply = control_error_reply(error.with_traceback(None), call=message.call)
+            await self._reply(sender, reply)
             return None
         return message
 

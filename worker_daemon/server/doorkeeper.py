@@ -180,7 +180,7 @@ class Doorkeeper:
         if len(request) != _REQUEST_FRAMES or request[5] != b"CURVE":
             self._audit.refused("?", "?", "no key")
             return "a key is needed"
-        domain, address = request[2].decode(), request[3].decode(errors="replace")
+        domain, address = request[2].decode(), _zap_address(request[3].decode(errors="replace"))
         key = z85.encode(request[6]).decode()
         role, needed = self._roles.role(key), SOCKET_ROLES[domain]
         if role is None:
@@ -233,6 +233,12 @@ def _why(kind: int, value: int) -> str:
     if value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
         return "it looks for a daemon with another key"
     return f"it does not speak ZMTP (protocol error {value:#x})"
+
+
+def _zap_address(text: str) -> str:
+    """A peer's address as libzmq gives it; of ipc "localhost:UID:GID:PID"."""
+    host, *ids = text.split(":")
+    return f"pid {ids[2]} of user {ids[0]}" if host == "localhost" and len(ids) == 3 else text
 
 
 def _address(descriptor: int) -> str:

@@ -90,18 +90,20 @@ def events_socket(
 
 
 def _bind(socket: AnySocket, endpoint: AnyEndpoint, name: str) -> None:
+    address = endpoint.address(name)
+    socket.setsockopt(zmq.IPV6, int(address.startswith("tcp://[")))
     try:
-        socket.bind(endpoint.address(name))
+        socket.bind(address)
     except zmq.ZMQError as error:
         if error.errno == errno.EADDRINUSE:
             raise EndpointInUseError(
-                f"another process listens at {endpoint.address(name)}",
+                f"another process listens at {address}",
                 field="endpoint",
                 value=str(endpoint),
                 fix="choose another port, four of which are free, or stop that process",
             ) from None
         raise ConfigError(
-            f"{endpoint.address(name)} cannot be bound: {error.strerror}",
+            f"{address} cannot be bound: {error.strerror}",
             field="endpoint",
             value=str(endpoint),
             fix="use an address of this host",
@@ -112,7 +114,6 @@ def _bound(socket: AnySocket, max_bytes: int) -> None:
     socket.set_hwm(HIGH_WATER_MARK)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-    socket.setsockopt(zmq.IPV6, 1)
     # No heartbeats from this side: libzmq 4.3.5 aborts the process when the timer fires for a peer
     # that filled a queue and went away ("!_io_error"). Drivers send them, and libzmq answers.
     if socket.type == zmq.ROUTER:
