@@ -25,6 +25,7 @@ from client.errors import (
 )
 from client.keys import HANDSHAKE_MS, NO_KEYS, OPEN, Keys, Lock
 from rpc_schema.codec import (
+    CURVE_BYTES,
     MAX_CONTROL_BYTES,
     MAX_STEP_BYTES,
     ControlMessage,
@@ -131,7 +132,7 @@ def _open_socket(context: Context, kind: int, max_bytes: int) -> Socket:
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.IMMEDIATE, 1)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + CURVE_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     if kind != zmq.SUB:
         # libzmq 4.3.5 aborts the process when the heartbeat timer fires for a peer that filled a

@@ -47,7 +47,10 @@ SOCKET_ROLES: Final[Mapping[str, Role]] = {
 
 
 def needed_role(message: Request) -> Role:
-    """Return the role that a request needs: a driver's, unless the tables say otherwise."""
+    """Return the role that a request needs: a driver's, unless the tables say otherwise; an
+    admin's to take a daemon from another driver by force."""
+    if getattr(message, "force", False):
+        return Role.ADMIN
     return _NEEDED.get(type(message), Role.DRIVER)
 
 

@@ -9,6 +9,7 @@ from typing import Final, Protocol, TypeAlias
 import zmq
 import zmq.asyncio
 
+from rpc_schema.codec import CURVE_BYTES
 from worker_daemon.server.access import Access, KeyedAccess, OpenAccess
 from worker_daemon.server.bad_peers import BadPeers
 from worker_daemon.server.doorkeeper import Doorkeeper
@@ -31,6 +32,8 @@ class Security(Protocol):
 
     access: Access
     bad_peers: BadPeers
+    frame_bytes: int
+    """By which frames are longer on their way than they are here."""
 
     def protect(self, socket: AnySocket, name: str) -> None:
         """Set what a socket needs before it is bound."""
@@ -51,6 +54,7 @@ class DirectorySecurity:
     def __init__(self) -> None:
         self.access: Access = OpenAccess()
         self.bad_peers = BadPeers()
+        self.frame_bytes = 0
 
     def protect(self, socket: AnySocket, name: str) -> None:
         """See Security."""
@@ -80,6 +84,7 @@ class KeySecurity:
     ) -> None:
         self.access: Access = KeyedAccess(authorized)
         self.bad_peers = BadPeers()
+        self.frame_bytes = CURVE_BYTES
         self._identity = identity
         self._authorized = authorized
         self._door = Doorkeeper(context, authorized, self.bad_peers)

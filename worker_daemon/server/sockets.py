@@ -58,7 +58,7 @@ def bind_sockets(
         "results": (sockets.results, MAX_STEP_BYTES),
     }
     for name, (socket, max_bytes) in bounded.items():
-        _bound(socket, max_bytes)
+        _bound(socket, max_bytes + security.frame_bytes)
         security.protect(socket, name)
     security.start()
     with private_umask():
@@ -76,13 +76,10 @@ def events_socket(
     who listens has to come in anew.
 
     Raises:
-        EndpointInUseError: the former one is still bound.
+        EndpointInUseError: the former one is still bound (on tcp; a file is taken over).
     """
-    if any(path.exists() for path in endpoint.socket_paths if path.name.endswith(".events")):
-        # libzmq removes the file when it closes the socket: not ours, if we waited.
-        raise EndpointInUseError("the former socket is not closed yet")
     events = context.socket(zmq.PUB)
-    _bound(events, MAX_CONTROL_BYTES)
+    _bound(events, MAX_CONTROL_BYTES + security.frame_bytes)
     security.protect(events, "events")
     with private_umask():
         _bind(events, endpoint, "events")
