@@ -24,9 +24,9 @@ ClientError
      |   +- IncompatibleError         INCOMPATIBLE
      |   +- FencedError               FENCED
      |   +- NotAttachedError          NOT_ATTACHED
+     |   +- ForbiddenError            FORBIDDEN
      |   +- StaleError                STALE
      |   `- GapError                  GAP
-     +- ForbiddenError            FORBIDDEN
      +- IllegalStateError         ILLEGAL_STATE
      +- RemoteConfigError         CONFIG
      |   `- RemoteCheckpointError     CHECKPOINT
@@ -220,16 +220,16 @@ class NotAttachedError(RemoteProtocolError):
     """The daemon never granted this epoch."""
 
 
+class ForbiddenError(RemoteProtocolError):
+    """Our key has not the role that the request needs; the message names both."""
+
+
 class StaleError(RemoteProtocolError):
     """A request older than the replies still kept."""
 
 
 class GapError(RemoteProtocolError):
     """A request before this one never reached the daemon."""
-
-
-class ForbiddenError(RemoteError):
-    """Our key has not the role that the request needs; the message names both."""
 
 
 class IllegalStateError(RemoteError):
@@ -285,9 +285,9 @@ REMOTE_ERRORS: Mapping[ErrorCode, type[RemoteError]] = MappingProxyType(
         ErrorCode.INCOMPATIBLE: IncompatibleError,
         ErrorCode.FENCED: FencedError,
         ErrorCode.NOT_ATTACHED: NotAttachedError,
+        ErrorCode.FORBIDDEN: ForbiddenError,
         ErrorCode.STALE: StaleError,
         ErrorCode.GAP: GapError,
-        ErrorCode.FORBIDDEN: ForbiddenError,
         ErrorCode.ILLEGAL_STATE: IllegalStateError,
         ErrorCode.CONFIG: RemoteConfigError,
         ErrorCode.CHECKPOINT: RemoteCheckpointError,

@@ -7,9 +7,9 @@ WorkerError
  |   +- IncompatibleError    protocol versions differ
  |   +- FencedError          the epoch or link is an old one
  |   +- NotAttachedError     the epoch is one that was never granted
+ |   +- ForbiddenError       the peer lacks the role that the request needs
  |   +- StaleError           a step older than the replies still kept
  |   `- GapError             a step before this one is missing
- +- ForbiddenError       the sender's key has not the role that the request needs
  +- StateError           the request is not legal in this state
  +- ConfigError          a setting is wrong: names field, value and fix
  |   `- CheckpointError      a model's files are missing, truncated or not what config.json says
@@ -74,6 +74,10 @@ class NotAttachedError(ProtocolError):
     code = "NOT_ATTACHED"
 
 
+class ForbiddenError(ProtocolError):
+    code = "FORBIDDEN"
+
+
 class StaleError(ProtocolError):
     code = "STALE"
 
@@ -86,11 +90,6 @@ class GapError(ProtocolError):
             f"step {expected} is missing", field="seq", value=got, fix=f"send seq {expected} next"
         )
         self.expected = expected
-
-
-class ForbiddenError(WorkerError):
-    code = "FORBIDDEN"
-    scope = "request"
 
 
 class StateError(WorkerError):
