@@ -85,12 +85,8 @@ def test_secured_group_serves_and_nothing_else_gets_in(daemons, ring, checkpoint
             addresses = listening(process)
             assert {address.ip for address in addresses} == {"127.0.0.1"}
             assert {address.port for address in addresses} > set(ports)  # the tensor plane's too
-    for name in ("../secret", "/etc", "a/../../b"):
-        elsewhere = worker_config(Path(name), 2)
-        with WorkerGroup(endpoints, elsewhere.parallel, ring.keys("driver")) as group:
-            group.attach()
-            with pytest.raises(RemoteConfigError):
-                group.prepare(elsewhere, num_gpu_blocks=64, reload=True)
+        with pytest.raises(RemoteConfigError):
+            group.prepare(worker_config(Path("../secret"), 2), num_gpu_blocks=64, reload=True)
     for file in files:
         assert file.read_text() == "collections.OrderedDict\n"
     assert all(process.poll() is None for process in processes)

@@ -103,6 +103,7 @@ class Control:
         self._reply_delays = reply_delays
         self._commands = commands
         self._open_rendezvous = open_rendezvous
+        self._security = security
         self._access = security.access
         self._bad_peers = security.bad_peers
         self._data_host = data_host
@@ -406,6 +407,8 @@ class Control:
             kv_cache_advice=snapshot.description.kv_cache_advice,
             memory_tags=dict(snapshot.description.memory_tags),
             weights=_weights_status(snapshot.description.weights()),
+            num_bad_frames=self._bad_peers.num_bad_frames,
+            num_refused=self._security.num_refused,
         )
 
     def _heartbeat(self) -> lc.Heartbeat:

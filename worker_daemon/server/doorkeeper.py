@@ -102,6 +102,11 @@ class Doorkeeper:
         """The door thread's."""
         self._thread = threading.Thread(target=self._run, name="door", daemon=True)
 
+    @property
+    def num_refused(self) -> int:
+        """Handshakes that were refused, since the start; any thread may ask."""
+        return self._audit.num_refused
+
     def watch(self, name: str, watched: "zmq.Socket[bytes] | zmq.asyncio.Socket") -> None:
         """Watch a socket until it is closed; to be called by its owner before it is bound."""
         self._num_watched += 1

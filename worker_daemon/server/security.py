@@ -35,6 +35,10 @@ class Security(Protocol):
     frame_bytes: int
     """By which frames are longer on their way than they are here."""
 
+    @property
+    def num_refused(self) -> int:
+        """Handshakes that were refused, since the start; any thread may ask."""
+
     def protect(self, socket: AnySocket, name: str) -> None:
         """Set what a socket needs before it is bound."""
 
@@ -55,6 +59,7 @@ class DirectorySecurity:
         self.access: Access = OpenAccess()
         self.bad_peers = BadPeers()
         self.frame_bytes = 0
+        self.num_refused = 0
 
     def protect(self, socket: AnySocket, name: str) -> None:
         """See Security."""
@@ -88,6 +93,11 @@ class KeySecurity:
         self._identity = identity
         self._authorized = authorized
         self._door = Doorkeeper(context, authorized, self.bad_peers)
+
+    @property
+    def num_refused(self) -> int:
+        """See Security."""
+        return self._door.num_refused
 
     def protect(self, socket: AnySocket, name: str) -> None:
         """See Security. Without an answer to the domain's question libzmq lets nobody in."""
