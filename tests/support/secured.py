@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -17,6 +17,7 @@ from client.keys import NO_KEYS, Keys, read_keys
 from client.transport import new_driver_id, parse_endpoint
 from client.worker_client import AskingClient, WorkerClient
 from rpc_schema.key_files import SecretKey, read_secret_key
+from tests.support.command_line import environment
 from tests.support.counted_serve import decoder_calls
 from worker_daemon.server.keygen import make_key_files
 
@@ -117,6 +118,49 @@ class SecuredDaemon:
     def stop(self) -> None:
         self.process.kill()
         self.process.wait(10)
+
+
+class RealDaemons:
+    """Real daemons on tcp with keys, each under an audit hook that writes what is unpickled."""
+
+    def __init__(
+        self, directory: Path, ring: KeyRing, devices: Sequence[str], model_root: Path
+    ) -> None:
+        self.endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in devices]
+        self.unpickled = [directory / f"unpickled{index}" for index in range(len(devices))]
+        self.log = directory / "real.log"
+        ring.trust(dict.fromkeys(self.endpoints, ring.public["daemon"]))
+        serve = (sys.executable, "-m", "tests.support.audited_serve")
+        tcp = ("--model-root", str(model_root), "--data-interface", "lo")
+        options = ("--state-dir", str(directory / "state"), *tcp, *ring.serve_options())
+        with self.log.open("wb") as log:
+            self.processes = [
+                subprocess.Popen(
+                    [*serve, file, "serve", "--endpoint", endpoint, "--device", device, *options],
+                    stdout=log,
+                    stderr=log,
+                    env=environment(directory),
+                )
+                for endpoint, device, file in zip(
+                    self.endpoints, devices, self.unpickled, strict=True
+                )
+            ]
+        for endpoint in self.endpoints:
+            wait_until(lambda endpoint=endpoint: answers(endpoint, ring.keys("observer")), 90)
+
+    def listening(self, rank: int) -> tuple[set[str], set[int]]:
+        """Addresses and ports at which a daemon listens, its own four ports left out."""
+        first = int(self.endpoints[rank].rsplit(":")[-1])
+        process = psutil.Process(self.processes[rank].pid)
+        found = [entry for entry in process.net_connections("inet") if entry.status == "LISTEN"]
+        ports = {entry.laddr.port for entry in found}
+        assert ports >= set(range(first, first + 4))
+        return {entry.laddr.ip for entry in found}, ports - set(range(first, first + 4))
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait(10)
 
 
 def answers(endpoint: str, keys: Keys) -> bool:
