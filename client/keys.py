@@ -17,7 +17,8 @@ from rpc_schema.key_files import (
 )
 
 CREDENTIAL_PREFIX: Final = "credential:"
-HANDSHAKE_MS: Final = 3000
+HANDSHAKE_MS: Final = 2000
+"""Less than a daemon's, so that its silence is not taken for its refusal."""
 
 
 class Lock(Protocol):

@@ -6,8 +6,10 @@ results DEALER, whose routing id is the driver's id, and one SUB for events, eac
 daemon.
 """
 
+import errno
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -47,11 +49,14 @@ CheckDeaths: TypeAlias = Callable[[], None]
 MAX_SOCKET_PATH_BYTES = 107
 MAX_PORT = 65535
 HIGH_WATER_MARK = 64
-_HANDSHAKE_FAILED = int(
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_HANDSHAKE_ENDED = int(
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+_CUT_OFF = (errno.EPIPE, errno.ECONNRESET)
+"""With these a handshake ends where the daemon hangs up: for want of the right keys, as a rule."""
 _NOBLOCK = int(zmq.NOBLOCK)
 _RCVMORE = int(zmq.RCVMORE)
 # As plain numbers: pyzmq's flag enumerations cost a microsecond each time two are combined.
@@ -158,8 +163,10 @@ class _Handshakes:
         """events: of the socket monitor, that are wanted beside. Before the first connect."""
         self._socket = socket
         self._places: dict[str, tuple[int, Lock]] = {}
-        self._num_lost = 0
-        self.monitor: Socket = socket.get_monitor_socket(_HANDSHAKE_FAILED | events)
+        self._made: set[str] = set()
+        """Addresses whose handshake has ended well."""
+        self._num_cut_off: Counter[str] = Counter()
+        self.monitor: Socket = socket.get_monitor_socket(_HANDSHAKE_ENDED | events)
 
     def connect(self, rank: int, address: str, lock: Lock) -> None:
         """Connect the socket to one daemon."""
@@ -178,16 +185,23 @@ class _Handshakes:
             AuthenticationError: a daemon turned us away.
         """
         event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
-        address = event["endpoint"].decode()
-        if event["event"] == zmq.EVENT_DISCONNECTED:
-            return address
-        rank, lock = self._places.get(address, next(iter(self._places.values())))
-        if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and not lock.has_keys:
-            # A daemon may just have ended; one that wants keys does it every time.
-            self._num_lost += 1
-            if self._num_lost < 2:
-                return None
-        raise AuthenticationError(rank, address, _why(event["event"], lock))
+        kind, address = event["event"], event["endpoint"].decode()
+        if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._made.add(address)
+            del self._num_cut_off[address]
+            return None
+        if kind == zmq.EVENT_DISCONNECTED:
+            was_made = address in self._made
+            self._made.discard(address)
+            return address if was_made else None
+        if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            if event["value"] not in _CUT_OFF:
+                return None  # our time is over: a busy daemon has not answered
+            self._num_cut_off[address] += 1
+            if self._num_cut_off[address] < 2:
+                return None  # it may just have ended: libzmq tries again within 0.2 s
+        rank, lock = self._places[address]
+        raise AuthenticationError(rank, address, _why(kind, lock))
 
     def close(self) -> None:
         """Close the monitor; the socket is closed by its owner, after this."""
