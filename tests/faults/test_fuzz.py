@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.fuzz import fuzz_daemon
 
-SECONDS = 1.5
+SECONDS = 1.2
 
 
 @pytest.fixture
@@ -24,3 +24,4 @@ def test_hostile_frames_leave_the_daemon_serving(directory, with_keys):
     found = fuzz_daemon(directory, with_keys, 10**9, SECONDS, seed=20)
     assert min(found["decoded"]) > 50, "the frames reached no decoder"
     assert found["answers"] > 50
+    assert (found["frames_of_strangers"] > 100) == with_keys

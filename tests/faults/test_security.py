@@ -24,6 +24,7 @@ from rpc_schema import lifecycle as lc
 from rpc_schema import step
 from rpc_schema.codec import (
     MAX_CONTROL_BYTES,
+    MAX_STEP_BYTES,
     decode_control_reply,
     decode_event,
     encode_control,
@@ -420,16 +421,20 @@ def test_control_frame_at_the_bound_is_read_and_one_byte_more_is_not(
     assert daemon.rss_bytes - rss < 16 << 20
 
 
-def test_more_frames_than_a_message_has_are_counted_and_not_kept(own_daemon, ring, sockets):
+def test_steps_beyond_the_bounds_are_refused_and_not_kept(own_daemon, ring, sockets):
     daemon = own_daemon()
     driver = KeyedDriver(daemon, ring, "driver")
     driver.attach()
     driver.make_ready()
     rss = daemon.rss_bytes
-    driver.step.send_multipart([bytes(1 << 16)] * 300)
-    reply = driver.reply()
-    assert isinstance(reply, ErrorReply)
-    assert reply.code is ErrorCode.TOO_LARGE
+    for frames, code in (
+        ([bytes(1 << 16)] * 300, ErrorCode.TOO_LARGE),
+        ([bytes(MAX_STEP_BYTES)], ErrorCode.BAD_FRAME),  # at the bound it is read
+    ):
+        driver.step.send_multipart(frames)
+        reply = driver.reply()
+        assert isinstance(reply, ErrorReply)
+        assert reply.code is code
     assert isinstance(driver.fault(), step.ModelRunnerOutput)
     assert daemon.rss_bytes - rss < 64 << 20
     driver.close()

@@ -2,9 +2,11 @@
 one with keys and one without, sends each --frames of them, and prints what became of them."""
 
 import argparse
+import contextlib
 import json
 import random
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -22,6 +24,7 @@ from tests.contract.random_messages import fixed_example, messages
 from tests.support.secured import BareSockets, KeyRing, SecuredDaemon, answers, ask, wait_until
 
 MAX_GROWTH_BYTES = 64 << 20
+QUIET_S = 0.3
 BURST = 200
 """Frames between two looks at what was answered."""
 SHUTDOWN = encode_control(Shutdown(call=1))[:2]
@@ -84,9 +87,9 @@ def fuzz(
     ]
     ends = time.monotonic() + seconds
     for number, frames in enumerate(hostile_messages(seed)):
-        socket = own[0 if number % 2 else number // 2 % 4]
+        chosen = own[0 if number % 2 else number // 2 % 4]
         try:
-            socket.send_multipart(frames, zmq.NOBLOCK)
+            chosen.send_multipart(frames, zmq.NOBLOCK)
             sent.frames += len(frames)
         except zmq.Again:
             time.sleep(0.0005)
@@ -101,10 +104,51 @@ def fuzz(
     return sent
 
 
-def fuzz_daemon(directory: Path, with_keys: bool, num_frames: int, seconds: float, seed: int):
+GREETINGS = [
+    b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
+    for mechanism in (b"NULL", b"PLAIN", b"CURVE")
+]
+READY = b"\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\0\0\0\0"
+HELLO = b"\x04\xc8\x05HELLO\x01\x00"
+
+
+def fuzz_as_stranger(addresses: Endpoint, num_frames: int, seconds: float, seed: int) -> Sent:
+    """Send bytes to all four sockets of an ipc endpoint as one that has no key, and does not wait
+    to be let in: messages behind greetings of every kind, and bytes that are none."""
+    sent, source, ends = Sent(), random.Random(seed), time.monotonic() + seconds
+    for number, frames in enumerate(hostile_messages(seed)):
+        greeting = source.choice((*GREETINGS, b"", source.randbytes(64)))
+        opening = source.choice((READY, HELLO + source.randbytes(193), b"", source.randbytes(9)))
+        body = b"".join(b"\x02" + len(f).to_bytes(8, "big") + f for f in frames)
+        with socket.socket(socket.AF_UNIX) as made, contextlib.suppress(OSError):
+            made.connect(addresses[number % 4].removeprefix("ipc://"))
+            made.settimeout(1.0)
+            made.sendall(greeting + opening + body)
+            sent.frames += len(frames)
+            if source.randrange(4) == 0:
+                sent.answers += bool(made.recv(64))
+        if sent.frames >= num_frames or time.monotonic() > ends:
+            return sent
+    raise AssertionError("hostile messages do not end")
+
+
+def settled(daemon: SecuredDaemon) -> tuple[int, int]:
+    """What was decoded, once all that was sent has been looked at."""
+    seen, since = daemon.decoded, time.monotonic()
+    while time.monotonic() - since < QUIET_S:
+        time.sleep(QUIET_S / 10)
+        if daemon.decoded != seen:
+            seen, since = daemon.decoded, time.monotonic()
+    return seen
+
+
+def fuzz_daemon(
+    directory: Path, with_keys: bool, num_frames: int, seconds: float, seed: int
+) -> dict[str, object]:
     """Start a daemon that bans nobody, fuzz it, and return what is to be said of it.
 
-    Raises AssertionError if it died, does not answer, or grew too much."""
+    Raises AssertionError if it died, does not answer, grew too much, or decoded anything of a
+    stranger's."""
     ring = KeyRing(directory / f"keys-{with_keys}")
     endpoint = f"ipc://{directory}/f{int(with_keys)}/w0"
     ring.trust({endpoint: ring.public["daemon"]})
@@ -116,7 +160,12 @@ def fuzz_daemon(directory: Path, with_keys: bool, num_frames: int, seconds: floa
     try:
         addresses, used = parse_endpoint(endpoint, keys), ring if with_keys else None
         fuzz(addresses, used, 5000, seconds, seed + 1)  # caches and allocators fill once
-        before, decoded = daemon.rss_bytes, daemon.decoded
+        decoded = settled(daemon)
+        before = daemon.rss_bytes
+        strange = Sent()
+        if with_keys:
+            strange = fuzz_as_stranger(addresses, num_frames, seconds, seed + 2)
+            assert settled(daemon) == decoded, "something of a stranger's was decoded"
         began = time.monotonic()
         sent = fuzz(addresses, used, num_frames, seconds, seed)
         wait_until(lambda: answers(endpoint, keys), 60)
@@ -129,6 +178,7 @@ def fuzz_daemon(directory: Path, with_keys: bool, num_frames: int, seconds: floa
             "keys": with_keys,
             "frames": sent.frames,
             "answers": sent.answers,
+            "frames_of_strangers": strange.frames,
             "decoded": [now - then for now, then in zip(daemon.decoded, decoded, strict=True)],
             "growth_mib": round(growth / (1 << 20), 1),
             "seconds": round(time.monotonic() - began, 1),
