@@ -27,8 +27,10 @@ class Role(enum.StrEnum):
 
     def covers(self, needed: "Role") -> bool:
         """Tell whether this role may do what `needed` may."""
-        order = tuple(Role)
-        return order.index(self) >= order.index(needed)
+        return _LEVELS[self] >= _LEVELS[needed]
+
+
+_LEVELS: Final = {role: level for level, role in enumerate(Role)}
 
 
 class SecretKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
