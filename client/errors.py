@@ -10,6 +10,7 @@ ClientError
  +- InvalidSchedulerOutput    a scheduler broke a rule; nothing was sent
  +- TooManyStepsInFlight      more steps were sent than the group has credits for
  +- DeadlineExceeded          an answer did not come in time
+ +- AuthenticationError       a daemon refused our key, or has another key than it should
  +- WorkerDied                a daemon's connection ended
  +- LaunchError               a local daemon did not become ready
  +- TraceError                a trace cannot be read, or is no trace
@@ -133,6 +134,17 @@ class WorkerDied(ClientError):
         self.detail = detail
 
 
+class AuthenticationError(ClientError):
+    """A connection was refused while its ends made each other's acquaintance. Nothing is tried
+    again: the next attempt would end alike."""
+
+    def __init__(self, rank: int, address: str, why: str) -> None:
+        super().__init__(f"rank {rank} at {address}: {why}")
+        self.rank = rank
+        self.address = address
+        self.why = why
+
+
 class WeightsNotWhole(ClientError):
     """A weight update is open or has failed on some rank: finish a complete update, or call
     reload_weights()."""
@@ -244,7 +256,7 @@ class LeaseExpiredError(RemoteProtocolError):
 
 
 class ForbiddenError(RemoteProtocolError):
-    """This driver lacks the role that the request needs."""
+    """Our key has not the role that the request needs; the message names both."""
 
 
 class StaleError(RemoteProtocolError):

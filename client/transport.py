@@ -6,17 +6,28 @@ results DEALER, whose routing id is the driver's id, and one SUB for events, eac
 daemon.
 """
 
+import errno
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from client.errors import DeadlineExceeded, EndpointError, WorkerDied, remote_error
+from client.errors import (
+    AuthenticationError,
+    ClientError,
+    DeadlineExceeded,
+    EndpointError,
+    WorkerDied,
+    remote_error,
+)
+from client.keys import HANDSHAKE_MS, NO_KEYS, OPEN, Keys, Lock
 from rpc_schema.codec import (
+    CURVE_BYTES,
     MAX_CONTROL_BYTES,
     MAX_STEP_BYTES,
     ControlMessage,
@@ -36,7 +47,16 @@ ReplyT = TypeVar("ReplyT", bound=ControlReplyMessage)
 CheckDeaths: TypeAlias = Callable[[], None]
 
 MAX_SOCKET_PATH_BYTES = 107
+MAX_PORT = 65535
 HIGH_WATER_MARK = 64
+_HANDSHAKE_ENDED = int(
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_CUT_OFF = (errno.EPIPE, errno.ECONNRESET)
+"""With these a handshake ends where the daemon hangs up: for want of the right keys, as a rule."""
 _NOBLOCK = int(zmq.NOBLOCK)
 _RCVMORE = int(zmq.RCVMORE)
 # As plain numbers: pyzmq's flag enumerations cost a microsecond each time two are combined.
@@ -49,31 +69,32 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class Endpoint(NamedTuple):
-    """The four addresses of a daemon."""
+    """The four addresses of a daemon, and how its sockets are opened."""
 
     control: str
     step: str
     results: str
     events: str
+    lock: Lock = OPEN
 
 
-def parse_endpoint(text: str) -> Endpoint:
-    """Return the addresses of the daemon at `ipc://DIR/NAME`.
+def parse_endpoint(text: str, keys: Keys = NO_KEYS) -> Endpoint:
+    """Return the addresses of the daemon at `ipc://DIR/NAME` or `tcp://HOST:PORT`.
 
     Raises:
-        EndpointError: another scheme, a relative path, or a path too long for a Unix socket.
+        EndpointError: another scheme, a relative path, a path too long for a Unix socket, no port,
+            or a daemon whose key is not known.
     """
+    lock = keys.lock(text)
     if text.startswith("tcp://"):
-        raise EndpointError(
-            "tcp needs keys, which this version does not have yet",
-            field="endpoint",
-            value=text,
-            fix="use ipc://DIR/NAME",
-        )
+        return _parse_tcp(text, lock)
     path = text.removeprefix("ipc://")
     if path == text or not Path(path).is_absolute() or path.endswith("/"):
         raise EndpointError(
-            "not an endpoint", field="endpoint", value=text, fix="use ipc:///DIRECTORY/NAME"
+            "not an endpoint",
+            field="endpoint",
+            value=text,
+            fix="use ipc:///DIRECTORY/NAME or, with keys, tcp://HOST:PORT",
         )
     if len(os.fsencode(path + ".results")) > MAX_SOCKET_PATH_BYTES:
         raise EndpointError(
@@ -82,7 +103,25 @@ def parse_endpoint(text: str) -> Endpoint:
             value=text,
             fix="use a directory with a shorter path",
         )
-    return Endpoint(text, f"{text}.step", f"{text}.results", f"{text}.events")
+    return Endpoint(text, f"{text}.step", f"{text}.results", f"{text}.events", lock)
+
+
+def _parse_tcp(text: str, lock: Lock) -> Endpoint:
+    host, colon, port = text.rpartition(":")
+    if not colon or host == "tcp:" or not port.isascii() or not port.isdecimal():
+        raise EndpointError(
+            "not an endpoint", field="endpoint", value=text, fix="use tcp://HOST:PORT"
+        )
+    first = int(port)
+    if not 1 <= first <= MAX_PORT - 3:
+        raise EndpointError(
+            "the sockets take four ports from this one on",
+            field="endpoint",
+            value=text,
+            fix=f"use a port from 1 to {MAX_PORT - 3}",
+        )
+    step, results, events = (f"{host}:{first + offset}" for offset in (1, 2, 3))
+    return Endpoint(text, step, results, events, lock)
 
 
 def new_driver_id() -> bytes:
@@ -98,13 +137,84 @@ def _open_socket(context: Context, kind: int, max_bytes: int) -> Socket:
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.IMMEDIATE, 1)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + CURVE_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     if kind != zmq.SUB:
         # libzmq 4.3.5 aborts the process when the heartbeat timer fires for a peer that filled a
         # queue and went away; events may fill theirs, replies never do.
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     return socket
+
+
+def _connect(socket: Socket, address: str, lock: Lock) -> None:
+    """Connect to one daemon. The options hold for this connection, and stay when it is made
+    again."""
+    lock.prepare(socket)
+    socket.setsockopt(zmq.IPV6, int(address.startswith("tcp://[")))
+    socket.connect(address)
+
+
+class _Handshakes:
+    """Watches how a socket's connections are made: libzmq tells nobody else that a daemon turned us
+    away, and would go on trying for ever."""
+
+    def __init__(self, socket: Socket, events: int = 0) -> None:
+        """events: of the socket monitor, that are wanted beside. Before the first connect."""
+        self._socket = socket
+        self._places: dict[str, tuple[int, Lock]] = {}
+        self._made: set[str] = set()
+        """Addresses whose handshake has ended well."""
+        self._num_cut_off: Counter[str] = Counter()
+        self.monitor: Socket = socket.get_monitor_socket(_HANDSHAKE_ENDED | events)
+
+    def connect(self, rank: int, address: str, lock: Lock) -> None:
+        """Connect the socket to one daemon."""
+        self._places[address] = (rank, lock)
+        _connect(self._socket, address, lock)
+
+    def check(self) -> None:
+        """Raise AuthenticationError if a daemon turned us away; take in no other event."""
+        while self.monitor.poll(0):
+            self.take()
+
+    def take(self) -> str | None:
+        """Take in the next event. Returns the address whose connection has ended, if that is it.
+
+        Raises:
+            AuthenticationError: a daemon turned us away.
+        """
+        event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
+        kind, address = event["event"], event["endpoint"].decode()
+        if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._made.add(address)
+            del self._num_cut_off[address]
+            return None
+        if kind == zmq.EVENT_DISCONNECTED:
+            was_made = address in self._made
+            self._made.discard(address)
+            return address if was_made else None
+        if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            if event["value"] not in _CUT_OFF:
+                return None  # our time is over: a busy daemon has not answered
+            self._num_cut_off[address] += 1
+            if self._num_cut_off[address] < 2:
+                return None  # it may just have ended: libzmq tries again within 0.2 s
+        rank, lock = self._places[address]
+        raise AuthenticationError(rank, address, _why(kind, lock))
+
+    def close(self) -> None:
+        """Close the monitor; the socket is closed by its owner, after this."""
+        self._socket.disable_monitor()
+        self.monitor.close(linger=0)
+
+
+def _why(event: int, lock: Lock) -> str:
+    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        return "the daemon does not let our key in: ask for it in its --authorized-keys"
+    if not lock.has_keys:
+        return "the daemon wants keys: give --key-file and --known-daemons"
+    return "the daemon has not the key that --known-daemons names, or uses none"
 
 
 def _milliseconds_until(deadline: float) -> int:
@@ -149,8 +259,9 @@ class PendingCall(Generic[ReplyT]):
         as result() does otherwise."""
         channel = self._channel
         while (reply := channel.receive(until)) is not None:
-            if reply.call != self._call:
-                continue
+            is_error = isinstance(reply, ControlErrorReply)
+            if reply.call != self._call and not (is_error and reply.call == 0):
+                continue  # 0: to something of ours that the daemon did not read
             if isinstance(reply, ControlErrorReply):
                 raise remote_error(reply, rank=channel.rank, endpoint=channel.endpoint.control)
             if not isinstance(reply, self._reply_type):
@@ -167,7 +278,8 @@ class ControlChannel:
         self.endpoint = endpoint
         self._last_call = 0
         self._socket = _open_socket(context, zmq.DEALER, MAX_CONTROL_BYTES)
-        self._socket.connect(endpoint.control)
+        self._handshakes = _Handshakes(self._socket)
+        self._handshakes.connect(rank, endpoint.control, endpoint.lock)
 
     def call(
         self, build: Callable[[int], ControlMessage], reply_type: type[ReplyT], timeout_s: float
@@ -183,26 +295,45 @@ class ControlChannel:
 
         Raises:
             DeadlineExceeded: no daemon took the request.
+            AuthenticationError: the daemon turned us away.
         """
         self._last_call += 1
         request = build(self._last_call)
         what = f"{type(request).__name__} to rank {self.rank} at {self.endpoint.control}"
         deadline = time.monotonic() + timeout_s
         frame = encode_control(request)
-        if not self._socket.poll(_milliseconds_until(deadline), zmq.POLLOUT):
+        if not self._wait(zmq.POLLOUT, deadline):
             raise DeadlineExceeded(what, timeout_s)
         self._socket.send(frame, zmq.NOBLOCK)
         return PendingCall(self, self._last_call, what, reply_type, timeout_s, deadline)
 
     def receive(self, deadline: float) -> ControlReplyMessage | None:
         """Return the next reply to any call, or None when `deadline` (of time.monotonic) has
-        passed."""
-        if not self._socket.poll(_milliseconds_until(deadline), zmq.POLLIN):
+        passed. Raises AuthenticationError as send() does."""
+        if not self._wait(zmq.POLLIN, deadline):
             return None
         return decode_control_reply(self._socket.recv_multipart(zmq.NOBLOCK))
 
+    def _wait(self, readiness: int, deadline: float) -> bool:
+        """Wait until the socket is ready, or tell that the time is over. Looks for being turned
+        away while it waits."""
+        if self._socket.poll(0, readiness):
+            return True
+        poller = zmq.Poller()
+        poller.register(self._socket, readiness)
+        poller.register(self._handshakes.monitor, zmq.POLLIN)
+        while True:
+            left_ms = _milliseconds_until(deadline)
+            ready = dict(poller.poll(left_ms))
+            if self._socket in ready:
+                return True
+            self._handshakes.check()
+            if not ready and time.monotonic() >= deadline:
+                return False
+
     def close(self) -> None:
         """Close the socket."""
+        self._handshakes.close()
         self._socket.close()
 
 
@@ -219,13 +350,15 @@ class StepChannel:
         self.endpoint = endpoint
         self._check_deaths = check_deaths
         self._socket = _open_socket(context, zmq.DEALER, MAX_STEP_BYTES)
-        self._socket.connect(endpoint.step)
+        self._handshakes = _Handshakes(self._socket)
+        self._handshakes.connect(rank, endpoint.step, endpoint.lock)
 
     def send(self, frames: Sequence[Frame]) -> None:
         """Send an encoded request.
 
         Raises:
             WorkerDied: there is no connection that would take it, or a daemon has died.
+            AuthenticationError: the daemon turned us away.
         """
         try:
             if len(frames) == 1:
@@ -238,6 +371,7 @@ class StepChannel:
     def _send_once_connected(self, frames: Sequence[Frame]) -> None:
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while not self._socket.poll(DEATH_CHECK_MS, zmq.POLLOUT):
+            self._handshakes.check()
             self._check_deaths()
             if time.monotonic() >= deadline:
                 raise WorkerDied(self.rank, self.endpoint.step, "the step socket takes nothing")
@@ -245,7 +379,27 @@ class StepChannel:
 
     def close(self) -> None:
         """Close the socket."""
+        self._handshakes.close()
         self._socket.close()
+
+
+class StepSender(Protocol):
+    """Takes the step requests for one daemon; see StepChannel."""
+
+    def send(self, frames: Sequence[Frame]) -> None: ...
+    def close(self) -> None: ...
+
+
+class NoSteps:
+    """In the place of a StepChannel where a daemon is asked, not driven: the step socket is not
+    opened, for which an observer's key would not do."""
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Refuse. Raises ClientError."""
+        raise ClientError("this connection only asks: steps need one that drives")
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 class ResultsChannel:
@@ -266,9 +420,9 @@ class ResultsChannel:
         self._ranks = {endpoint.results: rank for rank, endpoint in enumerate(endpoints)}
         self._endpoints = endpoints
         self._socket.setsockopt(zmq.RCVTIMEO, DEATH_CHECK_MS)
-        self._monitor: Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        for endpoint in endpoints:
-            self._socket.connect(endpoint.results)
+        self._handshakes = _Handshakes(self._socket, zmq.EVENT_DISCONNECTED)
+        for rank, endpoint in enumerate(endpoints):
+            self._handshakes.connect(rank, endpoint.results, endpoint.lock)
 
     def receive(self, deadline: float) -> list[bytes] | None:
         """Return the next reply's frames, or None when `deadline` (of time.monotonic) has passed.
@@ -280,6 +434,7 @@ class ResultsChannel:
         Raises:
             WorkerDied: a daemon's connection ended.
             RemoteError: the lease is lost.
+            AuthenticationError: a daemon turned us away.
         """
         while True:
             try:
@@ -297,20 +452,17 @@ class ResultsChannel:
         return frames
 
     def check_deaths(self, within_s: float = 0.0) -> None:
-        """Raise WorkerDied if a daemon's connection has ended, or does so within the time."""
-        if self._monitor.poll(int(within_s * 1000)):
-            self._raise_death()
-
-    def _raise_death(self) -> None:
-        event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-        address = event["endpoint"].decode()
-        rank = self._ranks[address]
-        raise WorkerDied(rank, self._endpoints[rank].control)
+        """Raise WorkerDied if a daemon's connection has ended, or does so within the time, and
+        AuthenticationError if one turned us away."""
+        if self._handshakes.monitor.poll(int(within_s * 1000)):
+            address = self._handshakes.take()
+            if address is not None:
+                rank = self._ranks.get(address, 0)
+                raise WorkerDied(rank, self._endpoints[rank].control)
 
     def close(self) -> None:
         """Close the socket and its monitor."""
-        self._socket.disable_monitor()
-        self._monitor.close()
+        self._handshakes.close()
         self._socket.close()
 
 
@@ -322,7 +474,7 @@ class EventsChannel:
         self._socket = _open_socket(context, zmq.SUB, MAX_CONTROL_BYTES)
         self._socket.subscribe(b"")
         for endpoint in endpoints:
-            self._socket.connect(endpoint.events)
+            _connect(self._socket, endpoint.events, endpoint.lock)
 
     def discard_all(self) -> None:
         """Drop the events that are here, unread: a full queue would lose the newest instead."""

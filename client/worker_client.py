@@ -13,8 +13,10 @@ from client.transport import (
     Context,
     ControlChannel,
     Endpoint,
+    NoSteps,
     PendingCall,
     StepChannel,
+    StepSender,
 )
 from rpc_schema import lifecycle as lc
 from rpc_schema import trace as tr
@@ -81,7 +83,12 @@ class WorkerClient:
         self.rank = rank
         self._driver_id = driver_id
         self._control = ControlChannel(context, endpoint, rank)
-        self._steps = StepChannel(context, endpoint, rank, check_deaths)
+        self._steps = self._open_steps(context, endpoint, rank, check_deaths)
+
+    def _open_steps(
+        self, context: Context, endpoint: Endpoint, rank: int, check_deaths: CheckDeaths
+    ) -> StepSender:
+        return StepChannel(context, endpoint, rank, check_deaths)
 
     def close(self) -> None:
         """Close the sockets; the daemon is not told."""
@@ -447,6 +454,16 @@ class WorkerClient:
         frames = encode_step(message, arrays)
         self._steps.send(frames)
         self._on_sent(self.rank, frames)
+
+
+class AskingClient(WorkerClient):
+    """A WorkerClient for control requests alone: it opens no step socket, so that an observer's key
+    will do."""
+
+    def _open_steps(
+        self, context: Context, endpoint: Endpoint, rank: int, check_deaths: CheckDeaths
+    ) -> StepSender:
+        return NoSteps()
 
 
 def _incompatible(reply: lc.HelloReply) -> ControlErrorReply:

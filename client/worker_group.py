@@ -26,6 +26,7 @@ from client.errors import (
 )
 from client.group_channel import OPERATION_TIMEOUT_S, GroupChannel
 from client.group_channel import Progress as Progress
+from client.keys import NO_KEYS, Keys
 from client.lease import Patience
 from client.lease_terms import LeaseTerms
 from client.loading import LoadedModel, LoadOptions, check_config, load
@@ -91,11 +92,12 @@ class WorkerGroup:
         self,
         endpoints: Sequence[str],
         parallel: ParallelConfig,
+        keys: Keys = NO_KEYS,
         *,
         lease: LeaseTerms | None = None,
     ) -> None:
-        """Connect; nothing is sent yet. Endpoint i becomes rank i. lease: its terms, where they are
-        not the default ones.
+        """Connect; nothing is sent yet. Endpoint i becomes rank i. keys: ours and the daemons', for
+        endpoints that have any. lease: its terms, where they are not the default ones.
 
         Raises:
             ClientConfigError: the number of endpoints is not the group's size, or one of them is
@@ -109,7 +111,7 @@ class WorkerGroup:
                 value=list(endpoints),
                 fix=f"give {parallel.world_size} endpoints, or other parallel sizes",
             )
-        parsed = [parse_endpoint(endpoint) for endpoint in endpoints]
+        parsed = [parse_endpoint(endpoint, keys) for endpoint in endpoints]
         if len(set(endpoints)) != len(endpoints):
             raise ClientConfigError(
                 "an endpoint is named twice",

@@ -17,6 +17,9 @@ from rpc_schema.errors import BadFrameError, ControlErrorReply, ErrorReply, TooL
 MAX_FRAMES = 6
 MAX_STEP_BYTES = 16 << 20
 MAX_CONTROL_BYTES = 1 << 20
+CURVE_BYTES = 33
+"""By which an encrypted frame is longer on its way (ZeroMQ RFC 26: name 8, nonce 8, flags 1, code
+16): a receiver's bound is checked there."""
 
 MessageT = TypeVar("MessageT")
 Frame: TypeAlias = bytes | memoryview | bytearray

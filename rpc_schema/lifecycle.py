@@ -163,6 +163,10 @@ class Status(Value, frozen=True, kw_only=True):
     weights: WeightsStatus | None = None
     """None below MODEL_LOADED."""
     lease: LeaseStatus = FREE_LEASE
+    num_bad_frames: Count = 0
+    """Messages that did not decode, since the daemon's start."""
+    num_refused: Count = 0
+    """Handshakes that were refused; 0 without keys."""
 
 
 class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):

@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from client.cli.daemons import connect
-from client.cli.options import split_endpoints
+from client.cli.options import KeyFile, KnownDaemons, split_endpoints
 from client.errors import ClientConfigError
+from client.keys import read_keys
 from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import KVCacheAdvice, ReplyDelay, Status
 
@@ -22,9 +23,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON array on standard
 MIB = 1 << 20
 
 
-def status(endpoints: Endpoints, as_json: AsJson = False) -> None:
+def status(
+    endpoints: Endpoints,
+    as_json: AsJson = False,
+    key_file: KeyFile = "",
+    known_daemons: KnownDaemons = None,
+) -> None:
     """Show what each daemon is and does."""
-    with connect(named_daemons(endpoints)) as clients:
+    keys = read_keys(key_file, known_daemons)
+    with connect(named_daemons(endpoints), keys) as clients:
         for client in clients:
             client.hello()
         statuses = [client.get_status() for client in clients]
@@ -47,9 +54,12 @@ def status(endpoints: Endpoints, as_json: AsJson = False) -> None:
                 console.print(f"rank {entry.rank}: {_delays(entry.reply_delay)}")
 
 
-def shutdown(endpoints: Endpoints) -> None:
-    """End daemons; a running step is finished first."""
-    with connect(named_daemons(endpoints)) as clients:
+def shutdown(
+    endpoints: Endpoints, key_file: KeyFile = "", known_daemons: KnownDaemons = None
+) -> None:
+    """End daemons; a running step is finished first. Needs the role admin, where there are keys."""
+    keys = read_keys(key_file, known_daemons)
+    with connect(named_daemons(endpoints), keys) as clients:
         for client in clients:
             client.shutdown()
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from client.errors import ClientConfigError
+from client.keys import NO_KEYS, Keys, read_keys
 from rpc_schema.config import (
     FIT_MAX_MODEL_LEN,
     CacheConfig,
@@ -68,6 +69,16 @@ ConfigFile = Annotated[
 ]
 Endpoints = Annotated[
     str, typer.Option(envvar=_env("ENDPOINTS"), help="Running daemons, in rank order: EP,EP,...")
+]
+KeyFile = Annotated[
+    str,
+    typer.Option(
+        envvar=_env("KEY_FILE"), help="Our secret file, or credential:NAME; needed on tcp."
+    ),
+]
+KnownDaemons = Annotated[
+    Path | None,
+    typer.Option(envvar=_env("KNOWN_DAEMONS"), help="JSON file of the daemons' public keys."),
 ]
 Model = Annotated[
     Path, typer.Option(envvar=_env("MODEL"), help="Checkpoint directory, Hugging Face format.")
@@ -169,6 +180,8 @@ class RunOptions:
     seed: int | None
     reload: bool
     force: bool
+    keys: Keys = NO_KEYS
+    """For the daemons that are named; local ones have none."""
 
 
 def build_run_options(
@@ -193,6 +206,8 @@ def build_run_options(
     seed: Seed = None,
     reload: Reload = False,
     force: Force = False,
+    key_file: KeyFile = "",
+    known_daemons: KnownDaemons = None,
 ) -> RunOptions:
     """Check the options and put them into a worker configuration.
 
@@ -245,6 +260,7 @@ def build_run_options(
         seed=seed,
         reload=reload,
         force=force,
+        keys=read_keys(key_file, known_daemons) if endpoints else NO_KEYS,
     )
 
 

@@ -90,7 +90,7 @@ def _measure(
     session: Session, inputs: Sequence[InputRequest], profile: str, scraped: bool
 ) -> tuple[JsonObject, list[JsonObject]]:
     daemons = [client.endpoint.control for client in session.group.clients]
-    with Scrape(daemons if scraped else ()) as scrape:
+    with Scrape(daemons if scraped else (), session.options.keys) as scrape:
         served, traces = (
             session.serve_profiled(inputs, profile) if profile else (session.serve(inputs), [])
         )

@@ -157,7 +157,7 @@ def open_session(
             endpoints = tuple(daemons.endpoints)
             startup_s |= daemons.seconds
         launched = time.monotonic()
-        group = stack.enter_context(WorkerGroup(endpoints, options.config.parallel))
+        group = stack.enter_context(WorkerGroup(endpoints, options.config.parallel, options.keys))
         group.attach(force=options.force, keep_requests=keep_requests)
         startup_s["attach"] = time.monotonic() - launched
         model = group.prepare(

@@ -18,7 +18,7 @@ from worker_daemon.settings import (
 
 def run_daemon(settings: ProcessSettings) -> int:
     """Serve until the end; return the exit code. Raises what `daemon.serve` does."""
-    prepare_environment()
+    prepare_environment(settings.data_interface or None)
     make = partial(make_worker, profile_dir=profile_directory(settings))
     return serve(settings, make, open_rendezvous, partial(open_fault_watch, settings.device))
 

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from typing import Final, Protocol
@@ -31,21 +31,23 @@ from rpc_schema.version import PROTOCOL_VERSION
 from rpc_schema.weight_transfer import WeightsStatus
 from worker_daemon.errors import (
     FencedError,
+    ForbiddenError,
     IncompatibleError,
     NotAttachedError,
     StateError,
     WorkerError,
 )
 from worker_daemon.models.weight_state import WeightReport
+from worker_daemon.server.bad_peers import BAN_S, Peer, shown
 from worker_daemon.server.dispatch import OpenRendezvousServer, RendezvousServerLike
-from worker_daemon.server.endpoints import Endpoint
+from worker_daemon.server.endpoints import AnyEndpoint
 from worker_daemon.server.epochs import EpochFile
 from worker_daemon.server.guard import Guard
 from worker_daemon.server.lease import Lease, LeaseTerms, lease_terms
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.replies import control_error_reply
 from worker_daemon.server.reply_delays import ReplyDelays
-from worker_daemon.server.roles import AllRoles, Roles, check_role
+from worker_daemon.server.security import Security
 from worker_daemon.server.step_thread import (
     UID_BYTES,
     Attach,
@@ -64,6 +66,8 @@ ATTACH_SLACK_S: Final = 3.0
 """What attach waits beyond the step deadline: a wait on gloo ends one second after that."""
 MAX_GREETED: Final = 256
 """Drivers whose version is remembered; one that attaches has said Hello just before."""
+
+_TAKEN_OUT: Final = ForbiddenError("the key is not among the authorized keys any more")
 
 logger = logging.getLogger(__name__)
 
@@ -87,16 +91,17 @@ class Control:
         *,
         control: zmq.asyncio.Socket,
         events: "zmq.Socket[bytes]",
-        endpoint: Endpoint,
+        endpoint: AnyEndpoint,
         epochs: EpochFile,
         progress: Progress,
         guard: Guard,
         reply_delays: ReplyDelays,
         commands: Commands,
         open_rendezvous: OpenRendezvousServer,
-        roles: Roles | None = None,
+        security: Security,
+        data_host: str,
     ) -> None:
-        """roles: None: every peer has all of them."""
+        """data_host: where the ranks of a link meet."""
         self.worker_uid = os.urandom(16)
         self.draining = False
         self._control = control
@@ -108,15 +113,17 @@ class Control:
         self._reply_delays = reply_delays
         self._commands = commands
         self._open_rendezvous = open_rendezvous
+        self._security = security
+        self._access = security.access
+        self._bad_peers = security.bad_peers
+        self._data_host = data_host
         # The newest, and the one before it: NCCL's watchdog of the old link still asks there.
         self._rendezvous: deque[RendezvousServerLike] = deque()
         self._versions: OrderedDict[bytes, int] = OrderedDict()
         self._prepared: tuple[int, bytes] = (0, b"")
         self._lease = Lease(time.monotonic)
-        self._roles: Roles = AllRoles() if roles is None else roles
         self._software = f"worker-daemon {metadata.version('worker-daemon')}"
         self._commits: set[asyncio.Task[None]] = set()
-        self._bad_frames = 0
         self._tracing = Tracing(self)
         self._handlers: Mapping[type[ControlMessage], Callable[..., ControlReplyMessage]] = {
             lc.Hello: self._hello,
@@ -133,12 +140,13 @@ class Control:
     async def serve(self) -> None:
         """Answer control requests until cancelled."""
         while True:
-            sender, *frames = await self._control.recv_multipart()
-            try:
-                message = decode_control(frames)
-            except WireError as error:
-                self._count_bad_frame(error)
-                await self._reply(sender, control_error_reply(error, call=0))
+            received = await self._control.recv_multipart(copy=False)
+            sender, frames = received[0].bytes, received[1:]
+            peer = self._access.peer("control", sender, received[-1])
+            if peer in self._bad_peers:
+                continue
+            message = await self._admit(sender, peer, frames)
+            if message is None:
                 continue
             if isinstance(message, lc.CommitAttach):
                 self._spawn(self._commit(sender, message))
@@ -147,7 +155,28 @@ class Control:
             elif isinstance(message, tr.StopTrace):
                 self._spawn(self._trace(sender, message, self._tracing.stop(message)))
             else:
-                await self._reply(sender, self._outcome(sender, message))
+                await self._reply(sender, self._outcome(message))
+
+    async def _admit(
+        self, sender: bytes, peer: Peer, frames: Sequence[zmq.Frame]
+    ) -> ControlMessage | None:
+        """Return a request that its sender may make; tell it why where it may not."""
+        try:
+            if not self._access.opens(peer, "control"):  # taken out since it came in
+                await self._reply(sender, control_error_reply(_TAKEN_OUT, call=0))
+                return None
+            message = decode_control([frame.buffer for frame in frames])
+        except WireError as error:
+            self._count_bad_frame(peer, error)
+            await self._reply(sender, control_error_reply(error, call=0))
+            return None
+        try:
+            self._access.check(peer, message)
+        except ForbiddenError as error:
+            reply = control_error_reply(error.with_traceback(None), call=message.call)
+            await self._reply(sender, reply)
+            return None
+        return message
 
     async def beat(self) -> None:
         """Publish the heartbeat, and take notice of the lease's end, until cancelled."""
@@ -176,6 +205,14 @@ class Control:
             server.close()
         self._control.close(linger=100)
         self._events.close(linger=0)
+
+    def close_events(self) -> None:
+        """Close the events socket: nothing is published until there is another."""
+        self._events.close(linger=0)
+
+    def take_events(self, events: "zmq.Socket[bytes]") -> None:
+        """Publish by this socket from here on."""
+        self._events = events
 
     def post(self, command: Command) -> None:
         """See Commands."""
@@ -212,9 +249,8 @@ class Control:
             reply = _failure(message, error)
         await self._reply(sender, reply)
 
-    def _outcome(self, sender: bytes, message: ControlMessage) -> ControlReplyMessage:
+    def _outcome(self, message: ControlMessage) -> ControlReplyMessage:
         try:
-            check_role(message, self._roles.of(sender))
             return self._handlers[type(message)](message)
         except Exception as error:  # the dispatch boundary: a request never ends the daemon
             return _failure(message, error)
@@ -274,7 +310,7 @@ class Control:
             )
         while len(self._rendezvous) > 1:
             self._rendezvous.popleft().close()
-        server = self._open_rendezvous("127.0.0.1")
+        server = self._open_rendezvous(self._data_host)
         self._rendezvous.append(server)
         return lc.OpenRendezvousReply(call=message.call, host=server.host, port=server.port)
 
@@ -409,6 +445,8 @@ class Control:
             memory_tags=dict(snapshot.description.memory_tags),
             weights=_weights_status(snapshot.description.weights()),
             lease=self._lease.status(),
+            num_bad_frames=self._bad_peers.num_bad_frames,
+            num_refused=self._security.num_refused,
         )
 
     def _heartbeat(self) -> lc.Heartbeat:
@@ -443,10 +481,13 @@ class Control:
         except (zmq.ZMQError, WireError) as error:
             logger.debug("an event could not be sent: %s", error)
 
-    def _count_bad_frame(self, error: WireError) -> None:
-        self._bad_frames += 1
-        if self._bad_frames.bit_count() == 1:
-            logger.warning("%d bad frames on the control socket: %s", self._bad_frames, error)
+    def _count_bad_frame(self, peer: Peer, error: WireError) -> None:
+        banned = self._bad_peers.count(peer)
+        num = self._bad_peers.num_bad_frames
+        if num.bit_count() == 1 or banned:
+            logger.warning("%d bad frames, the last at the control socket: %s", num, error)
+        if banned:
+            logger.warning("%s is not listened to for %.0f s", shown(peer), BAN_S)
 
 
 def _failure(message: ControlMessage, error: Exception) -> ControlErrorReply:

@@ -18,13 +18,17 @@ from rpc_schema.errors import ErrorReply
 from rpc_schema.exit_codes import ExitCode
 from worker_daemon.device.gpu_faults import Fault, NoFaultWatch
 from worker_daemon.errors import ConfigError
+from worker_daemon.interfaces import interface_address
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.control import Control
 from worker_daemon.server.device_watch import DeviceWatch, OpenFaultWatch
 from worker_daemon.server.dispatch import MakeWorker, OpenRendezvousServer, WorkerLike
 from worker_daemon.server.endpoints import (
+    AnyEndpoint,
     Endpoint,
+    EndpointInUseError,
     EndpointLock,
+    TcpEndpoint,
     prepare_directory,
     remove_if_empty,
     remove_sockets,
@@ -32,7 +36,8 @@ from worker_daemon.server.endpoints import (
 from worker_daemon.server.epochs import EpochFile
 from worker_daemon.server.guard import Guard
 from worker_daemon.server.progress import Progress
-from worker_daemon.server.sockets import bind_sockets
+from worker_daemon.server.security import open_security
+from worker_daemon.server.sockets import bind_sockets, events_socket
 from worker_daemon.server.stale_files import remove_stale
 from worker_daemon.server.step_thread import (
     Command,
@@ -44,9 +49,11 @@ from worker_daemon.server.step_thread import (
     fatal_exit_code,
     link_failure,
 )
-from worker_daemon.settings import ProcessSettings
+from worker_daemon.settings import ONE_HOST, ProcessSettings, endpoint_home
 
 DRAIN_LIMIT_S: Final = 10.0
+REOPEN_INTERVAL_S: Final = 0.02
+REOPEN_TRIES: Final = 100
 STOP_LIMIT_S: Final = 0.8
 """What an orderly end may take after the drain; a thread that is stuck for longer ends with the
 process."""
@@ -101,7 +108,7 @@ class Premises:
 
     def __init__(self, settings: ProcessSettings) -> None:
         """Claim them. Raises what `serve` does."""
-        self.endpoint = Endpoint.parse(settings.endpoint)
+        self.endpoint = _parse_endpoint(settings)
         self._directory = self.endpoint.path.parent
         self._state_dir = settings.state_dir or self._directory
         self._dies_with_parent = settings.exit_with_parent_fd is not None
@@ -128,6 +135,12 @@ class Premises:
         remove_if_empty(self._directory)
 
 
+def _parse_endpoint(settings: ProcessSettings) -> AnyEndpoint:
+    if settings.endpoint.startswith("tcp://"):
+        return TcpEndpoint.parse(settings.endpoint, endpoint_home(settings))
+    return Endpoint.parse(settings.endpoint)
+
+
 class Daemon:
     """One process's threads and sockets. `run` is start, loop and shutdown, in this order."""
 
@@ -142,7 +155,9 @@ class Daemon:
         self._settings = settings
         self._premises = premises
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sockets = bind_sockets(self._context, premises.endpoint)
+        data_host = interface_address(settings.data_interface or ONE_HOST)
+        self._security = open_security(self._context, settings)
+        self._sockets = bind_sockets(self._context, premises.endpoint, self._security)
         self._progress = Progress(settings.device)
         self._guard = Guard(self._progress, self._link_aborted)
         self._completion = Completion(self._sockets.results, self._progress, self._result_failed)
@@ -155,6 +170,7 @@ class Daemon:
             device=settings.device,
             model_roots=settings.model_roots,
             save_root=settings.save_root,
+            security=self._security,
         )
         self._control = Control(
             control=self._sockets.control,
@@ -166,6 +182,8 @@ class Daemon:
             reply_delays=self._completion.reply_delays,
             commands=self,
             open_rendezvous=open_rendezvous,
+            security=self._security,
+            data_host=data_host,
         )
         self._device_watch = DeviceWatch(open_watch, self._gpu_fault)
         self._tasks: set[asyncio.Future[None]] = set()
@@ -186,6 +204,8 @@ class Daemon:
         self._end: asyncio.Future[int] = self._loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._signalled, number)
+        if self._settings.authorized_keys is not None:
+            self._loop.add_signal_handler(signal.SIGHUP, self._reload_keys)
         parent_fd = self._settings.exit_with_parent_fd
         if parent_fd is not None:
             self._loop.add_reader(parent_fd, self._parent_wrote, parent_fd)
@@ -226,6 +246,7 @@ class Daemon:
         joined &= self._guard.join(max(0.1, deadline - time.monotonic()))
         joined &= self._device_watch.join(max(0.3, deadline - time.monotonic()))
         self._control.close()
+        joined &= self._security.stop(max(0.1, deadline - time.monotonic()))
         left = threading.active_count() > 1  # a link's disposal, say, which waits for dead peers
         if not joined or left or exit_code != 0:
             self._exit_now(exit_code)
@@ -257,6 +278,25 @@ class Daemon:
         if self._signals > 1:
             self._exit_now(128 + number)
         self.begin_shutdown(signal.Signals(number).name)
+
+    def _reload_keys(self) -> None:
+        """Read the authorized keys again. What comes over open connections is judged by them from
+        here on; those who only listen to events are made to come in anew."""
+        if self._security.reload():
+            self._control.close_events()
+            self._spawn(self._reopen_events())
+
+    async def _reopen_events(self) -> None:
+        """Wait until the former socket's address is free: it is closed by a thread of libzmq."""
+        for _ in range(REOPEN_TRIES):
+            await asyncio.sleep(REOPEN_INTERVAL_S)
+            with contextlib.suppress(EndpointInUseError):
+                self._control.take_events(
+                    events_socket(self._context, self._premises.endpoint, self._security)
+                )
+                return
+        logger.critical("the events socket cannot be bound again")
+        self._finish(ExitCode.INTERNAL)
 
     def _parent_wrote(self, fd: int) -> None:
         with contextlib.suppress(BlockingIOError):

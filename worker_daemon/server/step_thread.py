@@ -14,12 +14,19 @@ from typing import Final, Protocol, TypeAlias
 import zmq
 
 from rpc_schema import lifecycle as lc
-from rpc_schema.codec import Frame, StepMessage, decode_step
+from rpc_schema.codec import MAX_FRAMES, Frame, StepMessage, decode_step
 from rpc_schema.errors import ErrorCode, ErrorReply, WireError
 from rpc_schema.exit_codes import ExitCode
 from rpc_schema.lease import LeaseState
-from worker_daemon.errors import CapacityError, ConfigError, ProtocolError, WorkerError
+from worker_daemon.errors import (
+    CapacityError,
+    ConfigError,
+    ForbiddenError,
+    ProtocolError,
+    WorkerError,
+)
 from worker_daemon.logs import set_rank
+from worker_daemon.server.bad_peers import BAN_S, Peer, shown
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.dispatch import (
     WAITS_FOR_PEERS,
@@ -33,6 +40,7 @@ from worker_daemon.server.dispatch import (
 from worker_daemon.server.lifecycle import Lifecycle
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.replies import error_reply
+from worker_daemon.server.security import Security
 from worker_daemon.server.sequence import StepGate, Verdict
 
 SWITCH_INTERVAL_S: Final = 0.0002
@@ -156,6 +164,7 @@ class StepThread:
         device: str,
         model_roots: Sequence[Path],
         save_root: Path | None,
+        security: Security,
     ) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._step = step
@@ -166,6 +175,7 @@ class StepThread:
         self._device = device
         self._model_roots = model_roots
         self._save_root = save_root
+        self._security = security
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
 
     def start(self) -> None:
@@ -188,7 +198,9 @@ class StepThread:
             logger.exception("the worker cannot be made")
             self._events.fatal(_start_exit_code(error), str(error))
             return
-        loop = _StepLoop(worker, self.commands, self._completion, self._progress, self._events)
+        loop = _StepLoop(
+            worker, self.commands, self._completion, self._progress, self._events, self._security
+        )
         self._events.worker_ready(worker)
         try:
             loop.serve(self._step)
@@ -218,17 +230,19 @@ class _StepLoop:
         completion: Completion,
         progress: Progress,
         events: StepEvents,
+        security: Security,
     ) -> None:
         self._worker = worker
         self._commands = commands
         self._completion = completion
         self._progress = progress
         self._events = events
+        self._access = security.access
+        self._bad_peers = security.bad_peers
         self._gate = StepGate()
         self._lifecycle = Lifecycle()
         self._drivers: dict[int, bytes] = {}
-        self._bad_frames = 0
-        self._peer = b""
+        self._sender = b""
         self._running = True
         self._failed = False
         self._left_clean = True
@@ -256,39 +270,47 @@ class _StepLoop:
         self._progress.idle()
         commands = self._commands
         while self._running:
-            sender, frame = step.recv(), step.recv(copy=False)
-            frames = [frame.bytes]
-            while frame.more:
+            sender, first = step.recv(), step.recv(copy=False)
+            frames, more = [first.bytes], first.more
+            while more:
                 frame = step.recv(copy=False)
-                frames.append(frame.bytes)
+                more = frame.more
+                if len(frames) <= MAX_FRAMES:  # what is over the bound is counted, not kept
+                    frames.append(frame.bytes)
             while not commands.empty():
                 self._command(commands.get())
             if len(frames) > 1 or frames[0]:  # else the doorbell, or somebody who rings it
-                self._take(sender, frames)
+                self._take(sender, self._access.peer("step", sender, first), frames)
 
-    def _take(self, sender: bytes, frames: list[bytes]) -> None:
-        """Decode and judge one request."""
+    def _take(self, sender: bytes, peer: Peer, frames: list[bytes]) -> None:
+        """Decode and judge one request of a peer that may send any."""
+        if peer in self._bad_peers:
+            return
+        if not self._access.opens(peer, "step"):
+            self._tell(sender, ForbiddenError("steps need the role driver", fix="use its key"))
+            return
         try:
             message = decode_step(frames)
         except WireError as error:
-            self._refuse_frames(sender, error)
+            self._refuse_frames(sender, peer, error)
             return
         verdict = self._gate.judge(message)
         if verdict is Verdict.RUN:
             self._gate.accept(message)
-            self._peer = sender
+            self._sender = sender
             del frames[0]
-            self._run(message, frames)
+            self._run(message, frames, peer)
         elif verdict is Verdict.REPLAY:
             self._completion.replay(message.seq)
         else:
             self._refuse(sender, message, self._gate.refusal(verdict, message))
 
-    def _run(self, message: StepMessage, arrays: Sequence[Frame]) -> None:
+    def _run(self, message: StepMessage, arrays: Sequence[Frame], peer: Peer) -> None:
         """Run an accepted request: exactly one outcome goes to the completion thread, whatever
         happens."""
         kind = type(message)
         try:
+            self._access.check(peer, message)
             self._lifecycle.check(message)
             self._begin(message)
             if kind in self._array_steps:
@@ -364,13 +386,20 @@ class _StepLoop:
             reply = error_reply(error, epoch=message.epoch, seq=message.seq, rank=self._worker.rank)
             self._completion.refuse(route, reply)
 
-    def _refuse_frames(self, sender: bytes, error: WireError) -> None:
+    def _refuse_frames(self, sender: bytes, peer: Peer, error: WireError) -> None:
         """Count frames that do not decode, and tell a driver that we know."""
-        self._bad_frames += 1
-        if self._bad_frames.bit_count() == 1:
-            logger.warning("%d bad frames on the step socket: %s", self._bad_frames, error)
+        banned = self._bad_peers.count(peer)
+        num = self._bad_peers.num_bad_frames
+        if num.bit_count() == 1 or banned:
+            logger.warning("%d bad frames, the last at the step socket: %s", num, error)
+        if banned:
+            logger.warning("%s is not listened to for %.0f s", shown(peer), BAN_S)
+        self._tell(sender, error)
+
+    def _tell(self, sender: bytes, error: Exception) -> None:
+        """Answer what was not decoded: to the attached driver, if it comes from its step socket."""
         driver_id = self._drivers.get(self._gate.epoch)
-        if driver_id is not None and sender in (self._peer, driver_id):
+        if driver_id is not None and sender in (self._sender, driver_id):
             reply = error_reply(error, epoch=self._gate.epoch, seq=0, rank=self._worker.rank)
             self._completion.refuse(driver_id, reply)
 
@@ -422,7 +451,7 @@ class _StepLoop:
         self._left_clean = True
         standing = Standing(gate.epoch, gate.last_seq, clean)
         gate.attach(command.epoch)
-        self._peer = b""
+        self._sender = b""
         self._progress.epoch = command.epoch
         self._progress.last_seq = 0
         self._drivers[command.epoch] = command.driver_id

@@ -590,7 +590,7 @@ def test_lost_device_is_told_and_ends_the_process(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--endpoint", "tcp://127.0.0.1:5"], "tcp needs keys"),
+        (["--endpoint", "tcp://127.0.0.1:5"], "tcp needs a key-file"),
         (["--device", "cuda:9"], "no such device"),
         (["--exit-with-parent-fd", "77"], "not an open file descriptor"),
         (["--model-root", "/nowhere"], "model-root"),
