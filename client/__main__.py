@@ -12,6 +12,7 @@ from client.cli.run import bench, generate
 from client.cli.trace import trace
 from client.errors import AuthenticationError, ClientError, ForbiddenError
 from rpc_schema.errors import WireError
+from rpc_schema.exit_codes import ExitCode
 
 _NOT_ALLOWED: Final = (AuthenticationError, ForbiddenError)
 
