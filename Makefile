@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup run test faults check fmt type bench test-gpu test-multi-gpu golden clean
+.PHONY: help setup run test faults check fmt type bench fuzz test-gpu test-multi-gpu golden clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -41,6 +41,9 @@ fmt: $(STAMP)    ## format and fix
 
 bench: $(STAMP)  ## measure the wire and, on a GPU, all else: make bench ARGS="--only e2e --models llama-8b"
 	$(BIN)/python -m benchmarks $(ARGS)
+
+fuzz: $(STAMP)   ## hostile frames on every socket, with and without keys: make fuzz ARGS="--frames 10000000"
+	$(BIN)/python -m tests.support.fuzz $(ARGS)
 
 test-gpu: $(STAMP)        ## tests that need one GPU
 	$(BIN)/python -m pytest tests/gpu

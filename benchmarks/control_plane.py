@@ -11,7 +11,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,10 @@ from benchmarks.control_plane_peers import (
     run_pickle,
 )
 from benchmarks.state_worker import ALL_RANKS, BLOCK_SIZE
+from client.keys import NO_KEYS, Keys, OwnKeys
+from client.lease import LeaseKeeper
+from client.lease_terms import LeaseTerms
+from client.liveness import Watch
 from client.scheduler_output import NewRequest, SchedulerOutput
 from client.slots import SlotTable
 from client.transport import ResultsChannel, new_driver_id, parse_endpoint
@@ -41,14 +45,18 @@ from rpc_schema.config import (
     SchedulerConfig,
 )
 from rpc_schema.errors import ErrorReply
+from rpc_schema.key_files import read_secret_key
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput
+from worker_daemon.server.keygen import make_key_files
+from worker_daemon.server.security import SLOW_CIPHER_MB_S, cipher_mb_s
 
 GROUPS = (1, 4, 8)
 SIZES = (256, 1024)
 WARM_UP = 20
 SPACING_S = 0.005
+LEASE = LeaseTerms(ttl_s=60.0)
 Spawn = multiprocessing.get_context("spawn")
 
 
@@ -142,29 +150,55 @@ class Echo:
         self._socket.close()
 
 
+class KeyPairs:
+    """A driver's key and one for all daemons, in a directory."""
+
+    def __init__(self, directory: str) -> None:
+        root = Path(directory)
+        daemon, self._driver = (make_key_files(root / name) for name in ("daemon", "driver"))
+        self._daemon_key = daemon.public_key
+        authorized = root / "authorized.json"
+        entry = {"key": self._driver.public_key, "role": "driver", "name": "benchmark"}
+        authorized.write_text(json.dumps([entry]))
+        self.daemon_files = {"key-file": str(daemon.secret), "authorized-keys": str(authorized)}
+
+    def driver_keys(self, endpoints: Sequence[str]) -> Keys:
+        """The driver's side."""
+        known = dict.fromkeys(endpoints, self._daemon_key)
+        return OwnKeys(read_secret_key(self._driver.secret, "key_file"), known)
+
+
 class DaemonGroup:
     """N daemons and the driver's side of them."""
 
-    def __init__(self, size: int, directory: str) -> None:
+    def __init__(self, size: int, directory: str, keys: KeyPairs | None = None) -> None:
+        """keys: of both sides; None: they have none."""
         self.size = size
         self._read_end, self._write_end = os.pipe()
         os.set_inheritable(self._read_end, True)
-        endpoints = [f"ipc://{directory}/d{size}-{rank}" for rank in range(size)]
-        self.pids = [_spawn_daemon(endpoint, self._read_end) for endpoint in endpoints]
+        locked = "k" if keys else "d"
+        endpoints = [f"ipc://{directory}/{locked}{size}-{rank}" for rank in range(size)]
+        files = keys.daemon_files if keys else {}
+        self.pids = [_spawn_daemon(endpoint, self._read_end, files) for endpoint in endpoints]
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         driver_id = new_driver_id()
-        addresses = [parse_endpoint(endpoint) for endpoint in endpoints]
-        self._results = ResultsChannel(context, addresses, driver_id)
+        own = keys.driver_keys(endpoints) if keys else NO_KEYS
+        addresses = [parse_endpoint(endpoint, own) for endpoint in endpoints]
+        self._watch = Watch([a.results for a in addresses], [a.control for a in addresses])
+        self._results = ResultsChannel(context, addresses, driver_id, self._watch, self._look)
         self._clients = [
             WorkerClient(context, address, rank, driver_id)
             for rank, address in enumerate(addresses)
         ]
         self._seq = 0
         self._link = 0
+        self._lease = LeaseKeeper(context, driver_id, LEASE, self)
         for client in self._clients:
             client.hello(30.0)
             client.prepare_attach(1)
-            client.commit_attach(1)
+            client.send_commit_attach(1, terms=LEASE).result()
+        self._lease.start(1, list(enumerate(addresses)))
+        self._lease.confirm()
         self._receive(size)
 
     def start(self, max_num_seqs: int, *, all_ranks: bool) -> None:
@@ -204,9 +238,11 @@ class DaemonGroup:
         return table.decode(encoded, reply, frames[1:]).token_ids
 
     def close(self) -> None:
+        self._lease.stop()
         for client in self._clients:
             client.close()
         self._results.close()
+        self._watch.close()
         os.close(self._write_end)
         os.close(self._read_end)
         for pid in self.pids:
@@ -220,6 +256,11 @@ class DaemonGroup:
             reply = decode_step_reply(self._receive(1))
             assert not isinstance(reply, ErrorReply), reply
 
+    def _look(self) -> None:
+        self._results.read_news()
+        self._watch.look()
+        self._lease.check()
+
     def _receive(self, count: int) -> list[bytes]:
         for _ in range(count):
             frames = self._results.receive(time.monotonic() + 10)
@@ -227,9 +268,9 @@ class DaemonGroup:
         return frames
 
 
-def _spawn_daemon(endpoint: str, parent_fd: int) -> int:
+def _spawn_daemon(endpoint: str, parent_fd: int, key_files: Mapping[str, str]) -> int:
     code = "import sys; from benchmarks.control_plane_peers import run_daemon as run; "
-    code += f"run({endpoint!r}, {parent_fd})"
+    code += f"run({endpoint!r}, {parent_fd}, {dict(key_files)!r})"
     return os.posix_spawn(sys.executable, [sys.executable, "-c", code], dict(os.environ))
 
 
@@ -315,6 +356,32 @@ def measure_daemons(group: DaemonGroup, num_requests: int, count: int, num_repli
         group.step(table, requests.decode(), num_replies)
     outputs = iter([requests.decode() for _ in range(count)])
     return median_us(lambda: group.step(table, next(outputs), num_replies), count)
+
+
+def measure_curve(quick: bool) -> list[Figure]:
+    """Whole steps through a daemon with keys and through one without, taking turns."""
+    rounds, count = (3, 100) if quick else (10, 300)
+    speed = cipher_mb_s()
+    figures = [Figure("cipher", speed or 0.0, "MB/s", SLOW_CIPHER_MB_S, at_least=True)]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        groups = {
+            "without keys": DaemonGroup(1, directory),
+            "with keys": DaemonGroup(1, directory, KeyPairs(directory)),
+        }
+        for num_requests in SIZES:
+            results: dict[str, list[float]] = {way: [] for way in groups}
+            for _ in range(rounds):
+                for way, group in groups.items():
+                    results[way].append(measure_daemons(group, num_requests, count, 1))
+            figures += [
+                Figure(f"whole step {way}, {num_requests} requests", statistics.median(us), "us")
+                for way, us in results.items()
+            ]
+            more = 100 * (ratio(results, "with keys", "without keys") - 1)
+            figures.append(Figure(f"keys cost a step, {num_requests} requests", more, "%", 20.0))
+        for group in groups.values():
+            group.close()
+    return figures
 
 
 def ratio(results: dict[str, list[float]], over: str, under: str) -> float:
@@ -455,6 +522,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there too")
     options = parser.parse_args()
     figures = measure_codec(options.quick) + measure_steps(options.quick)
+    figures += measure_curve(options.quick)
     print_table(figures)
     if options.json is not None:
         rows = [

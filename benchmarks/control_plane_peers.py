@@ -208,10 +208,11 @@ def run_pickle(address: str, rank: int, answers: bool, reply: bytes) -> None:
             socket.send(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
 
 
-def run_daemon(endpoint: str, parent_fd: int) -> None:
-    """Our daemon, with the worker that validates and applies."""
+def run_daemon(endpoint: str, parent_fd: int, key_files: Mapping[str, str]) -> None:
+    """Our daemon, with the worker that validates and applies. key_files: options, if it has
+    keys."""
     settings = build_settings(
-        {"endpoint": endpoint, "device": "cpu", "exit-with-parent-fd": parent_fd}
+        {"endpoint": endpoint, "device": "cpu", "exit-with-parent-fd": parent_fd, **key_files}
     )
     serve(settings, make_worker, _no_rendezvous)
 

@@ -32,6 +32,8 @@ KINDS = ("weights", "buffers", "kv_cache", "torch_reserved")
 """On the device; the rest of what is taken is the context, libraries and other processes."""
 ARENA_BYTES = 16 << 30
 CHUNKS_MIB = (2, 32, 128, 512, 1024, 4096)
+PAUSE_S = 1.0
+"""Between sleep and wake."""
 BACKUP_TIMEOUT_S = 300.0
 
 
@@ -59,7 +61,9 @@ class Links:
             return cls()
         from benchmarks.ceilings import host_rate  # needs Triton
 
-        return cls(host_rate(to_device=False), host_rate(to_device=True))
+        rates = host_rate(to_device=False), host_rate(to_device=True)
+        torch.cuda.empty_cache()  # else part of what the worker takes lies in these buffers' place
+        return cls(*rates)
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
@@ -97,14 +101,18 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
 def cycle(
     driver: StageDriver, level: SleepLevel, cycles: int, weights_bytes: int, links: Links
 ) -> Iterator[Figure]:
-    """Go to sleep and wake so many times."""
+    """Go to sleep and wake so many times, and then once without a pause between the two: for a
+    while after memory was given back the device clears it, and a wake is slower meanwhile."""
     asleep_s, awake_s = [], []
     asleep: Mapping[str, int] = {}
     for index in range(cycles):
         asleep_s.append(timed(driver, Sleep(**driver.ids(), level=level)))
         if not index:
             asleep = held(driver)
+        time.sleep(PAUSE_S)
         awake_s.append(timed(driver, WakeUp(**driver.ids())))
+    driver.worker.sleep(Sleep(**driver.ids(), level=level))
+    at_once_s = timed(driver, WakeUp(**driver.ids()))
     sleep_floor = wake_floor = None
     if level == 1 and links.to_host and links.to_device:
         sleep_floor, wake_floor = weights_bytes / links.to_host, weights_bytes / links.to_device
@@ -113,6 +121,7 @@ def cycle(
     yield Figure(f"sleep {level}, the first", asleep_s[0], "s", sleep_floor)
     yield Figure(f"wake {level}", statistics.median(awake_s), "s", wake_floor)
     yield Figure(f"wake {level}, the first", awake_s[0], "s", wake_floor)
+    yield Figure(f"wake {level}, at once after sleep", at_once_s, "s", wake_floor)
 
 
 def timed(driver: StageDriver, message: Sleep | WakeUp) -> float:

@@ -8,6 +8,7 @@ import numpy as np
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
+from rpc_schema.adoption import AdoptRequests
 from rpc_schema.base import StepReply, StepRequest
 from rpc_schema.codec import Frame
 from worker_daemon.description import WorkerDescription
@@ -108,31 +109,26 @@ class StateWorker:
     def update_max_model_len(self, message: lc.UpdateMaxModelLen) -> StepReply:
         return self._done(message)
 
-    def get_kv_cache_spec(self, message: lc.GetKVCacheSpec) -> StepReply:
+    def _no_model(self, message: StepRequest) -> StepReply:
         raise ConfigError("this worker has no model")
 
-    def determine_available_memory(self, message: lc.DetermineAvailableMemory) -> StepReply:
-        raise ConfigError("this worker has no model")
+    get_kv_cache_spec = determine_available_memory = get_supported_tasks = _no_model
+    get_model_metadata = compute_weight_checksums = profile = _no_model
+    save_sharded_state = finish_sharded_state = save_tensorized_model = _no_model
+    sleep = wake_up = discard = _no_model
+    init_weight_transfer_engine = start_weight_update = update_weights = _no_model
+    finish_weight_update = reload_weights = update_config = _no_model
 
-    def get_supported_tasks(self, message: lc.GetSupportedTasks) -> StepReply:
-        raise ConfigError("this worker has no model")
-
-    def get_model_metadata(self, message: lc.GetModelMetadata) -> StepReply:
-        raise ConfigError("this worker has no model")
-
-    def save_sharded_state(self, message: lc.SaveShardedState) -> StepReply:
-        raise ConfigError("this worker has no model")
-
-    def finish_sharded_state(self, message: lc.FinishShardedState) -> StepReply:
-        raise ConfigError("this worker has no model")
-
-    def compute_weight_checksums(self, message: lc.ComputeWeightChecksums) -> StepReply:
-        raise ConfigError("this worker has no model")
-
-    def profile(self, message: lc.Profile) -> StepReply:
+    def start_trace(self) -> None:
         raise ConfigError("this worker has no profiler")
 
-    def on_attach(self) -> bool:
+    def stop_trace(self, *, keep: bool) -> None:
+        raise ConfigError("this worker has no profiler")
+
+    def adopt_requests(self, message: AdoptRequests) -> StepReply:
+        raise ConfigError("this worker has no KV cache")
+
+    def on_attach(self, *, keep_requests: bool) -> bool:
         return True
 
     def describe(self) -> WorkerDescription:

@@ -3,14 +3,18 @@
 import signal
 import sys
 from types import FrameType
+from typing import Final
 
 import typer
 
 from client.cli.control import shutdown, status
 from client.cli.run import bench, generate
 from client.cli.trace import trace
-from client.errors import ClientError
+from client.errors import AuthenticationError, ClientError, ForbiddenError
 from rpc_schema.errors import WireError
+from rpc_schema.exit_codes import ExitCode
+
+_NOT_ALLOWED: Final = (AuthenticationError, ForbiddenError)
 
 app = typer.Typer(
     help="Drive worker daemons.",
@@ -34,7 +38,7 @@ def main() -> None:
         app()
     except (ClientError, WireError) as error:
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
-        sys.exit(2)
+        sys.exit(ExitCode.KEY_REFUSED if isinstance(error, _NOT_ALLOWED) else 2)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,14 @@ class BlockPool:
             self._block_of[block_hash] = block_id
             self._hash_of[block_id] = block_hash
 
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Drop the blocks that are cached under these hashes: their contents are not to be
+        trusted."""
+        for block_hash in hashes:
+            block_id = self._block_of.pop(block_hash, None)
+            if block_id is not None:
+                del self._hash_of[block_id]
+
     def forget_all(self) -> None:
         """Drop every cached hash: the contents are not to be trusted."""
         self._block_of.clear()

@@ -10,12 +10,14 @@ ClientError
  +- InvalidSchedulerOutput    a scheduler broke a rule; nothing was sent
  +- TooManyStepsInFlight      more steps were sent than the group has credits for
  +- DeadlineExceeded          an answer did not come in time
+ +- AuthenticationError       a daemon refused our key, or has another key than it should
  +- WorkerDied                a daemon is dead, or has been given up
  +- ReplacementFailed         no daemon took a lost rank's place
  +- LaunchError               a local daemon did not become ready
  +- TraceError                a trace cannot be read, or is no trace
  +- SchedulerStalled          a scheduler has requests, but nothing to send, and nothing is to come
  +- WeightsNotWhole           a weight update is open or has failed: no step can be sent
+ +- AdoptionMismatch          ranks disagree about a request that was to be adopted
  +- StepFailed                a step failed on a rank; carries the traceback and what was lost
  `- RemoteError               a daemon refused or failed a request: one class for each ErrorCode
      +- RemoteProtocolError       PROTOCOL
@@ -24,6 +26,9 @@ ClientError
      |   +- IncompatibleError         INCOMPATIBLE
      |   +- FencedError               FENCED
      |   +- NotAttachedError          NOT_ATTACHED
+     |   +- LeaseHeldError            LEASE_HELD
+     |   +- LeaseExpiredError         LEASE_EXPIRED
+     |   +- ForbiddenError            FORBIDDEN
      |   +- StaleError                STALE
      |   `- GapError                  GAP
      +- IllegalStateError         ILLEGAL_STATE
@@ -31,6 +36,7 @@ ClientError
      |   `- RemoteCheckpointError     CHECKPOINT
      +- InvalidStepError          INVALID_STEP
      +- RemoteCapacityError       CAPACITY
+     |   `- RemoteOutOfMemoryError    OUT_OF_MEMORY
      +- CommError                 COMM
      |   `- UpstreamFailedError       UPSTREAM_FAILED
      +- WeightTransferError       TRANSFER
@@ -139,9 +145,35 @@ class ReplacementFailed(ClientError):
         self.rank = rank
 
 
+class AuthenticationError(ClientError):
+    """A connection was refused while its ends made each other's acquaintance. Nothing is tried
+    again: the next attempt would end alike."""
+
+    def __init__(self, rank: int, address: str, why: str) -> None:
+        super().__init__(f"rank {rank} at {address}: {why}")
+        self.rank = rank
+        self.address = address
+        self.why = why
+
+
 class WeightsNotWhole(ClientError):
     """A weight update is open or has failed on some rank: finish a complete update, or call
     reload_weights()."""
+
+
+class AdoptionMismatch(ClientError):
+    """Two ranks say different things of a request that an earlier driver has left: none can be
+    adopted."""
+
+    def __init__(self, req_id: str, slot: int, field: str, ranks: tuple[int, int]) -> None:
+        super().__init__(
+            f"ranks {ranks[0]} and {ranks[1]} disagree about {field} of request {req_id!r} in slot "
+            f"{slot}; fix: attach without keep_requests, and submit the requests again"
+        )
+        self.req_id = req_id
+        self.slot = slot
+        self.field = field
+        self.ranks = ranks
 
 
 class LaunchError(ClientError):
@@ -218,6 +250,26 @@ class NotAttachedError(RemoteProtocolError):
     """The daemon never granted this epoch."""
 
 
+class LeaseHeldError(RemoteProtocolError):
+    """Another driver holds the lease of a daemon. `holder` is its driver id, `holder_name` its
+    HOST:PID, `remaining_s` how long the lease lasts unless it is renewed."""
+
+    def __init__(self, reply: ErrorReply | ControlErrorReply, *, rank: int, endpoint: str) -> None:
+        super().__init__(reply, rank=rank, endpoint=endpoint)
+        lease = reply.lease if isinstance(reply, ControlErrorReply) else None
+        self.holder = b"" if lease is None else lease.holder
+        self.holder_name = "" if lease is None else lease.holder_name
+        self.remaining_s = 0.0 if lease is None else lease.remaining_ms / 1000
+
+
+class LeaseExpiredError(RemoteProtocolError):
+    """This driver did not renew its lease in time: attach again."""
+
+
+class ForbiddenError(RemoteProtocolError):
+    """Our key has not the role that the request needs; the message names both."""
+
+
 class StaleError(RemoteProtocolError):
     """A request older than the replies still kept."""
 
@@ -244,6 +296,11 @@ class InvalidStepError(RemoteError):
 
 class RemoteCapacityError(RemoteError):
     """Not enough device memory, KV blocks or rows."""
+
+
+class RemoteOutOfMemoryError(RemoteCapacityError):
+    """An allocation failed; the message says what was asked for and what was free. The next step
+    may succeed."""
 
 
 class CommError(RemoteError):
@@ -279,6 +336,9 @@ REMOTE_ERRORS: Mapping[ErrorCode, type[RemoteError]] = MappingProxyType(
         ErrorCode.INCOMPATIBLE: IncompatibleError,
         ErrorCode.FENCED: FencedError,
         ErrorCode.NOT_ATTACHED: NotAttachedError,
+        ErrorCode.LEASE_HELD: LeaseHeldError,
+        ErrorCode.LEASE_EXPIRED: LeaseExpiredError,
+        ErrorCode.FORBIDDEN: ForbiddenError,
         ErrorCode.STALE: StaleError,
         ErrorCode.GAP: GapError,
         ErrorCode.ILLEGAL_STATE: IllegalStateError,
@@ -286,6 +346,7 @@ REMOTE_ERRORS: Mapping[ErrorCode, type[RemoteError]] = MappingProxyType(
         ErrorCode.CHECKPOINT: RemoteCheckpointError,
         ErrorCode.INVALID_STEP: InvalidStepError,
         ErrorCode.CAPACITY: RemoteCapacityError,
+        ErrorCode.OUT_OF_MEMORY: RemoteOutOfMemoryError,
         ErrorCode.COMM: CommError,
         ErrorCode.UPSTREAM_FAILED: UpstreamFailedError,
         ErrorCode.PRECEDED_BY: PrecededByError,

@@ -1,9 +1,11 @@
 """The conversation with a group's daemons: their sockets, the epoch, link and seqs that requests go
-under, operations sent to all ranks and their replies gathered, replies to steps handed on. Knows
-not what an operation means, nor what a step's failure does (`client/outcomes.py`).
+under, operations sent to all ranks and their replies gathered, replies to steps handed on, and what
+got lost on the way sent again. Knows not what an operation means, nor what a step's failure does
+(`client/outcomes.py`).
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -13,12 +15,21 @@ import zmq
 
 from client.clocks import measure
 from client.errors import ClientError, DeadlineExceeded, RemoteError, WorkerDied, remote_error
+from client.lease import LeaseKeeper
+from client.lease_terms import LeaseTerms
 from client.liveness import Watch
 from client.outcomes import ROOT_CAUSE_WAIT_S, StepsInFlight
+from client.resending import Resending
 from client.transport import Endpoint, EventsChannel, ResultsChannel
 from client.worker_client import StepIds, WorkerClient
 from rpc_schema import lifecycle as lc
-from rpc_schema.codec import EventMessage, StepReplyMessage, decode_step_reply
+from rpc_schema.codec import (
+    EventMessage,
+    Frame,
+    StepReplyMessage,
+    decode_step_reply,
+    split_replayed,
+)
 from rpc_schema.config import Rendezvous
 from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, TooLargeError, WireError
 from rpc_schema.trace import DriverStepsWanted
@@ -36,6 +47,9 @@ OBSERVER_TIMEOUT_S = 0.5
 """No longer than this is a daemon waited for in the matters of somebody who watches."""
 
 OPERATION_TIMEOUT_S = 60.0
+
+LEAVE_TIMEOUT_S = 0.3
+"""How long daemons may take to hear that their driver leaves; after that the lease expires."""
 
 ReplyT = TypeVar("ReplyT", bound=StepReplyMessage)
 Send = Callable[[WorkerClient, StepIds], None]
@@ -59,6 +73,10 @@ class _Gather:
         self.replies: list[StepReplyMessage] = []
         self.errors: list[ErrorReply] = []
 
+    def has_heard(self, rank: int) -> bool:
+        """Whether a rank, by its number, has answered."""
+        return any(reply.rank == rank for reply in (*self.replies, *self.errors))
+
 
 class GroupChannel:
     """Owns the sockets to a group's daemons. Belongs to one thread; close() frees them.
@@ -67,18 +85,26 @@ class GroupChannel:
     """
 
     def __init__(
-        self, endpoints: Sequence[Endpoint], driver_id: bytes, steps: StepsInFlight
+        self,
+        endpoints: Sequence[Endpoint],
+        driver_id: bytes,
+        steps: StepsInFlight,
+        terms: LeaseTerms,
     ) -> None:
         """Connect; nothing is sent yet. steps gets the replies that no operation waits for, and the
-        news of deaths."""
+        news of deaths. terms: of the lease."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._terms = terms
+        self._driver_id = driver_id
         self.watch = Watch([e.results for e in endpoints], [e.control for e in endpoints])
+        self.lease = LeaseKeeper(self._context, driver_id, terms, self)
         self._results = ResultsChannel(self._context, endpoints, driver_id, self.watch, self.look)
         self._events = EventsChannel(self._context, endpoints)
-        self._driver_id = driver_id
         self.clients = [self._connect(rank, endpoint) for rank, endpoint in enumerate(endpoints)]
         self.absent: frozenset[int] = frozenset()
         """Ranks that are lost: nothing is sent to them, nor expected of them."""
+        self._resending = Resending(self.clients, steps.output_rank)
+        self._is_attached = False
         self.epoch = 0
         """0 before the first attach."""
         self.on_progress: Callable[[Progress], None] | None = None
@@ -90,7 +116,8 @@ class GroupChannel:
         self._next_events = 0.0
 
     def close(self) -> None:
-        """Close all sockets; the daemons keep what they have."""
+        """Close all sockets; the daemons keep what they have, and the lease until it expires."""
+        self.lease.stop()
         for client in self.clients:
             client.close()
         self._results.close()
@@ -125,10 +152,14 @@ class GroupChannel:
             self._driver_id,
             self.look,
             lambda: self._check_alive(rank),
+            self._sent,
         )
 
     def check_usable(self) -> None:
-        """Raise what the group has died of, or ClientError before the first attach."""
+        """Raise what the group has died of, the end of its lease included, or ClientError before
+        the first attach."""
+        if self._steps.dead is None and self.lease.lost is not None:
+            self.check_deaths(0.0)  # of a death the loss may be a consequence
         if self._steps.dead is not None:
             raise self._steps.dead
         if not self.epoch:
@@ -139,25 +170,30 @@ class GroupChannel:
         try:
             self._results.read_news(within_s)
             self.look()
-        except WorkerDied as error:
+        except (WorkerDied, RemoteError) as error:
             self.lose(error)
             raise
 
     def look(self) -> None:
-        """Take in all news of the daemons' lives; for whoever waits, or has nothing else to do.
+        """Take in all news of the daemons' lives and of the lease; for whoever waits, or has
+        nothing else to do.
 
         Raises:
             WorkerDied: one of them is gone. The steps in flight are not failed by this: lose()
             does that.
+            RemoteError: the lease is lost.
+            AuthenticationError: a daemon turned us away.
         """
         self._results.read_news()
-        self._read_events()
+        self._read_events_now_and_then()
         self._listen_to_the_living()
-        if self.watch.returned:
-            self._repeat_steps(self.watch.returned.pop())
+        self.lease.check()
+        while self.watch.returned:
+            self._send_lost(self.watch.returned.pop())
 
-    def lose(self, error: WorkerDied | WireError) -> None:
-        """A daemon is lost: fail all steps, and have the other ranks leave the link at once."""
+    def lose(self, error: WorkerDied | WireError | RemoteError) -> None:
+        """A daemon, or the lease, is lost: fail all steps, and for a daemon have the other ranks
+        leave the link at once."""
         if isinstance(self._steps.dead, WorkerDied):
             return
         self._steps.die(error)
@@ -189,45 +225,87 @@ class GroupChannel:
         if self.watch.standings[rank] == "dead":
             raise self.watch.obituary(rank)
 
-    def _repeat_steps(self, rank: int) -> None:
-        """A daemon's connection broke and came back: what was under way on it may be lost. Where it
-        was not, the daemon answers as before, and runs nothing twice."""
-        for future in self._steps.pending:
-            if future.step is not None and future.samples:
-                with contextlib.suppress(WorkerDied):
-                    self.clients[rank].execute_model(future.step.frames)
-
     def hello(self, deadline: float) -> list[lc.Status]:
         """Exchange versions with every daemon, then return their states."""
         for client in self.present:
             self.watch.met(client.rank, client.hello(_remaining(deadline)).worker_uid)
         return [client.get_status(_remaining(deadline)) for client in self.present]
 
-    def agree_on_epoch(self, deadline: float) -> int:
-        """Return an epoch that no daemon has seen, announced to all."""
+    def agree_on_epoch(self, deadline: float, *, force: bool = False) -> int:
+        """Return an epoch that no daemon has seen, announced to all. Raises LeaseHeldError."""
         epoch = 1
         while True:
             replies = [
-                client.prepare_attach(epoch, _remaining(deadline)) for client in self.present
+                client.prepare_attach(epoch, _remaining(deadline), force=force)
+                for client in self.present
             ]
             if all(reply.granted for reply in replies):
                 return epoch
             epoch = max(epoch, *(reply.last_epoch for reply in replies)) + 1
 
-    def commit_attach(self, epoch: int, deadline: float, timeout_s: float) -> list[lc.Status]:
+    def commit_attach(
+        self, epoch: int, deadline: float, timeout_s: float, *, keep_requests: bool = False
+    ) -> list[lc.Status]:
         """Begin an epoch and return the daemons' states. It is sent to all ranks before any is
-        waited for: gloo has no abort, so a rank that hangs in a step is let go by its peers'."""
+        waited for: gloo has no abort, so a rank that hangs in a step is let go by its peers'. After
+        an error no daemon is attached, as far as they can be reached."""
         self.epoch, self._seq = epoch, 0
+        self._is_attached = True
+        self._resending.begin_epoch()
+        self.lease.start(epoch, [(client.rank, client.endpoint) for client in self.present])
+        try:
+            attached = self._commit(epoch, deadline, timeout_s, keep_requests=keep_requests)
+        except BaseException:
+            self._gather = None
+            self.leave()
+            raise
+        self.lease.confirm()
+        self._steps.last_given_up = 0
+        self._steps.needs_relink = _must_relink(attached)
+        return self._take_statuses([reply.status for reply in attached])
+
+    def _take_statuses(self, statuses: list[lc.Status]) -> list[lc.Status]:
+        """Learn from those who are present which links they stand in, and who they are."""
+        ranks = [client.rank for client in self.present]
+        for rank, status in zip(ranks, statuses, strict=True):
+            self._links[rank] = status.link
+        self._resending.meet(ranks, statuses)
+        return statuses
+
+    def _commit(
+        self, epoch: int, deadline: float, timeout_s: float, *, keep_requests: bool
+    ) -> list[lc.CommitAttachReply]:
         gather = self._gather = _Gather(0)
         pending = [
-            client.send_commit_attach(epoch, _remaining(deadline)) for client in self.present
+            client.send_commit_attach(
+                epoch, _remaining(deadline), self._terms, keep_requests=keep_requests
+            )
+            for client in self.present
         ]
         attached = [call.result() for call in pending]
         self._collect(gather, "attach", deadline, timeout_s)
-        for client, reply in zip(self.present, attached, strict=True):
-            self._links[client.rank] = reply.status.link
-        self._steps.needs_relink = _must_relink(attached)
-        return [reply.status for reply in attached]
+        return attached
+
+    def detach(self) -> None:
+        """Give the lease back on all daemons, each of which says so."""
+        self.lease.stop()
+        self._is_attached = False
+        for client in self.present:
+            client.detach(self.epoch)
+
+    def leave(self) -> None:
+        """Give the lease back on all daemons that hear it in time; nothing where there is none."""
+        self.lease.stop()
+        if not self._is_attached or self.lease.lost is not None:
+            return
+        self._is_attached = False
+        pending = []
+        for client in self.present:
+            with contextlib.suppress(ClientError):
+                pending.append(client.send_detach(self.epoch, LEAVE_TIMEOUT_S))
+        for call in pending:
+            with contextlib.suppress(ClientError, WireError):
+                call.result()
 
     def open_rendezvous(self) -> list[Rendezvous]:
         """Have rank 0 open the meeting place of a new link; return each rank's way there."""
@@ -247,19 +325,24 @@ class GroupChannel:
     def use_link(self, rendezvous: Sequence[Rendezvous]) -> None:
         """All ranks have met there: requests go under that link from now on."""
         self._links = [entry.link for entry in rendezvous]
+        self._resending.knows_ranks = True
 
     def refresh_links(self) -> None:
         """Ask each rank which link it stands in: after a failure they need not agree."""
-        self._links = [client.get_status().link for client in self.clients]
+        self._take_statuses([client.get_status() for client in self.present])
 
     def next_ids(self) -> StepIds:
         """The ids of the next step; send_step() takes them."""
         return StepIds(self.epoch, self._links[0], self._seq + 1)
 
-    def send_step(self, ids: StepIds, send: Callable[[WorkerClient], None]) -> None:
-        """Send a step, which is expected already, to every rank. Raises WorkerDied, and
-        TooLargeError where nothing was sent."""
+    def send_step(
+        self, ids: StepIds, send: Callable[[WorkerClient], None], *, stands_alone: bool = False
+    ) -> None:
+        """Send a step, which is expected already, to every rank. stands_alone: it closes gaps.
+        Raises WorkerDied, and TooLargeError where nothing was sent."""
         self._seq = ids.seq
+        if stands_alone:
+            self._resending.begin_anew(ids.seq)
         self._send_to_all(send)
 
     def fan_out(
@@ -269,20 +352,26 @@ class GroupChannel:
         reply_type: type[ReplyT],
         *,
         timeout_s: float = OPERATION_TIMEOUT_S,
+        stands_alone: bool = False,
     ) -> list[ReplyT]:
-        """Send one operation to every rank under one seq and return the replies in rank order."""
-        replies = self.exchange(operation, send, timeout_s)
+        """Send one operation to every rank under one seq and return the replies in rank order.
+        stands_alone: it closes gaps."""
+        replies = self.exchange(operation, send, timeout_s, stands_alone=stands_alone)
         typed: list[ReplyT] = [reply for reply in replies if isinstance(reply, reply_type)]
         if len(typed) != len(replies):
             raise BadFrameError(f"{operation} was answered with a reply of another operation")
         return typed
 
-    def exchange(self, operation: str, send: Send, timeout_s: float) -> list[StepReplyMessage]:
+    def exchange(
+        self, operation: str, send: Send, timeout_s: float, *, stands_alone: bool = False
+    ) -> list[StepReplyMessage]:
         """As fan_out, for operations that are not the same on all ranks: send(client, ids) is
         called for each."""
         self.check_usable()
-        self._read_events()
+        self._read_events_now_and_then()
         self._seq += 1
+        if stands_alone:
+            self._resending.begin_anew(self._seq)
         gather = self._gather = _Gather(self._seq)
         self._send_to_all(
             lambda client: send(client, StepIds(self.epoch, self._links[client.rank], gather.seq))
@@ -290,8 +379,11 @@ class GroupChannel:
         try:
             self._collect(gather, operation, time.monotonic() + timeout_s, timeout_s)
         except (RemoteError, DeadlineExceeded):
+            self._resending.forget()
             self.refresh_links()
             raise
+        finally:
+            self._gather = None
         self.watch.begin_steps()
         return sorted(gather.replies, key=lambda reply: reply.rank)
 
@@ -299,7 +391,7 @@ class GroupChannel:
         try:
             for client in self.present:
                 send(client)
-        except WorkerDied as error:
+        except (WorkerDied, RemoteError) as error:
             self.lose(error)
             raise
         except TooLargeError:  # for the first rank, as it would be for all: nothing was sent
@@ -310,28 +402,67 @@ class GroupChannel:
 
     def take_reply(self, deadline: float) -> bool:
         """Take in one reply; False when none came by the deadline."""
-        deadline = min(deadline, self._steps.verdict_due)
+        resend_at = self._resending.due if self._outstanding else math.inf
         try:
-            self._read_events()
-            frames = self._results.receive(deadline)
-            reply = None if frames is None else decode_step_reply(frames)
-        except (WorkerDied, WireError) as error:
+            self._read_events_now_and_then()
+            frames = self._results.receive(min(deadline, self._steps.verdict_due, resend_at))
+            if frames is None:
+                self._steps.convict_suspect()
+                self._send_overdue()
+                return False
+            replayed, own_frames = split_replayed(frames)
+            reply = decode_step_reply(own_frames)
+        except (WorkerDied, WireError, RemoteError) as error:
             self.lose(error)
             raise
-        if frames is None or reply is None:
-            self._steps.convict_suspect()
-            return False
         if reply.epoch == self.epoch:
-            self._dispatch(reply, frames)
+            self._resending.restart()
+            self._dispatch(reply, own_frames, replayed)
         return True
 
-    def _dispatch(self, reply: StepReplyMessage, frames: Sequence[bytes]) -> None:
+    @property
+    def _outstanding(self) -> int:
+        """The first request whose outcome is not known; 0 where there is none. Attach is none: a
+        driver may attach again."""
+        return self._steps.oldest_seq if self._gather is None else self._gather.seq
+
+    def _send_overdue(self) -> None:
+        """Send again what has had no answer for a while, where it or its answer may be lost."""
+        if time.monotonic() < self._resending.due or not self._outstanding:
+            return
+        self._read_events()
+        self._resending.send_overdue(self._outstanding, self._answered, is_step=self._awaits_step)
+
+    def _send_lost(self, rank: int) -> None:
+        """A daemon's connection broke and came back: what was under way to it may be lost, or its
+        answer."""
+        if self._outstanding and rank not in self.absent and rank not in self._answered:
+            with contextlib.suppress(WorkerDied):
+                self._resending.send_lost(rank, self._outstanding, is_step=self._awaits_step)
+
+    @property
+    def _awaits_step(self) -> bool:
+        return self._gather is None
+
+    @property
+    def _answered(self) -> list[int]:
+        """The ranks that have answered the operation under way, by their numbers."""
+        return [] if self._gather is None else [reply.rank for reply in self._gather.replies]
+
+    def _sent(self, rank: int, frames: Sequence[Frame]) -> None:
+        self._resending.sent(rank, self._seq, frames)
+
+    def _dispatch(self, reply: StepReplyMessage, frames: Sequence[bytes], replayed: bool) -> None:
         gather = self._gather
+        if isinstance(reply, ErrorReply) and self._mends_gap(reply):
+            return
         if isinstance(reply, ErrorReply) and reply.seq == 0:
             # A daemon could not read a request of ours: it fails what is outstanding.
             outstanding = gather.seq if gather is not None else self._steps.oldest_seq
             reply = msgspec.structs.replace(reply, seq=outstanding)
         if gather is not None and reply.seq == gather.seq:
+            if self._resending.knows_ranks and gather.has_heard(reply.rank):
+                return  # it comes once more: as it was
             if isinstance(reply, ErrorReply):
                 gather.errors.append(reply)
             else:
@@ -339,7 +470,14 @@ class GroupChannel:
         elif isinstance(reply, ErrorReply):
             self._steps.take_error(reply, self._to_error(reply))
         else:
-            self._steps.take_outcome(reply, frames[1:])
+            self._steps.take_outcome(reply, frames[1:], replayed=replayed)
+
+    def _mends_gap(self, reply: ErrorReply) -> bool:
+        """Send a rank what it misses, if that is why it refused a request. Others may have answered
+        that one already."""
+        if reply.code is not ErrorCode.GAP or reply.seq <= self._steps.last_given_up:
+            return False
+        return self._resending.mend_gap(reply.rank, reply.expected_seq)
 
     def _collect(self, gather: _Gather, operation: str, deadline: float, timeout_s: float) -> None:
         while len(gather.replies) < len(self.present):
@@ -372,12 +510,14 @@ class GroupChannel:
         rank = min(reply.rank, len(self.clients) - 1)
         return remote_error(reply, rank=reply.rank, endpoint=self.clients[rank].endpoint.control)
 
+    def _read_events_now_and_then(self) -> None:
+        """Take in what the daemons have published, as often as they do: their queue must not fill
+        up."""
+        if time.monotonic() >= self._next_events:
+            self._read_events()
+
     def _read_events(self) -> None:
-        """Take in what the daemons have published, now and then: their queue must not fill up."""
-        now = time.monotonic()
-        if now < self._next_events:
-            return
-        self._next_events = now + EVENTS_INTERVAL_S
+        self._next_events = time.monotonic() + EVENTS_INTERVAL_S
         with contextlib.suppress(WireError):
             for event in self._events.receive_all():
                 self._take_event(event)
@@ -386,6 +526,8 @@ class GroupChannel:
         match event:
             case lc.Heartbeat():
                 self.watch.heard(event, operating=self._gather is not None)
+                if event.epoch == self.epoch:
+                    self._resending.heard(event, self._outstanding or self._seq + 1)
                 if self._gather is not None and self.on_progress is not None:
                     self.on_progress(
                         Progress(self._operation, event.rank, event.phase, event.phase_ms)

@@ -16,7 +16,7 @@ import zmq
 
 from client.errors import ClientError, DeadlineExceeded, LaunchError
 from client.transport import new_driver_id, parse_endpoint
-from client.worker_client import WorkerClient
+from client.worker_client import AskingClient, WorkerClient
 
 READY_TIMEOUT_S = 120.0
 HELLO_TIMEOUT_S = 0.5
@@ -217,7 +217,7 @@ class _Asker:
         self._context.term()
 
     def _try(self, endpoint: str, ask: Callable[[WorkerClient], object]) -> bool:
-        client = WorkerClient(self._context, parse_endpoint(endpoint), 0, self._driver_id)
+        client = AskingClient(self._context, parse_endpoint(endpoint), 0, self._driver_id)
         try:
             ask(client)
         except DeadlineExceeded:

@@ -13,6 +13,7 @@ from client.errors import (
     ClientError,
     DeadlineExceeded,
     FencedError,
+    LeaseExpiredError,
     NotAttachedError,
     RemoteError,
     StepFailed,
@@ -34,6 +35,10 @@ come first."""
 
 DEFAULT_STEP_DEADLINE_S = 60.0
 """Assumed of a daemon that has no configuration yet."""
+
+
+UNSEATED = (FencedError, LeaseExpiredError, NotAttachedError, WorkerDied)
+"""After these the group takes no steps: another driver has the daemons, or nobody."""
 
 
 class StepWaiter(Protocol):
@@ -84,7 +89,7 @@ class Failure:
     def to_exception(self) -> ClientError:
         """What the caller of result() gets; after this the group accepts steps again."""
         self.reported = True
-        if isinstance(self.error, WorkerDied) and not self.is_mended:
+        if isinstance(self.error, UNSEATED) and not self.is_mended:
             return self.error
         message = self.error.message if isinstance(self.error, RemoteError) else str(self.error)
         failed = StepFailed(
@@ -108,6 +113,8 @@ class StepFuture:
         self.deadline = deadline
         self.samples = step is not None
         """False for steps whose answer names no request."""
+        self.replayed = False
+        """Whether the answer that came was a daemon's second sending of it."""
         self.value: StepResult | None = None
         self.failure: Failure | None = None
         self._group = group
@@ -126,7 +133,8 @@ class StepFuture:
             StepFailed: a rank failed the step or one before it, or the step's own deadline passed.
             From here on
                 the group takes steps again, without the requests that the error calls lost.
-            WorkerDied: the group is unusable.
+            WorkerDied: the group is unusable. FencedError, LeaseExpiredError, NotAttachedError: it
+                is not this driver's any more, unless it attaches again.
         """
         until = self.deadline if timeout_s is None else time.monotonic() + timeout_s
         self._group.wait_for(self, until)
@@ -162,8 +170,10 @@ class StepsInFlight:
         """Why the group takes no steps any more; a WorkerDied is for good."""
         self.times = StepTimes()
         """When steps were sent and settled, for traces."""
+        self.last_given_up = 0
+        """The last step that has failed: neither it nor those before it may be sent again."""
         self._has_link = world_size > 1
-        self._output_rank = output_rank
+        self.output_rank = output_rank
         self._timeout_s = DEFAULT_STEP_DEADLINE_S + STEP_SLACK_S
         self._futures: dict[int, StepFuture] = {}
         self._recently_done: deque[int] = deque(maxlen=16)
@@ -180,11 +190,12 @@ class StepsInFlight:
     def abandon(self) -> None:
         """Fail all that is in flight, and forget everything else of the epoch before."""
         error = ClientError("the group was attached anew: requests of before are dropped")
-        failure = Failure(error, self._output_rank, ErrorCode.FENCED, "")
+        failure = Failure(error, self.output_rank, ErrorCode.FENCED, "")
         failure.lost |= self.slots.drop_all()
         self._fail_from(0, failure)
         self.times.clear()
         self._failure = self.dead = None
+        self.last_given_up = 0
         self._recently_done.clear()
 
     @property
@@ -220,11 +231,15 @@ class StepsInFlight:
         """Step `seq`, if it was one, has not been sent after all."""
         self._futures.pop(seq, None)
 
-    def take_outcome(self, reply: StepReplyMessage, arrays: Sequence[bytes]) -> None:
-        """Settle the step that the reply is for; other ranks' and late ones are dropped."""
-        if reply.rank != self._output_rank or reply.seq not in self._futures:
+    def take_outcome(
+        self, reply: StepReplyMessage, arrays: Sequence[bytes], *, replayed: bool = False
+    ) -> None:
+        """Settle the step that the reply is for; other ranks', late and repeated ones are
+        dropped."""
+        if reply.rank != self.output_rank or reply.seq not in self._futures:
             return
         future = self._futures[reply.seq]
+        future.replayed = replayed
         try:
             future.value = _decode_outcome(future, reply, arrays)
         except BadFrameError as error:
@@ -255,7 +270,7 @@ class StepsInFlight:
     def fail_hung(self, future: StepFuture) -> None:
         """Fail a step that has passed its deadline."""
         error = DeadlineExceeded(f"step {future.seq}", self._timeout_s)
-        failure = Failure(error, self._output_rank, ErrorCode.COMM, "")
+        failure = Failure(error, self.output_rank, ErrorCode.COMM, "")
         failure.lost |= self.slots.drop_all()
         self.needs_relink = self.needs_relink or self._has_link
         self._fail_from(future.seq, failure)
@@ -263,9 +278,9 @@ class StepsInFlight:
     def fail_relink(self, error: ClientError | WireError) -> None:
         """Fail the step that a link could not be mended for: its scheduler has committed to it."""
         remote = error if isinstance(error, RemoteError) else None
-        if isinstance(error, FencedError | NotAttachedError):
+        if isinstance(error, UNSEATED):
             self.dead = error
-        rank = self._output_rank if remote is None else remote.rank
+        rank = self.output_rank if remote is None else remote.rank
         code = ErrorCode.COMM if remote is None else remote.code
         traceback = "" if remote is None else remote.remote_traceback
         self._fail_from(0, Failure(_as_client(error), rank, code, traceback))
@@ -274,14 +289,14 @@ class StepsInFlight:
         """Forget all requests, and have the next step fail so that the scheduler hears of it."""
         lost = self.slots.drop_all()
         if lost:
-            failure = Failure(ClientError(reason), self._output_rank, ErrorCode.PRECEDED_BY, "")
+            failure = Failure(ClientError(reason), self.output_rank, ErrorCode.PRECEDED_BY, "")
             failure.lost |= lost
             self._fail_from(0, failure)
 
     def die(self, error: ClientError | WireError) -> None:
         """Fail everything: the group is unusable."""
         self.dead = _as_client(error)
-        rank = error.rank if isinstance(error, WorkerDied) else self._output_rank
+        rank = error.rank if isinstance(error, WorkerDied) else self.output_rank
         self._fail_from(0, Failure(self.dead, rank, ErrorCode.COMM, ""))
 
     def revive(self) -> None:
@@ -306,7 +321,7 @@ class StepsInFlight:
     def _fail_by_reply(self, reply: ErrorReply, error: RemoteError) -> None:
         broken = reply.scope is ErrorScope.GROUP or reply.code in (ErrorCode.COMM, ErrorCode.GAP)
         self.needs_relink = self.needs_relink or (broken and self._has_link)
-        if isinstance(error, FencedError | NotAttachedError):
+        if isinstance(error, UNSEATED):
             self.dead = error
         seq = reply.seq if self._suspect is None else min(reply.seq, self._suspect.reply.seq)
         if reply.code is ErrorCode.GAP:
@@ -331,6 +346,7 @@ class StepsInFlight:
             failure.lost |= self.slots.drop_all()
         for future in failed:
             failure.settle(future)
+            self.last_given_up = max(self.last_given_up, future.seq)
             del self._futures[future.seq]
             self.times.failed(future.seq)
         if self._failure is not None and self._failure.is_open:

@@ -13,14 +13,17 @@ from client.errors import (
     CommError,
     DeadlineExceeded,
     FencedError,
+    LeaseExpiredError,
+    NotAttachedError,
     RemoteCapacityError,
+    RemoteError,
     ReplacementFailed,
     WorkerDied,
 )
 from client.group_channel import OPERATION_TIMEOUT_S, GroupChannel, Send
 from client.loading import LoadedModel
 from client.outcomes import StepsInFlight
-from client.transport import Endpoint, parse_endpoint
+from client.transport import Endpoint
 from client.worker_client import StepIds, WorkerClient
 from rpc_schema import lifecycle as lc
 from rpc_schema.config import Rendezvous, WorkerConfig
@@ -66,7 +69,15 @@ class Replaced:
     """Why no step can be sent yet: the survivors have weights that the new rank cannot load."""
 
 
-_PASSING = (WorkerDied, CommError, FencedError, DeadlineExceeded, RemoteCapacityError)
+_PASSING = (
+    WorkerDied,
+    CommError,
+    FencedError,
+    LeaseExpiredError,
+    NotAttachedError,
+    DeadlineExceeded,
+    RemoteCapacityError,
+)
 """Errors after which another attempt may succeed."""
 
 
@@ -94,11 +105,11 @@ class Replacement:
         self._seconds: dict[str, float] = {}
         self._vacant: dict[int, Endpoint] = {}
 
-    def run(self, rank: int, endpoint: str | None, within_s: float) -> Replaced:
+    def run(self, rank: int, endpoint: Endpoint | None, within_s: float) -> Replaced:
         """See WorkerGroup.replace."""
         deadline = time.monotonic() + within_s
         own = self._channel.clients[rank].endpoint
-        self._vacant = {rank: own if endpoint is None else parse_endpoint(endpoint)}
+        self._vacant = {rank: own if endpoint is None else endpoint}
         cause = self._steps.dead or ClientError(f"rank {rank} was given up")
         self._channel.watch.bury(rank)
         self._channel.lose(self._channel.watch.obituary(rank))
@@ -127,6 +138,8 @@ class Replacement:
             self._channel.check_deaths()
         except WorkerDied as died:
             error = died
+        except RemoteError:
+            pass  # the lease is lost: the next attempt asks for it again
         if isinstance(error, RemoteCapacityError):
             time.sleep(MEMORY_PAUSE_S)
         self._channel.abort_links(str(error))
@@ -144,6 +157,8 @@ class Replacement:
         with self._phase("fence"):
             if channel.present:
                 self._attach_present()
+            else:
+                channel.lease.drop()
         with self._phase("wait"):
             for rank, endpoint in self._vacant.items():
                 self._wait_for(rank, endpoint, deadline, within_s)

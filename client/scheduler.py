@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Literal, Protocol, TypeAlias
 
+import msgspec
 import numpy as np
 
+from client.adoption import AdoptedRequest
 from client.block_pool import ROOT_HASH, BlockPool, chained_hash
 from client.errors import RequestError
 from client.loading import LoadedModel
@@ -20,8 +22,24 @@ from client.slots import MAX_ADMITTED_TOKENS
 from rpc_schema.config import WorkerConfig
 from rpc_schema.kv_cache import NUM_NULL_BLOCKS, blocks_for
 from rpc_schema.sampling import SamplingParams
+from rpc_schema.step import NO_TOKEN
 
-FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+
+NOT_A_NUMBER = (
+    "the model's output for token {place} is not a number: its weights overflow or are damaged "
+    "for this input; the other requests are unharmed"
+)
+
+
+class _Note(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What another driver's scheduler needs to know of a request beside what the workers do."""
+
+    limit: int
+    arrival: int
+    num_cached_tokens: int
+    num_preemptions: int
+
 
 PIPELINE_CHUNK = 2048
 """Fewest prompt tokens of several prompts for which a pipeline's step is closed. Later stages wait
@@ -49,6 +67,8 @@ class RequestOutput:
     num_preemptions: int
     logprobs: list[Logprobs] | None
     """One for each token, where the request asked for them."""
+    error: str = ""
+    """Why the request failed, where finish_reason is "error"; token_ids are those before."""
 
 
 class SchedulerInterface(Protocol):
@@ -79,7 +99,8 @@ class SchedulerInterface(Protocol):
     ) -> list[RequestOutput]:
         """Take in what a step sampled; return the requests that it finished.
 
-        Tokens of requests that have finished meanwhile may be among them.
+        Tokens of requests that have finished meanwhile may be among them, and NO_TOKEN for requests
+        that have failed.
         """
 
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
@@ -150,6 +171,12 @@ class _Request:
     """Of its blocks, how many the pool knows the contents of."""
     num_cached_tokens: int = -1
     num_preemptions: int = 0
+    num_shared_blocks: int = 0
+    """Of its blocks since its admission, how many others had filled."""
+    shares: bool = True
+    """Whether it may begin with blocks that others filled."""
+    num_void: int = 0
+    """Tokens on their way that are to be passed over."""
     logprobs: list[Logprobs] = field(default_factory=list)
 
     @property
@@ -167,6 +194,7 @@ class _Step:
     prefill_chunk: int
     """Tokens that several prompts may have together."""
     num_prefill_tokens: int = 0
+    num_admitted_tokens: int = 0
     decodes: dict[str, _Request] = field(default_factory=dict)
     prefills: dict[str, int] = field(default_factory=dict)
     new: list[_Request] = field(default_factory=list)
@@ -196,6 +224,8 @@ class Scheduler:
         self._group_ids: list[tuple[str, ...] | None] = [None] * limits.pipeline_parallel_size
         self._turn = 0
         self._finished: list[str] = []
+        self._adopted: set[str] = set()
+        """Running requests that the workers are yet to hear of again."""
         self._to_remember: list[_Request] = []
         self._num_steps = 0
         self._in_flight: deque[int] = deque()
@@ -233,6 +263,90 @@ class Scheduler:
         self._num_arrivals += 1
         self._requests[entry.id] = entry
         self._waiting.append(entry)
+
+    def adopt_requests(self, requests: Sequence[AdoptedRequest]) -> list[RequestOutput]:
+        """Go on with requests that another driver's Scheduler has left: before any other call but
+        add_request. Return those that have all their tokens already; they end here.
+
+        They run from the first step on, with the blocks that they have; those without begin again
+        from their tokens, and those that report logprobs from their prompt: what was reported
+        before is kept nowhere.
+
+        Raises:
+            RequestError: a request was not admitted by a Scheduler, its id is in use, or it does
+                not fit these limits. Nothing is adopted.
+        """
+        adopted = [(self._entry_of(request), request) for request in requests]
+        adopted.sort(key=lambda pair: pair[0].arrival)
+        done = []
+        for entry, request in adopted:
+            self._num_arrivals = max(self._num_arrivals, entry.arrival + 1)
+            self._requests[entry.id] = entry
+            reason = _cut_at_end(entry)
+            if entry.sampling.logprobs is not None:
+                del entry.tokens[entry.num_prompt_tokens :]
+                reason = None
+            entry.num_tokens = len(entry.tokens)
+            has_place = len(self._running) < self._max_running
+            if reason is None and has_place and _has_kv(entry, request):
+                self._resume(entry, request)
+            else:
+                self._waiting.append(entry)
+            if reason is not None:
+                done.append(self._finish(entry, reason))
+        self._sort_waiting()
+        return done
+
+    def _entry_of(self, request: AdoptedRequest) -> _Request:
+        """Return an adopted request as it is here, not running yet."""
+        try:
+            note = msgspec.msgpack.decode(request.note, type=_Note)
+        except msgspec.DecodeError:
+            raise RequestError(
+                f"request {request.req_id!r} was admitted by another kind of scheduler",
+                field="note",
+                value=request.note,
+                fix="adopt it with that scheduler, or drop it",
+            ) from None
+        if request.req_id in self._requests:
+            raise RequestError(
+                "the id is in use", field="id", value=request.req_id, fix="adopt requests first"
+            )
+        usable = self._limits.num_blocks - NUM_NULL_BLOCKS
+        needed = blocks_for(note.limit - 1, self._limits.block_size)
+        if note.limit > self._limits.max_model_len or needed > usable:
+            raise RequestError(
+                f"request {request.req_id!r} may have {note.limit} tokens, which is more than fits",
+                field="limit",
+                value=note.limit,
+                fix="use the limits that it was admitted under",
+            )
+        return _Request(
+            id=request.req_id,
+            tokens=request.token_ids.tolist(),
+            num_prompt_tokens=request.num_prompt_tokens,
+            limit=note.limit,
+            sampling=request.sampling,
+            stop_ids=frozenset(request.sampling.stop_token_ids),
+            arrival=note.arrival,
+            num_cached_tokens=note.num_cached_tokens,
+            num_preemptions=note.num_preemptions,
+        )
+
+    def _resume(self, entry: _Request, request: AdoptedRequest) -> None:
+        """Have a request run on with its blocks."""
+        self._pool.hold(request.block_ids)
+        entry.block_ids = list(request.block_ids)
+        entry.num_computed = request.num_computed_tokens
+        self._run(entry)
+        self._adopted.add(entry.id)
+        self._remember(entry)
+
+    def _run(self, request: _Request) -> None:
+        request.admission = self._num_admissions
+        self._num_admissions += 1
+        self._running[request.id] = request
+        self._prefilling[request.id] = request
 
     def abort_request(self, req_id: str) -> None:
         """End a request early; unknown ids are ignored."""
@@ -280,6 +394,12 @@ class Scheduler:
             request = self._requests.get(req_id)
             if request is None:  # stopped meanwhile: sampled past its end
                 continue
+            if request.num_void:
+                request.num_void -= 1
+                continue
+            if token == NO_TOKEN:
+                done += self._not_a_number(request)
+                continue
             request.tokens.append(token)
             if request.sampling.logprobs is not None:
                 request.logprobs.append(result.logprobs[req_id])
@@ -310,6 +430,7 @@ class Scheduler:
             request.num_remembered = 0
         for request in self._requests.values():
             request.num_tokens = len(request.tokens)
+            request.num_void = 0
         self._sort_waiting()
 
     def _limit(self, request: GenerationRequest) -> int:
@@ -376,9 +497,21 @@ class Scheduler:
             if (
                 self._has_room(step, count)
                 and request.admission >= 0
+                and self._may_be_sent(step, request)
                 and self._extend(step, request, count)
             ):
                 self._plan_prefill(step, request, count)
+                if request.id in self._adopted:
+                    step.new.append(request)
+                    step.num_admitted_tokens += len(request.tokens)
+                    step.new_blocks.pop(request.id, None)  # they come with the others
+
+    def _may_be_sent(self, step: _Step, request: _Request) -> bool:
+        """Whether the tokens of a request that was adopted fit into the step's message."""
+        return (
+            request.id not in self._adopted
+            or step.num_admitted_tokens + len(request.tokens) <= MAX_ADMITTED_TOKENS
+        )
 
     def _prefill_chunk(self) -> int:
         """How many tokens several prompts share a step with: the budget, or in a pipeline their
@@ -429,6 +562,7 @@ class Scheduler:
         step.budget += freed
         step.num_prefill_tokens -= freed
         step.new_blocks.pop(victim.id, None)
+        step.new = [request for request in step.new if request is not victim]
         step.preempted.append(victim.id)
         step.is_whole_group = False
         self._remember(victim)
@@ -438,11 +572,13 @@ class Scheduler:
 
     def _admit(self, step: _Step) -> None:
         """Admit waiting requests in order, as long as blocks, slots and tokens last."""
-        num_admitted_tokens = 0
+        num_admitted_tokens = step.num_admitted_tokens
         while self._waiting and step.budget > 0 and len(self._running) < self._max_running:
             request = self._waiting[0]
             num_admitted_tokens += len(request.tokens)
-            if request.num_in_flight or num_admitted_tokens > MAX_ADMITTED_TOKENS:
+            if request.num_in_flight or request.num_void:
+                return
+            if num_admitted_tokens > MAX_ADMITTED_TOKENS:
                 return
             cached = self._find_cached(request)
             needed = blocks_for(len(request.tokens), self._limits.block_size) - len(cached)
@@ -456,7 +592,7 @@ class Scheduler:
             self._start(step, request, cached, count)
 
     def _find_cached(self, request: _Request) -> list[int]:
-        if not self._limits.enable_prefix_caching:
+        if not self._limits.enable_prefix_caching or not request.shares:
             return []
         self._hash_blocks(request)
         num_usable = (len(request.tokens) - 1) // self._limits.block_size
@@ -466,16 +602,13 @@ class Scheduler:
         size = self._limits.block_size
         self._pool.hold(cached)
         request.block_ids = list(cached)
-        request.num_remembered = len(cached)
+        request.num_remembered = request.num_shared_blocks = len(cached)
         request.num_computed = len(cached) * size
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed
         needed = blocks_for(request.num_computed + count, size) - len(cached)
         request.block_ids += self._pool.allocate(needed)
-        request.admission = self._num_admissions
-        self._num_admissions += 1
-        self._running[request.id] = request
-        self._prefilling[request.id] = request
+        self._run(request)
         step.new.append(request)
         self._plan_prefill(step, request, count)
 
@@ -483,6 +616,7 @@ class Scheduler:
 
     def _commit(self, step: _Step, turn: int) -> SchedulerOutput:
         new = [self._build_new(request) for request in step.new]
+        self._adopted.difference_update(request.id for request in step.new)
         decode_req_ids = self._commit_decodes(step, turn)
         self._commit_prefills(step)
         finished, self._finished = self._finished, []
@@ -506,6 +640,7 @@ class Scheduler:
             num_computed_tokens=request.num_computed,
             block_ids=list(request.block_ids),
             sampling=request.sampling,
+            note=_note(request),
         )
 
     def _commit_decodes(self, step: _Step, turn: int) -> tuple[str, ...]:
@@ -571,6 +706,7 @@ class Scheduler:
         """
         self._leave_group(request)
         self._prefilling.pop(request.id, None)
+        self._adopted.discard(request.id)
         del self._running[request.id]
         self._pool.release(request.block_ids)
         request.block_ids = []
@@ -585,10 +721,29 @@ class Scheduler:
     def _sort_waiting(self) -> None:
         self._waiting = deque(sorted(self._waiting, key=lambda request: request.arrival))
 
-    def _finish(self, request: _Request, reason: FinishReason) -> RequestOutput:
+    def _not_a_number(self, request: _Request) -> list[RequestOutput]:
+        """The request's context gives no numbers, so that what it wrote to its blocks is not to be
+        shared. Where it began with blocks of another request, that one's may be the fault: then it
+        is computed anew, from its known tokens and by itself."""
+        self._pool.forget(request.hashes)
+        if not request.num_shared_blocks:
+            place = len(request.tokens) + 1
+            return [self._finish(request, "error", NOT_A_NUMBER.format(place=place))]
+        request.shares = False
+        request.num_shared_blocks = 0
+        request.num_void = request.num_in_flight - 1
+        request.num_tokens = len(request.tokens)
+        if request.admission >= 0:  # else it has been preempted, and waits already
+            self._finished.append(request.id)
+            self._requeue(request)
+            self._sort_waiting()
+        return []
+
+    def _finish(self, request: _Request, reason: FinishReason, error: str = "") -> RequestOutput:
         del self._requests[request.id]
         if request.admission >= 0:
-            self._remember(request)
+            if not error:
+                self._remember(request)
             self._leave(request)
             self._finished.append(request.id)
         else:  # preempted with its last token in flight
@@ -601,6 +756,7 @@ class Scheduler:
             num_cached_tokens=max(0, request.num_cached_tokens),
             num_preemptions=request.num_preemptions,
             logprobs=request.logprobs if request.sampling.logprobs is not None else None,
+            error=error,
         )
 
     def _remember_sent_blocks(self) -> None:
@@ -627,6 +783,32 @@ class Scheduler:
             parent = request.hashes[-1] if request.hashes else ROOT_HASH
             tokens = np.array(request.tokens[index * size : (index + 1) * size], np.int32)
             request.hashes.append(chained_hash(parent, tokens))
+
+
+def _note(request: _Request) -> bytes:
+    return msgspec.msgpack.encode(
+        _Note(request.limit, request.arrival, request.num_cached_tokens, request.num_preemptions)
+    )
+
+
+def _has_kv(entry: _Request, request: AdoptedRequest) -> bool:
+    return bool(request.block_ids) and entry.num_tokens == len(request.token_ids)
+
+
+def _cut_at_end(request: _Request) -> FinishReason | None:
+    """Drop tokens that were sampled past a request's end, or behind one that could not be chosen;
+    return why it ends, if it does."""
+    for index in range(request.num_prompt_tokens, len(request.tokens)):
+        if request.tokens[index] == NO_TOKEN:
+            del request.tokens[index:]
+            return None
+        if request.tokens[index] in request.stop_ids:
+            del request.tokens[index + 1 :]
+            return "stop"
+        if index + 1 == request.limit:
+            del request.tokens[index + 1 :]
+            return "length"
+    return None
 
 
 def _is_anybody(request: _Request) -> bool:

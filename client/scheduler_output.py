@@ -29,6 +29,9 @@ class NewRequest:
     block_ids: Sequence[int]
     """All its blocks so far: those of the computed tokens, and those that this step writes."""
     sampling: SamplingParams
+    note: bytes = b""
+    """At most 1024 bytes for the scheduler of another driver that goes on with the request: see
+    client/adoption.py."""
 
 
 @dataclass(slots=True)
@@ -80,7 +83,8 @@ class StepResult:
 
     req_ids: Sequence[str]
     token_ids: Sequence[int]
-    """Aligned with req_ids."""
+    """Aligned with req_ids. rpc_schema.step.NO_TOKEN (-1) for a request whose logits were no
+    numbers: it has failed, and what it wrote to its blocks must not be shared."""
     logprobs: Mapping[str, Logprobs] = field(default_factory=dict)
     """Empty where nobody asked for any."""
 

@@ -22,6 +22,7 @@ from rpc_schema.errors import BadFrameError, TooLargeError
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput, NewRequestData
 
 MAX_PLANS = 16
+MAX_NOTE_BYTES = 1024
 MESSAGE_RESERVE_BYTES = 4 << 20
 """Of a step's bound, what columns other than prompts may take."""
 
@@ -427,6 +428,11 @@ class SlotTable:
                 raise InvalidSchedulerOutput(f"request {request.req_id!r} is new, but has a slot")
             if not 1 <= len(request.req_id) <= 256:
                 raise InvalidSchedulerOutput("a request id has 1 to 256 characters")
+            if len(request.note) > MAX_NOTE_BYTES:
+                raise InvalidSchedulerOutput(
+                    f"request {request.req_id!r}: its note has {len(request.note)} bytes; "
+                    f"at most {MAX_NOTE_BYTES}"
+                )
             if not 0 <= request.num_computed_tokens < len(request.token_ids):
                 raise InvalidSchedulerOutput(
                     f"request {request.req_id!r}: num_computed_tokens = "
@@ -477,6 +483,7 @@ class SlotTable:
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=request.num_computed_tokens,
             sampling=request.sampling,
+            note=request.note,
         )
 
     def _append_blocks(self, blocks: Mapping[str, Sequence[int]]) -> tuple[bytes, bytes]:

@@ -7,18 +7,29 @@ daemon.
 """
 
 import contextlib
+import errno
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from client.errors import DeadlineExceeded, EndpointError, WorkerDied, remote_error
+from client.errors import (
+    AuthenticationError,
+    ClientError,
+    DeadlineExceeded,
+    EndpointError,
+    WorkerDied,
+    remote_error,
+)
+from client.keys import HANDSHAKE_MS, NO_KEYS, OPEN, Keys, Lock
 from client.liveness import Watch
 from rpc_schema.codec import (
+    CURVE_BYTES,
     MAX_CONTROL_BYTES,
     MAX_STEP_BYTES,
     ControlMessage,
@@ -38,7 +49,16 @@ ReplyT = TypeVar("ReplyT", bound=ControlReplyMessage)
 CheckDeaths: TypeAlias = Callable[[], None]
 
 MAX_SOCKET_PATH_BYTES = 107
+MAX_PORT = 65535
 HIGH_WATER_MARK = 64
+_HANDSHAKE_ENDED = int(
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_CUT_OFF = (errno.EPIPE, errno.ECONNRESET)
+"""With these a handshake ends where the daemon hangs up: for want of the right keys, as a rule."""
 _NOBLOCK = int(zmq.NOBLOCK)
 _RCVMORE = int(zmq.RCVMORE)
 # As plain numbers: pyzmq's flag enumerations cost a microsecond each time two are combined.
@@ -51,31 +71,32 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class Endpoint(NamedTuple):
-    """The four addresses of a daemon."""
+    """The four addresses of a daemon, and how its sockets are opened."""
 
     control: str
     step: str
     results: str
     events: str
+    lock: Lock = OPEN
 
 
-def parse_endpoint(text: str) -> Endpoint:
-    """Return the addresses of the daemon at `ipc://DIR/NAME`.
+def parse_endpoint(text: str, keys: Keys = NO_KEYS) -> Endpoint:
+    """Return the addresses of the daemon at `ipc://DIR/NAME` or `tcp://HOST:PORT`.
 
     Raises:
-        EndpointError: another scheme, a relative path, or a path too long for a Unix socket.
+        EndpointError: another scheme, a relative path, a path too long for a Unix socket, no port,
+            or a daemon whose key is not known.
     """
+    lock = keys.lock(text)
     if text.startswith("tcp://"):
-        raise EndpointError(
-            "tcp needs keys, which this version does not have yet",
-            field="endpoint",
-            value=text,
-            fix="use ipc://DIR/NAME",
-        )
+        return _parse_tcp(text, lock)
     path = text.removeprefix("ipc://")
     if path == text or not Path(path).is_absolute() or path.endswith("/"):
         raise EndpointError(
-            "not an endpoint", field="endpoint", value=text, fix="use ipc:///DIRECTORY/NAME"
+            "not an endpoint",
+            field="endpoint",
+            value=text,
+            fix="use ipc:///DIRECTORY/NAME or, with keys, tcp://HOST:PORT",
         )
     if len(os.fsencode(path + ".results")) > MAX_SOCKET_PATH_BYTES:
         raise EndpointError(
@@ -84,7 +105,25 @@ def parse_endpoint(text: str) -> Endpoint:
             value=text,
             fix="use a directory with a shorter path",
         )
-    return Endpoint(text, f"{text}.step", f"{text}.results", f"{text}.events")
+    return Endpoint(text, f"{text}.step", f"{text}.results", f"{text}.events", lock)
+
+
+def _parse_tcp(text: str, lock: Lock) -> Endpoint:
+    host, colon, port = text.rpartition(":")
+    if not colon or host == "tcp:" or not port.isascii() or not port.isdecimal():
+        raise EndpointError(
+            "not an endpoint", field="endpoint", value=text, fix="use tcp://HOST:PORT"
+        )
+    first = int(port)
+    if not 1 <= first <= MAX_PORT - 3:
+        raise EndpointError(
+            "the sockets take four ports from this one on",
+            field="endpoint",
+            value=text,
+            fix=f"use a port from 1 to {MAX_PORT - 3}",
+        )
+    step, results, events = (f"{host}:{first + offset}" for offset in (1, 2, 3))
+    return Endpoint(text, step, results, events, lock)
 
 
 def new_driver_id() -> bytes:
@@ -100,13 +139,104 @@ def _open_socket(context: Context, kind: int, max_bytes: int) -> Socket:
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.IMMEDIATE, 1)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + CURVE_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     if kind != zmq.SUB:
         # libzmq 4.3.5 aborts the process when the heartbeat timer fires for a peer that filled a
         # queue and went away; events may fill theirs, replies never do.
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     return socket
+
+
+def _connect(socket: Socket, address: str, lock: Lock) -> None:
+    """Connect to one daemon. The options hold for this connection, and stay when it is made
+    again."""
+    lock.prepare(socket)
+    socket.setsockopt(zmq.IPV6, int(address.startswith("tcp://[")))
+    socket.connect(address)
+
+
+class _News(NamedTuple):
+    """What became of a connection: it was made, has ended after that, or was refused."""
+
+    kind: Literal["made", "ended", "refused", "nothing"]
+    address: str
+
+
+class _Handshakes:
+    """Watches how a socket's connections are made: libzmq tells nobody else that a daemon turned us
+    away, and would go on trying for ever."""
+
+    def __init__(self, socket: Socket, events: int = 0) -> None:
+        """events: of the socket monitor, that are wanted beside. Before the first connect."""
+        self._socket = socket
+        self._places: dict[str, tuple[int, Lock]] = {}
+        self._made: set[str] = set()
+        """Addresses whose handshake has ended well."""
+        self._num_cut_off: Counter[str] = Counter()
+        self.monitor: Socket = socket.get_monitor_socket(_HANDSHAKE_ENDED | events)
+
+    def connect(self, rank: int, address: str, lock: Lock) -> None:
+        """Connect the socket to one daemon."""
+        self._places[address] = (rank, lock)
+        _connect(self._socket, address, lock)
+
+    def disconnect(self, address: str) -> None:
+        """Give up the connection to one daemon, and what is known of it."""
+        del self._places[address]
+        self._made.discard(address)
+        del self._num_cut_off[address]
+        with contextlib.suppress(zmq.ZMQError):  # it may be disconnected already
+            self._socket.disconnect(address)
+
+    def check(self) -> None:
+        """Raise AuthenticationError if a daemon turned us away; take in no other event."""
+        while self.monitor.poll(0):
+            self.take()
+
+    def take(self) -> _News:
+        """Take in the next event.
+
+        Raises:
+            AuthenticationError: a daemon turned us away.
+        """
+        event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
+        kind, address = event["event"], event["endpoint"].decode()
+        if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._made.add(address)
+            del self._num_cut_off[address]
+            return _News("made", address)
+        if kind == zmq.EVENT_DISCONNECTED:
+            was_made = address in self._made
+            self._made.discard(address)
+            return _News("ended" if was_made else "nothing", address)
+        if kind == zmq.EVENT_CLOSED:
+            return _News("refused", address)
+        if address not in self._places:
+            return _News("nothing", address)  # of a connection that was given up
+        if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            if event["value"] not in _CUT_OFF:
+                return _News("nothing", address)  # our time is over: a busy daemon has not answered
+            self._num_cut_off[address] += 1
+            if self._num_cut_off[address] < 2:
+                # It may just have ended: libzmq tries again within 0.2 s.
+                return _News("nothing", address)
+        rank, lock = self._places[address]
+        raise AuthenticationError(rank, address, _why(kind, lock))
+
+    def close(self) -> None:
+        """Close the monitor; the socket is closed by its owner, after this."""
+        self._socket.disable_monitor()
+        self.monitor.close(linger=0)
+
+
+def _why(event: int, lock: Lock) -> str:
+    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        return "the daemon does not let our key in: ask for it in its --authorized-keys"
+    if not lock.has_keys:
+        return "the daemon wants keys: give --key-file and --known-daemons"
+    return "the daemon has not the key that --known-daemons names, or uses none"
 
 
 def _milliseconds_until(deadline: float) -> int:
@@ -141,23 +271,36 @@ class PendingCall(Generic[ReplyT]):
             RemoteError: the daemon answered with an error.
             BadFrameError: the answer is of another type.
         """
+        reply = self.poll(self._deadline)
+        if reply is None:
+            raise DeadlineExceeded(self._what, self._timeout_s)
+        return reply
+
+    def poll(self, until: float) -> ReplyT | None:
+        """Wait for the reply until `until` (of time.monotonic); None when it has not come. Raises
+        as result() does otherwise."""
         channel = self._channel
-        while (reply := channel.receive(self._deadline)) is not None:
-            if reply.call != self._call:
-                continue
+        while (reply := channel.receive(until)) is not None:
+            is_error = isinstance(reply, ControlErrorReply)
+            if reply.call != self._call and not (is_error and reply.call == 0):
+                continue  # 0: to something of ours that the daemon did not read
             if isinstance(reply, ControlErrorReply):
                 raise remote_error(reply, rank=channel.rank, endpoint=channel.endpoint.control)
             if not isinstance(reply, self._reply_type):
                 raise BadFrameError(f"{self._what} was answered with {type(reply).__name__}")
             return reply
-        raise DeadlineExceeded(self._what, self._timeout_s)
+        return None
 
 
 class ControlChannel:
     """Requests and replies on one daemon's control socket, matched by correlation id."""
 
     def __init__(
-        self, context: Context, endpoint: Endpoint, rank: int, check_alive: CheckDeaths
+        self,
+        context: Context,
+        endpoint: Endpoint,
+        rank: int,
+        check_alive: CheckDeaths = lambda: None,
     ) -> None:
         """check_alive raises WorkerDied once this daemon is known to be gone; it is asked while an
         answer is waited for."""
@@ -166,7 +309,8 @@ class ControlChannel:
         self._check_alive = check_alive
         self._last_call = 0
         self._socket = _open_socket(context, zmq.DEALER, MAX_CONTROL_BYTES)
-        self._socket.connect(endpoint.control)
+        self._handshakes = _Handshakes(self._socket)
+        self._handshakes.connect(rank, endpoint.control, endpoint.lock)
 
     def call(
         self, build: Callable[[int], ControlMessage], reply_type: type[ReplyT], timeout_s: float
@@ -183,33 +327,45 @@ class ControlChannel:
         Raises:
             DeadlineExceeded: no daemon took the request.
             WorkerDied: the daemon is known to be gone.
+            AuthenticationError: the daemon turned us away.
         """
         self._last_call += 1
         request = build(self._last_call)
         what = f"{type(request).__name__} to rank {self.rank} at {self.endpoint.control}"
         deadline = time.monotonic() + timeout_s
         frame = encode_control(request)
-        if not self._poll(deadline, zmq.POLLOUT):
+        if not self._wait(zmq.POLLOUT, deadline):
             raise DeadlineExceeded(what, timeout_s)
         self._socket.send(frame, zmq.NOBLOCK)
         return PendingCall(self, self._last_call, what, reply_type, timeout_s, deadline)
 
     def receive(self, deadline: float) -> ControlReplyMessage | None:
         """Return the next reply to any call, or None when `deadline` (of time.monotonic) has
-        passed."""
-        if not self._poll(deadline, zmq.POLLIN):
+        passed. Raises AuthenticationError and WorkerDied as send() does."""
+        if not self._wait(zmq.POLLIN, deadline):
             return None
         return decode_control_reply(self._socket.recv_multipart(zmq.NOBLOCK))
 
-    def _poll(self, deadline: float, flags: int) -> bool:
-        while not self._socket.poll(min(DEATH_CHECK_MS, _milliseconds_until(deadline)), flags):
+    def _wait(self, readiness: int, deadline: float) -> bool:
+        """Wait until the socket is ready, or tell that the time is over. Looks for being turned
+        away, and for the daemon's death, while it waits."""
+        if self._socket.poll(0, readiness):
+            return True
+        poller = zmq.Poller()
+        poller.register(self._socket, readiness)
+        poller.register(self._handshakes.monitor, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll(min(DEATH_CHECK_MS, _milliseconds_until(deadline))))
+            if self._socket in ready:
+                return True
+            self._handshakes.check()
             self._check_alive()
-            if time.monotonic() >= deadline:
+            if not ready and time.monotonic() >= deadline:
                 return False
-        return True
 
     def close(self) -> None:
         """Close the socket."""
+        self._handshakes.close()
         self._socket.close()
 
 
@@ -226,13 +382,15 @@ class StepChannel:
         self.endpoint = endpoint
         self._check_deaths = check_deaths
         self._socket = _open_socket(context, zmq.DEALER, MAX_STEP_BYTES)
-        self._socket.connect(endpoint.step)
+        self._handshakes = _Handshakes(self._socket)
+        self._handshakes.connect(rank, endpoint.step, endpoint.lock)
 
     def send(self, frames: Sequence[Frame]) -> None:
         """Send an encoded request.
 
         Raises:
             WorkerDied: there is no connection that would take it, or a daemon has died.
+            AuthenticationError: the daemon turned us away.
         """
         try:
             if len(frames) == 1:
@@ -245,6 +403,7 @@ class StepChannel:
     def _send_once_connected(self, frames: Sequence[Frame]) -> None:
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while not self._socket.poll(DEATH_CHECK_MS, zmq.POLLOUT):
+            self._handshakes.check()
             self._check_deaths()
             if time.monotonic() >= deadline:
                 raise WorkerDied(self.rank, self.endpoint.step, "the step socket takes nothing")
@@ -252,7 +411,27 @@ class StepChannel:
 
     def close(self) -> None:
         """Close the socket."""
+        self._handshakes.close()
         self._socket.close()
+
+
+class StepSender(Protocol):
+    """Takes the step requests for one daemon; see StepChannel."""
+
+    def send(self, frames: Sequence[Frame]) -> None: ...
+    def close(self) -> None: ...
+
+
+class NoSteps:
+    """In the place of a StepChannel where a daemon is asked, not driven: the step socket is not
+    opened, for which an observer's key would not do."""
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Refuse. Raises ClientError."""
+        raise ClientError("this connection only asks: steps need one that drives")
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 class ResultsChannel:
@@ -274,11 +453,9 @@ class ResultsChannel:
         self._socket.setsockopt(zmq.ROUTING_ID, driver_id)
         self._ranks = {endpoint.results: rank for rank, endpoint in enumerate(endpoints)}
         self._socket.setsockopt(zmq.RCVTIMEO, DEATH_CHECK_MS)
-        self._monitor: Socket = self._socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-        )
-        for endpoint in endpoints:
-            self._socket.connect(endpoint.results)
+        self._handshakes = _Handshakes(self._socket, zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        for rank, endpoint in enumerate(endpoints):
+            self._handshakes.connect(rank, endpoint.results, endpoint.lock)
 
     def receive(self, deadline: float) -> list[bytes] | None:
         """Return the next reply's frames, or None when `deadline` (of time.monotonic) has passed.
@@ -289,6 +466,8 @@ class ResultsChannel:
 
         Raises:
             WorkerDied: a daemon is gone.
+            RemoteError: the lease is lost.
+            AuthenticationError: a daemon turned us away.
         """
         while True:
             try:
@@ -305,36 +484,34 @@ class ResultsChannel:
         return frames
 
     def read_news(self, within_s: float = 0.0) -> None:
-        """Tell the watch what became of connections, waiting up to `within_s` for the first
-        news."""
+        """Tell the watch what became of connections, waiting up to `within_s` for the first news.
+        Raises AuthenticationError if a daemon turned us away."""
         wait_ms = int(within_s * 1000)
-        while self._monitor.poll(wait_ms):
+        while self._handshakes.monitor.poll(wait_ms):
             wait_ms = 0
-            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            rank = self._ranks.get(event["endpoint"].decode())
+            kind, address = self._handshakes.take()
+            rank = self._ranks.get(address)
             if rank is None:
                 continue
-            if event["event"] == zmq.EVENT_DISCONNECTED:
+            if kind == "ended":
                 self._watch.disconnected(rank)
-            elif event["event"] == zmq.EVENT_CLOSED:
+            elif kind == "refused":
                 self._watch.refused(rank)
-            else:
+            elif kind == "made":
                 self._watch.connected(rank)
 
     def move(self, old: Endpoint, new: Endpoint) -> None:
         """Take one daemon's results from another endpoint from now on, or from another daemon at
         the same one."""
         rank = self._ranks.pop(old.results)
-        with contextlib.suppress(zmq.ZMQError):  # it may be disconnected already
-            self._socket.disconnect(old.results)
+        self._handshakes.disconnect(old.results)
         self.read_news()
         self._ranks[new.results] = rank
-        self._socket.connect(new.results)
+        self._handshakes.connect(rank, new.results, new.lock)
 
     def close(self) -> None:
         """Close the socket and its monitor."""
-        self._socket.disable_monitor()
-        self._monitor.close()
+        self._handshakes.close()
         self._socket.close()
 
 
@@ -346,13 +523,13 @@ class EventsChannel:
         self._socket = _open_socket(context, zmq.SUB, MAX_CONTROL_BYTES)
         self._socket.subscribe(b"")
         for endpoint in endpoints:
-            self._socket.connect(endpoint.events)
+            _connect(self._socket, endpoint.events, endpoint.lock)
 
     def move(self, old: Endpoint, new: Endpoint) -> None:
         """Take one daemon's events from another endpoint from now on."""
         with contextlib.suppress(zmq.ZMQError):
             self._socket.disconnect(old.events)
-        self._socket.connect(new.events)
+        _connect(self._socket, new.events, new.lock)
 
     def discard_all(self) -> None:
         """Drop the events that are here, unread: a full queue would lose the newest instead."""

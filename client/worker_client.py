@@ -3,21 +3,25 @@ nothing of groups; the replies to step requests come by the group's results sock
 only send.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
 from client.errors import IncompatibleError
+from client.lease_terms import LeaseTerms, holder_name
 from client.transport import (
     CheckDeaths,
     Context,
     ControlChannel,
     Endpoint,
+    NoSteps,
     PendingCall,
     StepChannel,
+    StepSender,
 )
 from rpc_schema import lifecycle as lc
 from rpc_schema import trace as tr
 from rpc_schema import weight_transfer as wt
+from rpc_schema.adoption import AdoptRequests
 from rpc_schema.codec import Frame, StepMessage, encode_step
 from rpc_schema.config import (
     CacheConfig,
@@ -33,6 +37,8 @@ from rpc_schema.step import ExecuteDummyBatch, SampleTokens
 from rpc_schema.version import PROTOCOL_VERSION
 
 CONTROL_TIMEOUT_S = 5.0
+
+OnSent: TypeAlias = Callable[[int, Sequence[Frame]], None]
 
 
 class StepIds(NamedTuple):
@@ -69,14 +75,21 @@ class WorkerClient:
         driver_id: bytes,
         check_deaths: CheckDeaths = lambda: None,
         check_alive: CheckDeaths = lambda: None,
+        on_sent: OnSent = lambda rank, frames: None,
     ) -> None:
         """check_deaths: see StepChannel; check_alive: see ControlChannel; the defaults know of
-        none."""
+        none. on_sent(rank, frames) hears of every step request that was sent."""
+        self._on_sent = on_sent
         self.endpoint = endpoint
         self.rank = rank
         self._driver_id = driver_id
         self._control = ControlChannel(context, endpoint, rank, check_alive)
-        self._steps = StepChannel(context, endpoint, rank, check_deaths)
+        self._steps = self._open_steps(context, endpoint, rank, check_deaths)
+
+    def _open_steps(
+        self, context: Context, endpoint: Endpoint, rank: int, check_deaths: CheckDeaths
+    ) -> StepSender:
+        return StepChannel(context, endpoint, rank, check_deaths)
 
     def close(self) -> None:
         """Close the sockets; the daemon is not told."""
@@ -103,34 +116,61 @@ class WorkerClient:
         return reply
 
     def prepare_attach(
-        self, epoch: int, timeout_s: float = CONTROL_TIMEOUT_S
+        self, epoch: int, timeout_s: float = CONTROL_TIMEOUT_S, *, force: bool = False
     ) -> lc.PrepareAttachReply:
-        """Announce an epoch; not granted where the daemon has seen a higher one."""
+        """Announce an epoch; not granted where the daemon has seen a higher one.
+
+        Raises:
+            LeaseHeldError: another driver holds the lease, and force is False.
+            ForbiddenError: force is True, and this driver may not.
+        """
         return self._control.call(
-            lambda call: lc.PrepareAttach(call=call, driver_id=self._driver_id, epoch=epoch),
+            lambda call: lc.PrepareAttach(
+                call=call, driver_id=self._driver_id, epoch=epoch, force=force
+            ),
             lc.PrepareAttachReply,
             timeout_s,
         )
 
     def commit_attach(
-        self, epoch: int, timeout_s: float = CONTROL_TIMEOUT_S
+        self, epoch: int, timeout_s: float = CONTROL_TIMEOUT_S, *, keep_requests: bool = False
     ) -> lc.CommitAttachReply:
-        """Take the daemon over; requests of earlier drivers are dropped."""
-        return self.send_commit_attach(epoch, timeout_s).result()
+        """Take the daemon over; requests of earlier drivers are dropped, unless they are to be
+        kept."""
+        return self.send_commit_attach(epoch, timeout_s, keep_requests=keep_requests).result()
 
     def send_commit_attach(
-        self, epoch: int, timeout_s: float = CONTROL_TIMEOUT_S
+        self,
+        epoch: int,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+        terms: LeaseTerms | None = None,
+        *,
+        keep_requests: bool = False,
     ) -> PendingCall[lc.CommitAttachReply]:
-        """The same without waiting: over gloo a rank may only be done once its peers let go."""
+        """The same without waiting: over gloo a rank may only be done once its peers let go. terms
+        of the lease: the default ones."""
+        lease = LeaseTerms() if terms is None else terms
         return self._control.send(
-            lambda call: lc.CommitAttach(call=call, driver_id=self._driver_id, epoch=epoch),
+            lambda call: lc.CommitAttach(
+                call=call,
+                driver_id=self._driver_id,
+                epoch=epoch,
+                keep_requests=keep_requests,
+                lease_ttl_ms=round(lease.ttl_s * 1000),
+                orphan_kv_ttl_ms=round(lease.orphan_kv_ttl_s * 1000),
+                holder_name=holder_name(),
+            ),
             lc.CommitAttachReply,
             timeout_s,
         )
 
     def detach(self, epoch: int, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Leave in order; what is loaded stays."""
-        self._control.call(
+        self.send_detach(epoch, timeout_s).result()
+
+    def send_detach(self, epoch: int, timeout_s: float) -> PendingCall[lc.Acknowledged]:
+        """The same without waiting."""
+        return self._control.send(
             lambda call: lc.Detach(call=call, epoch=epoch), lc.Acknowledged, timeout_s
         )
 
@@ -401,8 +441,17 @@ class WorkerClient:
         """Give up the memory of tags and what it holds; answered with MemoryTagsReply."""
         self._send(lc.Discard(**ids._asdict(), tags=tags))
 
+    def adopt_requests(self, ids: StepIds, first_slot: int) -> None:
+        """Ask for the requests that an earlier driver has left, from a slot on."""
+        self._send(AdoptRequests(**ids._asdict(), first_slot=first_slot))
+
     def execute_model(self, frames: Sequence[Frame]) -> None:
         """Send a step that client/slots.py encoded: once for all ranks."""
+        self._steps.send(frames)
+        self._on_sent(self.rank, frames)
+
+    def send_again(self, frames: Sequence[Frame]) -> None:
+        """Send a step request that was sent before: the daemon knows it by its seq."""
         self._steps.send(frames)
 
     def sample_tokens(
@@ -417,7 +466,19 @@ class WorkerClient:
         self._send(ExecuteDummyBatch(**ids._asdict()))
 
     def _send(self, message: StepMessage, arrays: Sequence[Frame] = ()) -> None:
-        self._steps.send(encode_step(message, arrays))
+        frames = encode_step(message, arrays)
+        self._steps.send(frames)
+        self._on_sent(self.rank, frames)
+
+
+class AskingClient(WorkerClient):
+    """A WorkerClient for control requests alone: it opens no step socket, so that an observer's key
+    will do."""
+
+    def _open_steps(
+        self, context: Context, endpoint: Endpoint, rank: int, check_deaths: CheckDeaths
+    ) -> StepSender:
+        return NoSteps()
 
 
 def _incompatible(reply: lc.HelloReply) -> ControlErrorReply:

@@ -12,10 +12,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from client.adoption import AdoptedRequest, RankRow, merge, read_page
 from client.errors import (
     ClientConfigError,
     ClientError,
     DeadlineExceeded,
+    FencedError,
+    LeaseHeldError,
     RemoteError,
     TooManyStepsInFlight,
     WeightsNotWhole,
@@ -23,6 +26,9 @@ from client.errors import (
 )
 from client.group_channel import OPERATION_TIMEOUT_S, GroupChannel
 from client.group_channel import Progress as Progress
+from client.keys import NO_KEYS, Keys
+from client.lease import Patience
+from client.lease_terms import LeaseTerms
 from client.liveness import LivenessEvent, OnEvent, Standing
 from client.loading import LoadedModel, LoadOptions, check_config, load
 from client.outcomes import DEFAULT_STEP_DEADLINE_S, Failure, StepFuture, StepsInFlight
@@ -31,16 +37,24 @@ from client.replacement import link_timeout_s as link_timeout_s
 from client.scheduler_output import SchedulerOutput
 from client.slots import SlotTable
 from client.transport import new_driver_id, parse_endpoint
-from client.worker_client import TensorList, WorkerClient
+from client.worker_client import StepIds, TensorList, WorkerClient
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
+from rpc_schema.adoption import AdoptRequestsReply
 from rpc_schema.config import ParallelConfig, WorkerConfig
 from rpc_schema.errors import WireError
 from rpc_schema.kv_cache import KVCacheConfig
+from rpc_schema.lease import MAX_LEASE_TTL_MS
 from rpc_schema.step import Done
 
 LOAD_TIMEOUT_S = 3600.0
 ATTACH_TIMEOUT_S = 30.0
+ATTACH_ATTEMPTS = 5
+"""So often another driver that attaches at the same time may come first."""
+LEASE_WAIT_S = MAX_LEASE_TTL_MS / 1000 + 5.0
+"""A dead driver's lease is waited for to its end, whatever its time."""
+CLOSE_WAIT_S = 0.5
+"""How long close() waits for steps in flight, so that all ranks are left at the same one."""
 FINISH_SAVE_TIMEOUT_S = 600.0
 """Removing the files of a large set takes a while."""
 
@@ -53,6 +67,9 @@ SHARD_MAX_SIZE_BYTES = 5 << 30
 ATTACH_SLACK_S = 15.0
 """Daemons let go of a hung step within its deadline and a few seconds; then they attach."""
 
+NO_MORE_SLOTS = 65535
+"""No row has this number."""
+
 TRANSFER_SLACK_S = 30.0
 """Between a rank's verdict on a trainer and ours."""
 
@@ -63,8 +80,16 @@ class WorkerGroup:
     Order: attach(), prepare(config), then execute_model() as often as wanted.
     """
 
-    def __init__(self, endpoints: Sequence[str], parallel: ParallelConfig) -> None:
-        """Connect; nothing is sent yet. Endpoint i becomes rank i.
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        parallel: ParallelConfig,
+        keys: Keys = NO_KEYS,
+        *,
+        lease: LeaseTerms | None = None,
+    ) -> None:
+        """Connect; nothing is sent yet. Endpoint i becomes rank i. keys: ours and the daemons', for
+        endpoints that have any. lease: its terms, where they are not the default ones.
 
         Raises:
             ClientConfigError: the number of endpoints is not the group's size, or one of them is
@@ -78,7 +103,7 @@ class WorkerGroup:
                 value=list(endpoints),
                 fix=f"give {parallel.world_size} endpoints, or other parallel sizes",
             )
-        parsed = [parse_endpoint(endpoint) for endpoint in endpoints]
+        parsed = [parse_endpoint(endpoint, keys) for endpoint in endpoints]
         if len(set(endpoints)) != len(endpoints):
             raise ClientConfigError(
                 "an endpoint is named twice",
@@ -91,8 +116,10 @@ class WorkerGroup:
         self.max_in_flight = parallel.pipeline_parallel_size + 1
         self.output_rank = (parallel.pipeline_parallel_size - 1) * parallel.tensor_parallel_size
         self._steps = StepsInFlight(parallel.world_size, self.output_rank)
-        self._channel = GroupChannel(parsed, self.driver_id, self._steps)
+        terms = LeaseTerms() if lease is None else lease
+        self._channel = GroupChannel(parsed, self.driver_id, self._steps, terms)
         self.clients = self._channel.clients
+        self._keys = keys
         self._weights_cause = ""
         """Why no step can be sent: the weights of some rank are not whole. Empty: they are."""
         self._link_deadline_s = DEFAULT_STEP_DEADLINE_S
@@ -107,8 +134,16 @@ class WorkerGroup:
         self.close()
 
     def close(self) -> None:
-        """Close all sockets; the daemons keep what they have."""
-        self._channel.close()
+        """Leave in order and close all sockets; the daemons keep what they have, and the next
+        driver need not wait."""
+        try:
+            self._leave()
+        finally:
+            self._channel.close()
+
+    def heartbeat(self) -> None:
+        """The application is alive: for LeaseTerms.heartbeat_timeout_s. Any thread may say so."""
+        self._channel.lease.heartbeat()
 
     @property
     def world_size(self) -> int:
@@ -127,14 +162,30 @@ class WorkerGroup:
 
     # ------------------------------------------------------------------ attach
 
-    def attach(self, timeout_s: float | None = None) -> list[lc.Status]:
+    def attach(
+        self,
+        timeout_s: float | None = None,
+        *,
+        wait_for_lease_s: float = LEASE_WAIT_S,
+        force: bool = False,
+        keep_requests: bool = False,
+    ) -> list[lc.Status]:
         """Take all daemons over, in two phases, and return their states.
 
-        Requests of earlier drivers are dropped, and so are this group's own where it was attached
-        before: its steps in flight fail. timeout_s bounds all of it; the default is
-        ATTACH_TIMEOUT_S for agreeing, and then what daemons that hang in a step need to let go.
+        Requests of earlier drivers are dropped, unless they are to be kept for adopt_requests();
+        this group's own are where it was attached before: its steps in flight fail. timeout_s
+        bounds all of it; the default is ATTACH_TIMEOUT_S for agreeing, and then what daemons that
+        hang in a step need to let go.
+
+        While another driver has the lease it is waited for, at most wait_for_lease_s and no longer
+        than it takes to see that the other one lives. force takes it at once: the other driver's
+        steps are refused from then on.
+
+        The lease is renewed from here on, by a thread, until close() or detach() gives it back.
 
         Raises:
+            LeaseHeldError: another driver has the lease, and renews it.
+            ForbiddenError: force needs the role admin.
             IncompatibleError: a daemon speaks another protocol version.
             DeadlineExceeded: a daemon does not answer, or its results do not reach this driver.
             WorkerDied: the group has lost a daemon: replace() it, or make a new group.
@@ -145,14 +196,37 @@ class WorkerGroup:
         deadline = time.monotonic() + agree_s
         statuses = self._channel.hello(deadline)
         self._link_deadline_s = max(map(_step_deadline_s, statuses))
-        epoch = self._channel.agree_on_epoch(deadline)
-        self._steps.abandon()
-        if timeout_s is None:
-            agree_s = self._link_deadline_s + ATTACH_SLACK_S
-            deadline = time.monotonic() + agree_s
-        statuses = self._channel.commit_attach(epoch, deadline, agree_s)
+        patience = Patience(
+            wait_for_lease_s if timeout_s is None else min(wait_for_lease_s, agree_s)
+        )
+        for attempt in range(1, ATTACH_ATTEMPTS + 1):
+            epoch = self._agree_on_epoch(timeout_s, deadline, patience, force=force)
+            self._steps.abandon()
+            if timeout_s is None:
+                agree_s = self._link_deadline_s + ATTACH_SLACK_S
+                deadline = time.monotonic() + agree_s
+            try:
+                statuses = self._channel.commit_attach(
+                    epoch, deadline, agree_s, keep_requests=keep_requests
+                )
+            except FencedError:  # another driver came between: it may have the lease now
+                if attempt == ATTACH_ATTEMPTS:
+                    raise
+            else:
+                break
         self._weights_cause = weights_cause(statuses)
         return statuses
+
+    def _agree_on_epoch(
+        self, timeout_s: float | None, deadline: float, patience: Patience, *, force: bool
+    ) -> int:
+        while True:
+            try:
+                return self._channel.agree_on_epoch(deadline, force=force)
+            except LeaseHeldError as refusal:
+                patience.wait(refusal)
+            if timeout_s is None:
+                deadline = time.monotonic() + ATTACH_TIMEOUT_S
 
     # ------------------------------------------------------------------ liveness
 
@@ -206,7 +280,8 @@ class WorkerGroup:
         replacement = Replacement(
             self._channel, self._steps, config, model, self._attach_present, self._link_deadline_s
         )
-        replaced = replacement.run(rank, endpoint, within_s)
+        place = None if endpoint is None else parse_endpoint(endpoint, self._keys)
+        replaced = replacement.run(rank, place, within_s)
         self._weights_cause = replaced.weights_cause or weights_cause(replaced.statuses)
         return replaced
 
@@ -221,8 +296,7 @@ class WorkerGroup:
 
     def detach(self) -> None:
         """Leave in order; models stay loaded."""
-        for client in self.clients:
-            client.detach(self._channel.epoch)
+        self._channel.detach()
 
     def shutdown(self) -> None:
         """End all daemons."""
@@ -249,7 +323,7 @@ class WorkerGroup:
         on_progress: Callable[[Progress], None] | None = None,
     ) -> LoadedModel:
         """Make the group ready to serve `config`; goes on at once where it is loaded already.
-        Requests that it has are dropped: start with a new scheduler.
+        Requests that it has are dropped, unless they are adopted next: start with a new scheduler.
 
         Raises:
             ConfigMismatchError: something else is loaded, and reload is False; names the fields.
@@ -275,6 +349,37 @@ class WorkerGroup:
         self._loaded = config, model
         self._steps.start(config.scheduler.max_num_seqs, deadline_s)
         return model
+
+    def adopt_requests(self) -> list[AdoptedRequest]:
+        """Return the requests that an earlier driver has left, as far as all ranks have them; none
+        where anything had to be loaded. For a group that has attached with keep_requests and is
+        prepared, before its first step: that step drops those which it does not admit, and a
+        request goes on by being admitted as `AdoptedRequest.as_new`, in that step or a later one.
+        Blocks hold what they hold until somebody is given them.
+
+        Raises:
+            AdoptionMismatch: ranks disagree about what a request is.
+            RemoteError: a rank cannot say; names the first that cannot.
+        """
+        self._channel.check_usable()
+        ranks: list[list[RankRow]] = [[] for _ in self.clients]
+        next_slots = [0] * len(self.clients)
+
+        def ask(client: WorkerClient, ids: StepIds) -> None:
+            client.adopt_requests(ids, next_slots[client.rank])
+
+        while True:
+            replies = self._channel.fan_out("adopt_requests", ask, AdoptRequestsReply)
+            for rank, reply in enumerate(replies):
+                ranks[rank] += read_page(reply)
+                next_slots[rank] = reply.next_slot or NO_MORE_SLOTS
+            if not any(reply.next_slot for reply in replies):
+                return merge(ranks, self.output_rank, self._block_size())
+
+    def _block_size(self) -> int:
+        config = self.clients[0].get_status().config
+        assert config is not None, "legal in READY only"
+        return config.cache.block_size
 
     @property
     def needs_relink(self) -> bool:
@@ -316,6 +421,7 @@ class WorkerGroup:
             lambda client, ids: client.relink(ids, rendezvous[client.rank]),
             Done,
             timeout_s=link_timeout_s(self._link_deadline_s),
+            stands_alone=True,
         )
         self._channel.use_link(rendezvous)
         self._steps.needs_relink = False
@@ -329,6 +435,7 @@ class WorkerGroup:
             lambda client, ids: client.reset(ids, to),
             Done,
             timeout_s=link_timeout_s(self._link_deadline_s),
+            stands_alone=True,
         )
         if to == "CREATED":
             self._steps.needs_relink = False
@@ -717,7 +824,9 @@ class WorkerGroup:
         ids = self._channel.next_ids()
         step = self._steps.slots.encode(output, epoch=ids.epoch, link=ids.link, seq=ids.seq)
         future = self._steps.expect(self, ids.seq, step, samples=not output.defer_sampling)
-        self._channel.send_step(ids, lambda client: client.execute_model(step.frames))
+        self._channel.send_step(
+            ids, lambda client: client.execute_model(step.frames), stands_alone=step.resync
+        )
         self._steps.times.sent(ids.seq, began_ns, output)
         return future
 
@@ -811,6 +920,13 @@ class WorkerGroup:
                 f"{self.num_in_flight} steps are in flight, which is all that a pipeline of "
                 f"{self.parallel.pipeline_parallel_size} takes: wait for a result first"
             )
+
+    def _leave(self) -> None:
+        until = time.monotonic() + CLOSE_WAIT_S
+        with contextlib.suppress(ClientError, WireError):
+            for future in self._steps.pending:
+                self.wait_for(future, until)
+        self._channel.leave()
 
     def _drain(self) -> None:
         """Wait for the steps in flight, so that an operation on all rows finds none running."""

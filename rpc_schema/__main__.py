@@ -9,10 +9,12 @@ import typing
 import msgspec
 
 from rpc_schema import (
+    adoption,
     codec,
     config,
     errors,
     kv_cache,
+    lease,
     lifecycle,
     sampling,
     step,
@@ -28,7 +30,18 @@ _DIRECTIONS = (
     ("Results socket, daemon to driver", codec.StepReplyMessage),
     ("Events socket, daemon to everybody", codec.EventMessage),
 )
-_MODULES = (config, sampling, kv_cache, step, lifecycle, weight_transfer, trace, errors)
+_MODULES = (
+    config,
+    sampling,
+    kv_cache,
+    lease,
+    step,
+    lifecycle,
+    weight_transfer,
+    adoption,
+    trace,
+    errors,
+)
 
 
 def render() -> str:
@@ -56,7 +69,8 @@ def _introduction() -> str:
         at most {codec.MAX_STEP_BYTES} bytes on the step and results sockets and
         {codec.MAX_CONTROL_BYTES} on the others. Unknown tags, missing and extra fields and values
         out of bounds are refused before anything is done; Hello and HelloReply alone tolerate extra
-        fields.
+        fields. A step reply that is sent again (its seq was repeated) has the same frames behind
+        an empty one.
         """
     )
 

@@ -9,17 +9,21 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
+from rpc_schema import adoption, lease, step, trace
 from rpc_schema import lifecycle as lc
-from rpc_schema import step, trace
 from rpc_schema import weight_transfer as wt
 from rpc_schema.errors import BadFrameError, ControlErrorReply, ErrorReply, TooLargeError
 
 MAX_FRAMES = 6
 MAX_STEP_BYTES = 16 << 20
 MAX_CONTROL_BYTES = 1 << 20
+CURVE_BYTES = 33
+"""By which an encrypted frame is longer on its way (ZeroMQ RFC 26: name 8, nonce 8, flags 1, code
+16): a receiver's bound is checked there."""
 
 MessageT = TypeVar("MessageT")
 Frame: TypeAlias = bytes | memoryview | bytearray
+FrameT = TypeVar("FrameT", bound=bytes | memoryview | bytearray)
 
 StepMessage: TypeAlias = (
     step.ExecuteModel
@@ -51,6 +55,7 @@ StepMessage: TypeAlias = (
     | wt.FinishWeightUpdate
     | wt.ReloadWeights
     | wt.UpdateConfig
+    | adoption.AdoptRequests
 )
 StepReplyMessage: TypeAlias = (
     ErrorReply
@@ -73,6 +78,7 @@ StepReplyMessage: TypeAlias = (
     | wt.UpdateWeightsReply
     | wt.FinishWeightUpdateReply
     | wt.ReloadWeightsReply
+    | adoption.AdoptRequestsReply
 )
 ControlMessage: TypeAlias = (
     lc.Hello
@@ -84,6 +90,7 @@ ControlMessage: TypeAlias = (
     | lc.CheckHealth
     | lc.GetStatus
     | lc.Shutdown
+    | lease.RenewLease
     | trace.ReadClock
     | trace.StartTrace
     | trace.StopTrace
@@ -101,6 +108,7 @@ ControlReplyMessage: TypeAlias = (
     | lc.CheckHealthReply
     | lc.GetStatusReply
     | lc.Acknowledged
+    | lease.RenewLeaseReply
     | trace.ReadClockReply
     | trace.StopTraceReply
     | trace.ReadTraceReply
@@ -153,6 +161,19 @@ def decode_step(frames: Sequence[Frame]) -> StepMessage:
     """
     _check_bounds(frames, MAX_STEP_BYTES)
     return _decode(_STEP, frames)
+
+
+def mark_replayed(frames: Sequence[Frame]) -> list[Frame]:
+    """Return a step reply's frames, unchanged, behind an empty frame: it was sent before. No
+    message begins with an empty frame."""
+    return [b"", *frames]
+
+
+def split_replayed(frames: Sequence[FrameT]) -> tuple[bool, Sequence[FrameT]]:
+    """Return whether a step reply was marked as a replay, and its own frames."""
+    if len(frames) > 1 and not frames[0]:
+        return True, frames[1:]
+    return False, frames
 
 
 def decode_step_reply(frames: Sequence[Frame]) -> StepReplyMessage:

@@ -4,6 +4,7 @@ are here too."""
 import enum
 
 from rpc_schema.base import ControlReply, StepReply, Text, Unsigned
+from rpc_schema.lease import LeaseStatus
 
 
 class ErrorCode(enum.StrEnum):
@@ -16,13 +17,17 @@ class ErrorCode(enum.StrEnum):
     INCOMPATIBLE = "INCOMPATIBLE"
     FENCED = "FENCED"
     NOT_ATTACHED = "NOT_ATTACHED"
+    FORBIDDEN = "FORBIDDEN"
     STALE = "STALE"
     GAP = "GAP"
+    LEASE_HELD = "LEASE_HELD"
+    LEASE_EXPIRED = "LEASE_EXPIRED"
     ILLEGAL_STATE = "ILLEGAL_STATE"
     CONFIG = "CONFIG"
     CHECKPOINT = "CHECKPOINT"
     INVALID_STEP = "INVALID_STEP"
     CAPACITY = "CAPACITY"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
     COMM = "COMM"
     UPSTREAM_FAILED = "UPSTREAM_FAILED"
     PRECEDED_BY = "PRECEDED_BY"
@@ -58,6 +63,8 @@ class ControlErrorReply(ControlReply, frozen=True, tag=0, kw_only=True):
     scope: ErrorScope
     message: Text
     traceback: Text = ""
+    lease: LeaseStatus | None = None
+    """With LEASE_HELD: whose it is, and how long to wait."""
 
 
 class WireError(Exception):

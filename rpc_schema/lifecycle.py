@@ -29,6 +29,14 @@ from rpc_schema.config import (
     WorkerConfig,
 )
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
+from rpc_schema.lease import (
+    DEFAULT_LEASE_TTL_MS,
+    DEFAULT_ORPHAN_KV_TTL_MS,
+    FREE_LEASE,
+    HolderName,
+    LeaseState,
+    LeaseStatus,
+)
 from rpc_schema.weight_transfer import WeightsStatus
 
 LoadState = Literal["CREATED", "DEVICE_READY", "MODEL_LOADED", "KV_READY", "READY"]
@@ -60,10 +68,13 @@ class HelloReply(msgspec.Struct, array_like=True, frozen=True, tag=1, kw_only=Tr
 
 class PrepareAttach(ControlRequest, frozen=True, tag=2, kw_only=True):
     """First phase of attach: announce an epoch higher than any that this daemon has seen. Refused
-    to a driver that has not said Hello with this daemon's protocol version."""
+    to a driver that has not said Hello with this daemon's protocol version, and, with LEASE_HELD,
+    while another driver holds the lease."""
 
     driver_id: Uid
     epoch: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    force: bool = False
+    """Take the lease from its holder; for the role admin alone."""
 
 
 class PrepareAttachReply(ControlReply, frozen=True, tag=2, kw_only=True):
@@ -75,10 +86,18 @@ class PrepareAttachReply(ControlReply, frozen=True, tag=2, kw_only=True):
 
 class CommitAttach(ControlRequest, frozen=True, tag=3, kw_only=True):
     """Second phase: the daemon's steps belong to this driver from here on, and all requests of
-    earlier ones are dropped."""
+    earlier ones are dropped. Its lease begins."""
 
     driver_id: Uid
     epoch: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    keep_requests: bool = False
+    """Keep them for AdoptRequests; the first ExecuteModel drops those that it does not name."""
+    lease_ttl_ms: Unsigned = DEFAULT_LEASE_TTL_MS
+    """1000 to 60000: how long the lease lasts after each renewal."""
+    orphan_kv_ttl_ms: Unsigned = DEFAULT_ORPHAN_KV_TTL_MS
+    """0 to 3600000: how long requests stay on the daemon once the lease has expired. Weights stay
+    for ever."""
+    holder_name: HolderName = ""
 
 
 class ReplyDelay(Value, frozen=True, kw_only=True):
@@ -143,6 +162,11 @@ class Status(Value, frozen=True, kw_only=True):
     enable_sleep_mode."""
     weights: WeightsStatus | None = None
     """None below MODEL_LOADED."""
+    lease: LeaseStatus = FREE_LEASE
+    num_bad_frames: Count = 0
+    """Messages that did not decode, since the daemon's start."""
+    num_refused: Count = 0
+    """Handshakes that were refused; 0 without keys."""
     degraded: Text = ""
     """What is amiss with the device, though it serves on: NVML is lost, say. Empty: nothing."""
 
@@ -465,6 +489,8 @@ class Heartbeat(Value, frozen=True, tag=1, kw_only=True):
     last_seq: Unsigned
     phase: str
     phase_ms: Count
+    lease: LeaseState = "free"
+    lease_remaining_ms: Count = 0
     phase_limit_ms: Count = 0
     """So long the phase may last without a sign of life; 0 where it waits for a request."""
 

@@ -6,7 +6,7 @@ resumption is a new admission with all tokens so far. Integer columns travel as 
 bytes; prompt tokens as one frame of int32 beside the message.
 """
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from msgspec import Meta
 
@@ -23,14 +23,26 @@ from rpc_schema.base import (
 )
 from rpc_schema.sampling import SamplingParams
 
+NO_TOKEN: Final = -1
+"""Sampled for a slot whose logits are no numbers to choose by: one of them is NaN, or the largest
+is infinite. Its request has failed, alone: the other slots of the step have their tokens, and what
+the request wrote to the KV cache is not to be shared."""
+
 Bitmap = Annotated[bytes, Meta(max_length=8192)]
 """Bit s % 8 (least significant first) of byte s // 8 stands for slot s."""
+
+
+Slot = Annotated[int, Meta(ge=0, le=65534)]
+
+SchedulerNote = Annotated[bytes, Meta(max_length=1024)]
+"""What a scheduler wants to hear again of a request if another driver goes on with it. Only kept
+and told, never read."""
 
 
 class NewRequestData(Value, frozen=True, kw_only=True):
     """An admission, or the resumption of a preempted request."""
 
-    slot: Annotated[int, Meta(ge=0, le=65534)]
+    slot: Slot
     req_id: Name
     num_tokens: Positive
     """Tokens of this request in frame 0 of the message: the prompt, then what was generated before
@@ -39,6 +51,7 @@ class NewRequestData(Value, frozen=True, kw_only=True):
     num_computed_tokens: Count
     """Leading tokens whose KV is in the cache already: a prefix hit. Less than num_tokens."""
     sampling: SamplingParams
+    note: SchedulerNote = b""
 
 
 class ExecuteModel(StepRequest, frozen=True, tag=1, kw_only=True):
@@ -88,6 +101,7 @@ class ModelRunnerOutput(StepReply, frozen=True, tag=1, kw_only=True):
 
     slots: RawUInt16 = b""
     sampled_token_ids: RawInt32 = b""
+    """NO_TOKEN (-1) where the slot's logits were no numbers to choose by."""
     num_logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1
     """n of the widest row, or -1: no row asked for logprobs and no frames follow. Otherwise frame 0
     holds int32 token ids [rows, n + 1] (the sampled token first), frame 1 their float32 log

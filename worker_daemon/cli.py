@@ -4,7 +4,7 @@ what the options mean."""
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
@@ -17,14 +17,13 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from worker_daemon.errors import CapacityError, ConfigError
+from rpc_schema.exit_codes import ExitCode
+from worker_daemon.errors import CapacityError, CheckpointError, ConfigError
 from worker_daemon.logs import configure_logs
 from worker_daemon.server.assembly import run_daemon
 from worker_daemon.server.endpoints import EndpointInUseError
+from worker_daemon.server.keygen import make_key_files
 from worker_daemon.settings import load_settings, prepare_environment, prepare_kernel_cache
-
-EXIT_IN_USE: Final = 73
-EXIT_CONFIG: Final = 78
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -36,7 +35,9 @@ def main_options() -> None:
 
 @app.command()
 def serve(
-    endpoint: Annotated[str | None, typer.Option(help="ipc:///DIR/NAME")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="ipc:///DIR/NAME or, with keys, tcp://ADDRESS:PORT")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda:N")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with these options")] = None,
     state_dir: Annotated[
@@ -48,7 +49,9 @@ def serve(
     ] = None,
     model_root: Annotated[
         list[str] | None,
-        typer.Option(help="models must lie under one of these; default: the working directory"),
+        typer.Option(
+            help="models must lie under one of these; default: the working directory; needed on tcp"
+        ),
     ] = None,
     save_root: Annotated[
         str | None,
@@ -57,6 +60,18 @@ def serve(
     profile_dir: Annotated[
         str | None,
         typer.Option(help="traces go there; default: profiles/ in the state directory or cache"),
+    ] = None,
+    key_file: Annotated[
+        str | None,
+        typer.Option(help="the daemon's secret file, or credential:NAME; needed on tcp"),
+    ] = None,
+    authorized_keys: Annotated[
+        str | None,
+        typer.Option(help="JSON file of the keys that are let in, and their roles"),
+    ] = None,
+    data_interface: Annotated[
+        str | None,
+        typer.Option(help="network interface of the ranks' data; default: lo; needed on tcp"),
     ] = None,
     exit_with_parent_fd: Annotated[
         int | None, typer.Option(help="end when this descriptor reads end-of-file")
@@ -78,6 +93,9 @@ def serve(
                 "model-root": model_root,
                 "save-root": save_root,
                 "profile-dir": profile_dir,
+                "key-file": key_file,
+                "authorized-keys": authorized_keys,
+                "data-interface": data_interface,
                 "exit-with-parent-fd": exit_with_parent_fd,
                 "log-level": log_level,
             },
@@ -88,11 +106,25 @@ def serve(
         exit_code = run_daemon(settings)
     except EndpointInUseError as error:
         logging.getLogger(__name__).error("%s", error)
-        raise typer.Exit(EXIT_IN_USE) from None
+        raise typer.Exit(ExitCode.IN_USE) from None
     except ConfigError as error:
         logging.getLogger(__name__).error("%s", error)
-        raise typer.Exit(EXIT_CONFIG) from None
+        raise typer.Exit(ExitCode.CONFIG) from None
     raise typer.Exit(exit_code)
+
+
+@app.command()
+def keygen(
+    out: Annotated[Path, typer.Option(help="DIR/NAME: makes NAME.key and NAME.pub there")],
+) -> None:
+    """Make a key pair for a daemon or a driver; prints the public key, overwrites nothing."""
+    configure_logs("info")
+    try:
+        made = make_key_files(out)
+    except ConfigError as error:
+        logging.getLogger(__name__).error("%s", error)
+        raise typer.Exit(ExitCode.CONFIG) from None
+    sys.stdout.write(f"{made.public_key}\n")
 
 
 @app.command()
@@ -164,5 +196,6 @@ def plan(
         made = make_plan(config, total, model_root or [directory.parent])
     except (ConfigError, CapacityError) as error:
         logging.getLogger(__name__).error("%s", error)
-        raise typer.Exit(EXIT_CONFIG) from None
+        is_data = isinstance(error, CheckpointError)
+        raise typer.Exit(ExitCode.BAD_DATA if is_data else ExitCode.CONFIG) from None
     sys.stdout.write(plan_json(made) + "\n" if as_json else plan_text(made))

@@ -7,6 +7,9 @@ WorkerError
  |   +- IncompatibleError    protocol versions differ
  |   +- FencedError          the epoch or link is an old one
  |   +- NotAttachedError     the epoch is one that was never granted
+ |   +- LeaseHeldError       another driver may step this daemon
+ |   +- LeaseExpiredError    the driver did not renew its lease in time
+ |   +- ForbiddenError       the peer lacks the role that the request needs
  |   +- StaleError           a step older than the replies still kept
  |   `- GapError             a step before this one is missing
  +- StateError           the request is not legal in this state
@@ -14,6 +17,7 @@ WorkerError
  |   `- CheckpointError      a model's files are missing, truncated or not what config.json says
  +- InvalidStepError     a step holds a value that no kernel may see; nothing of it was applied
  +- CapacityError        not enough device memory, KV blocks, rows or disk space
+ |   `- OutOfMemoryError     an allocation failed: says what was asked for and what was free
  +- CommError            a peer or a link is lost
  |   `- UpstreamFailedError  an earlier pipeline stage failed in this step
  +- TransferError        a trainer is lost, did not come, or sent what cannot be; the link is whole
@@ -73,6 +77,25 @@ class NotAttachedError(ProtocolError):
     code = "NOT_ATTACHED"
 
 
+class LeaseHeldError(ProtocolError):
+    """`lease` says whose it is, in the wire's words; None where nobody knows."""
+
+    code = "LEASE_HELD"
+    scope = "worker"
+
+    def __init__(self, message: str, *, fix: str | None = None, lease: object = None) -> None:
+        super().__init__(message, fix=fix)
+        self.lease = lease
+
+
+class LeaseExpiredError(ProtocolError):
+    code = "LEASE_EXPIRED"
+
+
+class ForbiddenError(ProtocolError):
+    code = "FORBIDDEN"
+
+
 class StaleError(ProtocolError):
     code = "STALE"
 
@@ -106,6 +129,27 @@ class InvalidStepError(WorkerError):
 
 class CapacityError(WorkerError):
     code = "CAPACITY"
+
+
+class OutOfMemoryError(CapacityError):
+    """`needed_bytes` and `free_bytes` are None where nobody said."""
+
+    code = "OUT_OF_MEMORY"
+    scope = "step"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        needed_bytes: int | None = None,
+        free_bytes: int | None = None,
+        fix: str | None = None,
+    ) -> None:
+        needed = "an unknown number of" if needed_bytes is None else str(needed_bytes)
+        free = "" if free_bytes is None else f", {free_bytes} bytes are free"
+        super().__init__(f"{message}; {needed} bytes are needed{free}", fix=fix)
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
 
 
 class CommError(WorkerError):

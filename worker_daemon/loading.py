@@ -11,6 +11,7 @@ import torch
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.config import ModelConfig, ParallelConfig, WorkerConfig
+from worker_daemon.device.failures import Verdict, drop_scratch, judge, out_of_memory
 from worker_daemon.device.init import supports
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import TensorParallel
@@ -50,6 +51,7 @@ from worker_daemon.tagged_memory import TaggedMemory, open_memory
 _LOG = logging.getLogger(__name__)
 _PROGRESS_EVERY_S = 1.0
 _LONG_OPERATION_S = 1800.0
+_FIT = "more pipeline stages or tensor ranks, or free memory and load again"
 
 SetPhase = Callable[[str, float], None]
 """(phase, seconds of legal silence): what the worker is at, for whoever watches."""
@@ -119,13 +121,15 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
     try:
         stage = _build_stage(resolved, place, memory)
         _fill(stage, message.model, resolved, place.parallel.rank, set_phase)
-    except (torch.OutOfMemoryError, CapacityError) as error:
+    except CapacityError as error:
         memory.close()
-        raise CapacityError(
-            f"the weights do not fit: {error}", fix="more pipeline stages or tensor ranks"
-        ) from None
-    except BaseException:
+        drop_scratch(error)
+        raise CapacityError(f"the weights do not fit: {error}", fix=_FIT) from None
+    except BaseException as error:
         memory.close()
+        if isinstance(error, Exception) and judge(error) is Verdict.OUT_OF_MEMORY:
+            drop_scratch(error)
+            raise out_of_memory(error, _FIT, "the weights do not fit") from None
         raise
     return LoadedModel(
         config=WorkerConfig(

@@ -22,6 +22,9 @@ KEYS: Final = (
     "model-root",
     "save-root",
     "profile-dir",
+    "key-file",
+    "authorized-keys",
+    "data-interface",
     "exit-with-parent-fd",
     "log-level",
 )
@@ -30,11 +33,12 @@ _DEVICE: Final = re.compile(r"cpu|cuda:\d{1,3}")
 Given: TypeAlias = Mapping[str, str | int | list[str] | None]
 """Values of one source by key; a missing one is absent or None."""
 
-_ONE_HOST: Final = {
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-}
+ONE_HOST: Final = "lo"
 """Where the tensor plane listens unless somebody says otherwise: it has no authentication."""
+_TENSOR_PLANE: Final = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
+CREDENTIAL_PREFIX: Final = "credential:"
+_CREDENTIALS: Final = "CREDENTIALS_DIRECTORY"
+_INTERFACE: Final = re.compile(r"[A-Za-z0-9_.-]{1,15}")
 _FIXED: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -65,6 +69,15 @@ class ProcessSettings:
     """Directory under which weights are saved, by name; None: they are not."""
     profile_dir: Path | None
     """Directory for traces, if one was named; see profile_directory."""
+    key_file: Path | None
+    """The daemon's secret file; None, for ipc only: whoever can open the sockets may do all."""
+    key_is_credential: bool
+    """It lies in systemd's directory of credentials."""
+    authorized_keys: Path | None
+    """Whose keys are let in; None where there is no key_file."""
+    data_interface: str
+    """The network interface of the tensor plane, which has no authentication. Empty: this host's
+    own alone, unless the environment names another to gloo and NCCL."""
     exit_with_parent_fd: int | None
     """The daemon ends when this file descriptor reads end-of-file."""
     log_level: str
@@ -87,11 +100,14 @@ def load_settings(command_line: Given, config_file: Path | None) -> ProcessSetti
     return replace(build_settings(given), notify_socket=os.environ.get("NOTIFY_SOCKET", ""))
 
 
-def prepare_environment() -> None:
+def prepare_environment(data_interface: str | None = None) -> None:
     """Set what torch, gloo and NCCL read when they are loaded. To be called before torch is
-    imported."""
-    for name, value in _ONE_HOST.items():
-        os.environ.setdefault(name, value)
+    imported. None: what the environment says already or, without, this host's own interface."""
+    for name, form in _TENSOR_PLANE.items():
+        if data_interface is not None:
+            os.environ[name] = form.format(data_interface)
+        else:
+            os.environ.setdefault(name, ONE_HOST)
     os.environ.update(_FIXED)
 
 
@@ -119,6 +135,11 @@ def prepare_kernel_cache(settings: ProcessSettings) -> None:
         os.environ[_KERNEL_CACHE] = str(kernel_cache(settings.state_dir, os.environ))
 
 
+def visible_devices() -> str | None:
+    """Return CUDA_VISIBLE_DEVICES, where that is set: what the N of cuda:N counts."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def profile_directory(settings: ProcessSettings) -> Path | None:
     """Return where traces go: profiles/ in the state directory or, without one, in the user's cache
     directory, unless another was named. None: this user has no home. Makes nothing."""
@@ -126,6 +147,19 @@ def profile_directory(settings: ProcessSettings) -> Path | None:
         return settings.profile_dir
     home = state_home(settings.state_dir, os.environ)
     return None if home is None else home / "profiles"
+
+
+def endpoint_home(settings: ProcessSettings) -> Path:
+    """Return where the lock and the epoch of a tcp endpoint lie: in the state directory or, without
+    one, in the user's cache directory.
+
+    Raises:
+        ConfigError: this user has no home.
+    """
+    home = state_home(settings.state_dir, os.environ)
+    if home is None:
+        raise ConfigError("it is missing", field="state-dir", fix="give --state-dir DIR")
+    return home
 
 
 def read_file(path: Path) -> Given:
@@ -168,13 +202,21 @@ def build_settings(given: Given) -> ProcessSettings:
     """
     fd = given.get("exit-with-parent-fd")
     state_dir = _text(given, "state-dir", "")
+    endpoint = _required(given, "endpoint", "ipc:///DIR/NAME")
+    key_file, authorized_keys = _keys(given)
+    if endpoint.startswith("tcp://"):
+        _check_tcp(given, endpoint)
     return ProcessSettings(
-        endpoint=_required(given, "endpoint", "ipc:///DIR/NAME"),
+        endpoint=endpoint,
         device=_matching(_required(given, "device", "cpu or cuda:N"), _DEVICE),
         state_dir=Path(state_dir).resolve() if state_dir else None,
         model_roots=_roots(given),
         save_root=_own_directory(given, "save-root", "saved weights"),
         profile_dir=_own_directory(given, "profile-dir", "traces"),
+        key_file=key_file,
+        key_is_credential=_text(given, "key-file", "").startswith(CREDENTIAL_PREFIX),
+        authorized_keys=authorized_keys,
+        data_interface=_interface(_text(given, "data-interface", "")),
         exit_with_parent_fd=None if fd is None else _file_descriptor(fd),
         log_level=_level(_text(given, "log-level", "info")),
     )
@@ -218,6 +260,59 @@ def _roots(given: Given) -> tuple[Path, ...]:
                 fix="name a directory that holds models",
             )
     return tuple(Path(root).resolve() for root in roots)
+
+
+def _check_tcp(given: Given, endpoint: str) -> None:
+    """A network's peers must be told by keys, and are told nothing by default."""
+    fixes = {
+        "key-file": "make a key by worker-daemon keygen, and give --key-file and --authorized-keys",
+        "model-root": "give --model-root with each directory that drivers may load models from",
+        "data-interface": "give --data-interface with the interface that the ranks' data takes; "
+        "it is not encrypted",
+    }
+    for key, fix in fixes.items():
+        if not given.get(key):
+            raise ConfigError(f"{endpoint}: tcp needs a {key}", field=key, value=None, fix=fix)
+
+
+def _keys(given: Given) -> tuple[Path | None, Path | None]:
+    """The two files of keys: both or neither."""
+    key_file, authorized = (_key_path(given, key) for key in ("key-file", "authorized-keys"))
+    if (key_file is None) != (authorized is None):
+        raise ConfigError(
+            "one is useless without the other",
+            field="authorized-keys" if authorized is None else "key-file",
+            value=None,
+            fix="give both --key-file and --authorized-keys",
+        )
+    return key_file, authorized
+
+
+def _key_path(given: Given, key: str) -> Path | None:
+    text = _text(given, key, "")
+    if not text.startswith(CREDENTIAL_PREFIX):
+        return Path(text).absolute() if text else None
+    directory, name = os.environ.get(_CREDENTIALS), text.removeprefix(CREDENTIAL_PREFIX)
+    if not directory or not name or name != Path(name).name:
+        raise ConfigError(
+            "there is no such credential",
+            field=key,
+            value=text,
+            fix=f"use LoadCredential={name or 'NAME'}:FILE in the daemon's systemd unit",
+        )
+    return Path(directory) / name
+
+
+def _interface(name: str) -> str:
+    if name and not _INTERFACE.fullmatch(name):
+        raise ConfigError(
+            "it is no name of an interface",
+            field="data-interface",
+            value=name,
+            fix="name one of this host's interfaces, as in eth0; addresses and all interfaces at "
+            "once are refused",
+        )
+    return name
 
 
 def _own_directory(given: Given, key: str, purpose: str) -> Path | None:

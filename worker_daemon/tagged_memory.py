@@ -24,8 +24,8 @@ from worker_daemon.memory_tags import ALL_AWAKE, MemoryTags
 from worker_daemon.models.decoder import DecoderStage
 
 WEIGHT_CHUNK_BYTES: Final = 128 << 20
-"""Small enough that copying one hides the mapping of the next, large enough that mapping costs
-little."""
+"""Small enough that what sleeps gives memory back while the rest is copied, large enough that
+mapping costs little."""
 KV_CHUNK_BYTES: Final = 4 << 30
 """Of what is never copied, only mapped and zeroed."""
 
@@ -104,7 +104,8 @@ class PlainMemory:
 
     def hold_stage(self, stage: DecoderStage, rotary: Tensor) -> None:
         for parameter in stage.parameters():
-            parameter.data = torch.zeros_like(parameter.data, device=self._device)
+            meta = parameter.data
+            parameter.data = torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
         stage.rotary = rotary
 
     def make_kv_cache(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -164,9 +165,10 @@ class _Kept:
         return waits
 
     def restore(self, copies: Uploads) -> None:
-        """Map the chunks, and begin to copy each back while the next is mapped."""
+        """Map all of it, then begin to copy its content back."""
         buffers = self.backup.buffers()
-        for span, buffer in zip(self.arena.map_chunks(), buffers, strict=True):
+        self.arena.map_all()
+        for span, buffer in zip(self.arena.spans, buffers, strict=True):
             copies.copy(buffer.bytes, self.arena.bytes_of(span))
 
     def close(self) -> None:
@@ -245,8 +247,8 @@ class ArenaMemory:
         try:
             for arena, kept in returning:
                 if kept is None:
-                    for span in arena.map_chunks():
-                        arena.zero(span)
+                    arena.map_all()
+                    arena.zero()
                 else:
                     kept.restore(copies)
         except BaseException:

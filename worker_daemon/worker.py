@@ -9,17 +9,17 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import torch
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
+from rpc_schema.adoption import AdoptRequests, AdoptRequestsReply
 from rpc_schema.base import StepRequest
 from rpc_schema.codec import Frame
 from rpc_schema.config import (
@@ -32,6 +32,7 @@ from rpc_schema.config import (
 from rpc_schema.kv_cache import KVCacheConfig, build_kv_cache_config
 from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.description import WorkerDescription, no_weights
+from worker_daemon.device.failures import Verdict, drop_scratch, judge, typed_device_error
 from worker_daemon.device.health import DeviceHealth, NoHealth, open_health
 from worker_daemon.device.init import device_name, open_capture_stream, open_device
 from worker_daemon.device.memory import (
@@ -71,7 +72,12 @@ from worker_daemon.runner.cuda_graph import NoGraphs, StepGraphs
 from worker_daemon.runner.model_runner import ModelRunner
 from worker_daemon.runner.request_state import StepLimits
 from worker_daemon.runner.stage_ends import PendingReply
-from worker_daemon.runner.warmup import largest_step, size_sweep, warm_up_steps
+from worker_daemon.runner.warmup import (
+    SyntheticStep,
+    largest_step,
+    size_sweep,
+    warm_up_steps,
+)
 from worker_daemon.tagged_memory import PlainMemory
 from worker_daemon.weight_transfer.overrides import apply_overrides
 from worker_daemon.weight_transfer.session import WeightTransfer
@@ -236,6 +242,8 @@ class Worker:
         """
         self._set_phase("PROFILING", _LONG_OPERATION_S)
         context, model = self._context, self._model
+        with self._rehearsal() as runner, self._capturing():
+            self._step_graphs(runner).compile(runner)
         with profile(context.memory, context.baseline) as result:
             self._run_largest_step(message)
         context.ledger.activations_peak = result.transient
@@ -262,8 +270,7 @@ class Worker:
 
     def _run_largest_step(self, message: StepRequest) -> None:
         with self._rehearsal() as runner:
-            step = largest_step(message, runner.state.limits)
-            _await(runner.execute_model(step.message, step.arrays))
+            _run_all(runner, [largest_step(message, runner.state.limits)])
             runner.settle()
 
     def _estimate_graphs(self) -> int:
@@ -422,11 +429,12 @@ class Worker:
     def _warm_up(self, runner: ModelRunner, message: lc.CompileOrWarmUpModel) -> None:
         self._set_phase("COMPILING", _LONG_OPERATION_S)
         limits = runner.state.limits
-        steps = warm_up_steps(message, limits)
         if self._context.device.type == "cuda":  # elsewhere there is nothing to compile
-            steps = chain([largest_step(message, limits)], size_sweep(message, limits), steps)
-        for step in steps:
-            _await(runner.execute_model(step.message, step.arrays))
+            _run_all(runner, [largest_step(message, limits)])
+            runner.use(runner.eager.thinned())
+            _run_all(runner, size_sweep(message, limits))
+            runner.use(runner.eager)
+        _run_all(runner, warm_up_steps(message, limits))
         runner.forget_requests()
 
     def _capture(self, runner: ModelRunner) -> StepGraphs:
@@ -609,6 +617,7 @@ class Worker:
     def start_weight_update(self, message: wt.StartWeightUpdate) -> Done:
         """Open an update: no step runs until it is finished."""
         self._transfer.start(message, self._model, self._place)
+        self._forget_requests()
         return Done(**self._identity(message))
 
     def update_weights(self, message: wt.UpdateWeights) -> wt.UpdateWeightsReply:
@@ -647,6 +656,7 @@ class Worker:
             config = apply_overrides(config, {"model.model": message.model})
         done = reload(self._model, config, self._place, self._roots, self._set_phase)
         self._transfer.drop_update()
+        self._forget_requests()
         self._model_or_none = done.model
         done.model.memory.weights_filled()
         self._next_load = None
@@ -656,6 +666,11 @@ class Worker:
             seconds=time.monotonic() - began,
             num_updates=done.num_updates,
         )
+
+    def _forget_requests(self) -> None:
+        """Their KV is of weights that were replaced: nobody may adopt them."""
+        if self._runner_or_none is not None:
+            self._runner_or_none.forget_requests()
 
     def update_config(self, message: wt.UpdateConfig) -> Done:
         """Change what the next reload_weights reads.
@@ -703,17 +718,29 @@ class Worker:
 
     # Changes of hands, and the way back.
 
-    def on_attach(self) -> bool:
-        """Drop all requests, and the profile of the driver before. True if no step was cut off;
-        whether every send was received, only the group's seqs tell."""
+    def on_attach(self, *, keep_requests: bool = False) -> bool:
+        """Drop all requests unless they are to be kept, and the profile of the driver before. True
+        if no step was cut off; whether every send was received, only the group's seqs tell."""
         self._profiler.abandon()
         self._transfer.abandon("its driver was replaced")
         runner = self._runner_or_none
         if runner is None:
             return True
         clean = not runner.state.has_failed
-        runner.forget_requests()
+        if not keep_requests:
+            runner.forget_requests()
         return clean
+
+    def adopt_requests(self, message: AdoptRequests) -> AdoptRequestsReply:
+        """Tell which requests there are, and how far: see ModelRunner.adopt_requests."""
+        page = self._runner.adopt_requests(message.first_slot)
+        return AdoptRequestsReply(
+            **self._identity(message),
+            rows=page.rows,
+            next_slot=page.next_slot,
+            token_ids=page.token_ids,
+            block_ids=page.block_ids,
+        )
 
     def relink(self, message: lc.Relink) -> Done:
         """Leave the link as it is, meet the other ranks anew. Weights, KV cache and rows stay.
@@ -731,7 +758,8 @@ class Worker:
         )
         self._context_or_none = replace(context, link=link)
         if runner is not None:
-            runner.tie(tie_stage(self._parts, link, runner.state.limits, runner.inputs))
+            limits = runner.state.limits
+            runner.tie(tie_stage(self._parts, link, limits, runner.inputs, runner.history))
             if not message.warm_up_follows:
                 with self._capturing():
                     self._graphs.restore(runner)
@@ -801,6 +829,16 @@ class Worker:
         """What is amiss with the device, though it may compute; empty: nothing. For the guard
         thread."""
         return self._health.check()
+
+    def typed_error(self, error: Exception) -> Exception:
+        """Return what an operation's failure is called: OutOfMemoryError, after which what it held
+        is free again, DeviceError, or the error itself."""
+        typed = typed_device_error(error, "smaller settings, or free memory and try again")
+        if judge(error) is Verdict.OUT_OF_MEMORY:
+            drop_scratch(error)
+        if typed is not error:
+            typed.__cause__ = error
+        return typed.with_traceback(error.__traceback__)
 
     def close(self) -> None:
         """Leave the link, in good order where the peers let us; the process's end gives back the
@@ -949,10 +987,12 @@ def _waiting_share(waits: InputWaits) -> float:
     return waits.bubbles.waiting_share
 
 
-def _await(reply: PendingReply | None) -> None:
-    """Wait for a synthetic step. Raises what the step raised."""
-    if reply is not None:
-        reply.result()
+def _run_all(runner: ModelRunner, steps: Iterable[SyntheticStep]) -> None:
+    """Run synthetic steps, and wait for each. Raises what a step raised."""
+    for step in steps:
+        reply = runner.execute_model(step.message, step.arrays)
+        if reply is not None:
+            reply.result()
 
 
 def _log_profile(profile: MemoryProfile, graphs: int) -> None:

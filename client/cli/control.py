@@ -10,8 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from client.cli.daemons import connect
-from client.cli.options import split_endpoints
+from client.cli.options import KeyFile, KnownDaemons, split_endpoints
 from client.errors import ClientConfigError
+from client.keys import read_keys
+from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import KVCacheAdvice, ReplyDelay, Status
 
 Endpoints = Annotated[
@@ -21,9 +23,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON array on standard
 MIB = 1 << 20
 
 
-def status(endpoints: Endpoints, as_json: AsJson = False) -> None:
+def status(
+    endpoints: Endpoints,
+    as_json: AsJson = False,
+    key_file: KeyFile = "",
+    known_daemons: KnownDaemons = None,
+) -> None:
     """Show what each daemon is and does."""
-    with connect(named_daemons(endpoints)) as clients:
+    keys = read_keys(key_file, known_daemons)
+    with connect(named_daemons(endpoints), keys) as clients:
         for client in clients:
             client.hello()
         statuses = [client.get_status() for client in clients]
@@ -46,9 +54,12 @@ def status(endpoints: Endpoints, as_json: AsJson = False) -> None:
                 console.print(f"rank {entry.rank}: {_delays(entry.reply_delay)}")
 
 
-def shutdown(endpoints: Endpoints) -> None:
-    """End daemons; a running step is finished first."""
-    with connect(named_daemons(endpoints)) as clients:
+def shutdown(
+    endpoints: Endpoints, key_file: KeyFile = "", known_daemons: KnownDaemons = None
+) -> None:
+    """End daemons; a running step is finished first. Needs the role admin, where there are keys."""
+    keys = read_keys(key_file, known_daemons)
+    with connect(named_daemons(endpoints), keys) as clients:
         for client in clients:
             client.shutdown()
 
@@ -74,6 +85,7 @@ def _named(status: Status) -> dict[str, object]:
     fields["reply_delay"] = msgspec.structs.asdict(status.reply_delay)
     advice = status.kv_cache_advice
     fields["kv_cache_advice"] = None if advice is None else msgspec.structs.asdict(advice)
+    fields["lease"] = msgspec.structs.asdict(status.lease) | {"holder": status.lease.holder.hex()}
     fields["worker_uid"] = status.worker_uid.hex()
     fields["config"] = None if status.config is None else status.config.fingerprint()
     fields["model"] = None if status.config is None else status.config.model.model
@@ -100,13 +112,18 @@ def _delays(delay: ReplyDelay) -> str:
     )
 
 
+def _lease(lease: LeaseStatus) -> str:
+    if lease.state == "held":
+        return f"{lease.holder_name or lease.holder.hex()[:8]}, {lease.remaining_ms / 1000:.1f} s"
+    return lease.state
+
+
 def _table(statuses: list[Status]) -> Table:
-    table = Table("endpoint", "pid", "device", "rank", "state", "model", "epoch, step")
+    table = Table("endpoint", "pid", "device", "rank", "state", "model", "epoch, step", "lease")
     for entry in statuses:
         model = "-" if entry.config is None else entry.config.model.model
         state = f"{entry.serving}, {entry.load}, link {entry.link_state}"
         ids = f"{entry.epoch}, {entry.last_seq}"
-        table.add_row(
-            entry.endpoint, str(entry.pid), entry.device, str(entry.rank), state, model, ids
-        )
+        columns = (entry.endpoint, str(entry.pid), entry.device, str(entry.rank), state, model, ids)
+        table.add_row(*columns, _lease(entry.lease))
     return table

@@ -9,8 +9,9 @@ from typing import Final
 import zmq
 
 from client.errors import ClientError
+from client.keys import NO_KEYS, Keys
 from client.transport import new_driver_id, parse_endpoint
-from client.worker_client import WorkerClient
+from client.worker_client import AskingClient, WorkerClient
 from rpc_schema.errors import WireError
 
 SCRAPE_INTERVAL_S: Final = 0.1
@@ -18,17 +19,17 @@ SCRAPE_TIMEOUT_S: Final = 1.0
 
 
 @contextlib.contextmanager
-def connect(endpoints: Sequence[str]) -> Iterator[list[WorkerClient]]:
-    """Open a client to each daemon; closed at the end.
+def connect(endpoints: Sequence[str], keys: Keys = NO_KEYS) -> Iterator[list[WorkerClient]]:
+    """Open a client to each daemon, that asks and does not drive; closed at the end.
 
     Raises:
         EndpointError: one is no endpoint.
     """
-    parsed = [parse_endpoint(endpoint) for endpoint in endpoints]
+    parsed = [parse_endpoint(endpoint, keys) for endpoint in endpoints]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     driver_id = new_driver_id()
-    clients = [
-        WorkerClient(context, endpoint, rank, driver_id) for rank, endpoint in enumerate(parsed)
+    clients: list[WorkerClient] = [
+        AskingClient(context, endpoint, rank, driver_id) for rank, endpoint in enumerate(parsed)
     ]
     try:
         yield clients
@@ -43,10 +44,11 @@ class Scrape:
     collector would, from `with` on until its end, and at least once. One that does not answer is
     asked again."""
 
-    def __init__(self, endpoints: Sequence[str]) -> None:
+    def __init__(self, endpoints: Sequence[str], keys: Keys = NO_KEYS) -> None:
         self.num_statuses = 0
         """Answers so far."""
         self._endpoints = endpoints
+        self._keys = keys
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scrape", daemon=True)
 
@@ -59,7 +61,7 @@ class Scrape:
         self._thread.join()
 
     def _run(self) -> None:
-        with connect(self._endpoints) as clients:
+        with connect(self._endpoints, self._keys) as clients:
             while clients:
                 for client in clients:
                     with contextlib.suppress(ClientError, WireError):

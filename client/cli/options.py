@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from client.errors import ClientConfigError
+from client.keys import NO_KEYS, Keys, read_keys
 from client.replacement import REPLACE_WITHIN_S
 from rpc_schema.config import (
     FIT_MAX_MODEL_LEN,
@@ -69,6 +70,16 @@ ConfigFile = Annotated[
 ]
 Endpoints = Annotated[
     str, typer.Option(envvar=_env("ENDPOINTS"), help="Running daemons, in rank order: EP,EP,...")
+]
+KeyFile = Annotated[
+    str,
+    typer.Option(
+        envvar=_env("KEY_FILE"), help="Our secret file, or credential:NAME; needed on tcp."
+    ),
+]
+KnownDaemons = Annotated[
+    Path | None,
+    typer.Option(envvar=_env("KNOWN_DAEMONS"), help="JSON file of the daemons' public keys."),
 ]
 Model = Annotated[
     Path, typer.Option(envvar=_env("MODEL"), help="Checkpoint directory, Hugging Face format.")
@@ -155,11 +166,17 @@ ReplaceWithin = Annotated[
 Restart = Annotated[
     bool, typer.Option("--restart", envvar=_env("RESTART"), help="Start local daemons that died.")
 ]
+Force = Annotated[
+    bool, typer.Option("--force", help="Take daemons from a driver that lives (role admin).")
+]
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="A prompt; may be repeated.")]
 Input = Annotated[
     Path | None, typer.Option("--input", help="Requests, one JSON object a line (JSONL).")
 ]
 Output = Annotated[Path | None, typer.Option("--output", help="Where results go, as JSONL.")]
+Adopt = Annotated[
+    bool, typer.Option("--adopt", help="Go on with the requests that a driver before has left.")
+]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Of each --prompt.")]
 
 
@@ -175,6 +192,9 @@ class RunOptions:
     fit_max_model_len: bool
     seed: int | None
     reload: bool
+    force: bool
+    keys: Keys = NO_KEYS
+    """For the daemons that are named; local ones have none."""
     replace_within_s: float = REPLACE_WITHIN_S
     restart: bool = False
 
@@ -200,6 +220,9 @@ def build_run_options(
     enable_sleep_mode: EnableSleepMode = False,
     seed: Seed = None,
     reload: Reload = False,
+    force: Force = False,
+    key_file: KeyFile = "",
+    known_daemons: KnownDaemons = None,
     replace_within: ReplaceWithin = REPLACE_WITHIN_S,
     restart: Restart = False,
 ) -> RunOptions:
@@ -253,6 +276,8 @@ def build_run_options(
         fit_max_model_len=fit_max_model_len or is_fitted,
         seed=seed,
         reload=reload,
+        force=force,
+        keys=read_keys(key_file, known_daemons) if endpoints else NO_KEYS,
         replace_within_s=replace_within,
         restart=restart,
     )

@@ -21,17 +21,25 @@ def output_lines(
     inputs: Sequence[InputRequest], served: Served, tokenizer: Tokenizer | None
 ) -> list[JsonObject]:
     """Return one object for each request, in input order."""
-    return [_output_line(entry, served, tokenizer) for entry in inputs]
+    outcomes: dict[str, RequestOutput | str] = {**served.outputs, **served.errors}
+    return [
+        output_line(entry.id, outcomes.get(entry.id, "was not finished"), tokenizer)
+        for entry in inputs
+    ]
 
 
-def _output_line(entry: InputRequest, served: Served, tokenizer: Tokenizer | None) -> JsonObject:
-    output = served.outputs.get(entry.id)
-    if output is None or entry.request is None:
-        return {"id": entry.id, "error": served.errors.get(entry.id, "was not finished")}
-    line: JsonObject = {"id": entry.id, "token_ids": output.token_ids}
+def output_line(
+    req_id: str, output: RequestOutput | str, tokenizer: Tokenizer | None
+) -> JsonObject:
+    """Return the object for a request: of its output, or of what is wrong with it."""
+    if isinstance(output, str):
+        return {"id": req_id, "error": output}
+    line: JsonObject = {"id": req_id, "token_ids": output.token_ids}
     if tokenizer is not None:
         line["text"] = tokenizer.decode(output.token_ids)
     line["finish_reason"] = output.finish_reason
+    if output.error:
+        line["error"] = output.error
     line["num_prompt_tokens"] = output.num_prompt_tokens
     line["num_cached_tokens"] = output.num_cached_tokens
     if output.logprobs is not None:

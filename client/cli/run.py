@@ -2,16 +2,18 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from client.adoption import AdoptedRequest
 from client.cli import options as opt
 from client.cli.daemons import Scrape
 from client.cli.report import JsonObject, bench_object, output_lines
+from client.cli.results import Results, read_finished, with_adopted
 from client.cli.session import InputRequest, Session, open_session, read_inputs, read_lines
 from client.errors import ClientConfigError
 from client.worker_group import Progress
@@ -35,17 +37,24 @@ def generate(
     input_: opt.Input = None,
     output: opt.Output = None,
     max_tokens: opt.MaxTokens = _DEFAULT_MAX_TOKENS,
+    adopt: opt.Adopt = False,
 ) -> None:
     """Generate for prompts or for a file of requests."""
-    lines = _input_lines(prompt or [], input_, max_tokens)
-    with open_session(run, _ProgressPrinter()) as session:
+    if adopt:
+        _check_adoption(run)
+    lines = _input_lines(prompt or [], input_, max_tokens, may_be_none=adopt)
+    with open_session(run, _ProgressPrinter(), keep_requests=adopt) as session:
         inputs = read_inputs(lines, session.tokenizer, run.seed)
-        served = session.serve(inputs)
-    results = output_lines(inputs, served, session.tokenizer)
+        finished = read_finished(output) if adopt else {}
+        adopted = _adopted(session, finished) if adopt else []
+        inputs = with_adopted(inputs, adopted)
+        left = [entry for entry in inputs if entry.id not in finished]
+        names = dict.fromkeys([entry.id for entry in inputs] + list(finished))
+        with Results(list(names), session.tokenizer, finished, output) as collected:
+            served = session.serve(left, adopted, collected.take)
+            results = collected.finish()
     if output is None:
         _print_texts(results)
-    else:
-        _write_lines(output, results)
     for req_id, error in served.errors.items():
         Console(stderr=True).print(f"{req_id}: {error}", markup=False, highlight=False)
     if results and len(served.errors) == len(results):
@@ -81,7 +90,7 @@ def _measure(
     session: Session, inputs: Sequence[InputRequest], profile: str, scraped: bool
 ) -> tuple[JsonObject, list[JsonObject]]:
     daemons = [client.endpoint.control for client in session.group.clients]
-    with Scrape(daemons if scraped else ()) as scrape:
+    with Scrape(daemons if scraped else (), session.options.keys) as scrape:
         served, traces = (
             session.serve_profiled(inputs, profile) if profile else (session.serve(inputs), [])
         )
@@ -92,7 +101,28 @@ def _measure(
     return result, output_lines(inputs, served, session.tokenizer)
 
 
-def _input_lines(prompts: Sequence[str], path: Path | None, max_tokens: int) -> list[str]:
+def _check_adoption(run: opt.RunOptions) -> None:
+    if not run.endpoints or run.reload:
+        raise ClientConfigError(
+            "only running daemons have requests to adopt, and loading anew drops them",
+            field="adopt",
+            value=True,
+            fix="give --endpoints, and no --reload",
+        )
+
+
+def _adopted(session: Session, finished: Collection[str]) -> list[AdoptedRequest]:
+    """The requests that run; not those whose results are there."""
+    adopted = session.group.adopt_requests()
+    Console(stderr=True).print(f"{len(adopted)} requests are running", highlight=False)
+    return [request for request in adopted if request.req_id not in finished]
+
+
+def _input_lines(
+    prompts: Sequence[str], path: Path | None, max_tokens: int, *, may_be_none: bool = False
+) -> list[str]:
+    if may_be_none and not prompts and path is None:
+        return []
     if bool(prompts) == (path is not None):
         raise ClientConfigError(
             "there is nothing to generate for, or two sources of it",

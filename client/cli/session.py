@@ -5,11 +5,13 @@ import contextlib
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeAlias
 
+from client.adoption import AdoptedRequest
 from client.cli.options import Device, RunOptions
 from client.driver import Driver, Recover, give_up
 from client.errors import ClientError, IllegalStateError, RequestError, WorkerDied
@@ -30,6 +32,14 @@ class InputRequest:
     id: str
     request: GenerationRequest | None
     error: str = ""
+
+
+OnOutcome: TypeAlias = Callable[[str, RequestOutput | str], None]
+"""(request id, its output or what is wrong with it)"""
+
+
+def _ignore(req_id: str, outcome: RequestOutput | str) -> None:
+    return None
 
 
 @dataclass(slots=True)
@@ -61,20 +71,28 @@ class Session:
     recover: Recover = give_up
     """What to do about a daemon that has died."""
 
-    def serve(self, inputs: Sequence[InputRequest]) -> Served:
-        """Generate for all requests that can be served."""
+    def serve(
+        self,
+        inputs: Sequence[InputRequest],
+        adopted: Sequence[AdoptedRequest] = (),
+        on_outcome: OnOutcome = _ignore,
+    ) -> Served:
+        """Generate for all requests that can be served, those that are adopted included.
+        on_outcome hears of each as it ends."""
         scheduler = Scheduler(scheduler_limits(self.model, self.options.config))
         driver = Driver(self.group, scheduler, max_history=None, recover=self.recover)
-        errors = {entry.id: entry.error for entry in inputs if entry.request is None}
         start = time.monotonic()
-        for entry in inputs:
-            if entry.request is not None:
-                try:
-                    driver.add_request(entry.request)
-                except RequestError as error:
-                    errors[entry.id] = str(error)
-        outputs = {output.req_id: output for output in driver.run()}
+        outputs = {output.req_id: output for output in scheduler.adopt_requests(adopted)}
+        for output in outputs.values():
+            on_outcome(output.req_id, output)
+        errors = _add_all(driver, inputs, {request.req_id for request in adopted})
+        for req_id, error in errors.items():
+            on_outcome(req_id, error)
+        for output in driver.run():
+            outputs[output.req_id] = output
+            on_outcome(output.req_id, output)
         seconds = time.monotonic() - start
+        errors |= {output.req_id: output.error for output in outputs.values() if output.error}
         return Served(outputs, errors, seconds, driver, self._startup_s(driver))
 
     def serve_profiled(self, inputs: Sequence[InputRequest], name: str) -> tuple[Served, list[str]]:
@@ -99,11 +117,33 @@ class Session:
         }
 
 
+def _add_all(
+    driver: Driver, inputs: Sequence[InputRequest], running: Collection[str]
+) -> dict[str, str]:
+    """Queue the requests that do not run already; return what is wrong with the others."""
+    errors = {}
+    for entry in inputs:
+        if entry.id in running:
+            continue
+        if entry.request is None:
+            errors[entry.id] = entry.error
+            continue
+        try:
+            driver.add_request(entry.request)
+        except RequestError as error:
+            errors[entry.id] = str(error)
+    return errors
+
+
 @contextlib.contextmanager
 def open_session(
-    options: RunOptions, on_progress: Callable[[Progress], None] | None = None
+    options: RunOptions,
+    on_progress: Callable[[Progress], None] | None = None,
+    *,
+    keep_requests: bool = False,
 ) -> Iterator[Session]:
-    """Attach to the given daemons, or start local ones, and load the model.
+    """Attach to the given daemons, or start local ones, and load the model. keep_requests: of the
+    driver before, for WorkerGroup.adopt_requests.
 
     At the end daemons that were given are left running and loaded, and local ones are stopped. The
     WorkerDied of a local one ends with the end of its log, which goes with it.
@@ -120,8 +160,8 @@ def open_session(
             endpoints = tuple(daemons.endpoints)
             startup_s |= daemons.seconds
         launched = time.monotonic()
-        group = stack.enter_context(WorkerGroup(endpoints, options.config.parallel))
-        group.attach()
+        group = stack.enter_context(WorkerGroup(endpoints, options.config.parallel, options.keys))
+        group.attach(force=options.force, keep_requests=keep_requests)
         startup_s["attach"] = time.monotonic() - launched
         model = group.prepare(
             options.config,

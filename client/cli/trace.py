@@ -11,7 +11,9 @@ from rich.console import Console
 
 from client.cli.control import Endpoints, named_daemons
 from client.cli.daemons import connect
+from client.cli.options import KeyFile, KnownDaemons
 from client.errors import ClientConfigError
+from client.keys import read_keys
 from client.observer import Recorded, record
 from client.trace_merge import Summary, merge_traces
 
@@ -19,13 +21,21 @@ Seconds = Annotated[float, typer.Option(help="How long the steps are recorded.")
 Out = Annotated[Path, typer.Option(help="Where the trace goes; a file there is replaced.")]
 
 
-def trace(endpoints: Endpoints, seconds: Seconds = 5.0, out: Out = Path("trace.json.gz")) -> None:
-    """Trace a running group, whoever drives it, for Perfetto (ui.perfetto.dev)."""
+def trace(
+    endpoints: Endpoints,
+    seconds: Seconds = 5.0,
+    out: Out = Path("trace.json.gz"),
+    key_file: KeyFile = "",
+    known_daemons: KnownDaemons = None,
+) -> None:
+    """Trace a running group, whoever drives it, for Perfetto (ui.perfetto.dev). Needs the role
+    admin, where there are keys."""
+    keys = read_keys(key_file, known_daemons)
     if not out.parent.is_dir() or out.is_dir():
         raise ClientConfigError(
             "no file can be there", field="out", value=str(out), fix="name a file in a directory"
         )
-    with connect(named_daemons(endpoints)) as clients:
+    with connect(named_daemons(endpoints), keys) as clients:
         recorded = record(clients, seconds)
     summary = _write(recorded, out)
     console = Console()

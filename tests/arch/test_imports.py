@@ -1,5 +1,6 @@
 """What importing a package brings with it: fresh interpreters, because this one has everything."""
 
+import json
 import subprocess
 import sys
 
@@ -45,6 +46,41 @@ def test_the_trainers_side_brings_torch_alone():
 def test_numeric_packages_bring_no_wire_and_no_socket(package):
     suspects = ("rpc_schema", "msgspec", "zmq", "uvloop", "client", "torch")
     assert loaded_by(import_all(f"worker_daemon.{package}"), *suspects) == ["torch"]
+
+
+SERVING = """
+from pathlib import Path
+from benchmarks.stage_driver import StageDriver
+driver = StageDriver(Path({model!r}), "cpu", 64, "float32", num_blocks=64)
+driver.start()
+driver.admit(num_requests=2, prompt_len=9, num_more=4)
+"""
+
+
+def test_a_worker_that_serves_has_not_loaded_torchs_compiler(tmp_path):
+    """It takes seconds of every start, and a single operation on the meta device brings it."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 1200,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    suspects = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes")
+    assert loaded_by(SERVING.format(model=str(tmp_path)), *suspects, "worker_daemon.worker") == [
+        "worker_daemon.worker"
+    ]
 
 
 def test_the_lifecycle_table_is_pure():

@@ -28,6 +28,7 @@ def plan_for(endpoints: list[str], config: WorkerConfig, cases: Cases) -> Plan:
         config=config,
         prompts=[request.prompt_token_ids.tolist() for request in cases.requests],
         max_tokens=cases.requests[0].max_tokens,
+        force=True,
     )
 
 
@@ -63,7 +64,7 @@ def test_driver_killed_under_load_costs_nothing_that_is_loaded(loaded_daemons, c
     daemons.check_alive()
     with WorkerGroup(daemons.endpoints, config.parallel) as group:
         before = group.get_status()
-    with connect(daemons.endpoints, config, reload=False) as (group, loaded):
+    with connect(daemons.endpoints, config, reload=False, force=False) as (group, loaded):
         after = group.get_status()
         assert loaded.was_loaded
         assert set(loaded.seconds) <= {"relink"}
@@ -81,7 +82,7 @@ def test_stopped_driver_wakes_up_fenced(loaded_daemons, checkpoint):
     with start(replace(plan_for(daemons.endpoints, config, cases), forever=True)) as first:
         read_report(first)
         os.kill(first.pid, signal.SIGSTOP)
-        with connect(daemons.endpoints, config, reload=False) as (group, loaded):
+        with connect(daemons.endpoints, config, reload=False, force=False) as (group, loaded):
             assert loaded.was_loaded
             assert generate(group, loaded, cases.requests).tokens == cases.expected
             os.kill(first.pid, signal.SIGCONT)

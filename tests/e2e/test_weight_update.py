@@ -326,7 +326,7 @@ def test_new_driver_is_not_kept_waiting_by_a_trainer_that_never_sends(served, ol
             client.update_weights(ids, listed(tensors_in_file(new)), BroadcastSource(round=1))
         endpoints = [status.endpoint for status in group.get_status()]
         with WorkerGroup(endpoints, config.parallel) as other:
-            statuses = other.attach(timeout_s=30)
+            statuses = other.attach(timeout_s=30, force=True)
             assert {status.weights.state for status in statuses} == {"dirty"}
             assert {status.link_state for status in statuses} == {"up"}
             with pytest.raises(WeightsNotWhole):

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from client.driver import Driver
+from client.lease_terms import LeaseTerms
 from client.loading import LoadedModel
 from client.requests import GenerationRequest
 from client.scheduler import Scheduler, SchedulerLimits
@@ -42,6 +43,9 @@ class Plan(msgspec.Struct, frozen=True):
     death: Death | None = None
     forever: bool = False
     """Serve until killed."""
+    lease_ttl_s: float = 2.0
+    force: bool = False
+    """Do not wait for the lease of whoever died before."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -102,8 +106,9 @@ class Executioner:
 
 def run(plan: Plan) -> None:
     """Live and die by the plan."""
-    with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
-        group.attach()
+    terms = LeaseTerms(ttl_s=plan.lease_ttl_s)
+    with WorkerGroup(plan.endpoints, plan.config.parallel, lease=terms) as group:
+        group.attach(force=plan.force)
         loaded = group.prepare(plan.config, num_gpu_blocks=NUM_GPU_BLOCKS)
         tokens = generate_all(group, loaded, plan)
         report = Report(loaded.was_loaded, list(loaded.seconds), tokens)

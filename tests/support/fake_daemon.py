@@ -1,6 +1,7 @@
-"""A scripted daemon in a thread: speaks rpc_schema on real sockets, and instead of a model has a KV
-cache of tokens. A sampled token is a function of what the row's blocks hold, so a wrong block, a
-wrong prefix hit or a lost row shows as a wrong token.
+"""A scripted daemon in a thread: speaks rpc_schema on real sockets, with the real daemon's lease,
+gate and reply ring, and instead of a model has a KV cache of tokens. A sampled token is a function
+of what the row's blocks hold, so a wrong block, a wrong prefix hit, a lost row or a step that ran
+twice shows as a wrong token.
 """
 
 import threading
@@ -15,14 +16,21 @@ import numpy as np
 import zmq
 
 from rpc_schema import codec, step
+from rpc_schema import lease as ls
 from rpc_schema import lifecycle as lc
 from rpc_schema.config import WorkerConfig
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
 from rpc_schema.version import PROTOCOL_VERSION
+from worker_daemon.errors import WorkerError
+from worker_daemon.server.lease import Lease, lease_terms
+from worker_daemon.server.replies import control_error_reply, error_reply
+from worker_daemon.server.reply_channel import ReplyRing
+from worker_daemon.server.sequence import StepGate, Verdict
 
 VOCAB_SIZE = 1000
 EOS = 7
+NAN = step.NO_TOKEN
 CHAIN = ("CREATED", "DEVICE_READY", "MODEL_LOADED", "KV_READY", "READY")
 
 
@@ -85,6 +93,8 @@ class FakeDaemon:
         """What the next memory profiles find: available_bytes, and what other processes did."""
         self.version = PROTOCOL_VERSION if version is None else version
         self.model_max_len = 512
+        self.poison: frozenset[int] = frozenset()
+        """Tokens whose keys and values are NaN, as are all that are written together with them."""
         self.faults: list[Fault] = []
         self.uid = uuid.uuid4().bytes
         self.operations: list[str] = []
@@ -92,11 +102,11 @@ class FakeDaemon:
         self.mute = False
         self.load = "CREATED"
         self.rank = 0
-        self.link = 0
         self.link_state = "none"
-        self.epoch = 0
         self.granted = 0
-        self.last_seq = 0
+        self.gate = StepGate()
+        self.ring = ReplyRing()
+        self.lease = Lease(time.monotonic)
         self.drivers: dict[int, bytes] = {}
         self.config: WorkerConfig | None = None
         self.kv_cache: KVCacheConfig | None = None
@@ -126,6 +136,18 @@ class FakeDaemon:
         assert not self._thread.is_alive()
 
     kill = stop
+
+    @property
+    def epoch(self) -> int:
+        return self.gate.epoch
+
+    @property
+    def link(self) -> int:
+        return self.gate.link
+
+    @property
+    def last_seq(self) -> int:
+        return self.gate.last_seq
 
     # ------------------------------------------------------------------ sockets
 
@@ -158,8 +180,11 @@ class FakeDaemon:
             ready = dict(poller.poll(2 if self._outbox else 20))
             if self._control in ready:
                 self._on_control(self._control.recv_multipart())
+            expired = self.lease.take_expiry()
+            if expired:
+                self.gate.expire(expired)
             if self._steps in ready:
-                self._on_step(self._steps.recv_multipart())
+                self._arrive(self._steps.recv_multipart())
             self._flush()
             if time.monotonic() - last_beat > 0.25:
                 last_beat = time.monotonic()
@@ -180,10 +205,20 @@ class FakeDaemon:
                 raise
             self._outbox.popleft()
 
-    def _reply(self, message, arrays=(), delay_s: float = 0.0) -> None:
-        frames = codec.encode_step(message, arrays)
-        self._outbox.append((time.monotonic() + delay_s, message.epoch, frames))
+    def _arrive(self, frames) -> None:
+        """A step request is here; a faulty network may do otherwise."""
+        self._on_step(frames)
+
+    def _depart(self, epoch: int, frames, delay_s: float = 0.0) -> None:
+        """A step reply is to leave; a faulty network may do otherwise."""
+        self._outbox.append((time.monotonic() + delay_s, epoch, frames))
         self._flush()
+
+    def _reply(self, message, arrays=(), delay_s: float = 0.0, *, keep: bool = True) -> None:
+        frames = codec.encode_step(message, arrays)
+        if keep:
+            self.ring.keep(message.seq, frames)
+        self._depart(message.epoch, frames, delay_s)
 
     # ------------------------------------------------------------------ control
 
@@ -194,7 +229,10 @@ class FakeDaemon:
         self.operations.append(type(request).__name__)
         if isinstance(request, lc.CommitAttach):
             self.attach_gate.wait(10)
-        reply = self._control_reply(request)
+        try:
+            reply = self._control_reply(request)
+        except WorkerError as error:
+            reply = control_error_reply(error, call=request.call)
         self._control.send_multipart([frames[0], codec.encode_control(reply)])
 
     def _control_reply(self, request):  # noqa: PLR0911
@@ -205,6 +243,7 @@ class FakeDaemon:
                     call=call, protocol_version=self.version, worker_uid=self.uid, software="fake"
                 )
             case lc.PrepareAttach(epoch=epoch):
+                self.lease.check_free_for(request.driver_id, force=request.force)
                 granted = epoch > max(self.epoch, self.granted)
                 last = max(self.epoch, self.granted)
                 if granted:
@@ -218,14 +257,27 @@ class FakeDaemon:
                     previous_clean=True,
                     status=self.status(),
                 )
-                self.epoch, self.last_seq = request.epoch, 0
+                terms = lease_terms(
+                    request.lease_ttl_ms, request.orphan_kv_ttl_ms, request.holder_name
+                )
+                self.lease.grant(request.driver_id, request.epoch, terms)
+                self.gate.attach(request.epoch)
+                self.ring = ReplyRing()
                 self.drivers[request.epoch] = request.driver_id
                 self.rows.clear()
                 self.failed = False
                 self._outbox.clear()
-                self._reply(lc.Attached(epoch=self.epoch, seq=0, rank=self.rank))
+                self._reply(lc.Attached(epoch=self.epoch, seq=0, rank=self.rank), keep=False)
                 return reply
-            case lc.Detach() | lc.Shutdown():
+            case lc.Detach(epoch=epoch):
+                if not self.lease.release(epoch):
+                    self.lease.need_held(epoch)
+                self.gate.detach(epoch)
+                return lc.Acknowledged(call=call)
+            case ls.RenewLease():
+                remaining_s = self.lease.renew(request.driver_id, request.epoch)
+                return ls.RenewLeaseReply(call=call, remaining_ms=round(remaining_s * 1000))
+            case lc.Shutdown():
                 return lc.Acknowledged(call=call)
             case lc.OpenRendezvous():
                 return lc.OpenRendezvousReply(call=call, host="127.0.0.1", port=1234)
@@ -260,6 +312,7 @@ class FakeDaemon:
             reply_delay=lc.ReplyDelay(num_replies=7, p50_us=20.5, p99_us=80.0),
             transitions=(),
             kv_cache_advice=lc.KVCacheAdvice(request_bytes=123456, card_bytes=234567),
+            lease=self.lease.status(),
         )
 
     def _heartbeat(self) -> lc.Heartbeat:
@@ -280,8 +333,9 @@ class FakeDaemon:
 
     def _on_step(self, frames) -> None:
         request = codec.decode_step(frames[1:])
+        verdict = self.gate.judge(request)
         fault = None
-        if isinstance(request, step.ExecuteModel):
+        if isinstance(request, step.ExecuteModel) and verdict is Verdict.RUN:
             fault = next((f for f in self.faults if f.execute == self._num_executes), None)
             self._num_executes += 1
         if fault is not None and fault.kind == "swallow":
@@ -289,21 +343,21 @@ class FakeDaemon:
         if fault is not None and fault.kind == "die":
             self._stop.set()
             return
-        self.operations.append(type(request).__name__)
-        closes_gap = isinstance(request, lc.Relink | lc.Reset) or (
-            isinstance(request, step.ExecuteModel) and request.resync is not None
-        )
-        if request.epoch != self.epoch:
-            self._error(request, ErrorCode.FENCED, "epoch")
-        elif request.link != self.link:
-            self._error(request, ErrorCode.FENCED, f"link {request.link}, mine is {self.link}")
-        elif request.seq != self.last_seq + 1 and not closes_gap:
-            self._error(request, ErrorCode.GAP, "gap", expected=self.last_seq + 1)
-        else:
-            self.last_seq = request.seq
+        if verdict is Verdict.RUN:
+            self.operations.append(type(request).__name__)
+            self.gate.accept(request)
+            self.ring.keep(request.seq, ())
             self._handle(request, frames[2:], fault)
+        elif verdict is Verdict.REPLAY:
+            kept = self.ring.get(request.seq)
+            if kept:
+                self._depart(request.epoch, codec.mark_replayed(kept))
+        elif request.epoch in self.drivers:
+            refusal = self.gate.refusal(verdict, request)
+            ids = {"epoch": request.epoch, "seq": request.seq, "rank": self.rank}
+            self._reply(error_reply(refusal, **ids), keep=False)
 
-    def _error(self, request, code, message, *, expected=0, fault: Fault | None = None) -> None:
+    def _error(self, request, code, message, *, fault: Fault | None = None) -> None:
         self._reply(
             ErrorReply(
                 epoch=request.epoch,
@@ -313,7 +367,6 @@ class FakeDaemon:
                 scope=ErrorScope.STEP if fault is None else fault.scope,
                 message=message,
                 traceback="" if fault is None else fault.traceback,
-                expected_seq=expected,
             ),
             delay_s=0.0 if fault is None else fault.delay_s,
         )
@@ -340,7 +393,8 @@ class FakeDaemon:
     def _lifecycle(self, request, ids) -> None:  # noqa: PLR0912
         match request:
             case lc.InitDevice(rendezvous=meeting):
-                self.rank, self.link, self.link_state = meeting.rank, meeting.link, "up"
+                self.gate.begin_link(request)
+                self.rank, self.link_state = meeting.rank, "up"
                 self._parallel = request.parallel
                 ids["rank"] = self.rank
                 if self.load != "CREATED":
@@ -359,8 +413,9 @@ class FakeDaemon:
                 if fault.kind == "error":
                     self._error(request, fault.code, fault.message, fault=fault)
                 return
-            case lc.Relink(rendezvous=meeting):
-                self.link, self.link_state = meeting.link, "up"
+            case lc.Relink():
+                self.gate.begin_link(request)
+                self.link_state = "up"
                 reply = step.Done(**ids)
             case lc.Reset(to=to):
                 self.load = to
@@ -525,15 +580,19 @@ class FakeDaemon:
                 raise Refused(f"slot {slot}: {count} tokens")
             if end > len(row.blocks) * size:
                 raise Refused(f"slot {slot}: {len(row.blocks)} blocks for {end} tokens")
-            for position in range(row.num_computed, end):
-                self.kv[row.blocks[position // size], position % size] = row.tokens[position]
+            places = [(row.blocks[p // size], p % size) for p in range(end)]
+            chunk = row.tokens[row.num_computed : end]
+            before = [self.kv[place] for place in places[: row.num_computed]]
+            tainted = NAN in before or not self.poison.isdisjoint(chunk)
+            for place, token in zip(places[row.num_computed :], chunk, strict=True):
+                self.kv[place] = NAN if tainted else token
         sampled = []
         for slot, count in counts.items():
             row = self.rows[slot]
             row.num_computed += count
             if row.num_computed == len(row.tokens):
                 seen = [self.kv[row.blocks[p // size], p % size] for p in range(row.num_computed)]
-                row.tokens.append(next_token(seen, row.seed))
+                row.tokens.append(NAN if NAN in seen else next_token(seen, row.seed))
                 sampled.append(slot)
         return sampled
 

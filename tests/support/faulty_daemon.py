@@ -17,6 +17,8 @@ import pytest
 
 from client.launcher import LocalDaemons
 from worker_daemon.cli import app
+from worker_daemon.device.gpu_faults import Fault as GpuFault
+from worker_daemon.device.gpu_faults import fault_of
 from worker_daemon.server import assembly
 from worker_daemon.server.dispatch import SetPhase
 
@@ -29,8 +31,9 @@ class Fault:
     """What goes wrong, and where: on entry to a function of the worker."""
 
     where: Literal["make_worker", "load_model", "forward", "likeliest_tokens", "execute_model"]
-    what: Literal["raise", "hang", "hold", "kill"]
-    """hold: hang with the interpreter's lock held, so that no thread of the daemon runs."""
+    what: Literal["raise", "hang", "hold", "kill", "lost", "assert"]
+    """hold: hang with the interpreter's lock held, so that no thread of the daemon runs; lost: as
+    torch says that the device is; assert: a GPU's own, which is found out later."""
     calls_before: int = 0
     """Calls that go well first."""
     seconds: float = HANG_S
@@ -57,6 +60,11 @@ class FaultFile:
         draft.rename(self.path)
 
     @property
+    def xids(self) -> Path:
+        """Where the daemon looks for XIDs of its GPU."""
+        return self.path.with_suffix(".xid")
+
+    @property
     def armed(self) -> bool:
         """Whether a fault still waits for its call."""
         return self.path.exists()
@@ -77,6 +85,15 @@ class FaultFile:
             self.path.unlink()
         if fault.what == "raise":
             raise InjectedError(f"{INJECTED} in {where}")
+        if fault.what == "lost":
+            import torch  # the daemon has loaded it
+
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered", 710)
+        if fault.what == "assert":
+            import torch  # the daemon has loaded it
+
+            torch.zeros(4, device="cuda")[torch.tensor([1 << 20], device="cuda")]
+            return
         if fault.what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault.what == "hold":
@@ -115,8 +132,9 @@ class FaultyDaemons(LocalDaemons):
         faults_dir: Path,
         first_fault: Fault | None = None,
         ready_timeout_s: float = 60.0,
+        device: str = "cpu",
     ) -> None:
-        """Start them. first_fault is armed for all of them before they start."""
+        """Start them on a device. first_fault is armed for all of them before they start."""
         self.faults = [FaultFile(faults_dir / f"{rank}.fault") for rank in range(num_daemons)]
         if first_fault is not None:
             for file in self.faults:
@@ -130,8 +148,30 @@ class FaultyDaemons(LocalDaemons):
             return (*entry, *options, *roots)
 
         super().__init__(
-            ["cpu"] * num_daemons, model_root, command=command, ready_timeout_s=ready_timeout_s
+            [device] * num_daemons, model_root, command=command, ready_timeout_s=ready_timeout_s
         )
+
+
+class FileWatch:
+    """A GPU's faults, out of a file with an XID in it."""
+
+    is_on = True
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def wait(self, timeout_ms: int) -> GpuFault | None:
+        deadline = time.monotonic() + timeout_ms / 1000
+        while time.monotonic() < deadline:
+            if self._path.exists():
+                xid = int(self._path.read_text())
+                self._path.unlink()
+                return fault_of(xid)
+            time.sleep(0.02)
+        return None
+
+    def close(self) -> None:
+        return None
 
 
 class FaultyWorker:
@@ -191,6 +231,7 @@ def main(patch: pytest.MonkeyPatch) -> None:
         return FaultyWorker(worker, faults)
 
     patch.setattr(assembly, "make_worker", make_faulty)
+    patch.setattr(assembly, "open_fault_watch", lambda device: FileWatch(faults.xids))
     app()
 
 

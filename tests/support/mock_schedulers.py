@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from client.adoption import AdoptedRequest
 from client.requests import GenerationRequest
 from client.scheduler import RequestOutput, SchedulerLimits
 from client.scheduler_output import NewRequest, SchedulerOutput, StepResult
@@ -35,6 +36,7 @@ class MockRequest:
             num_computed_tokens=self.num_computed,
             block_ids=list(self.blocks),
             sampling=self.request.sampling(eos_token_ids),
+            note=str(self.request.max_tokens).encode(),
         )
 
 
@@ -51,6 +53,42 @@ class MockScheduler:
     def add_request(self, request: GenerationRequest) -> None:
         tokens = request.prompt_token_ids.tolist()
         self.requests[request.id] = MockRequest(request, tokens, len(tokens))
+
+    def adopt_requests(self, requests: Sequence[AdoptedRequest]) -> list[RequestOutput]:
+        """Go on with what another MockScheduler has begun."""
+        return [output for request in requests for output in self.adopt(request)]
+
+    def adopt(self, adopted: AdoptedRequest) -> list[RequestOutput]:
+        sampling, prompt = adopted.sampling, adopted.token_ids[: adopted.num_prompt_tokens]
+        request = GenerationRequest(
+            id=adopted.req_id,
+            prompt_token_ids=prompt,
+            max_tokens=int(adopted.note),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            min_tokens=sampling.min_tokens,
+            ignore_eos=True,
+            stop_token_ids=sampling.stop_token_ids,
+            logprobs=sampling.logprobs,
+        )
+        mock = self.requests[request.id] = MockRequest(request, prompt.tolist())
+        for token in adopted.token_ids[adopted.num_prompt_tokens :].tolist():
+            mock.tokens.append(token)
+            reason = self.reason_to_end(mock)
+            if reason is not None:
+                return [self.end(mock, reason)]
+        mock.num_tokens, mock.num_computed = len(mock.tokens), adopted.num_computed_tokens
+        mock.blocks = list(adopted.block_ids)
+        self.free_blocks = [block for block in self.free_blocks if block not in mock.blocks]
+        return []
+
+    def reason_to_end(self, mock: MockRequest):
+        if mock.tokens[-1] in mock.request.stop_ids(self.limits.eos_token_ids):
+            return "stop"
+        return "length" if len(mock.tokens) == self.limit(mock) else None
 
     def abort_request(self, req_id: str) -> None:
         mock = self.requests.pop(req_id, None)
@@ -111,9 +149,9 @@ class MockScheduler:
             if mock is None:
                 continue
             mock.tokens.append(token)
-            stop = token in mock.request.stop_ids(self.limits.eos_token_ids)
-            if stop or len(mock.tokens) == self.limit(mock):
-                done.append(self.end(mock, "stop" if stop else "length"))
+            reason = self.reason_to_end(mock)
+            if reason is not None:
+                done.append(self.end(mock, reason))
         return done
 
     def end(self, mock: MockRequest, reason) -> RequestOutput:

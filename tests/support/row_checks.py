@@ -4,6 +4,7 @@ and a GPU's."""
 import numpy as np
 import torch
 
+from rpc_schema.step import NO_TOKEN
 from worker_daemon.kernels.row_ops import TritonRowKernels
 from worker_daemon.runner.row_tables import TOKEN_ON_DEVICE
 
@@ -19,7 +20,8 @@ def check_gather(device, num_tokens, block_size, seed):
     rng = np.random.default_rng(seed)
     num_rows, num_blocks = int(rng.integers(1, 40)), int(rng.integers(1, 30))
     table = rng.integers(0, 1 << 30, (num_rows, num_blocks)) // block_size
-    sampled = rng.integers(0, 1 << 40, num_rows)
+    sampled = rng.integers(-1, 1 << 40, num_rows)
+    sampled[rng.random(num_rows) < 0.2] = NO_TOKEN
     host = rng.integers(0, 1000, num_tokens)
     host[rng.random(num_tokens) < 0.5] = TOKEN_ON_DEVICE
     rows = rng.integers(0, num_rows, num_tokens)
@@ -32,7 +34,7 @@ def check_gather(device, num_tokens, block_size, seed):
     )
     assert token_ids.dtype == slots.dtype == torch.int64
     assert token_ids.tolist() == [
-        sampled[row] if token < 0 else token for token, row in zip(host, rows, strict=True)
+        max(sampled[row], 0) if token < 0 else token for token, row in zip(host, rows, strict=True)
     ]
     assert slots.tolist() == [
         table[row, position // block_size] * block_size + position % block_size

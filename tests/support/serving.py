@@ -24,6 +24,7 @@ import numpy as np
 from client.driver import Driver
 from client.errors import LaunchError
 from client.launcher import LocalDaemons
+from client.lease_terms import LeaseTerms
 from client.loading import LoadedModel
 from client.outcomes import StepFuture
 from client.requests import GenerationRequest
@@ -48,6 +49,8 @@ from tests.support.checkpoints import Checkpoint
 MAX_DAEMONS = 4
 STEP_DEADLINE_MS = 20_000
 LOG_TAIL_CHARS = 1500
+LONG_LEASE = LeaseTerms(ttl_s=20.0)
+"""However busy the tests' host is."""
 
 
 def worker_config(
@@ -143,10 +146,12 @@ def connect(
     *,
     num_gpu_blocks: int | None = 256,
     reload: bool = True,
+    force: bool = True,
 ) -> Iterator[Served]:
-    """Attach to these daemons and prepare them; closes the group's sockets at the end."""
-    with WorkerGroup(endpoints, config.parallel) as group:
-        group.attach()
+    """Attach to these daemons and prepare them; leaves them in order at the end. force: whoever
+    else has them, as a fixture of a wider scope may."""
+    with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as group:
+        group.attach(force=force)
         loaded = group.prepare(config, num_gpu_blocks=num_gpu_blocks, reload=reload)
         yield Served(group, loaded)
 

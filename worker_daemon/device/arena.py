@@ -7,7 +7,7 @@ Where the memory comes from is a `Pages`: the device's (cuda_pages.py) or the ho
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -84,7 +84,7 @@ class Arena:
         try:
             self.map_all()
             self._base = pages.tensor()
-            pages.zero(self._base)
+            self.zero()
         except BaseException:
             pages.close()
             raise
@@ -116,23 +116,15 @@ class Arena:
         return self._base[span.start : span.stop]
 
     def map_all(self) -> None:
-        """Map every chunk. Raises as map_chunks does."""
-        for _ in self.map_chunks():
-            pass
-
-    def map_chunks(self) -> Iterator[Span]:
-        """Map one chunk after the other and yield it, so that it can be filled while the next one
-        is mapped.
+        """Map every chunk.
 
         Raises:
-            CapacityError: memory has run out. The chunks before stay mapped, since copies into them
-            may be under way: settle those, then call unmap_all.
+            CapacityError: memory has run out; the chunks before stay mapped until unmap_all.
         """
         assert not self._mapped, "mapped already"
         for span in self.spans:
             self._pages.map(span.start, span.num_bytes)
             self._mapped.append(span)
-            yield span
 
     def unmap_first(self) -> None:
         """Give the first chunk's memory back that is left; its content is gone."""
@@ -146,9 +138,9 @@ class Arena:
             self._pages.unmap(start, stop - start)
             self._mapped.clear()
 
-    def zero(self, span: Span) -> None:
-        """Set a chunk that was just mapped to zero, in the order of the current stream's work."""
-        self._pages.zero(self.bytes_of(span))
+    def zero(self) -> None:
+        """Set all of it to zero, in the order of the current stream's work."""
+        self._pages.zero(self._base)
 
     def close(self) -> None:
         """Give everything back, for good: its tensors must not be used any more. Idempotent."""

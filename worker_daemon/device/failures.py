@@ -1,19 +1,170 @@
-"""What torch raises about a device, in our own words. Knows no step."""
+"""What torch, Triton and the host raise about memory and devices, in our own words: the one place
+where exceptions are classified. Knows no step.
+
+An error of the device itself is sticky: every later call fails too, and only the process's end
+gives the device back. Memory that is not there is not sticky.
+"""
+
+import re
+import traceback
+from enum import Enum
+from pathlib import Path
+from typing import Final
 
 import torch
 
-from worker_daemon.errors import CapacityError, DeviceError
+from worker_daemon.errors import DeviceError, OutOfMemoryError
+
+STEP_FIX: Final = "smaller steps, or less of the memory for the KV cache"
+
+_OUT_OF_MEMORY_CODE: Final = 2
+_HARMLESS_CODES: Final = frozenset((1, 9, 98, 209, 701, 801, *range(900, 910)))
+"""CUDA errors of one call, after which the next may succeed: an invalid value or configuration, a
+kernel that the device has not or cannot launch, and those of graph capture."""
+
+_OUT_OF_MEMORY: Final = (
+    "can't allocate memory",
+    "std::bad_alloc",
+    "CUDA error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+_LOST: Final = (
+    "an illegal memory access was encountered",
+    "device-side assert triggered",
+    "unspecified launch failure",
+    "misaligned address",
+    "an illegal instruction was encountered",
+    "invalid program counter",
+    "operation not supported on global/shared address space",
+    "hardware stack error",
+    "the launch timed out and was terminated",
+    "uncorrectable ECC error encountered",
+    "uncorrectable NVLink error",
+    "Invalid access of peer GPU memory over nvlink or a hardware error",
+    "CUBLAS_STATUS_EXECUTION_FAILED",
+    "CUDNN_STATUS_EXECUTION_FAILED",
+)
+"""As CUDA's runtime words its sticky errors (cudaGetErrorString), and what libraries call them."""
+
+_ASKED: Final = re.compile(r"ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
+_FREE: Final = re.compile(r"of which ([\d.]+) (bytes|[KMGT]iB) is free")
+_UNITS: Final = {"bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 
 
-def typed_device_error(error: Exception) -> Exception:
-    """Return CapacityError for memory that is not there, DeviceError for a device that is lost, and
-    anything else as it is.
+class Verdict(Enum):
+    """What an exception says about the device."""
 
-    An error of the device itself is sticky: every later call fails too, and only the process's end
-    restores the device.
-    """
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-        return CapacityError(f"out of memory: {error}", fix="smaller steps, or less of the memory")
-    if isinstance(error, torch.AcceleratorError):
-        return DeviceError(f"the device is lost: {error}")
+    OUT_OF_MEMORY = 0
+    LOST = 1
+    OTHER = 2
+
+
+def judge(error: BaseException) -> Verdict:
+    """Classify an exception."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError | OutOfMemoryError):
+        return Verdict.OUT_OF_MEMORY
+    if isinstance(error, DeviceError):
+        return Verdict.LOST
+    return _judge_text(error) if isinstance(error, RuntimeError) else Verdict.OTHER
+
+
+def _judge_text(error: RuntimeError) -> Verdict:
+    """Of what torch and Triton raise without a class of its own."""
+    text = str(error)
+    code = _cuda_code(error)
+    if code == _OUT_OF_MEMORY_CODE or any(words in text for words in _OUT_OF_MEMORY):
+        return Verdict.OUT_OF_MEMORY
+    if any(words in text for words in _LOST):
+        return Verdict.LOST
+    # torch's own class: what is not known to be harmless is taken to be sticky.
+    if isinstance(error, torch.AcceleratorError) and code not in _HARMLESS_CODES:
+        return Verdict.LOST
+    return Verdict.OTHER
+
+
+def typed_device_error(error: Exception, fix: str = STEP_FIX) -> Exception:
+    """Return OutOfMemoryError for memory that is not there, DeviceError for a device that is lost,
+    and anything else as it is. `fix` is what to do about the memory."""
+    if isinstance(error, OutOfMemoryError | DeviceError):
+        return error
+    verdict = judge(error)
+    if verdict is Verdict.OUT_OF_MEMORY:
+        return out_of_memory(error, fix)
+    if verdict is Verdict.LOST:
+        return DeviceError(f"the device is lost: {_first_line(error)}")
     return error
+
+
+def out_of_memory(error: Exception, fix: str, what: str = "out of memory") -> OutOfMemoryError:
+    """Return the typed error for an exception that is judged OUT_OF_MEMORY: what was asked for, and
+    what was free then."""
+    if isinstance(error, OutOfMemoryError):
+        return OutOfMemoryError(
+            what, needed_bytes=error.needed_bytes, free_bytes=error.free_bytes, fix=fix
+        )
+    text = str(error)
+    free = _bytes(_FREE, text)
+    if free is None and not _is_of_cuda(error):
+        free = _free_host_bytes()
+    detail = f": {_first_line(error)}" if text else ""
+    return OutOfMemoryError(
+        f"{what}{detail}", needed_bytes=_bytes(_ASKED, text), free_bytes=free, fix=fix
+    )
+
+
+def drop_scratch(error: BaseException) -> None:
+    """Free what the frames that failed still hold, which the exception keeps, and give what the
+    allocator has kept of it back to the device. Not for a device that is lost."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
+def _cuda_code(error: RuntimeError) -> int | None:
+    """The number that torch gives with an AcceleratorError."""
+    code = getattr(error, "error_code", None)
+    if code is None and isinstance(error, torch.AcceleratorError) and len(error.args) > 1:
+        code = error.args[1]
+    return code if isinstance(code, int) else None
+
+
+def _is_of_cuda(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or "CU" in str(error)
+
+
+def _bytes(pattern: re.Pattern[str], text: str) -> int | None:
+    found = pattern.search(text)
+    return None if found is None else int(float(found[1]) * (1 << _UNITS[found[2]]))
+
+
+def _free_host_bytes() -> int | None:
+    """What this process could still take: of the host's memory, and of its own limits."""
+    figures = [_kib("/proc/meminfo", "MemAvailable")]
+    limits = _read("/proc/self/limits")
+    for name, used in (("Max address space", "VmSize"), ("Max data size", "VmData")):
+        limit, size = re.search(rf"{name}\s+(\d+)", limits), _kib("/proc/self/status", used)
+        if limit is not None and size is not None:
+            figures.append(max(0, int(limit[1]) - size))
+    return min((figure for figure in figures if figure is not None), default=None)
+
+
+def _kib(path: str, name: str) -> int | None:
+    found = re.search(rf"^{name}:\s+(\d+) kB$", _read(path), re.MULTILINE)
+    return None if found is None else int(found[1]) << 10
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text("ascii")
+    except OSError:
+        return ""
+
+
+def _first_line(error: Exception) -> str:
+    """torch's messages go on with advice for debugging."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

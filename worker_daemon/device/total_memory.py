@@ -46,15 +46,10 @@ def total_memory_bytes(device: str, visible_devices: str | None, nvml: Nvml = py
     Raises:
         ConfigError: there is no such device here, or nobody to ask.
     """
-    kind, _, digits = device.partition(":")
-    if kind != "cuda" or not _INDEX.fullmatch(digits):
-        raise _unknown(device, "only a GPU, cuda:N, can be asked for its memory")
-    name = digits
-    if visible_devices is not None:
-        names = [entry.strip() for entry in visible_devices.split(",")]
-        if int(digits) >= len(names):
-            raise _unknown(device, f"CUDA_VISIBLE_DEVICES names {len(names)} devices")
-        name = names[int(digits)]
+    try:
+        name = nvml_name(device, visible_devices)
+    except ValueError as error:
+        raise _unknown(device, str(error)) from None
     try:
         nvml.nvmlInit()
         try:
@@ -64,6 +59,23 @@ def total_memory_bytes(device: str, visible_devices: str | None, nvml: Nvml = py
             nvml.nvmlShutdown()
     except nvml.NVMLError as error:
         raise _unknown(device, f"it cannot be asked for its memory: {error}") from None
+
+
+def nvml_name(device: str, visible_devices: str | None) -> str:
+    """Return the index or UUID by which NVML knows a device; arguments as of total_memory_bytes.
+
+    Raises:
+        ValueError: it is no GPU, or not one of the visible ones.
+    """
+    kind, _, digits = device.partition(":")
+    if kind != "cuda" or not _INDEX.fullmatch(digits):
+        raise ValueError("only a GPU, cuda:N, can be asked for its memory")
+    if visible_devices is None:
+        return digits
+    names = [entry.strip() for entry in visible_devices.split(",")]
+    if int(digits) >= len(names):
+        raise ValueError(f"CUDA_VISIBLE_DEVICES names {len(names)} devices")
+    return names[int(digits)]
 
 
 def _handle(name: str, nvml: Nvml) -> object:

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 
 _BLOCK = 2048
@@ -47,6 +48,7 @@ def silu_and_mul(gate_up: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
     return out
 
 
+@launched
 @triton.jit
 def _silu_and_mul_kernel(out, gate_up, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)

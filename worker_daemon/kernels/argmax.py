@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 
 BLOCK = 4096
@@ -24,13 +25,17 @@ MAX_SPLITS = 64
 ENOUGH_PROGRAMS = 1024
 """With as many programs a launch reads as fast as memory allows: rows are not split further."""
 
-_NO_TOKEN = tl.constexpr(2**31 - 1)
+_BEYOND = tl.constexpr(2**31 - 1)
+"""More than any token's id."""
+_NO_TOKEN = tl.constexpr(-1)
+_INFINITY = tl.constexpr(float("inf"))
 
 
 def greedy_tokens(logits: torch.Tensor, vocab_size: int, *, pdl: bool = False) -> torch.Tensor:
     """int64 [R]: the id below vocab_size of each row's largest logit, the lowest among equals.
 
-    NaN is passed over; a row of nothing but NaN and -inf gives 0. Nothing waits for the device.
+    A row gives -1 where one of its logits is NaN or the largest is infinite: there is nothing to
+    choose by. Nothing waits for the device.
 
     Args:
         logits: [R, >= vocab_size], bf16, fp16 or fp32, each row contiguous; R may be 0.
@@ -81,6 +86,7 @@ def _num_splits(num_rows: int, vocab_size: int) -> int:
     return min(wanted, MAX_SPLITS, -(-vocab_size // BLOCK))
 
 
+@launched
 @triton.jit(do_not_specialize=["num_blocks"])
 def _scan_kernel(
     tokens,
@@ -94,7 +100,8 @@ def _scan_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each lane keeps the largest value of its columns, then the lanes compare."""
+    """Each lane keeps the largest value of its columns, infinity for a NaN, then the lanes
+    compare."""
     start_next(PDL)
     row = tl.program_id(0)
     split = tl.program_id(1)
@@ -110,20 +117,22 @@ def _scan_kernel(
             other=float("-inf"),
             eviction_policy="evict_first",
         ).to(tl.float32)
+        value = tl.where(value == value, value, _INFINITY)  # noqa: PLR0124  # not so for NaN
         is_larger = value > largest
         largest = tl.where(is_larger, value, largest)
         where = tl.where(is_larger, column, where)
         column += BLOCK
     top = tl.max(largest, 0)
-    token = tl.min(tl.where(largest == top, where, _NO_TOKEN), 0)
+    token = tl.min(tl.where(largest == top, where, _BEYOND), 0)
     if SPLIT:
         part = row * tl.num_programs(1) + split
         tl.store(best + part, top)
         tl.store(ids + part, token)
     else:
-        tl.store(tokens + row, token.to(tl.int64))
+        tl.store(tokens + row, _chosen(token, top))
 
 
+@launched
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_kernel(tokens, best, ids, num_splits, BLOCK: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
@@ -132,6 +141,12 @@ def _merge_kernel(tokens, best, ids, num_splits, BLOCK: tl.constexpr, PDL: tl.co
     is_part = split < num_splits
     await_previous(PDL)
     value = tl.load(best + row * num_splits + split, mask=is_part, other=float("-inf"))
-    token = tl.load(ids + row * num_splits + split, mask=is_part, other=_NO_TOKEN)
+    token = tl.load(ids + row * num_splits + split, mask=is_part, other=_BEYOND)
     top = tl.max(value, 0)
-    tl.store(tokens + row, tl.min(tl.where(value == top, token, _NO_TOKEN), 0).to(tl.int64))
+    tl.store(tokens + row, _chosen(tl.min(tl.where(value == top, token, _BEYOND), 0), top))
+
+
+@triton.jit
+def _chosen(token, top):
+    """int64: the token whose logit is top, if that is a number."""
+    return tl.where(tl.abs(top) < _INFINITY, token, _NO_TOKEN).to(tl.int64)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
+from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import (
     await_previous,
     has_dependent_launch,
@@ -165,6 +166,7 @@ def _has_aligned_rows(weight: torch.Tensor) -> bool:
     return weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.itemsize % 16 == 0
 
 
+@launched
 @triton.jit
 def _vector_kernel(
     y,
@@ -206,6 +208,7 @@ def _vector_kernel(
     tl.store(y + row, total.to(y.dtype.element_ty), mask=row < num_outputs)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _matrix_kernel(
     y,

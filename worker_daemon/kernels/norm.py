@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 
 MAX_SIZE = 16384
@@ -104,6 +105,7 @@ def _num_warps(block: int) -> int:
     return min(max(block // (32 * _ELEMENTS_PER_THREAD), fewest), most)
 
 
+@launched
 @triton.jit
 def _rms_norm_kernel(
     normed,

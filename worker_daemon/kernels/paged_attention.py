@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 from worker_daemon.kernels.prefetch import prefetch
 from worker_daemon.kernels.tiles import (
@@ -365,6 +366,7 @@ def _attend(
     return acc, row_sum, row_max
 
 
+@launched
 @triton.jit(
     do_not_specialize=_STEP_SIZES,
     do_not_specialize_on_alignment=_STEP_TENSORS,
@@ -485,6 +487,7 @@ def _prefetch_keys(
     prefetch(key + cache_value_stride, num_bytes, LANES)
 
 
+@launched
 @triton.jit(
     do_not_specialize=(*_STEP_SIZES, "num_splits"),
     do_not_specialize_on_alignment=(*_STEP_TENSORS, "partial_lse"),
@@ -593,6 +596,7 @@ def _decode_kernel(
         tl.store(out_ptr, result.to(out.dtype.element_ty), mask=inside)
 
 
+@launched
 @triton.jit(
     do_not_specialize=["num_splits"],
     do_not_specialize_on_alignment=["partial_lse", "query_start_loc"],

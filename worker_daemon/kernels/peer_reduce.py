@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 
 PROGRAMS = 128
@@ -237,6 +238,7 @@ def _await_words(address, inside, stop, is_stopped, BLANK: tl.constexpr, POLLS: 
     return words, is_stopped
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _peer_reduce_kernel(
     normed,

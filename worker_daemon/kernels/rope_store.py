@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 
 _TILE_ELEMENTS = 1024
@@ -125,6 +126,7 @@ def _store(
         tl.store(place + HALF, second, mask=inside)
 
 
+@launched
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _rotate_and_store_kernel(
     qkv,

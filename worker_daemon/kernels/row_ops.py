@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_daemon.kernels.compile_ahead import launched
+
 _BLOCK = 128
 
 
@@ -38,7 +40,8 @@ class TritonRowKernels:
         block_table: torch.Tensor,
         block_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (token_ids, slot_mapping), int64 [N] each, for int32 columns [N]."""
+        """Return (token_ids, slot_mapping), int64 [N] each, for int32 columns [N]. A sampled token
+        that is none (-1) is read as 0."""
         num_tokens = host_token_ids.shape[0]
         token_ids = torch.empty(num_tokens, dtype=torch.int64, device=host_token_ids.device)
         slot_mapping = torch.empty_like(token_ids)
@@ -58,6 +61,7 @@ class TritonRowKernels:
         return token_ids, slot_mapping
 
 
+@launched
 @triton.jit(do_not_specialize=["num_updates", "table_stride"])
 def _update_blocks_kernel(
     block_table, rows, indices, block_ids, num_updates, table_stride, BLOCK: tl.constexpr
@@ -70,6 +74,7 @@ def _update_blocks_kernel(
     tl.store(block_table + row * table_stride + index, block_id, mask=inside)
 
 
+@launched
 @triton.jit(
     do_not_specialize=["num_tokens", "table_stride"],
     do_not_specialize_on_alignment=["token_ids", "slot_mapping"],
@@ -93,6 +98,7 @@ def _gather_tokens_kernel(
     position = tl.load(positions + token, mask=inside, other=0)
     from_host = tl.load(host_token_ids + token, mask=inside, other=0)
     sampled = tl.load(last_sampled + row, mask=inside & (from_host < 0), other=0)
+    sampled = tl.maximum(sampled, 0)
     tl.store(token_ids + token, tl.where(from_host < 0, sampled, from_host), mask=inside)
     entry = block_table + row * table_stride + position // BLOCK_SIZE
     block_id = tl.load(entry, mask=inside, other=0).to(tl.int64)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
+from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import (
     await_previous,
     has_dependent_launch,
@@ -57,6 +58,7 @@ _LARGEST_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
 _UNIFORM_STEP = tl.constexpr(2.0**-32)
 _LAST_KEY = tl.constexpr(2**31 - 1)
 _INFINITY = tl.constexpr(float("inf"))
+_NO_TOKEN = tl.constexpr(-1)
 _HEAVIEST = tl.constexpr(2**62)
 
 
@@ -107,7 +109,8 @@ class TritonSampling:
         self._pdl = has_dependent_launch(device)
 
     def tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """int64 [R], sampled as the torch path does; nothing waits for the device.
+        """int64 [R], sampled as the torch path does, -1 in rows without numbers to choose by;
+        nothing waits for the device.
 
         Args:
             logits: [R, V], bf16, fp16 or fp32, each row contiguous; R may be 0, V is below 2^23.
@@ -238,11 +241,12 @@ def _sample(
     _merge_kernel[(num_rows,)](tokens, best, ids, draw.num_splits, PDL=pdl, num_warps=1, **options)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_blocks"])
 def _largest_kernel(
     largest, logits, vocab_size, row_stride, num_blocks, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """largest [R, S]: the largest logit of each split; NaN is passed over."""
+    """largest [R, S]: the largest logit of each split; infinity where one is NaN."""
     start_next(PDL)
     row = tl.program_id(0)
     split = tl.program_id(1)
@@ -251,11 +255,13 @@ def _largest_kernel(
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     for _ in range(num_blocks):
         value = _load_logits(logits, row, row_stride, column, vocab_size)
+        value = tl.where(value == value, value, _INFINITY)  # noqa: PLR0124  # not so for NaN
         top = tl.where(value > top, value, top)
         column += BLOCK
     tl.store(largest + row * _MAX_SPLITS + split, tl.max(top, 0))
 
 
+@launched
 @triton.jit(do_not_specialize=["num_splits", "float_stride", "top_k_stride", "num_blocks"])
 def _spread_kernel(
     sums,
@@ -313,6 +319,7 @@ def _spread_kernel(
             column += BLOCK
 
 
+@launched
 @triton.jit(do_not_specialize=["num_splits", "float_stride", "top_k_stride", "num_blocks"])
 def _collect_kernel(
     sums,
@@ -360,6 +367,7 @@ def _collect_kernel(
             column += BLOCK
 
 
+@launched
 @triton.jit(do_not_specialize=["float_stride", "top_k_stride"])
 def _select_kernel(
     thresholds,
@@ -410,6 +418,7 @@ def _select_kernel(
         tl.store(thresholds + row, last)
 
 
+@launched
 @triton.jit(
     do_not_specialize=["narrows", "num_splits", "float_stride", "top_k_stride", "num_blocks"]
 )
@@ -437,7 +446,8 @@ def _draw_kernel(
     PDL: tl.constexpr,
 ):
     """best and ids [R, S]: the largest noise - distance of each split among the tokens that are
-    kept, and the first token that has it. A greedy row keeps distance 0 and has no noise."""
+    kept, and the first token that has it. A greedy row keeps distance 0 and has no noise. A row
+    whose largest logit is infinite has _NO_TOKEN in every split."""
     start_next(PDL)
     row = tl.program_id(0)
     split = tl.program_id(1)
@@ -472,11 +482,14 @@ def _draw_kernel(
             where = tl.where(is_larger, column, where)
         column += BLOCK
     score = tl.max(top, 0)
+    token = tl.min(tl.where(top == score, where, _LAST_KEY), 0)
+    is_number = largest_logit < _INFINITY
     part = row * _MAX_SPLITS + split
-    tl.store(best + part, score)
-    tl.store(ids + part, tl.min(tl.where(top == score, where, _LAST_KEY), 0))
+    tl.store(best + part, tl.where(is_number, score, _INFINITY))
+    tl.store(ids + part, tl.where(is_number, token, _NO_TOKEN))
 
 
+@launched
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_kernel(tokens, best, ids, num_splits, PDL: tl.constexpr):
     start_next(PDL)
@@ -588,12 +601,14 @@ def _load_logits(logits, row, row_stride, column, vocab_size):
 
 @triton.jit
 def _row_largest(largest, row, num_splits):
+    """Infinite where nothing can be chosen: then every distance is infinite but those of logits
+    that are."""
     split = tl.arange(0, _MAX_SPLITS)
     parts = tl.load(
         largest + row * _MAX_SPLITS + split, mask=split < num_splits, other=float("-inf")
     )
     top = tl.max(parts, 0)
-    return tl.where(top > float("-inf"), top, _INFINITY)  # then every distance is infinite
+    return tl.where(top > float("-inf"), top, _INFINITY)
 
 
 @triton.jit
@@ -604,7 +619,7 @@ def _is_narrowed(temperature, top_k, top_p):
 
 @triton.jit
 def _distance(logit, largest, temperature):
-    """Minus the scaled logit, rounded as that is; infinite for NaN and in a row of -inf alone."""
+    """Minus the scaled logit, rounded as that is; infinite for NaN."""
     distance = tl.div_rn(largest - logit, temperature)
     distance = tl.where(logit == largest, 0.0, distance)
     return tl.where(distance >= 0, distance, _INFINITY)

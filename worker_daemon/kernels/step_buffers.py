@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_daemon.kernels.compile_ahead import launched
+
 _QUADS = 1024
 """Times four int32 values: what 256 threads read at once, 16 bytes a load."""
 _TOKENS = 256
@@ -69,6 +71,7 @@ def store_tokens(
     )
 
 
+@launched
 @triton.jit(do_not_specialize=["num_quads", "quads_a_slot"])
 def _take_columns_kernel(
     columns,
@@ -92,6 +95,7 @@ def _take_columns_kernel(
     tl.store(num_taken, now + 1)
 
 
+@launched
 @triton.jit(
     do_not_specialize=["num_rows", "width"],
     do_not_specialize_on_alignment=["rows", "token_ids"],

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rpc_schema.kv_cache import KVCacheConfig
+from worker_daemon.device.failures import Verdict, judge
 from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.layers.attention import KVLayerSpec
 
@@ -34,7 +35,9 @@ def allocate_kv_caches(
     sizes = [torch.Size(shape).numel() for shape in shapes]
     try:
         arena = make_zeros(sum(sizes), dtype)
-    except (torch.OutOfMemoryError, MemoryError, CapacityError) as error:
+    except (RuntimeError, MemoryError, CapacityError) as error:
+        if not isinstance(error, CapacityError) and judge(error) is not Verdict.OUT_OF_MEMORY:
+            raise
         raise CapacityError(
             f"the KV cache does not fit: {error}",
             field="kv_cache_config.size_bytes",

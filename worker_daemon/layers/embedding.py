@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from worker_daemon.distributed.tp import TensorParallel
-from worker_daemon.layers.ops import LayerOps
+from worker_daemon.layers.ops import NO_TOKEN, LayerOps
 from worker_daemon.layers.parameter import Parameter, Piece
 
 _ROW_MULTIPLE = 64
@@ -85,7 +85,8 @@ class LMHead:
 
     def likeliest(self, hidden: Tensor, ops: LayerOps) -> Tensor:
         """hidden [R, H] -> int64 [R]: each row's token with the largest logit, the lowest id among
-        equals. Of several ranks each sends its best alone, not its logits."""
+        equals; NO_TOKEN as LayerOps.greedy_tokens has it. Of several ranks each sends its best
+        alone, not its logits."""
         local = ops.linear(hidden, self._weight.data, None)
         if self._tp.size == 1:
             return ops.greedy_tokens(local, self._vocab_size)
@@ -95,10 +96,13 @@ class LMHead:
         best = local.new_full((hidden.shape[0], 2), -torch.inf, dtype=torch.float32)
         if present > 0:
             token_ids = ops.greedy_tokens(local, present)
-            best[:, 0] = local.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-            best[:, 1] = token_ids + first  # exact: ids are below 2^24
+            is_none = token_ids == NO_TOKEN
+            values = local.gather(1, token_ids.clamp(min=0).unsqueeze(1)).squeeze(1)
+            best[:, 0] = values.masked_fill(is_none, torch.nan)
+            # exact: ids are below 2^24
+            best[:, 1] = (token_ids + first).masked_fill(is_none, NO_TOKEN)
         of_all = self._tp.all_gather_last_dim(best).view(-1, self._tp.size, 2)
-        winner = of_all[:, :, 0].argmax(dim=-1, keepdim=True)
+        winner = of_all[:, :, 0].argmax(dim=-1, keepdim=True)  # a NaN wins
         return of_all[:, :, 1].gather(1, winner).squeeze(1).long()
 
     def parameters(self) -> Iterator[Parameter]:

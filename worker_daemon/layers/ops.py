@@ -5,9 +5,13 @@ Shapes: N tokens, H hidden size, I inner size of the MLP, Hq / Hkv query and KV 
 D head_dim, P positions.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from torch import Tensor
+
+NO_TOKEN: Final = -1
+"""Chosen in place of a token where a row's logits are no numbers to choose by: one of them is NaN,
+or the largest is infinite."""
 
 
 class HeadNorms(NamedTuple):
@@ -45,7 +49,8 @@ class LayerOps(Protocol):
 
     def greedy_tokens(self, logits: Tensor, vocab_size: int) -> Tensor:
         """logits [R, >= vocab_size], rows contiguous -> int64 [R]: the id below vocab_size of each
-        row's largest logit, the lowest among equals."""
+        row's largest logit, the lowest among equals; NO_TOKEN where one of the row's is NaN or the
+        largest is infinite."""
 
     def rotate_and_store(
         self,

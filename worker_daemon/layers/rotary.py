@@ -155,8 +155,11 @@ Rope = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope
 
 def rotary_table(rope: Rope, max_model_len: int, device: torch.device) -> Tensor:
     """float32 [max_model_len, 2, head_dim / 2]: cos and sin of every position's angles."""
+    inv_freq = rope.inv_freq()
+    if device.type == "meta":  # arithmetic there imports torch's compiler, seconds of start-up
+        return torch.empty((max_model_len, 2, inv_freq.numel()), device=device)
     positions = torch.arange(max_model_len, dtype=torch.float32, device=device)
-    angles = positions.unsqueeze(-1) * rope.inv_freq().to(device)
+    angles = positions.unsqueeze(-1) * inv_freq.to(device)
     scaling = rope.attention_scaling
     return torch.stack((angles.cos() * scaling, angles.sin() * scaling), dim=1)
 

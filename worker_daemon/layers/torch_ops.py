@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker_daemon.layers.ops import HeadNorms
+from worker_daemon.layers.ops import NO_TOKEN, HeadNorms
 from worker_daemon.layers.rotary import rotate
 
 
@@ -30,7 +30,7 @@ class TorchOps:
         return functional.silu(gate) * up
 
     def greedy_tokens(self, logits: Tensor, vocab_size: int) -> Tensor:
-        return logits[:, :vocab_size].argmax(dim=-1)
+        return likeliest(logits[:, :vocab_size])
 
     def rotate_and_store(
         self,
@@ -55,6 +55,13 @@ class TorchOps:
         if kv_cache.numel():
             _write_kv(rotate(k, cos, sin), v, kv_cache, slot_mapping)
         return rotate(q, cos, sin)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """logits [R, V] -> int64 [R]: as LayerOps.greedy_tokens."""
+    token_ids = logits.argmax(dim=-1)  # of a NaN, where there is one
+    largest = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+    return token_ids.masked_fill(~largest.isfinite(), NO_TOKEN)
 
 
 def _write_kv(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -170,6 +170,23 @@ class DecoderStage:
         """What serves the layer operations."""
         return self._ops.name
 
+    def thinned(self) -> "tuple[DecoderStage, list[int]]":
+        """Return a stage of the first two layers of each window, which launches every kernel that
+        this one does, and their indices. It shares all tensors; what it computes means nothing."""
+        windows = [spec.window for spec in self.kv_layer_specs]
+        kinds = [[i for i, each in enumerate(windows) if each == kind] for kind in set(windows)]
+        kept = sorted(index for indices in kinds for index in indices[:2])
+        stage = DecoderStage(
+            [self._layers[index] for index in kept],
+            self.rotary,
+            self._embedding,
+            self._head,
+            self._attention,
+            self._ops,
+            self._tp,
+        )
+        return stage, kept
+
     def set_attention(self, attention: AttentionBackend) -> None:
         """Replaces the attention of all layers, as after the memory profile."""
         self._attention = attention

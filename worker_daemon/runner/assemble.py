@@ -44,6 +44,7 @@ from worker_daemon.runner.step_layout import (
     decode_sizes,
     mixed_plans,
 )
+from worker_daemon.runner.token_history import NoHistory, SampledTokens, TokenHistory
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +74,25 @@ def assemble_runner(
     tables = RowTables(limits, parts.device, row_kernels(parts.device))
     buffers = _staging(parts, state)
     inputs = InputBuilder(state, tables, buffers, ExactShapes())
+    history = _token_history(parts, state)
     return ModelRunner(
         _eager_program(parts, tables, kv_caches, buffers),
         state,
         inputs,
-        tie_stage(parts, link, limits, inputs),
+        tie_stage(parts, link, limits, inputs, history),
         no_hidden=torch.zeros((1, parts.hidden_size), dtype=parts.dtype, device=parts.device),
         rank=parts.parallel.rank,
         tp_size=parts.parallel.tp_size,
+        num_ranks=parts.parallel.world_size,
         waits=UnmeasuredWaits() if parts.parallel.pp_size == 1 else input_waits(parts.device),
+        history=history,
     )
+
+
+def _token_history(parts: RunnerParts, state: RequestState) -> TokenHistory:
+    if not parts.parallel.is_output_rank:
+        return NoHistory()
+    return SampledTokens(state.spare_slot + 1, state.limits.max_model_len)
 
 
 def _staging(parts: RunnerParts, state: RequestState) -> HostStaging | CudaStaging:
@@ -137,13 +147,17 @@ def _eager_program(
 
 
 def tie_stage(
-    parts: RunnerParts, link: Link, limits: StepLimits, inputs: InputBuilder
+    parts: RunnerParts,
+    link: Link,
+    limits: StepLimits,
+    inputs: InputBuilder,
+    history: TokenHistory,
 ) -> StageEnds:
     """Return the ends that tie this stage to its neighbours over a link."""
     tokens = _token_return(parts, link, inputs)
     return StageEnds(
         entry=_entry(parts, link, limits, tokens),
-        exit=_exit(parts, link, inputs, tokens),
+        exit=_exit(parts, link, inputs, tokens, history),
         tokens=tokens,
         outbound=NoOutbound()
         if parts.parallel.is_last_stage
@@ -186,7 +200,15 @@ def _entry(parts: RunnerParts, link: Link, limits: StepLimits, tokens: TokenRetu
     )
 
 
-def _exit(parts: RunnerParts, link: Link, inputs: InputBuilder, tokens: TokenReturn) -> StageExit:
+def _exit(
+    parts: RunnerParts,
+    link: Link,
+    inputs: InputBuilder,
+    tokens: TokenReturn,
+    history: TokenHistory,
+) -> StageExit:
     if not parts.parallel.is_last_stage:
         return EarlierStageExit(tokens)
-    return LastStageExit(parts.stage, inputs, tokens, link, replies=parts.parallel.is_output_rank)
+    return LastStageExit(
+        parts.stage, inputs, tokens, link, history, replies=parts.parallel.is_output_rank
+    )

@@ -29,6 +29,9 @@ class StepGraphs(Protocol):
     def count(self) -> int:
         """How many graphs there are."""
 
+    def compile(self, runner: ModelRunner) -> None:
+        """Compile the kernels of what will be captured, many at once; nothing runs."""
+
     def capture(self, runner: ModelRunner) -> None:
         """Capture what there is to capture, and let the runner replay it."""
 
@@ -54,6 +57,9 @@ class NoGraphs:
     """Every step is launched kernel by kernel: on the CPU, or as --enforce-eager asks."""
 
     count = 0
+
+    def compile(self, runner: ModelRunner) -> None:
+        return None
 
     def capture(self, runner: ModelRunner) -> None:
         return None
@@ -98,6 +104,10 @@ class LadderGraphs:
     @property
     def count(self) -> int:
         return self._num_captured
+
+    def compile(self, runner: ModelRunner) -> None:
+        program = GraphedProgram(self._eager.thinned(), self._arrived, self._stream)
+        program.compile(self._ladder.plans, runner.inputs.padding)
 
     def capture(self, runner: ModelRunner) -> None:
         program = GraphedProgram(self._eager, self._arrived, self._stream)
@@ -175,28 +185,44 @@ class GraphedProgram:
         return captured.output
 
     @torch.inference_mode()
+    def compile(self, plans: Sequence[StepPlan], padding: Callable[[StepPlan], StepInputs]) -> None:
+        """Compile the kernels of each plan, and keep no graph."""
+        # Imports Triton, which a CPU daemon does without.
+        from worker_daemon.kernels.compile_ahead import compiling_ahead
+
+        dropped = []  # together, at the end: the pool must not be without a graph before
+        with compiling_ahead():
+            for plan in plans:
+                arrived = self._arrived[: plan.shape.num_tokens]
+                # Libraries load their own kernels at their first use, which is here.
+                dropped.append(self._record(padding(plan), arrived, "relaxed"))
+
+    @torch.inference_mode()
     def capture(self, plans: Sequence[StepPlan], padding: Callable[[StepPlan], StepInputs]) -> None:
         """Capture a graph of each plan, the largest first: smaller ones then fit into its memory.
 
-        padding(plan) builds inputs that touch no request. Each plan runs once before, so that all
-        of its kernels are compiled and loaded, and once as a graph, which brings it to the device:
-        no step is the first to wait for that or to take memory for it. In a tensor-parallel group
-        every rank captures the same plans in the same order.
+        padding(plan) builds inputs that touch no request. Of each plan a few layers run before, so
+        that all of its kernels are compiled and loaded, and the whole once as a graph, which brings
+        it to the device: no step is the first to wait for that or to take memory for it. In a
+        tensor-parallel group every rank captures the same plans in the same order.
         """
+        thin = self._eager.thinned()
         for plan in plans:
             inputs = padding(plan)
             arrived = self._arrived[: plan.shape.num_tokens]
-            self._eager.run(inputs, arrived)
+            thin.run(inputs, arrived)
             self._graphs[plan] = self._record(inputs, arrived)
             self.run(padding(plan), arrived)
 
-    def _record(self, inputs: StepInputs, arrived: Tensor) -> _Captured:
+    def _record(
+        self, inputs: StepInputs, arrived: Tensor, error_mode: str = "thread_local"
+    ) -> _Captured:
         """What torch.cuda.graph does, without collecting garbage for each capture."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             # Other threads of the process (a communicator's watchdog) may call CUDA meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool, capture_error_mode=error_mode)
             try:
                 inputs.packed.take()
                 output = self._eager.compute(inputs, arrived)

@@ -40,6 +40,7 @@ from worker_daemon.runner.step_layout import (
     decode_sizes,
     packed_size,
 )
+from worker_daemon.runner.token_history import Sampled
 from worker_daemon.sample.sampler import NO_LOGPROBS, SamplingMetadata, build_bans
 
 _GREEDY = SamplingParams()
@@ -65,6 +66,11 @@ class SampleRows(NamedTuple):
     """int32 [>= R], device"""
     delivery: Delivery | None
     """Where the host finds the likeliest tokens of all; None where they are copied to it."""
+
+    @property
+    def sampled(self) -> Sampled:
+        """What the host is to remember of them."""
+        return Sampled(self.slots_np, self.generations, self.positions_np)
 
     def detach(self) -> "SampleRows":
         """Return a copy whose columns no later step overwrites."""
@@ -155,6 +161,10 @@ class InputBuilder:
         """The last publication, and its rows: noted in _published when others come."""
         self._steady: _Batch | None = None
         self._count = np.arange(most_seqs(state) + 1, dtype=np.int32)
+
+    def sampling_of(self, slot: int) -> SamplingParams:
+        """Return how a live row is sampled."""
+        return self._params[slot]
 
     def pad_by(self, ladder: Ladder, plans: Sequence[StepPlan]) -> None:
         """Pad steps by another ladder from here on. plans: those of it that come again and

@@ -15,18 +15,20 @@ from torch import Tensor
 from rpc_schema.base import StepRequest
 from rpc_schema.codec import Frame
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, SampleTokens
-from worker_daemon.device.failures import typed_device_error
+from worker_daemon.device.failures import drop_scratch, typed_device_error
 from worker_daemon.device.pinned import upload
 from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.distributed.pp import STATUS_FAILED, Outbound
 from worker_daemon.distributed.tokens import TokenReturn
-from worker_daemon.errors import CommError
+from worker_daemon.errors import CommError, DeviceError, OutOfMemoryError
+from worker_daemon.runner.adoption import Page, describe_requests
 from worker_daemon.runner.grammar_input import GrammarMasks, read_masks
 from worker_daemon.runner.input_batch import InputBuilder, SampleRows
 from worker_daemon.runner.output import ReplyIdentity
 from worker_daemon.runner.request_state import Int64s, RequestState, ScheduledStep
 from worker_daemon.runner.stage_ends import Entering, PendingReply, StageEntry, StageExit
 from worker_daemon.runner.stage_program import Chosen, EagerProgram, StageProgram
+from worker_daemon.runner.token_history import TokenHistory
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,9 @@ class ModelRunner:
         no_hidden: Tensor,
         rank: int,
         tp_size: int,
+        num_ranks: int,
         waits: InputWaits,
+        history: TokenHistory,
     ) -> None:
         """eager: runs steps until `use`; no_hidden: zeros [1, H] in the model's dtype, sent on in
         place of what a failed step computed."""
@@ -73,7 +77,10 @@ class ModelRunner:
         self._no_hidden = no_hidden
         self._rank = rank
         self._tp_size = tp_size
+        self._num_ranks = num_ranks
         self._waits = waits
+        self.history = history
+        """Of results; outlives a link."""
         device = inputs.tables.device
         self._failed = torch.full((), STATUS_FAILED, dtype=torch.int64, device=device)
         self._publications = 0
@@ -105,6 +112,11 @@ class ModelRunner:
         """Free every row, and whatever waits to be sampled."""
         self.state.drop_all()
         self._unsampled.clear()
+
+    def adopt_requests(self, first_slot: int) -> Page:
+        """Take back what is not known to have ended well, and describe rows from first_slot on."""
+        self.state.take_back(self.history.has_confirmed)
+        return describe_requests(self.state, self.inputs, self.history, first_slot)
 
     def execute_model(self, request: ExecuteModel, arrays: Sequence[Frame]) -> PendingReply | None:
         """Run one step: apply the scheduler's difference, then receive, forward, send, sample.
@@ -157,7 +169,10 @@ class ModelRunner:
         return reply
 
     def _run(self, step: ScheduledStep, identity: ReplyIdentity) -> PendingReply | None:
-        entering = self._ends.entry.post(step.total_num_tokens, step.seq)
+        try:
+            entering = self._ends.entry.post(step.total_num_tokens, step.seq)
+        except Exception as error:
+            raise self._out_of_step(step.seq, error) from error
         try:
             inputs = self.inputs.build(step)
             with self._waits.waiting():
@@ -166,9 +181,12 @@ class ModelRunner:
             chosen, rows = _hold(step, output.chosen, inputs.sample_rows)
         except Exception as error:
             raise self._failed_at(step.seq, error, lambda: self._give_up(step, entering)) from error
-        self._ends.outbound.send(
-            output.hidden, inputs.num_tokens, self._status_to_send(status), step.seq
-        )
+        try:
+            self._ends.outbound.send(
+                output.hidden, inputs.num_tokens, self._status_to_send(status), step.seq
+            )
+        except Exception as error:
+            raise self._out_of_step(step.seq, error) from error
         try:
             reply = self._finish(step, chosen, rows, status, identity)
         except Exception as error:
@@ -209,16 +227,33 @@ class ModelRunner:
         """A step failed: settle what the neighbours wait for; return what is to be raised.
 
         A rank of several in a tensor-parallel stage that fails has left a collective that the
-        others are in: that breaks the link.
+        others are in: that breaks the link. A lost device can settle nothing: the process ends.
         """
         self.state.mark_failed(seq)
-        if isinstance(error, CommError):
-            return error
-        if settle is not None:
-            settle()
         failure = typed_device_error(error)
+        if isinstance(failure, CommError | DeviceError):
+            return failure
+        if isinstance(failure, OutOfMemoryError):
+            drop_scratch(error)
+        if settle is not None:
+            try:
+                settle()
+            except Exception as second:
+                return self._out_of_step(seq, second)
         if self._tp_size > 1:
             return CommError(f"rank {self._rank} left a collective: {failure}")
+        return failure
+
+    def _out_of_step(self, seq: int, error: Exception) -> Exception:
+        """The neighbours were not sent what they wait for: that breaks the link, if there is
+        one."""
+        self.state.mark_failed(seq)
+        failure = typed_device_error(error)
+        if isinstance(failure, CommError | DeviceError):
+            return failure
+        drop_scratch(error)
+        if self._num_ranks > 1:
+            return CommError(f"rank {self._rank} left the others waiting: {failure}")
         return failure
 
     def _give_up(self, step: ScheduledStep, entering: Entering) -> None:

@@ -14,8 +14,8 @@ from worker_daemon.device.failures import typed_device_error
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.pp import STATUS_MISMATCH, STATUS_OK
 from worker_daemon.errors import CommError, UpstreamFailedError
-from worker_daemon.runner.request_state import Int64s
 from worker_daemon.runner.staging import Delivered
+from worker_daemon.runner.token_history import Sampled, TokenHistory
 from worker_daemon.sample.sampler import NO_LOGPROBS, SamplerOutput
 
 
@@ -38,13 +38,15 @@ class StepOutput:
     def __init__(
         self,
         identity: ReplyIdentity,
-        slots: Int64s,
+        rows: Sampled,
         sampled: SamplerOutput,
         status: Tensor,
         link: Link,
+        history: TokenHistory,
     ) -> None:
         self._identity = identity
-        self._slots = slots
+        self._rows = rows
+        self._history = history
         columns = [status, sampled.token_ids]
         if sampled.logprobs is not None:
             logprobs = sampled.logprobs
@@ -64,13 +66,15 @@ class StepOutput:
             CommError: it sent another step, or the link was aborted meanwhile.
             DeviceError: the device is lost.
         """
-        token_ids, *logprobs = self._copies.wait()
+        column, *logprobs = self._copies.wait()
+        token_ids = column.numpy().astype("<i4").tobytes()
+        self._history.note(self._identity.epoch, self._identity.seq, self._rows, token_ids)
         reply = ModelRunnerOutput(
             epoch=self._identity.epoch,
             seq=self._identity.seq,
             rank=self._identity.rank,
-            slots=self._slots.astype("<u2").tobytes(),
-            sampled_token_ids=token_ids.numpy().astype("<i4").tobytes(),
+            slots=self._rows.slots.astype("<u2").tobytes(),
+            sampled_token_ids=token_ids,
             num_logprobs=logprobs[0].shape[1] - 1 if logprobs else NO_LOGPROBS,
         )
         return reply, [_raw(column) for column in logprobs]
@@ -83,12 +87,18 @@ class DeliveredOutput:
     is_ready = False
 
     def __init__(
-        self, identity: ReplyIdentity, slots: Int64s, tokens: Delivered, link: Link
+        self,
+        identity: ReplyIdentity,
+        rows: Sampled,
+        tokens: Delivered,
+        link: Link,
+        history: TokenHistory,
     ) -> None:
         self._identity = identity
-        self._slots = slots
+        self._rows = rows
         self._tokens = tokens
         self._link = link
+        self._history = history
 
     def result(self) -> tuple[ModelRunnerOutput, Sequence[Frame]]:
         """Wait for the tokens and return the reply.
@@ -103,11 +113,12 @@ class DeliveredOutput:
             raise typed_device_error(error) from error
         self._link.raise_if_aborted()
         identity = self._identity
+        self._history.note(identity.epoch, identity.seq, self._rows, token_ids)
         reply = ModelRunnerOutput(
             epoch=identity.epoch,
             seq=identity.seq,
             rank=identity.rank,
-            slots=self._slots.astype("<u2").tobytes(),
+            slots=self._rows.slots.astype("<u2").tobytes(),
             sampled_token_ids=token_ids,
         )
         return reply, []
@@ -116,9 +127,12 @@ class DeliveredOutput:
 class NoTokens:
     """The output of a step of the output rank that samples nothing, or not yet."""
 
-    def __init__(self, identity: ReplyIdentity, status: Tensor, link: Link) -> None:
+    def __init__(
+        self, identity: ReplyIdentity, status: Tensor, link: Link, history: TokenHistory
+    ) -> None:
         self._identity = identity
         self._copies = _HostCopies([status], link)
+        self._history = history
 
     @property
     def is_ready(self) -> bool:
@@ -129,6 +143,7 @@ class NoTokens:
         """Wait for the step's status. Raises as StepOutput does."""
         self._copies.wait()
         identity = self._identity
+        self._history.confirm(identity.epoch, identity.seq)
         return ModelRunnerOutput(epoch=identity.epoch, seq=identity.seq, rank=identity.rank), []
 
 

@@ -9,7 +9,8 @@ Shapes: S rows (plus one spare row, which dummy steps use), B scheduled requests
 updates.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -34,6 +35,9 @@ blocks for such a row and blocks beyond a request's last."""
 MAX_BLOCK_COLUMNS = 64
 """Decoded columns of block updates that are remembered. Rows that decode side by side fill their
 blocks together, so the same columns come back every block_size steps."""
+
+MAX_TAKEN_BACK = 64
+"""Steps that can be taken back: more than a driver may have under way."""
 
 _FEW = 64
 """Values that Python's min and max look through faster than numpy's."""
@@ -62,6 +66,13 @@ class StepLimits:
     @property
     def max_blocks_per_seq(self) -> int:
         return -(-self.max_model_len // self.block_size)
+
+
+class RowCounts(NamedTuple):
+    """How far a row is."""
+
+    num_computed_tokens: int
+    num_blocks: int
 
 
 class BlockUpdates(NamedTuple):
@@ -127,6 +138,15 @@ class _Counts:
         self.unsampled[slots] = False
 
 
+class _Accepted(NamedTuple):
+    """A step that may have to be taken back."""
+
+    number: int
+    """Counted over all epochs."""
+    epoch: int
+    step: ScheduledStep
+
+
 class _Batch(NamedTuple):
     """The rows that one bitmap names."""
 
@@ -175,6 +195,9 @@ class RequestState:
         self.num_prompt_tokens = np.zeros(num_rows, np.int32)
         self.generation = np.zeros(num_rows, np.int64)
         """Of each row, how often it was admitted: tells a request from its slot's former ones."""
+        self.req_ids = [""] * num_rows
+        """Of each row, the request's id, and below what its scheduler noted with it."""
+        self.notes = [b""] * num_rows
         self._deferred: dict[int, tuple[Int64s, Int64s]] = {}
         """Slots and generations that each step with deferred sampling is to sample."""
         self._counts = _Counts(
@@ -185,6 +208,11 @@ class RequestState:
             np.zeros(num_rows, np.bool_),
         )
         self._failed_seq: int | None = None
+        self._num_accepted = 0
+        self._first_failed = 0
+        """The number of the step that failed, or of the next one; meaningless without a failure."""
+        self._accepted: deque[_Accepted] = deque(maxlen=MAX_TAKEN_BACK)
+        """Since the last full resynchronisation."""
         self._batch = _Batch(b"", _NO_SLOTS, slice(0))
         self._decoding: _Decoding | None = None
         self._block_columns: dict[bytes, _BlockColumn] = {}
@@ -217,6 +245,7 @@ class RequestState:
     def drop_all(self) -> None:
         """Free every row, and forget a failure: a new driver, or a new purpose, begins."""
         self._counts.clear(slice(None))  # type: ignore[arg-type]  # every row
+        self._accepted.clear()
         self._decoding = None
         self._failed_seq = None
         self._deferred.clear()
@@ -226,6 +255,9 @@ class RequestState:
         resynchronisation."""
         if self._failed_seq is None:
             self._failed_seq = seq
+            newest = self._accepted[-1] if self._accepted else None
+            is_newest = newest is not None and newest.step.seq == seq
+            self._first_failed = self._num_accepted + (0 if is_newest else 1)
 
     def raise_if_failed(self) -> None:
         """Raises PrecededByError while an earlier step's failure stands."""
@@ -234,6 +266,49 @@ class RequestState:
                 f"step {self._failed_seq} failed before this one",
                 fix="send the next step with resync",
             )
+
+    @property
+    def live_slots(self) -> Int64s:
+        """Slots that hold a request, ascending."""
+        return np.flatnonzero(self._counts.live)
+
+    def counts_of(self, slot: int) -> RowCounts:
+        """Return where a row stands, as of take_back()."""
+        counts = self._counts
+        return RowCounts(int(counts.num_computed[slot]), int(counts.num_blocks[slot]))
+
+    def take_back(self, has_ended_well: Callable[[int, int], bool]) -> None:
+        """Undo what failed steps, and all from the first one that is not known to have ended well
+        (by epoch and seq) on, did to rows that are still there: what they computed is not counted,
+        what they appended is not theirs. Their tokens, and requests that ended, stay as they are.
+
+        A failure stands, as before, until a resynchronisation.
+        """
+        if self._decoding is not None:
+            self._note_decoded(self._decoding)
+            self._decoding = None
+        accepted = list(self._accepted)
+        self._accepted.clear()
+        good = 0
+        while good < len(accepted) and self._is_good(accepted[good], has_ended_well):
+            good += 1
+        counts = self._counts = self._counts.copy()
+        unknown = np.zeros(counts.live.size, np.bool_)
+        if good == 0 and len(accepted) == MAX_TAKEN_BACK:
+            unknown[:] = True  # steps before these are forgotten: who knows where they were
+        for entry in reversed(accepted[good:]):
+            step = entry.step
+            counts.num_computed[step.slots] = step.starts
+            _take_back(step.block_updates, counts)
+            unknown[[request.slot for request in step.new_requests]] = True
+        counts.num_computed[unknown] = 0
+        counts.num_blocks[unknown] = 0
+        counts.clear(~counts.live)
+
+    def _is_good(self, entry: _Accepted, has_ended_well: Callable[[int, int], bool]) -> bool:
+        if self._failed_seq is not None and entry.number >= self._first_failed:
+            return False
+        return has_ended_well(entry.epoch, entry.step.seq)
 
     def apply(self, step: ExecuteModel, arrays: Sequence[Frame]) -> ScheduledStep:
         """Check a step whole, then apply it to the rows.
@@ -244,10 +319,15 @@ class RequestState:
                 fail as after any failed step.
         """
         try:
-            return self._apply(step, arrays)
+            scheduled = self._apply(step, arrays)
         except InvalidStepError:
             self.mark_failed(step.seq)
             raise
+        if step.resync is not None:
+            self._accepted.clear()
+        self._num_accepted += 1
+        self._accepted.append(_Accepted(self._num_accepted, step.epoch, scheduled))
+        return scheduled
 
     def _apply(self, step: ExecuteModel, arrays: Sequence[Frame]) -> ScheduledStep:
         if self._decoding is not None:
@@ -673,6 +753,8 @@ class RequestState:
             self.known_tokens[request.slot] = tokens[first : first + request.num_tokens].copy()
             self.num_known_tokens[request.slot] = request.num_tokens
             self.num_prompt_tokens[request.slot] = request.num_prompt_tokens
+            self.req_ids[request.slot] = request.req_id
+            self.notes[request.slot] = request.note
             self.generation[request.slot] += 1
             first += request.num_tokens
 

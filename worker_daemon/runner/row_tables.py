@@ -38,7 +38,8 @@ class RowKernels(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Columns int32 [N] -> (token_ids, slot_mapping), both int64 [N].
 
-        A token is the host's, or where that is -1 its row's newest sampled one; its KV slot is
+        A token is the host's, or where that is -1 its row's newest sampled one (0 where that is
+        NO_TOKEN: the request has failed, and its driver does not know yet); its KV slot is
         block_id * block_size + offset of its position in its row's block table.
         """
 
@@ -62,7 +63,9 @@ class TorchRowKernels:
     ) -> tuple[Tensor, Tensor]:
         rows, places = token_rows.long(), positions.long()
         token_ids = torch.where(
-            host_token_ids == TOKEN_ON_DEVICE, last_sampled[rows], host_token_ids.long()
+            host_token_ids == TOKEN_ON_DEVICE,
+            last_sampled[rows].clamp(min=0),
+            host_token_ids.long(),
         )
         blocks = block_table[rows, places // block_size].long()
         return token_ids, blocks * block_size + places % block_size

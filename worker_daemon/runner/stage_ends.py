@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rpc_schema.codec import Frame
 from rpc_schema.step import ModelRunnerOutput
+from worker_daemon.device.failures import Verdict, drop_scratch, judge
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.pp import STATUS_OK, Arrival, Inbound
 from worker_daemon.distributed.tokens import TokenReturn
@@ -22,6 +23,7 @@ from worker_daemon.runner.grammar_input import apply_masks
 from worker_daemon.runner.input_batch import InputBuilder, SampleRows, StepInputs
 from worker_daemon.runner.output import DeliveredOutput, NoTokens, ReplyIdentity, StepOutput
 from worker_daemon.runner.stage_program import Chosen
+from worker_daemon.runner.token_history import TokenHistory
 from worker_daemon.sample.sampler import SamplerOutput, sample
 from worker_daemon.sample.sampling_provider import probe_sampling
 
@@ -131,6 +133,7 @@ class LastStageExit:
         inputs: InputBuilder,
         tokens: TokenReturn,
         link: Link,
+        history: TokenHistory,
         *,
         replies: bool,
     ) -> None:
@@ -138,6 +141,7 @@ class LastStageExit:
         self._link = link
         self._inputs = inputs
         self._tokens = tokens
+        self._history = history
         self._replies = replies
         self._sampling = probe_sampling(inputs.tables.last_sampled.device)
 
@@ -159,14 +163,14 @@ class LastStageExit:
             self._tokens.publish_greedy(publication, rows.slots, chosen.greedy, count)
             if self._replies and rows.delivery is not None:
                 delivered = rows.delivery.expect(count)
-                return DeliveredOutput(identity, rows.slots_np, delivered, self._link)
+                return DeliveredOutput(identity, rows.sampled, delivered, self._link, self._history)
             sampled = SamplerOutput(chosen.greedy[:count], None)
         else:
             sampled = self._sample_by_parameters(chosen, rows, masks, publication)
             self._tokens.publish(publication, rows.slots[:count], sampled.token_ids)
         if not self._replies:
             return None
-        return StepOutput(identity, rows.slots_np, sampled, status, self._link)
+        return StepOutput(identity, rows.sampled, sampled, status, self._link, self._history)
 
     def _sample_by_parameters(
         self, chosen: Chosen, rows: SampleRows, masks: Tensor | None, publication: int
@@ -177,12 +181,17 @@ class LastStageExit:
             return sample(logits, self._inputs.sampling_metadata(rows), self._sampling)
         except CommError:
             raise
-        except Exception:
+        except Exception as error:
+            if judge(error) is Verdict.LOST:
+                raise
+            drop_scratch(error)
             self.give_up(rows.slots[:count], publication)
             raise
 
     def reply_without_tokens(self, status: Tensor, identity: ReplyIdentity) -> PendingReply | None:
-        return NoTokens(identity, status, self._link) if self._replies else None
+        if not self._replies:
+            return None
+        return NoTokens(identity, status, self._link, self._history)
 
 
 class EarlierStageExit:

@@ -151,6 +151,13 @@ class EagerProgram:
         self._front = front
         self._back = back
 
+    def thinned(self) -> "EagerProgram":
+        """Return a program that launches the same kernels for a few of the layers alone: to have
+        them compiled and loaded."""
+        stage, kept = self._stage.thinned()
+        caches = [self._kv_caches[index] for index in kept] if self._kv_caches else ()
+        return EagerProgram(stage, self._tables, caches, self._front, self._back)
+
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
         inputs.packed.take()
         inputs.packed.taken()

@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from worker_daemon.layers.ops import NO_TOKEN
+from worker_daemon.layers.torch_ops import likeliest
 from worker_daemon.sample.logprobs import LogprobTensors, gather_logprobs
 from worker_daemon.sample.noise import gumbel_noise
 
@@ -55,7 +57,7 @@ class SamplerOutput:
     """Device tensors; nothing has been waited for."""
 
     token_ids: Tensor
-    """int64 [R]"""
+    """int64 [R]; NO_TOKEN in rows without numbers to choose by."""
     logprobs: LogprobTensors | None
 
 
@@ -65,7 +67,8 @@ class Sampling(Protocol):
     name: str
 
     def tokens(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-        """Return int64 [R] for logits [R, V], float32, bf16 or fp16, from which bans are gone."""
+        """Return int64 [R] for logits [R, V], float32, bf16 or fp16, from which bans are gone;
+        NO_TOKEN for a row of which one is NaN, or the largest infinite."""
 
 
 def build_bans(
@@ -112,10 +115,11 @@ class TorchSampling:
 
     def tokens(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         """int64 [R] for logits [R, V]; nothing waits for the device."""
-        token_ids = logits.argmax(dim=-1)
+        greedy = likeliest(logits)
         if not metadata.any_random:
-            return token_ids
-        return torch.where(metadata.temperature == 0, token_ids, _sample_random(logits, metadata))
+            return greedy
+        has_token = (metadata.temperature > 0) & (greedy != NO_TOKEN)
+        return torch.where(has_token, _sample_random(logits, metadata), greedy)
 
 
 def _ban(logits: Tensor, metadata: SamplingMetadata) -> Tensor:

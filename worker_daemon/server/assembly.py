@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from worker_daemon.device.gpu_faults import FaultWatch, NoFaultWatch
 from worker_daemon.server.daemon import serve
 from worker_daemon.server.dispatch import RendezvousServerLike, SetPhase, WorkerLike
 from worker_daemon.settings import (
@@ -12,15 +13,16 @@ from worker_daemon.settings import (
     prepare_environment,
     prepare_flight_recorder,
     profile_directory,
+    visible_devices,
 )
 
 
 def run_daemon(settings: ProcessSettings) -> int:
     """Serve until the end; return the exit code. Raises what `daemon.serve` does."""
-    prepare_environment()
+    prepare_environment(settings.data_interface or None)
     prepare_flight_recorder(settings)
     make = partial(make_worker, profile_dir=profile_directory(settings))
-    return serve(settings, make, open_rendezvous)
+    return serve(settings, make, open_rendezvous, partial(open_fault_watch, settings.device))
 
 
 def make_worker(
@@ -34,6 +36,15 @@ def make_worker(
     from worker_daemon.worker import Worker  # seconds of torch, while sockets are bound already
 
     return Worker(device, model_roots, set_phase, save_root, profile_dir)
+
+
+def open_fault_watch(device: str) -> FaultWatch:
+    """Watch a GPU for faults; called on the thread that waits for them."""
+    if device == "cpu":
+        return NoFaultWatch()
+    from worker_daemon.device import fault_watch  # loads NVML's bindings
+
+    return fault_watch.open_fault_watch(device, visible_devices())
 
 
 def open_rendezvous(host: str) -> RendezvousServerLike:

@@ -1,13 +1,13 @@
 """What a driver may ask of the daemon at any time: attach, health, status, shutdown. Runs on the
 main thread's event loop and never waits for the device without a bound. Owns the control and events
-sockets and the epochs."""
+sockets, the epochs and the lease."""
 
 import asyncio
 import logging
 import os
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from typing import Final, Protocol
@@ -15,6 +15,7 @@ from typing import Final, Protocol
 import zmq
 import zmq.asyncio
 
+from rpc_schema import lease as ls
 from rpc_schema import lifecycle as lc
 from rpc_schema import trace as tr
 from rpc_schema.codec import (
@@ -30,25 +31,31 @@ from rpc_schema.version import PROTOCOL_VERSION
 from rpc_schema.weight_transfer import WeightsStatus
 from worker_daemon.errors import (
     FencedError,
+    ForbiddenError,
     IncompatibleError,
     NotAttachedError,
     StateError,
     WorkerError,
 )
 from worker_daemon.models.weight_state import WeightReport
+from worker_daemon.server.bad_peers import BAN_S, Peer, shown
 from worker_daemon.server.dispatch import OpenRendezvousServer, RendezvousServerLike
-from worker_daemon.server.endpoints import Endpoint
+from worker_daemon.server.endpoints import AnyEndpoint
 from worker_daemon.server.epochs import EpochFile
 from worker_daemon.server.guard import Guard
+from worker_daemon.server.lease import Lease, LeaseTerms, lease_terms
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.replies import control_error_reply
 from worker_daemon.server.reply_delays import ReplyDelays
+from worker_daemon.server.security import Security
 from worker_daemon.server.step_thread import (
     UID_BYTES,
     Attach,
     Command,
     Detach,
+    DropRequests,
     LinkBroke,
+    Orphan,
     Standing,
 )
 from worker_daemon.server.systemd import Notifier
@@ -61,6 +68,8 @@ ATTACH_SLACK_S: Final = 3.0
 """What attach waits beyond the step deadline: a wait on gloo ends one second after that."""
 MAX_GREETED: Final = 256
 """Drivers whose version is remembered; one that attaches has said Hello just before."""
+
+_TAKEN_OUT: Final = ForbiddenError("the key is not among the authorized keys any more")
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +93,7 @@ class Control:
         *,
         control: zmq.asyncio.Socket,
         events: "zmq.Socket[bytes]",
-        endpoint: Endpoint,
+        endpoint: AnyEndpoint,
         epochs: EpochFile,
         progress: Progress,
         guard: Guard,
@@ -92,7 +101,10 @@ class Control:
         notifier: Notifier,
         commands: Commands,
         open_rendezvous: OpenRendezvousServer,
+        security: Security,
+        data_host: str,
     ) -> None:
+        """data_host: where the ranks of a link meet."""
         self.worker_uid = os.urandom(16)
         self.draining = False
         self._control = control
@@ -105,19 +117,24 @@ class Control:
         self._notifier = notifier
         self._commands = commands
         self._open_rendezvous = open_rendezvous
+        self._security = security
+        self._access = security.access
+        self._bad_peers = security.bad_peers
+        self._data_host = data_host
         # The newest, and the one before it: NCCL's watchdog of the old link still asks there.
         self._rendezvous: deque[RendezvousServerLike] = deque()
         self._versions: OrderedDict[bytes, int] = OrderedDict()
         self._prepared: tuple[int, bytes] = (0, b"")
+        self._lease = Lease(time.monotonic)
         self._software = f"worker-daemon {metadata.version('worker-daemon')}"
         self._commits: set[asyncio.Task[None]] = set()
-        self._bad_frames = 0
         self._last_hang = ""
         self._tracing = Tracing(self)
         self._handlers: Mapping[type[ControlMessage], Callable[..., ControlReplyMessage]] = {
             lc.Hello: self._hello,
             lc.PrepareAttach: self._prepare_attach,
             lc.Detach: self._detach,
+            ls.RenewLease: self._renew_lease,
             lc.OpenRendezvous: self._open_rendezvous_server,
             lc.AbortLink: self._abort_link,
             lc.CheckHealth: self._check_health,
@@ -129,12 +146,13 @@ class Control:
     async def serve(self) -> None:
         """Answer control requests until cancelled."""
         while True:
-            sender, *frames = await self._control.recv_multipart()
-            try:
-                message = decode_control(frames)
-            except WireError as error:
-                self._count_bad_frame(error)
-                await self._reply(sender, control_error_reply(error, call=0))
+            received = await self._control.recv_multipart(copy=False)
+            sender, frames = received[0].bytes, received[1:]
+            peer = self._access.peer("control", sender, received[-1])
+            if peer in self._bad_peers:
+                continue
+            message = await self._admit(sender, peer, frames)
+            if message is None:
                 continue
             if isinstance(message, lc.CommitAttach):
                 self._spawn(self._commit(sender, message))
@@ -145,9 +163,31 @@ class Control:
             else:
                 await self._reply(sender, self._outcome(message))
 
+    async def _admit(
+        self, sender: bytes, peer: Peer, frames: Sequence[zmq.Frame]
+    ) -> ControlMessage | None:
+        """Return a request that its sender may make; tell it why where it may not."""
+        try:
+            if not self._access.opens(peer, "control"):  # taken out since it came in
+                await self._reply(sender, control_error_reply(_TAKEN_OUT, call=0))
+                return None
+            message = decode_control([frame.buffer for frame in frames])
+        except WireError as error:
+            self._count_bad_frame(peer, error)
+            await self._reply(sender, control_error_reply(error, call=0))
+            return None
+        try:
+            self._access.check(peer, message)
+        except ForbiddenError as error:
+            reply = control_error_reply(error.with_traceback(None), call=message.call)
+            await self._reply(sender, reply)
+            return None
+        return message
+
     async def beat(self) -> None:
-        """Publish the heartbeat until cancelled."""
+        """Publish the heartbeat, and take notice of the lease's end, until cancelled."""
         while True:
+            self._watch_lease()
             self._publish(self._heartbeat())
             if not self._overdue():
                 self._notifier.notify("WATCHDOG=1")
@@ -200,12 +240,21 @@ class Control:
         self._control.close(linger=100)
         self._events.close(linger=0)
 
+    def close_events(self) -> None:
+        """Close the events socket: nothing is published until there is another."""
+        self._events.close(linger=0)
+
+    def take_events(self, events: "zmq.Socket[bytes]") -> None:
+        """Publish by this socket from here on."""
+        self._events = events
+
     def post(self, command: Command) -> None:
         """See Commands."""
         self._commands.post(command)
 
     def need_attached(self, epoch: int) -> None:
-        """Raise FencedError or NotAttachedError unless the epoch is the attached driver's."""
+        """Raise FencedError, LeaseExpiredError or NotAttachedError unless the epoch is the attached
+        driver's."""
         self._need_attached(epoch)
 
     def ask_driver(self, trace: bytes, begin_ns: int, end_ns: int) -> None:
@@ -258,6 +307,7 @@ class Control:
         if self.draining:
             raise StateError("the daemon is shutting down", fix="attach to another one")
         self._need_same_version(message.driver_id)
+        self._lease.check_free_for(message.driver_id, force=message.force)
         last = self._epochs.last
         if message.epoch <= last:
             return lc.PrepareAttachReply(call=message.call, granted=False, last_epoch=last)
@@ -266,9 +316,25 @@ class Control:
         return lc.PrepareAttachReply(call=message.call, granted=True, last_epoch=message.epoch)
 
     def _detach(self, message: lc.Detach) -> ControlReplyMessage:
-        self._need_attached(message.epoch)
+        """Also after the lease has expired: a late goodbye does no harm."""
+        if not self._lease.release(message.epoch):
+            self._need_attached(message.epoch)
         self._commands.post(Detach(message.epoch))
         return lc.Acknowledged(call=message.call)
+
+    def _renew_lease(self, message: ls.RenewLease) -> ControlReplyMessage:
+        remaining_s = self._lease.renew(message.driver_id, message.epoch)
+        return ls.RenewLeaseReply(call=message.call, remaining_ms=round(remaining_s * 1000))
+
+    def _watch_lease(self) -> None:
+        """Have the step thread take notice of what the lease's end means for it."""
+        expired = self._lease.take_expiry()
+        if expired:
+            logger.warning("the lease of epoch %d has expired: waiting for a driver", expired)
+            self._commands.post(Orphan(expired))
+        unclaimed = self._lease.take_kv_end()
+        if unclaimed:
+            self._commands.post(DropRequests(unclaimed))
 
     def _open_rendezvous_server(self, message: lc.OpenRendezvous) -> ControlReplyMessage:
         self._need_attached(message.epoch)
@@ -278,7 +344,7 @@ class Control:
             )
         while len(self._rendezvous) > 1:
             self._rendezvous.popleft().close()
-        server = self._open_rendezvous("127.0.0.1")
+        server = self._open_rendezvous(self._data_host)
         self._rendezvous.append(server)
         return lc.OpenRendezvousReply(call=message.call, host=server.host, port=server.port)
 
@@ -324,7 +390,8 @@ class Control:
     async def _commit(self, sender: bytes, message: lc.CommitAttach) -> None:
         reply: ControlReplyMessage
         try:
-            standing = await self._take_epoch(message)
+            terms = lease_terms(message.lease_ttl_ms, message.orphan_kv_ttl_ms, message.holder_name)
+            standing = await self._take_epoch(message, terms)
             reply = lc.CommitAttachReply(
                 call=message.call,
                 previous_epoch=standing.epoch,
@@ -336,9 +403,9 @@ class Control:
             reply = _failure(message, error)
         await self._reply(sender, reply)
 
-    async def _take_epoch(self, message: lc.CommitAttach) -> Standing:
+    async def _take_epoch(self, message: lc.CommitAttach, terms: LeaseTerms) -> Standing:
         """Have the step thread take the prepared epoch; free it from a step that hangs on its
-        peers.
+        peers. The lease begins at once: whoever waits for a hanging step renews it meanwhile.
 
         Raises:
             FencedError: another driver has prepared a higher epoch.
@@ -352,9 +419,11 @@ class Control:
             raise NotAttachedError(f"epoch {message.epoch} was not prepared", fix="prepare first")
         if message.epoch <= self._progress.epoch:
             raise NotAttachedError(f"epoch {epoch} is attached already", fix="prepare a new one")
+        self._lease.grant(driver_id, epoch, terms)
         loop = asyncio.get_running_loop()
         taken: asyncio.Future[Standing] = loop.create_future()
-        self._commands.post(Attach(epoch, driver_id, _threadsafe(loop, taken)))
+        settle = _threadsafe(loop, taken)
+        self._commands.post(Attach(epoch, driver_id, settle, message.keep_requests))
         done, _ = await asyncio.wait((taken,), timeout=BUSY_GRACE_S)
         if not done:
             self._free_from_peers(f"epoch {epoch} attaches")
@@ -362,6 +431,8 @@ class Control:
         if taken.done():
             standing = taken.result()
             return standing if done else replace(standing, clean=False)
+        self._lease.release(epoch)
+        self._commands.post(Detach(epoch))  # should it take the epoch after all
         stamp = self._progress.stamp
         raise StateError(
             f"the step thread has been in {stamp.phase} for {stamp.age_ms(time.monotonic())} ms",
@@ -391,6 +462,7 @@ class Control:
             raise FencedError(f"epoch {epoch} is fenced by {current}", fix="attach")
         if epoch > current or epoch == 0:
             raise NotAttachedError(f"epoch {epoch} is not attached; {current} is", fix="attach")
+        self._lease.need_held(epoch)
 
     def _serving(self) -> ServingState:
         serving = self._progress.snapshot.state.serving
@@ -425,10 +497,13 @@ class Control:
             kv_cache_advice=snapshot.description.kv_cache_advice,
             memory_tags=dict(snapshot.description.memory_tags),
             weights=_weights_status(snapshot.description.weights()),
+            lease=self._lease.status(),
+            num_bad_frames=self._bad_peers.num_bad_frames,
+            num_refused=self._security.num_refused,
         )
 
     def _heartbeat(self) -> lc.Heartbeat:
-        progress = self._progress
+        progress, lease = self._progress, self._lease.status()
         stamp, snapshot = progress.stamp, progress.snapshot
         return lc.Heartbeat(
             worker_uid=self.worker_uid,
@@ -442,6 +517,8 @@ class Control:
             phase=stamp.phase,
             phase_ms=stamp.age_ms(time.monotonic()),
             phase_limit_ms=stamp.limit_ms,
+            lease=lease.state,
+            lease_remaining_ms=lease.remaining_ms,
         )
 
     async def _reply(self, route: bytes, reply: ControlReplyMessage) -> None:
@@ -458,10 +535,13 @@ class Control:
         except (zmq.ZMQError, WireError) as error:
             logger.debug("an event could not be sent: %s", error)
 
-    def _count_bad_frame(self, error: WireError) -> None:
-        self._bad_frames += 1
-        if self._bad_frames.bit_count() == 1:
-            logger.warning("%d bad frames on the control socket: %s", self._bad_frames, error)
+    def _count_bad_frame(self, peer: Peer, error: WireError) -> None:
+        banned = self._bad_peers.count(peer)
+        num = self._bad_peers.num_bad_frames
+        if num.bit_count() == 1 or banned:
+            logger.warning("%d bad frames, the last at the control socket: %s", num, error)
+        if banned:
+            logger.warning("%s is not listened to for %.0f s", shown(peer), BAN_S)
 
 
 def _failure(message: ControlMessage, error: Exception) -> ControlErrorReply:

@@ -15,13 +15,20 @@ import uvloop
 import zmq
 
 from rpc_schema.errors import ErrorReply
+from rpc_schema.exit_codes import ExitCode
+from worker_daemon.device.gpu_faults import Fault, NoFaultWatch
 from worker_daemon.errors import ConfigError
+from worker_daemon.interfaces import interface_address
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.control import Control
+from worker_daemon.server.device_watch import DeviceWatch, OpenFaultWatch
 from worker_daemon.server.dispatch import MakeWorker, OpenRendezvousServer, WorkerLike
 from worker_daemon.server.endpoints import (
+    AnyEndpoint,
     Endpoint,
+    EndpointInUseError,
     EndpointLock,
+    TcpEndpoint,
     prepare_directory,
     remove_if_empty,
     remove_sockets,
@@ -30,10 +37,12 @@ from worker_daemon.server.epochs import EpochFile
 from worker_daemon.server.guard import Guard
 from worker_daemon.server.hang_reports import HangReports
 from worker_daemon.server.progress import Progress
-from worker_daemon.server.sockets import bind_sockets
+from worker_daemon.server.security import open_security
+from worker_daemon.server.sockets import bind_sockets, events_socket
+from worker_daemon.server.stale_files import remove_stale
 from worker_daemon.server.step_thread import (
-    EXIT_INTERNAL,
     Command,
+    DeviceLost,
     Drain,
     LinkBroke,
     StepThread,
@@ -42,18 +51,30 @@ from worker_daemon.server.step_thread import (
     link_failure,
 )
 from worker_daemon.server.systemd import open_notifier
-from worker_daemon.settings import ProcessSettings
+from worker_daemon.settings import ONE_HOST, ProcessSettings, endpoint_home
 
 DRAIN_LIMIT_S: Final = 10.0
+REOPEN_INTERVAL_S: Final = 0.02
+REOPEN_TRIES: Final = 100
 STOP_LIMIT_S: Final = 0.8
 """What an orderly end may take after the drain; a thread that is stuck for longer ends with the
 process."""
+
+LAST_WORDS_S: Final = 0.3
+"""From the loss of the device to the end of the process: for the failure's way to the driver, and
+for NVML to say more."""
+DEVICE_LIMIT_S: Final = 1.5
+"""Then the process ends even if its main thread hangs."""
+_DEVICE_CODES: Final = (ExitCode.CONTEXT_LOST, ExitCode.GPU_LOST)
 
 logger = logging.getLogger(__name__)
 
 
 def serve(
-    settings: ProcessSettings, make_worker: MakeWorker, open_rendezvous: OpenRendezvousServer
+    settings: ProcessSettings,
+    make_worker: MakeWorker,
+    open_rendezvous: OpenRendezvousServer,
+    open_watch: OpenFaultWatch = NoFaultWatch,
 ) -> int:
     """Run a daemon on the main thread until it ends; return the exit code.
 
@@ -64,7 +85,8 @@ def serve(
     _check_parent_fd(settings.exit_with_parent_fd)
     premises = Premises(settings)
     try:
-        return uvloop.run(Daemon(settings, premises, make_worker, open_rendezvous).run())
+        daemon = Daemon(settings, premises, make_worker, open_rendezvous, open_watch)
+        return uvloop.run(daemon.run())
     finally:
         premises.leave()
 
@@ -88,17 +110,20 @@ class Premises:
 
     def __init__(self, settings: ProcessSettings) -> None:
         """Claim them. Raises what `serve` does."""
-        self.endpoint = Endpoint.parse(settings.endpoint)
+        self.endpoint = _parse_endpoint(settings)
         self._directory = self.endpoint.path.parent
         self._state_dir = settings.state_dir or self._directory
         self._dies_with_parent = settings.exit_with_parent_fd is not None
         prepare_directory(self._directory)
+        for dead in remove_stale(self._directory):
+            logger.info("removed what a daemon left that was killed: %s", dead)
         self._lock = EndpointLock(self.endpoint)
         try:
             self.epochs = EpochFile(self._state_dir, self.endpoint)
             self.hang_reports = HangReports(self.epochs.path.with_suffix(".stacks"))
         except ConfigError:
             self._lock.release()
+            remove_if_empty(self._directory)
             raise
 
     def leave(self) -> None:
@@ -114,6 +139,12 @@ class Premises:
         remove_if_empty(self._directory)
 
 
+def _parse_endpoint(settings: ProcessSettings) -> AnyEndpoint:
+    if settings.endpoint.startswith("tcp://"):
+        return TcpEndpoint.parse(settings.endpoint, endpoint_home(settings))
+    return Endpoint.parse(settings.endpoint)
+
+
 class Daemon:
     """One process's threads and sockets. `run` is start, loop and shutdown, in this order."""
 
@@ -123,11 +154,14 @@ class Daemon:
         premises: Premises,
         make_worker: MakeWorker,
         open_rendezvous: OpenRendezvousServer,
+        open_watch: OpenFaultWatch,
     ) -> None:
         self._settings = settings
         self._premises = premises
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sockets = bind_sockets(self._context, premises.endpoint)
+        data_host = interface_address(settings.data_interface or ONE_HOST)
+        self._security = open_security(self._context, settings)
+        self._sockets = bind_sockets(self._context, premises.endpoint, self._security)
         self._progress = Progress(settings.device)
         self._notifier = open_notifier(settings.notify_socket)
         self._guard = Guard(self._progress, self._link_aborted, premises.hang_reports, self)
@@ -141,6 +175,7 @@ class Daemon:
             device=settings.device,
             model_roots=settings.model_roots,
             save_root=settings.save_root,
+            security=self._security,
         )
         self._control = Control(
             control=self._sockets.control,
@@ -153,9 +188,14 @@ class Daemon:
             notifier=self._notifier,
             commands=self,
             open_rendezvous=open_rendezvous,
+            security=self._security,
+            data_host=data_host,
         )
+        self._device_watch = DeviceWatch(open_watch, self._gpu_fault)
         self._tasks: set[asyncio.Future[None]] = set()
         self._signals = 0
+        self._fatal_lock = threading.Lock()
+        self._fatal_code: ExitCode | None = None
 
     async def run(self) -> int:
         """Serve until somebody ends it; return the exit code."""
@@ -170,10 +210,13 @@ class Daemon:
         self._end: asyncio.Future[int] = self._loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._signalled, number)
+        if self._settings.authorized_keys is not None:
+            self._loop.add_signal_handler(signal.SIGHUP, self._reload_keys)
         parent_fd = self._settings.exit_with_parent_fd
         if parent_fd is not None:
             self._loop.add_reader(parent_fd, self._parent_wrote, parent_fd)
         self._guard.start()
+        self._device_watch.start()
         self._completion.start()
         self._step_thread.start()
 
@@ -193,7 +236,7 @@ class Daemon:
         for task in serving:
             if task.done():
                 logger.error("the control loop broke", exc_info=task.exception())
-        return EXIT_INTERNAL
+        return ExitCode.INTERNAL
 
     def _shut_down(self, exit_code: int) -> None:
         """Stop the threads in the order in which they feed each other; leave a stuck one to the end
@@ -201,13 +244,16 @@ class Daemon:
         for task in self._tasks:
             task.cancel()
         deadline = time.monotonic() + STOP_LIMIT_S
+        self._device_watch.stop()
         self.post(Stop())
         joined = self._step_thread.join(deadline - time.monotonic())
         self._completion.stop()
         joined &= self._completion.join(max(0.1, deadline - time.monotonic()))
         self._guard.stop()
         joined &= self._guard.join(max(0.1, deadline - time.monotonic()))
+        joined &= self._device_watch.join(max(0.3, deadline - time.monotonic()))
         self._control.close()
+        joined &= self._security.stop(max(0.1, deadline - time.monotonic()))
         left = threading.active_count() > 1  # a link's disposal, say, which waits for dead peers
         if not joined or left or exit_code != 0:
             self._exit_now(exit_code)
@@ -239,6 +285,25 @@ class Daemon:
         if self._signals > 1:
             self._exit_now(128 + number)
         self.begin_shutdown(signal.Signals(number).name)
+
+    def _reload_keys(self) -> None:
+        """Read the authorized keys again. What comes over open connections is judged by them from
+        here on; those who only listen to events are made to come in anew."""
+        if self._security.reload():
+            self._control.close_events()
+            self._spawn(self._reopen_events())
+
+    async def _reopen_events(self) -> None:
+        """Wait until the former socket's address is free: it is closed by a thread of libzmq."""
+        for _ in range(REOPEN_TRIES):
+            await asyncio.sleep(REOPEN_INTERVAL_S)
+            with contextlib.suppress(EndpointInUseError):
+                self._control.take_events(
+                    events_socket(self._context, self._premises.endpoint, self._security)
+                )
+                return
+        logger.critical("the events socket cannot be bound again")
+        self._finish(ExitCode.INTERNAL)
 
     def _parent_wrote(self, fd: int) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -286,10 +351,38 @@ class Daemon:
         logger.info("%s", transition)
         self._to_loop(lambda: self._control.announce(transition))
 
-    def fatal(self, exit_code: int, cause: str) -> None:
-        """See StepEvents."""
+    def fatal(self, exit_code: ExitCode, cause: str) -> None:
+        """End the process with exit_code; any thread may call this, and the first is heard, but
+        that a lost GPU outweighs a lost context."""
+        with self._fatal_lock:
+            is_first = self._fatal_code is None
+            if is_first or exit_code is ExitCode.GPU_LOST:
+                self._fatal_code = exit_code
+        if not is_first:
+            return
         logger.critical("the process ends with %d: %s", exit_code, cause)
-        self._to_loop(lambda: self._finish(exit_code))
+        if exit_code in _DEVICE_CODES:
+            backstop = threading.Timer(DEVICE_LIMIT_S, lambda: os._exit(self._fatal_code or 0))
+            backstop.daemon = True
+            backstop.start()
+            self._to_loop(lambda: self._end_without_device(exit_code, cause))
+        else:
+            self._to_loop(lambda: self._finish(exit_code))
+
+    def _end_without_device(self, exit_code: ExitCode, cause: str) -> None:
+        """Tell whoever listens, and end: nothing is waited for, since every further call of the
+        device's could hang."""
+        self.post(DeviceLost(exit_code, cause))
+        self._control.announce(f"{self._progress.snapshot.state} -> FAILED ({cause})")
+        self._loop.call_later(LAST_WORDS_S, lambda: self._exit_now(self._fatal_code or exit_code))
+
+    def _gpu_fault(self, fault: Fault) -> None:
+        """The GPU's driver reports a fault, perhaps another process's; heard on the watch's thread.
+        What is ours alone shows as an error of our own calls."""
+        if fault.action.ends_gpu:
+            self.fatal(ExitCode.GPU_LOST, str(fault))
+        else:
+            logger.warning("%s", fault)
 
     def hung(self, phase: str, phase_ms: int, stacks: str) -> None:
         """See GuardListener."""

@@ -8,6 +8,7 @@ from typing import Final, Protocol, TypeAlias
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
 from rpc_schema import weight_transfer as wt
+from rpc_schema.adoption import AdoptRequests
 from rpc_schema.base import StepReply
 from rpc_schema.codec import Frame, StepMessage, StepReplyMessage
 from worker_daemon.description import WorkerDescription
@@ -92,8 +93,11 @@ class WorkerLike(Protocol):
     def reload_weights(self, message: wt.ReloadWeights) -> StepReply: ...
     def update_config(self, message: wt.UpdateConfig) -> StepReply: ...
 
-    def on_attach(self) -> bool:
-        """Drop all requests; True if nothing was cut off and all sends were received."""
+    def adopt_requests(self, message: AdoptRequests) -> StepReply: ...
+
+    def on_attach(self, *, keep_requests: bool) -> bool:
+        """Drop all requests, unless they are to be kept; True if nothing was cut off and all sends
+        were received."""
 
     def describe(self) -> WorkerDescription:
         """Say what is on the device now."""
@@ -109,6 +113,10 @@ class WorkerLike(Protocol):
     def check_device(self) -> str:
         """What is amiss with the device, though it may compute; empty: nothing. Called from the
         guard thread."""
+
+    def typed_error(self, error: Exception) -> Exception:
+        """Return the typed error for what an operation or a step has raised, with its
+        traceback."""
 
     def close(self) -> None:
         """Give back what the process end would not."""
@@ -178,6 +186,7 @@ def operation_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], Operati
         wt.FinishWeightUpdate: worker.finish_weight_update,
         wt.ReloadWeights: worker.reload_weights,
         wt.UpdateConfig: worker.update_config,
+        AdoptRequests: worker.adopt_requests,
     }
 
 

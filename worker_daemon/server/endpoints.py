@@ -1,25 +1,36 @@
-"""Where a daemon listens: parsing, directory, lock and socket files of an ipc endpoint. Opens no
-socket."""
+"""Where a daemon listens: parsing of ipc and tcp endpoints, their directory, lock and socket files.
+Opens no socket."""
 
 import contextlib
 import fcntl
+import ipaddress
 import os
+import re
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from worker_daemon.errors import ConfigError
 
 MAX_PATH_BYTES: Final = 107
 """sockaddr_un's 108 bytes less the final zero."""
 
+LOCK_PATIENCE_S: Final = 0.1
+"""A lock that is held for no longer is one of a daemon that looks for dead ones' files."""
+
 SOCKETS: Final = ("control", "step", "results", "events")
+MAX_PORT: Final = 65535
 
 
 class EndpointInUseError(ConfigError):
     """Another daemon serves this endpoint. The process ends with exit code 73."""
+
+
+TCP_DIRECTORY: Final = "tcp"
+_HOST_AND_PORT: Final = re.compile(r"tcp://(?:\[([0-9A-Fa-f:.]+)\]|([0-9.]+)):([0-9]{1,5})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +46,13 @@ class Endpoint:
         Raises:
             ConfigError: not ipc, not absolute, or too long for a Unix socket.
         """
-        if text.startswith("tcp://"):
-            raise ConfigError(
-                "tcp needs keys, which this version does not have yet",
-                field="endpoint",
-                value=text,
-                fix="use ipc://DIR/NAME",
-            )
         path = Path(text.removeprefix("ipc://"))
         if not text.startswith("ipc:///") or not path.name or "\0" in text:
             raise ConfigError(
                 "an endpoint is ipc:// and an absolute path",
                 field="endpoint",
                 value=text,
-                fix="use ipc:///DIR/NAME",
+                fix="use ipc:///DIR/NAME or, with keys, tcp://ADDRESS:PORT",
             )
         endpoint = cls(path)
         longest = max(len(os.fsencode(endpoint.socket_path(name))) for name in SOCKETS)
@@ -76,8 +80,84 @@ class Endpoint:
         """The file whose flock says that a daemon lives here; holds its pid."""
         return self.path.with_name(f"{self.path.name}.lock")
 
+    @property
+    def socket_paths(self) -> tuple[Path, ...]:
+        """The files of all sockets."""
+        return tuple(self.socket_path(name) for name in SOCKETS)
+
     def __str__(self) -> str:
         return f"ipc://{self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class TcpEndpoint:
+    """A `tcp://ADDRESS:PORT` address: the control socket's; the others have the next ports. What it
+    needs in the file system lies in the state directory."""
+
+    host: str
+    """An address of this host; of IPv6 in brackets."""
+    port: int
+    path: Path
+    """Stands for the endpoint in the file system: no file itself."""
+
+    @classmethod
+    def parse(cls, text: str, state_dir: Path) -> "TcpEndpoint":
+        """Parse an endpoint.
+
+        Raises:
+            ConfigError: no address and port, or all addresses of the host.
+        """
+        found = _HOST_AND_PORT.fullmatch(text)
+        address = None
+        if found is not None:
+            with contextlib.suppress(ValueError):
+                address = ipaddress.ip_address(found[1] or found[2])
+        if found is None or address is None or (address.version == 6) != bool(found[1]):
+            raise ConfigError(
+                "a tcp endpoint is tcp:// and a numeric address and port",
+                field="endpoint",
+                value=text,
+                fix="use tcp://ADDRESS:PORT with an address of this host, [...] around IPv6",
+            )
+        if address.is_unspecified:
+            raise ConfigError(
+                "it would listen on every interface of this host",
+                field="endpoint",
+                value=text,
+                fix="name the address of one interface",
+            )
+        port = int(found[3])
+        if not 1 <= port <= MAX_PORT - (len(SOCKETS) - 1):
+            raise ConfigError(
+                "the sockets take four ports from this one on",
+                field="endpoint",
+                value=text,
+                fix=f"use a port from 1 to {MAX_PORT - (len(SOCKETS) - 1)}",
+            )
+        host = f"[{address}]" if address.version == 6 else str(address)
+        return cls(
+            host, port, state_dir / TCP_DIRECTORY / f"{str(address).replace(':', '.')}-{port}"
+        )
+
+    def address(self, socket: str) -> str:
+        """Return what zmq binds for one of SOCKETS."""
+        return f"tcp://{self.host}:{self.port + SOCKETS.index(socket)}"
+
+    @property
+    def lock_path(self) -> Path:
+        """The file whose flock says that a daemon lives here; holds its pid."""
+        return self.path.with_name(f"{self.path.name}.lock")
+
+    @property
+    def socket_paths(self) -> tuple[Path, ...]:
+        """None: ports have no files."""
+        return ()
+
+    def __str__(self) -> str:
+        return f"tcp://{self.host}:{self.port}"
+
+
+AnyEndpoint: TypeAlias = Endpoint | TcpEndpoint
 
 
 def prepare_directory(directory: Path) -> None:
@@ -116,7 +196,7 @@ def prepare_directory(directory: Path) -> None:
 class EndpointLock:
     """The flock on an endpoint, from construction to `release`. Owned by the main thread."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: AnyEndpoint) -> None:
         """Take the lock.
 
         Raises:
@@ -134,9 +214,10 @@ class EndpointLock:
         os.close(self._fd)
 
 
-def _lock(endpoint: Endpoint) -> int:
+def _lock(endpoint: AnyEndpoint) -> int:
     """Open and lock the file that is at the path now: one that was removed while we waited does not
     count."""
+    give_up = time.monotonic() + LOCK_PATIENCE_S
     while True:
         fd = os.open(endpoint.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -144,6 +225,9 @@ def _lock(endpoint: Endpoint) -> int:
         except BlockingIOError:
             holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
             os.close(fd)
+            if time.monotonic() < give_up:
+                time.sleep(LOCK_PATIENCE_S / 5)
+                continue
             raise EndpointInUseError(
                 f"the daemon with pid {holder} serves this endpoint",
                 field="endpoint",
@@ -156,10 +240,10 @@ def _lock(endpoint: Endpoint) -> int:
         os.close(fd)
 
 
-def remove_sockets(endpoint: Endpoint) -> None:
+def remove_sockets(endpoint: AnyEndpoint) -> None:
     """Remove the socket files; for the holder of the lock."""
-    for name in SOCKETS:
-        endpoint.socket_path(name).unlink(missing_ok=True)
+    for path in endpoint.socket_paths:
+        path.unlink(missing_ok=True)
 
 
 def remove_if_empty(directory: Path) -> None:

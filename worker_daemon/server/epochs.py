@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 
 from worker_daemon.errors import ConfigError
-from worker_daemon.server.endpoints import Endpoint
+from worker_daemon.server.endpoints import AnyEndpoint
 
 
 class EpochFile:
     """One number in one file. Used by the control thread."""
 
-    def __init__(self, state_dir: Path, endpoint: Endpoint) -> None:
+    def __init__(self, state_dir: Path, endpoint: AnyEndpoint) -> None:
         """Read the file in `state_dir` (made if missing, 0700) that belongs to `endpoint`.
 
         Raises:

@@ -14,7 +14,9 @@ from typing import Final
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
 from rpc_schema import weight_transfer as wt
+from rpc_schema.adoption import AdoptRequests
 from rpc_schema.codec import StepMessage
+from rpc_schema.lease import LeaseState
 from rpc_schema.lifecycle import LinkState, LoadState, ServingState, TagState
 from worker_daemon.errors import StateError
 from worker_daemon.memory_tags import ALL_AWAKE, MemoryTags
@@ -42,16 +44,19 @@ _SERVING_MOVES: Final[Mapping[ServingState, frozenset[ServingState]]] = MappingP
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where a daemon stands: one value an axis."""
+    """Where a daemon stands: one value an axis. `lease` is of no concern to the rules: the gate
+    (sequence.py) refuses all requests but the holder's before they are asked."""
 
     load: LoadState = "CREATED"
     link: LinkState = "none"
     serving: ServingState = "SERVING"
     memory: MemoryTags = ALL_AWAKE
+    lease: LeaseState = "free"
 
     def __str__(self) -> str:
         asleep = f"/{self.memory}" if self.memory != ALL_AWAKE else ""
-        return f"{self.load}/link {self.link}/{self.serving}{asleep}"
+        leased = f"/{self.lease}" if self.lease != "free" else ""
+        return f"{self.load}/link {self.link}/{self.serving}{asleep}{leased}"
 
 
 _ANY_TAG: Final[frozenset[TagState]] = frozenset(("awake", "asleep", "discarded", "lost"))
@@ -131,6 +136,7 @@ RULES: Final[Mapping[type[StepMessage], Rule]] = MappingProxyType(
         ),
         wt.ReloadWeights: Rule(_from("MODEL_LOADED"), _ANY, weights=_THERE, fills_weights=True),
         wt.UpdateConfig: Rule(_from("MODEL_LOADED"), _ANY),
+        AdoptRequests: Rule(_only("READY"), _ANY),
         step.ExecuteModel: Rule(_only("READY"), _UP, weights=_AWAKE, kv_cache=_AWAKE),
         step.SampleTokens: Rule(_only("READY"), _UP, weights=_AWAKE, kv_cache=_AWAKE),
         step.ExecuteDummyBatch: Rule(_only("READY"), _UP, weights=_AWAKE, kv_cache=_AWAKE),
@@ -224,6 +230,10 @@ class Lifecycle:
         if to not in _SERVING_MOVES[self.state.serving]:
             return False
         return self._move(replace(self.state, serving=to), cause)
+
+    def leased(self, to: LeaseState, cause: str) -> bool:
+        """The lease was granted, given back or has expired. Tell whether that is news."""
+        return self._move(replace(self.state, lease=to), cause)
 
     def _move(self, to: State, cause: str) -> bool:
         if to == self.state:

@@ -5,7 +5,8 @@ import traceback
 from typing import Final
 
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope, WireError
-from worker_daemon.errors import GapError, WorkerError
+from rpc_schema.lease import LeaseStatus
+from worker_daemon.errors import GapError, LeaseHeldError, ProtocolError, WorkerError
 
 MAX_MESSAGE: Final = 8192
 MAX_TRACEBACK: Final = 32768
@@ -29,8 +30,14 @@ def error_reply(error: Exception, *, epoch: int, seq: int, rank: int) -> ErrorRe
 def control_error_reply(error: Exception, *, call: int) -> ControlErrorReply:
     """Say to a driver that its control request failed with `error`."""
     code, scope = classify(error)
+    lease = error.lease if isinstance(error, LeaseHeldError) else None
     return ControlErrorReply(
-        call=call, code=code, scope=scope, message=_message(error), traceback=_traceback(error)
+        call=call,
+        code=code,
+        scope=scope,
+        message=_message(error),
+        traceback=_traceback(error),
+        lease=lease if isinstance(lease, LeaseStatus) else None,
     )
 
 
@@ -50,8 +57,7 @@ def _message(error: Exception) -> str:
 
 
 def _traceback(error: Exception) -> str:
-    """The frames that led to `error`; none for an error without any (a refusal that was never
-    raised)."""
-    if error.__traceback__ is None:
+    """The frames that led to `error`; none for a refusal: what is wrong is on the other side."""
+    if error.__traceback__ is None or isinstance(error, ProtocolError):
         return ""
     return "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 import zmq
 
 from rpc_schema.base import StepReply
-from rpc_schema.codec import Frame, encode_step
+from rpc_schema.codec import Frame, encode_step, mark_replayed
 from rpc_schema.errors import ErrorReply
 from rpc_schema.lifecycle import Attached
 from worker_daemon.errors import StaleError
@@ -122,16 +122,16 @@ class ReplyChannel:
             self._ring.keep(seq, ())
 
     def replay(self, seq: int) -> None:
-        """Send the reply to `seq` again, or say that it is no longer kept."""
+        """Send the reply to `seq` again, its bytes as they were, marked as a replay; or say that it
+        is no longer kept."""
         with self._lock:
             frames = self._ring.get(seq)
             if frames is None:
                 stale = StaleError(f"the reply to seq {seq} is no longer kept")
-                frames = encode_step(
-                    error_reply(stale, epoch=self._epoch, seq=seq, rank=self._rank)
-                )
-            if frames:
-                self._send(self._route, frames)
+                reply = error_reply(stale, epoch=self._epoch, seq=seq, rank=self._rank)
+                self._send(self._route, encode_step(reply))
+            elif frames:
+                self._send(self._route, mark_replayed(frames))
 
     def refuse(self, route: bytes, reply: ErrorReply) -> None:
         """Send a refusal to any driver; it is not kept, because its request was not accepted."""

@@ -10,6 +10,7 @@ from rpc_schema.codec import StepMessage
 from worker_daemon.errors import (
     FencedError,
     GapError,
+    LeaseExpiredError,
     NotAttachedError,
     ProtocolError,
     StaleError,
@@ -32,18 +33,21 @@ class Verdict(enum.Enum):
     GAP = "gap"
     FENCED = "fenced"
     NOT_ATTACHED = "not attached"
+    EXPIRED = "expired"
+    """Its driver's lease has expired."""
 
 
 class StepGate:
     """The last accepted (epoch, link, seq). Owned by the step thread; `accept` moves it on."""
 
-    __slots__ = ("attached", "epoch", "last_seq", "link")
+    __slots__ = ("attached", "epoch", "expired", "last_seq", "link")
 
     def __init__(self) -> None:
         self.epoch = 0
         self.link = 0
         self.last_seq = 0
         self.attached = False
+        self.expired = False
 
     def attach(self, epoch: int) -> None:
         """Begin `epoch`: seqs start again with 1; the link stays."""
@@ -51,27 +55,37 @@ class StepGate:
         self.epoch = epoch
         self.last_seq = 0
         self.attached = True
+        self.expired = False
 
     def detach(self, epoch: int) -> None:
         """End `epoch`, if it is still the current one."""
         if epoch == self.epoch:
             self.attached = False
 
+    def expire(self, epoch: int) -> None:
+        """The lease of `epoch` has expired: if it is still the current one, nothing new runs."""
+        if epoch == self.epoch:
+            self.expired = True
+
     def judge(self, message: StepMessage) -> Verdict:
         """Judge a request. Only a RUN may be handed to `accept`.
 
         The next seq runs. Relink, Reset and an ExecuteModel with a resynchronisation close a gap:
         their seq need only be new. InitDevice and Relink name a link above the current one in
-        `rendezvous`; all others name the current one. A repeated seq is replayed whatever its link.
+        `rendezvous`; all others name the current one. A repeated seq is replayed whatever its link,
+        and after the lease has expired too: that changes nothing.
         """
         if message.epoch != self.epoch or not self.attached:
             return Verdict.FENCED if message.epoch < self.epoch else Verdict.NOT_ATTACHED
         seq = message.seq
         if seq <= self.last_seq:
             return Verdict.REPLAY if seq > max(0, self.last_seq - REPLAYABLE) else Verdict.STALE
+        return Verdict.EXPIRED if self.expired else self._judge_new(message)
+
+    def _judge_new(self, message: StepMessage) -> Verdict:
         if message.link != self.link and not isinstance(message, _LINKING):
             return Verdict.FENCED
-        if seq != self.last_seq + 1 and not closes_gap(message):
+        if message.seq != self.last_seq + 1 and not closes_gap(message):
             return Verdict.GAP
         if isinstance(message, _LINKING) and not (
             message.link <= self.link < message.rendezvous.link
@@ -96,6 +110,10 @@ class StepGate:
             return NotAttachedError(
                 f"epoch {message.epoch} is not attached; the last one granted is {self.epoch}",
                 fix="attach",
+            )
+        if verdict is Verdict.EXPIRED:
+            return LeaseExpiredError(
+                f"the lease of epoch {self.epoch} has expired", fix="attach again"
             )
         if verdict is Verdict.FENCED:
             return FencedError(

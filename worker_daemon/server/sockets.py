@@ -2,6 +2,7 @@
 other threads start: the start of a thread is the memory barrier that libzmq asks for when a socket
 changes hands."""
 
+import errno
 from dataclasses import dataclass
 from typing import Final
 
@@ -9,7 +10,9 @@ import zmq
 import zmq.asyncio
 
 from rpc_schema.codec import MAX_CONTROL_BYTES, MAX_STEP_BYTES
-from worker_daemon.server.endpoints import Endpoint, private_umask
+from worker_daemon.errors import ConfigError
+from worker_daemon.server.endpoints import AnyEndpoint, EndpointInUseError, private_umask
+from worker_daemon.server.security import AnySocket, Security
 
 HIGH_WATER_MARK: Final = 64
 DOORBELL: Final = "inproc://step-commands"
@@ -30,8 +33,16 @@ class Sockets:
     results: zmq.Socket[bytes]
 
 
-def bind_sockets(context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint) -> Sockets:
-    """Make and bind all of a daemon's sockets; the caller holds the endpoint's lock."""
+def bind_sockets(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: AnyEndpoint, security: Security
+) -> Sockets:
+    """Make and bind all of a daemon's sockets, and let peers in; the caller holds the endpoint's
+    lock.
+
+    Raises:
+        EndpointInUseError: another process listens on one of the ports.
+        ConfigError: this host has no such address.
+    """
     loop_context = zmq.asyncio.Context.shadow(context)
     sockets = Sockets(
         control=loop_context.socket(zmq.ROUTER),
@@ -40,21 +51,63 @@ def bind_sockets(context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint) ->
         step=context.socket(zmq.ROUTER),
         results=context.socket(zmq.ROUTER),
     )
-    _bound(sockets.control, MAX_CONTROL_BYTES)
-    _bound(sockets.events, MAX_CONTROL_BYTES)
-    _bound(sockets.step, MAX_STEP_BYTES)
-    _bound(sockets.results, MAX_STEP_BYTES)
+    bounded: dict[str, tuple[AnySocket, int]] = {
+        "control": (sockets.control, MAX_CONTROL_BYTES),
+        "events": (sockets.events, MAX_CONTROL_BYTES),
+        "step": (sockets.step, MAX_STEP_BYTES),
+        "results": (sockets.results, MAX_STEP_BYTES),
+    }
+    for name, (socket, max_bytes) in bounded.items():
+        _bound(socket, max_bytes + security.frame_bytes)
+        security.protect(socket, name)
+    security.start()
     with private_umask():
-        sockets.control.bind(endpoint.address("control"))
-        sockets.events.bind(endpoint.address("events"))
-        sockets.step.bind(endpoint.address("step"))
-        sockets.results.bind(endpoint.address("results"))
+        for name, (socket, _) in bounded.items():
+            _bind(socket, endpoint, name)
     sockets.step.bind(DOORBELL)
     sockets.doorbell.connect(DOORBELL)
     return sockets
 
 
-def _bound(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, max_bytes: int) -> None:
+def events_socket(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: AnyEndpoint, security: Security
+) -> "zmq.Socket[bytes]":
+    """Make and bind another events socket in the place of one that was closed: so that everybody
+    who listens has to come in anew.
+
+    Raises:
+        EndpointInUseError: the former one is still bound (on tcp; a file is taken over).
+    """
+    events = context.socket(zmq.PUB)
+    _bound(events, MAX_CONTROL_BYTES + security.frame_bytes)
+    security.protect(events, "events")
+    with private_umask():
+        _bind(events, endpoint, "events")
+    return events
+
+
+def _bind(socket: AnySocket, endpoint: AnyEndpoint, name: str) -> None:
+    address = endpoint.address(name)
+    socket.setsockopt(zmq.IPV6, int(address.startswith("tcp://[")))
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise EndpointInUseError(
+                f"another process listens at {address}",
+                field="endpoint",
+                value=str(endpoint),
+                fix="choose another port, four of which are free, or stop that process",
+            ) from None
+        raise ConfigError(
+            f"{address} cannot be bound: {error.strerror}",
+            field="endpoint",
+            value=str(endpoint),
+            fix="use an address of this host",
+        ) from None
+
+
+def _bound(socket: AnySocket, max_bytes: int) -> None:
     socket.set_hwm(HIGH_WATER_MARK)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)

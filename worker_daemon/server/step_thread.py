@@ -6,7 +6,7 @@ import logging
 import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
@@ -14,10 +14,19 @@ from typing import Final, Protocol, TypeAlias
 import zmq
 
 from rpc_schema import lifecycle as lc
-from rpc_schema.codec import Frame, StepMessage, decode_step
+from rpc_schema.codec import MAX_FRAMES, Frame, StepMessage, decode_step
 from rpc_schema.errors import ErrorCode, ErrorReply, WireError
-from worker_daemon.errors import ConfigError, ProtocolError, WorkerError
+from rpc_schema.exit_codes import ExitCode
+from rpc_schema.lease import LeaseState
+from worker_daemon.errors import (
+    CapacityError,
+    ConfigError,
+    ForbiddenError,
+    ProtocolError,
+    WorkerError,
+)
 from worker_daemon.logs import set_rank
+from worker_daemon.server.bad_peers import BAN_S, Peer, shown
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.dispatch import (
     WAITS_FOR_PEERS,
@@ -31,6 +40,7 @@ from worker_daemon.server.dispatch import (
 from worker_daemon.server.lifecycle import Lifecycle
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.replies import error_reply
+from worker_daemon.server.security import Security
 from worker_daemon.server.sequence import StepGate, Verdict
 
 SWITCH_INTERVAL_S: Final = 0.0002
@@ -38,12 +48,9 @@ SWITCH_INTERVAL_S: Final = 0.0002
 interpreter."""
 MAX_OLD_DRIVERS: Final = 16
 UID_BYTES: Final = 16
-EXIT_DEVICE: Final = 86
-EXIT_INTERNAL: Final = 70
-EXIT_CONFIG: Final = 78
 _RCVMORE: Final = int(zmq.RCVMORE)
 _LOADING: Final = (lc.InitDevice, lc.LoadModel)
-_FATAL: Final = {"DEVICE": EXIT_DEVICE, "INTERNAL": EXIT_INTERNAL}
+_FATAL: Final = {"DEVICE": ExitCode.CONTEXT_LOST, "INTERNAL": ExitCode.INTERNAL}
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +72,26 @@ class Attach:
     epoch: int
     driver_id: bytes
     taken: Callable[[Standing], None]
+    keep_requests: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Detach:
     """End an epoch."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """The lease of an epoch has expired: nothing of it runs any more."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropRequests:
+    """Whoever might have adopted the requests of an expired epoch has not come."""
 
     epoch: int
 
@@ -101,11 +123,21 @@ class Aside:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceLost:
+    """Another thread knows that the device is lost: nothing may touch it any more."""
+
+    exit_code: ExitCode
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the thread."""
 
 
-Command: TypeAlias = Attach | Detach | LinkBroke | Drain | Aside | Stop
+Command: TypeAlias = (
+    Attach | Detach | Orphan | DropRequests | LinkBroke | Drain | Aside | DeviceLost | Stop
+)
 
 
 class StepEvents(Protocol):
@@ -114,7 +146,7 @@ class StepEvents(Protocol):
 
     def worker_ready(self, worker: WorkerLike) -> None: ...
     def state_changed(self, transition: str) -> None: ...
-    def fatal(self, exit_code: int, cause: str) -> None: ...
+    def fatal(self, exit_code: ExitCode, cause: str) -> None: ...
 
 
 class StepThread:
@@ -132,6 +164,7 @@ class StepThread:
         device: str,
         model_roots: Sequence[Path],
         save_root: Path | None,
+        security: Security,
     ) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._step = step
@@ -142,6 +175,7 @@ class StepThread:
         self._device = device
         self._model_roots = model_roots
         self._save_root = save_root
+        self._security = security
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
 
     def start(self) -> None:
@@ -164,21 +198,26 @@ class StepThread:
             logger.exception("the worker cannot be made")
             self._events.fatal(_start_exit_code(error), str(error))
             return
-        loop = _StepLoop(worker, self.commands, self._completion, self._progress, self._events)
+        loop = _StepLoop(
+            worker, self.commands, self._completion, self._progress, self._events, self._security
+        )
         self._events.worker_ready(worker)
         try:
             loop.serve(self._step)
         except Exception as error:
             logger.exception("the step loop broke")
-            self._events.fatal(EXIT_INTERNAL, repr(error))
+            self._events.fatal(ExitCode.INTERNAL, repr(error))
         finally:
             self._step.close()
             if self._progress.snapshot.state.serving != "FAILED":
                 worker.close()
 
 
-def _start_exit_code(error: Exception) -> int:
-    return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_INTERNAL
+def _start_exit_code(error: Exception) -> ExitCode:
+    if isinstance(error, ConfigError):
+        return ExitCode.CONFIG
+    lacks_memory = isinstance(error, CapacityError | MemoryError)
+    return ExitCode.RETRY_LATER if lacks_memory else ExitCode.INTERNAL
 
 
 class _StepLoop:
@@ -191,21 +230,37 @@ class _StepLoop:
         completion: Completion,
         progress: Progress,
         events: StepEvents,
+        security: Security,
     ) -> None:
         self._worker = worker
         self._commands = commands
         self._completion = completion
         self._progress = progress
         self._events = events
+        self._access = security.access
+        self._bad_peers = security.bad_peers
         self._gate = StepGate()
         self._lifecycle = Lifecycle()
         self._drivers: dict[int, bytes] = {}
-        self._bad_frames = 0
-        self._peer = b""
+        self._sender = b""
         self._running = True
+        self._failed = False
+        self._left_clean = True
+        """Whether no step has been cut off in the current epoch, as far as it was asked."""
         self._array_steps = array_step_handlers(worker)
         self._steps = step_handlers(worker)
         self._operations = operation_handlers(worker)
+        self._command_handlers: Mapping[type[Command], Callable[..., None]] = {
+            Attach: self._attach,
+            Detach: self._detach,
+            Orphan: self._orphan,
+            DropRequests: self._drop_requests,
+            LinkBroke: self._lose_link,
+            Drain: self._drain,
+            Aside: self._work_aside,
+            DeviceLost: self._lose_device,
+            Stop: self._stop,
+        }
 
     def serve(self, step: "zmq.Socket[bytes]") -> None:
         """Take requests and commands until told to stop. Commands come first: a drain or a new
@@ -215,39 +270,47 @@ class _StepLoop:
         self._progress.idle()
         commands = self._commands
         while self._running:
-            sender, frame = step.recv(), step.recv(copy=False)
-            frames = [frame.bytes]
-            while frame.more:
+            sender, first = step.recv(), step.recv(copy=False)
+            frames, more = [first.bytes], first.more
+            while more:
                 frame = step.recv(copy=False)
-                frames.append(frame.bytes)
+                more = frame.more
+                if len(frames) <= MAX_FRAMES:  # what is over the bound is counted, not kept
+                    frames.append(frame.bytes)
             while not commands.empty():
                 self._command(commands.get())
             if len(frames) > 1 or frames[0]:  # else the doorbell, or somebody who rings it
-                self._take(sender, frames)
+                self._take(sender, self._access.peer("step", sender, first), frames)
 
-    def _take(self, sender: bytes, frames: list[bytes]) -> None:
-        """Decode and judge one request."""
+    def _take(self, sender: bytes, peer: Peer, frames: list[bytes]) -> None:
+        """Decode and judge one request of a peer that may send any."""
+        if peer in self._bad_peers:
+            return
+        if not self._access.opens(peer, "step"):
+            self._tell(sender, ForbiddenError("steps need the role driver", fix="use its key"))
+            return
         try:
             message = decode_step(frames)
         except WireError as error:
-            self._refuse_frames(sender, error)
+            self._refuse_frames(sender, peer, error)
             return
         verdict = self._gate.judge(message)
         if verdict is Verdict.RUN:
             self._gate.accept(message)
-            self._peer = sender
+            self._sender = sender
             del frames[0]
-            self._run(message, frames)
+            self._run(message, frames, peer)
         elif verdict is Verdict.REPLAY:
             self._completion.replay(message.seq)
         else:
             self._refuse(sender, message, self._gate.refusal(verdict, message))
 
-    def _run(self, message: StepMessage, arrays: Sequence[Frame]) -> None:
+    def _run(self, message: StepMessage, arrays: Sequence[Frame], peer: Peer) -> None:
         """Run an accepted request: exactly one outcome goes to the completion thread, whatever
         happens."""
         kind = type(message)
         try:
+            self._access.check(peer, message)
             self._lifecycle.check(message)
             self._begin(message)
             if kind in self._array_steps:
@@ -291,6 +354,7 @@ class _StepLoop:
         self._completion.reply(reply)
 
     def _fail(self, message: StepMessage, error: Exception) -> None:
+        error = self._worker.typed_error(error)
         if not isinstance(error, WorkerError):
             logger.error("%s seq %d failed", type(message).__name__, message.seq, exc_info=error)
         reply = error_reply(error, epoch=message.epoch, seq=message.seq, rank=self._worker.rank)
@@ -301,12 +365,13 @@ class _StepLoop:
         if isinstance(error, WorkerError) and error.code in _FATAL:
             self._end(_FATAL[error.code], str(error))
 
-    def _end(self, exit_code: int, cause: str) -> None:
+    def _end(self, exit_code: ExitCode, cause: str) -> None:
         """Refuse everything from here on; the daemon ends the process."""
         if not self._lifecycle.serve("FAILED", cause):
             return
+        self._failed = True
         self._progress.snapshot = replace(self._progress.snapshot, failure=cause)
-        self._publish("")
+        self._publish(self._lifecycle.transitions[-1])
         self._events.fatal(exit_code, cause)
 
     def _link_broke(self, cause: str) -> None:
@@ -321,61 +386,99 @@ class _StepLoop:
             reply = error_reply(error, epoch=message.epoch, seq=message.seq, rank=self._worker.rank)
             self._completion.refuse(route, reply)
 
-    def _refuse_frames(self, sender: bytes, error: WireError) -> None:
+    def _refuse_frames(self, sender: bytes, peer: Peer, error: WireError) -> None:
         """Count frames that do not decode, and tell a driver that we know."""
-        self._bad_frames += 1
-        if self._bad_frames.bit_count() == 1:
-            logger.warning("%d bad frames on the step socket: %s", self._bad_frames, error)
+        banned = self._bad_peers.count(peer)
+        num = self._bad_peers.num_bad_frames
+        if num.bit_count() == 1 or banned:
+            logger.warning("%d bad frames, the last at the step socket: %s", num, error)
+        if banned:
+            logger.warning("%s is not listened to for %.0f s", shown(peer), BAN_S)
+        self._tell(sender, error)
+
+    def _tell(self, sender: bytes, error: Exception) -> None:
+        """Answer what was not decoded: to the attached driver, if it comes from its step socket."""
         driver_id = self._drivers.get(self._gate.epoch)
-        if driver_id is not None and sender in (self._peer, driver_id):
+        if driver_id is not None and sender in (self._sender, driver_id):
             reply = error_reply(error, epoch=self._gate.epoch, seq=0, rank=self._worker.rank)
             self._completion.refuse(driver_id, reply)
 
     def _command(self, command: Command) -> None:
-        match command:
-            case Attach():
-                self._attach(command)
-            case Detach():
-                self._gate.detach(command.epoch)
-            case LinkBroke():
-                if command.link == self._gate.link:  # else it has been replaced since
-                    self._link_broke(command.cause)
-            case Drain():
-                if self._lifecycle.serve("DRAINING", "shutdown"):
-                    self._publish(self._lifecycle.transitions[-1])
-                command.idle()
-            case Aside():
-                # Not on_link: whoever attaches meanwhile waits, and aborts nobody's link.
-                self._progress.begin(command.phase, command.legal_silence_s, False)
-                command.work(self._worker)
-                self._progress.idle()
-            case Stop():
-                self._lifecycle.serve("CLOSED", "stop")
-                self._running = False
+        if self._failed and not isinstance(command, Drain | Stop):
+            return  # the process ends, and the device may be lost
+        self._command_handlers[type(command)](command)
+
+    def _detach(self, command: Detach) -> None:
+        self._gate.detach(command.epoch)
+        self._leased(command.epoch, "free", "detached")
+
+    def _orphan(self, command: Orphan) -> None:
+        self._gate.expire(command.epoch)
+        self._leased(command.epoch, "orphan", "the lease expired")
+
+    def _drop_requests(self, command: DropRequests) -> None:
+        if command.epoch == self._gate.epoch:
+            self._leave_requests(keep=False)
+            logger.info("nobody came for the requests of epoch %d: dropped", command.epoch)
+
+    def _lose_link(self, command: LinkBroke) -> None:
+        if command.link == self._gate.link:  # else it has been replaced since
+            self._link_broke(command.cause)
+
+    def _drain(self, command: Drain) -> None:
+        if self._lifecycle.serve("DRAINING", "shutdown"):
+            self._publish(self._lifecycle.transitions[-1])
+        command.idle()
+
+    def _work_aside(self, command: Aside) -> None:
+        # Not on_link: whoever attaches meanwhile waits, and aborts nobody's link.
+        self._progress.begin(command.phase, command.legal_silence_s, False)
+        command.work(self._worker)
+        self._progress.idle()
+
+    def _lose_device(self, command: DeviceLost) -> None:
+        self._end(command.exit_code, command.cause)
+
+    def _stop(self, command: Stop) -> None:
+        self._lifecycle.serve("CLOSED", "stop")
+        self._running = False
 
     def _attach(self, command: Attach) -> None:
         gate = self._gate
         if command.epoch <= gate.epoch:
             return  # overtaken: a driver behind this one was taken first
-        try:
-            clean = self._worker.on_attach()
-        except Exception:
-            logger.exception("the requests of epoch %d cannot be dropped", gate.epoch)
-            clean = False
+        clean = self._leave_requests(keep=command.keep_requests)
+        self._left_clean = True
         standing = Standing(gate.epoch, gate.last_seq, clean)
         gate.attach(command.epoch)
-        self._peer = b""
+        self._sender = b""
         self._progress.epoch = command.epoch
         self._progress.last_seq = 0
         self._drivers[command.epoch] = command.driver_id
         if len(self._drivers) > MAX_OLD_DRIVERS:
             del self._drivers[min(self._drivers)]
+        self._leased(command.epoch, "held", f"epoch {command.epoch} attached")
         self._completion.attached(
             command.driver_id,
             lc.Attached(epoch=command.epoch, seq=0, rank=self._worker.rank),
             lambda: command.taken(standing),
         )
         self._progress.idle()
+
+    def _leave_requests(self, *, keep: bool) -> bool:
+        """Have the worker forget all requests, unless they are to be kept; tell whether none was
+        cut off since the last attach."""
+        try:
+            clean = self._worker.on_attach(keep_requests=keep)
+        except Exception:
+            logger.exception("the requests of epoch %d cannot be taken over", self._gate.epoch)
+            clean = False
+        self._left_clean = self._left_clean and clean
+        return self._left_clean
+
+    def _leased(self, epoch: int, to: LeaseState, cause: str) -> None:
+        if epoch == self._gate.epoch and self._lifecycle.leased(to, cause):
+            self._publish(self._lifecycle.transitions[-1])
 
     def _describe(self) -> None:
         """Renew what is known of the device. After lifecycle operations only: it waits for the
@@ -407,7 +510,7 @@ def link_failure(reply: ErrorReply, link: int) -> LinkBroke | None:
     return LinkBroke(link, f"seq {reply.seq}: {reply.code}")
 
 
-def fatal_exit_code(reply: ErrorReply) -> int | None:
+def fatal_exit_code(reply: ErrorReply) -> ExitCode | None:
     """Return the exit code that a late failure asks for; None for a failure that the daemon
     survives."""
-    return EXIT_DEVICE if reply.code is ErrorCode.DEVICE else None
+    return ExitCode.CONTEXT_LOST if reply.code is ErrorCode.DEVICE else None

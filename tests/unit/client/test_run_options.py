@@ -179,6 +179,13 @@ def test_the_documented_example_runs(fakes, capsys):
     assert capsys.readouterr().out.splitlines() == printed
 
 
+def test_only_running_daemons_have_requests_to_adopt(directory, run):
+    for words in ((), ("--endpoints", "ipc:///nowhere/w", "--reload")):
+        code, _, errors = run("generate", "--model", directory, "--adopt", *words)
+        assert code == 2
+        assert "--endpoints" in errors and "--reload" in errors
+
+
 DYING = """
 import sys
 from tests.support.fake_daemon import FakeDaemon, Fault

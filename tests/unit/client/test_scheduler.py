@@ -82,6 +82,89 @@ def test_every_request_gets_its_tokens(fakes, connect, pp, num_blocks):
     assert not daemons.daemons[-1].rows  # the others may be a step behind
 
 
+POISON = frozenset(range(100, 120))
+"""2 % of the vocabulary."""
+
+
+def until_poison(request: GenerationRequest) -> tuple[list[int], str]:
+    """The tokens of a request alone on a model to which POISON is not a number, and whether that
+    ended it."""
+    if POISON.intersection(request.prompt_token_ids.tolist()):
+        return [], "error"
+    tokens = expected(request)
+    for count, token in enumerate(tokens[:-1], 1):
+        if token in POISON:
+            return tokens[:count], "error"
+    return tokens, "stop" if tokens[-1] in request.stop_ids((EOS,)) else "length"
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3])
+@pytest.mark.parametrize("num_blocks", [200, 34])
+@pytest.mark.parametrize("max_num_batched_tokens", [32, 96])
+def test_requests_without_numbers_fail_alone(
+    fakes, connect, pp, num_blocks, max_num_batched_tokens
+):
+    """Whoever shares their first blocks, which they have spoilt, gets its tokens all the same."""
+    daemons = fakes(pp)
+    for daemon in daemons.daemons:
+        daemon.poison = POISON
+    config = worker_config(
+        pp, max_model_len=128, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=6
+    )
+    group = connect(daemons, pp)
+    group.attach()
+    group.prepare(config, num_gpu_blocks=num_blocks)
+    limits = make_limits(
+        num_blocks=num_blocks,
+        pipeline_parallel_size=pp,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=6,
+    )
+    driver = Driver(group, Scheduler(limits))
+    rng = random.Random()
+    requests = random_requests(rng, 60)
+    stem = next(r.prompt_token_ids for r in requests if until_poison(r)[1] != "error")
+    for index, request in enumerate(requests):  # many that share a stem, every fifth one poisoned
+        if index % 2:
+            tail = [rng.randrange(200, VOCAB_SIZE) for _ in range(3)]
+            bad = [min(POISON)] if index % 10 == 1 else []
+            requests[index] = replace(
+                request, prompt_token_ids=np.array([*stem, *bad, *tail], np.int32)
+            )
+    for request in requests:
+        driver.add_request(request)
+    outputs = {output.req_id: output for output in driver.run()}
+    got = {r.id: (outputs[r.id].token_ids, outputs[r.id].finish_reason) for r in requests}
+    assert got == {r.id: until_poison(r) for r in requests}
+    assert driver.num_failures == 0
+    failed = [output for output in outputs.values() if output.finish_reason == "error"]
+    assert failed and all("not a number" in output.error for output in failed)
+    assert not any(output.error for output in outputs.values() if output not in failed)
+    assert sum(output.num_cached_tokens for output in outputs.values()) > 0
+    assert driver.scheduler.num_free_blocks == num_blocks - 1
+
+
+def test_blocks_of_a_failed_request_are_not_shared(fakes, connect):
+    daemons = fakes(1)
+    daemons.daemons[0].poison = POISON
+    group = connect(daemons, 1)
+    group.attach()
+    group.prepare(worker_config(1, max_model_len=128), num_gpu_blocks=64)
+    driver = Driver(group, Scheduler(make_limits()))
+    stem = list(range(200, 217))
+
+    def run(req_id: str, prompt: list[int]):
+        driver.add_request(
+            GenerationRequest(req_id, np.array(prompt, np.int32), max_tokens=4, ignore_eos=True)
+        )
+        return next(iter(driver.run()))
+
+    assert run("bad", [*stem, min(POISON), 300]).finish_reason == "error"
+    first, second = run("first", [*stem, 301]), run("second", [*stem, 301])
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 16)
+    assert first.token_ids == second.token_ids == reference_tokens([*stem, 301], 4, frozenset())
+
+
 class Model:
     """Runs a scheduler without any transport, and checks its rules at each step."""
 

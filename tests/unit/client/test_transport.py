@@ -1,12 +1,15 @@
 """The driver's sockets by themselves: a dead daemon's step socket, and events that nobody reads."""
 
+import contextlib
+import socket
+import threading
 import time
 
 import pytest
 import zmq
 
-from client.errors import WorkerDied
-from client.transport import EventsChannel, StepChannel, parse_endpoint
+from client.errors import AuthenticationError, DeadlineExceeded, WorkerDied
+from client.transport import ControlChannel, EventsChannel, StepChannel, parse_endpoint
 from rpc_schema import codec
 from rpc_schema import lifecycle as lc
 
@@ -69,3 +72,36 @@ def test_discarded_events_are_gone_and_newer_ones_come(context, directory):
             events = channel.receive_all()
         assert [event.last_seq for event in events] == [3]
         channel.close()
+
+
+def test_daemon_that_does_not_answer_has_not_refused(context, directory):
+    """A busy daemon answers handshakes late, a dying one never: neither is about keys."""
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"{directory}/w0")
+        silent.listen()
+        channel = ControlChannel(context, parse_endpoint(f"ipc://{directory}/w0"), 0)
+        with pytest.raises(DeadlineExceeded):
+            channel.call(lambda call: lc.GetStatus(call=call), lc.GetStatusReply, 2.2)
+        channel.close()
+
+
+def test_daemon_that_hangs_up_in_every_handshake_has_refused(context, directory):
+    with socket.socket(socket.AF_UNIX) as hanging_up:
+        hanging_up.bind(f"{directory}/w0")
+        hanging_up.listen()
+        hanging_up.settimeout(0.05)
+        ended = threading.Event()
+
+        def hang_up():
+            while not ended.is_set():
+                with contextlib.suppress(TimeoutError):
+                    hanging_up.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        channel = ControlChannel(context, parse_endpoint(f"ipc://{directory}/w0"), 0)
+        with pytest.raises(AuthenticationError, match="wants keys"):
+            channel.call(lambda call: lc.GetStatus(call=call), lc.GetStatusReply, 5.0)
+        channel.close()
+        ended.set()
+        thread.join()

@@ -102,9 +102,8 @@ def test_memory_that_runs_out_half_way_can_be_given_back():
     arena = Arena(pages, PAGE)
     arena.unmap_all()
     pages.left = 3 * PAGE
-    mapped = []
     with pytest.raises(CapacityError):
-        mapped.extend(arena.map_chunks())
+        arena.map_all()
     assert arena.is_mapped
     arena.unmap_all()
     assert (arena.mapped_bytes, pages.left) == (0, 3 * PAGE)

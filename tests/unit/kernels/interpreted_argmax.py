@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from worker_daemon.kernels.argmax import BLOCK, greedy_tokens
+from worker_daemon.layers.torch_ops import likeliest
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
@@ -36,9 +37,11 @@ def test_the_lowest_of_equals_in_every_part(dtype: torch.dtype) -> None:
 
 
 @DTYPES
-def test_rows_without_a_finite_maximum(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("num_rows", [7, 600])
+def test_rows_without_a_number_to_choose_by(dtype: torch.dtype, num_rows: int) -> None:
+    """Rows that are split over programs, and so many that they are not."""
     vocab_size = 2 * BLOCK + 3
-    logits = torch.randn(6, vocab_size).to(dtype)
+    logits = torch.randn(7, vocab_size).to(dtype)
     logits[0] = -torch.inf
     logits[1] = torch.nan
     logits[2, :BLOCK] = -torch.inf
@@ -46,13 +49,16 @@ def test_rows_without_a_finite_maximum(dtype: torch.dtype) -> None:
     logits[4, 5000] = torch.inf
     logits[5] = -torch.inf
     logits[5, BLOCK + 9] = -60000.0
-    expected = reference(
-        logits.nan_to_num(nan=-torch.inf, posinf=None, neginf=-torch.inf), vocab_size
-    )
-    expected[4] = 5000
-    assert torch.equal(greedy_tokens(logits, vocab_size), expected)
-    assert greedy_tokens(logits, vocab_size)[:2].tolist() == [0, 0]
-    assert greedy_tokens(logits, vocab_size)[5].item() == BLOCK + 9
+    logits[6, -1] = torch.nan
+    padded = torch.full((num_rows, vocab_size + 5), torch.nan, dtype=dtype)
+    padded[:7, :vocab_size] = logits
+    padded[7:, :vocab_size] = 1.0
+    tokens = greedy_tokens(padded, vocab_size).tolist()
+    assert [tokens[row] for row in (0, 1, 3, 4, 6)] == [-1] * 5
+    assert tokens[2] == reference(logits[[2]], vocab_size).item()
+    assert tokens[5] == BLOCK + 9
+    assert tokens[7:] == [0] * (num_rows - 7)
+    assert torch.equal(likeliest(padded[:, :vocab_size]).int(), torch.tensor(tokens).int())
 
 
 def test_rows_of_a_larger_tensor() -> None:

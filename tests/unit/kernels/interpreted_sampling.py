@@ -105,15 +105,23 @@ def test_bans_and_a_row_that_allows_nothing() -> None:
     tokens = sample(logits, metadata, SAMPLING).token_ids
     assert torch.equal(tokens, sample(logits, metadata, TorchSampling()).token_ids)
     assert (tokens[:4] != torch.from_numpy(best[:4])).all()
-    assert tokens[4:].tolist() == [0, 0]
+    assert tokens[4:].tolist() == [-1, -1]
 
 
-def test_nan_is_passed_over() -> None:
-    logits = torch.randn(8, 100)
-    logits[:, 7] = torch.nan
-    metadata = make_metadata(8, temperature=torch.tensor([0.0, 1.0] * 4), top_k=3)
-    expected = TorchSampling().tokens(logits.nan_to_num(nan=-torch.inf), metadata)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of inf - inf
+@pytest.mark.parametrize("vocab_size", [100, READ_BLOCK + 33])
+def test_rows_without_a_number_to_choose_by_leave_the_others_alone(vocab_size: int) -> None:
+    rng = fresh()
+    logits, metadata = random_logits("flat", 6, vocab_size, rng), random_metadata(6, rng)
+    expected = TorchSampling().tokens(logits, metadata)
+    assert (expected >= 0).all()
+    logits[1, rng.integers(vocab_size)] = torch.nan
+    logits[2] = torch.nan
+    logits[3, rng.integers(vocab_size)] = torch.inf
+    logits[5, -1] = torch.nan
+    expected[[1, 2, 3, 5]] = -1
     assert torch.equal(SAMPLING.tokens(logits, metadata), expected)
+    assert torch.equal(TorchSampling().tokens(logits, metadata), expected)
 
 
 def test_rows_are_independent() -> None:

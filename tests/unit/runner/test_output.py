@@ -9,11 +9,17 @@ from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.pp import STATUS_FAILED, STATUS_MISMATCH, STATUS_OK
 from worker_daemon.errors import CommError
 from worker_daemon.runner.output import NoTokens, ReplyIdentity, StepOutput
+from worker_daemon.runner.token_history import NoHistory, Sampled
 from worker_daemon.sample.logprobs import LogprobTensors
 from worker_daemon.sample.sampler import SamplerOutput
 
 LINK = Link(1, torch.device("cpu"))
 IDENTITY = ReplyIdentity(epoch=4, seq=17, rank=3)
+HISTORY = NoHistory()
+
+
+def rows(slots):
+    return Sampled(slots, np.ones_like(slots), np.ones_like(slots, np.int32))
 
 
 def status(value):
@@ -30,7 +36,9 @@ def test_tokens_and_logprobs_come_back_from_their_bytes():
         torch.from_numpy(rng.integers(1, 1000, 4).astype(np.int32)),
     )
     sampled = SamplerOutput(torch.from_numpy(token_ids), logprobs)
-    reply, frames = StepOutput(IDENTITY, slots, sampled, status(STATUS_OK), LINK).result()
+    reply, frames = StepOutput(
+        IDENTITY, rows(slots), sampled, status(STATUS_OK), LINK, HISTORY
+    ).result()
     received = decode_step_reply(encode_step(reply, frames))
     assert (received.epoch, received.seq, received.rank) == (4, 17, 3)
     assert np.frombuffer(received.slots, "<u2").tolist() == slots.tolist()
@@ -46,15 +54,19 @@ def test_strided_columns_are_sent_row_by_row():
     ids = torch.arange(12, dtype=torch.int32).view(3, 4).t()
     logprobs = LogprobTensors(ids, ids.float(), torch.arange(4, dtype=torch.int32))
     sampled = SamplerOutput(torch.arange(4), logprobs)
-    _, frames = StepOutput(IDENTITY, np.arange(4), sampled, status(STATUS_OK), LINK).result()
+    _, frames = StepOutput(
+        IDENTITY, rows(np.arange(4)), sampled, status(STATUS_OK), LINK, HISTORY
+    ).result()
     assert np.frombuffer(frames[0], "<i4").reshape(4, 3).tolist() == ids.tolist()
 
 
 def test_no_logprobs_means_no_frames():
     sampled = SamplerOutput(torch.tensor([5]), None)
-    reply, frames = StepOutput(IDENTITY, np.array([2]), sampled, status(STATUS_OK), LINK).result()
+    reply, frames = StepOutput(
+        IDENTITY, rows(np.array([2])), sampled, status(STATUS_OK), LINK, HISTORY
+    ).result()
     assert (reply.num_logprobs, frames) == (-1, [])
-    reply, frames = NoTokens(IDENTITY, status(STATUS_OK), LINK).result()
+    reply, frames = NoTokens(IDENTITY, status(STATUS_OK), LINK, HISTORY).result()
     assert (reply.slots, reply.sampled_token_ids, reply.num_logprobs, frames) == (b"", b"", -1, [])
 
 
@@ -64,8 +76,8 @@ def test_no_logprobs_means_no_frames():
 def test_failure_upstream_is_raised_when_the_reply_is_taken(value, message):
     sampled = SamplerOutput(torch.tensor([5]), None)
     for output in (
-        StepOutput(IDENTITY, np.array([2]), sampled, status(value), LINK),
-        NoTokens(IDENTITY, status(value), LINK),
+        StepOutput(IDENTITY, rows(np.array([2])), sampled, status(value), LINK, HISTORY),
+        NoTokens(IDENTITY, status(value), LINK, HISTORY),
     ):
         with pytest.raises(CommError, match=message):
             output.result()

@@ -22,7 +22,15 @@ LIMITS = StepLimits(
     block_size=4,
     num_blocks=30,
 )
-MEMOS = {"_failed_seq", "_batch", "_block_columns", "_decoding", "limits"}
+MEMOS = {
+    "_accepted",
+    "_first_failed",
+    "_failed_seq",
+    "_batch",
+    "_block_columns",
+    "_decoding",
+    "limits",
+}
 
 
 def draw_limits(rng):

@@ -15,9 +15,27 @@ from tests.support.sampling_checks import (
     pick,
     reference_probs,
 )
-from worker_daemon.sample.sampler import TorchSampling, build_bans, sample
+from worker_daemon.layers.ops import NO_TOKEN
+from worker_daemon.sample.sampler import NO_LOGPROBS, TorchSampling, build_bans, sample
 
 TORCH = TorchSampling()
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 3, "top_p": 0.8}, {"temperature": 0.0}])
+@pytest.mark.parametrize("num_logprobs", [NO_LOGPROBS, 2])
+def test_rows_without_a_number_to_choose_by_give_no_token_and_leave_the_others_alone(
+    settings, num_logprobs
+):
+    logits = torch.randn(6, 50)
+    metadata = replace(make_metadata(6, **settings), num_logprobs=num_logprobs)
+    before = sample(logits, metadata, TORCH)
+    logits[1, 17], logits[3], logits[4, 0] = torch.nan, torch.nan, torch.inf
+    after = sample(logits, metadata, TORCH)
+    assert after.token_ids[[1, 3, 4]].tolist() == [NO_TOKEN] * 3
+    others = [0, 2, 5]
+    assert torch.equal(after.token_ids[others], before.token_ids[others])
+    if num_logprobs != NO_LOGPROBS:
+        assert torch.equal(after.logprobs.logprobs[others], before.logprobs.logprobs[others])
 
 
 @pytest.mark.parametrize("vary", ["positions", "seeds"])
@@ -124,10 +142,10 @@ def test_stop_tokens_are_banned_until_min_tokens_are_there():
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.0}])
-def test_a_row_that_allows_nothing_gives_token_zero(settings):
+def test_a_row_that_allows_nothing_gives_no_token(settings):
     bans = (np.zeros(4, np.int64), np.arange(4))
     tokens = sample(torch.randn(2, 4), make_metadata(2, bans=bans, **settings), TORCH).token_ids
-    assert tokens[0] == 0
+    assert tokens[0] == NO_TOKEN
 
 
 def test_logprobs_are_those_of_the_raw_logits():

@@ -21,6 +21,7 @@ from rpc_schema.codec import (
     decode_step_reply,
     encode_control,
     encode_step,
+    split_replayed,
 )
 from rpc_schema.config import (
     CacheConfig,
@@ -109,13 +110,21 @@ class Driver:
         assert reply.call == number
         return reply
 
-    def attach(self, epoch: int | None = None) -> lc.CommitAttachReply:
+    def attach(
+        self, epoch: int | None = None, *, force: bool = True, lease_ttl_ms: int = 60_000
+    ) -> lc.CommitAttachReply:
+        """By default over a driver that left without a word, and for longer than any test."""
         self.hello()
-        prepared = self.prepare(epoch or 1)
+        prepared = self.prepare(epoch or 1, force=force)
         if not prepared.granted:
-            prepared = self.prepare(prepared.last_epoch + 1)
+            prepared = self.prepare(prepared.last_epoch + 1, force=force)
         self.epoch, self.seq = prepared.last_epoch, 0
-        committed = self.call(lc.CommitAttach, driver_id=self.driver_id, epoch=self.epoch)
+        committed = self.call(
+            lc.CommitAttach,
+            driver_id=self.driver_id,
+            epoch=self.epoch,
+            lease_ttl_ms=lease_ttl_ms,
+        )
         assert isinstance(committed, lc.CommitAttachReply), committed
         self.link = committed.status.link
         attached = self.reply()
@@ -128,8 +137,8 @@ class Driver:
         assert isinstance(reply, lc.HelloReply)
         return reply
 
-    def prepare(self, epoch: int) -> lc.PrepareAttachReply:
-        reply = self.call(lc.PrepareAttach, driver_id=self.driver_id, epoch=epoch)
+    def prepare(self, epoch: int, *, force: bool = False) -> lc.PrepareAttachReply:
+        reply = self.call(lc.PrepareAttach, driver_id=self.driver_id, epoch=epoch, force=force)
         assert isinstance(reply, lc.PrepareAttachReply)
         return reply
 
@@ -151,8 +160,14 @@ class Driver:
         assert self.results.poll(timeout_ms), "no reply"
         return self.results.recv_multipart()
 
+    def replay(self) -> list[bytes]:
+        """A reply that is marked as sent before, without the mark."""
+        replayed, frames = split_replayed(self.frames())
+        assert replayed, frames
+        return list(frames)
+
     def reply(self, timeout_ms: int = REPLY_LIMIT_MS) -> StepReplyMessage:
-        return decode_step_reply(self.frames(timeout_ms))
+        return decode_step_reply(split_replayed(self.frames(timeout_ms))[1])
 
     def run(self, kind: type[StepMessage], **fields: object) -> StepReplyMessage:
         self.send(kind, **fields)

@@ -15,6 +15,7 @@ from pathlib import Path
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
 from rpc_schema import weight_transfer as wt
+from rpc_schema.adoption import AdoptRequests, AdoptRequestsReply
 from rpc_schema.base import StepReply, StepRequest
 from rpc_schema.codec import Frame
 from rpc_schema.config import WorkerConfig
@@ -255,7 +256,10 @@ class FakeWorker:
     def update_config(self, message: wt.UpdateConfig) -> StepReply:
         return self._done(message)
 
-    def on_attach(self) -> bool:
+    def adopt_requests(self, message: AdoptRequests) -> StepReply:
+        return AdoptRequestsReply(**ids(message, self.rank), rows=(), next_slot=0)
+
+    def on_attach(self, *, keep_requests: bool) -> bool:
         clean, self._clean = self._clean, True
         return clean
 
@@ -278,6 +282,9 @@ class FakeWorker:
 
     def dump_link(self) -> bytes:
         return b""
+
+    def typed_error(self, error: Exception) -> Exception:
+        return error
 
     def close(self) -> None:
         pass

@@ -20,7 +20,7 @@ from worker_daemon.settings import load_settings, prepare_environment, read_envi
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("tcp://127.0.0.1:5555", "tcp needs keys"),
+        ("tcp://127.0.0.1:5555", "tcp://ADDRESS:PORT"),
         ("ipc://relative/w0", "absolute path"),
         ("ipc://@abstract", "absolute path"),
         ("ipc:///", "absolute path"),

@@ -9,6 +9,7 @@ import pytest
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
 from rpc_schema import weight_transfer as wt
+from rpc_schema.adoption import AdoptRequests
 from rpc_schema.codec import StepMessage
 from tests.unit.server.driver import rendezvous
 from worker_daemon.errors import StateError
@@ -55,6 +56,7 @@ EXPECTED = {
     wt.FinishWeightUpdate: ({MODEL, KV, READY}, ANY_LINK),
     wt.ReloadWeights: ({MODEL, KV, READY}, ANY_LINK),
     wt.UpdateConfig: ({MODEL, KV, READY}, ANY_LINK),
+    AdoptRequests: ({READY}, ANY_LINK),
     step.ExecuteModel: ({READY}, {"up"}),
     step.SampleTokens: ({READY}, {"up"}),
     step.ExecuteDummyBatch: ({READY}, {"up"}),

@@ -8,7 +8,13 @@ from rpc_schema import lifecycle as lc
 from rpc_schema import step
 from rpc_schema.codec import StepMessage
 from tests.unit.server.driver import rendezvous
-from worker_daemon.errors import FencedError, GapError, NotAttachedError, StaleError
+from worker_daemon.errors import (
+    FencedError,
+    GapError,
+    LeaseExpiredError,
+    NotAttachedError,
+    StaleError,
+)
 from worker_daemon.server.sequence import REPLAYABLE, StepGate, Verdict
 
 
@@ -81,6 +87,23 @@ def test_detach_ends_the_epoch_and_attach_begins_with_one() -> None:
     gate.attach(9)
     assert gate.judge(execute(5, 2, 101)) is Verdict.FENCED
     assert gate.judge(execute(9, 2, 1)) is Verdict.RUN
+
+
+def test_expired_epoch_runs_nothing_new_but_is_still_answered() -> None:
+    gate = gate_at(5, 2, 100)
+    gate.expire(4)
+    assert gate.judge(execute(5, 2, 101)) is Verdict.RUN
+    gate.expire(5)
+    new = (execute(5, 2, 101), execute(5, 2, 103, resync=True), relink(5, 2, 101, 3))
+    for message in (*new, lc.Reset(epoch=5, link=2, seq=105, to="CREATED")):
+        assert gate.judge(message) is Verdict.EXPIRED
+        refusal = gate.refusal(Verdict.EXPIRED, message)
+        assert isinstance(refusal, LeaseExpiredError)
+        assert "the lease of epoch 5 has expired" in str(refusal)
+    assert gate.judge(execute(5, 2, 100)) is Verdict.REPLAY
+    assert gate.judge(execute(4, 2, 101)) is Verdict.FENCED
+    gate.attach(6)
+    assert gate.judge(execute(6, 2, 1)) is Verdict.RUN
 
 
 def test_a_new_link_counts_from_its_attempt() -> None:

@@ -285,7 +285,7 @@ def breaking(ready_worker, monkeypatch):
     [
         (RuntimeError("made up"), RuntimeError),
         (torch.OutOfMemoryError("made up"), CapacityError),
-        (torch.AcceleratorError("made up", 1), DeviceError),
+        (torch.AcceleratorError("made up", 719), DeviceError),
     ],
     ids=["bug", "memory", "device"],
 )

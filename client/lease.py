@@ -1,0 +1,169 @@
+"""The driver's side of the lease: the thread that renews it on every daemon of a group while the
+application is alive, and the patience of a driver that finds another one's. Knows nothing of
+steps."""
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+
+from client.errors import AuthenticationError, DeadlineExceeded, LeaseHeldError, RemoteError
+from client.lease_terms import LeaseTerms
+from client.transport import Context, ControlChannel, Endpoint, PendingCall
+from rpc_schema.errors import WireError
+from rpc_schema.lease import RenewLease, RenewLeaseReply
+
+RENEWALS_PER_TTL = 3
+STOP_CHECK_S = 0.05
+"""How long a wait for answers goes on before it looks whether it is to end."""
+POLL_S = 0.25
+"""So often a waiting driver looks whether the holder has renewed its lease."""
+EXPIRY_SLACK_S = 0.01
+"""Waited beyond the announced expiry, which is rounded to milliseconds."""
+RENEWAL_SLACK_S = 0.1
+"""An expiry that moves by more than this was moved by a renewal."""
+RENEWALS_OF_THE_LIVING = 2
+"""The first may have been under way when its sender died."""
+
+
+class LeaseKeeper:
+    """Renews one epoch's lease on all daemons of a group, from `start` to `stop`, on a thread of
+    its own with sockets of its own.
+
+    It does so only while the application's loop is alive: the group is open and referred to, the
+    thread that started the keeper lives, and a heartbeat came lately, where one is asked for.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        driver_id: bytes,
+        terms: LeaseTerms,
+        group: object,
+    ) -> None:
+        """group: whose end is the keeper's too, should nobody close it."""
+        self.lost: RemoteError | None = None
+        """Why the lease is not this driver's any more; written by the keeper's thread, once."""
+        self._context = context
+        self._driver_id = driver_id
+        self._terms = terms
+        self._group = weakref.ref(group)
+        self._owner = threading.current_thread()
+        self._epoch = 0
+        self._attached = False
+        self._last_heartbeat = time.monotonic()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, epoch: int, daemons: Sequence[tuple[int, Endpoint]]) -> None:
+        """Begin to renew the lease of `epoch`, which these daemons, each with its rank, are about
+        to grant: until `confirm` their refusals mean nothing."""
+        self.stop()
+        self.lost = None
+        self._epoch = epoch
+        self._attached = False
+        self._owner = threading.current_thread()
+        self.heartbeat()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(self._ended, tuple(daemons)), name="lease", daemon=True
+        )
+        self._thread.start()
+
+    def confirm(self) -> None:
+        """All daemons have granted it: whoever refuses a renewal from now on ends it."""
+        self._attached = True
+
+    def heartbeat(self) -> None:
+        """The application is alive."""
+        self._last_heartbeat = time.monotonic()
+
+    def check(self) -> None:
+        """Raise the error that ended the lease, if one did."""
+        if self.lost is not None:
+            raise self.lost
+
+    def stop(self) -> None:
+        """Renew no more. May be repeated."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def drop(self) -> None:
+        """No daemon is left that has granted it: renew no more, and forget how it ended."""
+        self.stop()
+        self.lost = None
+
+    def _run(self, ended: threading.Event, daemons: Sequence[tuple[int, Endpoint]]) -> None:
+        channels = [ControlChannel(self._context, endpoint, rank) for rank, endpoint in daemons]
+        interval_s = self._terms.ttl_s / RENEWALS_PER_TTL
+        try:
+            while not ended.wait(interval_s) and self._group() is not None:
+                if not self._owner.is_alive():
+                    return
+                if self._is_beating():
+                    self._renew(channels, ended, time.monotonic() + interval_s)
+                if self.lost is not None:
+                    return
+        finally:
+            for channel in channels:
+                channel.close()
+
+    def _is_beating(self) -> bool:
+        timeout_s = self._terms.heartbeat_timeout_s
+        return timeout_s is None or time.monotonic() - self._last_heartbeat <= timeout_s
+
+    def _renew(
+        self, channels: Sequence[ControlChannel], ended: threading.Event, deadline: float
+    ) -> None:
+        """Ask all daemons, then hear them. One that does not answer is asked again next time."""
+        epoch, pending = self._epoch, list[PendingCall[RenewLeaseReply]]()
+        for channel in channels:
+            with contextlib.suppress(DeadlineExceeded, AuthenticationError):
+                pending.append(
+                    channel.send(
+                        lambda call: RenewLease(call=call, driver_id=self._driver_id, epoch=epoch),
+                        RenewLeaseReply,
+                        0.0,
+                    )
+                )
+        for call in pending:
+            try:
+                while time.monotonic() < deadline and not ended.is_set():
+                    if call.poll(min(deadline, time.monotonic() + STOP_CHECK_S)) is not None:
+                        break
+            except (WireError, AuthenticationError):
+                continue
+            except RemoteError as error:
+                if self._attached and not ended.is_set():
+                    self.lost = error
+                    return
+
+
+class Patience:
+    """Of a driver that waits for another one's lease to expire: the time that it has, and whether
+    the holder shows that it lives."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._until = time.monotonic() + wait_s
+        self._expiries: dict[int, float] = {}
+        """When each rank's lease is to expire."""
+        self._renewals = 0
+
+    def wait(self, refusal: LeaseHeldError) -> None:
+        """Wait a moment before the next attempt.
+
+        Raises:
+            LeaseHeldError: the refusal, where the holder has renewed its lease, another one has got
+                it, or the time is too short to wait for its end.
+        """
+        now = time.monotonic()
+        expiry = now + refusal.remaining_s
+        known = self._expiries.get(refusal.rank, expiry)
+        self._renewals += expiry > known + RENEWAL_SLACK_S
+        self._expiries[refusal.rank] = max(expiry, known)
+        if self._renewals >= RENEWALS_OF_THE_LIVING or expiry > self._until:
+            raise refusal
+        time.sleep(min(POLL_S, refusal.remaining_s + EXPIRY_SLACK_S))

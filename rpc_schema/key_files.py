@@ -1,0 +1,168 @@
+"""The key files of drivers and daemons: their JSON formats, and how they are read so that nobody
+else can have read or changed them. Knows no socket, and nothing of how keys are made."""
+
+import enum
+import os
+import stat
+from pathlib import Path
+from typing import Annotated, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+MAX_FILE_BYTES: Final = 1 << 20
+FINGERPRINT_CHARS: Final = 8
+
+Z85Key = Annotated[str, Meta(pattern=r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}$")]
+"""32 bytes in Z85 (ZeroMQ RFC 32)."""
+FileT = TypeVar("FileT")
+
+
+class Role(enum.StrEnum):
+    """What a key may do; each role may do what those before it may."""
+
+    OBSERVER = "observer"
+    DRIVER = "driver"
+    ADMIN = "admin"
+
+    def covers(self, needed: "Role") -> bool:
+        """Tell whether this role may do what `needed` may."""
+        return _LEVELS[self] >= _LEVELS[needed]
+
+
+_LEVELS: Final = {role: level for level, role in enumerate(Role)}
+
+
+class SecretKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A secret file: one key pair of one daemon or driver."""
+
+    kind: Literal["worker-daemon secret key"]
+    public_key: Z85Key
+    secret_key: Z85Key
+
+    def __repr__(self) -> str:
+        return f"SecretKey({fingerprint(self.public_key)})"
+
+
+class PublicKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A public file: what the other side is given."""
+
+    kind: Literal["worker-daemon public key"]
+    public_key: Z85Key
+
+
+class AuthorizedKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An entry of a daemon's authorized keys."""
+
+    key: Z85Key
+    role: Role
+    name: Annotated[str, Meta(max_length=128)]
+    """For people; not in any decision."""
+
+
+class KeyFileError(Exception):
+    """A key file cannot be used. `field` names the option, `fix` the way out; a key is never part
+    of it."""
+
+    def __init__(self, message: str, *, field: str, value: str, fix: str) -> None:
+        super().__init__(f"{message}; field {field} = {value!r}; fix: {fix}")
+        self.message = message
+        self.field = field
+        self.value = value
+        self.fix = fix
+
+
+def fingerprint(public_key: str) -> str:
+    """Return what logs carry of a key."""
+    return public_key[:FINGERPRINT_CHARS]
+
+
+def read_secret_key(path: Path, field: str, *, group_may_read: bool = False) -> SecretKey:
+    """Read a secret file. group_may_read: for systemd's credentials, whose directory is closed and
+    whose access lists show as rights of the group.
+
+    Raises:
+        KeyFileError: it is missing, malformed, of somebody else, or others may read or write it.
+    """
+    allowed = 0o440 if group_may_read else 0o400
+    data = _read(path, field, forbidden=0o777 & ~allowed & ~0o200, private=True)
+    return _decode(data, SecretKey, path, field, "make one by worker-daemon keygen")
+
+
+def read_authorized_keys(path: Path, field: str) -> tuple[AuthorizedKey, ...]:
+    """Read a daemon's authorized keys: [{"key": ..., "role": ..., "name": ...}, ...].
+
+    Raises:
+        KeyFileError: it is missing or malformed, names a key twice, or others may write it.
+    """
+    data = _read(path, field, forbidden=0o022, private=False)
+    fix = 'write [{"key": "...", "role": "driver", "name": "..."}]'
+    entries = _decode(data, tuple[AuthorizedKey, ...], path, field, fix)
+    if len({entry.key for entry in entries}) != len(entries):
+        raise KeyFileError("a key is named twice", field=field, value=str(path), fix="keep one")
+    return entries
+
+
+def read_known_daemons(path: Path, field: str) -> dict[str, str]:
+    """Read a driver's known daemons: {"ENDPOINT": "PUBLIC KEY", ...}.
+
+    Raises:
+        KeyFileError: it is missing or malformed, or others may write it.
+    """
+    data = _read(path, field, forbidden=0o022, private=False)
+    return _decode(data, dict[str, Z85Key], path, field, 'write {"ENDPOINT": "PUBLIC KEY"}')
+
+
+def encode_key_file(content: SecretKey | PublicKey) -> bytes:
+    """Return a key file's bytes."""
+    return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+
+
+def _read(path: Path, field: str, *, forbidden: int, private: bool) -> bytes:
+    shown = _shown(path)
+    try:
+        with path.open("rb") as file:
+            facts = os.fstat(file.fileno())
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise KeyFileError(
+            f"the file cannot be read: {error.strerror}",
+            field=field,
+            value=shown,
+            fix="name a file that this user may read; keys are never given themselves",
+        ) from None
+    if not stat.S_ISREG(facts.st_mode) or len(data) > MAX_FILE_BYTES:
+        raise KeyFileError("it is no key file", field=field, value=shown, fix="name a JSON file")
+    if facts.st_uid not in (os.geteuid(), 0):
+        raise KeyFileError(
+            f"the file belongs to user {facts.st_uid}",
+            field=field,
+            value=shown,
+            fix=f"give it to user {os.geteuid()} or to root",
+        )
+    mode = stat.S_IMODE(facts.st_mode)
+    if mode & forbidden:
+        raise KeyFileError(
+            f"the file has mode {mode:04o}: others may {'read' if private else 'change'} it",
+            field=field,
+            value=shown,
+            fix=f"chmod {'0400' if private else 'go-w'} {shown}"
+            + (", and make a new key if somebody may have read it" if private else ""),
+        )
+    return data
+
+
+def _decode(data: bytes, kind: type[FileT], path: Path, field: str, fix: str) -> FileT:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # Of a secret file nothing but what was expected where is told.
+        raise KeyFileError(
+            f"the file is malformed: {error}", field=field, value=_shown(path), fix=fix
+        ) from None
+
+
+def _shown(path: Path) -> str:
+    """What an error may say of a path: somebody may have given the key itself."""
+    text = str(path)
+    return text if path.exists() or len(path.name) != 40 else "(40 characters)"

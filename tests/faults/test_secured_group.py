@@ -1,0 +1,60 @@
+"""A pipeline of two real daemons on tcp, with keys: it generates what it should, its ranks' own
+data stays on the interface that was named, nothing is unpickled, and no name leads out of the
+models' directory."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from client.errors import RemoteConfigError
+from client.worker_group import WorkerGroup
+from tests.e2e.conftest import checkpoint, model_root
+from tests.support.checkpoints import decisive_prompts
+from tests.support.secured import KeyRing, RealDaemons
+from tests.support.serving import assert_greedy, generate, greedy_request, worker_config
+
+__all__ = ["checkpoint", "model_root"]
+OWN_LINE = "collections.OrderedDict\n"
+"""Unpickled by the hook's own module, to see that it sees it."""
+
+
+@pytest.fixture
+def directory():
+    path = Path(tempfile.mkdtemp(prefix="sg-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def ring(directory):
+    return KeyRing(directory / "keys")
+
+
+@pytest.fixture
+def daemons(directory, ring, model_root):
+    started = RealDaemons(directory, ring, ["cpu", "cpu"], model_root)
+    yield started
+    started.stop()
+
+
+def test_secured_group_serves_and_nothing_else_gets_in(daemons, ring, checkpoint):
+    model = checkpoint("LlamaForCausalLM", seed=9)
+    prompts = decisive_prompts(model, 7, [5, 11], 8)
+    requests = [greedy_request(f"r{index}", prompt, 8) for index, prompt in enumerate(prompts)]
+    config = worker_config(model.path, 2)
+    with WorkerGroup(daemons.endpoints, config.parallel, ring.keys("driver")) as group:
+        group.attach()
+        loaded = group.prepare(config, num_gpu_blocks=64)
+        run = generate(group, loaded, requests)
+        assert_greedy(run, model, requests)
+        for rank in range(2):
+            addresses, ports = daemons.listening(rank)
+            assert addresses == {"127.0.0.1"}
+            assert ports, "the tensor plane listens too"
+        with pytest.raises(RemoteConfigError):
+            group.prepare(worker_config(Path("../secret"), 2), num_gpu_blocks=64, reload=True)
+    for file in daemons.unpickled:
+        assert file.read_text() == OWN_LINE
+    assert all(process.poll() is None for process in daemons.processes)

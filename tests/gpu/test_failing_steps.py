@@ -1,0 +1,231 @@
+"""Steps that fail on a GPU: memory that is not there, with eager steps and with graphs, logits that
+are no numbers, and a device that is lost for good."""
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.stage_driver import StageDriver
+from client.driver import Driver
+from client.errors import LaunchError, StepFailed, WorkerDied
+from client.scheduler import Scheduler
+from rpc_schema.config import ParallelConfig
+from rpc_schema.exit_codes import ExitCode
+from rpc_schema.step import ExecuteModel
+from tests.support.faulty_daemon import Fault, FaultyDaemons
+from tests.support.gpu_generation import (
+    generate,
+    gpu_group,
+    make_checkpoint,
+    make_requests,
+    worker_config,
+)
+from tests.support.sampling_checks import on, random_logits, random_metadata
+from tests.support.serving import connect, scheduler_limits
+from worker_daemon.errors import CapacityError, OutOfMemoryError
+from worker_daemon.kernels.argmax import greedy_tokens
+from worker_daemon.kernels.sampling import TritonSampling
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "qwen3-0.6b"
+NUM_SLOTS = 8
+PROMPT_LEN = 1000
+"""So many tokens at once that the step is no graph's, and takes more than SPARE_BYTES."""
+NUM_TOKENS = 12
+ROUNDS = 100
+SPARE_BYTES = 48 << 20
+SLACK_BYTES = 64 << 20
+"""Of the driver's own, which comes and goes with other processes."""
+POISON = 77
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models") / "qwen3"
+    shutil.copytree(MODEL, directory)
+    return directory
+
+
+@pytest.fixture
+def driver(model):
+    made = StageDriver(model, "cuda:0", max_model_len=2048, num_blocks=2048)
+    made.start()
+    yield made
+    made.leave()
+
+
+@contextmanager
+def starved(spare_bytes: int) -> Iterator[None]:
+    """This process's tensors get no more than that for the moment."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    limit = torch.cuda.memory_reserved() + spare_bytes
+    torch.cuda.set_per_process_memory_fraction(limit / total, 0)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, 0)
+
+
+def prefill(driver):
+    message, _ = driver.prefill(np.arange(NUM_SLOTS), PROMPT_LEN, NUM_TOKENS)
+    return msgspec.structs.replace(message, resync=b"")
+
+
+def decodes(driver, count):
+    bits = np.packbits(np.ones(NUM_SLOTS, np.bool_), bitorder="little").tobytes()
+    replies = []
+    for _ in range(count):
+        message = ExecuteModel(**driver.ids(), total_num_scheduled_tokens=NUM_SLOTS, scheduled=bits)
+        replies.append(driver.worker.execute_model(message, []))
+    return [reply.result()[0].sampled_token_ids for reply in replies]
+
+
+def serve(driver, prompt):
+    first = driver.worker.execute_model(prefill(driver), [prompt]).result()[0]
+    return [first.sampled_token_ids, *decodes(driver, NUM_TOKENS - 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [8, 700])
+def test_kernels_choose_no_token_where_logits_are_no_numbers(dtype, num_rows):
+    """Rows that are split over programs, and so many that they are not."""
+    rng = np.random.default_rng()
+    vocab_size = 20_011
+    logits = random_logits("flat", num_rows, vocab_size, rng).to("cuda", dtype)
+    metadata = on("cuda", random_metadata(num_rows, rng))
+    sampling = TritonSampling(torch.device("cuda"))
+    greedy, sampled = greedy_tokens(logits, vocab_size), sampling.tokens(logits, metadata)
+    assert (greedy >= 0).all() and (sampled >= 0).all()
+    logits[1, 17_000], logits[2], logits[4, 0] = torch.nan, torch.nan, torch.inf
+    logits[5], logits[7, -1] = -torch.inf, torch.nan
+    bad = [1, 2, 4, 5, 7]
+    greedy[bad], sampled[bad] = -1, -1
+    assert torch.equal(greedy_tokens(logits, vocab_size), greedy)
+    assert torch.equal(sampling.tokens(logits, metadata), sampled)
+
+
+def test_hundred_steps_without_memory_leave_it_as_it_was(driver):
+    rng = np.random.default_rng()
+    prompt = rng.integers(3, 1000, NUM_SLOTS * PROMPT_LEN).astype("<i4").tobytes()
+    expected = serve(driver, prompt)
+    figures = []
+    with starved(SPARE_BYTES):
+        for _ in range(ROUNDS):
+            with pytest.raises(OutOfMemoryError) as failed:
+                driver.worker.execute_model(prefill(driver), [prompt])
+            assert failed.value.needed_bytes > SPARE_BYTES // 2
+            del failed
+            torch.cuda.synchronize()
+            figures.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert len(set(figures)) == 1
+    assert serve(driver, prompt) == expected
+
+
+def test_graphs_need_no_memory(driver):
+    """Rows that are there go on while a prompt fails: their decodes are replayed graphs."""
+    rng = np.random.default_rng()
+    prompt = rng.integers(3, 1000, NUM_SLOTS * PROMPT_LEN).astype("<i4").tobytes()
+    expected = serve(driver, prompt)
+    first = driver.worker.execute_model(prefill(driver), [prompt]).result()[0]
+    tokens = [first.sampled_token_ids]
+    with starved(1 << 20):
+        tokens += decodes(driver, NUM_TOKENS - 1)
+    assert tokens == expected
+
+
+def test_load_without_memory_leaves_the_device_as_it_was(model):
+    failing = StageDriver(model, "cuda:0", max_model_len=2048, num_blocks=64)
+    torch.cuda.init()
+    before = torch.cuda.mem_get_info()[0]
+    with starved(600 << 20), pytest.raises(CapacityError, match="the weights do not fit"):
+        failing.load()
+    failing.worker.close()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() < 160 << 20  # cuBLAS's; the embedding alone has 311 MB
+    assert before - torch.cuda.mem_get_info()[0] < 10 * SLACK_BYTES  # context and libraries
+    failing.load()
+    failing.leave()
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"temperature": 0.8, "top_k": 20}, {"logprobs": 2}], ids=str
+)
+def test_request_whose_logits_are_no_numbers_fails_alone(tmp_path, fields):
+    checkpoint = make_checkpoint(tmp_path / "model")
+    for path in checkpoint.glob("*.safetensors"):
+        tensors = load_file(path)
+        if "model.embed_tokens.weight" in tensors:
+            tensors["model.embed_tokens.weight"][POISON] = torch.nan
+        save_file(tensors, path, {"format": "pt"})
+    good = make_requests(12, seed=1, max_tokens=24, **fields)
+    bad = []
+    for index, request in enumerate(make_requests(8, seed=2, max_tokens=24, **fields)):
+        prompt = request.prompt_token_ids.copy()
+        prompt[index % len(prompt)] = POISON
+        bad.append(replace(request, id=f"bad {index}", prompt_token_ids=prompt))
+    with gpu_group(checkpoint, 1, 1, "float32") as (_, group, loaded):
+        alone = generate(group, loaded, good)
+        both = generate(group, loaded, [*bad[:4], *good[:6], *bad[4:], *good[6:]])
+    for request in good:
+        assert both[request.id].token_ids == alone[request.id].token_ids
+        assert both[request.id].finish_reason == alone[request.id].finish_reason
+    for request in bad:
+        assert (both[request.id].token_ids, both[request.id].finish_reason) == ([], "error")
+
+
+def test_lost_device_ends_the_process_in_time(tmp_path):
+    """A device assert in the middle of a run; the memory of the GPU comes back."""
+    checkpoint = make_checkpoint(tmp_path / "model")
+    free = torch.cuda.mem_get_info()[0]
+    with FaultyDaemons(1, tmp_path, tmp_path, ready_timeout_s=120.0, device="cuda:0") as daemons:
+        config = worker_config(checkpoint, ParallelConfig(), "bfloat16")
+        with connect(daemons.endpoints, config, num_gpu_blocks=None) as (group, loaded):
+            results = []
+            driver = Driver(group, Scheduler(scheduler_limits(group, loaded)), results.append)
+            for request in make_requests(16, max_tokens=200):
+                driver.add_request(request)
+            for _ in range(20):
+                driver.step()
+            num_good = len(results)
+            daemons.faults[0].put(Fault("execute_model", "assert"))
+            began = time.monotonic()
+            with pytest.raises((StepFailed, WorkerDied)):
+                list(driver.run())
+        exit_code = await_exit(daemons)
+        took_s = time.monotonic() - began
+        log = daemons.log_tail(0)
+        print(f"a device assert ended the process after {took_s:.2f} s")
+    assert exit_code == ExitCode.CONTEXT_LOST, log
+    assert took_s < 4.0  # 2 s from the error, which a driver's own waits may come before
+    assert log.count("the process ends with 86") == 1
+    assert len(results) - num_good < 200
+    deadline = time.monotonic() + 5.0
+    while free - torch.cuda.mem_get_info()[0] > SLACK_BYTES:
+        assert time.monotonic() < deadline, "the memory does not come back"
+        time.sleep(0.05)
+
+
+def await_exit(daemons):
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        try:
+            daemons.check_alive()
+        except LaunchError as error:
+            return error.exit_code
+        time.sleep(0.01)
+    return None

@@ -1,0 +1,212 @@
+"""Random and structured frames for every socket of a daemon: `python -m tests.support.fuzz` starts
+one with keys and one without, sends each --frames of them, and prints what became of them."""
+
+import argparse
+import contextlib
+import json
+import random
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from client.keys import NO_KEYS
+from client.transport import Endpoint, parse_endpoint
+from rpc_schema.codec import encode_control
+from rpc_schema.lifecycle import Shutdown
+from tests.contract.random_messages import fixed_example, messages
+from tests.support.secured import BareSockets, KeyRing, SecuredDaemon, answers, ask, wait_until
+
+MAX_GROWTH_BYTES = 64 << 20
+QUIET_S = 0.3
+BURST = 200
+"""Frames between two looks at what was answered."""
+SHUTDOWN = encode_control(Shutdown(call=1))[:2]
+"""What asks the daemon to end: it may, without keys. So this is left out."""
+
+
+def valid_messages() -> list[bytes]:
+    """One of every request, as on the wire."""
+    kinds = [kind for name in ("control", "step") for kind in messages(name)]
+    return [msgspec.msgpack.encode(fixed_example(kind)) for kind in kinds]
+
+
+def hostile_messages(seed: int) -> Iterator[list[bytes]]:
+    """Messages without end."""
+    source = random.Random(seed)
+    valid = valid_messages()
+    while True:
+        frames = [_frame(source, valid) for _ in range(source.choice((1, 1, 1, 1, 2, 3, 6, 7, 20)))]
+        if not frames[0].startswith(SHUTDOWN):
+            yield frames
+
+
+def _frame(source: random.Random, valid: list[bytes]) -> bytes:
+    kind = source.randrange(8)
+    if kind == 0:
+        return source.randbytes(source.randrange(200))
+    if kind == 1:
+        return source.choice((b"\x91", b"\x81", b"\x92\x01")) * source.randrange(3000)
+    if kind == 2:
+        header = source.choice(
+            (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff")
+        )
+        return source.choice((b"", b"\x93\x01")) + header + source.randbytes(8)
+    message = bytearray(source.choice(valid))
+    if kind == 3:
+        return bytes(message[: source.randrange(len(message) + 1)])
+    if kind == 4:
+        at = source.randrange(len(message))
+        return bytes(message[:at] + message[at // 2 :])
+    for _ in range(source.choice((0, 1, 1, 2, 4))):
+        message[source.randrange(len(message))] = source.randrange(256)
+    return bytes(message)
+
+
+class Sent:
+    """What a fuzzer did."""
+
+    frames = 0
+    answers = 0
+
+
+def fuzz(
+    addresses: Endpoint, ring: KeyRing | None, num_frames: int, seconds: float, seed: int
+) -> Sent:
+    """Send messages to all four sockets until one of the limits. ring: the driver's key is used."""
+    sockets, sent = BareSockets(), Sent()
+    own = [
+        sockets.open(address, ring, "driver", zmq.XSUB if name == "events" else zmq.DEALER)
+        for name, address in zip(Endpoint._fields[:4], addresses[:4], strict=True)
+    ]
+    ends = time.monotonic() + seconds
+    for number, frames in enumerate(hostile_messages(seed)):
+        chosen = own[0 if number % 2 else number // 2 % 4]
+        try:
+            chosen.send_multipart(frames, zmq.NOBLOCK)
+            sent.frames += len(frames)
+        except zmq.Again:
+            time.sleep(0.0005)
+        if number % BURST == 0:
+            for each in own:
+                while each.poll(0):
+                    each.recv_multipart()
+                    sent.answers += 1
+            if sent.frames >= num_frames or time.monotonic() > ends:
+                break
+    sockets.close()
+    return sent
+
+
+GREETINGS = [
+    b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
+    for mechanism in (b"NULL", b"PLAIN", b"CURVE")
+]
+READY = b"\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\0\0\0\0"
+HELLO = b"\x04\xc8\x05HELLO\x01\x00"
+
+
+def fuzz_as_stranger(addresses: Endpoint, num_frames: int, seconds: float, seed: int) -> Sent:
+    """Send bytes to all four sockets of an ipc endpoint as one that has no key, and does not wait
+    to be let in: messages behind greetings of every kind, and bytes that are none."""
+    sent, source, ends = Sent(), random.Random(seed), time.monotonic() + seconds
+    for number, frames in enumerate(hostile_messages(seed)):
+        greeting = source.choice((*GREETINGS, b"", source.randbytes(64)))
+        opening = source.choice((READY, HELLO + source.randbytes(193), b"", source.randbytes(9)))
+        body = b"".join(b"\x02" + len(f).to_bytes(8, "big") + f for f in frames)
+        with socket.socket(socket.AF_UNIX) as made, contextlib.suppress(OSError):
+            made.connect(addresses[number % 4].removeprefix("ipc://"))
+            made.settimeout(1.0)
+            made.sendall(greeting + opening + body)
+            sent.frames += len(frames)
+            if source.randrange(4) == 0:
+                sent.answers += bool(made.recv(64))
+        if sent.frames >= num_frames or time.monotonic() > ends:
+            return sent
+    raise AssertionError("hostile messages do not end")
+
+
+def settled(daemon: SecuredDaemon) -> tuple[int, int]:
+    """What was decoded, once all that was sent has been looked at."""
+    seen, since = daemon.decoded, time.monotonic()
+    while time.monotonic() - since < QUIET_S:
+        time.sleep(QUIET_S / 10)
+        if daemon.decoded != seen:
+            seen, since = daemon.decoded, time.monotonic()
+    return seen
+
+
+def fuzz_daemon(
+    directory: Path, with_keys: bool, num_frames: int, seconds: float, seed: int
+) -> dict[str, object]:
+    """Start a daemon that bans nobody, fuzz it, and return what is to be said of it.
+
+    Raises AssertionError if it died, does not answer, grew too much, or decoded anything of a
+    stranger's."""
+    ring = KeyRing(directory / f"keys-{with_keys}")
+    endpoint = f"ipc://{directory}/f{int(with_keys)}/w0"
+    ring.trust({endpoint: ring.public["daemon"]})
+    keys = ring.keys("driver") if with_keys else NO_KEYS
+    options = ring.serve_options() if with_keys else ()
+    daemon = SecuredDaemon(
+        directory, endpoint, *options, "--log-level", "error", bans="off", keys=keys
+    )
+    try:
+        addresses, used = parse_endpoint(endpoint, keys), ring if with_keys else None
+        fuzz(addresses, used, 5000, seconds, seed + 1)  # caches and allocators fill once
+        decoded = settled(daemon)
+        before = daemon.rss_bytes
+        strange = Sent()
+        if with_keys:
+            strange = fuzz_as_stranger(addresses, num_frames, seconds, seed + 2)
+            assert settled(daemon) == decoded, "something of a stranger's was decoded"
+        began = time.monotonic()
+        sent = fuzz(addresses, used, num_frames, seconds, seed)
+        wait_until(lambda: answers(endpoint, keys), 60)
+        assert daemon.process.poll() is None, daemon.log.read_text()[-2000:]
+        health = ask(endpoint, keys, lambda client: client.check_health())
+        assert health.healthy
+        growth = daemon.rss_bytes - before
+        assert growth < MAX_GROWTH_BYTES, f"it grew by {growth >> 20} MiB"
+        return {
+            "keys": with_keys,
+            "frames": sent.frames,
+            "answers": sent.answers,
+            "frames_of_strangers": strange.frames,
+            "decoded": [now - then for now, then in zip(daemon.decoded, decoded, strict=True)],
+            "growth_mib": round(growth / (1 << 20), 1),
+            "seconds": round(time.monotonic() - began, 1),
+        }
+    finally:
+        daemon.stop()
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--frames", type=int, default=1_000_000)
+    parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
+    given = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="fz-"))
+    print(f"seed {given.seed}")
+    try:
+        for with_keys in (False, True):
+            print(
+                json.dumps(
+                    fuzz_daemon(directory, with_keys, given.frames, given.seconds, given.seed)
+                )
+            )
+            sys.stdout.flush()
+    finally:
+        shutil.rmtree(directory)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Drivers that are killed in the middle of serving, so that others can adopt their requests.
+
+`python -m tests.support.killed_driver` reads one Plan a line, forks a driver for each and says what
+became of it: a driver costs no start of an interpreter. DriverNursery is the other end.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from client.adoption import AdoptedRequest
+from client.driver import Driver
+from client.loading import LoadedModel
+from client.requests import RequestParser
+from client.scheduler import RequestOutput, Scheduler, scheduler_limits
+from client.worker_group import WorkerGroup
+from rpc_schema.config import WorkerConfig
+from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death, Executioner
+from tests.support.mock_schedulers import RandomScheduler
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """A driver's life."""
+
+    endpoints: list[str]
+    config: WorkerConfig
+    lines: list[str]
+    """Requests, as `worker-client generate --input` has them."""
+    adopt: bool = False
+    scheduler: Literal["reference", "random"] = "reference"
+    death: Death | None = None
+    """Counted from the first step of the new epoch on."""
+    num_results: int | None = None
+    """Say so after this many steps' results, and go on: somebody kills us then."""
+    num_gpu_blocks: int | None = NUM_GPU_BLOCKS
+    detach: bool = False
+    """Leave in order after num_results, once no step is in flight any more."""
+
+
+def make_scheduler(plan: Plan, loaded: LoadedModel) -> "Scheduler | RandomScheduler":
+    limits = scheduler_limits(loaded, plan.config)
+    if plan.scheduler == "reference":
+        return Scheduler(limits)
+    return RandomScheduler(limits, seed=len(plan.lines))
+
+
+class Serving(NamedTuple):
+    """A driver that is ready to step."""
+
+    driver: Driver
+    adopted: list[AdoptedRequest]
+    done: list[RequestOutput]
+    """What had all its tokens already."""
+
+
+def begin(group: WorkerGroup, loaded: LoadedModel, plan: Plan) -> Serving:
+    """Adopt what there is, and add the lines that are not running."""
+    scheduler = make_scheduler(plan, loaded)
+    adopted = group.adopt_requests() if plan.adopt else []
+    done = scheduler.adopt_requests(adopted) if adopted else []
+    driver = Driver(group, scheduler)
+    known = {request.req_id for request in adopted}
+    for index, line in enumerate(plan.lines):
+        request = RequestParser(None, seed=1).parse(line, index)
+        if request.id not in known:
+            driver.add_request(request)
+    return Serving(driver, adopted, done)
+
+
+def live(plan: Plan) -> None:
+    """Live and die by the plan; 0 where nobody had to kill us."""
+    with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
+        group.attach(keep_requests=plan.adopt)
+        loaded = group.prepare(plan.config, num_gpu_blocks=plan.num_gpu_blocks)
+        driver = begin(group, loaded, plan).driver
+        if plan.death is not None:
+            executioner = Executioner(group.clients, plan.death)
+            for client in group.clients:
+                executioner.attend(client)
+        num_results = 0
+        while driver.busy:
+            driver.step()
+            num_results += 1
+            if num_results == plan.num_results:
+                if plan.detach:
+                    for future in group._steps.pending:
+                        future.result()
+                    group.detach()
+                    return
+                sys.stdout.write("ready\n")
+                sys.stdout.flush()
+
+
+def main() -> None:
+    """Fork a driver for each line."""
+    for line in sys.stdin:
+        plan = msgspec.json.decode(line, type=Plan)
+        child = os.fork()
+        if child == 0:
+            live(plan)
+            os._exit(0)
+        sys.stdout.write(f"{child}\n")
+        sys.stdout.flush()
+        _, status = os.waitpid(child, 0)
+        sys.stdout.write(f"ended {os.waitstatus_to_exitcode(status)}\n")
+        sys.stdout.flush()
+
+
+class DriverNursery:
+    """Starts drivers one after the other."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.killed_driver"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        assert self._process.wait(30) == 0
+        self._process.stdout.close()
+
+    def live(self, plan: Plan, kill_after_s: float = 0.0) -> None:
+        """Have a driver live. One with num_results is killed `kill_after_s` after they came."""
+        process = self._process
+        process.stdin.write(msgspec.json.encode(plan).decode() + "\n")
+        process.stdin.flush()
+        pid = int(process.stdout.readline())
+        said = process.stdout.readline().strip()
+        if said == "ready":
+            time.sleep(kill_after_s)
+            os.kill(pid, signal.SIGKILL)
+            said = process.stdout.readline().strip()
+        expected = 0 if plan.detach else -signal.SIGKILL
+        assert said == f"ended {expected}", said
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""`python -m tests.support.leased_driver ENDPOINT TTL_S`: a driver of one daemon with the fake
+worker, in a process of its own, so that it can be stopped and killed. Attaches, brings the daemon
+up, and sends step after step; writes a line for each, then the name of the error that ended it."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from client.errors import ClientError
+from client.lease_terms import LeaseTerms
+from client.scheduler_output import NewRequest, SchedulerOutput
+from client.worker_group import WorkerGroup
+from rpc_schema.config import (
+    CacheConfig,
+    GraphConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
+from rpc_schema.kv_cache import KVCacheConfig
+from rpc_schema.sampling import SamplingParams
+
+CONFIG = WorkerConfig(
+    parallel=ParallelConfig(),
+    model=ModelConfig(model="/m"),
+    scheduler=SchedulerConfig(step_deadline_ms=5000),
+    cache=CacheConfig(),
+    graph=GraphConfig(),
+)
+
+
+def make_ready(group: WorkerGroup) -> None:
+    """Bring a daemon up from wherever it stands."""
+    group.reset("CREATED")
+    group.init_device(CONFIG)
+    group.load_model(CONFIG)
+    config = KVCacheConfig(num_blocks=2, block_size=16, groups=(), size_bytes=0)
+    group.initialize_from_config((config,))
+    group.compile_or_warm_up_model()
+
+
+def admit(group: WorkerGroup) -> int:
+    """Run the first step of a request; return how many steps the daemon has run by then."""
+    prompt = np.zeros(1, np.int32)
+    request = NewRequest("none", prompt, 1, 0, [1], SamplingParams())
+    return run(group, SchedulerOutput({"none": 1}, scheduled_new_reqs=[request]))
+
+
+def decode(group: WorkerGroup) -> int:
+    """Run its next one."""
+    return run(group, SchedulerOutput({"none": 1}))
+
+
+def run(group: WorkerGroup, output: SchedulerOutput) -> int:
+    return group.execute_model(output).result().sampled["none"]
+
+
+def main(endpoint: str, ttl_s: float) -> None:
+    try:
+        with WorkerGroup([endpoint], ParallelConfig(), lease=LeaseTerms(ttl_s=ttl_s)) as group:
+            group.attach()
+            make_ready(group)
+            print(admit(group), flush=True)
+            while True:
+                print(decode(group), flush=True)
+                time.sleep(0.005)
+    except ClientError as error:
+        print(type(error).__name__, flush=True)
+        raise SystemExit(3) from None
+
+
+@contextmanager
+def living_driver(endpoint: str, ttl_s: float) -> Iterator["subprocess.Popen[str]"]:
+    """Start a driver, let it come to its first steps, and see that it is gone at the end."""
+    words = [sys.executable, "-m", "tests.support.leased_driver", endpoint, str(ttl_s)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().strip().isdecimal()
+            yield process
+        finally:
+            process.kill()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))

@@ -1,0 +1,233 @@
+"""Keys, and daemons that want them: around the fake worker, or real ones."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import zmq
+
+from client.errors import ClientError
+from client.keys import NO_KEYS, Keys, read_keys
+from client.transport import new_driver_id, parse_endpoint
+from client.worker_client import AskingClient, WorkerClient
+from rpc_schema.key_files import SecretKey, read_secret_key
+from tests.support.command_line import environment
+from tests.support.counted_serve import decoder_calls
+from worker_daemon.server.keygen import make_key_files
+
+ROLES = ("driver", "observer", "admin")
+START_LIMIT_S = 20.0
+
+
+def free_port(count: int = 4) -> int:
+    """The first of `count` free ports in a row."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = first.getsockname()[1]
+        try:
+            for offset in range(count):
+                socket.create_server(("127.0.0.1", port + offset)).close()
+        except OSError:
+            continue
+        return port
+
+
+class KeyRing:
+    """A directory of keys: `daemon`, one of each role, and `stranger`, which nobody lets in."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        names = ("daemon", *ROLES, "stranger")
+        self.public = {name: make_key_files(directory / name).public_key for name in names}
+        self.authorized = directory / "authorized.json"
+        self.known = directory / "known.json"
+        self.authorize(*ROLES)
+        self.trust({})
+
+    def authorize(self, *roles: str) -> None:
+        """Let the keys of these roles in."""
+        entries = [{"key": self.public[role], "role": role, "name": role} for role in roles]
+        self.authorized.write_text(json.dumps(entries))
+
+    def trust(self, known: dict[str, str]) -> None:
+        """Write the driver's file: public keys by endpoint."""
+        self.known.write_text(json.dumps(known))
+
+    def keys(self, name: str) -> Keys:
+        """A driver's keys with this one of its own."""
+        return read_keys(str(self.directory / f"{name}.key"), self.known)
+
+    def secret(self, name: str) -> SecretKey:
+        """A key pair."""
+        return read_secret_key(self.directory / f"{name}.key", "test")
+
+    def options(self, name: str) -> tuple[str, ...]:
+        """What a client's command line gets."""
+        key_file = str(self.directory / f"{name}.key")
+        return "--key-file", key_file, "--known-daemons", str(self.known)
+
+    def serve_options(self) -> tuple[str, ...]:
+        """What a daemon's command line gets."""
+        own, allowed = self.directory / "daemon.key", self.authorized
+        return "--key-file", str(own), "--authorized-keys", str(allowed)
+
+
+class SecuredDaemon:
+    """A daemon process around the fake worker, whose decoders are counted."""
+
+    def __init__(
+        self,
+        directory: Path,
+        endpoint: str,
+        *options: str,
+        bans: str = "on",
+        interpreter: tuple[str, ...] = (),
+        keys: Keys = NO_KEYS,
+    ) -> None:
+        """keys: of somebody that may ask whether it is there."""
+        self.endpoint = endpoint
+        self.log = directory / f"{free_port(1)}.log"
+        self._counters = self.log.with_suffix(".counters")
+        self._counters.write_bytes(bytes(16))
+        serve = (sys.executable, *interpreter, "-m", "tests.support.counted_serve")
+        words = ("serve", "--device", "cpu", "--endpoint", endpoint, "--state-dir", str(directory))
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*serve, str(self._counters), bans, *words, *options],
+                stdout=log,
+                stderr=log,
+            )
+        wait_until(lambda: answers(endpoint, keys) or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log.read_text()
+
+    @property
+    def decoded(self) -> tuple[int, int]:
+        """Calls of the control's and the step socket's decoder."""
+        return decoder_calls(self._counters)
+
+    @property
+    def rss_bytes(self) -> int:
+        return psutil.Process(self.process.pid).memory_info().rss
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+class RealDaemons:
+    """Real daemons on tcp with keys, each under an audit hook that writes what is unpickled."""
+
+    def __init__(
+        self, directory: Path, ring: KeyRing, devices: Sequence[str], model_root: Path
+    ) -> None:
+        self.endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in devices]
+        self.unpickled = [directory / f"unpickled{index}" for index in range(len(devices))]
+        self.log = directory / "real.log"
+        ring.trust(dict.fromkeys(self.endpoints, ring.public["daemon"]))
+        serve = (sys.executable, "-m", "tests.support.audited_serve")
+        tcp = ("--model-root", str(model_root), "--data-interface", "lo")
+        options = ("--state-dir", str(directory / "state"), *tcp, *ring.serve_options())
+        with self.log.open("wb") as log:
+            self.processes = [
+                subprocess.Popen(
+                    [*serve, file, "serve", "--endpoint", endpoint, "--device", device, *options],
+                    stdout=log,
+                    stderr=log,
+                    env=environment(directory),
+                )
+                for endpoint, device, file in zip(
+                    self.endpoints, devices, self.unpickled, strict=True
+                )
+            ]
+        for endpoint in self.endpoints:
+            wait_until(lambda endpoint=endpoint: answers(endpoint, ring.keys("observer")), 90)
+
+    def listening(self, rank: int) -> tuple[set[str], set[int]]:
+        """Addresses and ports at which a daemon listens, its own four ports left out."""
+        first = int(self.endpoints[rank].rsplit(":")[-1])
+        process = psutil.Process(self.processes[rank].pid)
+        found = [entry for entry in process.net_connections("inet") if entry.status == "LISTEN"]
+        ports = {entry.laddr.port for entry in found}
+        assert ports >= set(range(first, first + 4))
+        return {entry.laddr.ip for entry in found}, ports - set(range(first, first + 4))
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait(10)
+
+
+def answers(endpoint: str, keys: Keys) -> bool:
+    """Whether a daemon answers there."""
+    try:
+        return ask(endpoint, keys, lambda client: bool(client.hello(0.5)))
+    except ClientError:
+        return False
+
+
+def ask(endpoint: str, keys: Keys, question: Callable[[WorkerClient], object]) -> object:
+    """Ask a daemon over a connection of its own."""
+    with zmq.Context() as context:
+        client = AskingClient(context, parse_endpoint(endpoint, keys), 0, new_driver_id())
+        try:
+            return question(client)
+        finally:
+            client.close()
+
+
+def dealer(
+    context: zmq.Context,
+    address: str,
+    ring: KeyRing | None,
+    name: str,
+    kind: int = zmq.DEALER,
+    routing_id: bytes = b"",
+) -> zmq.Socket:
+    """A bare socket with a key of the ring, or without any."""
+    made = context.socket(kind)
+    made.setsockopt(zmq.LINGER, 0)
+    if kind == zmq.SUB:
+        made.subscribe(b"")
+    else:
+        made.setsockopt(zmq.ROUTING_ID, routing_id or b"\x01" + os.urandom(15))
+    if ring is not None:
+        own = ring.secret(name)
+        made.setsockopt(zmq.CURVE_PUBLICKEY, own.public_key.encode())
+        made.setsockopt(zmq.CURVE_SECRETKEY, own.secret_key.encode())
+        made.setsockopt(zmq.CURVE_SERVERKEY, ring.public["daemon"].encode())
+    made.connect(address)
+    return made
+
+
+class BareSockets:
+    """Sockets of one test, closed together."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._made: list[zmq.Socket] = []
+
+    def open(
+        self, address: str, ring: KeyRing | None, name: str, kind: int = zmq.DEALER
+    ) -> zmq.Socket:
+        """See dealer()."""
+        self._made.append(dealer(self._context, address, ring, name, kind))
+        return self._made[-1]
+
+    def close(self) -> None:
+        for made in self._made:
+            made.close(linger=0)
+        self._context.term()
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = START_LIMIT_S) -> None:
+    """Wait until a function returns a true value."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.01)

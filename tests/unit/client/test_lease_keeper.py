@@ -1,0 +1,209 @@
+"""The lease from the driver's side, on fake daemons with the real lease: who waits, who is refused,
+who notices, and what is sent again."""
+
+import gc
+import threading
+import time
+
+import pytest
+
+from client.errors import (
+    ClientConfigError,
+    FencedError,
+    LeaseExpiredError,
+    LeaseHeldError,
+    NotAttachedError,
+)
+from client.lease_terms import LeaseTerms, holder_name
+from client.worker_group import WorkerGroup
+from rpc_schema import codec
+from rpc_schema.config import ParallelConfig
+from rpc_schema.step import ModelRunnerOutput
+from tests.support.driving import wait_until
+from tests.support.fake_daemon import Fault, next_token
+from tests.unit.client.conftest import worker_config
+from tests.unit.client.test_worker_group import admit, ready, serve
+
+SHORT = LeaseTerms(ttl_s=1.0)
+
+
+@pytest.fixture
+def drivers(fakes):
+    """drivers(terms) -> another group on the same two fake daemons."""
+    daemons = fakes(2)
+    groups = []
+
+    def make(terms: LeaseTerms = SHORT) -> WorkerGroup:
+        parallel = ParallelConfig(pipeline_parallel_size=2)
+        groups.append(WorkerGroup(daemons.endpoints, parallel, lease=terms))
+        return groups[-1]
+
+    make.daemons = daemons.daemons
+    yield make
+    for group in groups:
+        group.close()
+
+
+def state_of(daemon) -> str:
+    return daemon.lease.status().state
+
+
+def test_polite_driver_is_refused_while_the_holder_lives(drivers):
+    first, second = drivers(), drivers()
+    first.attach()
+    model = first.prepare(worker_config(2))
+    with pytest.raises(LeaseHeldError, match=f"{holder_name()} holds the lease") as caught:
+        second.attach(wait_for_lease_s=0)
+    assert (caught.value.rank, caught.value.holder) == (0, first.driver_id)
+    assert 0 < caught.value.remaining_s <= 1
+    assert "Traceback" not in str(caught.value)
+    with pytest.raises(LeaseHeldError):
+        second.attach()
+    serve(first, model, pp=2)
+    assert [daemon.epoch for daemon in drivers.daemons] == [1, 1]
+
+
+def test_next_driver_need_not_wait_for_one_that_left_in_order(drivers):
+    for _ in range(3):
+        with WorkerGroup(
+            [daemon.endpoint for daemon in drivers.daemons],
+            ParallelConfig(pipeline_parallel_size=2),
+            lease=LeaseTerms(ttl_s=60),
+        ) as group:
+            group.attach(wait_for_lease_s=0)
+            assert [state_of(daemon) for daemon in drivers.daemons] == ["held", "held"]
+        assert [state_of(daemon) for daemon in drivers.daemons] == ["free", "free"]
+
+
+def test_dead_driver_is_waited_for_and_no_longer(drivers):
+    first, second = drivers(), drivers()
+    first.attach()
+    first._channel.lease.stop()  # as a killed process stops
+    second.attach()
+    assert [daemon.lease.status().holder for daemon in drivers.daemons] == [second.driver_id] * 2
+    with pytest.raises(FencedError):
+        first.get_status() and first.execute_dummy_batch().result()
+
+
+def test_lease_is_renewed_while_nothing_else_happens(drivers):
+    group = drivers()
+    group.attach()
+    time.sleep(1.5)
+    assert [state_of(daemon) for daemon in drivers.daemons] == ["held", "held"]
+    group.detach()
+    assert [state_of(daemon) for daemon in drivers.daemons] == ["free", "free"]
+    with pytest.raises(NotAttachedError):
+        group.execute_dummy_batch().result()
+
+
+def test_loop_that_gives_no_heartbeat_loses_its_lease_and_may_attach_again(drivers):
+    group = drivers(LeaseTerms(ttl_s=1.0, heartbeat_timeout_s=0.6))
+    group.attach()
+    until = time.monotonic() + 2.0
+    while time.monotonic() < until:
+        group.heartbeat()
+        time.sleep(0.05)
+    assert state_of(drivers.daemons[0]) == "held"
+    wait_until(lambda: state_of(drivers.daemons[0]) == "orphan", "the lease expires")
+    with pytest.raises(LeaseExpiredError):
+        group.execute_dummy_batch().result()
+    with pytest.raises(LeaseExpiredError):
+        group.execute_dummy_batch()
+    group.attach()
+    serve(group, group.prepare(worker_config(2)), pp=2)
+
+
+def test_lease_ends_with_the_thread_that_attached(drivers):
+    group = drivers()
+    thread = threading.Thread(target=group.attach)
+    thread.start()
+    thread.join()
+    wait_until(lambda: state_of(drivers.daemons[1]) == "orphan", "the lease expires")
+
+
+def test_group_that_nobody_refers_to_renews_no_more(fakes):
+    daemons = fakes(1)
+    group = WorkerGroup(daemons.endpoints, ParallelConfig(), lease=SHORT)
+    group.attach()
+    thread, context = group._channel.lease._thread, group._channel._context
+    group._channel._results.close()
+    group._channel._events.close()
+    for client in group.clients:
+        client.close()
+    del group, client
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
+    context.term()
+
+
+def test_fenced_driver_hears_of_it_while_it_waits(drivers):
+    first, second = drivers(), drivers()
+    first.attach()
+    first.prepare(worker_config(2, step_deadline_ms=60_000))
+    for daemon in drivers.daemons:
+        daemon.faults = [Fault(0, "hang")]
+    future = first.execute_model(admit("a"))
+    second.attach(force=True)
+    with pytest.raises(FencedError):
+        future.result()
+    with pytest.raises(FencedError):
+        first.execute_model(admit("b"))
+    serve(second, second.prepare(worker_config(2, step_deadline_ms=60_000)), pp=2)
+
+
+@pytest.mark.parametrize(
+    "terms", [{"ttl_s": 0.9}, {"ttl_s": 61}, {"orphan_kv_ttl_s": -1}, {"heartbeat_timeout_s": -1}]
+)
+def test_terms_out_of_bounds_are_refused(terms):
+    (field,) = terms
+    with pytest.raises(ClientConfigError, match=f"field {field} = "):
+        LeaseTerms(**terms)
+
+
+# What gets lost.
+
+
+def test_lost_reply_is_asked_for_again_and_nothing_runs_twice(fakes, connect):
+    daemons, group, _ = ready(fakes, connect)
+    daemon = daemons.daemons[0]
+    depart, lost = daemon._depart, []
+
+    def lose_first(epoch, frames, delay_s=0.0):
+        own = codec.split_replayed(frames)[1]
+        if not lost and isinstance(codec.decode_step_reply(own), ModelRunnerOutput):
+            lost.append(own)
+        else:
+            depart(epoch, frames, delay_s)
+
+    daemon._depart = lose_first
+    future = group.execute_model(admit("a"))
+    assert future.result().sampled == {"a": next_token(range(3))}
+    assert future.replayed
+    assert len(daemon.executes) == len(lost) == 1
+    daemon._depart = depart
+    second = group.execute_model(admit("b", first_block=2))
+    assert second.result().sampled == {"b": next_token(range(3))}
+    assert not second.replayed
+
+
+@pytest.mark.parametrize("way", ["request", "reply"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_operation_that_gets_lost_is_sent_again_and_runs_once(fakes, connect, way, rank):
+    daemons, group, _ = ready(fakes, connect, 2)
+    daemon = daemons.daemons[rank]
+    name = "_arrive" if way == "request" else "_depart"
+    passes, lost = getattr(daemon, name), []
+
+    def lose_first(*args):
+        if lost:
+            passes(*args)
+        lost.append(args)
+
+    setattr(daemon, name, lose_first)
+    before = [each.operations.count("GetSupportedTasks") for each in daemons.daemons]
+    replies = group.get_supported_tasks()
+    assert [reply.rank for reply in replies] == [0, 1]
+    after = [each.operations.count("GetSupportedTasks") for each in daemons.daemons]
+    assert after == [count + 1 for count in before]
+    assert lost

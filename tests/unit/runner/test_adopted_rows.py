@@ -1,0 +1,281 @@
+"""What rows tell a driver that adopts them, against requests kept by hand: results arrive late, and
+steps whose result has not come, or that failed, do not count."""
+
+import copy
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from row_steps import Admission, NaiveRows, Plan, StepGenerator, encode, int32s
+
+from rpc_schema.adoption import MAX_PAGE_BYTES, MAX_ROW_BLOCKS
+from rpc_schema.sampling import SamplingParams
+from worker_daemon.errors import InvalidStepError
+from worker_daemon.runner import adoption, token_history
+from worker_daemon.runner.adoption import describe_requests
+from worker_daemon.runner.input_batch import InputBuilder
+from worker_daemon.runner.request_state import MAX_TAKEN_BACK, RequestState, StepLimits
+from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
+from worker_daemon.runner.staging import HostStaging
+from worker_daemon.runner.step_layout import ExactShapes
+from worker_daemon.runner.token_history import NoHistory, SampledTokens
+
+CPU = torch.device("cpu")
+MOST_LATE = 5
+
+
+def make_builder(state):
+    tables = RowTables(state.limits, CPU, TorchRowKernels())
+    return InputBuilder(state, tables, HostStaging(), ExactShapes())
+
+
+def draw_limits(rng):
+    max_num_seqs = int(rng.integers(1, 10))
+    return StepLimits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + int(rng.integers(8, 40)),
+        max_model_len=int(rng.integers(2, 60)),
+        vocab_size=int(rng.integers(5, 1000)),
+        block_size=2 ** int(rng.integers(0, 5)),
+        num_blocks=int(rng.integers(2, 60)),
+    )
+
+
+def split(page):
+    """[(row, its tokens, its blocks)]"""
+    tokens, blocks = np.frombuffer(page.token_ids, "<i4"), np.frombuffer(page.block_ids, "<i4")
+    told = []
+    for row in page.rows:
+        told.append((row, tokens[: row.num_tokens].tolist(), blocks[: row.num_blocks].tolist()))
+        tokens, blocks = tokens[row.num_tokens :], blocks[row.num_blocks :]
+    assert tokens.size == blocks.size == 0
+    return told
+
+
+class Rank:
+    """Rows and their history, with every state of the naive requests since the last result."""
+
+    def __init__(self, limits, history):
+        self.rows = NaiveRows(limits)
+        self.state = RequestState(limits)
+        self.builder = make_builder(self.state)
+        self.history = history
+        self.late = deque()
+        self.good = {}
+
+    def run(self, seq, plan, rng):
+        if plan.keep is not None:  # a driver sends that once it knows what became of all before
+            self.deliver(0)
+        message, arrays = encode(seq, plan, self.rows)
+        ran = self.rows.apply(seq, plan)
+        step = self.state.apply(message, arrays)
+        inputs = self.builder.build(step)
+        self.builder.tables.update(inputs.columns)
+        tokens = rng.integers(0, 1000, inputs.sample_rows.slots_np.size).tolist()
+        slots = [slot for slot, (_, _, samples) in ran.items() if samples]
+        for slot, token in zip(slots, tokens, strict=True):
+            self.rows.requests[slot].sampled.append(token)
+        self.late.append((seq, inputs.sample_rows.sampled, tokens, self.snapshot()))
+
+    def snapshot(self):
+        admissions = self.rows.admissions
+        return {
+            slot: (admissions[slot], r.computed, list(r.blocks), len(r.known) + len(r.sampled))
+            for slot, r in self.rows.requests.items()
+        }
+
+    def deliver(self, left):
+        while len(self.late) > left:
+            seq, sampled, tokens, self.good = self.late.popleft()
+            if tokens:
+                self.history.note(1, seq, sampled, np.array(tokens, "<i4").tobytes())
+            else:
+                self.history.confirm(1, seq)
+
+    def told(self, state):
+        state.take_back(self.history.has_confirmed)
+        return split(describe_requests(state, self.builder, self.history, 0))
+
+    def check(self, told):
+        assert [row.slot for row, _, _ in told] == sorted(self.rows.requests)
+        for row, tokens, blocks in told:
+            request = self.rows.requests[row.slot]
+            count, computed, held, length = self.good.get(row.slot, (0, 0, [], 0))
+            if count != self.rows.admissions[row.slot]:
+                computed, held, length = 0, [], len(request.known)
+            assert tokens == (request.known + request.sampled)[:length]
+            assert (row.num_computed_tokens, blocks) == (computed if held else 0, held)
+            assert row.num_prompt_tokens == request.num_prompt
+            assert row.sampling == request.sampling
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_are_told_as_the_last_result_left_them(seed):
+    rng = np.random.default_rng(seed)
+    limits = draw_limits(rng)
+    rank = Rank(limits, SampledTokens(limits.max_num_seqs + 1, limits.max_model_len))
+    steps = StepGenerator(rng, limits)
+    num_late = 0
+    for seq in range(1, 180):
+        plan = steps.draw(rank.rows)
+        plan.defer = False
+        rank.run(seq, plan, rng)
+        rank.deliver(int(rng.integers(0, MOST_LATE)))
+        if rng.random() < 0.4:
+            state = copy.deepcopy(rank.state)
+            rank.check(rank.told(state))
+            num_late += len(rank.late) > 0
+            again = split(describe_requests(state, rank.builder, rank.history, 0))
+            assert again == rank.told(state)
+    assert num_late > 10
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_failed_step_and_those_behind_it_do_not_count_on_ranks_without_results(seed):
+    rng = np.random.default_rng(50 + seed)
+    limits = draw_limits(rng)
+    rank, steps = Rank(limits, NoHistory()), StepGenerator(rng, limits)
+    for seq in range(1, 120):
+        rank.run(seq, draw_ordinary(steps, rank.rows), rng)
+        if rng.random() < 0.3:
+            failing = copy.deepcopy(rank)
+            before = failing.late[-2][3] if len(failing.late) > 1 else {}
+            failing.state.mark_failed(seq)
+            for later in range(seq + 1, seq + int(rng.integers(1, 5))):
+                failing.run(later, draw_ordinary(steps, failing.rows), rng)
+            for row, tokens, blocks in failing.told(failing.state):
+                count, computed, held, _ = before.get(row.slot, (0, 0, [], 0))
+                same = count == failing.rows.admissions[row.slot]
+                assert blocks == (held if same else [])
+                assert row.num_computed_tokens == (computed if same and held else 0)
+                assert tokens == failing.rows.requests[row.slot].known
+            assert failing.state.has_failed
+
+
+def draw_ordinary(steps, rows):
+    """A step without deferral and full resynchronisation."""
+    while True:
+        plan = steps.draw(rows)
+        plan.defer = False
+        if plan.keep is None:
+            return plan
+
+
+def test_rows_without_a_request_stay_free_when_steps_are_taken_back():
+    limits = StepLimits(4, 40, 32, 50, 4, 30)
+    rank, rng = Rank(limits, SampledTokens(5, 32)), np.random.default_rng(0)
+    rank.run(1, admit(0, 5, [3, 4]), rng)
+    rank.run(2, Plan(scheduled={0: 1}), rng)
+    rank.run(3, Plan(finished=[0]), rng)
+    assert rank.told(rank.state) == []
+    message, arrays = encode(4, Plan(blocks=[(0, 8)]), rank.rows)
+    with pytest.raises(InvalidStepError, match="new_block_slots"):
+        copy.deepcopy(rank.state).apply(message, arrays)
+    message, arrays = encode(4, admit(0, 5, [6, 7]), rank.rows)
+    assert rank.state.apply(message, arrays).starts.tolist() == [0]
+    rank.builder.tables.update(rank.builder.build(rank.state.dummy_step(5)).columns)
+    ((_, tokens, blocks),) = split(describe_requests(rank.state, rank.builder, rank.history, 0))
+    assert (tokens, len(blocks)) == ([0] * 5, 2)
+
+
+def test_more_late_steps_than_are_remembered_leave_no_kv_to_vouch_for():
+    limits = StepLimits(2, 40, 400, 50, 4, 400)
+    rank, rng = Rank(limits, SampledTokens(3, 400)), np.random.default_rng(0)
+    rank.run(1, admit(1, 4, [1]), rng)
+    rank.deliver(0)
+    for seq in range(2, MAX_TAKEN_BACK + 3):
+        needs_block = rank.rows.requests[1].computed % 4 == 0
+        rank.run(seq, Plan(scheduled={1: 1}, blocks=[(1, seq)] if needs_block else []), rng)
+    ((row, tokens, blocks),) = rank.told(rank.state)
+    assert (row.num_computed_tokens, blocks) == (0, [])
+    assert tokens == (rank.rows.requests[1].known + rank.rows.requests[1].sampled)[:5]
+
+
+def admit(slot, num_tokens, blocks, computed=0, schedule=None):
+    new = Admission(slot, [0] * num_tokens, num_tokens, computed, SamplingParams())
+    scheduled = num_tokens - computed if schedule is None else schedule
+    return Plan(admissions=[new], blocks=[(slot, b) for b in blocks], scheduled={slot: scheduled})
+
+
+def test_tokens_that_wait_for_their_sampling_are_not_told():
+    limits = StepLimits(2, 40, 32, 50, 4, 30)
+    rank = Rank(limits, SampledTokens(3, 32))
+    plan = admit(1, 6, [2, 3])
+    plan.defer = True
+    message, arrays = encode(1, plan, rank.rows)
+    rank.rows.apply(1, plan)
+    inputs = rank.builder.build(rank.state.apply(message, arrays))
+    rank.builder.tables.update(inputs.columns)
+    rank.history.confirm(1, 1)
+    ((row, tokens, _),) = rank.told(copy.deepcopy(rank.state))
+    assert (tokens, row.num_computed_tokens) == ([0] * 6, 6)
+    rank.state.take_unsampled(1)
+    rank.history.note(1, 2, inputs.sample_rows.sampled, int32s(9))
+    ((row, tokens, _),) = rank.told(rank.state)
+    assert (tokens, row.num_computed_tokens) == ([0] * 6 + [9], 6)
+
+
+def test_long_rows_come_in_pages():
+    length, count = MAX_PAGE_BYTES // 16, 9
+    limits = StepLimits(count, count, length, 50, 16, 30)
+    state = RequestState(limits)
+    builder = make_builder(state)
+    rng = np.random.default_rng(3)
+    plan = Plan(
+        admissions=[
+            Admission(slot, rng.integers(0, 50, length - slot).tolist(), 1, 0, SamplingParams())
+            for slot in range(count)
+        ]
+    )
+    message, arrays = encode(1, plan, NaiveRows(limits))
+    builder.build(state.apply(message, arrays))
+    first_slot, told = 0, []
+    for _ in range(count):
+        page = describe_requests(state, builder, NoHistory(), first_slot)
+        assert len(page.token_ids) <= MAX_PAGE_BYTES
+        assert len(page.rows) == min(3, count - first_slot)
+        told += split(page)
+        first_slot = page.next_slot
+        if not first_slot:
+            break
+    assert [(row.slot, tokens) for row, tokens, _ in told] == [
+        (new.slot, new.tokens) for new in plan.admissions
+    ]
+    assert describe_requests(state, builder, NoHistory(), count).rows == ()
+
+
+def test_row_of_more_than_a_reply_holds_is_told_in_part(monkeypatch):
+    monkeypatch.setattr(adoption, "MAX_ROW_TOKENS", 10)
+    monkeypatch.setattr(adoption, "MAX_ROW_BLOCKS", 2)
+    limits = StepLimits(2, 40, 32, 50, 4, 30)
+    rank, rng = Rank(limits, SampledTokens(3, 32)), np.random.default_rng(0)
+    rank.run(1, admit(1, 12, [2, 3, 4]), rng)
+    rank.deliver(0)
+    ((row, tokens, blocks),) = rank.told(rank.state)
+    assert (tokens, blocks, row.num_computed_tokens) == ([0] * 10, [], 0)
+    assert MAX_ROW_BLOCKS > 2
+
+
+def test_history_keeps_a_slot_s_requests_apart(monkeypatch):
+    monkeypatch.setattr(token_history, "_FOLD_AT", 3)
+    rng = np.random.default_rng(8)
+    history, truth, generation = SampledTokens(4, 50), {}, [0] * 4
+    for seq in range(400):
+        slots = np.flatnonzero(rng.random(4) < 0.6)
+        for slot in slots.tolist():
+            if slot not in truth or truth[slot][0] + len(truth[slot][1]) > 50 or rng.random() < 0.1:
+                generation[slot] += 1
+                truth[slot] = (int(rng.integers(1, 40)), [])
+        positions = np.array([truth[s][0] + len(truth[s][1]) for s in slots], np.int32)
+        tokens = rng.integers(0, 99, slots.size).tolist()
+        for slot, token in zip(slots.tolist(), tokens, strict=True):
+            truth[slot][1].append(token)
+        columns = token_history.Sampled(slots, np.array(generation)[slots], positions)
+        history.note(7, seq, columns, np.array(tokens, "<i4").tobytes())
+        assert history.has_confirmed(7, seq) and not history.has_confirmed(8, seq)
+        for slot, (known, sampled) in truth.items():
+            end = history.known_to(slot, generation[slot], known)
+            assert end == known + len(sampled)
+            assert history.between(slot, known, end).tolist() == sampled
+            assert history.known_to(slot, generation[slot] + 1, 3) == 3

@@ -1,0 +1,205 @@
+"""The lease's states as a table: what each event makes of each, with a clock of the test's own."""
+
+import pytest
+
+from rpc_schema.lease import FREE_LEASE
+from worker_daemon.errors import (
+    ConfigError,
+    FencedError,
+    LeaseExpiredError,
+    LeaseHeldError,
+    NotAttachedError,
+)
+from worker_daemon.server.lease import Lease, LeaseTerms, lease_terms
+
+A, B = b"a" * 16, b"b" * 16
+TERMS = LeaseTerms(3.0, 60.0, "host:1")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Watched:
+    """A lease whose owner looks at it four times a second, as the control thread does."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.lease = Lease(self.clock)
+
+    def wait(self, seconds: float) -> None:
+        for _ in range(round(seconds * 4)):
+            self.clock.now += 0.25
+            self.lease.status()
+
+    def to(self, state: str) -> Lease:
+        """Driver A of epoch 5 leaves it in this state."""
+        if state != "fresh":
+            self.lease.grant(A, 5, TERMS)
+        if state == "orphan":
+            self.wait(3)
+        if state == "free":
+            assert self.lease.release(5)
+        return self.lease
+
+
+@pytest.fixture
+def watched() -> Watched:
+    return Watched()
+
+
+@pytest.mark.parametrize(
+    ("state", "driver", "force", "free"),
+    [
+        ("fresh", A, False, True),
+        ("fresh", B, False, True),
+        ("held", A, False, True),
+        ("held", B, False, False),
+        ("held", B, True, True),
+        ("orphan", A, False, True),
+        ("orphan", B, False, True),
+        ("free", A, False, True),
+        ("free", B, False, True),
+    ],
+)
+def test_who_may_attach(
+    watched: Watched, state: str, driver: bytes, force: bool, free: bool
+) -> None:
+    lease = watched.to(state)
+    before = lease.status()
+    if free:
+        lease.check_free_for(driver, force=force)
+    else:
+        with pytest.raises(LeaseHeldError, match="host:1 holds the lease of epoch 5") as caught:
+            lease.check_free_for(driver, force=force)
+        assert caught.value.lease == before
+    assert lease.status() == before
+
+
+@pytest.mark.parametrize(
+    ("state", "driver", "epoch", "error"),
+    [
+        ("fresh", A, 5, NotAttachedError),
+        ("held", A, 5, None),
+        ("held", A, 4, FencedError),
+        ("held", A, 6, NotAttachedError),
+        ("held", A, 0, FencedError),
+        ("held", B, 5, FencedError),
+        ("orphan", A, 5, LeaseExpiredError),
+        ("orphan", A, 4, FencedError),
+        ("orphan", A, 6, NotAttachedError),
+        ("free", A, 5, NotAttachedError),
+        ("free", A, 4, FencedError),
+    ],
+)
+def test_who_may_renew(
+    watched: Watched, state: str, driver: bytes, epoch: int, error: type[Exception] | None
+) -> None:
+    lease = watched.to(state)
+    before = lease.status()
+    watched.wait(1)
+    if error is None:
+        assert lease.renew(driver, epoch) == 3.0
+        assert lease.status() == before
+        return
+    with pytest.raises(error):
+        lease.renew(driver, epoch)
+    after = lease.status()
+    assert (after.state, after.epoch, after.holder) == (before.state, before.epoch, before.holder)
+    assert after.remaining_ms <= before.remaining_ms
+
+
+def test_renewed_in_time_it_never_expires_and_unrenewed_it_does_at_once(watched: Watched) -> None:
+    lease = watched.to("held")
+    for _ in range(10):
+        watched.wait(2.75)
+        lease.renew(A, 5)
+    assert lease.take_expiry() == 0
+    watched.wait(2.75)
+    assert lease.status().remaining_ms == 250
+    watched.wait(0.25)
+    assert lease.status().state == "orphan"
+    assert [lease.take_expiry(), lease.take_expiry()] == [5, 0]
+
+
+def test_requests_stay_for_their_time_after_the_expiry(watched: Watched) -> None:
+    lease = watched.to("orphan")
+    assert lease.take_expiry() == 5
+    watched.wait(59.75)
+    assert lease.take_kv_end() == 0
+    assert lease.status().orphan_kv_remaining_ms == 250
+    watched.wait(0.25)
+    assert [lease.take_kv_end(), lease.take_kv_end()] == [5, 0]
+    assert lease.status().state == "orphan"
+
+
+def test_who_attaches_in_time_finds_them(watched: Watched) -> None:
+    lease = watched.to("orphan")
+    watched.wait(59)
+    lease.grant(B, 6, TERMS)
+    lease.renew(B, 6)
+    for _ in range(4):
+        watched.wait(2)
+        lease.renew(B, 6)
+    assert (lease.take_expiry(), lease.take_kv_end()) == (0, 0)
+
+
+@pytest.mark.parametrize("state", ["held", "orphan"])
+def test_given_back_it_is_free_at_once(watched: Watched, state: str) -> None:
+    lease = watched.to(state)
+    assert not lease.release(4)
+    assert not lease.release(6)
+    assert lease.status().state == state
+    assert lease.release(5)
+    assert lease.status() == FREE_LEASE
+    assert not lease.release(5)
+    watched.wait(100)
+    assert (lease.take_expiry(), lease.take_kv_end()) == (0, 0)
+
+
+def test_status_tells_the_holder_and_the_time_left(watched: Watched) -> None:
+    lease = watched.to("held")
+    watched.wait(1)
+    status = lease.status()
+    assert (status.state, status.holder, status.holder_name, status.epoch) == (
+        "held",
+        A,
+        "host:1",
+        5,
+    )
+    assert (status.ttl_ms, status.remaining_ms, status.orphan_kv_remaining_ms) == (3000, 2000, 0)
+
+
+def test_time_in_which_nobody_looked_does_not_count(watched: Watched) -> None:
+    """The control thread was stopped, or kept from the interpreter: renewals wait unread."""
+    lease = watched.to("held")
+    watched.wait(1)
+    watched.clock.now += 30
+    assert lease.status().remaining_ms == 2000
+    lease.renew(A, 5)
+    watched.wait(3)
+    assert lease.status().state == "orphan"
+
+
+@pytest.mark.parametrize(
+    ("ttl_ms", "kv_ms", "field"),
+    [
+        (999, 0, "lease_ttl_ms"),
+        (60_001, 0, "lease_ttl_ms"),
+        (0, 0, "lease_ttl_ms"),
+        (3000, 3_600_001, "orphan_kv_ttl_ms"),
+    ],
+)
+def test_terms_out_of_bounds_are_refused_by_name(ttl_ms: int, kv_ms: int, field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field} = .*fix: use") as caught:
+        lease_terms(ttl_ms, kv_ms, "")
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("ttl_ms", "kv_ms"), [(1000, 0), (60_000, 3_600_000)])
+def test_terms_at_their_bounds(ttl_ms: int, kv_ms: int) -> None:
+    assert lease_terms(ttl_ms, kv_ms, "x") == LeaseTerms(ttl_ms / 1000, kv_ms / 1000, "x")

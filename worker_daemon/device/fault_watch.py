@@ -1,0 +1,93 @@
+"""The watch for a GPU's XIDs by NVML. To be imported for GPUs only: the CPU has no NVML. Knows no
+process and no socket."""
+
+from contextlib import suppress
+from typing import Protocol
+
+import pynvml
+
+from worker_daemon.device.gpu_faults import LOST, Fault, FaultWatch, NoFaultWatch, fault_of
+from worker_daemon.device.total_memory import nvml_name
+
+
+class EventData(Protocol):
+    """One event, as NVML gives it."""
+
+    eventType: int
+    eventData: int
+
+
+class Nvml(Protocol):
+    """What is used of nvidia-ml-py."""
+
+    NVMLError: type[Exception]
+    nvmlEventTypeXidCriticalError: int
+    NVML_ERROR_TIMEOUT: int
+    NVML_ERROR_GPU_IS_LOST: int
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> object: ...
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> object: ...
+
+    def nvmlEventSetCreate(self) -> object: ...
+
+    def nvmlDeviceRegisterEvents(self, handle: object, types: int, events: object) -> None: ...
+
+    def nvmlEventSetWait_v2(self, events: object, timeout_ms: int) -> EventData: ...
+
+    def nvmlEventSetFree(self, events: object) -> None: ...
+
+
+class NvmlFaultWatch:
+    """One device's XIDs. NVML stays open as long as the process lives."""
+
+    def __init__(self, events: object, nvml: Nvml) -> None:
+        """events: a set with which the device is registered."""
+        self._events = events
+        self._nvml = nvml
+        self.is_on = True
+
+    def wait(self, timeout_ms: int) -> Fault | None:
+        """See FaultWatch. NVML that fails otherwise than for the GPU's sake ends the watch: that is
+        no fault of the GPU's."""
+        nvml = self._nvml
+        try:
+            event = nvml.nvmlEventSetWait_v2(self._events, timeout_ms)
+        except nvml.NVMLError as error:
+            code = getattr(error, "value", None)
+            if code == nvml.NVML_ERROR_TIMEOUT:
+                return None
+            self.is_on = False
+            return LOST if code == nvml.NVML_ERROR_GPU_IS_LOST else None
+        if event.eventType != nvml.nvmlEventTypeXidCriticalError:
+            return None
+        return fault_of(int(event.eventData))
+
+    def close(self) -> None:
+        self.is_on = False
+        with suppress(self._nvml.NVMLError):
+            self._nvml.nvmlEventSetFree(self._events)
+
+
+def open_fault_watch(device: str, visible_devices: str | None, nvml: Nvml = pynvml) -> FaultWatch:
+    """Watch a device, cuda:N; visible_devices is CUDA_VISIBLE_DEVICES, where that is set. Where it
+    cannot be watched, nothing is. Creates no CUDA context."""
+    events = None
+    try:
+        nvml.nvmlInit()
+        name = nvml_name(device, visible_devices)
+        handle = (
+            nvml.nvmlDeviceGetHandleByIndex(int(name))
+            if name.isdecimal()
+            else nvml.nvmlDeviceGetHandleByUUID(name)
+        )
+        events = nvml.nvmlEventSetCreate()
+        nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+    except (nvml.NVMLError, ValueError):
+        if events is not None:
+            with suppress(nvml.NVMLError):
+                nvml.nvmlEventSetFree(events)
+        return NoFaultWatch()
+    return NvmlFaultWatch(events, nvml)

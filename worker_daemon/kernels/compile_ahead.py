@@ -1,0 +1,52 @@
+"""Compiling many kernels at once, before any of them runs. Must not know any kernel.
+
+Triton compiles a kernel when it is first launched, one after the other, half a second each. Inside
+`compiling_ahead()` a launch of a kernel that is marked `launched` only asks for its compilation,
+which threads do meanwhile; when the block ends all is in Triton's caches, in memory and on disk.
+Nothing is computed there, so nobody may read a result: capture a graph, and throw it away.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from triton.runtime._async_compile import AsyncCompileMode, active_mode
+
+MAX_THREADS: Final = 16
+"""A kernel's passes leave the interpreter's lock alone; its code generator does not."""
+
+_Grid = TypeVar("_Grid")
+
+
+class Launched:
+    """A Triton kernel that the host launches: `kernel[grid](...)`."""
+
+    def __init__(self, kernel: Any) -> None:
+        """kernel: what triton.jit returns, compiled or interpreted."""
+        self._kernel = kernel
+
+    def __getitem__(self, grid: _Grid) -> Callable[..., object]:
+        if active_mode.get() is None:
+            launch: Callable[..., object] = self._kernel[grid]
+            return launch
+        return partial(self._kernel.warmup, grid=grid)
+
+
+def launched(kernel: Any) -> Launched:
+    """Mark a kernel, above triton.jit."""
+    return Launched(kernel)
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Let launches compile and do nothing else; all is compiled when this ends. One at a time.
+
+    Raises:
+        triton.CompilationError: a kernel cannot be compiled.
+    """
+    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads, "compile") as pool, AsyncCompileMode(pool):
+        yield

@@ -1,0 +1,98 @@
+"""Rows as another driver wants to hear of them. Reads host state and the device's block table;
+changes nothing.
+
+A row's tokens are those of its admission and, on the output rank, those that were sampled since, as
+far as they have reached the host. Page sizes are bounded by rpc_schema/adoption.py.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from rpc_schema.adoption import (
+    MAX_PAGE_BYTES,
+    MAX_ROW_BLOCKS,
+    MAX_ROW_TOKENS,
+    RequestRow,
+)
+from worker_daemon.runner.input_batch import InputBuilder
+from worker_daemon.runner.request_state import Int32s, RequestState
+from worker_daemon.runner.token_history import TokenHistory
+
+_ROW_BYTES = 128
+"""Of a row without its id, note, stop tokens and columns; at most."""
+
+
+class Page(NamedTuple):
+    """Some rows, by ascending slot."""
+
+    rows: tuple[RequestRow, ...]
+    next_slot: int
+    """0: no row follows."""
+    token_ids: bytes
+    """int32 little-endian, of all rows one after the other."""
+    block_ids: bytes
+    """The same."""
+
+
+def describe_requests(
+    state: RequestState, inputs: InputBuilder, history: TokenHistory, first_slot: int
+) -> Page:
+    """Return rows from first_slot on, as many as a reply holds, at least one. Waits for the
+    device."""
+    rows: list[RequestRow] = []
+    tokens: list[Int32s] = []
+    blocks: list[Int32s] = []
+    size = 0
+    for slot in state.live_slots.tolist():
+        if slot < first_slot:
+            continue
+        token_ids = _tokens(state, history, slot)[:MAX_ROW_TOKENS]
+        block_ids = _blocks(state, inputs, slot)
+        row = _row(state, inputs, slot, token_ids, block_ids)
+        size += _size(row) + token_ids.nbytes + block_ids.nbytes
+        if rows and size > MAX_PAGE_BYTES:
+            return Page(tuple(rows), slot, _joined(tokens), _joined(blocks))
+        rows.append(row)
+        tokens.append(token_ids)
+        blocks.append(block_ids)
+    return Page(tuple(rows), 0, _joined(tokens), _joined(blocks))
+
+
+def _tokens(state: RequestState, history: TokenHistory, slot: int) -> Int32s:
+    known = state.known_tokens[slot]
+    end = history.known_to(slot, int(state.generation[slot]), known.size)
+    return np.concatenate([known, history.between(slot, known.size, max(end, known.size))])
+
+
+def _blocks(state: RequestState, inputs: InputBuilder, slot: int) -> Int32s:
+    """The row's blocks; none where there are too many to be told."""
+    num_blocks = state.counts_of(slot).num_blocks
+    if num_blocks > MAX_ROW_BLOCKS:
+        num_blocks = 0
+    block_ids: Int32s = inputs.tables.block_table[slot, :num_blocks].cpu().numpy()
+    return block_ids
+
+
+def _row(
+    state: RequestState, inputs: InputBuilder, slot: int, tokens: Int32s, blocks: Int32s
+) -> RequestRow:
+    return RequestRow(
+        slot=slot,
+        req_id=state.req_ids[slot],
+        num_prompt_tokens=int(state.num_prompt_tokens[slot]),
+        num_tokens=tokens.size,
+        num_computed_tokens=state.counts_of(slot).num_computed_tokens if blocks.size else 0,
+        num_blocks=blocks.size,
+        sampling=inputs.sampling_of(slot),
+        note=state.notes[slot],
+    )
+
+
+def _size(row: RequestRow) -> int:
+    stop_ids = len(row.sampling.stop_token_ids)
+    return _ROW_BYTES + 4 * len(row.req_id) + len(row.note) + 5 * stop_ids
+
+
+def _joined(columns: list[Int32s]) -> bytes:
+    return b"".join(column.astype("<i4", copy=False).tobytes() for column in columns)

@@ -1,0 +1,134 @@
+"""The tokens that each row has sampled, and which steps are known to have ended well, as results
+reach the host. Kept for a driver that goes on with requests of another; knows no row's other state
+and no device.
+
+Written by whichever thread takes a result, read by the step thread.
+"""
+
+import mmap
+import threading
+from collections import deque
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+
+from worker_daemon.runner.request_state import Int32s, Int64s
+
+MAX_CONFIRMED = 256
+"""Steps that are remembered to have ended well: more than are ever under way."""
+
+_MAP_NORESERVE: Final = 0x4000
+"""Linux's; Python names it only on some builds."""
+_UNRESERVED: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+"""Nearly all of it is never touched."""
+
+_FOLD_AT = 128
+"""Results between two writes to the table."""
+
+
+class Sampled(NamedTuple):
+    """What a step has sampled. Aligned columns [R]."""
+
+    slots: Int64s
+    generations: Int64s
+    positions: Int32s
+    """Of the sampled tokens."""
+
+
+class TokenHistory(Protocol):
+    """What a rank remembers of results."""
+
+    def confirm(self, epoch: int, seq: int) -> None:
+        """A step ended well, on every rank that took part, and sampled nothing."""
+
+    def note(self, epoch: int, seq: int, sampled: Sampled, token_ids: bytes) -> None:
+        """A step ended well. token_ids: int32 little-endian [R]."""
+
+    def has_confirmed(self, epoch: int, seq: int) -> bool:
+        """Whether it ended well, as far as this rank ought to know."""
+
+    def known_to(self, slot: int, generation: int, default: int) -> int:
+        """Return how many tokens of a row are known, those of its admission included; default: if
+        it has sampled none."""
+
+    def between(self, slot: int, first: int, last: int) -> Int32s:
+        """Return the row's sampled tokens at positions first to last - 1."""
+
+
+class NoHistory:
+    """A rank that gets no results: it vouches for every step that it ran."""
+
+    def confirm(self, epoch: int, seq: int) -> None:
+        return None
+
+    def note(self, epoch: int, seq: int, sampled: Sampled, token_ids: bytes) -> None:
+        return None
+
+    def has_confirmed(self, epoch: int, seq: int) -> bool:
+        return True
+
+    def known_to(self, slot: int, generation: int, default: int) -> int:
+        return default
+
+    def between(self, slot: int, first: int, last: int) -> Int32s:
+        return np.zeros(0, np.int32)
+
+
+class SampledTokens:
+    """The output rank's history: a table by slot and position, of which memory is taken only where
+    tokens were sampled."""
+
+    def __init__(self, num_rows: int, max_model_len: int) -> None:
+        width = max_model_len + 1
+        memory = mmap.mmap(-1, 4 * num_rows * width, flags=_UNRESERVED)
+        self._tokens: Int32s = np.frombuffer(memory, np.int32).reshape(num_rows, width)
+        self._known_to = np.zeros(num_rows, np.int64)
+        self._generations = np.full(num_rows, -1, np.int64)
+        self._results: list[tuple[Sampled, bytes]] = []
+        self._confirmed: deque[tuple[int, int]] = deque(maxlen=MAX_CONFIRMED)
+        self._lock = threading.Lock()
+
+    def confirm(self, epoch: int, seq: int) -> None:
+        """See TokenHistory."""
+        with self._lock:
+            self._confirmed.append((epoch, seq))
+
+    def note(self, epoch: int, seq: int, sampled: Sampled, token_ids: bytes) -> None:
+        """See TokenHistory."""
+        with self._lock:
+            self._confirmed.append((epoch, seq))
+            self._results.append((sampled, token_ids))
+            if len(self._results) == _FOLD_AT:
+                self._fold()
+
+    def has_confirmed(self, epoch: int, seq: int) -> bool:
+        """See TokenHistory."""
+        with self._lock:
+            return (epoch, seq) in self._confirmed
+
+    def known_to(self, slot: int, generation: int, default: int) -> int:
+        """See TokenHistory."""
+        with self._lock:
+            self._fold()
+            current = self._generations[slot] == generation
+            return int(self._known_to[slot]) if current else default
+
+    def between(self, slot: int, first: int, last: int) -> Int32s:
+        """See TokenHistory."""
+        with self._lock:
+            self._fold()
+            return self._tokens[slot, first:last].copy()
+
+    def _fold(self) -> None:
+        """Write the noted results into the table. Of a place that is named twice the last value
+        stays: results come in the order of the steps, so a slot's present request wins."""
+        if not self._results:
+            return
+        columns, raw = zip(*self._results, strict=True)
+        self._results.clear()
+        slots = np.concatenate([sampled.slots for sampled in columns])
+        generations = np.concatenate([sampled.generations for sampled in columns])
+        positions = np.concatenate([sampled.positions for sampled in columns])
+        self._tokens[slots, positions] = np.frombuffer(b"".join(raw), "<i4")
+        self._generations[slots] = generations
+        self._known_to[slots] = positions + 1

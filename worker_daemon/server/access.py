@@ -1,0 +1,125 @@
+"""Who may ask for what: the role that each request needs, and the role that its sender has. Knows
+no socket; of a frame it reads what the handshake left there."""
+
+from collections.abc import Mapping
+from typing import Final, Protocol, TypeAlias
+
+import zmq
+
+from rpc_schema import lifecycle as lc
+from rpc_schema import trace as tr
+from rpc_schema.codec import ControlMessage, StepMessage
+from rpc_schema.key_files import Role, fingerprint
+from worker_daemon.errors import ForbiddenError
+from worker_daemon.server.bad_peers import Peer
+
+Request: TypeAlias = ControlMessage | StepMessage
+
+_CONTROL: Final[Mapping[type[Request], Role]] = {
+    lc.Hello: Role.OBSERVER,
+    lc.CheckHealth: Role.OBSERVER,
+    lc.GetStatus: Role.OBSERVER,
+    tr.ReadClock: Role.OBSERVER,
+    tr.ReadTrace: Role.OBSERVER,
+    tr.ReadDriverSteps: Role.OBSERVER,
+    lc.Shutdown: Role.ADMIN,
+    # They hold up the steps of a group that somebody else may drive.
+    tr.StartTrace: Role.ADMIN,
+    tr.StopTrace: Role.ADMIN,
+    tr.AskDriver: Role.ADMIN,
+}
+_STEP: Final[Mapping[type[Request], Role]] = {
+    # They write files on the daemon's host.
+    lc.SaveShardedState: Role.ADMIN,
+    lc.FinishShardedState: Role.ADMIN,
+    lc.SaveTensorizedModel: Role.ADMIN,
+    lc.Profile: Role.ADMIN,
+}
+_NEEDED: Final = {**_CONTROL, **_STEP}
+
+SOCKET_ROLES: Final[Mapping[str, Role]] = {
+    "control": Role.OBSERVER,
+    "events": Role.OBSERVER,
+    "step": Role.DRIVER,
+    "results": Role.DRIVER,
+}
+"""The role that opens each socket at all."""
+
+
+def needed_role(message: Request) -> Role:
+    """Return the role that a request needs: a driver's, unless the tables say otherwise; an
+    admin's to take a daemon from another driver by force."""
+    if isinstance(message, lc.PrepareAttach) and message.force:
+        return Role.ADMIN
+    return _NEEDED.get(type(message), Role.DRIVER)
+
+
+class Roles(Protocol):
+    """What keys may do at this moment."""
+
+    def role(self, public_key: str) -> Role | None:
+        """Return a key's role; None: it may do nothing."""
+
+
+class Access(Protocol):
+    """Who a sender is, and what it may do. Any thread may ask."""
+
+    def peer(self, socket: str, route: bytes, frame: zmq.Frame) -> Peer:
+        """Tell senders apart: `frame` is the first of a message that came from `route`."""
+
+    def opens(self, peer: Peer, socket: str) -> bool:
+        """Tell whether anything that peer sends to this socket may be looked at."""
+
+    def check(self, peer: Peer, message: Request) -> None:
+        """Raise ForbiddenError unless the peer may ask for this."""
+
+
+class OpenAccess:
+    """Without keys: the directory decides who can open the sockets, and those may do
+    everything."""
+
+    def peer(self, socket: str, route: bytes, frame: zmq.Frame) -> Peer:
+        """See Access: by routing id."""
+        return socket, route
+
+    def opens(self, peer: Peer, socket: str) -> bool:
+        """See Access."""
+        return True
+
+    def check(self, peer: Peer, message: Request) -> None:
+        """See Access."""
+
+
+class KeyedAccess:
+    """By the key that a peer proved to have in the handshake. Its role is looked up for every
+    message, so that a key that was taken out is refused on open connections too."""
+
+    def __init__(self, roles: Roles) -> None:
+        self._roles = roles
+
+    def peer(self, socket: str, route: bytes, frame: zmq.Frame) -> Peer:
+        """See Access: by public key, which our answer to the handshake made the user id."""
+        return str(frame.get("User-Id"))
+
+    def opens(self, peer: Peer, socket: str) -> bool:
+        """See Access."""
+        role = self._roles.role(str(peer))
+        return role is not None and role.covers(SOCKET_ROLES[socket])
+
+    def check(self, peer: Peer, message: Request) -> None:
+        """See Access."""
+        key = str(peer)
+        role, needed = self._roles.role(key), needed_role(message)
+        if role is None or not role.covers(needed):
+            raise forbidden(key, role, needed, type(message).__name__)
+
+
+def forbidden(key: str, role: Role | None, needed: Role, request: str) -> ForbiddenError:
+    """Return the error that names role and request."""
+    has = "is not among the authorized keys any more" if role is None else f"has the role {role}"
+    return ForbiddenError(
+        f"{request} needs the role {needed}; the key {fingerprint(key)} {has}",
+        field="role",
+        value=None if role is None else str(role),
+        fix=f"use a key with the role {needed}, or give this one that role and send SIGHUP",
+    )

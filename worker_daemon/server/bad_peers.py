@@ -1,0 +1,70 @@
+"""Who sent frames that do not decode, and is not listened to for a while. Knows no socket and no
+key: a peer is whatever tells peers apart."""
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+from rpc_schema.key_files import fingerprint
+
+Peer: TypeAlias = str | tuple[str, bytes]
+"""A public key or, without keys, a socket and the peer's routing id there."""
+
+MAX_BAD_FRAMES: Final = 5
+WINDOW_S: Final = 10.0
+BAN_S: Final = 30.0
+MAX_REMEMBERED: Final = 1024
+"""Without keys whoever comes anew has a new routing id: the oldest are forgotten."""
+
+
+class BadPeers:
+    """Counts bad frames; any thread may ask and tell."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_bad_frames = 0
+        """Since the start, of all peers."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen: OrderedDict[Peer, deque[float]] = OrderedDict()
+        self._banned: OrderedDict[Peer, float] = OrderedDict()
+        """Until when each is not listened to."""
+
+    def __contains__(self, peer: object) -> bool:
+        """Whether what `peer` sends is dropped now."""
+        if not self._banned:  # nearly always: this is asked for every step
+            return False
+        with self._lock:
+            until = self._banned.get(peer)  # type: ignore[call-overload]  # any object may be asked for
+            if until is None:
+                return False
+            if self._clock() < until:
+                return True
+            del self._banned[peer]  # type: ignore[arg-type]  # it was found
+            return False
+
+    def count(self, peer: Peer) -> bool:
+        """Note a bad frame; tell whether its sender is banned from here on."""
+        now = self._clock()
+        with self._lock:
+            self.num_bad_frames += 1
+            times = self._seen.setdefault(peer, deque(maxlen=MAX_BAD_FRAMES))
+            self._seen.move_to_end(peer)
+            times.append(now)
+            banned = len(times) == MAX_BAD_FRAMES and now - times[0] <= WINDOW_S
+            if banned:
+                del self._seen[peer]
+                self._banned[peer] = now + BAN_S
+                self._banned.move_to_end(peer)
+            for kept in (self._seen, self._banned):
+                if len(kept) > MAX_REMEMBERED:
+                    kept.popitem(last=False)
+        return banned
+
+
+def shown(peer: Peer) -> str:
+    """Return what a log line says of a peer."""
+    if isinstance(peer, str):
+        return f"the key {fingerprint(peer)}"
+    return f"the peer {peer[1].hex()} of the {peer[0]} socket"

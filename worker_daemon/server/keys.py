@@ -1,0 +1,94 @@
+"""The daemon's own key pair and the keys it lets in. Reads their files; knows no message."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+
+from rpc_schema.key_files import (
+    AuthorizedKey,
+    KeyFileError,
+    Role,
+    fingerprint,
+    read_authorized_keys,
+    read_secret_key,
+)
+from worker_daemon.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A daemon's key pair."""
+
+    public_key: str
+    secret_key: bytes = field(repr=False)
+
+
+def read_identity(path: Path, *, is_credential: bool) -> Identity:
+    """Read the daemon's secret file.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    try:
+        key = read_secret_key(path, "key-file", group_may_read=is_credential)
+    except KeyFileError as error:
+        raise _config_error(error) from None
+    secret = key.secret_key.encode()
+    if zmq.curve_public(secret).decode() != key.public_key:
+        raise ConfigError(
+            "its two keys are not a pair",
+            field="key-file",
+            value=str(path),
+            fix="make a new one by worker-daemon keygen",
+        )
+    return Identity(key.public_key, secret)
+
+
+class AuthorizedKeys:
+    """Who may come in, and as what. Read anew by the main thread; any thread may ask."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file. Raises ConfigError where it cannot be used."""
+        self._path = path
+        self._by_key: Mapping[str, AuthorizedKey] = {}
+        try:
+            self._by_key = _read(path)
+        except KeyFileError as error:
+            raise _config_error(error) from None
+
+    def role(self, public_key: str) -> Role | None:
+        """Return a key's role; None: it may do nothing."""
+        entry = self._by_key.get(public_key)
+        return None if entry is None else entry.role
+
+    def reload(self) -> bool:
+        """Read the file again; tell whether some key may now do less. What cannot be read changes
+        nothing."""
+        before = self._by_key
+        try:
+            self._by_key = _read(self._path)
+        except KeyFileError as error:
+            logger.error("the authorized keys stay as they were: %s", error)
+            return False
+        logger.info("%d authorized keys", len(self._by_key))
+        lessened = [key for key, entry in before.items() if not self._covers(key, entry.role)]
+        if lessened:
+            logger.info("they may do less: %s", ", ".join(map(fingerprint, lessened)))
+        return bool(lessened)
+
+    def _covers(self, key: str, former: Role) -> bool:
+        role = self.role(key)
+        return role is not None and role.covers(former)
+
+
+def _read(path: Path) -> Mapping[str, AuthorizedKey]:
+    return {entry.key: entry for entry in read_authorized_keys(path, "authorized-keys")}
+
+
+def _config_error(error: KeyFileError) -> ConfigError:
+    return ConfigError(error.message, field=error.field, value=error.value, fix=error.fix)
