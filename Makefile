@@ -26,7 +26,7 @@ test: $(STAMP)   ## run every test that needs no GPU
 
 faults: $(STAMP) ## inject each fault, print how soon it was noticed: make faults ARGS=--long-faults
 	mkdir -p build
-	$(BIN)/python -m pytest tests/faults -p no:xdist --fault-report build/faults.json $(ARGS)
+	FAULTS=100000 $(BIN)/python -m pytest tests/faults -p no:xdist --fault-report build/faults.json $(ARGS)
 
 check: $(STAMP)  ## lint, types, dependency directions, spelling
 	$(BIN)/ruff format --check .

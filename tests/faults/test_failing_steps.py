@@ -34,6 +34,9 @@ from tests.support.serving import (
 
 __all__ = ["checkpoint", "model_root"]
 
+LONG_RUN = pytest.mark.usefixtures("long_run")
+"""For variants that show little beyond others."""
+
 LONG = 1100
 SHORT = 9
 INNER = 8192
@@ -48,16 +51,6 @@ def pair(model_root) -> Iterator[LocalDaemons]:
     """Two daemons as shipped."""
     with LocalDaemons(["cpu"] * 2, model_root) as daemons:
         yield daemons
-
-
-@pytest.fixture
-def noticed(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Records how long a fault took to be noticed, where the fault tests keep a table."""
-    try:
-        recorder: Callable[..., None] = request.getfixturevalue("detection")
-    except pytest.FixtureLookupError:
-        return lambda *args, **kwargs: None
-    return recorder
 
 
 @contextmanager
@@ -100,8 +93,18 @@ def fail_once(group: WorkerGroup, scheduler: Scheduler) -> StepFailed:
     return failures[0]
 
 
-@pytest.mark.parametrize(("pp", "rank", "rounds"), [(1, 0, 100), (2, 0, 10), (2, 1, 10)])
-def test_step_without_memory_costs_nothing_but_itself(pair, checkpoint, noticed, pp, rank, rounds):
+@pytest.mark.parametrize(
+    ("pp", "rank", "rounds"),
+    [
+        (1, 0, 20),
+        pytest.param(1, 0, 100, marks=LONG_RUN),
+        pytest.param(2, 0, 10, marks=LONG_RUN),
+        (2, 1, 10),
+    ],
+)
+def test_step_without_memory_costs_nothing_but_itself(
+    pair, checkpoint, detection, pp, rank, rounds
+):
     model = wide(checkpoint)
     long, short = decisive_prompts(model, rank + rounds, (LONG, SHORT), 6)
     requests = [greedy_request("long", long, 6), greedy_request("short", short, 6)]
@@ -113,23 +116,24 @@ def test_step_without_memory_costs_nothing_but_itself(pair, checkpoint, noticed,
         scheduler = Scheduler(scheduler_limits(group, loaded))
         for request in reversed(requests):
             scheduler.add_request(request)
-        sizes = []
+        sizes, times = [], []
         with starved(pid):
             for _ in range(rounds):
                 began = time.monotonic()
                 failure = fail_once(group, scheduler)
-                noticed(11, "out of memory in a forward", 0.5, time.monotonic() - began, "reply")
+                times.append(time.monotonic() - began)
                 assert (failure.code, failure.rank) == (ErrorCode.OUT_OF_MEMORY, rank)
                 assert f"{MLP_BYTES} bytes are needed" in failure.message
                 assert "bytes are free; fix: " in failure.message
                 sizes.append(_status(pid, "VmData"))
         outputs = {output.req_id: output for output in Driver(group, scheduler).run()}
         assert {name: output.token_ids for name, output in outputs.items()} == expected
+    detection(11, f"out of memory in a forward, pp={pp}", 0.5, max(times), "reply")
     assert max(sizes) - sizes[0] < 4 << 20  # the heap's first growth
     assert sizes[-1] - sizes[rounds // 2] < 1 << 17
 
 
-def test_load_without_memory_leaves_all_as_it_was(pair, checkpoint, noticed):
+def test_load_without_memory_leaves_all_as_it_was(pair, checkpoint, detection):
     model = checkpoint(intermediate_size=4 * INNER, num_hidden_layers=2)
     config = worker_config(model.path)
     endpoints = pair.endpoints[:1]
@@ -141,7 +145,7 @@ def test_load_without_memory_leaves_all_as_it_was(pair, checkpoint, noticed):
         connect(endpoints, config),
     ):
         began = time.monotonic()
-    noticed(12, "out of memory at load", 5.0, time.monotonic() - began, "reply")
+    detection(12, "out of memory at load", 5.0, time.monotonic() - began, "reply")
     assert refused.value.code is ErrorCode.OUT_OF_MEMORY
     with WorkerGroup(endpoints, config.parallel) as group:
         group.attach()
@@ -165,7 +169,9 @@ def poisoned(checkpoint) -> Checkpoint:
     return model
 
 
-@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("pp", "tp"), [pytest.param(1, 1, marks=LONG_RUN), (2, 1), pytest.param(1, 2, marks=LONG_RUN)]
+)
 def test_request_whose_logits_are_no_numbers_fails_alone(pair, poisoned, pp, tp):
     """A small cache: blocks that held NaN are used again, by requests that must not see it."""
     rng = np.random.default_rng()
@@ -225,9 +231,11 @@ def await_exit(daemons: LocalDaemons, began: float) -> tuple[int | None, float]:
     return ended[0], time.monotonic() - began
 
 
-@pytest.mark.parametrize(("pp", "where"), [(1, "likeliest_tokens"), (2, "forward")])
+@pytest.mark.parametrize(
+    ("pp", "where"), [(1, "likeliest_tokens"), pytest.param(2, "forward", marks=LONG_RUN)]
+)
 def test_lost_device_gives_no_token_and_ends_the_process(
-    model_root, tmp_path, checkpoint, noticed, pp, where
+    model_root, tmp_path, checkpoint, detection, pp, where
 ):
     cases = random_cases(checkpoint(), seed=pp)
     config = worker_config(checkpoint().path, pp, step_deadline_ms=100_000)
@@ -244,14 +252,14 @@ def test_lost_device_gives_no_token_and_ends_the_process(
         exit_code, took_s = await_exit(daemons, began)
         log = daemons.log_tail(0)
     assert exit_code == ExitCode.CONTEXT_LOST
-    noticed(14, "device lost", 2.0, took_s, "the reply, then exit code 86", injected=True)
+    detection(14, "device lost", 2.0, took_s, "the reply, then exit code 86", injected=True)
     assert raised.value.rank == 0
     assert log.count("the process ends with 86: the device is lost") == 1
 
 
 @pytest.mark.parametrize(("xid", "row"), [(48, 15), (79, 16)])
 def test_gpu_that_must_not_be_used_ends_the_process(
-    model_root, tmp_path, checkpoint, noticed, xid, row
+    model_root, tmp_path, checkpoint, detection, xid, row
 ):
     """Idle: nobody has called the device since."""
     with FaultyDaemons(1, model_root, tmp_path) as daemons:
@@ -262,6 +270,6 @@ def test_gpu_that_must_not_be_used_ends_the_process(
         daemons.faults[0].xids.write_text(str(xid))
         exit_code, took_s = await_exit(daemons, began)
         log = daemons.log_tail(0)
-    noticed(row, f"XID {xid}", 2.0, took_s, "NVML event, then exit code 87", injected=True)
+    detection(row, f"XID {xid}", 2.0, took_s, "NVML event, then exit code 87", injected=True)
     assert exit_code == ExitCode.GPU_LOST
     assert "XID 94" in log and f"XID {xid}: " in log and "NVIDIA's advice: re" in log

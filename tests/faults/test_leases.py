@@ -80,7 +80,7 @@ def settled(status: lc.Status) -> lc.Status:
 
 
 def test_row_1_killed_driver_leaves_an_orphan_and_the_next_one_goes_on(
-    daemon: DaemonProcess, connect: Callable[[], Driver], record_property: Callable
+    daemon: DaemonProcess, connect: Callable[[], Driver], detection: Callable
 ) -> None:
     observer = connect()
     with living_driver(daemon.endpoint, TTL_S) as first:
@@ -90,7 +90,7 @@ def test_row_1_killed_driver_leaves_an_orphan_and_the_next_one_goes_on(
     held = observer.status()
     assert held.lease.state == "held"
     wait_for(lambda: observer.status().lease.state == "orphan")
-    record_property("row 1, lease expired after s", time.monotonic() - killed)
+    detection(1, "killed driver: orphan", TTL_S, time.monotonic() - killed, "lease")
     wait_for(lambda: observer.status().transitions[-1].endswith("(the lease expired)"))
     orphan = observer.status()
     assert (orphan.load, orphan.epoch, orphan.config) == ("READY", held.epoch, held.config)
@@ -98,14 +98,14 @@ def test_row_1_killed_driver_leaves_an_orphan_and_the_next_one_goes_on(
     with group_on(daemon) as second:
         began = time.monotonic()
         second.attach()
-        record_property("row 1, attached after s", time.monotonic() - began)
+        detection(1, "orphan: next driver attached", 1.0, time.monotonic() - began, "reply")
         assert admit(second) > 1
         assert observer.status().lease.holder == second.driver_id
         assert observer.status().epoch == held.epoch + 1
 
 
 def test_row_1_next_driver_waits_for_the_dead_one_s_lease_by_itself(
-    daemon: DaemonProcess, record_property: Callable
+    daemon: DaemonProcess, detection: Callable
 ) -> None:
     with living_driver(daemon.endpoint, TTL_S) as first:
         first.kill()
@@ -113,7 +113,7 @@ def test_row_1_next_driver_waits_for_the_dead_one_s_lease_by_itself(
         with group_on(daemon) as second:
             began = time.monotonic()
             second.attach()
-            record_property("row 1, kill to attach s", time.monotonic() - began)
+            detection(1, "killed driver: next attached", TTL_S, time.monotonic() - began, "lease")
             admit(second)
 
 
@@ -121,7 +121,7 @@ def test_row_1_next_driver_waits_for_the_dead_one_s_lease_by_itself(
 
 
 def test_row_5_stopped_driver_wakes_up_fenced_and_stops(
-    daemon: DaemonProcess, record_property: Callable
+    daemon: DaemonProcess, detection: Callable
 ) -> None:
     with living_driver(daemon.endpoint, TTL_S) as first, group_on(daemon) as second:
         os.kill(first.pid, signal.SIGSTOP)
@@ -130,7 +130,7 @@ def test_row_5_stopped_driver_wakes_up_fenced_and_stops(
         os.kill(first.pid, signal.SIGCONT)
         woken = time.monotonic()
         assert first.wait(10) == 3
-        record_property("row 5, stopped itself after s", time.monotonic() - woken)
+        detection(5, "stopped driver stops itself", TTL_S / 3, time.monotonic() - woken, "reply")
         assert first.stdout is not None
         assert first.stdout.read().split()[-1] == "FencedError"
         assert decode(second) == before + 1
@@ -271,7 +271,7 @@ def known(kind: type, ids: dict) -> dict:
 
 
 def test_row_26_polite_second_driver_is_refused_and_disturbs_nobody(
-    daemon: DaemonProcess, record_property: Callable
+    daemon: DaemonProcess, detection: Callable
 ) -> None:
     with group_on(daemon, 3.0) as first, group_on(daemon) as second:
         first.attach()
@@ -281,19 +281,19 @@ def test_row_26_polite_second_driver_is_refused_and_disturbs_nobody(
         began = time.monotonic()
         with pytest.raises(LeaseHeldError, match=f"holds the lease of epoch {epoch}, for another"):
             second.attach(wait_for_lease_s=0)
-        record_property("row 26, refused after s", time.monotonic() - began)
+        detection(26, "polite driver refused", 0.1, time.monotonic() - began, "reply")
         assert decode(first) == before + 1
         assert first.get_status()[0].epoch == epoch
 
 
 def test_row_27_forced_second_driver_fences_the_first_which_stops(
-    daemon: DaemonProcess, record_property: Callable
+    daemon: DaemonProcess, detection: Callable
 ) -> None:
     with living_driver(daemon.endpoint, 3.0) as first, group_on(daemon) as second:
         began = time.monotonic()
         second.attach(force=True)
         assert first.wait(10) == 3
-        record_property("row 27, first stopped after s", time.monotonic() - began)
+        detection(27, "fenced driver stops itself", 1.0, time.monotonic() - began, "reply")
         assert first.stdout is not None
         assert first.stdout.read().split()[-1] == "FencedError"
         admit(second)

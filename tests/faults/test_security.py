@@ -48,15 +48,6 @@ SOCKETS = {".step": "step", ".results": "results", ".events": "events"}
 DAEMON_ENDPOINTS = ("tcp", "ipc")
 
 
-@pytest.fixture
-def noticed(request):
-    """noticed(row, fault, target_s, measured_s, signal): recorded where the run has a recorder."""
-    try:
-        return request.getfixturevalue("detection")
-    except pytest.FixtureLookupError:
-        return lambda *_: None
-
-
 @pytest.fixture(scope="module")
 def directory():
     path = Path(tempfile.mkdtemp(prefix="sec-"))
@@ -153,7 +144,7 @@ class KeyedDriver(Driver):
 
 @pytest.mark.parametrize("fault", ["wrong client key", "wrong server key", "no key"])
 def test_whoever_lacks_the_right_key_is_told_and_reaches_no_decoder(
-    daemon, ring, directory, fault, noticed
+    daemon, ring, directory, fault, detection
 ):
     if fault == "no key" and daemon.endpoint.startswith("tcp"):
         pytest.skip("a client without keys does not even try tcp")
@@ -165,7 +156,7 @@ def test_whoever_lacks_the_right_key_is_told_and_reaches_no_decoder(
     began = time.monotonic()
     with pytest.raises(AuthenticationError) as caught:
         ask(daemon.endpoint, own, lambda client: client.hello(10 * TOLD_WITHIN_S))
-    noticed(24, fault, TOLD_WITHIN_S, time.monotonic() - began, "socket monitor")
+    detection(24, fault, TOLD_WITHIN_S, time.monotonic() - began, "socket monitor")
     assert caught.value.address == daemon.endpoint
     assert daemon.decoded == before
     wait_until(lambda: "refused at the control socket" in daemon.log.read_text())
@@ -236,7 +227,7 @@ def raw_connection(address):
 # Row 25.
 
 
-def test_captured_bytes_say_nothing_a_second_time(daemons, ring, noticed):
+def test_captured_bytes_say_nothing_a_second_time(daemons, ring, detection):
     daemon = daemons["tcp"]
     host, port = daemon.endpoint.removeprefix("tcp://").split(":")
     captured, proxy = bytearray(), socket.create_server(("127.0.0.1", 0))
@@ -266,7 +257,7 @@ def test_captured_bytes_say_nothing_a_second_time(daemons, ring, noticed):
             again.sendall(captured)
             while again.recv(4096):  # it hangs up on us
                 pass
-    noticed(25, "captured bytes again", 0.1, time.monotonic() - began, "CURVE nonces")
+    detection(25, "captured bytes again", 0.1, time.monotonic() - began, "CURVE nonces")
     assert daemon.decoded[0] == before + 1
 
 
@@ -384,7 +375,7 @@ def drained(listening):
 # Rows 20 and 21: frames that are none.
 
 
-def test_fifth_bad_frame_bans_the_key_and_nobody_else(own_daemon, ring, sockets, noticed):
+def test_fifth_bad_frame_bans_the_key_and_nobody_else(own_daemon, ring, sockets, detection):
     daemon = own_daemon()
     bad = sockets.open(daemon.endpoint, ring, "driver")
     for _ in range(5):
@@ -395,7 +386,7 @@ def test_fifth_bad_frame_bans_the_key_and_nobody_else(own_daemon, ring, sockets,
         reply = decode_control_reply(bad.recv_multipart())
         assert isinstance(reply, ControlErrorReply)
         assert reply.code is ErrorCode.BAD_FRAME
-    noticed(20, "frames that do not decode", 0.1, told_s, "decoder")
+    detection(20, "frames that do not decode", 0.1, told_s, "decoder")
     before = daemon.decoded
     bad.send(encode_control(lc.GetStatus(call=1)))
     assert turned_away(sockets.open(f"{daemon.endpoint}.step", ring, "driver"))
@@ -408,7 +399,7 @@ def test_fifth_bad_frame_bans_the_key_and_nobody_else(own_daemon, ring, sockets,
 
 
 def test_control_frame_at_the_bound_is_read_and_one_byte_more_is_not(
-    daemon, ring, sockets, noticed
+    daemon, ring, sockets, detection
 ):
     rss = daemon.rss_bytes
     bare = sockets.open(daemon.endpoint, ring, "admin")
@@ -422,7 +413,7 @@ def test_control_frame_at_the_bound_is_read_and_one_byte_more_is_not(
     began = time.monotonic()
     bare.send(bytes(MAX_CONTROL_BYTES + 1))
     assert monitor.poll(10_000), "libzmq takes what is over the bound"
-    noticed(21, "frame over the bound", 1.0, time.monotonic() - began, "socket monitor")
+    detection(21, "frame over the bound", 1.0, time.monotonic() - began, "socket monitor")
     bare.disable_monitor()
     monitor.close()
     assert daemon.decoded == before

@@ -4,7 +4,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -25,18 +25,11 @@ from tests.unit.server.driver import Driver as BareDriver
 
 __all__ = ["checkpoint", "model_root"]
 
+LONG_RUN = pytest.mark.usefixtures("long_run")
+"""For variants that show little beyond others."""
+
 DRAIN_S = 10.0
 SHARED_MEMORY = Path("/dev/shm")
-
-
-@pytest.fixture
-def noticed(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Records how long a fault took to be noticed, where the fault tests keep a table."""
-    try:
-        recorder: Callable[..., None] = request.getfixturevalue("detection")
-    except pytest.FixtureLookupError:
-        return lambda *args, **kwargs: None
-    return recorder
 
 
 class Home:
@@ -129,22 +122,22 @@ def ask(daemon: DaemonProcess, driver: BareDriver, home: Home) -> None:
 @pytest.mark.parametrize(
     ("end", "busy", "exit_code", "limit_s"),
     [
-        (terminate, 0, ExitCode.OK, 2.0),
+        pytest.param(terminate, 0, ExitCode.OK, 2.0, marks=LONG_RUN),
         (terminate, 1, ExitCode.OK, DRAIN_S),
-        (terminate_twice, 30, ExitCode.TERMINATED_TWICE, 1.0),
+        pytest.param(terminate_twice, 30, ExitCode.TERMINATED_TWICE, 1.0, marks=LONG_RUN),
         (interrupt_twice, 30, ExitCode.INTERRUPTED_TWICE, 1.0),
         (close_pipe, 30, ExitCode.OK, 2.0),
-        (ask, 0, ExitCode.OK, 2.0),
+        pytest.param(ask, 0, ExitCode.OK, 2.0, marks=LONG_RUN),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_nothing_is_left_whoever_ends_it(home, noticed, end, busy, exit_code, limit_s):
+def test_nothing_is_left_whoever_ends_it(home, detection, end, busy, exit_code, limit_s):
     daemon, driver = home.serve(busy=busy)
     began = time.monotonic()
     end(daemon, driver, home)
     assert daemon.wait(30) == exit_code
     row = 33 if "twice" in end.__name__ else 32
-    noticed(row, end.__name__, limit_s, time.monotonic() - began, "process end")
+    detection(row, end.__name__, limit_s, time.monotonic() - began, "process end")
     if end is terminate and busy:
         assert isinstance(driver.reply(), ModelRunnerOutput)
     home.check_nothing_is_left()
@@ -162,19 +155,19 @@ def test_nothing_is_left_of_a_failed_start(home, options, exit_code):
     home.check_nothing_is_left()
 
 
-def test_second_daemon_on_an_endpoint_is_refused_and_leaves_the_first_alone(home, noticed):
+def test_second_daemon_on_an_endpoint_is_refused_and_leaves_the_first_alone(home, detection):
     daemon, driver = home.serve(busy=0)
     before = sorted(home.sockets.iterdir())
     began = time.monotonic()
     second = home.start()
     assert second.wait(30) == ExitCode.IN_USE
-    noticed(28, "second daemon on an endpoint", 5.0, time.monotonic() - began, "flock")
+    detection(28, "second daemon on an endpoint", 5.0, time.monotonic() - began, "flock")
     assert f"pid {daemon.process.pid} serves this endpoint" in second.stderr()
     assert sorted(home.sockets.iterdir()) == before
     assert driver.status().pid == daemon.process.pid
 
 
-@pytest.mark.parametrize("same_endpoint", [True, False])
+@pytest.mark.parametrize("same_endpoint", [pytest.param(True, marks=LONG_RUN), False])
 def test_what_a_killed_daemon_leaves_goes_with_the_next_start(home, same_endpoint):
     daemon, _ = home.serve(busy=30)
     daemon.process.kill()
@@ -196,7 +189,7 @@ def test_what_a_killed_daemon_leaves_goes_with_the_next_start(home, same_endpoin
 
 
 def test_real_daemon_that_is_told_to_end_under_load_ends_its_step_first(
-    model_root, checkpoint, tmp_path, noticed
+    model_root, checkpoint, tmp_path, detection
 ):
     """Its driver hears of the end, and gets no token that is not the request's."""
     directory = tmp_path
@@ -223,7 +216,7 @@ def test_real_daemon_that_is_told_to_end_under_load_ends_its_step_first(
             with pytest.raises(ClientError):
                 list(driver.run())
         assert process.wait(DRAIN_S + 5) == 0
-        noticed(32, "SIGTERM under load", DRAIN_S, time.monotonic() - began, "process end")
+        detection(32, "SIGTERM under load", DRAIN_S, time.monotonic() - began, "process end")
     finally:
         process.kill()
         process.wait()
