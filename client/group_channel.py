@@ -17,7 +17,7 @@ from client.clocks import measure
 from client.errors import ClientError, DeadlineExceeded, RemoteError, WorkerDied, remote_error
 from client.lease import LeaseKeeper
 from client.lease_terms import LeaseTerms
-from client.liveness import Watch
+from client.liveness import Process, UnknownProcess, Watch, find_process
 from client.outcomes import ROOT_CAUSE_WAIT_S, StepsInFlight
 from client.resending import Resending
 from client.transport import Endpoint, EventsChannel, ResultsChannel
@@ -96,7 +96,10 @@ class GroupChannel:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._terms = terms
         self._driver_id = driver_id
-        self.watch = Watch([e.results for e in endpoints], [e.control for e in endpoints])
+        self._keyed = {endpoint.results for endpoint in endpoints if endpoint.lock.has_keys}
+        self.watch = Watch(
+            [e.results for e in endpoints], [e.control for e in endpoints], find=self._find_process
+        )
         self.lease = LeaseKeeper(self._context, driver_id, terms, self)
         self._results = ResultsChannel(self._context, endpoints, driver_id, self.watch, self.look)
         self._events = EventsChannel(self._context, endpoints)
@@ -138,11 +141,17 @@ class GroupChannel:
         """Put another daemon in a rank's place: the one that answers at `endpoint` now."""
         old = self.clients[rank].endpoint
         self.clients[rank].close()
+        if endpoint.lock.has_keys:
+            self._keyed.add(endpoint.results)
         self.watch.expect(rank, endpoint.results, endpoint.control)
         self._results.move(old, endpoint)
         self._events.move(old, endpoint)
         self.clients[rank] = self._connect(rank, endpoint)
         self._links[rank] = 0
+
+    def _find_process(self, address: str) -> Process:
+        """Daemons with keys are not asked: who comes without one is turned away, and logged."""
+        return UnknownProcess() if address in self._keyed else find_process(address)
 
     def _connect(self, rank: int, endpoint: Endpoint) -> WorkerClient:
         return WorkerClient(

@@ -112,20 +112,21 @@ def find_process(address: str) -> Process:
 
 def nobody_listens(address: str) -> bool:
     """Whether a connection to an ipc address is refused: a process that is only stopped does not
-    refuse any."""
+    refuse any. The daemon hears nothing of the question: it is asked by a socket of another type,
+    which Linux refuses only once it has found who listens (unix(7), EPROTOTYPE)."""
     if not address.startswith("ipc://"):
         return True  # a connection that ended tells no more than that
     try:
-        _connected(address).close()
+        _connected(address, socket.SOCK_DGRAM).close()
     except (ConnectionRefusedError, FileNotFoundError):
         return True
-    except OSError:  # its queue of connections is full, say
+    except OSError:
         return False
     return False
 
 
-def _connected(address: str) -> socket.socket:
-    peer = socket.socket(socket.AF_UNIX)
+def _connected(address: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX, kind)
     try:
         peer.settimeout(_PROBE_S)
         peer.connect(str(Path(address.removeprefix("ipc://"))))
@@ -162,15 +163,17 @@ class Watch:
         addresses: Sequence[str],
         controls: Sequence[str],
         clock: Callable[[], float] = time.monotonic,
+        find: Callable[[str], Process] = find_process,
     ) -> None:
         """addresses: of the sockets whose connections are watched; controls: the endpoints to name,
-        both in rank order."""
+        both in rank order. find: the process behind an address."""
         self.on_event: OnEvent | None = None
         self.events: deque[LivenessEvent] = deque(maxlen=MAX_EVENTS)
         """The newest ones."""
         self.returned: set[int] = set()
         """Ranks whose connection came back, until somebody takes note of it."""
         self._clock = clock
+        self._find = find
         self._ranks = [
             _Rank(address, control) for address, control in zip(addresses, controls, strict=True)
         ]
@@ -205,7 +208,7 @@ class Watch:
         entry = self._ranks[rank]
         if entry.uid != uid:
             entry.process.close()
-            entry.process = find_process(entry.address)
+            entry.process = self._find(entry.address)
             entry.uid = uid
             entry.heard_at = None
 

@@ -30,8 +30,9 @@ class Group:
         self.clock = Clock()
         self.gone = {"r0": False, "r1": False}
         monkeypatch.setattr(liveness, "nobody_listens", self.gone.__getitem__)
-        monkeypatch.setattr(liveness, "find_process", lambda _: liveness.UnknownProcess())
-        self.watch = Watch(["r0", "r1"], ["c0", "c1"], self.clock)
+        self.process: liveness.UnknownProcess = liveness.UnknownProcess()
+        """Behind every address."""
+        self.watch = Watch(["r0", "r1"], ["c0", "c1"], self.clock, lambda _: self.process)
         for rank, uid in enumerate(UIDS):
             self.watch.met(rank, uid)
             self.beat(rank)
@@ -139,14 +140,14 @@ def test_whoever_did_not_look_does_not_judge(group):
     assert group.watch.standings == ["alive", "alive"]
 
 
-def test_ended_process_is_a_death(group, monkeypatch):
+def test_ended_process_is_a_death(group):
     class Ended(liveness.UnknownProcess):
         pid = 77
 
         def has_ended(self) -> bool:
             return True
 
-    monkeypatch.setattr(liveness, "find_process", lambda _: Ended())
+    group.process = Ended()
     group.watch.met(0, b"c" * 16)
     with pytest.raises(WorkerDied, match=r"process 77 has ended \(signal: process\)"):
         group.watch.look()
