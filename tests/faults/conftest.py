@@ -68,17 +68,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash.setdefault(_DETECTIONS, [])
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--long-faults", default=False):
+        return
+    for item in items:
+        if item.get_closest_marker("long_fault") is not None:
+            item.add_marker(pytest.mark.skip(reason="runs with --long-faults"))
+
+
 @pytest.fixture
 def detection(request: pytest.FixtureRequest) -> Recorder:
     """detection(row, fault, target_s, measured_s, signal): see Recorder."""
     return Recorder(request.config.stash[_DETECTIONS])
-
-
-@pytest.fixture
-def long_run(request: pytest.FixtureRequest) -> None:
-    """For tests that show little beyond others, and take long."""
-    if not request.config.getoption("--long-faults", default=False):
-        pytest.skip("runs with --long-faults")
 
 
 @pytest.fixture

@@ -34,9 +34,6 @@ from tests.support.serving import (
 
 __all__ = ["checkpoint", "model_root"]
 
-LONG_RUN = pytest.mark.usefixtures("long_run")
-"""For variants that show little beyond others."""
-
 LONG = 1100
 SHORT = 9
 INNER = 8192
@@ -96,9 +93,8 @@ def fail_once(group: WorkerGroup, scheduler: Scheduler) -> StepFailed:
 @pytest.mark.parametrize(
     ("pp", "rank", "rounds"),
     [
-        (1, 0, 20),
-        pytest.param(1, 0, 100, marks=LONG_RUN),
-        pytest.param(2, 0, 10, marks=LONG_RUN),
+        pytest.param(1, 0, 100, marks=pytest.mark.long_fault),
+        pytest.param(2, 0, 10, marks=pytest.mark.long_fault),
         (2, 1, 10),
     ],
 )
@@ -129,7 +125,7 @@ def test_step_without_memory_costs_nothing_but_itself(
         outputs = {output.req_id: output for output in Driver(group, scheduler).run()}
         assert {name: output.token_ids for name, output in outputs.items()} == expected
     detection(11, f"out of memory in a forward, pp={pp}", 0.5, max(times), "reply")
-    assert max(sizes) - sizes[0] < 4 << 20  # the heap's first growth
+    assert max(sizes) - sizes[0] < 12 << 20  # the heap's first growth, a thread's stack
     assert sizes[-1] - sizes[rounds // 2] < 1 << 17
 
 
@@ -170,7 +166,12 @@ def poisoned(checkpoint) -> Checkpoint:
 
 
 @pytest.mark.parametrize(
-    ("pp", "tp"), [pytest.param(1, 1, marks=LONG_RUN), (2, 1), pytest.param(1, 2, marks=LONG_RUN)]
+    ("pp", "tp"),
+    [
+        pytest.param(1, 1, marks=pytest.mark.long_fault),
+        (2, 1),
+        pytest.param(1, 2, marks=pytest.mark.long_fault),
+    ],
 )
 def test_request_whose_logits_are_no_numbers_fails_alone(pair, poisoned, pp, tp):
     """A small cache: blocks that held NaN are used again, by requests that must not see it."""
@@ -232,7 +233,8 @@ def await_exit(daemons: LocalDaemons, began: float) -> tuple[int | None, float]:
 
 
 @pytest.mark.parametrize(
-    ("pp", "where"), [(1, "likeliest_tokens"), pytest.param(2, "forward", marks=LONG_RUN)]
+    ("pp", "where"),
+    [(1, "likeliest_tokens"), pytest.param(2, "forward", marks=pytest.mark.long_fault)],
 )
 def test_lost_device_gives_no_token_and_ends_the_process(
     model_root, tmp_path, checkpoint, detection, pp, where

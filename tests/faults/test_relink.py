@@ -88,8 +88,8 @@ def loads(status) -> list[str]:
     [
         (2, 1, 0),
         (1, 2, 1),
-        pytest.param(2, 1, 1, marks=pytest.mark.usefixtures("long_run")),
-        pytest.param(1, 2, 0, marks=pytest.mark.usefixtures("long_run")),
+        pytest.param(2, 1, 1, marks=pytest.mark.long_fault),
+        pytest.param(1, 2, 0, marks=pytest.mark.long_fault),
     ],
 )
 def test_killed_rank_is_replaced_under_load(pair, config, cases, detection, pp, tp, rank):
@@ -144,7 +144,7 @@ def test_killed_idle_rank_is_known_by_a_look(pair, config, cases, detection):
         assert generate(group, loaded, cases.requests).tokens == cases.expected
 
 
-@pytest.mark.usefixtures("long_run")
+@pytest.mark.long_fault
 def test_second_death_during_the_replacement(pair, config, cases):
     """Both ranks are lost in the end, the survivor of the first death while it waits at the meeting
     place or before."""
@@ -187,7 +187,7 @@ def test_new_rank_killed_while_it_is_linked(pair, config, cases):
     assert loss.replaced[0].ranks == (1,)
 
 
-@pytest.mark.usefixtures("long_run")
+@pytest.mark.long_fault
 def test_spare_takes_the_place(pair, config, cases, supervised):
     spare = supervised(1)
     with connect(pair.endpoints, config(2)) as (group, loaded):

@@ -25,9 +25,6 @@ from tests.unit.server.driver import Driver as BareDriver
 
 __all__ = ["checkpoint", "model_root"]
 
-LONG_RUN = pytest.mark.usefixtures("long_run")
-"""For variants that show little beyond others."""
-
 DRAIN_S = 10.0
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -122,12 +119,14 @@ def ask(daemon: DaemonProcess, driver: BareDriver, home: Home) -> None:
 @pytest.mark.parametrize(
     ("end", "busy", "exit_code", "limit_s"),
     [
-        pytest.param(terminate, 0, ExitCode.OK, 2.0, marks=LONG_RUN),
+        pytest.param(terminate, 0, ExitCode.OK, 2.0, marks=pytest.mark.long_fault),
         (terminate, 1, ExitCode.OK, DRAIN_S),
-        pytest.param(terminate_twice, 30, ExitCode.TERMINATED_TWICE, 1.0, marks=LONG_RUN),
+        pytest.param(
+            terminate_twice, 30, ExitCode.TERMINATED_TWICE, 1.0, marks=pytest.mark.long_fault
+        ),
         (interrupt_twice, 30, ExitCode.INTERRUPTED_TWICE, 1.0),
         (close_pipe, 30, ExitCode.OK, 2.0),
-        pytest.param(ask, 0, ExitCode.OK, 2.0, marks=LONG_RUN),
+        pytest.param(ask, 0, ExitCode.OK, 2.0, marks=pytest.mark.long_fault),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -167,7 +166,7 @@ def test_second_daemon_on_an_endpoint_is_refused_and_leaves_the_first_alone(home
     assert driver.status().pid == daemon.process.pid
 
 
-@pytest.mark.parametrize("same_endpoint", [pytest.param(True, marks=LONG_RUN), False])
+@pytest.mark.parametrize("same_endpoint", [pytest.param(True, marks=pytest.mark.long_fault), False])
 def test_what_a_killed_daemon_leaves_goes_with_the_next_start(home, same_endpoint):
     daemon, _ = home.serve(busy=30)
     daemon.process.kill()
