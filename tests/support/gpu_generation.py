@@ -61,7 +61,7 @@ def make_requests(count: int, seed: int = 0, **fields: object) -> list[Generatio
 
 @contextmanager
 def gpu_group(
-    checkpoint: Path, pp: int, tp: int, dtype: str
+    checkpoint: Path, pp: int, tp: int, dtype: str, **model_options: bool
 ) -> Iterator[tuple[LocalDaemons, WorkerGroup, LoadedModel]]:
     """pp x tp daemons on as many GPUs, loaded."""
     parallel = ParallelConfig(pipeline_parallel_size=pp, tensor_parallel_size=tp)
@@ -72,18 +72,21 @@ def gpu_group(
     ):
         try:
             group.attach()
-            yield daemons, group, group.prepare(worker_config(checkpoint, parallel, dtype))
+            config = worker_config(checkpoint, parallel, dtype, **model_options)
+            yield daemons, group, group.prepare(config)
         except BaseException:
             for rank in range(len(devices)):
                 print(f"--- log of rank {rank}\n{daemons.log_tail(rank)}")
             raise
 
 
-def worker_config(checkpoint: Path, parallel: ParallelConfig, dtype: str) -> WorkerConfig:
+def worker_config(
+    checkpoint: Path, parallel: ParallelConfig, dtype: str, **model_options: bool
+) -> WorkerConfig:
     """What the group is loaded with."""
     return WorkerConfig(
         parallel=parallel,
-        model=ModelConfig(model=str(checkpoint), dtype=dtype),
+        model=ModelConfig(model=str(checkpoint), dtype=dtype, **model_options),
         scheduler=SCHEDULER,
         # The test's own process has some of the device's memory too.
         cache=CacheConfig(gpu_memory_utilization=0.5, kv_cache_memory_bytes=2 << 30),
