@@ -1,6 +1,6 @@
 """A pipeline of two real daemons on tcp, with keys: it generates what it should, its ranks' own
-data stays on the interface that was named, nothing is unpickled, and no name leads out of the
-models' directory."""
+data stays on the interface that was named, nothing is unpickled, no name leads out of the models'
+directory, and a daemon that was killed is replaced by its successor."""
 
 import shutil
 import tempfile
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from client.errors import RemoteConfigError
+from client.errors import RemoteConfigError, WorkerDied
 from client.worker_group import WorkerGroup
 from tests.e2e.conftest import checkpoint, model_root
 from tests.support.checkpoints import decisive_prompts
-from tests.support.secured import KeyRing, RealDaemons
+from tests.support.secured import KeyRing, RealDaemons, wait_until
 from tests.support.serving import assert_greedy, generate, greedy_request, worker_config
 
 __all__ = ["checkpoint", "model_root"]
@@ -39,6 +39,16 @@ def daemons(directory, ring, model_root):
     started.stop()
 
 
+def is_lost(group: WorkerGroup, rank: int) -> bool:
+    """Whether the group knows that this rank is dead."""
+    try:
+        group.look()
+    except WorkerDied as died:
+        assert died.rank == rank
+        return True
+    return False
+
+
 def test_secured_group_serves_and_nothing_else_gets_in(daemons, ring, checkpoint):
     model = checkpoint("LlamaForCausalLM", seed=9)
     prompts = decisive_prompts(model, 7, [5, 11], 8)
@@ -55,6 +65,12 @@ def test_secured_group_serves_and_nothing_else_gets_in(daemons, ring, checkpoint
             assert ports, "the tensor plane listens too"
         with pytest.raises(RemoteConfigError):
             group.prepare(worker_config(Path("../secret"), 2), num_gpu_blocks=64, reload=True)
+        loaded = group.prepare(config, num_gpu_blocks=64)
+        daemons.kill(1)
+        wait_until(lambda: is_lost(group, 1), 10)
+        daemons.restart(1)
+        assert group.replace(1).loaded_ranks == (1,)
+        assert_greedy(generate(group, loaded, requests), model, requests)
     for file in daemons.unpickled:
         assert file.read_text() == OWN_LINE
     assert all(process.poll() is None for process in daemons.processes)

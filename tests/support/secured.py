@@ -130,23 +130,33 @@ class RealDaemons:
         self.unpickled = [directory / f"unpickled{index}" for index in range(len(devices))]
         self.log = directory / "real.log"
         ring.trust(dict.fromkeys(self.endpoints, ring.public["daemon"]))
-        serve = (sys.executable, "-m", "tests.support.audited_serve")
+        self._directory = directory
+        self._devices = devices
         tcp = ("--model-root", str(model_root), "--data-interface", "lo")
-        options = ("--state-dir", str(directory / "state"), *tcp, *ring.serve_options())
-        with self.log.open("wb") as log:
-            self.processes = [
-                subprocess.Popen(
-                    [*serve, file, "serve", "--endpoint", endpoint, "--device", device, *options],
-                    stdout=log,
-                    stderr=log,
-                    env=environment(directory),
-                )
-                for endpoint, device, file in zip(
-                    self.endpoints, devices, self.unpickled, strict=True
-                )
-            ]
+        self._options = ("--state-dir", str(directory / "state"), *tcp, *ring.serve_options())
+        self.processes = [self._start(rank) for rank in range(len(devices))]
         for endpoint in self.endpoints:
             wait_until(lambda endpoint=endpoint: answers(endpoint, ring.keys("observer")), 90)
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        own = ("--endpoint", self.endpoints[rank], "--device", self._devices[rank])
+        serve = (sys.executable, "-m", "tests.support.audited_serve", self.unpickled[rank], "serve")
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [*serve, *own, *self._options],
+                stdout=log,
+                stderr=log,
+                env=environment(self._directory),
+            )
+
+    def kill(self, rank: int) -> None:
+        """End a daemon as a crash would."""
+        self.processes[rank].kill()
+        self.processes[rank].wait(10)
+
+    def restart(self, rank: int) -> None:
+        """Start one that has ended again, as a supervisor would."""
+        self.processes[rank] = self._start(rank)
 
     def listening(self, rank: int) -> tuple[set[str], set[int]]:
         """Addresses and ports at which a daemon listens, its own four ports left out."""
