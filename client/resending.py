@@ -39,7 +39,8 @@ class Resending:
         """For a rank and the seq that it missed: how often that was mended, and when last."""
 
     def begin_epoch(self) -> None:
-        """Forget what was sent before."""
+        """Forget what was sent before, and who the daemons are: another may be in a place."""
+        self.knows_ranks = len(self._clients) == 1
         self._sent.begin_epoch()
         self._mended.clear()
         self.restart()
