@@ -130,13 +130,19 @@ class KeyedDriver(Driver):
         return dealer(self.context, address, self._ring, self._name, kind, routing_id)
 
     def attach(self, *args, **options):
-        """By force where the key may; without, a lease is short, so that nobody waits for long."""
+        """By force where the key may; without, whoever held the lease gives it back, or soon
+        loses it."""
         force = self._name == "admin"
-        ttl = {} if force else {"lease_ttl_ms": 1000}
+        ttl = {} if force else {"lease_ttl_ms": 6000}
         deadline = time.monotonic() + 10
         while not force and self.status().lease.state == "held" and time.monotonic() < deadline:
             time.sleep(0.05)
         return super().attach(*args, force=force, **ttl, **options)
+
+    def close(self):
+        self.send_control(lc.Detach, epoch=self.epoch)
+        self.control_reply()  # a refusal, where the key was taken out
+        super().close()
 
 
 # Row 24: whose key is not the right one.
