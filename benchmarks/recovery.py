@@ -266,6 +266,7 @@ def main() -> None:
     options.model = options.model.resolve()
     options.shapes = options.shapes or ["pp", "tp"]
     if options.page_cache is not None:
+        options.page_cache.mkdir(parents=True, exist_ok=True)
         options.page_cache = options.page_cache.resolve()
     figures = []
     for figure in measure(options):
