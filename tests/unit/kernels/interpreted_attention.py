@@ -133,7 +133,7 @@ def test_any_tile_gives_the_same(tile: Tile) -> None:
     check(build(Shape(8, 2, 64), DECODES, seed=8), 40, tile=tile)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_batches(seed: int) -> None:
     rng = random.Random(seed)
     num_kv_heads = rng.choice([1, 2, 3])
