@@ -137,6 +137,15 @@ class StateWorker:
     def abort_link(self) -> bool:
         return False
 
+    def dump_link(self) -> bytes:
+        return b""
+
+    def check_device(self) -> str:
+        return ""
+
+    def typed_error(self, error: Exception) -> Exception:
+        return error
+
     def close(self) -> None:
         pass
 
