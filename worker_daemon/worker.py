@@ -394,6 +394,7 @@ class Worker:
         self._warm_up(runner, message)
         with self._context.ledger.taking("graphs"):
             self._graphs = self._capture(runner)
+        self._take_memory_of_steps(runner, message)
         # What start-up has made stays: the collector need never look at it again.
         gc.collect()
         gc.freeze()
@@ -414,6 +415,7 @@ class Worker:
         self._warm_up(runner, message)
         with self._capturing():
             self._graphs.restore(runner)
+        self._take_memory_of_steps(runner, message)
         seconds = time.monotonic() - began
         return lc.CompileOrWarmUpModelReply(**self._identity(message), seconds=seconds)
 
@@ -430,12 +432,18 @@ class Worker:
         self._set_phase("COMPILING", _LONG_OPERATION_S)
         limits = runner.state.limits
         if self._context.device.type == "cuda":  # elsewhere there is nothing to compile
-            _run_all(runner, [largest_step(message, limits)])
             runner.use(runner.eager.thinned())
             _run_all(runner, size_sweep(message, limits))
             runner.use(runner.eager)
         _run_all(runner, warm_up_steps(message, limits))
         runner.forget_requests()
+
+    def _take_memory_of_steps(self, runner: ModelRunner, message: lc.CompileOrWarmUpModel) -> None:
+        """Have the allocator hold what the largest step takes when all else has its place: among
+        what smaller steps have left, that is more than it takes by itself."""
+        if self._context.device.type == "cuda":  # elsewhere nobody keeps it
+            _run_all(runner, [largest_step(message, runner.state.limits)])
+            runner.forget_requests()
 
     def _capture(self, runner: ModelRunner) -> StepGraphs:
         graphs = self._step_graphs(runner)
