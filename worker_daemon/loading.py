@@ -3,7 +3,7 @@ socket; what it makes belongs to the worker.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -45,16 +45,13 @@ from worker_daemon.models.weights import (
     load_dummy_weights,
     load_weights,
 )
+from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.resolve import ResolvedModel, check_cache, resolve_model
 from worker_daemon.tagged_memory import TaggedMemory, open_memory
 
 _LOG = logging.getLogger(__name__)
 _PROGRESS_EVERY_S = 1.0
-_LONG_OPERATION_S = 1800.0
 _FIT = "more pipeline stages or tensor ranks, or free memory and load again"
-
-SetPhase = Callable[[str, float], None]
-"""(phase, seconds of legal silence): what the worker is at, for whoever watches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +340,7 @@ class _ProgressLine:
         left_s = (progress.bytes_total - progress.bytes_done) / rate
         percent = 100 * progress.bytes_done // progress.bytes_total
         self._set_phase(
-            f"LOADING {percent}%, {rate / 1e9:.1f} GB/s, {left_s:.0f} s left", _LONG_OPERATION_S
+            f"LOADING {percent}%, {rate / 1e9:.1f} GB/s, {left_s:.0f} s left", LONG_OPERATION_S
         )
         _LOG.info(
             "loading: %.2f of %.2f GB, %.2f GB/s, %.0f s left",

@@ -56,7 +56,6 @@ from worker_daemon.loading import (
     LoadedModel,
     RankPlace,
     Roots,
-    SetPhase,
     load,
     rank_weights,
     reload,
@@ -66,6 +65,7 @@ from worker_daemon.models.saving import Saver, SaveRequest
 from worker_daemon.models.tensor_bytes import checksum
 from worker_daemon.models.tensorized import TENSORIZER_PATTERN, tensorizer_files
 from worker_daemon.models.weight_state import WeightReport, WeightState
+from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.profiling import PlainTrace, Profiler, ProfileRequest
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
 from worker_daemon.runner.cuda_graph import NoGraphs, StepGraphs
@@ -83,7 +83,6 @@ from worker_daemon.weight_transfer.overrides import apply_overrides
 from worker_daemon.weight_transfer.session import WeightTransfer
 
 _LOG = logging.getLogger(__name__)
-_LONG_OPERATION_S = 1800.0
 _DISPOSAL_S = 0.5
 _REHEARSAL_BLOCKS = 2
 """The null block, and one that all synthetic requests share: nobody reads their output."""
@@ -213,7 +212,7 @@ class Worker:
             CapacityError: it does not fit on the device.
         """
         began = time.monotonic()
-        self._set_phase("LOADING", _LONG_OPERATION_S)
+        self._set_phase("LOADING", LONG_OPERATION_S)
         with self._context.ledger.taking("weights"):
             model = load(message, self._place, self._roots, self._set_phase)
         self._model_or_none = model
@@ -240,7 +239,7 @@ class Worker:
         Raises:
             CapacityError: it leaves nothing.
         """
-        self._set_phase("PROFILING", _LONG_OPERATION_S)
+        self._set_phase("PROFILING", LONG_OPERATION_S)
         context, model = self._context, self._model
         with self._rehearsal() as runner, self._capturing():
             self._step_graphs(runner).compile(runner)
@@ -427,7 +426,7 @@ class Worker:
         )
 
     def _warm_up(self, runner: ModelRunner, message: lc.CompileOrWarmUpModel) -> None:
-        self._set_phase("COMPILING", _LONG_OPERATION_S)
+        self._set_phase("COMPILING", LONG_OPERATION_S)
         limits = runner.state.limits
         if self._context.device.type == "cuda":  # elsewhere there is nothing to compile
             _run_all(runner, [largest_step(message, limits)])
@@ -449,7 +448,7 @@ class Worker:
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
-        self._set_phase("CAPTURING", _LONG_OPERATION_S)
+        self._set_phase("CAPTURING", LONG_OPERATION_S)
         try:
             yield
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
@@ -507,7 +506,7 @@ class Worker:
         self, message: lc.ComputeWeightChecksums
     ) -> lc.ComputeWeightChecksumsReply:
         """Hash what this rank holds of each tensor of the checkpoint."""
-        self._set_phase("HASHING", _LONG_OPERATION_S)
+        self._set_phase("HASHING", LONG_OPERATION_S)
         views = self._model.stage.checkpoint_views()
         checksums = {name: checksum(view) for name, view in views.items()}
         return lc.ComputeWeightChecksumsReply(**self._identity(message), checksums=checksums)
@@ -525,7 +524,7 @@ class Worker:
         report = self._saver.write(
             request,
             rank_weights(self._model, self._place),
-            lambda: self._set_phase("SAVING", _LONG_OPERATION_S),
+            lambda: self._set_phase("SAVING", LONG_OPERATION_S),
         )
         seconds = time.monotonic() - began
         _LOG.info("saved %.3f GB in %.1f s", report.size_bytes / 1e9, seconds)
@@ -550,7 +549,7 @@ class Worker:
         report = self._saver.write(
             request,
             rank_weights(self._model, self._place),
-            lambda: self._set_phase("SAVING", _LONG_OPERATION_S),
+            lambda: self._set_phase("SAVING", LONG_OPERATION_S),
         )
         seconds = time.monotonic() - began
         _LOG.info("saved %.3f GB in %.1f s", report.size_bytes / 1e9, seconds)
@@ -650,7 +649,7 @@ class Worker:
         Raises: see loading.reload.
         """
         began = time.monotonic()
-        self._set_phase("LOADING", _LONG_OPERATION_S)
+        self._set_phase("LOADING", LONG_OPERATION_S)
         config = self._next_load or self._model.config.model
         if message.model:
             config = apply_overrides(config, {"model.model": message.model})
@@ -695,7 +694,7 @@ class Worker:
             request = ProfileRequest(message.kind, message.prefix)
             self._profiler.start(request, context.device, context.parallel)
             return lc.ProfileReply(**self._identity(message), file="")
-        self._set_phase("WRITING TRACE", _LONG_OPERATION_S)
+        self._set_phase("WRITING TRACE", LONG_OPERATION_S)
         written = self._profiler.stop(message.kind)
         return lc.ProfileReply(**self._identity(message), file=str(written or ""))
 
@@ -800,7 +799,7 @@ class Worker:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        self._set_phase("WRITING TRACE", _LONG_OPERATION_S)
+        self._set_phase("WRITING TRACE", LONG_OPERATION_S)
         self._profiler.end()
         return reply
 

@@ -6,7 +6,7 @@ Used on the step thread, abort() apart.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -17,6 +17,7 @@ from worker_daemon.errors import ConfigError, StateError
 from worker_daemon.loading import LoadedModel, RankPlace, Roots
 from worker_daemon.models.weight_places import Manifest, Places, checkpoint_places, kernel_places
 from worker_daemon.models.weight_state import WeightState
+from worker_daemon.phases import SetPhase
 from worker_daemon.weight_transfer.engines import (
     BroadcastReceiver,
     DiskReader,
@@ -31,8 +32,6 @@ _SLACK_S: Final = 30.0
 """A wait for the trainer ends by itself; a phase that is that much longer hangs elsewhere."""
 _DISPOSAL_S: Final = 0.5
 _PHASE_EVERY_S: Final = 0.25
-
-SetPhase = Callable[[str, float], None]
 
 
 @dataclass
