@@ -14,7 +14,7 @@ from rpc_schema.config import ModelConfig, ParallelConfig, WorkerConfig
 from worker_daemon.device.failures import Verdict, drop_scratch, judge, out_of_memory
 from worker_daemon.device.init import supports
 from worker_daemon.distributed.parallel_state import ParallelState
-from worker_daemon.distributed.tp import TensorParallel
+from worker_daemon.distributed.tp import LinkedTensorParallel
 from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.attention_provider import (
@@ -61,7 +61,7 @@ class RankPlace:
     device: torch.device
     config: ParallelConfig
     parallel: ParallelState
-    tp: TensorParallel
+    tp: LinkedTensorParallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,33 +25,25 @@ from rpc_schema.codec import Frame
 from rpc_schema.config import (
     CacheConfig,
     ModelConfig,
-    ParallelConfig,
-    Rendezvous,
     SchedulerConfig,
 )
 from rpc_schema.kv_cache import KVCacheConfig, build_kv_cache_config
 from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.description import WorkerDescription, no_weights
 from worker_daemon.device.failures import Verdict, drop_scratch, judge, typed_device_error
-from worker_daemon.device.health import DeviceHealth, NoHealth, open_health
-from worker_daemon.device.init import device_name, open_capture_stream, open_device
+from worker_daemon.device.health import DeviceHealth, open_health
+from worker_daemon.device.init import device_name
 from worker_daemon.device.memory import (
     MemoryProfile,
-    MemorySnapshot,
     MemorySource,
     memory_source,
     profile,
 )
-from worker_daemon.distributed import flight_recorder
 from worker_daemon.distributed.bubbles import InputWaits
-from worker_daemon.distributed.link import Link, meeting_s
-from worker_daemon.distributed.parallel_state import ParallelState
-from worker_daemon.distributed.tp import LinkedTensorParallel, tensor_parallel
 from worker_daemon.errors import CapacityError, CommError, ConfigError, StateError
 from worker_daemon.kv_cache.allocate import allocate_kv_caches
 from worker_daemon.kv_cache.spec import describe_layers
 from worker_daemon.layers.attention import NullAttention
-from worker_daemon.layers.reduction_provider import probe_reduction
 from worker_daemon.loading import (
     LoadedModel,
     RankPlace,
@@ -60,13 +52,14 @@ from worker_daemon.loading import (
     rank_weights,
     reload,
 )
-from worker_daemon.memory_ledger import MemoryLedger, memory_line
+from worker_daemon.memory_ledger import memory_line
 from worker_daemon.models.saving import Saver, SaveRequest
 from worker_daemon.models.tensor_bytes import checksum
 from worker_daemon.models.tensorized import TENSORIZER_PATTERN, tensorizer_files
 from worker_daemon.models.weight_state import WeightReport, WeightState
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.profiling import PlainTrace, Profiler, ProfileRequest
+from worker_daemon.rank_device import OpenedDevice, RankDevice
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
 from worker_daemon.runner.cuda_graph import NoGraphs, StepGraphs
 from worker_daemon.runner.model_runner import ModelRunner
@@ -83,25 +76,8 @@ from worker_daemon.weight_transfer.overrides import apply_overrides
 from worker_daemon.weight_transfer.session import WeightTransfer
 
 _LOG = logging.getLogger(__name__)
-_DISPOSAL_S = 0.5
 _REHEARSAL_BLOCKS = 2
 """The null block, and one that all synthetic requests share: nobody reads their output."""
-
-
-@dataclass(frozen=True, slots=True)
-class _DeviceContext:
-    """What init_device makes and reset(CREATED) gives up; a relink replaces link."""
-
-    device: torch.device
-    memory: MemorySource
-    baseline: MemorySnapshot
-    budget_bytes: int
-    ledger: MemoryLedger
-    config: ParallelConfig
-    parallel: ParallelState
-    tp: LinkedTensorParallel
-    link: Link
-    timeout_s: float
 
 
 class Worker:
@@ -120,23 +96,14 @@ class Worker:
         """Touches no device: that is init_device's. Without a save_root nothing can be saved,
         without a profile_dir no trace written. open_memory: what measures a device's memory;
         open_health: what looks after the device itself."""
-        self._device_name = device
         self._roots = Roots(model_roots, save_root)
         self._saver = Saver(save_root)
         self._profiler = Profiler(profile_dir, self._settle_transfers)
         self._set_phase = set_phase
-        self._open_memory = open_memory
-        self._open_health = open_health
-        self._health: DeviceHealth = NoHealth()
+        self._device = RankDevice(device, set_phase, open_memory, open_health)
         self._transfer = WeightTransfer(set_phase)
         self._next_load: ModelConfig | None = None
         """What update_config has made of the model's configuration, for the next reload."""
-        self._max_threads = torch.get_num_threads()
-        self._opening: Link | None = None
-        """The newest link, open or not, for abort_link to see while it is opened."""
-        self._capture_stream: torch.cuda.Stream | None = None
-        """Outlives a reset: cuBLAS keeps what it has for a stream as long as the process lives."""
-        self._context_or_none: _DeviceContext | None = None
         self._model_or_none: LoadedModel | None = None
         self._runner_or_none: ModelRunner | None = None
         self._kv_caches: Sequence[torch.Tensor] = ()
@@ -149,58 +116,20 @@ class Worker:
     @property
     def rank(self) -> int:
         """The global rank; 0 before init_device."""
-        return self._context_or_none.parallel.rank if self._context_or_none else 0
+        opened = self._device.opened_or_none
+        return opened.place.parallel.rank if opened else 0
 
     # Start-up, in order.
 
     def init_device(self, message: lc.InitDevice) -> lc.InitDeviceReply:
-        """Device context, then the link, then the baseline: what those two take is not the KV
-        cache's to lose.
-
-        Raises:
-            ConfigError: no such device, or no such rank.
-            CommError: the other ranks did not come.
-            CapacityError: less memory is free than gpu_memory_utilization asks for.
-        """
-        rendezvous = message.rendezvous
-        parallel = ParallelState(
-            message.parallel.pipeline_parallel_size,
-            message.parallel.tensor_parallel_size,
-            rendezvous.rank,
-        )
-        device = open_device(self._device_name, rendezvous.local_world_size, self._max_threads)
-        timeout_s = message.scheduler.step_deadline_ms / 1000 + 1
-        tp = tensor_parallel(parallel.tp_rank, parallel.tp_size, probe_reduction(device))
-        link = self._open_link(rendezvous, parallel, device, timeout_s, tp)
-        try:
-            if self._capture_stream is None:
-                self._capture_stream = open_capture_stream(device)
-            memory = self._open_memory(device)
-            memory.reset_peak()
-            baseline = memory.snapshot()
-            budget = memory.budget(baseline, message.cache.gpu_memory_utilization)
-        except BaseException:
-            link.leave()
-            raise
-        self._context_or_none = _DeviceContext(
-            device=device,
-            memory=memory,
-            baseline=baseline,
-            budget_bytes=budget,
-            ledger=MemoryLedger(memory, baseline, budget),
-            config=message.parallel,
-            parallel=parallel,
-            tp=tp,
-            link=link,
-            timeout_s=timeout_s,
-        )
-        self._health = self._open_health(device)
+        """Open the device and the link. Raises: see RankDevice.open."""
+        opened = self._device.open(message)
         return lc.InitDeviceReply(
             **self._identity(message),
-            device_name=device_name(device),
-            total_memory_bytes=baseline.total,
-            free_memory_bytes=baseline.free,
-            backend=link.backend,
+            device_name=device_name(opened.place.device),
+            total_memory_bytes=opened.baseline.total,
+            free_memory_bytes=opened.baseline.free,
+            backend=opened.link.backend,
         )
 
     def load_model(self, message: lc.LoadModel) -> lc.LoadModelReply:
@@ -288,11 +217,11 @@ class Worker:
         need it, without attention, which is slow there."""
         model = self._model
         caches: list[torch.Tensor] = []
-        if self._context.device.type == "cuda":
+        if self._place.device.type == "cuda":
             layers = describe_layers(model.stage.kv_layer_specs, model.resolved.dtype)
             block_size = model.config.cache.block_size
             plan = build_kv_cache_config(layers, _REHEARSAL_BLOCKS, block_size)
-            caches = self._allocate(plan, PlainMemory(self._context.device).make_kv_cache)
+            caches = self._allocate(plan, PlainMemory(self._place.device).make_kv_cache)
             model.stage.set_attention(model.attention.backend)
         try:
             yield self._assemble(self._limits(_REHEARSAL_BLOCKS), caches)
@@ -307,12 +236,12 @@ class Worker:
             CapacityError: it does not fit on the device.
         """
         model, configs = self._model, message.kv_cache_configs
-        if len(configs) != self._context.parallel.world_size:
+        if len(configs) != self._place.parallel.world_size:
             raise ConfigError(
                 "one entry a rank",
                 field="kv_cache_configs",
                 value=len(configs),
-                fix=f"{self._context.parallel.world_size} entries",
+                fix=f"{self._place.parallel.world_size} entries",
             )
         plan = configs[self.rank]
         if plan.block_size != model.config.cache.block_size:
@@ -428,7 +357,7 @@ class Worker:
     def _warm_up(self, runner: ModelRunner, message: lc.CompileOrWarmUpModel) -> None:
         self._set_phase("COMPILING", LONG_OPERATION_S)
         limits = runner.state.limits
-        if self._context.device.type == "cuda":  # elsewhere there is nothing to compile
+        if self._place.device.type == "cuda":  # elsewhere there is nothing to compile
             _run_all(runner, [largest_step(message, limits)])
             runner.use(runner.eager.thinned())
             _run_all(runner, size_sweep(message, limits))
@@ -639,7 +568,7 @@ class Worker:
         """
         number = self._transfer.finish()
         self._model.memory.weights_filled()
-        if self._context.device.type == "cuda":
+        if self._place.device.type == "cuda":
             torch.cuda.empty_cache()  # of the buffers: others may need that memory
         return wt.FinishWeightUpdateReply(**self._identity(message), num_updates=number)
 
@@ -688,11 +617,10 @@ class Worker:
         Raises: see Profiler.start and Profiler.stop.
         """
         context = self._context
-        if context.device.type == "cuda":
-            torch.cuda.synchronize(context.device)
+        context.synchronize()
         if message.action == "start":
             request = ProfileRequest(message.kind, message.prefix)
-            self._profiler.start(request, context.device, context.parallel)
+            self._profiler.start(request, context.place.device, context.place.parallel)
             return lc.ProfileReply(**self._identity(message), file="")
         self._set_phase("WRITING TRACE", LONG_OPERATION_S)
         written = self._profiler.stop(message.kind)
@@ -704,12 +632,11 @@ class Worker:
         Raises:
             StateError: there is no device yet, or see Profiler.start_observed.
         """
-        context = self._context_or_none
+        context = self._device.opened_or_none
         if context is None:
             raise StateError("there is nothing to trace in CREATED", fix="trace a group that runs")
-        if context.device.type == "cuda":
-            torch.cuda.synchronize(context.device)
-        self._profiler.start_observed(context.device, context.parallel)
+        context.synchronize()
+        self._profiler.start_observed(context.place.device, context.place.parallel)
 
     def stop_trace(self, *, keep: bool) -> PlainTrace | None:
         """End that. Raises: see Profiler.stop_observed."""
@@ -748,14 +675,11 @@ class Worker:
             CommError: the other ranks did not come. This rank then has no link, and can be linked
             again.
         """
-        context, runner = self._context, self._runner_or_none
+        runner = self._runner_or_none
         if runner is not None:
             self._graphs.before_relink(runner)
-        self._profiler.link_left(context.link.leave())
-        link = self._open_link(
-            message.rendezvous, context.parallel, context.device, context.timeout_s, context.tp
-        )
-        self._context_or_none = replace(context, link=link)
+        self._profiler.link_left(self._device.leave_link())
+        link = self._device.meet_again(message.rendezvous)
         if runner is not None:
             limits = runner.state.limits
             runner.tie(tie_stage(self._parts, link, limits, runner.inputs, runner.history))
@@ -777,10 +701,11 @@ class Worker:
         self._plan = None
         self._transfer.interrupt("the group was reset")
         self._advice = None
-        if self._context_or_none is not None:
-            self._context_or_none.ledger.forget("graphs", "kv_cache")
+        opened = self._device.opened_or_none
+        if opened is not None:
+            opened.ledger.forget("graphs", "kv_cache")
             if message.to != "MODEL_LOADED":
-                self._context_or_none.ledger.forget("weights")
+                opened.ledger.forget("weights")
         model = self._model_or_none
         if message.to == "MODEL_LOADED":
             self._model.stage.set_attention(NullAttention())
@@ -789,9 +714,8 @@ class Worker:
             self._model_or_none = None
             self._transfer.close_engine()
         reply = Done(**self._identity(message))
-        if message.to == "CREATED" and self._context_or_none is not None:
-            self._profiler.link_left(self._context_or_none.link.leave())
-            self._context_or_none = None
+        if message.to == "CREATED" and opened is not None:
+            self._profiler.link_left(self._device.give_up())
         if model is not None and message.to != "MODEL_LOADED":
             model.memory.close()
         del model
@@ -816,18 +740,17 @@ class Worker:
         trainer ends without the link. The guard thread's only call."""
         if self._transfer.abort():
             return False
-        return self._opening is not None and self._opening.abort()
+        return self._device.abort()
 
     def dump_link(self) -> bytes:
         """What the communicators last did, as JSON; empty where nobody keeps it. For the guard
         thread."""
-        context = self._context_or_none
-        return b"" if context is None or context.link.backend != "nccl" else flight_recorder.dump()
+        return self._device.dump()
 
     def check_device(self) -> str:
         """What is amiss with the device, though it may compute; empty: nothing. For the guard
         thread."""
-        return self._health.check()
+        return self._device.check()
 
     def typed_error(self, error: Exception) -> Exception:
         """Return what an operation's failure is called: OutOfMemoryError, after which what it held
@@ -849,16 +772,13 @@ class Worker:
         self._graphs = NoGraphs()
         if self._model_or_none is not None:
             self._model_or_none.memory.stop()
-        if self._context_or_none is not None:
-            disposal = self._context_or_none.link.leave()
-            if disposal is not None:
-                disposal.join(_DISPOSAL_S)
+        self._device.close()
 
     def describe(self) -> WorkerDescription:
         """Say what is on the device now, and who uses how much of it."""
         model, runner = self._model_or_none, self._runner_or_none
         return WorkerDescription(
-            device=self._device_name,
+            device=self._device.name,
             config=model.config if model else None,
             kv_cache=self._plan,
             memory_bytes=self._memory_by_kind(),
@@ -871,7 +791,7 @@ class Worker:
         )
 
     def _memory_by_kind(self) -> dict[str, int]:
-        context, model = self._context_or_none, self._model_or_none
+        context, model = self._device.opened_or_none, self._model_or_none
         if context is None:
             return {}
         held = dict(model.memory.bytes_by_kind()) if model else {}
@@ -883,27 +803,25 @@ class Worker:
         return kinds | held
 
     def _providers(self) -> dict[str, str]:
-        model, context = self._model_or_none, self._context_or_none
+        model, context = self._model_or_none, self._device.opened_or_none
         if model is None or context is None:
             return {}
         return {
             "attention": model.attention.name,
             "layers": model.stage.ops_name,
-            "all_reduce": context.tp.all_reduce_name,
+            "all_reduce": context.place.tp.all_reduce_name,
             "graphs": str(self._graphs.count),
         }
 
     # Parts.
 
     @property
-    def _context(self) -> _DeviceContext:
-        assert self._context_or_none is not None, "legal after init_device only"
-        return self._context_or_none
+    def _context(self) -> OpenedDevice:
+        return self._device.opened
 
     @property
     def _place(self) -> RankPlace:
-        context = self._context
-        return RankPlace(context.device, context.config, context.parallel, context.tp)
+        return self._device.opened.place
 
     @property
     def _model(self) -> LoadedModel:
@@ -919,35 +837,17 @@ class Worker:
     def _parts(self) -> RunnerParts:
         context, model = self._context, self._model
         return RunnerParts(
-            parallel=context.parallel,
-            tp=context.tp,
+            parallel=context.place.parallel,
+            tp=context.place.tp,
             stage=model.stage,
             hidden_size=model.resolved.decoder.hidden_size,
             dtype=model.resolved.dtype,
-            device=context.device,
-            capture_stream=self._capture_stream,
+            device=context.place.device,
+            capture_stream=context.capture_stream,
         )
 
     def _identity(self, message: StepRequest) -> dict[str, int]:
         return {"epoch": message.epoch, "seq": message.seq, "rank": self.rank}
-
-    def _open_link(
-        self,
-        rendezvous: Rendezvous,
-        parallel: ParallelState,
-        device: torch.device,
-        timeout_s: float,
-        tp: LinkedTensorParallel,
-    ) -> Link:
-        self._set_phase("LINKING", meeting_s(timeout_s) + _DISPOSAL_S)
-        self._opening = Link(rendezvous.link, device)
-        self._opening.open(parallel, rendezvous.host, rendezvous.port, timeout_s)
-        try:
-            tp.bind(self._opening.groups.stage, self._opening.peers)
-        except BaseException:
-            self._opening.leave()
-            raise
-        return self._opening
 
     def _limits(self, num_blocks: int) -> StepLimits:
         model = self._model
