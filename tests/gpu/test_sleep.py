@@ -73,7 +73,11 @@ def wake(driver, *tags):
 
 def addresses(driver):
     stage = driver.worker._model.stage
-    tensors = [*(p.data for p in stage.parameters()), stage.rotary, *driver.worker._kv_caches]
+    tensors = [
+        *(p.data for p in stage.parameters()),
+        stage.rotary,
+        *driver.worker._serving.kv_caches,
+    ]
     return [tensor.data_ptr() for tensor in tensors]
 
 
@@ -124,7 +128,7 @@ def test_level_1_gives_all_back_and_the_same_graphs_the_same_tokens(
     driver, prompt, order, monkeypatch
 ):
     expected, where, held = generate(driver, prompt), addresses(driver), on_device(driver)
-    assert isinstance(driver.worker._runner._program, GraphedProgram)
+    assert isinstance(driver.worker._serving.runner._program, GraphedProgram)
     captured, replayed = [], []
     monkeypatch.setattr(GraphedProgram, "_record", lambda *args: captured.append(args))
     replay = torch.cuda.CUDAGraph.replay
@@ -155,7 +159,7 @@ def test_level_2_keeps_buffers_and_graphs_read_the_weights_that_come_after(drive
     assert addresses(driver) == where
     assert torch.equal(stage.rotary, rotary)
     assert not any(parameter.data.any() for parameter in stage.parameters())
-    assert not any(cache.any() for cache in driver.worker._kv_caches)
+    assert not any(cache.any() for cache in driver.worker._serving.kv_caches)
     driver.worker.reload_weights(ReloadWeights(**driver.ids()))
     assert driver.worker.describe().memory_tags == AWAKE
     assert generate(driver, prompt) == expected
@@ -166,7 +170,7 @@ def test_a_discarded_kv_cache_comes_back_empty(driver, prompt):
     driver.worker.discard(Discard(**driver.ids(), tags=("kv_cache",)))
     assert kinds(driver)["kv_cache"] == 0
     wake(driver, "kv_cache")
-    assert not any(cache.any() for cache in driver.worker._kv_caches)
+    assert not any(cache.any() for cache in driver.worker._serving.kv_caches)
     assert generate(driver, prompt) == expected
 
 
