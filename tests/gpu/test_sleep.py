@@ -1,16 +1,14 @@
 """Sleep on a GPU: memory goes back to the device and comes again under the same addresses, graphs
 that were captured before replay after it, and what cannot be had changes nothing."""
 
-import shutil
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.stage_driver import StageDriver
-from rpc_schema.lifecycle import Discard, Reset, Sleep, WakeUp
+from rpc_schema.lifecycle import Discard, Sleep, WakeUp
 from rpc_schema.step import ExecuteModel
 from rpc_schema.weight_transfer import ReloadWeights
 from worker_daemon.device.arena import open_arena
@@ -22,7 +20,6 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "qwen3-0.6b"
 NUM_SLOTS = 8
 PROMPT_LEN = 60
 NUM_TOKENS = 30
@@ -33,16 +30,13 @@ AWAKE = {"weights": "awake", "kv_cache": "awake"}
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models") / "qwen3"
-    shutil.copytree(MODEL, directory)
+def driver(qwen3):
     driver = StageDriver(
-        directory, "cuda:0", max_model_len=1024, num_blocks=4096, enable_sleep_mode=True
+        qwen3, "cuda:0", max_model_len=1024, num_blocks=4096, enable_sleep_mode=True
     )
     driver.start()
     yield driver
-    driver.worker.reset(Reset(**driver.ids(), to="CREATED"))
-    driver.worker.close()
+    driver.leave()
 
 
 @pytest.fixture
