@@ -13,8 +13,8 @@ from rpc_schema.base import StepReply, StepRequest
 from rpc_schema.codec import Frame
 from worker_daemon.description import WorkerDescription
 from worker_daemon.errors import ConfigError
+from worker_daemon.phases import SetPhase
 from worker_daemon.runner.request_state import Bools, RequestState, StepLimits
-from worker_daemon.server.dispatch import SetPhase
 
 ALL_RANKS = "all-ranks"
 """Loaded as a model of this name, every rank answers every step, not the output rank alone."""

@@ -136,8 +136,8 @@ def daemon(device: str, model: Path, load_format: LoadFormat) -> Iterator[Worker
     ):
         group.attach()
         try:
-            group.init_device(config)
-            group.load_model(config)
+            group.load_chain.init_device(config)
+            group.load_chain.load_model(config)
             yield group
         except BaseException:
             print(daemons.log_tail(0))

@@ -17,6 +17,7 @@ from client.clocks import measure
 from client.errors import ClientError, DeadlineExceeded, RemoteError, WorkerDied, remote_error
 from client.lease import LeaseKeeper
 from client.lease_terms import LeaseTerms
+from client.links import Links
 from client.liveness import Process, UnknownProcess, Watch, find_process
 from client.outcomes import ROOT_CAUSE_WAIT_S, StepsInFlight
 from client.resending import Resending
@@ -48,10 +49,8 @@ OBSERVER_TIMEOUT_S = 0.5
 
 OPERATION_TIMEOUT_S = 60.0
 
-LEAVE_TIMEOUT_S = 0.3
-"""How long daemons may take to hear that their driver leaves; after that the lease expires."""
-
 ReplyT = TypeVar("ReplyT", bound=StepReplyMessage)
+CommittedT = TypeVar("CommittedT")
 Send = Callable[[WorkerClient, StepIds], None]
 
 
@@ -94,7 +93,6 @@ class GroupChannel:
         """Connect; nothing is sent yet. steps gets the replies that no operation waits for, and the
         news of deaths. terms: of the lease."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._terms = terms
         self._driver_id = driver_id
         self._keyed = {endpoint.results for endpoint in endpoints if endpoint.lock.has_keys}
         self.watch = Watch(
@@ -107,13 +105,12 @@ class GroupChannel:
         self.absent: frozenset[int] = frozenset()
         """Ranks that are lost: nothing is sent to them, nor expected of them."""
         self._resending = Resending(self.clients, steps.output_rank)
-        self._is_attached = False
         self.epoch = 0
         """0 before the first attach."""
         self.on_progress: Callable[[Progress], None] | None = None
         self._steps = steps
         self._seq = 0
-        self._links = [0] * len(endpoints)
+        self.links = Links(len(endpoints))
         self._gather: _Gather | None = None
         self._operation = ""
         self._next_events = 0.0
@@ -147,7 +144,7 @@ class GroupChannel:
         self._results.move(old, endpoint)
         self._events.move(old, endpoint)
         self.clients[rank] = self._connect(rank, endpoint)
-        self._links[rank] = 0
+        self.links.numbers[rank] = 0
 
     def _find_process(self, address: str) -> Process:
         """Daemons with keys are not asked: who comes without one is turned away, and logged."""
@@ -234,91 +231,35 @@ class GroupChannel:
         if self.watch.standings[rank] == "dead":
             raise self.watch.obituary(rank)
 
-    def hello(self, deadline: float) -> list[lc.Status]:
-        """Exchange versions with every daemon, then return their states."""
-        for client in self.present:
-            self.watch.met(client.rank, client.hello(_remaining(deadline)).worker_uid)
-        return [client.get_status(_remaining(deadline)) for client in self.present]
-
-    def agree_on_epoch(self, deadline: float, *, force: bool = False) -> int:
-        """Return an epoch that no daemon has seen, announced to all. Raises LeaseHeldError."""
-        epoch = 1
-        while True:
-            replies = [
-                client.prepare_attach(epoch, _remaining(deadline), force=force)
-                for client in self.present
-            ]
-            if all(reply.granted for reply in replies):
-                return epoch
-            epoch = max(epoch, *(reply.last_epoch for reply in replies)) + 1
-
-    def commit_attach(
-        self, epoch: int, deadline: float, timeout_s: float, *, keep_requests: bool = False
-    ) -> list[lc.Status]:
-        """Begin an epoch and return the daemons' states. It is sent to all ranks before any is
-        waited for: gloo has no abort, so a rank that hangs in a step is let go by its peers'. After
-        an error no daemon is attached, as far as they can be reached."""
+    def begin_epoch(self, epoch: int) -> None:
+        """Requests go under this epoch from now on; those of before are forgotten."""
         self.epoch, self._seq = epoch, 0
-        self._is_attached = True
         self._resending.begin_epoch()
-        self.lease.start(epoch, [(client.rank, client.endpoint) for client in self.present])
-        try:
-            attached = self._commit(epoch, deadline, timeout_s, keep_requests=keep_requests)
-        except BaseException:
-            self._gather = None
-            self.leave()
-            raise
-        self.lease.confirm()
-        self._steps.last_given_up = 0
-        self._steps.needs_relink = _must_relink(attached)
-        return self._take_statuses([reply.status for reply in attached])
 
-    def _take_statuses(self, statuses: list[lc.Status]) -> list[lc.Status]:
+    def gather_attached(
+        self, commit: Callable[[], CommittedT], deadline: float, timeout_s: float
+    ) -> CommittedT:
+        """Return what commit() does, which has all ranks attach, once each of them has also said so
+        where replies to requests come."""
+        gather = self._gather = _Gather(0)
+        try:
+            committed = commit()
+            self._collect(gather, "attach", deadline, timeout_s)
+        finally:
+            self._gather = None
+        return committed
+
+    def take_statuses(self, statuses: list[lc.Status]) -> list[lc.Status]:
         """Learn from those who are present which links they stand in, and who they are."""
         ranks = [client.rank for client in self.present]
         for rank, status in zip(ranks, statuses, strict=True):
-            self._links[rank] = status.link
+            self.links.numbers[rank] = status.link
         self._resending.meet(ranks, statuses)
         return statuses
 
-    def _commit(
-        self, epoch: int, deadline: float, timeout_s: float, *, keep_requests: bool
-    ) -> list[lc.CommitAttachReply]:
-        gather = self._gather = _Gather(0)
-        pending = [
-            client.send_commit_attach(
-                epoch, _remaining(deadline), self._terms, keep_requests=keep_requests
-            )
-            for client in self.present
-        ]
-        attached = [call.result() for call in pending]
-        self._collect(gather, "attach", deadline, timeout_s)
-        return attached
-
-    def detach(self) -> None:
-        """Give the lease back on all daemons, each of which says so."""
-        self.lease.stop()
-        self._is_attached = False
-        for client in self.present:
-            client.detach(self.epoch)
-
-    def leave(self) -> None:
-        """Give the lease back on all daemons that hear it in time; nothing where there is none."""
-        self.lease.stop()
-        if not self._is_attached or self.lease.lost is not None:
-            return
-        self._is_attached = False
-        pending = []
-        for client in self.present:
-            with contextlib.suppress(ClientError):
-                pending.append(client.send_detach(self.epoch, LEAVE_TIMEOUT_S))
-        for call in pending:
-            with contextlib.suppress(ClientError, WireError):
-                call.result()
-
     def open_rendezvous(self) -> list[Rendezvous]:
         """Have rank 0 open the meeting place of a new link; return each rank's way there."""
-        link = max(self._links) + 1
+        link = max(self.links.numbers) + 1
         opened = self.clients[0].open_rendezvous(self.epoch, link)
         return [
             Rendezvous(
@@ -333,16 +274,16 @@ class GroupChannel:
 
     def use_link(self, rendezvous: Sequence[Rendezvous]) -> None:
         """All ranks have met there: requests go under that link from now on."""
-        self._links = [entry.link for entry in rendezvous]
+        self.links.numbers = [entry.link for entry in rendezvous]
         self._resending.knows_ranks = True
 
     def refresh_links(self) -> None:
         """Ask each rank which link it stands in: after a failure they need not agree."""
-        self._take_statuses([client.get_status() for client in self.present])
+        self.take_statuses([client.get_status() for client in self.present])
 
     def next_ids(self) -> StepIds:
         """The ids of the next step; send_step() takes them."""
-        return StepIds(self.epoch, self._links[0], self._seq + 1)
+        return StepIds(self.epoch, self.links.numbers[0], self._seq + 1)
 
     def send_step(
         self, ids: StepIds, send: Callable[[WorkerClient], None], *, stands_alone: bool = False
@@ -383,7 +324,9 @@ class GroupChannel:
             self._resending.begin_anew(self._seq)
         gather = self._gather = _Gather(self._seq)
         self._send_to_all(
-            lambda client: send(client, StepIds(self.epoch, self._links[client.rank], gather.seq))
+            lambda client: send(
+                client, StepIds(self.epoch, self.links.numbers[client.rank], gather.seq)
+            )
         )
         try:
             self._collect(gather, operation, time.monotonic() + timeout_s, timeout_s)
@@ -558,15 +501,3 @@ class GroupChannel:
             clock = measure(lambda: client.read_clock(OBSERVER_TIMEOUT_S))
             steps = self._steps.times.between(event.begin_ns, event.end_ns, clock)
             client.put_driver_steps(self.epoch, event.trace, steps, OBSERVER_TIMEOUT_S)
-
-
-def _remaining(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())
-
-
-def _must_relink(attached: Sequence[lc.CommitAttachReply]) -> bool:
-    """A link is kept only if every rank is idle at the same step of the same link."""
-    stand = {(r.previous_epoch, r.previous_seq, r.status.link) for r in attached}
-    clean = all(r.previous_clean and r.status.link_state == "up" for r in attached)
-    linked = any(r.status.link for r in attached)
-    return len(attached) > 1 and linked and not (clean and len(stand) == 1)

@@ -104,13 +104,13 @@ def load(
     level = _reset(group, config, statuses, clock)
     if level == "CREATED":
         with clock.phase("init_device"):
-            group.init_device(config)
+            group.load_chain.init_device(config)
     with clock.phase("load_model"):
-        resolved_len = min(reply.max_model_len for reply in group.load_model(config))
+        resolved_len = min(reply.max_model_len for reply in group.load_chain.load_model(config))
     num_blocks, max_model_len = _load_kv_cache(group, config, resolved_len, options, clock)
     with clock.phase("compile_or_warm_up_model"):
-        group.compile_or_warm_up_model()
-    metadata = group.get_model_metadata()[group.output_rank]
+        group.load_chain.compile_or_warm_up_model()
+    metadata = group.load_chain.get_model_metadata()[group.output_rank]
     return LoadedModel(
         metadata, max_model_len, num_blocks, config.cache.block_size, False, clock.seconds
     )
@@ -139,7 +139,7 @@ def _resume(group: "WorkerGroup", statuses: Sequence[Status], clock: _Stopwatch)
     if any(map(_needs_weights, statuses)):
         with clock.phase("reload_weights"):
             group.reload_weights()
-    metadata = group.get_model_metadata()[group.output_rank]
+    metadata = group.load_chain.get_model_metadata()[group.output_rank]
     plan = statuses[0].kv_cache
     if plan is None:
         raise ConfigMismatchError([f"kv_cache of {statuses[0].endpoint}: none"])
@@ -196,7 +196,7 @@ def _load_kv_cache(
     """Plan and allocate the KV cache; return its block count and the context length that it
     allows."""
     block_size = config.cache.block_size
-    specs = [reply.layers for reply in group.get_kv_cache_spec()]
+    specs = [reply.layers for reply in group.load_chain.get_kv_cache_spec()]
     with clock.phase("determine_available_memory"):
         available = _profile_memory(group)
     fitting = smallest_fitting_blocks(specs, available, block_size)
@@ -205,12 +205,12 @@ def _load_kv_cache(
         num_blocks, block_size, resolved_len, may_lower=options.fit_max_model_len
     )
     if max_model_len != resolved_len:
-        group.update_max_model_len(max_model_len)
+        group.load_chain.update_max_model_len(max_model_len)
     with clock.phase("initialize_from_config"):
-        group.initialize_from_config(
-            tuple(build_kv_cache_config(layers, num_blocks, block_size) for layers in specs)
+        group.load_chain.initialize_from_config(
+            [build_kv_cache_config(layers, num_blocks, block_size) for layers in specs]
         )
-        group.initialize_cache(num_blocks)
+        group.load_chain.initialize_cache(num_blocks)
     return num_blocks, max_model_len
 
 
@@ -222,7 +222,7 @@ def _profile_memory(group: "WorkerGroup") -> list[int]:
     """
     found: list[list[int]] = []
     for _ in range(PROFILE_ATTEMPTS):
-        replies = group.determine_available_memory()
+        replies = group.load_chain.determine_available_memory()
         found.append([reply.available_bytes for reply in replies])
         changes = [(reply.rank, change) for reply in replies for change in reply.changes]
         if not changes:

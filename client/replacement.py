@@ -4,10 +4,11 @@ with the rank, `client/outcomes.py` tells.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
+from client.attaching import Attaching
 from client.errors import (
     ClientError,
     CommError,
@@ -21,6 +22,7 @@ from client.errors import (
     WorkerDied,
 )
 from client.group_channel import OPERATION_TIMEOUT_S, GroupChannel, Send
+from client.load_chain import LoadChain
 from client.loading import LoadedModel
 from client.outcomes import StepsInFlight
 from client.transport import Endpoint
@@ -38,19 +40,8 @@ REPLACE_ATTEMPTS = 3
 MEMORY_PAUSE_S = 1.0
 """A killed process's device memory may come back a while after its end."""
 
-LOAD_TIMEOUT_S = 3600.0
-LINK_SLACK_S = 30.0
 _ASK_S = 0.25
 _PAUSE_S = 0.02
-
-
-def link_timeout_s(step_deadline_s: float) -> float:
-    """Return how long ranks may take to leave one link and meet on the next.
-
-    They wait for each other for up to twice the communicators' own timeout (the step deadline and a
-    second) and 5 s; their verdict is to come before ours.
-    """
-    return 2 * (step_deadline_s + 1.0) + 5.0 + LINK_SLACK_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +56,6 @@ class Replaced:
     """By phase: fence, wait, attach, link, load, warm_up; of the attempt that succeeded."""
     statuses: list[lc.Status] = field(repr=False)
     """As the daemons were attached."""
-    weights_cause: str = ""
-    """Why no step can be sent yet: the survivors have weights that the new rank cannot load."""
 
 
 _PASSING = (
@@ -87,21 +76,17 @@ class Replacement:
     def __init__(
         self,
         channel: GroupChannel,
+        attaching: Attaching,
         steps: StepsInFlight,
         config: WorkerConfig,
         model: LoadedModel,
-        attach_present: Callable[[], list[lc.Status]],
-        link_deadline_s: float,
     ) -> None:
-        """config, model: what the group serves. attach_present: attaches the daemons that are
-        there under a new epoch, and returns how they were. link_deadline_s: the longest step
-        deadline of their links."""
+        """config, model: what the group serves."""
         self._channel = channel
         self._steps = steps
         self._config = config
         self._model = model
-        self._attach_present = attach_present
-        self._link_deadline_s = link_deadline_s
+        self._attaching = attaching
         self._seconds: dict[str, float] = {}
         self._vacant: dict[int, Endpoint] = {}
 
@@ -156,7 +141,7 @@ class Replacement:
         channel.absent = frozenset(self._vacant)
         with self._phase("fence"):
             if channel.present:
-                self._attach_present()
+                self._attaching.attach_present()
             else:
                 channel.lease.drop()
         with self._phase("wait"):
@@ -166,7 +151,7 @@ class Replacement:
             for rank, endpoint in self._vacant.items():
                 channel.move(rank, endpoint)
             channel.absent = frozenset()
-            statuses = self._attach_present()
+            statuses = self._attaching.attach_present()
         newcomers = tuple(rank for rank in self._vacant if not self._has_all(rank, statuses[rank]))
         self._reset([rank for rank in newcomers if statuses[rank].load != "CREATED"])
         self._link(newcomers)
@@ -177,7 +162,6 @@ class Replacement:
             newcomers,
             dict(self._seconds),
             statuses,
-            _weights_cause(statuses, newcomers),
         )
 
     @contextmanager
@@ -213,13 +197,12 @@ class Replacement:
     def _reset(self, ranks: Sequence[int]) -> None:
         """Have daemons that hold something else give it up."""
         if ranks:
-            self._on("reset", ranks, lambda client, ids: client.reset(ids, "CREATED"))
-            self._channel.refresh_links()
+            LoadChain(self._channel, ranks).reset("CREATED")
 
     def _link(self, newcomers: Sequence[int]) -> None:
         with self._phase("link"):
             rendezvous = self._channel.open_rendezvous()
-            timeout_s = link_timeout_s(self._link_deadline_s) + OPERATION_TIMEOUT_S
+            timeout_s = self._channel.links.timeout_s + OPERATION_TIMEOUT_S
             self._channel.exchange("relink", self._linking(newcomers, rendezvous), timeout_s)
             self._channel.use_link(rendezvous)
 
@@ -238,56 +221,19 @@ class Replacement:
 
     def _load(self, newcomers: Sequence[int]) -> None:
         """Load the new ranks alone; then all warm up, for which they compute together."""
-        config, model, channel = self._config, self._model, self._channel
+        model, everyone = self._model, LoadChain(self._channel)
+        alone = LoadChain(self._channel, newcomers)
         with self._phase("load"):
-            self._on(
-                "load_model",
-                newcomers,
-                lambda client, ids: client.load_model(
-                    ids, config.model, config.scheduler, config.cache, config.graph
-                ),
-            )
-            specs = channel.fan_out(
-                "get_kv_cache_spec", WorkerClient.get_kv_cache_spec, lc.GetKVCacheSpecReply
-            )
-            plans = tuple(
+            alone.load_model(self._config)
+            plans = [
                 build_kv_cache_config(spec.layers, model.num_blocks, model.block_size)
-                for spec in specs
-            )
-            self._on(
-                "update_max_model_len",
-                newcomers,
-                lambda client, ids: client.update_max_model_len(ids, model.max_model_len),
-            )
-            self._on(
-                "initialize_from_config",
-                newcomers,
-                lambda client, ids: client.initialize_from_config(ids, plans),
-            )
-            self._on(
-                "initialize_cache",
-                newcomers,
-                lambda client, ids: client.initialize_cache(ids, model.num_blocks),
-            )
+                for spec in everyone.get_kv_cache_spec()
+            ]
+            alone.update_max_model_len(model.max_model_len)
+            alone.initialize_from_config(plans)
+            alone.initialize_cache(model.num_blocks)
         with self._phase("warm_up"):
-            channel.fan_out(
-                "compile_or_warm_up_model",
-                WorkerClient.compile_or_warm_up_model,
-                lc.CompileOrWarmUpModelReply,
-                timeout_s=LOAD_TIMEOUT_S,
-            )
-
-    def _on(self, operation: str, ranks: Sequence[int], send: Send) -> None:
-        """Have some ranks do something, and the others, whose seqs must go on too, next to
-        nothing."""
-
-        def send_either(client: WorkerClient, ids: StepIds) -> None:
-            if client.rank in ranks:
-                send(client, ids)
-            else:
-                client.get_supported_tasks(ids)
-
-        self._channel.exchange(operation, send_either, LOAD_TIMEOUT_S)
+            everyone.compile_or_warm_up_model()
 
 
 def _answers(client: WorkerClient) -> bool:
@@ -296,16 +242,3 @@ def _answers(client: WorkerClient) -> bool:
     except DeadlineExceeded:
         return False
     return True
-
-
-def _weights_cause(statuses: Sequence[lc.Status], newcomers: Sequence[int]) -> str:
-    """Say where the survivors' weights are not those of the checkpoint that a new rank reads."""
-    for rank, status in enumerate(statuses):
-        weights = status.weights
-        if newcomers and rank not in newcomers and weights is not None and weights.num_updates:
-            return (
-                f"rank {newcomers[0]} was replaced and has the weights of the checkpoint, rank "
-                f"{rank} those of update {weights.num_updates}; fix: finish a complete update, or "
-                "reload_weights()"
-            )
-    return ""

@@ -4,7 +4,6 @@ takes with it (`client/outcomes.py`), nor how a model gets loaded (`client/loadi
 """
 
 import contextlib
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -13,59 +12,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from client.adoption import AdoptedRequest, RankRow, merge, read_page
+from client.attaching import LEASE_WAIT_S, Attaching
 from client.errors import (
     ClientConfigError,
     ClientError,
-    DeadlineExceeded,
-    FencedError,
-    LeaseHeldError,
     RemoteError,
     TooManyStepsInFlight,
-    WeightsNotWhole,
     WorkerDied,
 )
-from client.group_channel import OPERATION_TIMEOUT_S, GroupChannel
+from client.group_channel import GroupChannel
 from client.group_channel import Progress as Progress
 from client.keys import NO_KEYS, Keys
-from client.lease import Patience
 from client.lease_terms import LeaseTerms
 from client.liveness import LivenessEvent, OnEvent, Standing
+from client.load_chain import LOAD_TIMEOUT_S, LoadChain
 from client.loading import LoadedModel, LoadOptions, check_config, load
-from client.outcomes import DEFAULT_STEP_DEADLINE_S, Failure, StepFuture, StepsInFlight
+from client.outcomes import Failure, StepFuture, StepsInFlight
 from client.replacement import REPLACE_WITHIN_S, Replaced, Replacement
-from client.replacement import link_timeout_s as link_timeout_s
+from client.saves import SHARD_MAX_SIZE_BYTES, SHARD_PATTERN, save_weights
 from client.scheduler_output import SchedulerOutput
 from client.slots import SlotTable
 from client.transport import new_driver_id, parse_endpoint
+from client.weights_state import WeightsState
 from client.worker_client import StepIds, TensorList, WorkerClient
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
 from rpc_schema.adoption import AdoptRequestsReply
 from rpc_schema.config import ParallelConfig, WorkerConfig
 from rpc_schema.errors import WireError
-from rpc_schema.kv_cache import KVCacheConfig
-from rpc_schema.lease import MAX_LEASE_TTL_MS
 from rpc_schema.step import Done
 
-LOAD_TIMEOUT_S = 3600.0
-ATTACH_TIMEOUT_S = 30.0
-ATTACH_ATTEMPTS = 5
-"""So often another driver that attaches at the same time may come first."""
-LEASE_WAIT_S = MAX_LEASE_TTL_MS / 1000 + 5.0
-"""A dead driver's lease is waited for to its end, whatever its time."""
 CLOSE_WAIT_S = 0.5
 """How long close() waits for steps in flight, so that all ranks are left at the same one."""
-FINISH_SAVE_TIMEOUT_S = 600.0
-"""Removing the files of a large set takes a while."""
-
 SLEEP_TIMEOUT_S = 900.0
 """The first sleep may have to page-lock host memory: seconds for 16 GB."""
-
-SHARD_PATTERN = "model-rank-{rank}-part-{part}.safetensors"
-SHARD_MAX_SIZE_BYTES = 5 << 30
-
-ATTACH_SLACK_S = 15.0
-"""Daemons let go of a hung step within its deadline and a few seconds; then they attach."""
 
 NO_MORE_SLOTS = 65535
 """No row has this number."""
@@ -118,12 +98,12 @@ class WorkerGroup:
         self._steps = StepsInFlight(parallel.world_size, self.output_rank)
         terms = LeaseTerms() if lease is None else lease
         self._channel = GroupChannel(parsed, self.driver_id, self._steps, terms)
+        self._attaching = Attaching(self._channel, self._steps, terms)
+        self._weights = WeightsState()
+        self.load_chain = LoadChain(self._channel)
+        """The operations that prepare() is made of, for who wants another order."""
         self.clients = self._channel.clients
         self._keys = keys
-        self._weights_cause = ""
-        """Why no step can be sent: the weights of some rank are not whole. Empty: they are."""
-        self._link_deadline_s = DEFAULT_STEP_DEADLINE_S
-        """The longest step deadline that a rank's present link may have been built with."""
         self._loaded: tuple[WorkerConfig, LoadedModel] | None = None
         """What prepare() has made ready: a new daemon in a lost one's place gets the same."""
 
@@ -192,41 +172,14 @@ class WorkerGroup:
         """
         if isinstance(self._steps.dead, WorkerDied):
             raise self._steps.dead
-        agree_s = ATTACH_TIMEOUT_S if timeout_s is None else timeout_s
-        deadline = time.monotonic() + agree_s
-        statuses = self._channel.hello(deadline)
-        self._link_deadline_s = max(map(_step_deadline_s, statuses))
-        patience = Patience(
-            wait_for_lease_s if timeout_s is None else min(wait_for_lease_s, agree_s)
+        statuses = self._attaching.attach(
+            timeout_s,
+            wait_for_lease_s=wait_for_lease_s,
+            force=force,
+            keep_requests=keep_requests,
         )
-        for attempt in range(1, ATTACH_ATTEMPTS + 1):
-            epoch = self._agree_on_epoch(timeout_s, deadline, patience, force=force)
-            self._steps.abandon()
-            if timeout_s is None:
-                agree_s = self._link_deadline_s + ATTACH_SLACK_S
-                deadline = time.monotonic() + agree_s
-            try:
-                statuses = self._channel.commit_attach(
-                    epoch, deadline, agree_s, keep_requests=keep_requests
-                )
-            except FencedError:  # another driver came between: it may have the lease now
-                if attempt == ATTACH_ATTEMPTS:
-                    raise
-            else:
-                break
-        self._weights_cause = weights_cause(statuses)
+        self._weights.learn(statuses)
         return statuses
-
-    def _agree_on_epoch(
-        self, timeout_s: float | None, deadline: float, patience: Patience, *, force: bool
-    ) -> int:
-        while True:
-            try:
-                return self._channel.agree_on_epoch(deadline, force=force)
-            except LeaseHeldError as refusal:
-                patience.wait(refusal)
-            if timeout_s is None:
-                deadline = time.monotonic() + ATTACH_TIMEOUT_S
 
     # ------------------------------------------------------------------ liveness
 
@@ -277,26 +230,15 @@ class WorkerGroup:
         if self._loaded is None:
             raise ClientError("the group has loaded nothing yet: call attach() and prepare()")
         config, model = self._loaded
-        replacement = Replacement(
-            self._channel, self._steps, config, model, self._attach_present, self._link_deadline_s
-        )
+        replacement = Replacement(self._channel, self._attaching, self._steps, config, model)
         place = None if endpoint is None else parse_endpoint(endpoint, self._keys)
         replaced = replacement.run(rank, place, within_s)
-        self._weights_cause = replaced.weights_cause or weights_cause(replaced.statuses)
+        self._weights.learn(replaced.statuses, replaced.loaded_ranks)
         return replaced
-
-    def _attach_present(self) -> list[lc.Status]:
-        """Attach to the daemons that are there, under a new epoch: the lost ones are fenced."""
-        deadline = time.monotonic() + ATTACH_TIMEOUT_S
-        statuses = self._channel.hello(deadline)
-        epoch = self._channel.agree_on_epoch(deadline)
-        agree_s = self._link_deadline_s + ATTACH_SLACK_S
-        self._channel.commit_attach(epoch, time.monotonic() + agree_s, agree_s)
-        return statuses
 
     def detach(self) -> None:
         """Leave in order; models stay loaded."""
-        self._channel.detach()
+        self._attaching.detach()
 
     def shutdown(self) -> None:
         """End all daemons."""
@@ -341,12 +283,14 @@ class WorkerGroup:
             )
         self._channel.on_progress = on_progress
         deadline_s = config.scheduler.step_deadline_ms / 1000
-        self._link_deadline_s = max(self._link_deadline_s, deadline_s)
+        self._channel.links.allow(deadline_s)
         self._drain()
         options = LoadOptions(num_gpu_blocks, fit_max_model_len=fit_max_model_len, reload=reload)
         model = load(self, config, self.get_status(), options)
-        self._link_deadline_s = deadline_s
+        self._channel.links.step_deadline_s = deadline_s
         self._loaded = config, model
+        if not model.was_loaded:
+            self._weights.are_whole()
         self._steps.start(config.scheduler.max_num_seqs, deadline_s)
         return model
 
@@ -361,46 +305,15 @@ class WorkerGroup:
             AdoptionMismatch: ranks disagree about what a request is.
             RemoteError: a rank cannot say; names the first that cannot.
         """
-        self._channel.check_usable()
-        ranks: list[list[RankRow]] = [[] for _ in self.clients]
-        next_slots = [0] * len(self.clients)
-
-        def ask(client: WorkerClient, ids: StepIds) -> None:
-            client.adopt_requests(ids, next_slots[client.rank])
-
-        while True:
-            replies = self._channel.fan_out("adopt_requests", ask, AdoptRequestsReply)
-            for rank, reply in enumerate(replies):
-                ranks[rank] += read_page(reply)
-                next_slots[rank] = reply.next_slot or NO_MORE_SLOTS
-            if not any(reply.next_slot for reply in replies):
-                return merge(ranks, self.output_rank, self._block_size())
-
-    def _block_size(self) -> int:
+        rows = _read_rows(self._channel)
         config = self.clients[0].get_status().config
         assert config is not None, "legal in READY only"
-        return config.cache.block_size
+        return merge(rows, self.output_rank, config.cache.block_size)
 
     @property
     def needs_relink(self) -> bool:
         """Whether the communicators must be built anew before the next step."""
         return self._steps.needs_relink
-
-    def init_device(self, config: WorkerConfig) -> list[lc.InitDeviceReply]:
-        """Create device contexts and the first link."""
-        deadline_s = config.scheduler.step_deadline_ms / 1000
-        self._link_deadline_s = max(self._link_deadline_s, deadline_s)
-        rendezvous = self._channel.open_rendezvous()
-        replies = self._channel.fan_out(
-            "init_device",
-            lambda client, ids: client.init_device(
-                ids, config.parallel, rendezvous[client.rank], config.cache, config.scheduler
-            ),
-            lc.InitDeviceReply,
-            timeout_s=link_timeout_s(self._link_deadline_s) + OPERATION_TIMEOUT_S,
-        )
-        self._channel.use_link(rendezvous)
-        return replies
 
     def relink(self) -> None:
         """Build new communicators on all ranks; weights and KV cache stay, requests do not.
@@ -415,103 +328,16 @@ class WorkerGroup:
         self._channel.check_deaths()
         self._drain()
         self._steps.lose_rows("the group was linked anew")
-        rendezvous = self._channel.open_rendezvous()
-        self._channel.fan_out(
-            "relink",
-            lambda client, ids: client.relink(ids, rendezvous[client.rank]),
-            Done,
-            timeout_s=link_timeout_s(self._link_deadline_s),
-            stands_alone=True,
-        )
-        self._channel.use_link(rendezvous)
+        self.load_chain.relink()
         self._steps.needs_relink = False
 
     def reset(self, to: Literal["CREATED", "DEVICE_READY", "MODEL_LOADED"]) -> None:
         """Go back down the load chain on all ranks. Requests are lost as in relink()."""
         self._drain()
         self._steps.lose_rows("the group was reset")
-        self._channel.fan_out(
-            "reset",
-            lambda client, ids: client.reset(ids, to),
-            Done,
-            timeout_s=link_timeout_s(self._link_deadline_s),
-            stands_alone=True,
-        )
+        self.load_chain.reset(to)
         if to == "CREATED":
             self._steps.needs_relink = False
-        self._channel.refresh_links()
-
-    def load_model(self, config: WorkerConfig) -> list[lc.LoadModelReply]:
-        """Load every rank's part of the model."""
-        self._weights_cause = ""
-        return self._channel.fan_out(
-            "load_model",
-            lambda client, ids: client.load_model(
-                ids, config.model, config.scheduler, config.cache, config.graph
-            ),
-            lc.LoadModelReply,
-            timeout_s=LOAD_TIMEOUT_S,
-        )
-
-    def get_kv_cache_spec(self) -> list[lc.GetKVCacheSpecReply]:
-        """What each rank's layers keep per token."""
-        return self._channel.fan_out(
-            "get_kv_cache_spec", WorkerClient.get_kv_cache_spec, lc.GetKVCacheSpecReply
-        )
-
-    def determine_available_memory(self) -> list[lc.DetermineAvailableMemoryReply]:
-        """Profile every rank."""
-        return self._channel.fan_out(
-            "determine_available_memory",
-            WorkerClient.determine_available_memory,
-            lc.DetermineAvailableMemoryReply,
-            timeout_s=LOAD_TIMEOUT_S,
-        )
-
-    def initialize_from_config(self, configs: tuple[KVCacheConfig, ...]) -> None:
-        """Allocate every rank's KV cache."""
-        self._channel.fan_out(
-            "initialize_from_config",
-            lambda client, ids: client.initialize_from_config(ids, configs),
-            Done,
-        )
-
-    def initialize_cache(self, num_gpu_blocks: int) -> None:
-        """Tell every rank the block count."""
-        self._channel.fan_out(
-            "initialize_cache",
-            lambda client, ids: client.initialize_cache(ids, num_gpu_blocks),
-            Done,
-        )
-
-    def update_max_model_len(self, max_model_len: int) -> None:
-        """Tell every rank the longest context."""
-        self._channel.fan_out(
-            "update_max_model_len",
-            lambda client, ids: client.update_max_model_len(ids, max_model_len),
-            Done,
-        )
-
-    def compile_or_warm_up_model(self) -> list[lc.CompileOrWarmUpModelReply]:
-        """Warm every rank up."""
-        return self._channel.fan_out(
-            "compile_or_warm_up_model",
-            WorkerClient.compile_or_warm_up_model,
-            lc.CompileOrWarmUpModelReply,
-            timeout_s=LOAD_TIMEOUT_S,
-        )
-
-    def get_supported_tasks(self) -> list[lc.GetSupportedTasksReply]:
-        """What each rank's model can do."""
-        return self._channel.fan_out(
-            "get_supported_tasks", WorkerClient.get_supported_tasks, lc.GetSupportedTasksReply
-        )
-
-    def get_model_metadata(self) -> list[lc.GetModelMetadataReply]:
-        """What a driver needs to know of the model, from each rank."""
-        return self._channel.fan_out(
-            "get_model_metadata", WorkerClient.get_model_metadata, lc.GetModelMetadataReply
-        )
 
     # ------------------------------------------------------------------ weights
 
@@ -542,21 +368,14 @@ class WorkerGroup:
             RemoteConfigError: no daemon option --save-root, or not the same one, or the name or the
             pattern is not allowed. RemoteCapacityError: the disk is full.
         """
-        save = secrets.token_bytes(16)
-        try:
-            replies = self._channel.fan_out(
-                "save_sharded_state",
-                lambda client, ids: client.save_sharded_state(
-                    ids, save, name, pattern, max_size_bytes
-                ),
-                lc.SaveShardedStateReply,
-                timeout_s=LOAD_TIMEOUT_S,
-            )
-        except (RemoteError, DeadlineExceeded):
-            self._discard_sharded_state(save)
-            raise
-        self._keep_sharded_state(save)
-        return replies
+        return save_weights(
+            self._channel,
+            "save_sharded_state",
+            lambda client, ids, save: client.save_sharded_state(
+                ids, save, name, pattern, max_size_bytes
+            ),
+            lc.SaveShardedStateReply,
+        )
 
     def save_tensorized_model(self, name: str) -> list[lc.SaveTensorizedModelReply]:
         """save_sharded_state through the tensorizer library, which the daemons must have (`pip
@@ -565,38 +384,11 @@ class WorkerGroup:
         Raises: as save_sharded_state does, and
             RemoteConfigError: a daemon does not have the library.
         """
-        save = secrets.token_bytes(16)
-        try:
-            replies = self._channel.fan_out(
-                "save_tensorized_model",
-                lambda client, ids: client.save_tensorized_model(ids, save, name),
-                lc.SaveTensorizedModelReply,
-                timeout_s=LOAD_TIMEOUT_S,
-            )
-        except (RemoteError, DeadlineExceeded):
-            self._discard_sharded_state(save)
-            raise
-        self._keep_sharded_state(save)
-        return replies
-
-    def _keep_sharded_state(self, save: bytes) -> None:
-        try:
-            self._finish_sharded_state(save, keep=True)
-        except RemoteError as error:
-            if error.rank == 0:  # else rank 0 may be about to put those files in place
-                self._discard_sharded_state(save)
-            raise
-
-    def _discard_sharded_state(self, save: bytes) -> None:
-        with contextlib.suppress(ClientError, WireError):  # the next save cleans up as well
-            self._finish_sharded_state(save, keep=False)
-
-    def _finish_sharded_state(self, save: bytes, *, keep: bool) -> None:
-        self._channel.fan_out(
-            "finish_sharded_state",
-            lambda client, ids: client.finish_sharded_state(ids, save, keep=keep),
-            Done,
-            timeout_s=FINISH_SAVE_TIMEOUT_S,
+        return save_weights(
+            self._channel,
+            "save_tensorized_model",
+            lambda client, ids, save: client.save_tensorized_model(ids, save, name),
+            lc.SaveTensorizedModelReply,
         )
 
     # ------------------------------------------------------------------ sleep
@@ -727,7 +519,7 @@ class WorkerGroup:
             wt.FinishWeightUpdateReply,
             timeout_s=LOAD_TIMEOUT_S,
         )
-        self._weights_cause = ""
+        self._weights.are_whole()
         return replies
 
     def reload_weights(self, model: str = "") -> list[wt.ReloadWeightsReply]:
@@ -738,7 +530,7 @@ class WorkerGroup:
             RemoteConfigError: the directory lies outside the daemons' roots, or holds another
                 model. RemoteCheckpointError: a file is missing, truncated or not of this model.
         """
-        before = self._weights_cause
+        before = self._weights.cause
         self._give_up_weights("reload_weights has failed on some rank")
         try:
             replies = self._channel.fan_out(
@@ -748,10 +540,11 @@ class WorkerGroup:
                 timeout_s=LOAD_TIMEOUT_S,
             )
         except RemoteError:
-            # Refused before the first byte, mostly.
-            self._weights_cause = before or weights_cause(self.get_status())
+            self._weights.cause = before
+            if not before:  # refused before the first byte, mostly
+                self._weights.learn(self.get_status())
             raise
-        self._weights_cause = ""
+        self._weights.are_whole()
         return replies
 
     def update_config(self, overrides: Mapping[str, str | int | bool]) -> None:
@@ -769,7 +562,7 @@ class WorkerGroup:
         """No step runs on weights that are being replaced, nor goes on from their KV cache."""
         self._drain()
         self._steps.lose_rows("the weights were replaced")
-        self._weights_cause = f"{cause}; fix: finish a complete update, or reload_weights()"
+        self._weights.give_up(cause)
 
     # ------------------------------------------------------------------ profiles
 
@@ -813,8 +606,8 @@ class WorkerGroup:
             WeightsNotWhole: a weight update is open, or has failed; nothing was sent.
         """
         self._channel.check_usable()
-        if self._weights_cause:
-            raise WeightsNotWhole(self._weights_cause)
+        if self._weights.cause:
+            self._weights.require_whole()
         failure = self._untold_failure()
         if failure is not None:
             failure.lost |= self._steps.slots.fail([output])
@@ -926,7 +719,7 @@ class WorkerGroup:
         with contextlib.suppress(ClientError, WireError):
             for future in self._steps.pending:
                 self.wait_for(future, until)
-        self._channel.leave()
+        self._attaching.leave()
 
     def _drain(self) -> None:
         """Wait for the steps in flight, so that an operation on all rows finds none running."""
@@ -934,22 +727,18 @@ class WorkerGroup:
             self.wait_for(future, future.deadline)
 
 
-def weights_cause(statuses: Sequence[lc.Status]) -> str:
-    """Return why the weights of a group are not whole; empty where they are, or nothing is
-    loaded."""
-    for rank, status in enumerate(statuses):
-        weights = status.weights
-        if weights is not None and weights.state != "whole":
-            names = ", ".join(weights.missing[:4])
-            return (
-                f"the weights of rank {rank} are {weights.state} ({weights.cause or 'open'}): "
-                f"{weights.num_missing} of {weights.num_tensors} tensors are missing ({names}...); "
-                "fix: finish a complete update, or reload_weights()"
-            )
-    return ""
+def _read_rows(channel: GroupChannel) -> list[list[RankRow]]:
+    """What each rank tells of its requests, page by page."""
+    rows: list[list[RankRow]] = [[] for _ in channel.clients]
+    next_slots = [0] * len(channel.clients)
 
+    def ask(client: WorkerClient, ids: StepIds) -> None:
+        client.adopt_requests(ids, next_slots[client.rank])
 
-def _step_deadline_s(status: lc.Status) -> float:
-    if status.config is None:
-        return DEFAULT_STEP_DEADLINE_S
-    return status.config.scheduler.step_deadline_ms / 1000
+    while True:
+        replies = channel.fan_out("adopt_requests", ask, AdoptRequestsReply)
+        for rank, reply in enumerate(replies):
+            rows[rank] += read_page(reply)
+            next_slots[rank] = reply.next_slot or NO_MORE_SLOTS
+        if not any(reply.next_slot for reply in replies):
+            return rows

@@ -3,7 +3,7 @@ socket; what it makes belongs to the worker.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -11,11 +11,15 @@ import torch
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.config import ModelConfig, ParallelConfig, WorkerConfig
+from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
+from rpc_schema.lifecycle import MemoryTag, SleepLevel
 from worker_daemon.device.failures import Verdict, drop_scratch, judge, out_of_memory
 from worker_daemon.device.init import supports
 from worker_daemon.distributed.parallel_state import ParallelState
-from worker_daemon.distributed.tp import TensorParallel
+from worker_daemon.distributed.tp import LinkedTensorParallel
 from worker_daemon.errors import CapacityError, ConfigError
+from worker_daemon.kv_cache.allocate import allocate_kv_caches
+from worker_daemon.kv_cache.spec import describe_layers
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.attention_provider import (
     AttentionProvider,
@@ -45,16 +49,13 @@ from worker_daemon.models.weights import (
     load_dummy_weights,
     load_weights,
 )
+from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.resolve import ResolvedModel, check_cache, resolve_model
 from worker_daemon.tagged_memory import TaggedMemory, open_memory
 
 _LOG = logging.getLogger(__name__)
 _PROGRESS_EVERY_S = 1.0
-_LONG_OPERATION_S = 1800.0
 _FIT = "more pipeline stages or tensor ranks, or free memory and load again"
-
-SetPhase = Callable[[str, float], None]
-"""(phase, seconds of legal silence): what the worker is at, for whoever watches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class RankPlace:
     device: torch.device
     config: ParallelConfig
     parallel: ParallelState
-    tp: TensorParallel
+    tp: LinkedTensorParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,56 @@ class LoadedModel:
     memory: TaggedMemory
     """Where the stage's parameters lie, and its KV cache will: closed by whoever drops this."""
     weights: WeightState
+    next_load: ModelConfig
+    """What reload_weights reads: as it was loaded, until update_config changes that."""
+
+    def limited_to(self, max_model_len: int) -> "LoadedModel":
+        """Return it with another limit, up to the one that it was loaded with.
+
+        Raises:
+            ConfigError: it is longer than that.
+        """
+        longest = self.resolved.max_model_len
+        if max_model_len > longest:
+            raise ConfigError(
+                "the model was loaded for shorter contexts",
+                field="max_model_len",
+                value=max_model_len,
+                fix=f"at most {longest}",
+            )
+        return replace(self, max_model_len=max_model_len)
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Give up the memory of both tags. Raises: see TaggedMemory.sleep."""
+        self._leave(lambda: self.memory.sleep(level), "Sleep")
+
+    def discard(self, tags: Collection[MemoryTag]) -> None:
+        """Give up the memory of tags. Raises: see TaggedMemory.discard."""
+        self._leave(lambda: self.memory.discard(tags), "Discard")
+
+    def _leave(self, change: Callable[[], None], cause: str) -> None:
+        had_gone = self.memory.tags.weights == "discarded"
+        change()
+        if self.memory.tags.weights == "discarded" and not had_gone:
+            self.weights.discard(f"{cause} kept nothing of them")
+
+    def finish_update(self) -> int:
+        """Every weight was written: they are whole, and lost no more. Raises, and returns what
+        WeightState.finish does."""
+        number = self.weights.finish()
+        self.memory.weights_filled()
+        return number
+
+    @property
+    def kv_cache_specs(self) -> tuple[KVCacheSpec, ...]:
+        """The layers of this stage and shard, as the wire describes them."""
+        return describe_layers(self.stage.kv_layer_specs, self.resolved.dtype)
+
+    def allocate_kv_caches(
+        self, plan: KVCacheConfig, make_zeros: Callable[[int, torch.dtype], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return zeroed caches. Raises: see kv_cache.allocate.allocate_kv_caches."""
+        return allocate_kv_caches(plan, self.stage.kv_layer_specs, self.resolved.dtype, make_zeros)
 
 
 def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPhase) -> LoadedModel:
@@ -145,6 +196,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         max_model_len=resolved.max_model_len,
         memory=memory,
         weights=WeightState(stage.checkpoint_views()),
+        next_load=message.model,
     )
 
 
@@ -178,14 +230,19 @@ def reload(
     overwriting = _Overwriting(model.weights)
     try:
         report = _fill(model.stage, config, resolved, place.parallel.rank, set_phase, overwriting)
-        number = model.weights.finish()
+        number = model.finish_update()
     except BaseException as error:
         overwriting.failed(f"{type(error).__name__} in reload_weights: {error}")
         raise
     resolved = replace(
         resolved, dtype=model.resolved.dtype, max_model_len=model.resolved.max_model_len
     )
-    renewed = replace(model, config=replace_model(model.config, config), resolved=resolved)
+    renewed = replace(
+        model,
+        config=replace_model(model.config, config),
+        resolved=resolved,
+        next_load=config,
+    )
     return Reloaded(renewed, report.bytes_loaded, number)
 
 
@@ -343,7 +400,7 @@ class _ProgressLine:
         left_s = (progress.bytes_total - progress.bytes_done) / rate
         percent = 100 * progress.bytes_done // progress.bytes_total
         self._set_phase(
-            f"LOADING {percent}%, {rate / 1e9:.1f} GB/s, {left_s:.0f} s left", _LONG_OPERATION_S
+            f"LOADING {percent}%, {rate / 1e9:.1f} GB/s, {left_s:.0f} s left", LONG_OPERATION_S
         )
         _LOG.info(
             "loading: %.2f of %.2f GB, %.2f GB/s, %.0f s left",

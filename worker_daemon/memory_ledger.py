@@ -44,6 +44,8 @@ class MemoryLedger:
         self._taken: dict[Kind, _Taken] = {}
         self.activations_peak = 0
         """What the largest step took at its peak, by the last profile."""
+        self.advice: KVCacheAdvice | None = None
+        """What advise() found last; None until then, and once what it was about is gone."""
 
     @contextmanager
     def taking(self, kind: Kind) -> Iterator[None]:
@@ -60,6 +62,7 @@ class MemoryLedger:
 
     def forget(self, *kinds: Kind) -> None:
         """What these kinds had was given back."""
+        self.advice = None
         for kind in kinds:
             self._taken.pop(kind, None)
 
@@ -101,10 +104,11 @@ class MemoryLedger:
         # What a largest step would still take of the device: its cached memory may be gone.
         short = max(0, self.activations_peak - self._activations(now))
         beside = max(0, self._source.taken_since(self._baseline, now) - kv_cache) + short
-        return KVCacheAdvice(
+        self.advice = KVCacheAdvice(
             request_bytes=max(0, self._budget - beside),
             card_bytes=max(0, kv_cache + now.free - short - CUSHION_BYTES),
         )
+        return self.advice
 
     def _activations(self, now: MemorySnapshot) -> int:
         tensors = self._of("weights").allocated + self._of("kv_cache").allocated

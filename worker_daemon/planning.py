@@ -336,7 +336,7 @@ def _measure(state: ParallelState, layers: range, resolved: ResolvedModel) -> _R
 
 
 def _build_stage(state: ParallelState, layers: range, resolved: ResolvedModel) -> DecoderStage:
-    """As worker.py does, on a device that keeps shapes alone."""
+    """As loading.py does, on a device that keeps shapes alone."""
     return build_stage(
         resolved.decoder,
         layers,

@@ -142,11 +142,11 @@ def test_step_that_names_what_is_not_there(raw, daemons, checkpoint, fields, wor
 OPERATIONS_BEFORE_LOAD: dict[str, Callable[[WorkerGroup], object]] = {
     "ExecuteModel": lambda group: group.execute_model(admission()).result(),
     "ExecuteDummyBatch": lambda group: group.execute_dummy_batch().result(),
-    "GetKVCacheSpec": lambda group: group.get_kv_cache_spec(),
-    "DetermineAvailableMemory": lambda group: group.determine_available_memory(),
-    "InitializeCache": lambda group: group.initialize_cache(2),
-    "CompileOrWarmUpModel": lambda group: group.compile_or_warm_up_model(),
-    "GetModelMetadata": lambda group: group.get_model_metadata(),
+    "GetKVCacheSpec": lambda group: group.load_chain.get_kv_cache_spec(),
+    "DetermineAvailableMemory": lambda group: group.load_chain.determine_available_memory(),
+    "InitializeCache": lambda group: group.load_chain.initialize_cache(2),
+    "CompileOrWarmUpModel": lambda group: group.load_chain.compile_or_warm_up_model(),
+    "GetModelMetadata": lambda group: group.load_chain.get_model_metadata(),
     "Reset": lambda group: group.reset("MODEL_LOADED"),
 }
 
@@ -169,7 +169,7 @@ def test_operation_before_its_time(daemons, checkpoint, operation):
 def test_second_load_without_reset(serving, checkpoint):
     group, loaded = serving
     with pytest.raises(IllegalStateError, match=r"LoadModel is not legal in READY.*Reset"):
-        group.load_model(worker_config(checkpoint().path))
+        group.load_chain.load_model(worker_config(checkpoint().path))
     cases = random_cases(checkpoint(), seed=51, count=2, max_tokens=4)
     assert generate(group, loaded, cases.requests).tokens == cases.expected
 

@@ -6,8 +6,6 @@ roundings differ from a decode's, so that a near tie could fall otherwise.
 """
 
 import json
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +19,6 @@ from client.worker_group import WorkerGroup
 from rpc_schema.adoption import AdoptRequests
 from rpc_schema.config import ParallelConfig
 from rpc_schema.kv_cache import blocks_for
-from rpc_schema.lifecycle import Reset
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from tests.support.gpu_generation import make_checkpoint, worker_config
@@ -32,7 +29,6 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "qwen3-0.6b"
 NUM_SLOTS = 8
 PROMPT_LEN = 60
 NUM_TOKENS = 40
@@ -42,14 +38,11 @@ SAMPLING = (SamplingParams(), SamplingParams(temperature=0.8, top_k=40, seed=11)
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models") / "qwen3"
-    shutil.copytree(MODEL, directory)
-    driver = StageDriver(directory, "cuda:0", max_model_len=1024, dtype="float32", num_blocks=1024)
+def driver(qwen3):
+    driver = StageDriver(qwen3, "cuda:0", max_model_len=1024, dtype="float32", num_blocks=1024)
     driver.start()
     yield driver
-    driver.worker.reset(Reset(**driver.ids(), to="CREATED"))
-    driver.worker.close()
+    driver.leave()
 
 
 def own_blocks(slot):

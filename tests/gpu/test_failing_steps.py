@@ -1,12 +1,10 @@
 """Steps that fail on a GPU: memory that is not there, with eager steps and with graphs, logits that
 are no numbers, and a device that is lost for good."""
 
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -40,7 +38,6 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "qwen3-0.6b"
 NUM_SLOTS = 8
 PROMPT_LEN = 1000
 """So many tokens at once that the step is no graph's, and takes more than SPARE_BYTES."""
@@ -52,16 +49,9 @@ SLACK_BYTES = 64 << 20
 POISON = 77
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models") / "qwen3"
-    shutil.copytree(MODEL, directory)
-    return directory
-
-
 @pytest.fixture
-def driver(model):
-    made = StageDriver(model, "cuda:0", max_model_len=2048, num_blocks=2048)
+def driver(qwen3):
+    made = StageDriver(qwen3, "cuda:0", max_model_len=2048, num_blocks=2048)
     made.start()
     yield made
     made.leave()
@@ -148,8 +138,8 @@ def test_graphs_need_no_memory(driver):
     assert tokens == expected
 
 
-def test_load_without_memory_leaves_the_device_as_it_was(model):
-    failing = StageDriver(model, "cuda:0", max_model_len=2048, num_blocks=64)
+def test_load_without_memory_leaves_the_device_as_it_was(qwen3):
+    failing = StageDriver(qwen3, "cuda:0", max_model_len=2048, num_blocks=64)
     torch.cuda.init()
     before = torch.cuda.mem_get_info()[0]
     with starved(600 << 20), pytest.raises(CapacityError, match="the weights do not fit"):

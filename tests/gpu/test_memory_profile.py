@@ -27,6 +27,7 @@ from worker_daemon.errors import CapacityError
 from worker_daemon.memory_ledger import CUSHION_BYTES
 from worker_daemon.runner.request_state import StepLimits
 from worker_daemon.runner.warmup import largest_step
+from worker_daemon.serving import Serving
 
 pytestmark = [
     pytest.mark.gpu,
@@ -221,14 +222,14 @@ def other():
 def test_a_process_that_moves_meanwhile_is_seen_and_not_counted(begin, other, monkeypatch):
     with begin() as driver:
         expected = driver.profile().available_bytes
-        run = driver.worker._run_largest_step
+        run = Serving.run_largest_step
 
         def profile_while_other_goes_to(num_bytes):
-            def moving(message):
+            def moving(serving, message):
                 other(num_bytes)
-                run(message)
+                run(serving, message)
 
-            monkeypatch.setattr(driver.worker, "_run_largest_step", moving)
+            monkeypatch.setattr(Serving, "run_largest_step", moving)
             return driver.profile()
 
         names_others = memory_source(torch.device("cuda:0")).snapshot().others is not None

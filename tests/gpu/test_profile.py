@@ -5,7 +5,6 @@ import gzip
 import io
 import json
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -24,17 +23,14 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "qwen3-0.6b"
 STEPS = 8
 REQUESTS = 4
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models") / "qwen3"
-    shutil.copytree(MODEL, directory)
+def driver(qwen3, tmp_path_factory):
     traces = tmp_path_factory.mktemp("traces")
-    driver = StageDriver(directory, "cuda:0", 512, num_blocks=512, profile_dir=traces)
+    driver = StageDriver(qwen3, "cuda:0", 512, num_blocks=512, profile_dir=traces)
     driver.start()
     yield driver
     driver.worker.close()

@@ -1,16 +1,14 @@
 """Sleep on a GPU: memory goes back to the device and comes again under the same addresses, graphs
 that were captured before replay after it, and what cannot be had changes nothing."""
 
-import shutil
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.stage_driver import StageDriver
-from rpc_schema.lifecycle import Discard, Reset, Sleep, WakeUp
+from rpc_schema.lifecycle import Discard, Sleep, WakeUp
 from rpc_schema.step import ExecuteModel
 from rpc_schema.weight_transfer import ReloadWeights
 from worker_daemon.device.arena import open_arena
@@ -22,7 +20,6 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "qwen3-0.6b"
 NUM_SLOTS = 8
 PROMPT_LEN = 60
 NUM_TOKENS = 30
@@ -33,16 +30,13 @@ AWAKE = {"weights": "awake", "kv_cache": "awake"}
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models") / "qwen3"
-    shutil.copytree(MODEL, directory)
+def driver(qwen3):
     driver = StageDriver(
-        directory, "cuda:0", max_model_len=1024, num_blocks=4096, enable_sleep_mode=True
+        qwen3, "cuda:0", max_model_len=1024, num_blocks=4096, enable_sleep_mode=True
     )
     driver.start()
     yield driver
-    driver.worker.reset(Reset(**driver.ids(), to="CREATED"))
-    driver.worker.close()
+    driver.leave()
 
 
 @pytest.fixture
@@ -73,7 +67,11 @@ def wake(driver, *tags):
 
 def addresses(driver):
     stage = driver.worker._model.stage
-    tensors = [*(p.data for p in stage.parameters()), stage.rotary, *driver.worker._kv_caches]
+    tensors = [
+        *(p.data for p in stage.parameters()),
+        stage.rotary,
+        *driver.worker._serving.kv_caches,
+    ]
     return [tensor.data_ptr() for tensor in tensors]
 
 
@@ -124,7 +122,7 @@ def test_level_1_gives_all_back_and_the_same_graphs_the_same_tokens(
     driver, prompt, order, monkeypatch
 ):
     expected, where, held = generate(driver, prompt), addresses(driver), on_device(driver)
-    assert isinstance(driver.worker._runner._program, GraphedProgram)
+    assert isinstance(driver.worker._serving.runner._program, GraphedProgram)
     captured, replayed = [], []
     monkeypatch.setattr(GraphedProgram, "_record", lambda *args: captured.append(args))
     replay = torch.cuda.CUDAGraph.replay
@@ -155,7 +153,7 @@ def test_level_2_keeps_buffers_and_graphs_read_the_weights_that_come_after(drive
     assert addresses(driver) == where
     assert torch.equal(stage.rotary, rotary)
     assert not any(parameter.data.any() for parameter in stage.parameters())
-    assert not any(cache.any() for cache in driver.worker._kv_caches)
+    assert not any(cache.any() for cache in driver.worker._serving.kv_caches)
     driver.worker.reload_weights(ReloadWeights(**driver.ids()))
     assert driver.worker.describe().memory_tags == AWAKE
     assert generate(driver, prompt) == expected
@@ -166,7 +164,7 @@ def test_a_discarded_kv_cache_comes_back_empty(driver, prompt):
     driver.worker.discard(Discard(**driver.ids(), tags=("kv_cache",)))
     assert kinds(driver)["kv_cache"] == 0
     wake(driver, "kv_cache")
-    assert not any(cache.any() for cache in driver.worker._kv_caches)
+    assert not any(cache.any() for cache in driver.worker._serving.kv_caches)
     assert generate(driver, prompt) == expected
 
 

@@ -175,7 +175,7 @@ def test_graphs_give_the_tokens_of_the_same_kernels_launched_one_by_one(
         return [reply.result()[0].sampled_token_ids for reply in replies]
 
     replayed = generate()
-    program = driver.worker._runner._program
+    program = driver.worker._serving.runner._program
     assert isinstance(program, GraphedProgram)
     monkeypatch.setattr(program, "_graphs", {})  # plans stay padded, nothing is replayed
     assert generate() == replayed

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from client.launcher import LocalDaemons
 from rpc_schema.step import ExecuteModel, SampleTokens
+from worker_daemon.phases import SetPhase
 from worker_daemon.server.assembly import make_worker, open_rendezvous
 from worker_daemon.server.daemon import serve
-from worker_daemon.server.dispatch import PendingReply, SetPhase, WorkerLike
+from worker_daemon.server.dispatch import PendingReply, WorkerLike
 from worker_daemon.settings import load_settings, prepare_environment
 
 LONGEST_DELAY_S = 0.03

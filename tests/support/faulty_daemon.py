@@ -19,8 +19,8 @@ from client.launcher import LocalDaemons
 from worker_daemon.cli import app
 from worker_daemon.device.gpu_faults import Fault as GpuFault
 from worker_daemon.device.gpu_faults import fault_of
+from worker_daemon.phases import SetPhase
 from worker_daemon.server import assembly
-from worker_daemon.server.dispatch import SetPhase
 
 HANG_S = 3600.0
 INJECTED = "an injected fault"

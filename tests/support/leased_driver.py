@@ -37,11 +37,11 @@ CONFIG = WorkerConfig(
 def make_ready(group: WorkerGroup) -> None:
     """Bring a daemon up from wherever it stands."""
     group.reset("CREATED")
-    group.init_device(CONFIG)
-    group.load_model(CONFIG)
+    group.load_chain.init_device(CONFIG)
+    group.load_chain.load_model(CONFIG)
     config = KVCacheConfig(num_blocks=2, block_size=16, groups=(), size_bytes=0)
-    group.initialize_from_config((config,))
-    group.compile_or_warm_up_model()
+    group.load_chain.initialize_from_config((config,))
+    group.load_chain.compile_or_warm_up_model()
 
 
 def admit(group: WorkerGroup) -> int:

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,7 @@ class SaveReport:
 
     num_files: int
     size_bytes: int
+    seconds: float
 
 
 class Saver:
@@ -170,6 +172,7 @@ class _PendingSave:
     def write(
         self, request: SaveRequest, weights: RankWeights, before_file: Callable[[], None]
     ) -> SaveReport:
+        began = time.monotonic()
         saved: dict[str, SavedTensor] = {}
         parts = _parts(weights.tensors, request.max_size_bytes)
         for part, tensors in enumerate(parts):
@@ -179,7 +182,8 @@ class _PendingSave:
             self._write_file(name, content)
         self._write_file(rank_index_name(self._rank), rank_index_bytes(saved))
         _sync_directory(self._directory)
-        return SaveReport(len(parts), sum(map(num_bytes, weights.tensors.values())))
+        size_bytes = sum(map(num_bytes, weights.tensors.values()))
+        return SaveReport(len(parts), size_bytes, time.monotonic() - began)
 
     def publish(self) -> None:
         """Rank 0: make this the set that has the name."""

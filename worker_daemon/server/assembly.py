@@ -6,8 +6,9 @@ from functools import partial
 from pathlib import Path
 
 from worker_daemon.device.gpu_faults import FaultWatch, NoFaultWatch
+from worker_daemon.phases import SetPhase
 from worker_daemon.server.daemon import serve
-from worker_daemon.server.dispatch import RendezvousServerLike, SetPhase, WorkerLike
+from worker_daemon.server.dispatch import RendezvousServerLike, WorkerLike
 from worker_daemon.settings import (
     ProcessSettings,
     prepare_environment,

@@ -12,6 +12,7 @@ from rpc_schema.adoption import AdoptRequests
 from rpc_schema.base import StepReply
 from rpc_schema.codec import Frame, StepMessage, StepReplyMessage
 from worker_daemon.description import WorkerDescription
+from worker_daemon.phases import SetPhase
 
 
 class PendingReply(Protocol):
@@ -132,8 +133,6 @@ class RendezvousServerLike(Protocol):
     def close(self) -> None: ...
 
 
-SetPhase: TypeAlias = Callable[[str, float], None]
-"""(phase, seconds of legal silence)."""
 MakeWorker: TypeAlias = Callable[[str, Sequence[Path], SetPhase, Path | None], WorkerLike]
 """(device, model roots, set_phase, save root)."""
 OpenRendezvousServer: TypeAlias = Callable[[str], RendezvousServerLike]

@@ -6,7 +6,7 @@ Used on the step thread, abort() apart.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -16,7 +16,7 @@ from worker_daemon.distributed.transfer_group import Meeting
 from worker_daemon.errors import ConfigError, StateError
 from worker_daemon.loading import LoadedModel, RankPlace, Roots
 from worker_daemon.models.weight_places import Manifest, Places, checkpoint_places, kernel_places
-from worker_daemon.models.weight_state import WeightState
+from worker_daemon.phases import SetPhase
 from worker_daemon.weight_transfer.engines import (
     BroadcastReceiver,
     DiskReader,
@@ -32,15 +32,13 @@ _SLACK_S: Final = 30.0
 _DISPOSAL_S: Final = 0.5
 _PHASE_EVERY_S: Final = 0.25
 
-SetPhase = Callable[[str, float], None]
-
 
 @dataclass
 class _Update:
     """An update that is open."""
 
     places: Places
-    state: WeightState
+    model: LoadedModel
     partial: bool
     received: set[str] = field(default_factory=set)
 
@@ -107,7 +105,7 @@ class WeightTransfer:
             )
         else:
             places = checkpoint_places(model.stage, model.resolved.decoder)
-        self._update = _Update(places, model.weights, message.partial)
+        self._update = _Update(places, model, message.partial)
         model.weights.begin(partial=message.partial)
 
     def update(self, message: wt.UpdateWeights) -> RoundReport:
@@ -142,7 +140,7 @@ class WeightTransfer:
             self._fail(f"{type(error).__name__} in update_weights: {error}")
             raise
         update.received.update(manifest.names)
-        update.state.publish()
+        update.model.weights.publish()
         return RoundReport(writer.num_tensors, size_bytes, time.monotonic() - began)
 
     def finish(self) -> int:
@@ -155,7 +153,7 @@ class WeightTransfer:
         update = self._open_update()
         if not update.partial:
             update.places.check_complete(update.received)
-        number = update.state.finish()
+        number = update.model.finish_update()
         self._update = None
         return number
 
@@ -172,7 +170,7 @@ class WeightTransfer:
     def interrupt(self, cause: str) -> None:
         """Give up an open update."""
         if self._update is not None:
-            self._update.state.interrupt(cause)
+            self._update.model.weights.interrupt(cause)
             self._update = None
 
     def abort(self) -> bool:
@@ -225,14 +223,14 @@ class _Writer:
         self._show()
 
     def place(self, pieces: Sequence[Rows]) -> None:
-        places, state = self._update.places, self._update.state
+        places, weights = self._update.places, self._update.model.weights
         for rows in pieces:
             names = places.names_of(rows.name)
             if names:
-                state.writing(names)
+                weights.writing(names)
                 places.fill(rows.name, rows.first_row, rows.values)
             if rows.is_last:
-                state.written(names)
+                weights.written(names)
                 self.num_tensors += bool(names)
                 self._num_complete += 1
         self._show()

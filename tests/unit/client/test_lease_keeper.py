@@ -202,7 +202,7 @@ def test_operation_that_gets_lost_is_sent_again_and_runs_once(fakes, connect, wa
 
     setattr(daemon, name, lose_first)
     before = [each.operations.count("GetSupportedTasks") for each in daemons.daemons]
-    replies = group.get_supported_tasks()
+    replies = group.load_chain.get_supported_tasks()
     assert [reply.rank for reply in replies] == [0, 1]
     after = [each.operations.count("GetSupportedTasks") for each in daemons.daemons]
     assert after == [count + 1 for count in before]

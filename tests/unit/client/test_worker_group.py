@@ -24,11 +24,12 @@ from client.errors import (
     TooManyStepsInFlight,
     WorkerDied,
 )
+from client.links import link_timeout_s
 from client.loading import PROFILE_ATTEMPTS
 from client.requests import GenerationRequest
 from client.scheduler import Scheduler, SchedulerLimits
 from client.scheduler_output import NewRequest, SchedulerOutput
-from client.worker_group import WorkerGroup, link_timeout_s
+from client.worker_group import WorkerGroup
 from rpc_schema.config import ParallelConfig
 from rpc_schema.errors import ErrorCode, ErrorScope, TooLargeError
 from rpc_schema.lifecycle import MemoryChange
@@ -213,8 +214,8 @@ def test_half_loaded_daemons_are_reset(fakes, connect):
     group = connect(daemons, 2)
     group.attach()
     config = worker_config(2)
-    group.init_device(config)
-    group.load_model(config)
+    group.load_chain.init_device(config)
+    group.load_chain.load_model(config)
     other = connect(daemons, 2)
     other.attach(force=True)
     serve(other, other.prepare(worker_config(2, max_num_seqs=5)), pp=2)
@@ -249,7 +250,7 @@ def test_a_refused_operation_names_the_rank(fakes, connect):
     daemons.daemons[1].load = "KV_READY"
     daemons.daemons[0].load = "DEVICE_READY"
     with pytest.raises(Exception, match=f"rank 1 at {daemons.endpoints[1]}: ILLEGAL_STATE"):
-        group.load_model(worker_config(2))
+        group.load_chain.load_model(worker_config(2))
 
 
 def test_a_failed_step_fails_those_behind_it_and_is_repaired(fakes, connect):
@@ -485,7 +486,7 @@ def test_a_later_failure_of_an_earlier_step_keeps_what_the_first_one_lost(fakes,
 @pytest.mark.parametrize("kind", ["error", "hang"])
 def test_a_relink_that_fails_fails_the_step_that_it_was_for(fakes, connect, monkeypatch, kind):
     daemons, group, model = ready(fakes, connect, 2, step_deadline_ms=1000)
-    monkeypatch.setattr("client.replacement.LINK_SLACK_S", -8.5)
+    monkeypatch.setattr("client.links.LINK_SLACK_S", -8.5)
     for daemon in daemons.daemons:
         daemon.faults = [Fault(5, code=ErrorCode.COMM, scope=ErrorScope.GROUP)]
     daemons.daemons[1].relink_faults = [Fault(0, kind, code=ErrorCode.COMM)]
@@ -498,7 +499,7 @@ def test_ranks_get_the_time_that_they_may_take_to_meet(fakes, connect, monkeypat
     for deadline_s in (0.1, 60.0, 3600.0):
         assert link_timeout_s(deadline_s) > 2 * (deadline_s + 1) + 5
     daemons, group, _ = ready(fakes, connect, 2, step_deadline_ms=200)
-    monkeypatch.setattr("client.replacement.LINK_SLACK_S", -7.3)
+    monkeypatch.setattr("client.links.LINK_SLACK_S", -7.3)
     daemons.daemons[0].relink_faults = [Fault(0, "hang")]
     with pytest.raises(DeadlineExceeded, match="relink") as caught:
         group.relink()
@@ -520,8 +521,8 @@ def test_all_ranks_are_told_to_attach_before_one_is_waited_for(fakes, connect, m
 
     thread = threading.Thread(target=release)
     thread.start()
-    monkeypatch.setattr("client.worker_group.ATTACH_TIMEOUT_S", 0.4)
-    monkeypatch.setattr("client.worker_group.ATTACH_SLACK_S", 1.0)  # less than the gate's own 10 s
+    monkeypatch.setattr("client.attaching.ATTACH_TIMEOUT_S", 0.4)
+    monkeypatch.setattr("client.attaching.ATTACH_SLACK_S", 1.0)  # less than the gate's own 10 s
     other = connect(daemons, 2)
     other.attach(force=True)
     thread.join()

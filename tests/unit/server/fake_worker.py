@@ -21,7 +21,7 @@ from rpc_schema.codec import Frame
 from rpc_schema.config import WorkerConfig
 from worker_daemon import errors
 from worker_daemon.description import WorkerDescription
-from worker_daemon.server.dispatch import SetPhase
+from worker_daemon.phases import SetPhase
 
 ERRORS: dict[str, Exception] = {
     "COMM": errors.CommError("peer 1 is gone"),

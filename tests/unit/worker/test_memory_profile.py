@@ -270,7 +270,7 @@ def test_what_graphs_will_take_is_subtracted_once(start, monkeypatch):
     """Edge 5."""
     memory = DrivenMemory()
     graphs = DrivenGraphs(memory, GIB, kept=100 * MIB)
-    monkeypatch.setattr("worker_daemon.worker.step_graphs", lambda *_, **__: graphs)
+    monkeypatch.setattr("worker_daemon.serving.step_graphs", lambda *_, **__: graphs)
     begun = start(memory).load()
     for estimate in (GIB + 100 * MIB, GIB):
         found = begun.profile()
@@ -300,13 +300,13 @@ def test_graphs_that_do_not_fit_are_a_typed_error(start, monkeypatch, raised, ex
 
     begun = start(DrivenMemory()).load()
     found = begun.profile()
-    monkeypatch.setattr("worker_daemon.worker.step_graphs", lambda *_, **__: Failing())
+    monkeypatch.setattr("worker_daemon.serving.step_graphs", lambda *_, **__: Failing())
     with pytest.raises(expected or torch.AcceleratorError):
         begun.profile()
     begun.driver.allocate()
     with pytest.raises(expected or torch.AcceleratorError):
         begun.driver.warm_up()
-    monkeypatch.setattr("worker_daemon.worker.step_graphs", lambda *_, **__: NoGraphs())
+    monkeypatch.setattr("worker_daemon.serving.step_graphs", lambda *_, **__: NoGraphs())
     begun.driver.reset("MODEL_LOADED")
     assert begun.profile().available_bytes == found.available_bytes
 

@@ -49,7 +49,7 @@ def test_padding_changes_no_token(ready_worker, names):
     rng = np.random.default_rng()
     prompts = [rng.integers(0, 151, 7).tolist() for _ in range(NUM_REQUESTS)]
     chosen = [SAMPLING[names[slot % len(names)]] for slot in range(NUM_REQUESTS)]
-    inputs = ready_worker._runner.inputs
+    inputs = ready_worker._serving.runner.inputs
     exact = generate(ready_worker, chosen, prompts)
     ladder = StepLadder(decode_sizes(8), lambda size: [64, 128], mixed_plans(8, 64, 128))
     inputs.pad_by(ladder, ladder.plans)
@@ -65,9 +65,9 @@ def test_reset_leaves_nothing_alive_though_a_description_is_kept(model_root, lla
     driver.init_device()
     driver.serve("llama")
     kept = worker.describe()
-    parts = [
-        weakref.ref(part) for part in (worker._runner, worker._kv_caches[0], worker._model.stage)
-    ]
+    serving = worker._serving
+    parts = list(map(weakref.ref, (serving.runner, serving.kv_caches[0], worker._model.stage)))
+    del serving
     worker.reset(lc.Reset(epoch=1, seq=10_000, link=1, to="DEVICE_READY"))
     gc.collect()
     assert [part() for part in parts] == [None] * 3

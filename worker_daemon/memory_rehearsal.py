@@ -1,0 +1,118 @@
+"""How much memory is left for a KV cache: found by running the largest step, and capturing some of
+the graphs, over a KV cache of next to nothing. Knows no reply and no KV plan but its own.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+from rpc_schema.base import StepRequest
+from rpc_schema.kv_cache import build_kv_cache_config
+from worker_daemon.device.memory import MemoryProfile, profile
+from worker_daemon.errors import CapacityError
+from worker_daemon.layers.attention import NullAttention
+from worker_daemon.loading import LoadedModel
+from worker_daemon.phases import LONG_OPERATION_S, SetPhase
+from worker_daemon.rank_device import OpenedDevice
+from worker_daemon.serving import Serving
+from worker_daemon.tagged_memory import PlainMemory
+
+_LOG = logging.getLogger(__name__)
+_NUM_BLOCKS: Final = 2
+"""The null block, and one that all synthetic requests share: nobody reads their output."""
+
+
+@dataclass(frozen=True, slots=True)
+class RehearsedMemory:
+    """What a rehearsal found, in bytes."""
+
+    available: int
+    """For the KV cache; negative where nothing is left, and others were at work meanwhile."""
+    graphs: int
+    profile: MemoryProfile
+
+
+def rehearse_memory(
+    opened: OpenedDevice, model: LoadedModel, message: StepRequest, set_phase: SetPhase
+) -> RehearsedMemory:
+    """Run the largest step over a KV cache of next to nothing, capture some of the graphs, and see
+    what that leaves of the budget, and of the device.
+
+    Raises:
+        CapacityError: nothing, though nobody else took any.
+    """
+    set_phase("PROFILING", LONG_OPERATION_S)
+    memory, cache = opened.memory, model.config.cache
+    with _rehearsal(opened, model, set_phase) as serving:
+        serving.compile_graphs()
+    # `serving` stays until the end: its rows stand for those that steps will have.
+    with profile(memory, opened.baseline) as result:
+        _run_largest_step(opened, model, message, set_phase)
+    opened.ledger.activations_peak = result.transient
+    graphs = _estimate_graphs(opened, model, set_phase)
+    memory.reset_peak()  # the rehearsed graphs' memory goes back to the device
+    _log(result, graphs)
+    available = memory.limit_kv_cache(result.available(opened.budget_bytes, graphs))
+    # Where others were at work meanwhile, the driver may ask again.
+    if cache.kv_cache_memory_bytes is None and available <= 0 and not result.changes:
+        raise _nothing_left(result, graphs, cache.gpu_memory_utilization)
+    return RehearsedMemory(available, graphs, result)
+
+
+def _run_largest_step(
+    opened: OpenedDevice, model: LoadedModel, message: StepRequest, set_phase: SetPhase
+) -> None:
+    """All of it is freed on return, for the profile to see what the step alone took."""
+    with _rehearsal(opened, model, set_phase) as serving:
+        serving.run_largest_step(message)
+
+
+def _estimate_graphs(opened: OpenedDevice, model: LoadedModel, set_phase: SetPhase) -> int:
+    def used_bytes() -> int:
+        opened.memory.reset_peak()
+        return opened.memory.taken_since(opened.baseline, opened.memory.snapshot())
+
+    with _rehearsal(opened, model, set_phase) as serving:
+        return serving.estimate_graphs(used_bytes)
+
+
+@contextmanager
+def _rehearsal(opened: OpenedDevice, model: LoadedModel, set_phase: SetPhase) -> Iterator[Serving]:
+    """Steps served as they will be, but over a KV cache of one block; on the CPU, where graphs do
+    not need it, without attention, which is slow there."""
+    plan = build_kv_cache_config(model.kv_cache_specs, _NUM_BLOCKS, model.config.cache.block_size)
+    caches: list[Tensor] = []
+    if opened.place.device.type == "cuda":
+        caches = model.allocate_kv_caches(plan, PlainMemory(opened.place.device).make_kv_cache)
+        model.stage.set_attention(model.attention.backend)
+    try:
+        yield Serving(opened, model, plan, caches, set_phase)
+    finally:
+        model.stage.set_attention(NullAttention())
+
+
+def _log(profile: MemoryProfile, graphs: int) -> None:
+    _LOG.info(
+        "profile: %.3f GB taken since the baseline (%.3f GB of it kept by the allocator), "
+        "%.3f GB for the largest step, %.3f GB for graphs",
+        profile.consumed / 1e9,
+        profile.pinned / 1e9,
+        profile.transient / 1e9,
+        graphs / 1e9,
+    )
+    for change in profile.changes:
+        _LOG.warning("while the memory was profiled, %s", change)
+
+
+def _nothing_left(profile: MemoryProfile, graphs: int, utilization: float) -> CapacityError:
+    return CapacityError(
+        f"{profile.consumed} bytes were taken since the baseline, a step takes {profile.transient} "
+        f"and graphs about {graphs}, and {profile.free} are free: nothing is left",
+        field="gpu_memory_utilization",
+        value=utilization,
+        fix="a larger share, smaller steps, or more ranks",
+    )
