@@ -20,6 +20,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """At the end extension modules look for what is left of their objects."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_running():
     """Daemons that a session started must be gone at its end."""
