@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Dozens of daemons and commands are started: each would compile its modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup run test faults check fmt type bench fuzz test-gpu test-multi-gpu golden clean
 

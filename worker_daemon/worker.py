@@ -546,6 +546,7 @@ class Worker:
         del model
         gc.unfreeze()
         gc.collect()
+        gc.freeze()  # until the next reset; mostly modules
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self._set_phase("WRITING TRACE", LONG_OPERATION_S)
