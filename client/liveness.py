@@ -111,13 +111,16 @@ def find_process(address: str) -> Process:
 
 
 def nobody_listens(address: str) -> bool:
-    """Whether a connection to an ipc address is refused: a process that is only stopped does not
-    refuse any. The daemon hears nothing of the question: it is asked by a socket of another type,
-    which Linux refuses only once it has found who listens (unix(7), EPROTOTYPE)."""
-    if not address.startswith("ipc://"):
-        return True  # a connection that ended tells no more than that
+    """Whether a connection to an address is refused: a process that is only stopped does not refuse
+    any, and of one beyond a broken network nothing comes back. On ipc the daemon hears nothing of
+    the question: it is asked by a socket of another type, which Linux refuses only once it has
+    found who listens (unix(7), EPROTOTYPE)."""
     try:
-        _connected(address, socket.SOCK_DGRAM).close()
+        if address.startswith("tcp://"):
+            host, _, port = address.removeprefix("tcp://").rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
+        else:
+            _connected(address, socket.SOCK_DGRAM).close()
     except (ConnectionRefusedError, FileNotFoundError):
         return True
     except OSError:
@@ -217,15 +220,18 @@ class Watch:
         entry = self._ranks[rank]
         if entry.cut_since is None:
             entry.cut_since = self._clock()
-        if nobody_listens(entry.address):
+        # On tcp the next attempt to connect tells: whoever asks there is heard, and logged.
+        if not entry.address.startswith("tcp://") and nobody_listens(entry.address):
             self._die(rank, "transport", "the connection ended")
         elif entry.standing == "alive":
             self._suspect(rank, "transport", "it does not answer, though it has not ended")
 
     def refused(self, rank: int) -> None:
-        """A new connection to it could not be made."""
-        if self._ranks[rank].cut_since is not None:
-            self.disconnected(rank)
+        """A new connection to it could not be made: because nobody listens any more, or because the
+        network between us is down."""
+        entry = self._ranks[rank]
+        if entry.cut_since is not None and nobody_listens(entry.address):
+            self._die(rank, "transport", "the connection ended, and another was refused")
 
     def connected(self, rank: int) -> None:
         """It has answered on a new connection."""
