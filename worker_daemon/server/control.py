@@ -353,6 +353,7 @@ class Control:
         it; on gloo a lost neighbour's connections have ended by themselves."""
         self._need_attached(message.epoch)
         link = self._progress.link
+        self._guard.forgive_hangs()
         if self._progress.snapshot.state.link != "none":
             self._guard.request_abort(message.cause)
             self._commands.post(LinkBroke(link, message.cause))
@@ -420,6 +421,7 @@ class Control:
         if message.epoch <= self._progress.epoch:
             raise NotAttachedError(f"epoch {epoch} is attached already", fix="prepare a new one")
         self._lease.grant(driver_id, epoch, terms)
+        self._guard.forgive_hangs()
         loop = asyncio.get_running_loop()
         taken: asyncio.Future[Standing] = loop.create_future()
         settle = _threadsafe(loop, taken)

@@ -392,6 +392,11 @@ class Daemon:
         """See GuardListener."""
         self._to_loop(lambda: self._control.tell_slow(phase, phase_ms, usual_ms))
 
+    def relapsed(self, cause: str) -> None:
+        """See GuardListener. A supervisor starts us again; so it does with each rank that waits in
+        the same hang."""
+        self.fatal(ExitCode.LINK_UNUSABLE, cause)
+
     def _link_aborted(self, link: int, cause: str) -> None:
         """The guard thread has aborted `link`: whoever waited may come back with any outcome."""
         self._to_loop(lambda: self.post(LinkBroke(link, cause)))
