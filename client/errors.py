@@ -13,6 +13,7 @@ ClientError
  +- AuthenticationError       a daemon refused our key, or has another key than it should
  +- WorkerDied                a daemon is dead, or has been given up
  +- ReplacementFailed         no daemon took a lost rank's place
+ +- LinkGivenUp               the ranks cannot reach each other, again and again
  +- LaunchError               a local daemon did not become ready
  +- TraceError                a trace cannot be read, or is no trace
  +- SchedulerStalled          a scheduler has requests, but nothing to send, and nothing is to come
@@ -135,6 +136,21 @@ class WorkerDied(ClientError):
         self.rank = rank
         self.endpoint = endpoint
         self.detail = detail
+
+
+class LinkGivenUp(ClientError):
+    """Link after link failed without a step between them that ended well, though all daemons live:
+    `ranks` are those that said so, each of an edge to a neighbour. Nothing more is sent; attach()
+    begins anew."""
+
+    def __init__(self, ranks: tuple[int, ...], num_failures: int, last: str) -> None:
+        who = ", ".join(map(str, ranks)) or "none"
+        super().__init__(
+            f"the link has failed {num_failures} times in a row (told by ranks: {who}); the last "
+            f"time: {last}; fix: see to the network between the ranks, then attach again"
+        )
+        self.ranks = ranks
+        self.num_failures = num_failures
 
 
 class ReplacementFailed(ClientError):

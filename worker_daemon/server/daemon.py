@@ -34,6 +34,7 @@ from worker_daemon.server.endpoints import (
     remove_sockets,
 )
 from worker_daemon.server.epochs import EpochFile
+from worker_daemon.server.file_limit import raise_file_limit
 from worker_daemon.server.guard import Guard
 from worker_daemon.server.hang_reports import HangReports
 from worker_daemon.server.progress import Progress
@@ -83,6 +84,7 @@ def serve(
         EndpointInUseError: another daemon has the endpoint.
     """
     _check_parent_fd(settings.exit_with_parent_fd)
+    raise_file_limit()
     premises = Premises(settings)
     try:
         daemon = Daemon(settings, premises, make_worker, open_rendezvous, open_watch)
