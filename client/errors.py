@@ -15,6 +15,7 @@ ClientError
  +- ReplacementFailed         no daemon took a lost rank's place
  +- LinkGivenUp               the ranks cannot reach each other, again and again
  +- LaunchError               a local daemon did not become ready
+ +- Unkillable                a local daemon's process does not end by SIGKILL
  +- TraceError                a trace cannot be read, or is no trace
  +- SchedulerStalled          a scheduler has requests, but nothing to send, and nothing is to come
  +- WeightsNotWhole           a weight update is open or has failed: no step can be sent
@@ -190,6 +191,19 @@ class AdoptionMismatch(ClientError):
         self.slot = slot
         self.field = field
         self.ranks = ranks
+
+
+class Unkillable(ClientError):
+    """UNKILLABLE: processes of daemons have not ended long after SIGKILL. `devices` says by process
+    id what they hold."""
+
+    def __init__(self, devices: Mapping[int, str], seconds: float) -> None:
+        who = ", ".join(f"process {pid} on {device}" for pid, device in sorted(devices.items()))
+        super().__init__(
+            f"UNKILLABLE: {who}: it has not ended {seconds:g} s after SIGKILL, so it waits in the "
+            "kernel; fix: do not use the device before it, or the node, has been reset"
+        )
+        self.devices = MappingProxyType(dict(devices))
 
 
 class LaunchError(ClientError):

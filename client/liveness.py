@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from client.errors import WorkerDied
+from client.oom_kills import oom_kills_of
 from rpc_schema.lifecycle import Heartbeat, Hung, Slow
 
 SUSPECT_AFTER_S = 1.0
@@ -64,12 +65,19 @@ class DaemonProcess:
     def __init__(self, pid: int, fd: int) -> None:
         self.pid = pid
         self._fd = fd
+        self._oom_kills = oom_kills_of(pid)
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
 
     def has_ended(self) -> bool:
         """Never waits."""
         return bool(self._poll.poll(0))
+
+    def cause_of_end(self) -> str:
+        """What the kernel says about why it may have ended; empty: nothing."""
+        if not self._oom_kills.since():
+            return ""
+        return "; the kernel has killed for want of memory in its cgroup (oom_kill has risen)"
 
     def close(self) -> None:
         """Close the descriptor; the process is not told."""
@@ -84,6 +92,10 @@ class UnknownProcess:
     def has_ended(self) -> bool:
         """Nobody knows."""
         return False
+
+    def cause_of_end(self) -> str:
+        """Nobody knows."""
+        return ""
 
     def close(self) -> None:
         return None
@@ -222,7 +234,7 @@ class Watch:
             entry.cut_since = self._clock()
         # On tcp the next attempt to connect tells: whoever asks there is heard, and logged.
         if not entry.address.startswith("tcp://") and nobody_listens(entry.address):
-            self._die(rank, "transport", "the connection ended")
+            self._die(rank, "transport", "the connection ended" + entry.process.cause_of_end())
         elif entry.standing == "alive":
             self._suspect(rank, "transport", "it does not answer, though it has not ended")
 
@@ -307,7 +319,8 @@ class Watch:
 
     def _judge(self, rank: int, entry: _Rank, now: float) -> None:
         if entry.process.has_ended():
-            self._die(rank, "process", f"process {entry.process.pid} has ended")
+            ended = f"process {entry.process.pid} has ended"
+            self._die(rank, "process", ended + entry.process.cause_of_end())
         elif entry.cut_since is not None and now - entry.cut_since >= _FENCE_AFTER_CUT_S:
             self._die(rank, "transport", f"it has not answered for {FENCE_AFTER_S:g} s: fenced")
         elif entry.heard_at is not None and entry.cut_since is None:

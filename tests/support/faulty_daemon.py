@@ -56,6 +56,8 @@ class FaultFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.nvml_lost = path.with_suffix(".nvml-lost")
+        self.throttle = path.with_suffix(".throttle")
+        """NVML's reasons, a number; none while it is not there."""
 
     def put(self, fault: Fault) -> None:
         """Arm a fault."""
@@ -109,13 +111,14 @@ class FaultFile:
 
 
 class LosableNvml:
-    """NVML, until a file says that it is lost."""
+    """NVML, until a file says that it is lost, or that the device is throttled."""
 
     class NVMLError(Exception):
         pass
 
-    def __init__(self, lost: Path) -> None:
-        self._lost = lost
+    def __init__(self, faults: FaultFile) -> None:
+        self._lost = faults.nvml_lost
+        self._throttle = faults.throttle
 
     def nvmlInit(self) -> None:
         if self._lost.exists():
@@ -126,6 +129,9 @@ class LosableNvml:
 
     def nvmlDeviceGetPciInfo(self, handle: object) -> object:
         return handle
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: object) -> int:
+        return int(self._throttle.read_text()) if self._throttle.exists() else 0
 
 
 class FaultyDaemons(LocalDaemons):
@@ -198,7 +204,7 @@ class FaultyWorker:
         """As on a GPU whose NVML is lost as soon as there is a file that says so."""
         from worker_daemon.device.health import NvmlHealth  # torch is loaded by now
 
-        return NvmlHealth("GPU-0", LosableNvml(self._faults.nvml_lost)).check()
+        return NvmlHealth("GPU-0", LosableNvml(self._faults)).check()
 
     def execute_model(self, message: object, arrays: Sequence[bytes]) -> object:
         self._faults.strike("execute_model")
