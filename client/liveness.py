@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from client.errors import WorkerDied
+from client.oom_kills import oom_kills_of
 from rpc_schema.lifecycle import Heartbeat, Hung, Slow
 
 SUSPECT_AFTER_S = 1.0
@@ -64,12 +65,19 @@ class DaemonProcess:
     def __init__(self, pid: int, fd: int) -> None:
         self.pid = pid
         self._fd = fd
+        self._oom_kills = oom_kills_of(pid)
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
 
     def has_ended(self) -> bool:
         """Never waits."""
         return bool(self._poll.poll(0))
+
+    def cause_of_end(self) -> str:
+        """What the kernel says about why it may have ended; empty: nothing."""
+        if not self._oom_kills.since():
+            return ""
+        return "; the kernel has killed for want of memory in its cgroup (oom_kill has risen)"
 
     def close(self) -> None:
         """Close the descriptor; the process is not told."""
@@ -84,6 +92,10 @@ class UnknownProcess:
     def has_ended(self) -> bool:
         """Nobody knows."""
         return False
+
+    def cause_of_end(self) -> str:
+        """Nobody knows."""
+        return ""
 
     def close(self) -> None:
         return None
@@ -111,13 +123,16 @@ def find_process(address: str) -> Process:
 
 
 def nobody_listens(address: str) -> bool:
-    """Whether a connection to an ipc address is refused: a process that is only stopped does not
-    refuse any. The daemon hears nothing of the question: it is asked by a socket of another type,
-    which Linux refuses only once it has found who listens (unix(7), EPROTOTYPE)."""
-    if not address.startswith("ipc://"):
-        return True  # a connection that ended tells no more than that
+    """Whether a connection to an address is refused: a process that is only stopped does not refuse
+    any, and of one beyond a broken network nothing comes back. On ipc the daemon hears nothing of
+    the question: it is asked by a socket of another type, which Linux refuses only once it has
+    found who listens (unix(7), EPROTOTYPE)."""
     try:
-        _connected(address, socket.SOCK_DGRAM).close()
+        if address.startswith("tcp://"):
+            host, _, port = address.removeprefix("tcp://").rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
+        else:
+            _connected(address, socket.SOCK_DGRAM).close()
     except (ConnectionRefusedError, FileNotFoundError):
         return True
     except OSError:
@@ -217,15 +232,18 @@ class Watch:
         entry = self._ranks[rank]
         if entry.cut_since is None:
             entry.cut_since = self._clock()
-        if nobody_listens(entry.address):
-            self._die(rank, "transport", "the connection ended")
+        # On tcp the next attempt to connect tells: whoever asks there is heard, and logged.
+        if not entry.address.startswith("tcp://") and nobody_listens(entry.address):
+            self._die(rank, "transport", "the connection ended" + entry.process.cause_of_end())
         elif entry.standing == "alive":
             self._suspect(rank, "transport", "it does not answer, though it has not ended")
 
     def refused(self, rank: int) -> None:
-        """A new connection to it could not be made."""
-        if self._ranks[rank].cut_since is not None:
-            self.disconnected(rank)
+        """A new connection to it could not be made: because nobody listens any more, or because the
+        network between us is down."""
+        entry = self._ranks[rank]
+        if entry.cut_since is not None and nobody_listens(entry.address):
+            self._die(rank, "transport", "the connection ended, and another was refused")
 
     def connected(self, rank: int) -> None:
         """It has answered on a new connection."""
@@ -301,7 +319,8 @@ class Watch:
 
     def _judge(self, rank: int, entry: _Rank, now: float) -> None:
         if entry.process.has_ended():
-            self._die(rank, "process", f"process {entry.process.pid} has ended")
+            ended = f"process {entry.process.pid} has ended"
+            self._die(rank, "process", ended + entry.process.cause_of_end())
         elif entry.cut_since is not None and now - entry.cut_since >= _FENCE_AFTER_CUT_S:
             self._die(rank, "transport", f"it has not answered for {FENCE_AFTER_S:g} s: fenced")
         elif entry.heard_at is not None and entry.cut_since is None:

@@ -178,7 +178,11 @@ def _raise_for_status(status: int) -> None:
     if status == STATUS_OK:
         return
     if status == STATUS_MISMATCH:
-        raise CommError("the previous stage sent another step than this one", fix="relink")
+        raise CommError(
+            "PP_MISMATCH: the previous stage sent another step than this one, or another shape or "
+            "dtype",
+            fix="relink; if that does not help, give all ranks the same model and versions",
+        )
     raise UpstreamFailedError("an earlier pipeline stage failed in this step")
 
 

@@ -43,7 +43,7 @@ from worker_daemon.server.dispatch import OpenRendezvousServer, RendezvousServer
 from worker_daemon.server.endpoints import AnyEndpoint
 from worker_daemon.server.epochs import EpochFile
 from worker_daemon.server.guard import Guard
-from worker_daemon.server.lease import Lease, LeaseTerms, lease_terms
+from worker_daemon.server.lease import Lease, LeaseTerms, lease_terms, suspended_s
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.replies import control_error_reply
 from worker_daemon.server.reply_delays import ReplyDelays
@@ -125,7 +125,7 @@ class Control:
         self._rendezvous: deque[RendezvousServerLike] = deque()
         self._versions: OrderedDict[bytes, int] = OrderedDict()
         self._prepared: tuple[int, bytes] = (0, b"")
-        self._lease = Lease(time.monotonic)
+        self._lease = Lease(time.monotonic, suspended_s)
         self._software = f"worker-daemon {metadata.version('worker-daemon')}"
         self._commits: set[asyncio.Task[None]] = set()
         self._last_hang = ""
@@ -353,6 +353,7 @@ class Control:
         it; on gloo a lost neighbour's connections have ended by themselves."""
         self._need_attached(message.epoch)
         link = self._progress.link
+        self._guard.forgive_hangs()
         if self._progress.snapshot.state.link != "none":
             self._guard.request_abort(message.cause)
             self._commands.post(LinkBroke(link, message.cause))
@@ -420,6 +421,7 @@ class Control:
         if message.epoch <= self._progress.epoch:
             raise NotAttachedError(f"epoch {epoch} is attached already", fix="prepare a new one")
         self._lease.grant(driver_id, epoch, terms)
+        self._guard.forgive_hangs()
         loop = asyncio.get_running_loop()
         taken: asyncio.Future[Standing] = loop.create_future()
         settle = _threadsafe(loop, taken)

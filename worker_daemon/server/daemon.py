@@ -34,6 +34,7 @@ from worker_daemon.server.endpoints import (
     remove_sockets,
 )
 from worker_daemon.server.epochs import EpochFile
+from worker_daemon.server.file_limit import raise_file_limit
 from worker_daemon.server.guard import Guard
 from worker_daemon.server.hang_reports import HangReports
 from worker_daemon.server.progress import Progress
@@ -83,6 +84,7 @@ def serve(
         EndpointInUseError: another daemon has the endpoint.
     """
     _check_parent_fd(settings.exit_with_parent_fd)
+    raise_file_limit()
     premises = Premises(settings)
     try:
         daemon = Daemon(settings, premises, make_worker, open_rendezvous, open_watch)
@@ -391,6 +393,11 @@ class Daemon:
     def slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
         """See GuardListener."""
         self._to_loop(lambda: self._control.tell_slow(phase, phase_ms, usual_ms))
+
+    def relapsed(self, cause: str) -> None:
+        """See GuardListener. A supervisor starts us again; so it does with each rank that waits in
+        the same hang."""
+        self.fatal(ExitCode.LINK_UNUSABLE, cause)
 
     def _link_aborted(self, link: int, cause: str) -> None:
         """The guard thread has aborted `link`: whoever waited may come back with any outcome."""
