@@ -37,6 +37,9 @@ from rpc_schema.trace import DriverStepsWanted
 DEATH_NEWS_S = 0.1
 """A killed process's connections end within this time (2 ms measured), not all at once."""
 
+DOOM_WAIT_S = 5.0
+"""A daemon whose device is lost ends within 1.5 s, on a host that has time for it."""
+
 EVENTS_INTERVAL_S = 0.25
 """So often heartbeats and other events are read: as often as a daemon sends them."""
 
@@ -182,6 +185,18 @@ class GroupChannel:
         except (WorkerDied, RemoteError) as error:
             self.lose(error)
             raise
+
+    def await_doom(self) -> None:
+        """Wait for the end of a daemon that has told of it. One that lives on takes requests like
+        any other.
+
+        Raises:
+            WorkerDied: a daemon is gone.
+        """
+        self._steps.has_doomed = False
+        until = time.monotonic() + DOOM_WAIT_S
+        while time.monotonic() < until:
+            self.check_deaths()
 
     def look(self) -> None:
         """Take in all news of the daemons' lives and of the lease; for whoever waits, or has

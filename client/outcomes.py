@@ -166,6 +166,8 @@ class StepsInFlight:
         self.slots = SlotTable(1)
         self.needs_relink = False
         """Bytes may be left between ranks, or a rank has lost its peers: no row survives that."""
+        self.has_doomed = False
+        """A rank has told of a failure that ends its process, which has not been waited for."""
         self.dead: ClientError | None = None
         """Why the group takes no steps any more; a WorkerDied is for good."""
         self.times = StepTimes()
@@ -194,6 +196,7 @@ class StepsInFlight:
         failure.lost |= self.slots.drop_all()
         self._fail_from(0, failure)
         self.times.clear()
+        self.has_doomed = False
         self._failure = self.dead = None
         self.last_given_up = 0
         self._recently_done.clear()
@@ -252,6 +255,7 @@ class StepsInFlight:
     def take_error(self, reply: ErrorReply, error: RemoteError) -> None:
         """Fail the step that the reply is for, and those behind it; `error` is the reply as an
         exception. An UPSTREAM_FAILED may wait for its cause."""
+        self.has_doomed = self.has_doomed or _is_fatal(reply)
         if reply.seq in self._recently_done:
             self._fail_all_rows(reply, error)
         elif reply.seq not in self._futures:
@@ -304,6 +308,7 @@ class StepsInFlight:
         before, or sends the next one, hears what was lost."""
         failure = self._failure
         self.dead = None
+        self.has_doomed = False
         self.needs_relink = False
         self._recently_done.clear()
         self.times.clear()
@@ -353,6 +358,12 @@ class StepsInFlight:
             failure.take_over(self._failure)
         self._failure = failure
         self._suspect = None
+
+
+def _is_fatal(reply: ErrorReply) -> bool:
+    """Whether the daemon that says so ends: another of these codes may be a step's alone."""
+    fatal = (ErrorCode.DEVICE, ErrorCode.INTERNAL)
+    return reply.code in fatal and reply.scope is ErrorScope.WORKER
 
 
 def _as_client(error: ClientError | WireError) -> ClientError:
