@@ -13,7 +13,7 @@ POISON = 7
 """The checkpoint's embedding of this token is not a number."""
 
 MAX_PROMPT = 60
-MAX_TOKENS = 120
+MAX_TOKENS = 100
 FIRST_TOKEN_ID = 8
 """Of ordinary prompts: above POISON."""
 
