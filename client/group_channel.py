@@ -478,8 +478,10 @@ class GroupChannel:
 
     def _dispatch(self, reply: StepReplyMessage, frames: Sequence[bytes], replayed: bool) -> None:
         gather = self._gather
-        if isinstance(reply, ErrorReply) and self._mends_gap(reply):
-            return
+        if isinstance(reply, ErrorReply):
+            self._steps.take_omen(reply)
+            if self._mends_gap(reply):
+                return
         if isinstance(reply, ErrorReply) and reply.seq == 0:
             # A daemon could not read a request of ours: it fails what is outstanding.
             outstanding = gather.seq if gather is not None else self._steps.oldest_seq

@@ -252,10 +252,15 @@ class StepsInFlight:
         self.times.settled(reply.seq)
         self._recently_done.append(reply.seq)
 
+    def take_omen(self, reply: ErrorReply) -> None:
+        """Note whether the daemon that says so ends: the same codes may be a step's alone."""
+        fatal = (ErrorCode.DEVICE, ErrorCode.INTERNAL)
+        if reply.code in fatal and reply.scope is ErrorScope.WORKER:
+            self.has_doomed = True
+
     def take_error(self, reply: ErrorReply, error: RemoteError) -> None:
         """Fail the step that the reply is for, and those behind it; `error` is the reply as an
         exception. An UPSTREAM_FAILED may wait for its cause."""
-        self.has_doomed = self.has_doomed or _is_fatal(reply)
         if reply.seq in self._recently_done:
             self._fail_all_rows(reply, error)
         elif reply.seq not in self._futures:
@@ -358,12 +363,6 @@ class StepsInFlight:
             failure.take_over(self._failure)
         self._failure = failure
         self._suspect = None
-
-
-def _is_fatal(reply: ErrorReply) -> bool:
-    """Whether the daemon that says so ends: another of these codes may be a step's alone."""
-    fatal = (ErrorCode.DEVICE, ErrorCode.INTERNAL)
-    return reply.code in fatal and reply.scope is ErrorScope.WORKER
 
 
 def _as_client(error: ClientError | WireError) -> ClientError:
