@@ -45,8 +45,12 @@ UNSEATED = 3
 """Another driver has the daemons, or nobody has."""
 GAVE_UP = 4
 """The group could not be made to work."""
+NEVER_SERVED = 6
+"""It could not attach, or not load what had to be loaded: the next one may."""
 LEFT = 5
 """It was asked to."""
+
+SEATLESS = (FencedError, LeaseExpiredError, NotAttachedError, LeaseHeldError)
 
 PROGRESS = struct.Struct("=qqd")
 """Steps, tokens, when the last token came (time.monotonic())."""
@@ -207,7 +211,13 @@ def serve(life: Life) -> int:
                 driver.add_request(request.to_request())
         print(f"adopted {len(running)} of {len(application.open)}", file=sys.stderr, flush=True)
         application.deliver(done)
-        return application.run()
+        try:
+            return application.run()
+        except (ClientError, WireError) as error:
+            if isinstance(error, SEATLESS):
+                raise
+            traceback.print_exc()
+            return GAVE_UP
 
 
 def make_application(
@@ -244,12 +254,12 @@ def main(path: Path) -> int:
     life = msgspec.json.decode(path.read_bytes(), type=Life)
     try:
         return serve(life)
-    except (FencedError, LeaseExpiredError, NotAttachedError, LeaseHeldError, LedgerFenced):
+    except (*SEATLESS, LedgerFenced):
         traceback.print_exc()
         return UNSEATED
     except (ClientError, WireError):
         traceback.print_exc()
-        return GAVE_UP
+        return NEVER_SERVED
 
 
 if __name__ == "__main__":

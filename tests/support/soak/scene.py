@@ -16,9 +16,24 @@ import psutil
 
 from tests.support.command_line import ask_status, environment
 from tests.support.faulty_daemon import FaultFile
-from tests.support.soak.driver import DONE, GAVE_UP, LEFT, PROGRESS, UNSEATED, Life
+from tests.support.soak.driver import (
+    DONE,
+    GAVE_UP,
+    LEFT,
+    NEVER_SERVED,
+    PROGRESS,
+    UNSEATED,
+    Life,
+)
 
-EXITS = {DONE: "done", UNSEATED: "unseated", GAVE_UP: "gave up", LEFT: "left", -9: "killed"}
+EXITS = {
+    DONE: "done",
+    UNSEATED: "unseated",
+    GAVE_UP: "gave up",
+    NEVER_SERVED: "never served",
+    LEFT: "left",
+    -signal.SIGKILL: "killed",
+}
 SAMPLE_S = 2.0
 SETTLED_S = 20.0
 """A daemon's memory is looked at once it is older."""
