@@ -38,6 +38,9 @@ from rpc_schema.trace import DriverStepsWanted
 DEATH_NEWS_S = 0.1
 """A killed process's connections end within this time (2 ms measured), not all at once."""
 
+DOOM_WAIT_S = 5.0
+"""A daemon whose device is lost ends within 1.5 s, on a host that has time for it."""
+
 EVENTS_INTERVAL_S = 0.25
 """So often heartbeats and other events are read: as often as a daemon sends them."""
 
@@ -179,6 +182,18 @@ class GroupChannel:
         except (WorkerDied, RemoteError) as error:
             self.lose(error)
             raise
+
+    def await_doom(self) -> None:
+        """Wait for the end of a daemon that has told of it. One that lives on takes requests like
+        any other.
+
+        Raises:
+            WorkerDied: a daemon is gone.
+        """
+        self._steps.has_doomed = False
+        until = time.monotonic() + DOOM_WAIT_S
+        while time.monotonic() < until:
+            self.check_deaths()
 
     def look(self) -> None:
         """Take in all news of the daemons' lives and of the lease; for whoever waits, or has
@@ -406,8 +421,10 @@ class GroupChannel:
 
     def _dispatch(self, reply: StepReplyMessage, frames: Sequence[bytes], replayed: bool) -> None:
         gather = self._gather
-        if isinstance(reply, ErrorReply) and self._mends_gap(reply):
-            return
+        if isinstance(reply, ErrorReply):
+            self._steps.take_omen(reply)
+            if self._mends_gap(reply):
+                return
         if isinstance(reply, ErrorReply) and reply.seq == 0:
             # A daemon could not read a request of ours: it fails what is outstanding.
             outstanding = gather.seq if gather is not None else self._steps.oldest_seq

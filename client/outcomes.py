@@ -169,6 +169,8 @@ class StepsInFlight:
         self.slots = SlotTable(1)
         self.needs_relink = False
         """Bytes may be left between ranks, or a rank has lost its peers: no row survives that."""
+        self.has_doomed = False
+        """A rank has told of a failure that ends its process, which has not been waited for."""
         self.dead: ClientError | None = None
         """Why the group takes no steps any more; a WorkerDied is for good."""
         self.times = StepTimes()
@@ -199,6 +201,7 @@ class StepsInFlight:
         self._fail_from(0, failure)
         self.times.clear()
         self._link_tries.worked()
+        self.has_doomed = False
         self._failure = self.dead = None
         self.last_given_up = 0
         self._recently_done.clear()
@@ -254,6 +257,12 @@ class StepsInFlight:
         self._link_tries.worked()
         self.times.settled(reply.seq)
         self._recently_done.append(reply.seq)
+
+    def take_omen(self, reply: ErrorReply) -> None:
+        """Note whether the daemon that says so ends: the same codes may be a step's alone."""
+        fatal = (ErrorCode.DEVICE, ErrorCode.INTERNAL)
+        if reply.code in fatal and reply.scope is ErrorScope.WORKER:
+            self.has_doomed = True
 
     def take_error(self, reply: ErrorReply, error: RemoteError) -> None:
         """Fail the step that the reply is for, and those behind it; `error` is the reply as an
@@ -312,6 +321,7 @@ class StepsInFlight:
         before, or sends the next one, hears what was lost."""
         failure = self._failure
         self.dead = None
+        self.has_doomed = False
         self.needs_relink = False
         self._recently_done.clear()
         self.times.clear()

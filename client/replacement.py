@@ -17,7 +17,9 @@ from client.errors import (
     LeaseExpiredError,
     NotAttachedError,
     RemoteCapacityError,
+    RemoteDeviceError,
     RemoteError,
+    RemoteInternalError,
     ReplacementFailed,
     WorkerDied,
 )
@@ -66,6 +68,8 @@ _PASSING = (
     NotAttachedError,
     DeadlineExceeded,
     RemoteCapacityError,
+    RemoteDeviceError,
+    RemoteInternalError,
 )
 """Errors after which another attempt may succeed."""
 
@@ -120,6 +124,8 @@ class Replacement:
     def _take_stock(self, error: ClientError) -> ClientError:
         """See who else is lost after an attempt that failed; return what it failed of."""
         try:
+            if self._steps.has_doomed:
+                self._channel.await_doom()
             self._channel.check_deaths()
         except WorkerDied as died:
             error = died

@@ -692,6 +692,8 @@ class WorkerGroup:
         Raises:
             WorkerDied: the group is unusable.
         """
+        if self._steps.has_doomed and self._steps.untold_failure is None:
+            self._channel.await_doom()
         if self._steps.needs_relink and self._steps.untold_failure is None:
             try:
                 self.relink()

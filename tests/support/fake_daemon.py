@@ -116,6 +116,8 @@ class FakeDaemon:
         self.deferred: dict[int, dict[int, Row]] = {}
         self.relink_faults: list[Fault] = []
         """One for each Relink to come, as long as there are any."""
+        self.warm_up_faults: list[Fault] = []
+        """One for each CompileOrWarmUpModel to come, likewise."""
         self.attach_gate = threading.Event()
         """CommitAttach is answered once it is set."""
         self.attach_gate.set()
@@ -408,6 +410,10 @@ class FakeDaemon:
                     free_memory_bytes=1,
                     backend="gloo",
                 )
+            case lc.CompileOrWarmUpModel() if self.warm_up_faults:
+                fault = self.warm_up_faults.pop(0)
+                self._error(request, fault.code, fault.message, fault=fault)
+                return
             case lc.Relink() if self.relink_faults:
                 fault = self.relink_faults.pop(0)
                 if fault.kind == "error":

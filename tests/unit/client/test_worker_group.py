@@ -369,6 +369,21 @@ def test_requests_survive_failures_of_any_step(fakes, connect, pp, code):
     assert relinks >= 2 if code is ErrorCode.COMM and pp > 1 else relinks == 0
 
 
+@pytest.mark.parametrize("code", [ErrorCode.DEVICE, ErrorCode.INTERNAL])
+def test_a_daemon_that_tells_of_its_end_is_not_sent_another_step(fakes, connect, code):
+    """It refuses all that comes, as fast as a driver can send it, until it is gone."""
+    daemons, group, model = ready(fakes, connect, 2)
+    doomed = daemons.daemons[1]
+    doomed.faults = [Fault(n, code=code, scope=ErrorScope.WORKER) for n in range(50)]
+    end = threading.Timer(0.3, doomed.kill)
+    end.start()
+    with pytest.raises(WorkerDied) as caught:
+        serve(group, model, pp=2)
+    end.join()
+    assert caught.value.rank == 1
+    assert len(doomed.executes) <= 3, "more than were in flight"
+
+
 def test_steps_that_fail_for_ever_end_the_driver(fakes, connect):
     daemons, group, model = ready(fakes, connect)
     daemons.daemons[0].faults = [Fault(n) for n in range(50)]
