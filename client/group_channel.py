@@ -14,6 +14,7 @@ import msgspec
 import zmq
 
 from client.clocks import measure
+from client.draining import DrainNews
 from client.errors import ClientError, DeadlineExceeded, RemoteError, WorkerDied, remote_error
 from client.lease import LeaseKeeper
 from client.lease_terms import LeaseTerms
@@ -115,6 +116,7 @@ class GroupChannel:
         self._seq = 0
         self._links = [0] * len(endpoints)
         self._gather: _Gather | None = None
+        self._drains = DrainNews()
         self._operation = ""
         self._next_events = 0.0
 
@@ -173,6 +175,11 @@ class GroupChannel:
             raise self._steps.dead
         if not self.epoch:
             raise ClientError("the group is not attached: call attach() and prepare() first")
+
+    def check_serving(self) -> None:
+        """Raise DrainingError if an operator wants no more steps of this group."""
+        self._read_events_now_and_then()
+        self._drains.check([client.endpoint.control for client in self.clients])
 
     def check_deaths(self, within_s: float = DEATH_NEWS_S) -> None:
         """Raise WorkerDied if a daemon is gone, or shows within a moment that it is."""
@@ -259,6 +266,7 @@ class GroupChannel:
         waited for: gloo has no abort, so a rank that hangs in a step is let go by its peers'. After
         an error no daemon is attached, as far as they can be reached."""
         self.epoch, self._seq = epoch, 0
+        self._drains = DrainNews()
         self._is_attached = True
         self._resending.begin_epoch()
         self.lease.start(epoch, [(client.rank, client.endpoint) for client in self.present])
@@ -465,6 +473,8 @@ class GroupChannel:
         gather = self._gather
         if isinstance(reply, ErrorReply) and self._mends_gap(reply):
             return
+        if isinstance(reply, ErrorReply) and reply.code is ErrorCode.DRAINING:
+            self.abort_links("a rank drains")  # others may wait for it in the step that it refused
         if isinstance(reply, ErrorReply) and reply.seq == 0:
             # A daemon could not read a request of ours: it fails what is outstanding.
             outstanding = gather.seq if gather is not None else self._steps.oldest_seq
@@ -536,6 +546,7 @@ class GroupChannel:
             case lc.Heartbeat():
                 self.watch.heard(event, operating=self._gather is not None)
                 if event.epoch == self.epoch:
+                    self._drains.heard(event)
                     self._resending.heard(event, self._outstanding or self._seq + 1)
                 if self._gather is not None and self.on_progress is not None:
                     self.on_progress(

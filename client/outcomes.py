@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from client.errors import (
     ClientError,
     DeadlineExceeded,
+    DrainingError,
     FencedError,
     LeaseExpiredError,
     NotAttachedError,
@@ -37,7 +38,7 @@ DEFAULT_STEP_DEADLINE_S = 60.0
 """Assumed of a daemon that has no configuration yet."""
 
 
-UNSEATED = (FencedError, LeaseExpiredError, NotAttachedError, WorkerDied)
+UNSEATED = (DrainingError, FencedError, LeaseExpiredError, NotAttachedError, WorkerDied)
 """After these the group takes no steps: another driver has the daemons, or nobody."""
 
 

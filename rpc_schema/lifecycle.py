@@ -232,6 +232,15 @@ class Shutdown(ControlRequest, frozen=True, tag=8, kw_only=True):
     """End the daemon: the running step is finished first, within its drain time."""
 
 
+class Drain(ControlRequest, frozen=True, tag=31, kw_only=True):
+    """Take no more steps and no more drivers, and stay: weights, KV cache, link and lease are kept.
+    The lease's holder is told by the heartbeat, and has a second to stop of its own accord; the
+    running step is finished. Answered once no step runs or will. Repeating it changes nothing."""
+
+    undo: bool = False
+    """Take steps and drivers again."""
+
+
 class Acknowledged(ControlReply, frozen=True, tag=8, kw_only=True):
     """The request was carried out."""
 
@@ -493,6 +502,8 @@ class Heartbeat(Value, frozen=True, tag=1, kw_only=True):
     lease_remaining_ms: Count = 0
     phase_limit_ms: Count = 0
     """So long the phase may last without a sign of life; 0 where it waits for a request."""
+    drains: bool = False
+    """Told to Drain: whoever holds the lease should send no more steps."""
 
 
 class Hung(Value, frozen=True, tag=3, kw_only=True):
