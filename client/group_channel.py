@@ -18,7 +18,7 @@ from client.draining import DrainNews
 from client.errors import ClientError, DeadlineExceeded, RemoteError, WorkerDied, remote_error
 from client.lease import LeaseKeeper
 from client.lease_terms import LeaseTerms
-from client.liveness import Process, UnknownProcess, Watch, find_process
+from client.liveness import Process, Watch, find_process
 from client.outcomes import ROOT_CAUSE_WAIT_S, StepsInFlight
 from client.resending import Resending
 from client.transport import Endpoint, EventsChannel, ResultsChannel
@@ -153,7 +153,8 @@ class GroupChannel:
 
     def _find_process(self, address: str) -> Process:
         """Daemons with keys are not asked: who comes without one is turned away, and logged."""
-        return UnknownProcess() if address in self._keyed else find_process(address)
+        keyed = address in self._keyed
+        return self._results.process_at(address) if keyed else find_process(address)
 
     def _connect(self, rank: int, endpoint: Endpoint) -> WorkerClient:
         return WorkerClient(
