@@ -9,6 +9,7 @@ import typer
 
 from client.cli.control import drain, shutdown, status
 from client.cli.run import bench, generate
+from client.cli.top import top
 from client.cli.trace import trace
 from client.errors import AuthenticationError, ClientError, DrainingError, ForbiddenError
 from rpc_schema.errors import WireError
@@ -22,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, bench, status, trace, drain, shutdown):
+for command in (generate, bench, status, top, trace, drain, shutdown):
     app.command()(command)
 
 

@@ -120,6 +120,15 @@ class KVCacheAdvice(Value, frozen=True, kw_only=True):
     """Fills what other processes leave of the device."""
 
 
+class GpuLoad(Value, frozen=True, kw_only=True):
+    """What NVML shows of a GPU, at most two seconds old; None where it does not tell."""
+
+    utilization_percent: Count | None = None
+    """Of the last moments; the share of time in which some kernel ran."""
+    temperature_c: int | None = None
+    power_w: Count | None = None
+
+
 class Status(Value, frozen=True, kw_only=True):
     """A daemon's state at one moment."""
 
@@ -169,6 +178,13 @@ class Status(Value, frozen=True, kw_only=True):
     """Handshakes that were refused; 0 without keys."""
     degraded: Text = ""
     """What is amiss with the device, though it serves on: NVML is lost, say. Empty: nothing."""
+    num_tokens: Unsigned = 0
+    """Sampled since the daemon's start; 0 on ranks that answer no steps."""
+    num_requests: Count = 0
+    """That the last step with a sample had; likewise."""
+    usual_step_us: Count = 0
+    """A moving average of the time from step to step, idle times apart."""
+    gpu_load: GpuLoad | None = None
 
 
 class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):

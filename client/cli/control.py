@@ -106,6 +106,8 @@ def _named(status: Status) -> dict[str, object]:
         if name not in ("worker_uid", "config", "kv_cache")
     }
     fields["reply_delay"] = msgspec.structs.asdict(status.reply_delay)
+    load = status.gpu_load
+    fields["gpu_load"] = None if load is None else msgspec.structs.asdict(load)
     advice = status.kv_cache_advice
     fields["kv_cache_advice"] = None if advice is None else msgspec.structs.asdict(advice)
     fields["lease"] = msgspec.structs.asdict(status.lease) | {"holder": status.lease.holder.hex()}

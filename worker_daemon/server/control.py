@@ -8,7 +8,7 @@ import os
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from typing import Final, Protocol
 
@@ -29,6 +29,7 @@ from rpc_schema.errors import ControlErrorReply, WireError
 from rpc_schema.lifecycle import ServingState
 from rpc_schema.version import PROTOCOL_VERSION
 from rpc_schema.weight_transfer import WeightsStatus
+from worker_daemon.device.gpu_load import GpuLoad
 from worker_daemon.errors import (
     FencedError,
     ForbiddenError,
@@ -47,6 +48,7 @@ from worker_daemon.server.guard import Guard
 from worker_daemon.server.lease import Lease, LeaseTerms, lease_terms
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.replies import control_error_reply
+from worker_daemon.server.reply_counts import ReplyCounts
 from worker_daemon.server.reply_delays import ReplyDelays
 from worker_daemon.server.security import Security
 from worker_daemon.server.sequence import drained
@@ -100,13 +102,16 @@ class Control:
         progress: Progress,
         guard: Guard,
         reply_delays: ReplyDelays,
+        reply_counts: ReplyCounts,
+        read_load: Callable[[], GpuLoad | None],
         notifier: Notifier,
         commands: Commands,
         open_rendezvous: OpenRendezvousServer,
         security: Security,
         data_host: str,
     ) -> None:
-        """data_host: where the ranks of a link meet."""
+        """read_load: what the device's gauges showed last. data_host: where the ranks of a link
+        meet."""
         self.worker_uid = os.urandom(16)
         self.draining = False
         """The daemon is about to end."""
@@ -117,6 +122,8 @@ class Control:
         self._progress = progress
         self._guard = guard
         self._reply_delays = reply_delays
+        self._reply_counts = reply_counts
+        self._read_load = read_load
         self._notifier = notifier
         self._commands = commands
         self._open_rendezvous = open_rendezvous
@@ -521,6 +528,10 @@ class Control:
             lease=self._lease.status(),
             num_bad_frames=self._bad_peers.num_bad_frames,
             num_refused=self._security.num_refused,
+            num_tokens=self._reply_counts.num_tokens,
+            num_requests=self._reply_counts.num_requests,
+            usual_step_us=min(int(self._guard.usual_step_s * 1e6), 2**31 - 1),
+            gpu_load=_gpu_load(self._read_load()),
         )
 
     def _heartbeat(self) -> lc.Heartbeat:
@@ -595,6 +606,10 @@ def _threadsafe(
         loop.call_soon_threadsafe(settle, standing)
 
     return taken
+
+
+def _gpu_load(load: GpuLoad | None) -> lc.GpuLoad | None:
+    return None if load is None else lc.GpuLoad(**asdict(load))
 
 
 def _weights_status(report: WeightReport | None) -> WeightsStatus | None:
