@@ -301,7 +301,7 @@ class Prepared:
             epoch=1,
             seq=2,
             rank=0,
-            slots=np.arange(size, dtype="<u2").tobytes(),
+            slots=np.packbits(np.ones(size, np.bool_)).tobytes(),
             sampled_token_ids=np.zeros(size, "<i4").tobytes(),
         )
         self.reply_frame = bytes(encode_step(self.reply)[0])
@@ -312,7 +312,7 @@ def measure_group(
 ) -> dict[str, list[float]]:
     """Return the medians (us) of each way, one entry a round; the ways take turns."""
     prepared = Prepared(num_requests)
-    columns = bytes(6 * num_requests)
+    columns = bytes(4 * num_requests + num_requests // 8)
     floor = Echo(run_echo, size, prepared.reply_frame, directory)
     codec = Echo(run_codec, size, columns, directory)
     peer = Echo(run_pickle, size, bytes(num_requests), directory)

@@ -30,6 +30,7 @@ ClientError
      |   +- NotAttachedError          NOT_ATTACHED
      |   +- LeaseHeldError            LEASE_HELD
      |   +- LeaseExpiredError         LEASE_EXPIRED
+     |   +- DrainingError             DRAINING
      |   +- ForbiddenError            FORBIDDEN
      |   +- StaleError                STALE
      |   `- GapError                  GAP
@@ -296,6 +297,11 @@ class LeaseExpiredError(RemoteProtocolError):
     """This driver did not renew its lease in time: attach again."""
 
 
+class DrainingError(RemoteProtocolError):
+    """An operator has told the daemon to take no more steps and no more drivers. What is loaded
+    stays; once the drain is undone a driver can go on."""
+
+
 class ForbiddenError(RemoteProtocolError):
     """Our key has not the role that the request needs; the message names both."""
 
@@ -368,6 +374,7 @@ REMOTE_ERRORS: Mapping[ErrorCode, type[RemoteError]] = MappingProxyType(
         ErrorCode.NOT_ATTACHED: NotAttachedError,
         ErrorCode.LEASE_HELD: LeaseHeldError,
         ErrorCode.LEASE_EXPIRED: LeaseExpiredError,
+        ErrorCode.DRAINING: DrainingError,
         ErrorCode.FORBIDDEN: ForbiddenError,
         ErrorCode.STALE: StaleError,
         ErrorCode.GAP: GapError,

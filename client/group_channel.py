@@ -14,11 +14,12 @@ import msgspec
 import zmq
 
 from client.clocks import measure
+from client.draining import DrainNews
 from client.errors import ClientError, DeadlineExceeded, RemoteError, WorkerDied, remote_error
 from client.lease import LeaseKeeper
 from client.lease_terms import LeaseTerms
 from client.links import Links
-from client.liveness import Process, UnknownProcess, Watch, find_process
+from client.liveness import Process, Watch, find_process
 from client.outcomes import ROOT_CAUSE_WAIT_S, StepsInFlight
 from client.resending import Resending
 from client.transport import Endpoint, EventsChannel, ResultsChannel
@@ -115,6 +116,7 @@ class GroupChannel:
         self._seq = 0
         self.links = Links(len(endpoints))
         self._gather: _Gather | None = None
+        self._drains = DrainNews()
         self._operation = ""
         self._next_events = 0.0
 
@@ -151,7 +153,8 @@ class GroupChannel:
 
     def _find_process(self, address: str) -> Process:
         """Daemons with keys are not asked: who comes without one is turned away, and logged."""
-        return UnknownProcess() if address in self._keyed else find_process(address)
+        keyed = address in self._keyed
+        return self._results.process_at(address) if keyed else find_process(address)
 
     def _connect(self, rank: int, endpoint: Endpoint) -> WorkerClient:
         return WorkerClient(
@@ -173,6 +176,11 @@ class GroupChannel:
             raise self._steps.dead
         if not self.epoch:
             raise ClientError("the group is not attached: call attach() and prepare() first")
+
+    def check_serving(self) -> None:
+        """Raise DrainingError if an operator wants no more steps of this group."""
+        self._read_events_now_and_then()
+        self._drains.check([client.endpoint.control for client in self.clients])
 
     def check_deaths(self, within_s: float = DEATH_NEWS_S) -> None:
         """Raise WorkerDied if a daemon is gone, or shows within a moment that it is."""
@@ -249,6 +257,7 @@ class GroupChannel:
     def begin_epoch(self, epoch: int) -> None:
         """Requests go under this epoch from now on; those of before are forgotten."""
         self.epoch, self._seq = epoch, 0
+        self._drains = DrainNews()
         self._resending.begin_epoch()
 
     def gather_attached(
@@ -425,6 +434,8 @@ class GroupChannel:
             self._steps.take_omen(reply)
             if self._mends_gap(reply):
                 return
+            if reply.code is ErrorCode.DRAINING:
+                self.abort_links("a rank drains")  # others may wait for it in that very step
         if isinstance(reply, ErrorReply) and reply.seq == 0:
             # A daemon could not read a request of ours: it fails what is outstanding.
             outstanding = gather.seq if gather is not None else self._steps.oldest_seq
@@ -496,6 +507,7 @@ class GroupChannel:
             case lc.Heartbeat():
                 self.watch.heard(event, operating=self._gather is not None)
                 if event.epoch == self.epoch:
+                    self._drains.heard(event)
                     self._resending.heard(event, self._outstanding or self._seq + 1)
                 if self._gather is not None and self.on_progress is not None:
                     self.on_progress(

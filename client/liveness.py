@@ -79,6 +79,10 @@ class DaemonProcess:
             return ""
         return "; the kernel has killed for want of memory in its cgroup (oom_kill has risen)"
 
+    def copy(self) -> "DaemonProcess":
+        """Return the same process, to be closed on its own."""
+        return DaemonProcess(self.pid, os.dup(self._fd))
+
     def close(self) -> None:
         """Close the descriptor; the process is not told."""
         os.close(self._fd)
@@ -97,6 +101,10 @@ class UnknownProcess:
         """Nobody knows."""
         return ""
 
+    def copy(self) -> "UnknownProcess":
+        """Return one that is not known either."""
+        return self
+
     def close(self) -> None:
         return None
 
@@ -108,17 +116,26 @@ def find_process(address: str) -> Process:
     """Return the process that listens at an ipc address, which its socket names: what a daemon says
     of itself may be a number of another container's."""
     with contextlib.suppress(OSError), _connected(address) as peer:
-        size = _PEER_CREDENTIALS.size
-        found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        pid = int(_PEER_CREDENTIALS.unpack(found)[0])
-        if pid <= 0:
-            return UnknownProcess()
-        process = DaemonProcess(pid, os.pidfd_open(pid))
-        hung_up = select.poll()
-        hung_up.register(peer, 0)
-        if not hung_up.poll(0):  # it still lives, so the number is still its own
-            return process
-        process.close()
+        return process_behind(peer)
+    return UnknownProcess()
+
+
+def process_behind(peer: socket.socket) -> Process:
+    """Return the process that listened where `peer`, a Unix stream socket, is connected to.
+
+    Raises:
+        OSError: the kernel does not tell.
+    """
+    found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    pid = int(_PEER_CREDENTIALS.unpack(found)[0])
+    if pid <= 0:
+        return UnknownProcess()
+    process = DaemonProcess(pid, os.pidfd_open(pid))
+    hung_up = select.poll()
+    hung_up.register(peer, 0)
+    if not hung_up.poll(0):  # it still lives, so the number is still its own
+        return process
+    process.close()
     return UnknownProcess()
 
 
@@ -250,6 +267,9 @@ class Watch:
         if self._ranks[rank].cut_since is not None:
             self._ranks[rank].cut_since = None
             self.returned.add(rank)
+        entry = self._ranks[rank]
+        if entry.uid and not entry.process.pid:
+            entry.process = self._find(entry.address)
         self._come_back(rank)
 
     def begin_steps(self) -> None:

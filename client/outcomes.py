@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from client.errors import (
     ClientError,
     DeadlineExceeded,
+    DrainingError,
     FencedError,
     LeaseExpiredError,
     LinkGivenUp,
@@ -39,7 +40,14 @@ DEFAULT_STEP_DEADLINE_S = 60.0
 """Assumed of a daemon that has no configuration yet."""
 
 
-UNSEATED = (FencedError, LeaseExpiredError, NotAttachedError, WorkerDied, LinkGivenUp)
+UNSEATED = (
+    DrainingError,
+    FencedError,
+    LeaseExpiredError,
+    LinkGivenUp,
+    NotAttachedError,
+    WorkerDied,
+)
 """After these the group takes no steps: another driver has the daemons, or nobody, or they cannot
 reach each other."""
 

@@ -604,8 +604,10 @@ class WorkerGroup:
             InvalidSchedulerOutput: the output breaks a rule; nothing was sent.
             WorkerDied: the group is unusable.
             WeightsNotWhole: a weight update is open, or has failed; nothing was sent.
+            DrainingError: an operator wants no more steps of this group; nothing was sent.
         """
         self._channel.check_usable()
+        self._channel.check_serving()
         if self._weights.cause:
             self._weights.require_whole()
         failure = self._untold_failure()

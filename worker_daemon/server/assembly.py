@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from worker_daemon.device.gpu_faults import FaultWatch, NoFaultWatch
+from worker_daemon.device.gpu_load import Gauges, NoGauges
 from worker_daemon.phases import SetPhase
 from worker_daemon.server.daemon import serve
 from worker_daemon.server.dispatch import RendezvousServerLike, WorkerLike
@@ -24,7 +25,13 @@ def run_daemon(settings: ProcessSettings) -> int:
     prepare_environment(settings.data_interface or None)
     prepare_flight_recorder(settings)
     make = partial(make_worker, profile_dir=profile_directory(settings))
-    return serve(settings, make, open_rendezvous, partial(open_fault_watch, settings.device))
+    return serve(
+        settings,
+        make,
+        open_rendezvous,
+        partial(open_fault_watch, settings.device),
+        partial(open_gauges, settings.device),
+    )
 
 
 def make_worker(
@@ -50,6 +57,15 @@ def open_fault_watch(device: str) -> FaultWatch:
     from worker_daemon.device import fault_watch  # loads NVML's bindings
 
     return fault_watch.open_fault_watch(device, visible_devices())
+
+
+def open_gauges(device: str) -> Gauges:
+    """Read a GPU's gauges; called on the thread that does so."""
+    if device == "cpu":
+        return NoGauges()
+    from worker_daemon.device import gpu_gauges  # loads NVML's bindings
+
+    return gpu_gauges.open_gauges(device, visible_devices())
 
 
 def open_rendezvous(host: str) -> RendezvousServerLike:

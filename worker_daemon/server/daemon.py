@@ -17,11 +17,12 @@ import zmq
 from rpc_schema.errors import ErrorReply
 from rpc_schema.exit_codes import ExitCode
 from worker_daemon.device.gpu_faults import Fault, NoFaultWatch
+from worker_daemon.device.gpu_load import NoGauges
 from worker_daemon.errors import ConfigError
 from worker_daemon.interfaces import interface_address
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.control import Control
-from worker_daemon.server.device_watch import DeviceWatch, OpenFaultWatch
+from worker_daemon.server.device_watch import DeviceWatch, OpenFaultWatch, OpenGauges
 from worker_daemon.server.dispatch import MakeWorker, OpenRendezvousServer, WorkerLike
 from worker_daemon.server.endpoints import (
     AnyEndpoint,
@@ -76,6 +77,7 @@ def serve(
     make_worker: MakeWorker,
     open_rendezvous: OpenRendezvousServer,
     open_watch: OpenFaultWatch = NoFaultWatch,
+    open_gauges: OpenGauges = NoGauges,
 ) -> int:
     """Run a daemon on the main thread until it ends; return the exit code.
 
@@ -87,7 +89,7 @@ def serve(
     raise_file_limit()
     premises = Premises(settings)
     try:
-        daemon = Daemon(settings, premises, make_worker, open_rendezvous, open_watch)
+        daemon = Daemon(settings, premises, make_worker, open_rendezvous, open_watch, open_gauges)
         return uvloop.run(daemon.run())
     finally:
         premises.leave()
@@ -157,6 +159,7 @@ class Daemon:
         make_worker: MakeWorker,
         open_rendezvous: OpenRendezvousServer,
         open_watch: OpenFaultWatch,
+        open_gauges: OpenGauges,
     ) -> None:
         self._settings = settings
         self._premises = premises
@@ -187,13 +190,15 @@ class Daemon:
             progress=self._progress,
             guard=self._guard,
             reply_delays=self._completion.reply_delays,
+            reply_counts=self._completion.reply_counts,
+            read_load=lambda: self._device_watch.load,
             notifier=self._notifier,
             commands=self,
             open_rendezvous=open_rendezvous,
             security=self._security,
             data_host=data_host,
         )
-        self._device_watch = DeviceWatch(open_watch, self._gpu_fault)
+        self._device_watch = DeviceWatch(open_watch, self._gpu_fault, open_gauges)
         self._tasks: set[asyncio.Future[None]] = set()
         self._signals = 0
         self._fatal_lock = threading.Lock()

@@ -86,6 +86,11 @@ class Guard:
         self._hung_result: Stamp | None = None
         self._thread = threading.Thread(target=self._run, name="guard", daemon=True)
 
+    @property
+    def usual_step_s(self) -> float:
+        """Moving average of the time from step to step; any thread may ask."""
+        return self._pace.usual_s
+
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()

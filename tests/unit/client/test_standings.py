@@ -11,6 +11,7 @@ import pytest
 from client import liveness
 from client.errors import WorkerDied
 from client.liveness import FENCE_AFTER_S, SILENCE_LIMIT_S, SUSPECT_AFTER_S, Watch
+from client.peer_process import PeerProcesses
 from rpc_schema.lifecycle import Heartbeat, Hung, Slow
 
 UIDS = (b"a" * 16, b"b" * 16)
@@ -220,3 +221,30 @@ def test_connection_to_another_host_tells_nothing_by_its_end(monkeypatch):
     watch.refused(0)
     watch.refused(1)
     assert watch.standings == ["suspect", "dead"]
+
+
+def test_process_is_that_of_the_very_connection(directory):
+    path = directory / "s"
+    processes = PeerProcesses()
+    with subprocess.Popen(
+        [sys.executable, "-c", LISTENER, path], stdout=subprocess.PIPE
+    ) as listener:
+        listener.stdout.readline()
+        with socket.socket(socket.AF_UNIX) as ours, socket.socket() as other:
+            ours.connect(str(path))
+            for address, descriptor in (
+                (f"ipc://{path}x", ours.fileno()),  # the number is another connection's by now
+                ("tcp://127.0.0.1:1", other.fileno()),
+                (f"ipc://{path}", 10_000),  # it is nobody's
+            ):
+                processes.connected(address, descriptor)
+                assert processes.find(address).pid == 0
+            processes.connected(f"ipc://{path}", ours.fileno())
+            assert ours.fileno() >= 0 and ours.getpeername() == str(path)
+        process = processes.find(f"ipc://{path}")
+        processes.close()
+        assert process.pid == listener.pid and not process.has_ended()
+        listener.kill()
+        listener.wait()
+        assert process.has_ended()
+        process.close()
