@@ -78,7 +78,7 @@ class Attaching:
         """Give the lease back on all daemons, each of which says so."""
         self._channel.lease.stop()
         self._is_attached = False
-        for client in self._channel.present:
+        for client in self._channel.daemons.present:
             client.detach(self._channel.epoch)
 
     def leave(self) -> None:
@@ -89,7 +89,7 @@ class Attaching:
             return
         self._is_attached = False
         pending = []
-        for client in channel.present:
+        for client in channel.daemons.present:
             with contextlib.suppress(ClientError):
                 pending.append(client.send_detach(channel.epoch, LEAVE_TIMEOUT_S))
         for call in pending:
@@ -99,9 +99,9 @@ class Attaching:
     def _hello(self, deadline: float) -> list[lc.Status]:
         """Exchange versions with every daemon, then return their states."""
         channel = self._channel
-        for client in channel.present:
-            channel.watch.met(client.rank, client.hello(_remaining(deadline)).worker_uid)
-        return [client.get_status(_remaining(deadline)) for client in channel.present]
+        for client in channel.daemons.present:
+            channel.daemons.watch.met(client.rank, client.hello(_remaining(deadline)).worker_uid)
+        return [client.get_status(_remaining(deadline)) for client in channel.daemons.present]
 
     def _agree_patiently(
         self, timeout_s: float | None, deadline: float, patience: Patience, *, force: bool
@@ -120,7 +120,7 @@ class Attaching:
         while True:
             replies = [
                 client.prepare_attach(epoch, _remaining(deadline), force=force)
-                for client in self._channel.present
+                for client in self._channel.daemons.present
             ]
             if all(reply.granted for reply in replies):
                 return epoch
@@ -135,14 +135,16 @@ class Attaching:
         channel = self._channel
         channel.begin_epoch(epoch)
         self._is_attached = True
-        channel.lease.start(epoch, [(client.rank, client.endpoint) for client in channel.present])
+        channel.lease.start(
+            epoch, [(client.rank, client.endpoint) for client in channel.daemons.present]
+        )
 
         def commit() -> list[lc.CommitAttachReply]:
             pending = [
                 client.send_commit_attach(
                     epoch, _remaining(deadline), self._terms, keep_requests=keep_requests
                 )
-                for client in channel.present
+                for client in channel.daemons.present
             ]
             return [call.result() for call in pending]
 

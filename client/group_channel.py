@@ -1,6 +1,6 @@
-"""The conversation with a group's daemons: their sockets, the epoch, link and seqs that requests go
-under, operations sent to all ranks and their replies gathered, replies to steps handed on, and what
-got lost on the way sent again. Knows not what an operation means, nor what a step's failure does
+"""The conversation with a group's daemons: the epoch, link and seqs that requests go under,
+operations sent to all ranks and their replies gathered, replies to steps handed on, and what got
+lost on the way sent again. Knows not what an operation means, nor what a step's failure does
 (`client/outcomes.py`).
 """
 
@@ -11,18 +11,18 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
-import zmq
 
 from client.clocks import measure
 from client.draining import DrainNews
 from client.errors import ClientError, DeadlineExceeded, RemoteError, WorkerDied, remote_error
+from client.gathering import Gathering
+from client.group_daemons import GroupDaemons
 from client.lease import LeaseKeeper
 from client.lease_terms import LeaseTerms
 from client.links import Links
-from client.liveness import Process, Watch, find_process
 from client.outcomes import ROOT_CAUSE_WAIT_S, StepsInFlight
 from client.resending import Resending
-from client.transport import Endpoint, EventsChannel, ResultsChannel
+from client.transport import Endpoint
 from client.worker_client import StepIds, WorkerClient
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import (
@@ -67,22 +67,8 @@ class Progress(NamedTuple):
     phase_ms: int
 
 
-class _Gather:
-    """The replies of all ranks to one operation, by arrival: ranks are told apart only once they
-    have numbers."""
-
-    def __init__(self, seq: int) -> None:
-        self.seq = seq
-        self.replies: list[StepReplyMessage] = []
-        self.errors: list[ErrorReply] = []
-
-    def has_heard(self, rank: int) -> bool:
-        """Whether a rank, by its number, has answered."""
-        return any(reply.rank == rank for reply in (*self.replies, *self.errors))
-
-
 class GroupChannel:
-    """Owns the sockets to a group's daemons. Belongs to one thread; close() frees them.
+    """Owns what reaches a group's daemons. Belongs to one thread; close() frees it.
 
     One operation is under way at a time; replies to steps may come between its own.
     """
@@ -96,76 +82,23 @@ class GroupChannel:
     ) -> None:
         """Connect; nothing is sent yet. steps gets the replies that no operation waits for, and the
         news of deaths. terms: of the lease."""
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._driver_id = driver_id
-        self._keyed = {endpoint.results for endpoint in endpoints if endpoint.lock.has_keys}
-        self.watch = Watch(
-            [e.results for e in endpoints], [e.control for e in endpoints], find=self._find_process
-        )
-        self.lease = LeaseKeeper(self._context, driver_id, terms, self)
-        self._results = ResultsChannel(self._context, endpoints, driver_id, self.watch, self.look)
-        self._events = EventsChannel(self._context, endpoints)
-        self.clients = [self._connect(rank, endpoint) for rank, endpoint in enumerate(endpoints)]
-        self.absent: frozenset[int] = frozenset()
-        """Ranks that are lost: nothing is sent to them, nor expected of them."""
-        self._resending = Resending(self.clients, steps.output_rank)
+        self.daemons = GroupDaemons(endpoints, driver_id, self.look, self._sent)
+        self.lease = LeaseKeeper(self.daemons.context, driver_id, terms, self)
+        self._resending = Resending(self.daemons.clients, steps.output_rank)
         self.epoch = 0
         """0 before the first attach."""
         self.on_progress: Callable[[Progress], None] | None = None
         self._steps = steps
         self._seq = 0
         self.links = Links(len(endpoints))
-        self._gather: _Gather | None = None
+        self._gather: Gathering | None = None
         self._drains = DrainNews()
-        self._operation = ""
         self._next_events = 0.0
 
     def close(self) -> None:
         """Close all sockets; the daemons keep what they have, and the lease until it expires."""
         self.lease.stop()
-        for client in self.clients:
-            client.close()
-        self._results.close()
-        self._events.close()
-        self.watch.close()
-        self._context.term()
-
-    @property
-    def present(self) -> list[WorkerClient]:
-        """The daemons that the group has at the moment."""
-        return [client for client in self.clients if client.rank not in self.absent]
-
-    def new_client(self, rank: int, endpoint: Endpoint) -> WorkerClient:
-        """A client for a daemon that is not of the group (yet); the caller closes it."""
-        return WorkerClient(self._context, endpoint, rank, self._driver_id)
-
-    def move(self, rank: int, endpoint: Endpoint) -> None:
-        """Put another daemon in a rank's place: the one that answers at `endpoint` now."""
-        old = self.clients[rank].endpoint
-        self.clients[rank].close()
-        if endpoint.lock.has_keys:
-            self._keyed.add(endpoint.results)
-        self.watch.expect(rank, endpoint.results, endpoint.control)
-        self._results.move(old, endpoint)
-        self._events.move(old, endpoint)
-        self.clients[rank] = self._connect(rank, endpoint)
-        self.links.numbers[rank] = 0
-
-    def _find_process(self, address: str) -> Process:
-        """Daemons with keys are not asked: who comes without one is turned away, and logged."""
-        keyed = address in self._keyed
-        return self._results.process_at(address) if keyed else find_process(address)
-
-    def _connect(self, rank: int, endpoint: Endpoint) -> WorkerClient:
-        return WorkerClient(
-            self._context,
-            endpoint,
-            rank,
-            self._driver_id,
-            self.look,
-            lambda: self._check_alive(rank),
-            self._sent,
-        )
+        self.daemons.close()
 
     def check_usable(self) -> None:
         """Raise what the group has died of, the end of its lease included, or ClientError before
@@ -180,12 +113,12 @@ class GroupChannel:
     def check_serving(self) -> None:
         """Raise DrainingError if an operator wants no more steps of this group."""
         self._read_events_now_and_then()
-        self._drains.check([client.endpoint.control for client in self.clients])
+        self._drains.check([client.endpoint.control for client in self.daemons.clients])
 
     def check_deaths(self, within_s: float = DEATH_NEWS_S) -> None:
         """Raise WorkerDied if a daemon is gone, or shows within a moment that it is."""
         try:
-            self._results.read_news(within_s)
+            self.daemons.results.read_news(within_s)
             self.look()
         except (WorkerDied, RemoteError) as error:
             self.lose(error)
@@ -213,12 +146,12 @@ class GroupChannel:
             RemoteError: the lease is lost.
             AuthenticationError: a daemon turned us away.
         """
-        self._results.read_news()
+        self.daemons.results.read_news()
         self._read_events_now_and_then()
-        self._listen_to_the_living()
+        self.daemons.check_lives()
         self.lease.check()
-        while self.watch.returned:
-            self._send_lost(self.watch.returned.pop())
+        while self.daemons.watch.returned:
+            self._send_lost(self.daemons.watch.returned.pop())
 
     def lose(self, error: WorkerDied | WireError | RemoteError) -> None:
         """A daemon, or the lease, is lost: fail all steps, and for a daemon have the other ranks
@@ -233,26 +166,10 @@ class GroupChannel:
         """Have all daemons that live leave their links, and meeting places; waits for none."""
         if not self.epoch:
             return
-        for client in self.present:
-            if self.watch.standings[client.rank] != "dead":
+        for client in self.daemons.present:
+            if self.daemons.watch.standings[client.rank] != "dead":
                 with contextlib.suppress(ClientError, WireError):
                     client.send_abort_link(self.epoch, cause, ABORT_SEND_S)
-
-    def _listen_to_the_living(self) -> None:
-        """Raise WorkerDied for a rank that is dead, unless that is known to all."""
-        try:
-            self.watch.look()
-        except WorkerDied as error:
-            if error.rank not in self.absent:
-                raise
-
-    def _check_alive(self, rank: int) -> None:
-        """Raise WorkerDied if this very rank is dead: the others may be asked things even then."""
-        self._results.read_news()
-        with contextlib.suppress(WorkerDied):
-            self.watch.look()
-        if self.watch.standings[rank] == "dead":
-            raise self.watch.obituary(rank)
 
     def begin_epoch(self, epoch: int) -> None:
         """Requests go under this epoch from now on; those of before are forgotten."""
@@ -265,17 +182,17 @@ class GroupChannel:
     ) -> CommittedT:
         """Return what commit() does, which has all ranks attach, once each of them has also said so
         where replies to requests come."""
-        gather = self._gather = _Gather(0)
+        gather = self._gather = Gathering("attach", 0, len(self.daemons.present))
         try:
             committed = commit()
-            self._collect(gather, "attach", deadline, timeout_s)
+            self._collect(gather, deadline, timeout_s)
         finally:
             self._gather = None
         return committed
 
     def take_statuses(self, statuses: list[lc.Status]) -> list[lc.Status]:
         """Learn from those who are present which links they stand in, and who they are."""
-        ranks = [client.rank for client in self.present]
+        ranks = [client.rank for client in self.daemons.present]
         for rank, status in zip(ranks, statuses, strict=True):
             self.links.numbers[rank] = status.link
         self._resending.meet(ranks, statuses)
@@ -284,16 +201,16 @@ class GroupChannel:
     def open_rendezvous(self) -> list[Rendezvous]:
         """Have rank 0 open the meeting place of a new link; return each rank's way there."""
         link = max(self.links.numbers) + 1
-        opened = self.clients[0].open_rendezvous(self.epoch, link)
+        opened = self.daemons.clients[0].open_rendezvous(self.epoch, link)
         return [
             Rendezvous(
                 link=link,
                 host=opened.host,
                 port=opened.port,
                 rank=rank,
-                local_world_size=len(self.clients),
+                local_world_size=len(self.daemons.clients),
             )
-            for rank in range(len(self.clients))
+            for rank in range(len(self.daemons.clients))
         ]
 
     def use_link(self, rendezvous: Sequence[Rendezvous]) -> None:
@@ -303,7 +220,7 @@ class GroupChannel:
 
     def refresh_links(self) -> None:
         """Ask each rank which link it stands in: after a failure they need not agree."""
-        self.take_statuses([client.get_status() for client in self.present])
+        self.take_statuses([client.get_status() for client in self.daemons.present])
 
     def next_ids(self) -> StepIds:
         """The ids of the next step; send_step() takes them."""
@@ -346,26 +263,26 @@ class GroupChannel:
         self._seq += 1
         if stands_alone:
             self._resending.begin_anew(self._seq)
-        gather = self._gather = _Gather(self._seq)
+        gather = self._gather = Gathering(operation, self._seq, len(self.daemons.present))
         self._send_to_all(
             lambda client: send(
                 client, StepIds(self.epoch, self.links.numbers[client.rank], gather.seq)
             )
         )
         try:
-            self._collect(gather, operation, time.monotonic() + timeout_s, timeout_s)
+            self._collect(gather, time.monotonic() + timeout_s, timeout_s)
         except (RemoteError, DeadlineExceeded):
             self._resending.forget()
             self.refresh_links()
             raise
         finally:
             self._gather = None
-        self.watch.begin_steps()
+        self.daemons.watch.begin_steps()
         return sorted(gather.replies, key=lambda reply: reply.rank)
 
     def _send_to_all(self, send: Callable[[WorkerClient], None]) -> None:
         try:
-            for client in self.present:
+            for client in self.daemons.present:
                 send(client)
         except (WorkerDied, RemoteError) as error:
             self.lose(error)
@@ -381,7 +298,7 @@ class GroupChannel:
         resend_at = self._resending.due if self._outstanding else math.inf
         try:
             self._read_events_now_and_then()
-            frames = self._results.receive(min(deadline, self._steps.verdict_due, resend_at))
+            frames = self.daemons.results.receive(min(deadline, self._steps.verdict_due, resend_at))
             if frames is None:
                 self._steps.convict_suspect()
                 self._send_overdue()
@@ -412,7 +329,7 @@ class GroupChannel:
     def _send_lost(self, rank: int) -> None:
         """A daemon's connection broke and came back: what was under way to it may be lost, or its
         answer."""
-        if self._outstanding and rank not in self.absent and rank not in self._answered:
+        if self._outstanding and rank not in self.daemons.absent and rank not in self._answered:
             with contextlib.suppress(WorkerDied):
                 self._resending.send_lost(rank, self._outstanding, is_step=self._awaits_step)
 
@@ -438,15 +355,11 @@ class GroupChannel:
                 self.abort_links("a rank drains")  # others may wait for it in that very step
         if isinstance(reply, ErrorReply) and reply.seq == 0:
             # A daemon could not read a request of ours: it fails what is outstanding.
-            outstanding = gather.seq if gather is not None else self._steps.oldest_seq
-            reply = msgspec.structs.replace(reply, seq=outstanding)
+            reply = msgspec.structs.replace(reply, seq=self._outstanding)
         if gather is not None and reply.seq == gather.seq:
             if self._resending.knows_ranks and gather.has_heard(reply.rank):
                 return  # it comes once more: as it was
-            if isinstance(reply, ErrorReply):
-                gather.errors.append(reply)
-            else:
-                gather.replies.append(reply)
+            gather.take(reply)
         elif isinstance(reply, ErrorReply):
             self._steps.take_error(reply, self._to_error(reply))
         else:
@@ -459,36 +372,32 @@ class GroupChannel:
             return False
         return self._resending.mend_gap(reply.rank, reply.expected_seq)
 
-    def _collect(self, gather: _Gather, operation: str, deadline: float, timeout_s: float) -> None:
-        while len(gather.replies) < len(self.present):
-            if gather.errors:
-                raise self._root_cause(gather, operation)
+    def _collect(self, gather: Gathering, deadline: float, timeout_s: float) -> None:
+        while gather.num_missing:
+            if gather.has_failed:
+                raise self._root_cause(gather)
             now = time.monotonic()
             if now >= deadline:
-                missing = len(self.present) - len(gather.replies)
-                raise DeadlineExceeded(f"{operation} ({missing} ranks are missing)", timeout_s)
-            self._operation = operation
+                what = f"{gather.operation} ({gather.num_missing} ranks are missing)"
+                raise DeadlineExceeded(what, timeout_s)
             self.take_reply(min(deadline, now + EVENTS_INTERVAL_S))
         self._gather = None
 
-    def _root_cause(self, gather: _Gather, operation: str) -> RemoteError:
+    def _root_cause(self, gather: Gathering) -> RemoteError:
         """The first failure, unless it only tells of a peer's: then that peer's, if it comes
         soon."""
-        consequences = (ErrorCode.UPSTREAM_FAILED, ErrorCode.COMM)
         until = time.monotonic() + ROOT_CAUSE_WAIT_S
-        while all(e.code in consequences for e in gather.errors) and time.monotonic() < until:
-            if len(gather.errors) + len(gather.replies) >= len(self.present):
-                break
+        while gather.may_learn_cause and time.monotonic() < until:
             self.take_reply(until)
         self._gather = None
-        cause = next((e for e in gather.errors if e.code not in consequences), gather.errors[0])
-        error = self._to_error(cause)
-        error.add_note(f"in {operation}")
+        error = self._to_error(gather.cause)
+        error.add_note(f"in {gather.operation}")
         return error
 
     def _to_error(self, reply: ErrorReply) -> RemoteError:
-        rank = min(reply.rank, len(self.clients) - 1)
-        return remote_error(reply, rank=reply.rank, endpoint=self.clients[rank].endpoint.control)
+        rank = min(reply.rank, len(self.daemons.clients) - 1)
+        endpoint = self.daemons.clients[rank].endpoint.control
+        return remote_error(reply, rank=reply.rank, endpoint=endpoint)
 
     def _read_events_now_and_then(self) -> None:
         """Take in what the daemons have published, as often as they do: their queue must not fill
@@ -499,22 +408,22 @@ class GroupChannel:
     def _read_events(self) -> None:
         self._next_events = time.monotonic() + EVENTS_INTERVAL_S
         with contextlib.suppress(WireError):
-            for event in self._events.receive_all():
+            for event in self.daemons.events.receive_all():
                 self._take_event(event)
 
     def _take_event(self, event: EventMessage) -> None:
         match event:
             case lc.Heartbeat():
-                self.watch.heard(event, operating=self._gather is not None)
+                self.daemons.watch.heard(event, operating=self._gather is not None)
                 if event.epoch == self.epoch:
                     self._drains.heard(event)
                     self._resending.heard(event, self._outstanding or self._seq + 1)
                 if self._gather is not None and self.on_progress is not None:
                     self.on_progress(
-                        Progress(self._operation, event.rank, event.phase, event.phase_ms)
+                        Progress(self._gather.operation, event.rank, event.phase, event.phase_ms)
                     )
             case lc.Hung() | lc.Slow():
-                self.watch.told(event)
+                self.daemons.watch.told(event)
             case DriverStepsWanted():
                 self._answer_observer(event)
             case _:
@@ -523,9 +432,9 @@ class GroupChannel:
     def _answer_observer(self, event: DriverStepsWanted) -> None:
         """Tell somebody who traces the group, and asks by way of a daemon, what this driver did. A
         courtesy: where it fails the trace lacks that."""
-        if event.rank >= len(self.clients):
+        if event.rank >= len(self.daemons.clients):
             return
-        client = self.clients[event.rank]
+        client = self.daemons.clients[event.rank]
         with contextlib.suppress(ClientError, WireError):
             clock = measure(lambda: client.read_clock(OBSERVER_TIMEOUT_S))
             steps = self._steps.times.between(event.begin_ns, event.end_ns, clock)

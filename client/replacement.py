@@ -97,11 +97,11 @@ class Replacement:
     def run(self, rank: int, endpoint: Endpoint | None, within_s: float) -> Replaced:
         """See WorkerGroup.replace."""
         deadline = time.monotonic() + within_s
-        own = self._channel.clients[rank].endpoint
+        own = self._channel.daemons.clients[rank].endpoint
         self._vacant = {rank: own if endpoint is None else endpoint}
         cause = self._steps.dead or ClientError(f"rank {rank} was given up")
-        self._channel.watch.bury(rank)
-        self._channel.lose(self._channel.watch.obituary(rank))
+        self._channel.daemons.watch.bury(rank)
+        self._channel.lose(self._channel.daemons.watch.obituary(rank))
         try:
             for _ in range(REPLACE_ATTEMPTS):
                 try:
@@ -118,7 +118,7 @@ class Replacement:
             ) from cause
         except BaseException as error:
             self._channel.abort_links(f"a replacement failed: {error}")
-            self._steps.dead = self._channel.watch.obituary(max(self._vacant))
+            self._steps.dead = self._channel.daemons.watch.obituary(max(self._vacant))
             raise
 
     def _take_stock(self, error: ClientError) -> ClientError:
@@ -136,7 +136,7 @@ class Replacement:
         self._channel.abort_links(str(error))
         if isinstance(error, WorkerDied):
             self._channel.lose(error)
-            own = self._channel.clients[error.rank].endpoint
+            own = self._channel.daemons.clients[error.rank].endpoint
             self._vacant.setdefault(error.rank, own)
         return error
 
@@ -144,9 +144,9 @@ class Replacement:
         channel = self._channel
         self._seconds.clear()
         self._steps.dead = None
-        channel.absent = frozenset(self._vacant)
+        channel.daemons.absent = frozenset(self._vacant)
         with self._phase("fence"):
-            if channel.present:
+            if channel.daemons.present:
                 self._attaching.attach_present()
             else:
                 channel.lease.drop()
@@ -155,8 +155,9 @@ class Replacement:
                 self._wait_for(rank, endpoint, deadline, within_s)
         with self._phase("attach"):
             for rank, endpoint in self._vacant.items():
-                channel.move(rank, endpoint)
-            channel.absent = frozenset()
+                channel.daemons.move(rank, endpoint)
+                channel.links.numbers[rank] = 0
+            channel.daemons.absent = frozenset()
             statuses = self._attaching.attach_present()
         newcomers = tuple(rank for rank in self._vacant if not self._has_all(rank, statuses[rank]))
         self._reset([rank for rank in newcomers if statuses[rank].load != "CREATED"])
@@ -178,7 +179,7 @@ class Replacement:
 
     def _wait_for(self, rank: int, endpoint: Endpoint, deadline: float, within_s: float) -> None:
         """Wait until a daemon answers there; look after the others meanwhile."""
-        with closing(self._channel.new_client(rank, endpoint)) as client:
+        with closing(self._channel.daemons.new_client(rank, endpoint)) as client:
             while not _answers(client):
                 self._channel.look()
                 if time.monotonic() >= deadline:

@@ -554,14 +554,6 @@ class EventsChannel:
             self._socket.disconnect(old.events)
         _connect(self._socket, new.events, new.lock)
 
-    def discard_all(self) -> None:
-        """Drop the events that are here, unread: a full queue would lose the newest instead."""
-        while True:
-            try:
-                self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-
     def receive_all(self) -> list[EventMessage]:
         """Return the events that are here, oldest first; never waits."""
         events: list[EventMessage] = []

@@ -132,13 +132,6 @@ class WorkerClient:
             timeout_s,
         )
 
-    def commit_attach(
-        self, epoch: int, timeout_s: float = CONTROL_TIMEOUT_S, *, keep_requests: bool = False
-    ) -> lc.CommitAttachReply:
-        """Take the daemon over; requests of earlier drivers are dropped, unless they are to be
-        kept."""
-        return self.send_commit_attach(epoch, timeout_s, keep_requests=keep_requests).result()
-
     def send_commit_attach(
         self,
         epoch: int,
@@ -147,8 +140,9 @@ class WorkerClient:
         *,
         keep_requests: bool = False,
     ) -> PendingCall[lc.CommitAttachReply]:
-        """The same without waiting: over gloo a rank may only be done once its peers let go. terms
-        of the lease: the default ones."""
+        """Take the daemon over, without waiting: over gloo a rank may only be done once its peers
+        let go. Requests of earlier drivers are dropped, unless they are to be kept. terms of the
+        lease: the default ones."""
         lease = LeaseTerms() if terms is None else terms
         return self._control.send(
             lambda call: lc.CommitAttach(

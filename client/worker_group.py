@@ -1,6 +1,6 @@
 """A pipeline x tensor group of daemons as one worker: its typed operations, their order and their
 timeouts. Knows neither sockets and seqs (`client/group_channel.py`), nor what a step's failure
-takes with it (`client/outcomes.py`), nor how a model gets loaded (`client/loading.py`).
+takes with it (`client/outcomes.py`), nor the operations of start-up (`client/load_chain.py`).
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from client.replacement import REPLACE_WITHIN_S, Replaced, Replacement
 from client.saves import SHARD_MAX_SIZE_BYTES, SHARD_PATTERN, save_weights
 from client.scheduler_output import SchedulerOutput
 from client.slots import SlotTable
-from client.transport import new_driver_id, parse_endpoint
+from client.transport import Endpoint, new_driver_id, parse_endpoint
 from client.weights_state import WeightsState
 from client.worker_client import StepIds, TensorList, WorkerClient
 from rpc_schema import lifecycle as lc
@@ -75,22 +75,7 @@ class WorkerGroup:
             ClientConfigError: the number of endpoints is not the group's size, or one of them is
             unusable.
         """
-        if len(endpoints) != parallel.world_size:
-            raise ClientConfigError(
-                f"pipeline_parallel_size {parallel.pipeline_parallel_size} x tensor_parallel_size "
-                f"{parallel.tensor_parallel_size} needs {parallel.world_size} daemons",
-                field="endpoints",
-                value=list(endpoints),
-                fix=f"give {parallel.world_size} endpoints, or other parallel sizes",
-            )
-        parsed = [parse_endpoint(endpoint, keys) for endpoint in endpoints]
-        if len(set(endpoints)) != len(endpoints):
-            raise ClientConfigError(
-                "an endpoint is named twice",
-                field="endpoints",
-                value=list(endpoints),
-                fix="name each daemon once",
-            )
+        parsed = _parse_endpoints(endpoints, parallel, keys)
         self.parallel = parallel
         self.driver_id = new_driver_id()
         self.max_in_flight = parallel.pipeline_parallel_size + 1
@@ -102,7 +87,7 @@ class WorkerGroup:
         self._weights = WeightsState()
         self.load_chain = LoadChain(self._channel)
         """The operations that prepare() is made of, for who wants another order."""
-        self.clients = self._channel.clients
+        self.clients = self._channel.daemons.clients
         self._keys = keys
         self._loaded: tuple[WorkerConfig, LoadedModel] | None = None
         """What prepare() has made ready: a new daemon in a lost one's place gets the same."""
@@ -187,17 +172,17 @@ class WorkerGroup:
     def standings(self) -> list[Standing]:
         """Whether each rank is alive, suspect (it does not answer, and may yet) or dead, as of the
         last look."""
-        return self._channel.watch.standings
+        return self._channel.daemons.watch.standings
 
     @property
     def liveness_events(self) -> list[LivenessEvent]:
         """What became of the ranks, the newest last."""
-        return list(self._channel.watch.events)
+        return list(self._channel.daemons.watch.events)
 
     def on_liveness(self, hear: OnEvent) -> None:
         """Call `hear` at each event from now on, on this thread, from within other methods; it must
         not call the group."""
-        self._channel.watch.on_event = hear
+        self._channel.daemons.watch.on_event = hear
 
     def look(self) -> None:
         """Look whether all daemons live. Waiting for results does so every 20 ms; who has nothing
@@ -733,8 +718,8 @@ class WorkerGroup:
 
 def _read_rows(channel: GroupChannel) -> list[list[RankRow]]:
     """What each rank tells of its requests, page by page."""
-    rows: list[list[RankRow]] = [[] for _ in channel.clients]
-    next_slots = [0] * len(channel.clients)
+    rows: list[list[RankRow]] = [[] for _ in channel.daemons.clients]
+    next_slots = [0] * len(channel.daemons.clients)
 
     def ask(client: WorkerClient, ids: StepIds) -> None:
         client.adopt_requests(ids, next_slots[client.rank])
@@ -746,3 +731,25 @@ def _read_rows(channel: GroupChannel) -> list[list[RankRow]]:
             next_slots[rank] = reply.next_slot or NO_MORE_SLOTS
         if not any(reply.next_slot for reply in replies):
             return rows
+
+
+def _parse_endpoints(
+    endpoints: Sequence[str], parallel: ParallelConfig, keys: Keys
+) -> list[Endpoint]:
+    if len(endpoints) != parallel.world_size:
+        raise ClientConfigError(
+            f"pipeline_parallel_size {parallel.pipeline_parallel_size} x tensor_parallel_size "
+            f"{parallel.tensor_parallel_size} needs {parallel.world_size} daemons",
+            field="endpoints",
+            value=list(endpoints),
+            fix=f"give {parallel.world_size} endpoints, or other parallel sizes",
+        )
+    parsed = [parse_endpoint(endpoint, keys) for endpoint in endpoints]
+    if len(set(endpoints)) != len(endpoints):
+        raise ClientConfigError(
+            "an endpoint is named twice",
+            field="endpoints",
+            value=list(endpoints),
+            fix="name each daemon once",
+        )
+    return parsed

@@ -23,8 +23,7 @@ WorkerError
  |   `- UpstreamFailedError  an earlier pipeline stage failed in this step
  +- TransferError        a trainer is lost, did not come, or sent what cannot be; the link is whole
  +- PrecededByError      a step before this one failed, and the driver has not resynchronised since
- +- DeviceError          the device is unusable: the process ends
- `- InternalError        an invariant of ours is broken: the process ends
+ `- DeviceError          the device is unusable: the process ends
 """
 
 from typing import ClassVar
@@ -179,7 +178,3 @@ class PrecededByError(WorkerError):
 
 class DeviceError(WorkerError):
     code = "DEVICE"
-
-
-class InternalError(WorkerError):
-    code = "INTERNAL"

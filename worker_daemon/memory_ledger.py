@@ -66,10 +66,6 @@ class MemoryLedger:
         for kind in kinds:
             self._taken.pop(kind, None)
 
-    def taken_bytes(self, kind: Kind) -> int:
-        """Return what a kind took of the device."""
-        return self._of(kind).device
-
     def by_kind(self, sizes: Mapping[Kind, int]) -> dict[str, int]:
         """Return what is used now, by kind. sizes: kinds whose size is known exactly.
 

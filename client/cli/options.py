@@ -231,21 +231,7 @@ def build_run_options(
     Raises:
         ClientConfigError: one of them cannot be.
     """
-    if not model.is_dir():
-        raise ClientConfigError(
-            "no such directory", field="model", value=str(model), fix="name a checkpoint directory"
-        )
-    if not 0.0 < gpu_memory_utilization <= 1.0:
-        raise ClientConfigError(
-            "out of bounds",
-            field="gpu_memory_utilization",
-            value=gpu_memory_utilization,
-            fix="use more than 0, at most 1",
-        )
-    if max_model_len == 0:
-        raise ClientConfigError(
-            "out of bounds", field="max_model_len", value=0, fix="use at least 1, or -1 to fit it"
-        )
+    _check_bounds(model, gpu_memory_utilization, max_model_len)
     is_fitted = max_model_len == FIT_MAX_MODEL_LEN
     config = WorkerConfig(
         parallel=ParallelConfig(
@@ -281,6 +267,24 @@ def build_run_options(
         replace_within_s=replace_within,
         restart=restart,
     )
+
+
+def _check_bounds(model: Path, gpu_memory_utilization: float, max_model_len: int | None) -> None:
+    if not model.is_dir():
+        raise ClientConfigError(
+            "no such directory", field="model", value=str(model), fix="name a checkpoint directory"
+        )
+    if not 0.0 < gpu_memory_utilization <= 1.0:
+        raise ClientConfigError(
+            "out of bounds",
+            field="gpu_memory_utilization",
+            value=gpu_memory_utilization,
+            fix="use more than 0, at most 1",
+        )
+    if max_model_len == 0:
+        raise ClientConfigError(
+            "out of bounds", field="max_model_len", value=0, fix="use at least 1, or -1 to fit it"
+        )
 
 
 def _counts(text: str) -> tuple[int, ...]:

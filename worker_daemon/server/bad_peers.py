@@ -1,6 +1,7 @@
 """Who sent frames that do not decode, and is not listened to for a while. Knows no socket and no
 key: a peer is whatever tells peers apart."""
 
+import logging
 import threading
 import time
 from collections import OrderedDict, deque
@@ -17,6 +18,8 @@ WINDOW_S: Final = 10.0
 BAN_S: Final = 30.0
 MAX_REMEMBERED: Final = 1024
 """Without keys whoever comes anew has a new routing id: the oldest are forgotten."""
+
+_LOG = logging.getLogger(__name__)
 
 
 class BadPeers:
@@ -43,6 +46,14 @@ class BadPeers:
                 return True
             del self._banned[peer]  # type: ignore[arg-type]  # it was found
             return False
+
+    def note(self, peer: Peer, socket: str, error: Exception) -> None:
+        """Count a bad frame, and log the first, second, fourth and so on, and each ban."""
+        banned, num = self.count(peer), self.num_bad_frames
+        if num.bit_count() == 1 or banned:
+            _LOG.warning("%d bad frames, the last at the %s socket: %s", num, socket, error)
+        if banned:
+            _LOG.warning("%s is not listened to for %.0f s", shown(peer), BAN_S)
 
     def count(self, peer: Peer) -> bool:
         """Note a bad frame; tell whether its sender is banned from here on."""

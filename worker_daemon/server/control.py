@@ -39,7 +39,7 @@ from worker_daemon.errors import (
     WorkerError,
 )
 from worker_daemon.models.weight_state import WeightReport
-from worker_daemon.server.bad_peers import BAN_S, Peer, shown
+from worker_daemon.server.bad_peers import Peer
 from worker_daemon.server.dispatch import OpenRendezvousServer, RendezvousServerLike
 from worker_daemon.server.draining import Draining
 from worker_daemon.server.endpoints import AnyEndpoint
@@ -186,7 +186,7 @@ class Control:
                 return None
             message = decode_control([frame.buffer for frame in frames])
         except WireError as error:
-            self._count_bad_frame(peer, error)
+            self._bad_peers.note(peer, "control", error)
             await self._reply(sender, control_error_reply(error, call=0))
             return None
         try:
@@ -569,14 +569,6 @@ class Control:
             self._events.send(encode_control(event), zmq.NOBLOCK)
         except (zmq.ZMQError, WireError) as error:
             logger.debug("an event could not be sent: %s", error)
-
-    def _count_bad_frame(self, peer: Peer, error: WireError) -> None:
-        banned = self._bad_peers.count(peer)
-        num = self._bad_peers.num_bad_frames
-        if num.bit_count() == 1 or banned:
-            logger.warning("%d bad frames, the last at the control socket: %s", num, error)
-        if banned:
-            logger.warning("%s is not listened to for %.0f s", shown(peer), BAN_S)
 
 
 def _failure(message: ControlMessage, error: Exception) -> ControlErrorReply:

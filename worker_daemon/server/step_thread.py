@@ -26,7 +26,7 @@ from worker_daemon.errors import (
     WorkerError,
 )
 from worker_daemon.logs import set_rank
-from worker_daemon.server.bad_peers import BAN_S, Peer, shown
+from worker_daemon.server.bad_peers import Peer
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.dispatch import (
     WAITS_FOR_PEERS,
@@ -396,12 +396,7 @@ class _StepLoop:
 
     def _refuse_frames(self, sender: bytes, peer: Peer, error: WireError) -> None:
         """Count frames that do not decode, and tell a driver that we know."""
-        banned = self._bad_peers.count(peer)
-        num = self._bad_peers.num_bad_frames
-        if num.bit_count() == 1 or banned:
-            logger.warning("%d bad frames, the last at the step socket: %s", num, error)
-        if banned:
-            logger.warning("%s is not listened to for %.0f s", shown(peer), BAN_S)
+        self._bad_peers.note(peer, "step", error)
         self._tell(sender, error)
 
     def _tell(self, sender: bytes, error: Exception) -> None:

@@ -125,9 +125,9 @@ def test_group_that_nobody_refers_to_renews_no_more(fakes):
     daemons = fakes(1)
     group = WorkerGroup(daemons.endpoints, ParallelConfig(), lease=SHORT)
     group.attach()
-    thread, context = group._channel.lease._thread, group._channel._context
-    group._channel._results.close()
-    group._channel._events.close()
+    thread, context = group._channel.lease._thread, group._channel.daemons.context
+    group._channel.daemons.results.close()
+    group._channel.daemons.events.close()
     for client in group.clients:
         client.close()
     del group, client

@@ -3,14 +3,12 @@
 import contextlib
 import socket
 import threading
-import time
 
 import pytest
 import zmq
 
 from client.errors import AuthenticationError, DeadlineExceeded, WorkerDied
-from client.transport import ControlChannel, EventsChannel, StepChannel, parse_endpoint
-from rpc_schema import codec
+from client.transport import ControlChannel, StepChannel, parse_endpoint
 from rpc_schema import lifecycle as lc
 
 
@@ -31,46 +29,6 @@ def test_a_request_that_nobody_takes_asks_who_died(context, directory, monkeypat
         with pytest.raises(WorkerDied) as caught:
             channel.send([b"x"])
         assert caught.value.rank == rank
-        channel.close()
-
-
-def heartbeat(seq: int) -> bytes:
-    return codec.encode_control(
-        lc.Heartbeat(
-            worker_uid=bytes(16),
-            rank=0,
-            serving="SERVING",
-            load="READY",
-            link_state="up",
-            epoch=1,
-            link=1,
-            last_seq=seq,
-            phase="IDLE",
-            phase_ms=0,
-        )
-    )
-
-
-def test_discarded_events_are_gone_and_newer_ones_come(context, directory):
-    endpoint = parse_endpoint(f"ipc://{directory}/w0")
-    with context.socket(zmq.PUB) as publisher:
-        publisher.linger = 0
-        publisher.bind(endpoint.events)
-        channel = EventsChannel(context, [endpoint])
-        seen = []
-        while not seen:
-            publisher.send(heartbeat(1))
-            seen = channel.receive_all()
-        for _ in range(10):
-            publisher.send(heartbeat(2))
-        time.sleep(0.3)  # they arrive
-        channel.discard_all()
-        assert channel.receive_all() == []
-        publisher.send(heartbeat(3))
-        events = []
-        while not events:
-            events = channel.receive_all()
-        assert [event.last_seq for event in events] == [3]
         channel.close()
 
 

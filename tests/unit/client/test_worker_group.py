@@ -645,9 +645,11 @@ def test_events_are_cleared_away_while_steps_run(fakes, connect, monkeypatch):
     monkeypatch.setattr("client.group_channel.EVENTS_INTERVAL_S", 0.0)
     monkeypatch.setattr(group._channel, "_next_events", 0.0)
     discarded = []
-    receive_all = group._channel._events.receive_all
+    receive_all = group._channel.daemons.events.receive_all
     monkeypatch.setattr(
-        group._channel._events, "receive_all", lambda: discarded.append(True) or receive_all()
+        group._channel.daemons.events,
+        "receive_all",
+        lambda: discarded.append(True) or receive_all(),
     )
     serve(group, model)
     assert discarded
