@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# More processes than cores, as tests of faults wait for deadlines; a file's tests share daemons; slow files come first.
+SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 # Dozens of daemons and commands are started: each would compile its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -24,7 +26,7 @@ run: $(STAMP)    ## make a small checkpoint, start two daemons, generate, stop
 	$(BIN)/python -m benchmarks.demo
 
 test: $(STAMP)   ## run every test that needs no GPU
-	$(BIN)/python -m pytest tests --ignore tests/gpu --ignore tests/multi_gpu -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests --ignore tests/gpu --ignore tests/multi_gpu $(SPREAD)
 
 faults: $(STAMP) ## inject each fault, print how soon it was noticed: make faults ARGS=--long-faults
 	mkdir -p build
