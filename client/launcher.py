@@ -142,7 +142,9 @@ class LocalDaemons:
                 daemon.process.send_signal(number)
             _wait(left, patience_s)
         left = [daemon for daemon in running if daemon.process.poll() is None]
-        devices = dict(zip((entry.endpoint for entry in self._daemons), self._devices, strict=False))
+        devices = dict(
+            zip((entry.endpoint for entry in self._daemons), self._devices, strict=False)
+        )
         for daemon in self._daemons:
             os.close(daemon.pipe)
         self._daemons.clear()

@@ -184,4 +184,6 @@ def test_row_35_suspended_host_lets_no_driver_step_that_it_knew_before(clocked, 
         group.attach(wait_for_lease_s=0)
         assert admit(group) == last + 1
         assert group.get_status()[0].lease.state == "held"
-    detection(35, "suspended for 30 s: steps refused", 0.25, expired_s, "CLOCK_BOOTTIME", injected=True)
+    detection(
+        35, "suspended for 30 s: steps refused", 0.25, expired_s, "CLOCK_BOOTTIME", injected=True
+    )

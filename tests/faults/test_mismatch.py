@@ -100,7 +100,9 @@ def test_row_23_daemon_of_another_version_is_refused_with_both_named(releases, d
     before = [driver.status() for driver in drivers]  # both are up
     began = time.monotonic()
     with (
-        WorkerGroup([own.endpoint, other.endpoint], ParallelConfig(pipeline_parallel_size=2)) as group,
+        WorkerGroup(
+            [own.endpoint, other.endpoint], ParallelConfig(pipeline_parallel_size=2)
+        ) as group,
         pytest.raises(IncompatibleError) as refused,
     ):
         group.attach()

@@ -43,6 +43,7 @@ def test_row_18_second_hang_ends_the_daemon_and_its_successor_serves(
     config = worker_config(checkpoint().path, 2, step_deadline_ms=int(DEADLINE_S * 1000))
     mute_at, failed, replaced = [], [], []
     with FaultyDaemons(2, model_root, tmp_path) as daemons:
+
         def act(_) -> None:
             if len(driver.records) == STEPS_BEFORE:
                 daemons.faults[0].put(Fault("send", "skip", times=1000))

@@ -12,6 +12,7 @@ from worker_daemon.errors import CommError
 REACHABLE_S: Final = 0.2
 SELF_TIMEOUT_S: Final = 1.0
 
+
 class RendezvousServer:
     """Serves one link's store. Owned by the control thread; closed when the next link has replaced
     it."""
