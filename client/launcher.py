@@ -26,8 +26,8 @@ EXIT_WAIT_S = 0.2
 """A killed process's connections end before it does."""
 TERMINATE_TIMEOUT_S = 5.0
 KILL_LIMIT_S = 30.0
-"""A process that has not ended so long after SIGKILL waits in the kernel, for a device as a rule, and
-no signal reaches it."""
+"""A process that has not ended so long after SIGKILL waits in the kernel, for a device as a rule,
+and no signal reaches it."""
 LOG_TAIL_BYTES = 4096
 
 Command = Callable[[str, str, int], Sequence[str]]
@@ -142,9 +142,8 @@ class LocalDaemons:
                 daemon.process.send_signal(number)
             _wait(left, patience_s)
         left = [daemon for daemon in running if daemon.process.poll() is None]
-        devices = dict(
-            zip((entry.endpoint for entry in self._daemons), self._devices, strict=False)
-        )
+        places = zip(self._daemons, self._devices, strict=False)  # a start that failed has fewer
+        devices = {daemon.endpoint: device for daemon, device in places}
         for daemon in self._daemons:
             os.close(daemon.pipe)
         self._daemons.clear()

@@ -138,6 +138,9 @@ class Replacement:
             self._channel.lose(error)
             own = self._channel.daemons.clients[error.rank].endpoint
             self._vacant.setdefault(error.rank, own)
+        for rank, standing in enumerate(self._channel.watch.standings):  # several at once, perhaps
+            if standing == "dead":
+                self._vacant.setdefault(rank, self._channel.clients[rank].endpoint)
         return error
 
     def _fill(self, deadline: float, within_s: float) -> Replaced:

@@ -75,7 +75,7 @@ def test_row_42_ranks_in_another_order_are_refused_by_name(pair, checkpoint, det
     began = time.monotonic()
     with WorkerGroup(pair.endpoints[::-1], config.parallel) as group:
         group.attach()
-        with pytest.raises(ConfigMismatchError, match="rank of .*: 0 != 1"):
+        with pytest.raises(ConfigMismatchError, match=r"rank of .*: 0 != 1"):
             group.prepare(config, num_gpu_blocks=256)
         detection(42, "ranks in another order", 1.0, time.monotonic() - began, "status")
     cases = random_cases(checkpoint(), seed=91, count=2, max_tokens=8)

@@ -45,8 +45,8 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Said(NamedTuple):
-    """A line of the driver's: `ready`, `attached`, `step`, `suspect`, `back`, `dead`, `generated`, or the
-    name of an error."""
+    """A line of the driver's: `ready`, `attached`, `step`, `suspect`, `back`, `dead`, `generated`,
+    or the name of an error."""
 
     what: str
     at: float
