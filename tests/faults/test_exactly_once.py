@@ -33,7 +33,7 @@ from worker_daemon.server.lease import Lease
 from worker_daemon.server.reply_channel import ReplyRing
 from worker_daemon.server.sequence import StepGate, Verdict
 
-NUM_OPERATIONS = int(os.environ.get("FAULTS", "15000"))
+NUM_OPERATIONS = int(os.environ.get("FAULTS", "10000"))
 RULES_A_HISTORY = 80
 NUM_HISTORIES = 40
 """A round; rounds go on until there were enough operations."""
