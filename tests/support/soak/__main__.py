@@ -21,11 +21,12 @@ from tests.support.soak import ledger
 from tests.support.soak.driver import BROKEN, Life
 from tests.support.soak.faults import Injector
 from tests.support.soak.plan import POISON, PlannedRequest, plan_faults, plan_requests
-from tests.support.soak.scene import Scene
+from tests.support.soak.scene import Scene, Weight
 from tests.support.soak.verdict import (
     Expected,
     expectations,
     judge,
+    lasting_shared_memory,
     leftovers,
     shared_memory,
 )
@@ -33,8 +34,8 @@ from tests.support.soak.verdict import (
 NUM_GPU_BLOCKS = 700
 STEP_DEADLINE_MS = 2000
 TICK_S = 0.02
-LAST_ENDS_WITHIN_S = 120.0
-"""After the last arrival."""
+STUCK_AFTER_S = 90.0
+"""Without a token, once nothing more arrives and no fault is to come."""
 MAX_GROWTH_MIB = 64.0
 NUM_REFERENCES = 12
 """Greedy requests whose tokens are compared with transformers'."""
@@ -86,12 +87,19 @@ def soak(
             problems.append("SIGTERM ended a daemon with another code than 0")
         if scene.driver_exits.keys() & {f"exit code {BROKEN}", "gave up"}:
             problems.append(f"drivers gave up, or broke: {directory / 'driver.log'}")
-        if max(scene.growths, default=0.0) > MAX_GROWTH_MIB:
-            problems.append(f"daemons grew by {scene.growths} MiB")
+        problems += [
+            f"a daemon grew by {growth}"
+            for growth in scene.growths
+            if growth.rss_mib > MAX_GROWTH_MIB
+        ]
+        found["largest_growth"] = {
+            name: round(max((getattr(growth, name) for growth in scene.growths), default=0), 1)
+            for name in Weight._fields
+        }
     finally:
         scene.close()
     problems += leftovers(directory)
-    problems += sorted(shared_memory() - shared_before)
+    problems += lasting_shared_memory(shared_before)
     found |= {
         "requests": len(requests),
         "ends": dict(judgement.ends),
@@ -165,7 +173,9 @@ def disturb(
     kinds: Counter[str] = Counter()
     upcoming = list(reversed(faults))
     done = ""
-    while not scene.is_done and time.monotonic() < began + seconds + LAST_ENDS_WITHIN_S:
+    while not scene.is_done:
+        if time.monotonic() > began + seconds and scene.is_stuck(STUCK_AFTER_S):
+            break
         if upcoming and time.monotonic() >= began + upcoming[-1].at_s:
             _say_fault(scene, done, began, say)
             fault = upcoming.pop()
@@ -183,7 +193,6 @@ def disturb(
         "steps": scene.num_steps,
         "tokens_sampled": scene.num_tokens,
         "longest_gap_s": round(scene.longest_gap_s, 1),
-        "largest_growth_mib": round(max(scene.growths, default=0.0), 1),
     }
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import psutil
@@ -39,6 +40,28 @@ SETTLED_S = 20.0
 """A daemon's memory is looked at once it is older."""
 
 
+class Weight(NamedTuple):
+    """What a process has of this machine."""
+
+    rss_mib: float
+    files: int
+    """Open descriptors."""
+    threads: int
+
+    def since(self, before: "Weight") -> "Weight":
+        return Weight(*(now - then for now, then in zip(self, before, strict=True)))
+
+
+def weigh(pid: int) -> Weight | None:
+    """None where the process is gone."""
+    try:
+        process = psutil.Process(pid)
+        rss_mib = process.memory_info().rss / (1 << 20)
+        return Weight(rss_mib, process.num_fds(), process.num_threads())
+    except psutil.Error:
+        return None
+
+
 @dataclass
 class Daemon:
     """One rank's place, and the process that is in it."""
@@ -49,8 +72,9 @@ class Daemon:
     process: "subprocess.Popen[bytes]"
     began: float
     exits: Counter[int] = field(default_factory=Counter)
-    first_mib: float = 0.0
-    last_mib: float = 0.0
+    first: "Weight | None" = None
+    """Once it had settled."""
+    last: "Weight | None" = None
 
 
 class Scene:
@@ -68,8 +92,8 @@ class Scene:
             self.daemons.append(Daemon(rank, endpoint, faults, process, time.monotonic()))
         self.driver: subprocess.Popen[bytes] | None = None
         self.driver_exits: Counter[str] = Counter()
-        self.growths: list[float] = []
-        """In MiB, of daemons from when they had settled to their end."""
+        self.growths: list[Weight] = []
+        """Of daemons, from when they had settled to their end."""
         self.longest_gap_s = self.gap_s = 0.0
         """Without a token, while requests waited; `gap_s` since it was reset last."""
         self.num_steps = self.num_tokens = 0
@@ -127,6 +151,10 @@ class Scene:
     def is_done(self) -> bool:
         """Whether a driver has said that every request has ended."""
         return self.driver_exits["done"] > 0
+
+    def is_stuck(self, after_s: float) -> bool:
+        """Whether there has been no token for so long."""
+        return time.monotonic() - self._last_token > after_s
 
     def tick(self) -> None:
         """Start whoever is gone, do what is due, look at progress and memory."""
@@ -219,16 +247,12 @@ class Scene:
         self.longest_gap_s = max(self.longest_gap_s, gap)
 
     def _weigh(self, daemon: Daemon, now: float) -> None:
-        if now - daemon.began < SETTLED_S:
-            return
-        try:
-            rss = psutil.Process(daemon.process.pid).memory_info().rss / (1 << 20)
-        except psutil.NoSuchProcess:
-            return
-        daemon.first_mib = daemon.first_mib or rss
-        daemon.last_mib = rss or daemon.last_mib
+        if now - daemon.began >= SETTLED_S:
+            weight = weigh(daemon.process.pid)
+            daemon.first = daemon.first or weight
+            daemon.last = weight or daemon.last
 
     def _take_stock(self, daemon: Daemon) -> None:
-        if daemon.first_mib:
-            self.growths.append(daemon.last_mib - daemon.first_mib)
-        daemon.first_mib = daemon.last_mib = 0.0
+        if daemon.first is not None and daemon.last is not None:
+            self.growths.append(daemon.last.since(daemon.first))
+        daemon.first = daemon.last = None

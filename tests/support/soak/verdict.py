@@ -1,6 +1,7 @@
 """What a soak must have come to: each accepted request ended once, with the tokens that it would
 have had without any fault; and nothing is left of the processes."""
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.support.soak.plan import PlannedRequest
 from worker_daemon.sample.sampler import TorchSampling
 
 SHARED_MEMORY = Path("/dev/shm")
+OTHERS_TAKE_S = 5.0
 NOISE = 3e-5
 """Of logits in float32, whose largest here are near 30."""
 NUM_NOISY = 400
@@ -114,6 +116,14 @@ def leftovers(directory: Path) -> list[str]:
         if path.is_socket() or path.name.endswith((".lock", ".tmp", ".draft")):
             left.append(str(path))
     return left
+
+
+def lasting_shared_memory(before: set[str]) -> list[str]:
+    """What is new there, and stays: others use it meanwhile."""
+    until = time.monotonic() + OTHERS_TAKE_S
+    while (left := shared_memory() - before) and time.monotonic() < until:
+        time.sleep(0.2)
+    return sorted(left)
 
 
 def shared_memory() -> set[str]:
