@@ -31,6 +31,7 @@ def run_daemon(settings: ProcessSettings) -> int:
         open_rendezvous,
         partial(open_fault_watch, settings.device),
         partial(open_gauges, settings.device),
+        partial(find_gpu, settings.device),
     )
 
 
@@ -57,6 +58,15 @@ def open_fault_watch(device: str) -> FaultWatch:
     from worker_daemon.device import fault_watch  # loads NVML's bindings
 
     return fault_watch.open_fault_watch(device, visible_devices())
+
+
+def find_gpu(device: str) -> str:
+    """Return a GPU's UUID; empty for the CPU, or where NVML does not tell. Creates no context."""
+    if device == "cpu":
+        return ""
+    from worker_daemon.device import gpu_uuid  # loads NVML's bindings
+
+    return gpu_uuid.find_uuid(device, visible_devices())
 
 
 def open_gauges(device: str) -> Gauges:

@@ -36,6 +36,7 @@ from worker_daemon.server.endpoints import (
 )
 from worker_daemon.server.epochs import EpochFile
 from worker_daemon.server.file_limit import raise_file_limit
+from worker_daemon.server.gpu_lock import GpuLock, GpuLockLike, NoGpuLock, lock_directory
 from worker_daemon.server.guard import Guard
 from worker_daemon.server.hang_reports import HangReports
 from worker_daemon.server.progress import Progress
@@ -67,6 +68,7 @@ LAST_WORDS_S: Final = 0.3
 for NVML to say more."""
 DEVICE_LIMIT_S: Final = 1.5
 """Then the process ends even if its main thread hangs."""
+FindGpu = Callable[[], str]
 _DEVICE_CODES: Final = (ExitCode.CONTEXT_LOST, ExitCode.GPU_LOST)
 
 logger = logging.getLogger(__name__)
@@ -78,16 +80,19 @@ def serve(
     open_rendezvous: OpenRendezvousServer,
     open_watch: OpenFaultWatch = NoFaultWatch,
     open_gauges: OpenGauges = NoGauges,
+    find_gpu: FindGpu = str,
 ) -> int:
-    """Run a daemon on the main thread until it ends; return the exit code.
+    """Run a daemon on the main thread until it ends; return the exit code. find_gpu: the UUID of
+    the device; empty: it has none that is known.
 
     Raises:
+        GpuInUseError: another daemon has the GPU.
         ConfigError: the endpoint, the state directory or the parent's pipe cannot be used.
         EndpointInUseError: another daemon has the endpoint.
     """
     _check_parent_fd(settings.exit_with_parent_fd)
     raise_file_limit()
-    premises = Premises(settings)
+    premises = Premises(settings, find_gpu)
     try:
         daemon = Daemon(settings, premises, make_worker, open_rendezvous, open_watch, open_gauges)
         return uvloop.run(daemon.run())
@@ -109,10 +114,10 @@ def _check_parent_fd(fd: int | None) -> None:
 
 
 class Premises:
-    """What a daemon holds in the file system: directory, lock, socket files, epoch file. Owned by
-    the main thread."""
+    """What a daemon holds in the file system: directory, locks of the endpoint and the GPU, socket
+    files, epoch file. Owned by the main thread."""
 
-    def __init__(self, settings: ProcessSettings) -> None:
+    def __init__(self, settings: ProcessSettings, find_gpu: FindGpu = str) -> None:
         """Claim them. Raises what `serve` does."""
         self.endpoint = _parse_endpoint(settings)
         self._directory = self.endpoint.path.parent
@@ -122,10 +127,13 @@ class Premises:
         for dead in remove_stale(self._directory):
             logger.info("removed what a daemon left that was killed: %s", dead)
         self._lock = EndpointLock(self.endpoint)
+        self._gpu_lock: GpuLockLike = NoGpuLock()
         try:
+            self._gpu_lock = _lock_gpu(settings, find_gpu)
             self.epochs = EpochFile(self._state_dir, self.endpoint)
             self.hang_reports = HangReports(self.epochs.path.with_suffix(".stacks"))
         except ConfigError:
+            self._gpu_lock.release()
             self._lock.release()
             remove_if_empty(self._directory)
             raise
@@ -137,10 +145,18 @@ class Premises:
         self.hang_reports.close()
         if self._dies_with_parent:
             self.epochs.remove()
+        self._gpu_lock.release()
         self._lock.release()
         if self._directory in self._state_dir.parents:
             remove_if_empty(self._state_dir)
         remove_if_empty(self._directory)
+
+
+def _lock_gpu(settings: ProcessSettings, find_gpu: FindGpu) -> GpuLockLike:
+    if settings.share_gpu:
+        return NoGpuLock()
+    uuid = find_gpu()
+    return GpuLock(uuid, lock_directory(settings.gpu_lock_dir)) if uuid else NoGpuLock()
 
 
 def _parse_endpoint(settings: ProcessSettings) -> AnyEndpoint:
