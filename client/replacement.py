@@ -138,9 +138,10 @@ class Replacement:
             self._channel.lose(error)
             own = self._channel.daemons.clients[error.rank].endpoint
             self._vacant.setdefault(error.rank, own)
-        for rank, standing in enumerate(self._channel.watch.standings):  # several at once, perhaps
+        standings = enumerate(self._channel.daemons.watch.standings)
+        for rank, standing in standings:  # several at once, perhaps
             if standing == "dead":
-                self._vacant.setdefault(rank, self._channel.clients[rank].endpoint)
+                self._vacant.setdefault(rank, self._channel.daemons.clients[rank].endpoint)
         return error
 
     def _fill(self, deadline: float, within_s: float) -> Replaced:
