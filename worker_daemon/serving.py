@@ -71,6 +71,7 @@ class Serving:
             runner.use(runner.eager)
         self._run_all(warm_up_steps(message, limits))
         runner.forget_requests()
+        torch.cuda.empty_cache()  # what the allocator keeps for steps, no graph can have
 
     def capture_graphs(self) -> None:
         """Capture the graphs that steps replay, at the end of the first warm-up.

@@ -177,7 +177,9 @@ def test_the_advice_can_be_followed(begin, which):
     with begin() as driver:
         driver.profile()
         driver.serve(1000)
-        advised = getattr(driver.worker.describe().kv_cache_advice, which)
+        description = driver.worker.describe()
+        assert description.memory_bytes["graphs"] > 0
+        advised = getattr(description.kv_cache_advice, which)
     with begin() as driver:
         driver.profile()
         num_blocks = advised // driver.block_bytes()
