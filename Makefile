@@ -3,8 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# More processes than cores, as tests of faults wait for deadlines; a file's tests share daemons; slow files come first.
+SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
+# Dozens of daemons and commands are started: each would compile its modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup run test faults check fmt type bench fuzz test-gpu test-multi-gpu golden clean
+.PHONY: help setup run test faults soak check fmt type bench fuzz test-gpu test-multi-gpu golden clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -22,11 +26,14 @@ run: $(STAMP)    ## make a small checkpoint, start two daemons, generate, stop
 	$(BIN)/python -m benchmarks.demo
 
 test: $(STAMP)   ## run every test that needs no GPU
-	$(BIN)/python -m pytest tests --ignore tests/gpu --ignore tests/multi_gpu -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests --ignore tests/gpu --ignore tests/multi_gpu $(SPREAD)
 
 faults: $(STAMP) ## inject each fault, print how soon it was noticed: make faults ARGS=--long-faults
 	mkdir -p build
 	FAULTS=100000 $(BIN)/python -m pytest tests/faults -p no:xdist --fault-report build/faults.json $(ARGS)
+
+soak: $(STAMP)   ## half an hour of load with a fault every 10 s: make soak ARGS="--minutes 5 --seed 7 --tp"
+	$(BIN)/python -m tests.support.soak $(ARGS)
 
 check: $(STAMP)  ## lint, types, dependency directions, spelling
 	$(BIN)/ruff format --check .

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public all the same
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -134,7 +135,7 @@ def read_rates() -> Iterator[float]:
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     for programs in (2 * processors, 4 * processors, 16 * processors):
         yield READ_BYTES / median_s(
-            lambda grid=programs: _sum_blocks[(grid,)](  # type: ignore[misc]
+            lambda grid=programs: _sum_blocks[(grid,)](
                 source, target, num_blocks, BLOCK=READ_BLOCK, num_warps=8
             )
         )
@@ -213,16 +214,16 @@ def link_figures() -> list[Figure]:
 def link_rank(rank: int, port: int) -> list[Figure]:
     """One process of two: the same sequence of transfers on both sides."""
     torch.cuda.set_device(rank)
-    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=60))
+    store = TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=60))
     dist.init_process_group("nccl", store=store, rank=rank, world_size=2)
     figures = []
     for size in SEND_BYTES:
         data = torch.ones(size, dtype=torch.uint8, device="cuda")
-        seconds = wall_median_s(lambda data=data: ping_pong(data, rank)) / 2  # type: ignore[misc]
+        seconds = wall_median_s(lambda data=data: ping_pong(data, rank)) / 2
         figures.append(Figure(f"send of {size >> 10} KiB, one way", seconds * 1e6, "us"))
     for size in REDUCE_BYTES:
         values = torch.ones(size // 2, dtype=torch.bfloat16, device="cuda")
-        seconds = median_s(lambda values=values: dist.all_reduce(values), 200)  # type: ignore[misc]
+        seconds = median_s(lambda values=values: dist.all_reduce(values), 200)
         figures.append(Figure(f"all-reduce of {size >> 10} KiB, eager", seconds * 1e6, "us"))
         seconds = graph_reduce_s(values)
         figures.append(Figure(f"all-reduce of {size >> 10} KiB, in a graph", seconds * 1e6, "us"))

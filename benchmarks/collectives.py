@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -198,7 +199,7 @@ class Ends:
     """One of two stages."""
 
     def __init__(self, link: Link, rank: int, device: torch.device) -> None:
-        options = {
+        options: dict[str, Any] = {
             "hidden_size": HIDDEN,
             "dtype": torch.bfloat16,
             "device": device,
@@ -219,7 +220,7 @@ class Ends:
         """One step: activations one way, 256 tokens the other."""
         self.seq += 1
         if self.outbound is not None:
-            self.outbound.send(hidden, self.ok, self.seq)
+            self.outbound.send(hidden, hidden.shape[0], self.ok, self.seq)
             self.tokens.publish(self.seq, self.rows, None)
             self.tokens.collect(self.seq)
         if self.inbound is not None:
@@ -232,7 +233,7 @@ class Ends:
         self.seq += 1
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if self.outbound is not None:
-            self.outbound.send(hidden, self.ok, self.seq)
+            self.outbound.send(hidden, hidden.shape[0], self.ok, self.seq)
         if self.inbound is not None:
             torch.cuda._sleep(int(BUSY_S * 1.9e9))
             arrival = self.inbound.post(hidden.shape[0], self.seq)

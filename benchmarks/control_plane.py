@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +125,7 @@ class Echo:
     def __init__(
         self, target: Callable[..., None], size: int, reply: bytes, directory: str
     ) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         address = f"ipc://{directory}/{target.__name__}{size}-{len(reply)}"
         self._socket.bind(address)
@@ -134,7 +135,7 @@ class Echo:
         ]
         for process in self._processes:
             process.start()
-        self._peers = sorted(self._socket.recv_multipart()[0] for _ in range(size))
+        self._peers: list[bytes] = sorted(self._socket.recv_multipart()[0] for _ in range(size))
 
     def exchange(self, frames: Sequence[Frame]) -> list[bytes]:
         """Send to all, receive from the output rank."""
@@ -262,10 +263,11 @@ class DaemonGroup:
         self._lease.check()
 
     def _receive(self, count: int) -> list[bytes]:
+        frames: list[bytes] | None = []
         for _ in range(count):
             frames = self._results.receive(time.monotonic() + 10)
-            assert frames is not None, "a daemon does not answer"
-        return frames
+            assert frames, "a daemon does not answer"
+        return frames or []
 
 
 def _spawn_daemon(endpoint: str, parent_fd: int, key_files: Mapping[str, str]) -> int:
@@ -299,7 +301,7 @@ class Prepared:
             epoch=1,
             seq=2,
             rank=0,
-            slots=np.arange(size, dtype="<u2").tobytes(),
+            slots=np.packbits(np.ones(size, np.bool_)).tobytes(),
             sampled_token_ids=np.zeros(size, "<i4").tobytes(),
         )
         self.reply_frame = bytes(encode_step(self.reply)[0])
@@ -310,7 +312,7 @@ def measure_group(
 ) -> dict[str, list[float]]:
     """Return the medians (us) of each way, one entry a round; the ways take turns."""
     prepared = Prepared(num_requests)
-    columns = bytes(6 * num_requests)
+    columns = bytes(4 * num_requests + num_requests // 8)
     floor = Echo(run_echo, size, prepared.reply_frame, directory)
     codec = Echo(run_codec, size, columns, directory)
     peer = Echo(run_pickle, size, bytes(num_requests), directory)
@@ -462,8 +464,8 @@ def measure_codec(quick: bool) -> list[Figure]:
         prepared = Prepared(size)
         message = decode_step(prepared.steps[0])
         assert isinstance(message, ExecuteModel)
-        encode_us = median_us(lambda message=message: encode_step(message), count)
-        decode_us = median_us(lambda frames=prepared.steps[0]: decode_step(frames), count)
+        encode_us = median_us(partial(encode_step, message), count)
+        decode_us = median_us(partial(decode_step, prepared.steps[0]), count)
         at = f"{size} requests"
         figures += [
             Figure(f"decode step, mean, {at}", prepared.step_bytes, "bytes", 1024.0),

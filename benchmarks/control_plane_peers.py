@@ -155,7 +155,7 @@ class PeerRows:
 
 
 def _connect(address: str, rank: int) -> zmq.Socket[bytes]:
-    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.ROUTING_ID, b"rank%04d" % rank)
     socket.setsockopt(zmq.LINGER, 0)
     socket.connect(address)

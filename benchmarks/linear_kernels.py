@@ -109,7 +109,9 @@ PREFETCHES = (0, 512)
 
 
 @triton.jit
-def _relay_kernel(target, source, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _relay_kernel(  # type: ignore[no-untyped-def]
+    target, source, count, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     start_next(PDL)
     await_previous(PDL)
     here = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -111,7 +111,8 @@ def write_checkpoint(
             shards.append({})
         shards[-1][name] = shape
     noise = memoryview(np.random.default_rng(0).integers(0, 63, BLOCK, np.uint8).tobytes())
-    files, index = [], {}
+    files: list[Path] = []
+    index: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         files.append(directory / f"model-{number:05}-of-{len(shards):05}.safetensors")
         write_shard(files[-1], shard, noise)

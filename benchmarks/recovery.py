@@ -16,9 +16,9 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,8 +26,9 @@ from typing import Literal
 import numpy as np
 
 from client.driver import Driver
-from client.errors import WorkerDied
+from client.errors import StepFailed, WorkerDied
 from client.launcher import LocalDaemons
+from client.liveness import LivenessEvent
 from client.loading import LoadedModel
 from client.replacement import Replaced
 from client.requests import GenerationRequest
@@ -212,30 +213,37 @@ def kill_and_replace(
 def abort_inside_cuda(
     daemons: LocalDaemons, group: WorkerGroup, loaded: LoadedModel, shape: str
 ) -> Iterator[Figure]:
-    """Stop rank 1, let rank 0's step thread wait for the device, and have its link aborted."""
+    """Stop rank 1, let rank 0's step thread wait for the device, and have its link aborted. The
+    group is of no use afterwards."""
     waiting = group.clients[0]
     seconds: list[float] = []
 
-    def stop() -> None:
-        os.kill(daemons.pids[1], signal.SIGSTOP)
-        time.sleep(SETTLE_S)  # rank 0 launches what it has, and the device waits for rank 1
-        status = waiting.get_status()
+    def abort(event: LivenessEvent) -> None:
+        if event.kind != "suspect" or seconds:
+            return
+        status = waiting.get_status()  # its device waits for rank 1 by now
         ids = StepIds(status.epoch, status.link, status.last_seq + 1)
         waiting.profile(ids, "start", "", "cuda")  # which begins with torch.cuda.synchronize
         time.sleep(SETTLE_S)
         stuck = waiting.get_status()
-        print(f"  rank 0 has been in {stuck.phase} for {stuck.phase_ms} ms")
         began = time.monotonic()
         waiting.send_abort_link(status.epoch, "the benchmark asks", 1.0)
         free_status(waiting)
         seconds.append(time.monotonic() - began)
+        print(f"  rank 0 had been in {stuck.phase} for {stuck.phase_ms} ms")
         if stuck.phase != "Profile":
             print("  it did not wait inside CUDA: the figure means nothing")
-        threading.Timer(1.0, os.kill, (daemons.pids[1], signal.SIGCONT)).start()
+        os.kill(daemons.pids[1], signal.SIGCONT)
 
-    load = Load(group, loaded, stop, lambda died: group.replace(died.rank))
-    load.run()
+    group.on_liveness(abort)
+    load = Load(group, loaded, lambda: os.kill(daemons.pids[1], signal.SIGSTOP), _give_up)
+    with suppress(StepFailed, WorkerDied):
+        load.run()
     yield Figure(shape, "abort inside CUDA to step thread idle", seconds[0], target=2.0)
+
+
+def _give_up(died: WorkerDied) -> None:
+    raise died
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.stage_driver import MAX_NUM_BATCHED_TOKENS, StageDriver, bitmap
+from rpc_schema.config import Dtype
 from rpc_schema.lifecycle import Sleep, SleepLevel, WakeUp
 from rpc_schema.step import ExecuteModel
 from worker_daemon.device.arena import open_arena
@@ -73,7 +74,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
         yield Figure("device to pinned host", links.to_host / 1e9, "GB/s")
         yield Figure("pinned host to device", links.to_device / 1e9, "GB/s")
     device = "cpu" if options.device == "cpu" else "cuda:0"
-    dtype = "float32" if options.device == "cpu" else "bfloat16"
+    dtype: Dtype = "float32" if options.device == "cpu" else "bfloat16"
     driver = StageDriver(
         options.model,
         device,
@@ -176,7 +177,7 @@ def generate(
             **driver.ids(), total_num_scheduled_tokens=NUM_REQUESTS, scheduled=bitmap(slots)
         )
         replies.append(driver.worker.execute_model(decode, []))
-    return [reply.result()[0].sampled_token_ids for reply in replies]
+    return [reply.result()[0].sampled_token_ids for reply in replies if reply is not None]
 
 
 def chunk_figures(device: torch.device) -> Iterator[Figure]:

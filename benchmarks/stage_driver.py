@@ -5,6 +5,7 @@ start."""
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -29,6 +30,14 @@ MAX_NUM_BATCHED_TOKENS = 8192
 
 Frames = list[bytes]
 """An encoded message and its arrays."""
+
+
+class Ids(TypedDict):
+    """Keyword arguments that every message to the worker has."""
+
+    epoch: int
+    link: int
+    seq: int
 
 
 @dataclass
@@ -122,7 +131,7 @@ class StageDriver:
     def _layers(self) -> tuple[KVCacheSpec, ...]:
         return self.worker.get_kv_cache_spec(lifecycle.GetKVCacheSpec(**self.ids())).layers
 
-    def ids(self) -> dict[str, int]:
+    def ids(self) -> "Ids":
         """The identity of the next message."""
         self.seq += 1
         return {"epoch": 1, "link": 1, "seq": self.seq}

@@ -15,6 +15,7 @@ from worker_daemon.description import WorkerDescription
 from worker_daemon.errors import ConfigError
 from worker_daemon.phases import SetPhase
 from worker_daemon.runner.request_state import Bools, RequestState, StepLimits
+from worker_daemon.runner.slot_bitmap import slot_bitmap
 
 ALL_RANKS = "all-ranks"
 """Loaded as a model of this name, every rank answers every step, not the output rank alone."""
@@ -46,7 +47,8 @@ class StateWorker:
         self._state: RequestState | None = None
         self._samples: Bools = np.zeros(0, np.bool_)
         self._slots = b""
-        """The slots of _samples, as they are sent."""
+        self._tokens = b""
+        """The slots of _samples, as they are sent, and as many tokens."""
 
     def execute_model(self, message: step.ExecuteModel, arrays: Sequence[Frame]) -> _Ready | None:
         assert self._state is not None
@@ -55,14 +57,15 @@ class StateWorker:
             return None
         if scheduled.samples is not self._samples:  # the state hands the same out for the same rows
             self._samples = scheduled.samples
-            self._slots = scheduled.slots[scheduled.samples].astype("<u2").tobytes()
+            slots = scheduled.slots[scheduled.samples]
+            self._slots, self._tokens = slot_bitmap(slots), bytes(4 * slots.size)
         return _Ready(
             step.ModelRunnerOutput(
                 epoch=message.epoch,
                 seq=message.seq,
                 rank=self.rank,
                 slots=self._slots,
-                sampled_token_ids=bytes(2 * len(self._slots)),
+                sampled_token_ids=self._tokens,
             )
         )
 
@@ -136,6 +139,15 @@ class StateWorker:
 
     def abort_link(self) -> bool:
         return False
+
+    def dump_link(self) -> bytes:
+        return b""
+
+    def check_device(self) -> str:
+        return ""
+
+    def typed_error(self, error: Exception) -> Exception:
+        return error
 
     def close(self) -> None:
         pass

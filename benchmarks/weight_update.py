@@ -23,11 +23,12 @@ from torch import Tensor
 
 from benchmarks.loading import Figure, make_stage, read_rate, report, synchronize, write_checkpoint
 from client.launcher import LocalDaemons
-from client.trainer.sender import PACKED_BYTES, WeightSender
+from client.trainer.sender import PACKED_BYTES, SendBackend, WeightSender
 from client.worker_group import WorkerGroup
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
+    LoadFormat,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -51,7 +52,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> Iterator[Figure]:
             yield from measure_sends(options, scratch, way)
 
 
-def measure_sends(options: argparse.Namespace, scratch: Path, way: str) -> Iterator[Figure]:
+def measure_sends(options: argparse.Namespace, scratch: Path, way: SendBackend) -> Iterator[Figure]:
     """A whole state dict, ROUNDS times over one communicator, packed and one by one."""
     model = scratch / "config-only"
     model.mkdir(exist_ok=True)
@@ -106,7 +107,7 @@ def measure_reload(options: argparse.Namespace, scratch: Path) -> Iterator[Figur
 
 
 @contextmanager
-def daemon(device: str, model: Path, load_format: str) -> Iterator[WorkerGroup]:
+def daemon(device: str, model: Path, load_format: LoadFormat) -> Iterator[WorkerGroup]:
     """A daemon with a loaded model, and the driver's end of it."""
     parallel = ParallelConfig()
     config = WorkerConfig(

@@ -7,10 +7,11 @@ from typing import Final
 
 import typer
 
-from client.cli.control import shutdown, status
+from client.cli.control import drain, shutdown, status
 from client.cli.run import bench, generate
+from client.cli.top import top
 from client.cli.trace import trace
-from client.errors import AuthenticationError, ClientError, ForbiddenError
+from client.errors import AuthenticationError, ClientError, DrainingError, ForbiddenError
 from rpc_schema.errors import WireError
 from rpc_schema.exit_codes import ExitCode
 
@@ -22,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, bench, status, trace, shutdown):
+for command in (generate, bench, status, top, trace, drain, shutdown):
     app.command()(command)
 
 
@@ -38,7 +39,13 @@ def main() -> None:
         app()
     except (ClientError, WireError) as error:
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
-        sys.exit(ExitCode.KEY_REFUSED if isinstance(error, _NOT_ALLOWED) else 2)
+        sys.exit(_exit_code(error))
+
+
+def _exit_code(error: Exception) -> int:
+    if isinstance(error, _NOT_ALLOWED):
+        return ExitCode.KEY_REFUSED
+    return ExitCode.RETRY_LATER if isinstance(error, DrainingError) else 2
 
 
 if __name__ == "__main__":

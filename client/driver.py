@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from client.errors import SchedulerStalled, StepFailed, WorkerDied
+from client.errors import DrainingError, SchedulerStalled, StepFailed, WorkerDied
 from client.requests import GenerationRequest, seeded
 from client.scheduler import RequestOutput, SchedulerInterface
 from client.scheduler_output import SchedulerOutput, StepResult
@@ -99,6 +99,8 @@ class Driver:
         self._recover = recover
         self._max_history = max_history
         self._in_flight: deque[_InFlight] = deque()
+        self._unsent: SchedulerOutput | None = None
+        """What the scheduler gave and nobody took: it comes first, once the group takes steps."""
         self._added: dict[str, float] = {}
         self._first_token: dict[str, float] = {}
         self._without_token: set[str] = set()
@@ -139,8 +141,14 @@ class Driver:
             StepFailed: steps have failed MAX_CONSECUTIVE_FAILURES times in a row.
             SchedulerStalled: the scheduler has requests, no step, and no result to wait for.
             WorkerDied: a daemon is lost, and `recover` does not replace it.
+            DrainingError: an operator wants no more steps of the group, and those in flight are
+                over. It may be called again, and goes on once the drain is undone.
         """
-        self._fill()
+        try:
+            self._fill()
+        except DrainingError:
+            if not self._in_flight:
+                raise
         if self._in_flight:
             return self._take_oldest()
         if self.scheduler.has_unfinished_requests():
@@ -151,11 +159,13 @@ class Driver:
 
     def _fill(self) -> None:
         while len(self._in_flight) < self.group.max_in_flight:
-            output = self.scheduler.schedule()
+            output = self._unsent or self.scheduler.schedule()
             if output is None:
                 return
             sent = time.monotonic()
+            self._unsent = output
             future = self._send(output)
+            self._unsent = None
             self._in_flight.append(_InFlight(output, future, _kind(output), sent))
 
     def _take_oldest(self) -> list[RequestOutput]:
@@ -192,6 +202,9 @@ class Driver:
     def _on_failure(self, error: StepFailed) -> None:
         """The oldest step failed, and so all behind it did."""
         outputs = [flight.output for flight in self._in_flight]
+        if self._unsent is not None:
+            outputs.append(self._unsent)
+            self._unsent = None
         self._in_flight.clear()
         self.num_failures += 1
         self._consecutive_failures += 1

@@ -13,7 +13,9 @@ ClientError
  +- AuthenticationError       a daemon refused our key, or has another key than it should
  +- WorkerDied                a daemon is dead, or has been given up
  +- ReplacementFailed         no daemon took a lost rank's place
+ +- LinkGivenUp               the ranks cannot reach each other, again and again
  +- LaunchError               a local daemon did not become ready
+ +- Unkillable                a local daemon's process does not end by SIGKILL
  +- TraceError                a trace cannot be read, or is no trace
  +- SchedulerStalled          a scheduler has requests, but nothing to send, and nothing is to come
  +- WeightsNotWhole           a weight update is open or has failed: no step can be sent
@@ -28,6 +30,7 @@ ClientError
      |   +- NotAttachedError          NOT_ATTACHED
      |   +- LeaseHeldError            LEASE_HELD
      |   +- LeaseExpiredError         LEASE_EXPIRED
+     |   +- DrainingError             DRAINING
      |   +- ForbiddenError            FORBIDDEN
      |   +- StaleError                STALE
      |   `- GapError                  GAP
@@ -137,6 +140,21 @@ class WorkerDied(ClientError):
         self.detail = detail
 
 
+class LinkGivenUp(ClientError):
+    """Link after link failed without a step between them that ended well, though all daemons live:
+    `ranks` are those that said so, each of an edge to a neighbour. Nothing more is sent; attach()
+    begins anew."""
+
+    def __init__(self, ranks: tuple[int, ...], num_failures: int, last: str) -> None:
+        who = ", ".join(map(str, ranks)) or "none"
+        super().__init__(
+            f"the link has failed {num_failures} times in a row (told by ranks: {who}); the last "
+            f"time: {last}; fix: see to the network between the ranks, then attach again"
+        )
+        self.ranks = ranks
+        self.num_failures = num_failures
+
+
 class ReplacementFailed(ClientError):
     """No daemon took the place of a lost rank. `rank` is the one that was waited for last."""
 
@@ -174,6 +192,19 @@ class AdoptionMismatch(ClientError):
         self.slot = slot
         self.field = field
         self.ranks = ranks
+
+
+class Unkillable(ClientError):
+    """UNKILLABLE: processes of daemons have not ended long after SIGKILL. `devices` says by process
+    id what they hold."""
+
+    def __init__(self, devices: Mapping[int, str], seconds: float) -> None:
+        who = ", ".join(f"process {pid} on {device}" for pid, device in sorted(devices.items()))
+        super().__init__(
+            f"UNKILLABLE: {who}: it has not ended {seconds:g} s after SIGKILL, so it waits in the "
+            "kernel; fix: do not use the device before it, or the node, has been reset"
+        )
+        self.devices = MappingProxyType(dict(devices))
 
 
 class LaunchError(ClientError):
@@ -266,6 +297,11 @@ class LeaseExpiredError(RemoteProtocolError):
     """This driver did not renew its lease in time: attach again."""
 
 
+class DrainingError(RemoteProtocolError):
+    """An operator has told the daemon to take no more steps and no more drivers. What is loaded
+    stays; once the drain is undone a driver can go on."""
+
+
 class ForbiddenError(RemoteProtocolError):
     """Our key has not the role that the request needs; the message names both."""
 
@@ -338,6 +374,7 @@ REMOTE_ERRORS: Mapping[ErrorCode, type[RemoteError]] = MappingProxyType(
         ErrorCode.NOT_ATTACHED: NotAttachedError,
         ErrorCode.LEASE_HELD: LeaseHeldError,
         ErrorCode.LEASE_EXPIRED: LeaseExpiredError,
+        ErrorCode.DRAINING: DrainingError,
         ErrorCode.FORBIDDEN: ForbiddenError,
         ErrorCode.STALE: StaleError,
         ErrorCode.GAP: GapError,

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from client.clocks import measure
+from client.draining import DrainNews
 from client.errors import ClientError, DeadlineExceeded, RemoteError, WorkerDied, remote_error
 from client.gathering import Gathering
 from client.group_daemons import GroupDaemons
@@ -37,6 +38,9 @@ from rpc_schema.trace import DriverStepsWanted
 
 DEATH_NEWS_S = 0.1
 """A killed process's connections end within this time (2 ms measured), not all at once."""
+
+DOOM_WAIT_S = 5.0
+"""A daemon whose device is lost ends within 1.5 s, on a host that has time for it."""
 
 EVENTS_INTERVAL_S = 0.25
 """So often heartbeats and other events are read: as often as a daemon sends them."""
@@ -88,6 +92,7 @@ class GroupChannel:
         self._seq = 0
         self.links = Links(len(endpoints))
         self._gather: Gathering | None = None
+        self._drains = DrainNews()
         self._next_events = 0.0
 
     def close(self) -> None:
@@ -105,6 +110,11 @@ class GroupChannel:
         if not self.epoch:
             raise ClientError("the group is not attached: call attach() and prepare() first")
 
+    def check_serving(self) -> None:
+        """Raise DrainingError if an operator wants no more steps of this group."""
+        self._read_events_now_and_then()
+        self._drains.check([client.endpoint.control for client in self.daemons.clients])
+
     def check_deaths(self, within_s: float = DEATH_NEWS_S) -> None:
         """Raise WorkerDied if a daemon is gone, or shows within a moment that it is."""
         try:
@@ -113,6 +123,18 @@ class GroupChannel:
         except (WorkerDied, RemoteError) as error:
             self.lose(error)
             raise
+
+    def await_doom(self) -> None:
+        """Wait for the end of a daemon that has told of it. One that lives on takes requests like
+        any other.
+
+        Raises:
+            WorkerDied: a daemon is gone.
+        """
+        self._steps.has_doomed = False
+        until = time.monotonic() + DOOM_WAIT_S
+        while time.monotonic() < until:
+            self.check_deaths()
 
     def look(self) -> None:
         """Take in all news of the daemons' lives and of the lease; for whoever waits, or has
@@ -152,6 +174,7 @@ class GroupChannel:
     def begin_epoch(self, epoch: int) -> None:
         """Requests go under this epoch from now on; those of before are forgotten."""
         self.epoch, self._seq = epoch, 0
+        self._drains = DrainNews()
         self._resending.begin_epoch()
 
     def gather_attached(
@@ -324,8 +347,12 @@ class GroupChannel:
 
     def _dispatch(self, reply: StepReplyMessage, frames: Sequence[bytes], replayed: bool) -> None:
         gather = self._gather
-        if isinstance(reply, ErrorReply) and self._mends_gap(reply):
-            return
+        if isinstance(reply, ErrorReply):
+            self._steps.take_omen(reply)
+            if self._mends_gap(reply):
+                return
+            if reply.code is ErrorCode.DRAINING:
+                self.abort_links("a rank drains")  # others may wait for it in that very step
         if isinstance(reply, ErrorReply) and reply.seq == 0:
             # A daemon could not read a request of ours: it fails what is outstanding.
             reply = msgspec.structs.replace(reply, seq=self._outstanding)
@@ -389,6 +416,7 @@ class GroupChannel:
             case lc.Heartbeat():
                 self.daemons.watch.heard(event, operating=self._gather is not None)
                 if event.epoch == self.epoch:
+                    self._drains.heard(event)
                     self._resending.heard(event, self._outstanding or self._seq + 1)
                 if self._gather is not None and self.on_progress is not None:
                     self.on_progress(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import zmq
 
 from client.errors import WorkerDied
-from client.liveness import Process, UnknownProcess, Watch, find_process
+from client.liveness import Process, Watch, find_process
 from client.transport import CheckDeaths, Endpoint, EventsChannel, ResultsChannel
 from client.worker_client import OnSent, WorkerClient
 
@@ -93,4 +93,5 @@ class GroupDaemons:
 
     def _find_process(self, address: str) -> Process:
         """Daemons with keys are not asked: who comes without one is turned away, and logged."""
-        return UnknownProcess() if address in self._keyed else find_process(address)
+        keyed = address in self._keyed
+        return self.results.process_at(address) if keyed else find_process(address)

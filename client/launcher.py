@@ -14,7 +14,7 @@ from pathlib import Path
 
 import zmq
 
-from client.errors import ClientError, DeadlineExceeded, LaunchError
+from client.errors import ClientError, DeadlineExceeded, LaunchError, Unkillable
 from client.transport import new_driver_id, parse_endpoint
 from client.worker_client import AskingClient, WorkerClient
 
@@ -25,6 +25,9 @@ STOP_TIMEOUT_S = 10.0
 EXIT_WAIT_S = 0.2
 """A killed process's connections end before it does."""
 TERMINATE_TIMEOUT_S = 5.0
+KILL_LIMIT_S = 30.0
+"""A process that has not ended so long after SIGKILL waits in the kernel, for a device as a rule,
+and no signal reaches it."""
 LOG_TAIL_BYTES = 4096
 
 Command = Callable[[str, str, int], Sequence[str]]
@@ -120,23 +123,39 @@ class LocalDaemons:
         """Return the end of a daemon's log."""
         return _tail(self._daemons[rank].log)
 
-    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """End all daemons: ask, then SIGTERM, then SIGKILL; remove their files. May be repeated."""
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S, kill_limit_s: float = KILL_LIMIT_S) -> None:
+        """End all daemons: ask, then SIGTERM, then SIGKILL; remove their files. May be repeated.
+
+        Raises:
+            Unkillable: a process has not ended kill_limit_s after SIGKILL; all others have.
+        """
         running = [daemon for daemon in self._daemons if daemon.process.poll() is None]
         with contextlib.closing(_Asker()) as asker:
             asked = [daemon for daemon in running if asker.shut_down(daemon.endpoint)]
         _wait(asked, timeout_s)
-        for number, patience_s in ((signal.SIGTERM, TERMINATE_TIMEOUT_S), (signal.SIGKILL, 5.0)):
+        for number, patience_s in (
+            (signal.SIGTERM, TERMINATE_TIMEOUT_S),
+            (signal.SIGKILL, kill_limit_s),
+        ):
             left = [daemon for daemon in running if daemon.process.poll() is None]
             for daemon in left:
                 daemon.process.send_signal(number)
             _wait(left, patience_s)
+        left = [daemon for daemon in running if daemon.process.poll() is None]
+        places = zip(self._daemons, self._devices, strict=False)  # a start that failed has fewer
+        devices = {daemon.endpoint: device for daemon, device in places}
         for daemon in self._daemons:
             os.close(daemon.pipe)
         self._daemons.clear()
         if self._reaper.returncode is None:
             os.close(self._reaper_pipe)
-            self._reaper.wait()
+            if left:  # they hold the reaper's pipe: it goes on without us
+                self._reaper.returncode = 0
+            else:
+                self._reaper.wait()
+        if left:
+            stuck = {daemon.process.pid: devices[daemon.endpoint] for daemon in left}
+            raise Unkillable(stuck, kill_limit_s)
 
     def _serve_command(self, model_root: Path) -> Command:
         def build(endpoint: str, device: str, pipe: int) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from client.errors import WorkerDied
+from client.oom_kills import oom_kills_of
 from rpc_schema.lifecycle import Heartbeat, Hung, Slow
 
 SUSPECT_AFTER_S = 1.0
@@ -64,12 +65,23 @@ class DaemonProcess:
     def __init__(self, pid: int, fd: int) -> None:
         self.pid = pid
         self._fd = fd
+        self._oom_kills = oom_kills_of(pid)
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
 
     def has_ended(self) -> bool:
         """Never waits."""
         return bool(self._poll.poll(0))
+
+    def cause_of_end(self) -> str:
+        """What the kernel says about why it may have ended; empty: nothing."""
+        if not self._oom_kills.since():
+            return ""
+        return "; the kernel has killed for want of memory in its cgroup (oom_kill has risen)"
+
+    def copy(self) -> "DaemonProcess":
+        """Return the same process, to be closed on its own."""
+        return DaemonProcess(self.pid, os.dup(self._fd))
 
     def close(self) -> None:
         """Close the descriptor; the process is not told."""
@@ -85,6 +97,14 @@ class UnknownProcess:
         """Nobody knows."""
         return False
 
+    def cause_of_end(self) -> str:
+        """Nobody knows."""
+        return ""
+
+    def copy(self) -> "UnknownProcess":
+        """Return one that is not known either."""
+        return self
+
     def close(self) -> None:
         return None
 
@@ -96,28 +116,40 @@ def find_process(address: str) -> Process:
     """Return the process that listens at an ipc address, which its socket names: what a daemon says
     of itself may be a number of another container's."""
     with contextlib.suppress(OSError), _connected(address) as peer:
-        size = _PEER_CREDENTIALS.size
-        found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        pid = int(_PEER_CREDENTIALS.unpack(found)[0])
-        if pid <= 0:
-            return UnknownProcess()
-        process = DaemonProcess(pid, os.pidfd_open(pid))
-        hung_up = select.poll()
-        hung_up.register(peer, 0)
-        if not hung_up.poll(0):  # it still lives, so the number is still its own
-            return process
-        process.close()
+        return process_behind(peer)
+    return UnknownProcess()
+
+
+def process_behind(peer: socket.socket) -> Process:
+    """Return the process that listened where `peer`, a Unix stream socket, is connected to.
+
+    Raises:
+        OSError: the kernel does not tell.
+    """
+    found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    pid = int(_PEER_CREDENTIALS.unpack(found)[0])
+    if pid <= 0:
+        return UnknownProcess()
+    process = DaemonProcess(pid, os.pidfd_open(pid))
+    hung_up = select.poll()
+    hung_up.register(peer, 0)
+    if not hung_up.poll(0):  # it still lives, so the number is still its own
+        return process
+    process.close()
     return UnknownProcess()
 
 
 def nobody_listens(address: str) -> bool:
-    """Whether a connection to an ipc address is refused: a process that is only stopped does not
-    refuse any. The daemon hears nothing of the question: it is asked by a socket of another type,
-    which Linux refuses only once it has found who listens (unix(7), EPROTOTYPE)."""
-    if not address.startswith("ipc://"):
-        return True  # a connection that ended tells no more than that
+    """Whether a connection to an address is refused: a process that is only stopped does not refuse
+    any, and of one beyond a broken network nothing comes back. On ipc the daemon hears nothing of
+    the question: it is asked by a socket of another type, which Linux refuses only once it has
+    found who listens (unix(7), EPROTOTYPE)."""
     try:
-        _connected(address, socket.SOCK_DGRAM).close()
+        if address.startswith("tcp://"):
+            host, _, port = address.removeprefix("tcp://").rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
+        else:
+            _connected(address, socket.SOCK_DGRAM).close()
     except (ConnectionRefusedError, FileNotFoundError):
         return True
     except OSError:
@@ -217,21 +249,27 @@ class Watch:
         entry = self._ranks[rank]
         if entry.cut_since is None:
             entry.cut_since = self._clock()
-        if nobody_listens(entry.address):
-            self._die(rank, "transport", "the connection ended")
+        # On tcp the next attempt to connect tells: whoever asks there is heard, and logged.
+        if not entry.address.startswith("tcp://") and nobody_listens(entry.address):
+            self._die(rank, "transport", "the connection ended" + entry.process.cause_of_end())
         elif entry.standing == "alive":
             self._suspect(rank, "transport", "it does not answer, though it has not ended")
 
     def refused(self, rank: int) -> None:
-        """A new connection to it could not be made."""
-        if self._ranks[rank].cut_since is not None:
-            self.disconnected(rank)
+        """A new connection to it could not be made: because nobody listens any more, or because the
+        network between us is down."""
+        entry = self._ranks[rank]
+        if entry.cut_since is not None and nobody_listens(entry.address):
+            self._die(rank, "transport", "the connection ended, and another was refused")
 
     def connected(self, rank: int) -> None:
         """It has answered on a new connection."""
         if self._ranks[rank].cut_since is not None:
             self._ranks[rank].cut_since = None
             self.returned.add(rank)
+        entry = self._ranks[rank]
+        if entry.uid and not entry.process.pid:
+            entry.process = self._find(entry.address)
         self._come_back(rank)
 
     def begin_steps(self) -> None:
@@ -301,7 +339,8 @@ class Watch:
 
     def _judge(self, rank: int, entry: _Rank, now: float) -> None:
         if entry.process.has_ended():
-            self._die(rank, "process", f"process {entry.process.pid} has ended")
+            ended = f"process {entry.process.pid} has ended"
+            self._die(rank, "process", ended + entry.process.cause_of_end())
         elif entry.cut_since is not None and now - entry.cut_since >= _FENCE_AFTER_CUT_S:
             self._die(rank, "transport", f"it has not answered for {FENCE_AFTER_S:g} s: fenced")
         elif entry.heard_at is not None and entry.cut_since is None:

@@ -12,13 +12,16 @@ from typing import NamedTuple, Protocol
 from client.errors import (
     ClientError,
     DeadlineExceeded,
+    DrainingError,
     FencedError,
     LeaseExpiredError,
+    LinkGivenUp,
     NotAttachedError,
     RemoteError,
     StepFailed,
     WorkerDied,
 )
+from client.link_tries import LinkTries
 from client.scheduler_output import StepResult
 from client.slots import EncodedStep, SlotTable
 from client.step_times import StepTimes
@@ -37,8 +40,16 @@ DEFAULT_STEP_DEADLINE_S = 60.0
 """Assumed of a daemon that has no configuration yet."""
 
 
-UNSEATED = (FencedError, LeaseExpiredError, NotAttachedError, WorkerDied)
-"""After these the group takes no steps: another driver has the daemons, or nobody."""
+UNSEATED = (
+    DrainingError,
+    FencedError,
+    LeaseExpiredError,
+    LinkGivenUp,
+    NotAttachedError,
+    WorkerDied,
+)
+"""After these the group takes no steps: another driver has the daemons, or nobody, or they cannot
+reach each other."""
 
 
 class StepWaiter(Protocol):
@@ -166,6 +177,8 @@ class StepsInFlight:
         self.slots = SlotTable(1)
         self.needs_relink = False
         """Bytes may be left between ranks, or a rank has lost its peers: no row survives that."""
+        self.has_doomed = False
+        """A rank has told of a failure that ends its process, which has not been waited for."""
         self.dead: ClientError | None = None
         """Why the group takes no steps any more; a WorkerDied is for good."""
         self.times = StepTimes()
@@ -179,6 +192,7 @@ class StepsInFlight:
         self._recently_done: deque[int] = deque(maxlen=16)
         self._failure: Failure | None = None
         self._suspect: _Suspect | None = None
+        self._link_tries = LinkTries()
 
     def start(self, max_num_seqs: int, step_deadline_s: float) -> None:
         """Begin with an empty table of slots; no failure of before is told any more."""
@@ -194,6 +208,8 @@ class StepsInFlight:
         failure.lost |= self.slots.drop_all()
         self._fail_from(0, failure)
         self.times.clear()
+        self._link_tries.worked()
+        self.has_doomed = False
         self._failure = self.dead = None
         self.last_given_up = 0
         self._recently_done.clear()
@@ -246,8 +262,15 @@ class StepsInFlight:
             self._fail_from(reply.seq, Failure(_as_client(error), reply.rank, error.code, ""))
             return
         del self._futures[reply.seq]
+        self._link_tries.worked()
         self.times.settled(reply.seq)
         self._recently_done.append(reply.seq)
+
+    def take_omen(self, reply: ErrorReply) -> None:
+        """Note whether the daemon that says so ends: the same codes may be a step's alone."""
+        fatal = (ErrorCode.DEVICE, ErrorCode.INTERNAL)
+        if reply.code in fatal and reply.scope is ErrorScope.WORKER:
+            self.has_doomed = True
 
     def take_error(self, reply: ErrorReply, error: RemoteError) -> None:
         """Fail the step that the reply is for, and those behind it; `error` is the reply as an
@@ -280,6 +303,8 @@ class StepsInFlight:
         remote = error if isinstance(error, RemoteError) else None
         if isinstance(error, UNSEATED):
             self.dead = error
+        elif isinstance(error, ClientError):
+            error = self._count_link_failure(error)
         rank = self.output_rank if remote is None else remote.rank
         code = ErrorCode.COMM if remote is None else remote.code
         traceback = "" if remote is None else remote.remote_traceback
@@ -304,9 +329,11 @@ class StepsInFlight:
         before, or sends the next one, hears what was lost."""
         failure = self._failure
         self.dead = None
+        self.has_doomed = False
         self.needs_relink = False
         self._recently_done.clear()
         self.times.clear()
+        self._link_tries.worked()
         lost = self.slots.drop_all()
         self.slots.require_resync()
         if failure is None:
@@ -321,12 +348,23 @@ class StepsInFlight:
     def _fail_by_reply(self, reply: ErrorReply, error: RemoteError) -> None:
         broken = reply.scope is ErrorScope.GROUP or reply.code in (ErrorCode.COMM, ErrorCode.GAP)
         self.needs_relink = self.needs_relink or (broken and self._has_link)
+        cause: ClientError = error
         if isinstance(error, UNSEATED):
             self.dead = error
+        elif broken and self._has_link and reply.code is not ErrorCode.GAP:
+            cause = self._count_link_failure(error)
         seq = reply.seq if self._suspect is None else min(reply.seq, self._suspect.reply.seq)
         if reply.code is ErrorCode.GAP:
             seq = min(seq, reply.expected_seq)  # what is missing never ran either
-        self._fail_from(seq, Failure(error, reply.rank, reply.code, reply.traceback))
+        self._fail_from(seq, Failure(cause, reply.rank, reply.code, reply.traceback))
+
+    def _count_link_failure(self, error: ClientError) -> ClientError:
+        """Return the error to fail with: this one, or that the link is given up, for good."""
+        given_up = self._link_tries.failed(error)
+        if given_up is None:
+            return error
+        self.dead = given_up
+        return given_up
 
     def _fail_all_rows(self, reply: ErrorReply, error: RemoteError) -> None:
         """A rank failed a step whose result is out already: its rows are behind everybody

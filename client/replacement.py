@@ -17,7 +17,9 @@ from client.errors import (
     LeaseExpiredError,
     NotAttachedError,
     RemoteCapacityError,
+    RemoteDeviceError,
     RemoteError,
+    RemoteInternalError,
     ReplacementFailed,
     WorkerDied,
 )
@@ -66,6 +68,8 @@ _PASSING = (
     NotAttachedError,
     DeadlineExceeded,
     RemoteCapacityError,
+    RemoteDeviceError,
+    RemoteInternalError,
 )
 """Errors after which another attempt may succeed."""
 
@@ -120,6 +124,8 @@ class Replacement:
     def _take_stock(self, error: ClientError) -> ClientError:
         """See who else is lost after an attempt that failed; return what it failed of."""
         try:
+            if self._steps.has_doomed:
+                self._channel.await_doom()
             self._channel.check_deaths()
         except WorkerDied as died:
             error = died
@@ -132,6 +138,10 @@ class Replacement:
             self._channel.lose(error)
             own = self._channel.daemons.clients[error.rank].endpoint
             self._vacant.setdefault(error.rank, own)
+        standings = enumerate(self._channel.daemons.watch.standings)
+        for rank, standing in standings:  # several at once, perhaps
+            if standing == "dead":
+                self._vacant.setdefault(rank, self._channel.daemons.clients[rank].endpoint)
         return error
 
     def _fill(self, deadline: float, within_s: float) -> Replaced:

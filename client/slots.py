@@ -102,6 +102,14 @@ class EncodedStep:
         self.resync = resync
         """Sent in full: if this one fails, the rows it names cannot be trusted either."""
 
+    def sampled_bitmap(self) -> tuple[bytes, Sequence[str]]:
+        """Return the slots that sample as a bitmap, and their request ids, slots ascending."""
+        plan = self.plan
+        if plan is not None and not self.extra_slots:
+            return plan.bitmap, plan.sorted_req_ids
+        slots, req_ids = self.sampled()
+        return _bitmap(slots), req_ids
+
     def sampled(self) -> tuple[bytes, Sequence[str]]:
         """Return the slots that sample, ascending, as little-endian uint16, and their request
         ids."""
@@ -213,9 +221,9 @@ class SlotTable:
         Raises:
             BadFrameError: the reply does not fit the step.
         """
-        slots, req_ids = step.sampled()
+        slots, req_ids = step.sampled_bitmap()
         if step.output.defer_sampling and reply.slots != slots:
-            slots, req_ids = _those_left(slots, req_ids, reply.slots)
+            slots, req_ids = _those_left(*step.sampled(), reply.slots)
         if reply.slots != slots or len(reply.sampled_token_ids) != 4 * len(req_ids):
             raise BadFrameError(
                 f"step {step.seq} was to sample {len(req_ids)} slots; the reply's columns differ"
@@ -551,14 +559,25 @@ def _too_large(error: TooLargeError) -> InvalidSchedulerOutput:
     return InvalidSchedulerOutput(f"the step does not fit into a message: {error}")
 
 
-def _those_left(
-    slots: bytes, req_ids: Sequence[str], reply_slots: bytes
-) -> tuple[bytes, Sequence[str]]:
-    """Those of a step's slots, and their requests, that the reply names."""
-    named = set(memoryview(reply_slots[: len(reply_slots) & ~1]).cast("H"))
+def _those_left(slots: bytes, req_ids: Sequence[str], named: bytes) -> tuple[bytes, Sequence[str]]:
+    """Those of a step's slots that the bitmap names, as a bitmap too, and their requests."""
     pairs = zip(np.frombuffer(slots, "<u2").tolist(), req_ids, strict=True)
-    left = [(slot, req_id) for slot, req_id in pairs if slot in named]
-    return array("H", [slot for slot, _ in left]).tobytes(), [req_id for _, req_id in left]
+    left = [
+        (slot, req_id)
+        for slot, req_id in pairs
+        if slot // 8 < len(named) and named[slot // 8] >> slot % 8 & 1
+    ]
+    return _bitmap(array("H", [slot for slot, _ in left]).tobytes()), [r for _, r in left]
+
+
+def _bitmap(slots: bytes) -> bytes:
+    """Slots, as little-endian uint16, to a bitmap without zero bytes at its end."""
+    numbers = np.frombuffer(slots, "<u2")
+    if not numbers.size:
+        return b""
+    bits = np.zeros(int(numbers.max()) + 1, np.bool_)
+    bits[numbers] = True
+    return _pack(bits)
 
 
 def _pack(bits: NDArray[np.bool_]) -> bytes:

@@ -27,7 +27,8 @@ from client.errors import (
     remote_error,
 )
 from client.keys import HANDSHAKE_MS, NO_KEYS, OPEN, Keys, Lock
-from client.liveness import Watch
+from client.liveness import Process, Watch
+from client.peer_process import PeerProcesses
 from rpc_schema.codec import (
     CURVE_BYTES,
     MAX_CONTROL_BYTES,
@@ -158,10 +159,13 @@ def _connect(socket: Socket, address: str, lock: Lock) -> None:
 
 
 class _News(NamedTuple):
-    """What became of a connection: it was made, has ended after that, or was refused."""
+    """What became of a connection: it was opened (not yet made), made, has ended after that, or was
+    refused."""
 
-    kind: Literal["made", "ended", "refused", "nothing"]
+    kind: Literal["opened", "made", "ended", "refused", "nothing"]
     address: str
+    descriptor: int = -1
+    """Of a connection that was opened."""
 
 
 class _Handshakes:
@@ -207,12 +211,9 @@ class _Handshakes:
             self._made.add(address)
             del self._num_cut_off[address]
             return _News("made", address)
-        if kind == zmq.EVENT_DISCONNECTED:
-            was_made = address in self._made
-            self._made.discard(address)
-            return _News("ended" if was_made else "nothing", address)
-        if kind == zmq.EVENT_CLOSED:
-            return _News("refused", address)
+        news = self._of_connection(kind, address, int(event["value"]))
+        if news is not None:
+            return news
         if address not in self._places:
             return _News("nothing", address)  # of a connection that was given up
         if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
@@ -224,6 +225,16 @@ class _Handshakes:
                 return _News("nothing", address)
         rank, lock = self._places[address]
         raise AuthenticationError(rank, address, _why(kind, lock))
+
+    def _of_connection(self, kind: int, address: str, value: int) -> _News | None:
+        """What became of a connection, apart from its handshake."""
+        if kind == zmq.EVENT_CONNECTED:
+            return _News("opened", address, value)
+        if kind == zmq.EVENT_DISCONNECTED:
+            was_made = address in self._made
+            self._made.discard(address)
+            return _News("ended" if was_made else "nothing", address)
+        return _News("refused", address) if kind == zmq.EVENT_CLOSED else None
 
     def close(self) -> None:
         """Close the monitor; the socket is closed by its owner, after this."""
@@ -453,7 +464,10 @@ class ResultsChannel:
         self._socket.setsockopt(zmq.ROUTING_ID, driver_id)
         self._ranks = {endpoint.results: rank for rank, endpoint in enumerate(endpoints)}
         self._socket.setsockopt(zmq.RCVTIMEO, DEATH_CHECK_MS)
-        self._handshakes = _Handshakes(self._socket, zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        self._processes = PeerProcesses()
+        self._handshakes = _Handshakes(
+            self._socket, zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        )
         for rank, endpoint in enumerate(endpoints):
             self._handshakes.connect(rank, endpoint.results, endpoint.lock)
 
@@ -489,16 +503,23 @@ class ResultsChannel:
         wait_ms = int(within_s * 1000)
         while self._handshakes.monitor.poll(wait_ms):
             wait_ms = 0
-            kind, address = self._handshakes.take()
+            kind, address, descriptor = self._handshakes.take()
             rank = self._ranks.get(address)
             if rank is None:
                 continue
-            if kind == "ended":
+            if kind == "opened":
+                self._processes.connected(address, descriptor)
+            elif kind == "ended":
                 self._watch.disconnected(rank)
             elif kind == "refused":
                 self._watch.refused(rank)
             elif kind == "made":
                 self._watch.connected(rank)
+
+    def process_at(self, address: str) -> Process:
+        """Return the process that answers at an address of this host, as far as it is known from
+        the connection to it; the caller closes it."""
+        return self._processes.find(address)
 
     def move(self, old: Endpoint, new: Endpoint) -> None:
         """Take one daemon's results from another endpoint from now on, or from another daemon at
@@ -506,12 +527,14 @@ class ResultsChannel:
         rank = self._ranks.pop(old.results)
         self._handshakes.disconnect(old.results)
         self.read_news()
+        self._processes.forget(old.results)
         self._ranks[new.results] = rank
         self._handshakes.connect(rank, new.results, new.lock)
 
     def close(self) -> None:
         """Close the socket and its monitor."""
         self._handshakes.close()
+        self._processes.close()
         self._socket.close()
 
 

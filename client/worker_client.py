@@ -205,6 +205,13 @@ class WorkerClient:
         """End the daemon."""
         self._control.call(lambda call: lc.Shutdown(call=call), lc.Acknowledged, timeout_s)
 
+    def send_drain(self, timeout_s: float, *, undo: bool = False) -> PendingCall[lc.Acknowledged]:
+        """Have the daemon take no more steps and no more drivers, or take them again; answered once
+        no step runs."""
+        return self._control.send(
+            lambda call: lc.Drain(call=call, undo=undo), lc.Acknowledged, timeout_s
+        )
+
     def read_clock(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         """Ask for the time of the daemon's monotonic clock, in nanoseconds."""
         reply = self._control.call(

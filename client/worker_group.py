@@ -589,8 +589,10 @@ class WorkerGroup:
             InvalidSchedulerOutput: the output breaks a rule; nothing was sent.
             WorkerDied: the group is unusable.
             WeightsNotWhole: a weight update is open, or has failed; nothing was sent.
+            DrainingError: an operator wants no more steps of this group; nothing was sent.
         """
         self._channel.check_usable()
+        self._channel.check_serving()
         if self._weights.cause:
             self._weights.require_whole()
         failure = self._untold_failure()
@@ -677,6 +679,8 @@ class WorkerGroup:
         Raises:
             WorkerDied: the group is unusable.
         """
+        if self._steps.has_doomed and self._steps.untold_failure is None:
+            self._channel.await_doom()
         if self._steps.needs_relink and self._steps.untold_failure is None:
             try:
                 self.relink()

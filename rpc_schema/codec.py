@@ -90,6 +90,7 @@ ControlMessage: TypeAlias = (
     | lc.CheckHealth
     | lc.GetStatus
     | lc.Shutdown
+    | lc.Drain
     | lease.RenewLease
     | trace.ReadClock
     | trace.StartTrace

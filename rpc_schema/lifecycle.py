@@ -120,6 +120,15 @@ class KVCacheAdvice(Value, frozen=True, kw_only=True):
     """Fills what other processes leave of the device."""
 
 
+class GpuLoad(Value, frozen=True, kw_only=True):
+    """What NVML shows of a GPU, at most two seconds old; None where it does not tell."""
+
+    utilization_percent: Count | None = None
+    """Of the last moments; the share of time in which some kernel ran."""
+    temperature_c: int | None = None
+    power_w: Count | None = None
+
+
 class Status(Value, frozen=True, kw_only=True):
     """A daemon's state at one moment."""
 
@@ -169,6 +178,13 @@ class Status(Value, frozen=True, kw_only=True):
     """Handshakes that were refused; 0 without keys."""
     degraded: Text = ""
     """What is amiss with the device, though it serves on: NVML is lost, say. Empty: nothing."""
+    num_tokens: Unsigned = 0
+    """Sampled since the daemon's start; 0 on ranks that answer no steps."""
+    num_requests: Count = 0
+    """That the last step with a sample had; likewise."""
+    usual_step_us: Count = 0
+    """A moving average of the time from step to step, idle times apart."""
+    gpu_load: GpuLoad | None = None
 
 
 class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):
@@ -230,6 +246,15 @@ class GetStatusReply(ControlReply, frozen=True, tag=7, kw_only=True):
 
 class Shutdown(ControlRequest, frozen=True, tag=8, kw_only=True):
     """End the daemon: the running step is finished first, within its drain time."""
+
+
+class Drain(ControlRequest, frozen=True, tag=31, kw_only=True):
+    """Take no more steps and no more drivers, and stay: weights, KV cache, link and lease are kept.
+    The lease's holder is told by the heartbeat, and has a second to stop of its own accord; the
+    running step is finished. Answered once no step runs or will. Repeating it changes nothing."""
+
+    undo: bool = False
+    """Take steps and drivers again."""
 
 
 class Acknowledged(ControlReply, frozen=True, tag=8, kw_only=True):
@@ -493,6 +518,8 @@ class Heartbeat(Value, frozen=True, tag=1, kw_only=True):
     lease_remaining_ms: Count = 0
     phase_limit_ms: Count = 0
     """So long the phase may last without a sign of life; 0 where it waits for a request."""
+    drains: bool = False
+    """Told to Drain: whoever holds the lease should send no more steps."""
 
 
 class Hung(Value, frozen=True, tag=3, kw_only=True):

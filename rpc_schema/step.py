@@ -97,11 +97,13 @@ class ExecuteDummyBatch(StepRequest, frozen=True, tag=3, kw_only=True):
 
 
 class ModelRunnerOutput(StepReply, frozen=True, tag=1, kw_only=True):
-    """What a step or a SampleTokens sampled. Columns are aligned; slots ascend."""
+    """What a step or a SampleTokens sampled."""
 
-    slots: RawUInt16 = b""
+    slots: Bitmap = b""
+    """Those that sampled; no zero byte at its end."""
     sampled_token_ids: RawInt32 = b""
-    """NO_TOKEN (-1) where the slot's logits were no numbers to choose by."""
+    """One for each slot, slots ascending; NO_TOKEN (-1) where its logits were no numbers to choose
+    by."""
     num_logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1
     """n of the widest row, or -1: no row asked for logprobs and no frames follow. Otherwise frame 0
     holds int32 token ids [rows, n + 1] (the sampled token first), frame 1 their float32 log

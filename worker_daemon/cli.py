@@ -22,6 +22,7 @@ from worker_daemon.errors import CapacityError, CheckpointError, ConfigError
 from worker_daemon.logs import configure_logs
 from worker_daemon.server.assembly import run_daemon
 from worker_daemon.server.endpoints import EndpointInUseError
+from worker_daemon.server.gpu_lock import GpuInUseError
 from worker_daemon.server.keygen import make_key_files
 from worker_daemon.settings import load_settings, prepare_environment, prepare_kernel_cache
 
@@ -73,6 +74,13 @@ def serve(
         str | None,
         typer.Option(help="network interface of the ranks' data; default: lo; needed on tcp"),
     ] = None,
+    gpu_lock_dir: Annotated[
+        str | None,
+        typer.Option(help="locks of this host's GPUs lie there; default: /run/lock, or /tmp"),
+    ] = None,
+    share_gpu: Annotated[
+        bool, typer.Option("--share-gpu", help="another daemon may have the same GPU")
+    ] = False,
     exit_with_parent_fd: Annotated[
         int | None, typer.Option(help="end when this descriptor reads end-of-file")
     ] = None,
@@ -96,6 +104,8 @@ def serve(
                 "key-file": key_file,
                 "authorized-keys": authorized_keys,
                 "data-interface": data_interface,
+                "gpu-lock-dir": gpu_lock_dir,
+                "share-gpu": share_gpu,
                 "exit-with-parent-fd": exit_with_parent_fd,
                 "log-level": log_level,
             },
@@ -104,7 +114,7 @@ def serve(
         configure_logs(settings.log_level)
         prepare_kernel_cache(settings)
         exit_code = run_daemon(settings)
-    except EndpointInUseError as error:
+    except (EndpointInUseError, GpuInUseError) as error:
         logging.getLogger(__name__).error("%s", error)
         raise typer.Exit(ExitCode.IN_USE) from None
     except ConfigError as error:

@@ -9,6 +9,7 @@ WorkerError
  |   +- NotAttachedError     the epoch is one that was never granted
  |   +- LeaseHeldError       another driver may step this daemon
  |   +- LeaseExpiredError    the driver did not renew its lease in time
+ |   +- DrainingError        an operator has told the daemon to take no more steps
  |   +- ForbiddenError       the peer lacks the role that the request needs
  |   +- StaleError           a step older than the replies still kept
  |   `- GapError             a step before this one is missing
@@ -89,6 +90,11 @@ class LeaseHeldError(ProtocolError):
 
 class LeaseExpiredError(ProtocolError):
     code = "LEASE_EXPIRED"
+
+
+class DrainingError(ProtocolError):
+    code = "DRAINING"
+    scope = "group"
 
 
 class ForbiddenError(ProtocolError):

@@ -66,7 +66,6 @@ class Serving:
         runner = self.runner
         limits = runner.state.limits
         if self._parts.device.type == "cuda":  # elsewhere there is nothing to compile
-            self._run_all([largest_step(message, limits)])
             runner.use(runner.eager.thinned())
             self._run_all(size_sweep(message, limits))
             runner.use(runner.eager)
@@ -91,6 +90,14 @@ class Serving:
         self._graphs.set_aside(self.runner)
         self.warm_up(message)
         self._restore_graphs()
+        self.take_memory_of_steps(message)
+
+    def take_memory_of_steps(self, message: StepRequest) -> None:
+        """Have the allocator hold what the largest step takes when all else has its place: among
+        what smaller steps have left, that is more than it takes by itself."""
+        if self._parts.device.type == "cuda":  # elsewhere nobody keeps it
+            self.run_largest_step(message)
+            self.runner.forget_requests()
 
     def run_largest_step(self, message: StepRequest) -> None:
         """Run a step as large as any can be."""

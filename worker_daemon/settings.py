@@ -25,12 +25,14 @@ KEYS: Final = (
     "key-file",
     "authorized-keys",
     "data-interface",
+    "gpu-lock-dir",
+    "share-gpu",
     "exit-with-parent-fd",
     "log-level",
 )
 _DEVICE: Final = re.compile(r"cpu|cuda:\d{1,3}")
 
-Given: TypeAlias = Mapping[str, str | int | list[str] | None]
+Given: TypeAlias = Mapping[str, str | int | bool | list[str] | None]
 """Values of one source by key; a missing one is absent or None."""
 
 ONE_HOST: Final = "lo"
@@ -49,6 +51,7 @@ through all installed packages for devices of theirs, and run their code, when i
 _FLIGHT_RECORDER: Final = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
 """Operations that torch remembers of each communicator, by its newer and its older name."""
 _FLIGHT_DUMPS: Final = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_SWITCHES: Final = {"true": True, "false": False, "1": True, "0": False}
 _KERNEL_CACHE: Final = "TRITON_CACHE_DIR"
 
 
@@ -80,6 +83,10 @@ class ProcessSettings:
     own alone, unless the environment names another to gloo and NCCL."""
     exit_with_parent_fd: int | None
     """The daemon ends when this file descriptor reads end-of-file."""
+    gpu_lock_dir: Path | None
+    """Where the locks of this host's GPUs lie; None: in the usual place."""
+    share_gpu: bool
+    """Another daemon may have the same GPU."""
     log_level: str
     """One of debug, info, warning, error."""
     notify_socket: str = ""
@@ -96,7 +103,7 @@ def load_settings(command_line: Given, config_file: Path | None) -> ProcessSetti
         config_file = Path(named)
     given = dict(read_file(config_file)) if config_file is not None else {}
     given |= read_environment(os.environ)
-    given |= {key: value for key, value in command_line.items() if value not in (None, [])}
+    given |= {key: value for key, value in command_line.items() if value not in (None, [], False)}
     return replace(build_settings(given), notify_socket=os.environ.get("NOTIFY_SOCKET", ""))
 
 
@@ -186,7 +193,7 @@ def read_file(path: Path) -> Given:
 def read_environment(environment: Mapping[str, str]) -> Given:
     """Take the options out of environment variables; WORKER_DAEMON_MODEL_ROOT separates paths by
     colons."""
-    given: dict[str, str | int | list[str] | None] = {}
+    given: dict[str, str | int | bool | list[str] | None] = {}
     for key in KEYS:
         value = environment.get(ENV_PREFIX + key.upper().replace("-", "_"))
         if value:
@@ -218,6 +225,8 @@ def build_settings(given: Given) -> ProcessSettings:
         authorized_keys=authorized_keys,
         data_interface=_interface(_text(given, "data-interface", "")),
         exit_with_parent_fd=None if fd is None else _file_descriptor(fd),
+        gpu_lock_dir=_path(_text(given, "gpu-lock-dir", "")),
+        share_gpu=_switch(given, "share-gpu"),
         log_level=_level(_text(given, "log-level", "info")),
     )
 
@@ -318,6 +327,21 @@ def _interface(name: str) -> str:
 def _own_directory(given: Given, key: str, purpose: str) -> Path | None:
     value = _text(given, key, "")
     return claim_directory(Path(value).absolute(), purpose, key) if value else None
+
+
+def _path(text: str) -> Path | None:
+    return Path(text).absolute() if text else None
+
+
+def _switch(given: Given, key: str) -> bool:
+    value = given.get(key, False)
+    if isinstance(value, str) and value.lower() in _SWITCHES:
+        return _SWITCHES[value.lower()]
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise ConfigError(
+        "it is neither on nor off", field=key, value=value, fix=f"use one of {', '.join(_SWITCHES)}"
+    )
 
 
 def _file_descriptor(value: object) -> int:

@@ -214,6 +214,7 @@ class Worker:
             serving.warm_up(message)
             with self._device.opened.ledger.taking("graphs"):
                 serving.capture_graphs()
+            serving.take_memory_of_steps(message)
             # What start-up has made stays: the collector need never look at it again.
             gc.collect()
             gc.freeze()
@@ -545,6 +546,7 @@ class Worker:
         del model
         gc.unfreeze()
         gc.collect()
+        gc.freeze()  # until the next reset; mostly modules
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self._set_phase("WRITING TRACE", LONG_OPERATION_S)

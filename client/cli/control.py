@@ -1,4 +1,4 @@
-"""`worker-client status` and `worker-client shutdown`: they talk to daemons without attaching."""
+"""`worker-client status`, `drain` and `shutdown`: they talk to daemons without attaching."""
 
 import json
 import sys
@@ -21,6 +21,8 @@ Endpoints = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON array on standard output.")]
 MIB = 1 << 20
+DRAIN_WITHIN_S = 90.0
+"""More than the default step deadline."""
 
 
 def status(
@@ -54,6 +56,27 @@ def status(
                 console.print(f"rank {entry.rank}: {_delays(entry.reply_delay)}")
 
 
+def drain(
+    endpoints: Endpoints,
+    undo: Annotated[bool, typer.Option("--undo", help="Take steps and drivers again.")] = False,
+    within: Annotated[
+        float, typer.Option(help="Seconds for the running steps to end.", min=0.0)
+    ] = DRAIN_WITHIN_S,
+    key_file: KeyFile = "",
+    known_daemons: KnownDaemons = None,
+) -> None:
+    """Have daemons take no more steps and no more drivers; what they have loaded stays. Waits for
+    the running steps. Needs the role admin, where there are keys."""
+    keys = read_keys(key_file, known_daemons)
+    with connect(named_daemons(endpoints), keys) as clients:
+        for client in clients:
+            client.hello()
+        for call in [client.send_drain(within, undo=undo) for client in clients]:
+            call.result()
+        for status in [client.get_status() for client in clients]:
+            sys.stdout.write(f"{status.endpoint}: {status.serving}, {_holder(status.lease)}\n")
+
+
 def shutdown(
     endpoints: Endpoints, key_file: KeyFile = "", known_daemons: KnownDaemons = None
 ) -> None:
@@ -83,6 +106,8 @@ def _named(status: Status) -> dict[str, object]:
         if name not in ("worker_uid", "config", "kv_cache")
     }
     fields["reply_delay"] = msgspec.structs.asdict(status.reply_delay)
+    load = status.gpu_load
+    fields["gpu_load"] = None if load is None else msgspec.structs.asdict(load)
     advice = status.kv_cache_advice
     fields["kv_cache_advice"] = None if advice is None else msgspec.structs.asdict(advice)
     fields["lease"] = msgspec.structs.asdict(status.lease) | {"holder": status.lease.holder.hex()}
@@ -116,6 +141,10 @@ def _lease(lease: LeaseStatus) -> str:
     if lease.state == "held":
         return f"{lease.holder_name or lease.holder.hex()[:8]}, {lease.remaining_ms / 1000:.1f} s"
     return lease.state
+
+
+def _holder(lease: LeaseStatus) -> str:
+    return f"its driver: {_lease(lease)}" if lease.state == "held" else "no driver"
 
 
 def _table(statuses: list[Status]) -> Table:

@@ -76,8 +76,15 @@ def test_stages_of_different_sizes(serve, checkpoint, shape, layers, partition):
         assert_greedy(generate(group, loaded, requests), reference, requests)
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2), (1, 4)])
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
+@pytest.mark.parametrize(
+    ("architecture", "shape"),
+    [
+        ("LlamaForCausalLM", (1, 2)),
+        ("LlamaForCausalLM", (2, 2)),
+        ("LlamaForCausalLM", (1, 4)),
+        ("Qwen2ForCausalLM", (1, 4)),
+    ],
+)
 def test_key_value_heads_are_replicated(serve, checkpoint, architecture, shape):
     kv_heads = 2 if shape[1] == 4 else 1
     reference = checkpoint(

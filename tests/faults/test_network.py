@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from client.driver import Driver
+from client.errors import LinkGivenUp
+from client.link_tries import MAX_LINK_FAILURES
 from client.scheduler import Scheduler
 from tests.support.command_line import short_directory
 from tests.support.driving import random_cases
@@ -100,3 +102,33 @@ def test_data_network_is_cut_and_heals(network, model_root, checkpoint, detectio
     detection(9, "only the data network is cut", STEP_DEADLINE_S + 1.0, told[0] - cut[0], "step")
     assert [s.worker_uid for s in after] == [s.worker_uid for s in before]
     assert min(s.link for s in after) > max(s.link for s in before)
+
+
+@pytest.mark.long_fault
+def test_data_network_that_stays_cut_is_given_up_until_attached_anew(
+    network, model_root, checkpoint
+):
+    directory = short_directory()
+    cases = random_cases(checkpoint(), seed=71, count=2, max_tokens=16)
+    config = worker_config(checkpoint().path, 2, step_deadline_ms=int(STEP_DEADLINE_S * 1000))
+    daemons = Supervised(2, model_root, directory, network.within)
+    try:
+        with connect(daemons.endpoints, config) as (group, loaded):
+            assert generate(group, loaded, cases.requests).tokens == cases.expected
+            before = group.get_status()
+            network.set("down")
+            with pytest.raises(LinkGivenUp) as given_up:
+                generate(group, loaded, cases.requests)
+            network.set("up")
+            assert given_up.value.num_failures == MAX_LINK_FAILURES and given_up.value.ranks
+            with pytest.raises(LinkGivenUp):
+                generate(group, loaded, cases.requests)
+            group.attach()
+            loaded = group.prepare(config, num_gpu_blocks=256)
+            assert loaded.was_loaded, "weights and KV cache are what they were"
+            assert generate(group, loaded, cases.requests).tokens == cases.expected
+            after = group.get_status()
+    finally:
+        daemons.close()
+        shutil.rmtree(directory)
+    assert [s.worker_uid for s in after] == [s.worker_uid for s in before]

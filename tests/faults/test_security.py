@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from client.errors import AuthenticationError, ForbiddenError
+from client.errors import AuthenticationError, ForbiddenError, WorkerDied
 from client.keys import NO_KEYS
-from client.transport import parse_endpoint
+from client.liveness import Watch
+from client.transport import ResultsChannel, parse_endpoint
 from client.worker_group import WorkerGroup
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
@@ -464,3 +465,41 @@ def test_second_daemon_on_a_port_names_the_first(daemons, directory, ring):
     )
     assert elsewhere.returncode == 73
     assert "another process listens" in elsewhere.stderr
+
+
+def test_killed_daemon_with_keys_is_known_by_its_process(directory, ring, detection):
+    """By the process alone: no news of the connection are read after the kill. Nobody is turned
+    away for it."""
+    endpoint = f"ipc://{directory}/p/w0"
+    ring.trust({endpoint: ring.public["daemon"]})
+    daemon = SecuredDaemon(directory, endpoint, *ring.serve_options(), keys=ring.keys("observer"))
+    uid = ask(endpoint, ring.keys("driver"), lambda client: client.hello(5.0).worker_uid)
+    named = parse_endpoint(endpoint, ring.keys("driver"))
+    try:
+        with zmq.Context() as context:
+            watch = Watch([named.results], [endpoint], find=lambda at: results.process_at(at))
+            results = ResultsChannel(context, [named], b"\1" + os.urandom(15), watch, watch.look)
+            watch.met(0, uid)
+
+            def found() -> bool:
+                results.read_news(0.01)
+                return watch.pid(0) == daemon.process.pid
+
+            wait_until(found)
+            watch.look()
+            refused = ask(
+                endpoint, ring.keys("observer"), lambda client: client.get_status().num_refused
+            )
+            assert refused == 0
+            daemon.process.kill()
+            began = time.monotonic()
+            with pytest.raises(WorkerDied, match="signal: process") as died:
+                while time.monotonic() < began + 5:
+                    watch.look()
+            assert str(daemon.process.pid) in str(died.value)
+            name = "kill -9 of a local daemon with keys"
+            detection(2, name, 0.1, time.monotonic() - began, "process")
+            results.close()
+            watch.close()
+    finally:
+        daemon.stop()

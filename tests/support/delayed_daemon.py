@@ -26,6 +26,7 @@ class Stay(NamedTuple):
     seq: int
     begin: float
     end: float
+    epoch: int = 0
 
 
 class DelayedDaemons(LocalDaemons):
@@ -51,10 +52,12 @@ class DelayedDaemons(LocalDaemons):
 
     def stays(self) -> list[list[Stay]]:
         """What each rank has done so far."""
-        return [
-            [Stay(**json.loads(line)) for line in journal.read_text().splitlines()]
-            for journal in self._journals
-        ]
+        return list(map(read_journal, self._journals))
+
+
+def read_journal(journal: Path) -> list[Stay]:
+    """What a daemon has done so far."""
+    return [Stay(**json.loads(line)) for line in journal.read_text().splitlines()]
 
 
 def most_steps_at_once(stays: Sequence[Sequence[Stay]]) -> int:
@@ -82,7 +85,7 @@ class DelayedWorker:
         self._dawdle()
         reply = self._worker.execute_model(message, arrays)
         self._dawdle()
-        stay = Stay(message.seq, begin, time.monotonic())
+        stay = Stay(message.seq, begin, time.monotonic(), message.epoch)
         print(json.dumps(stay._asdict()), file=self._journal, flush=True)
         return reply
 

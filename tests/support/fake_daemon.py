@@ -40,6 +40,17 @@ def next_token(tokens: Sequence[int], seed: int = 0) -> int:
     return int.from_bytes(blake2b(data, digest_size=4).digest(), "little") % VOCAB_SIZE
 
 
+def bitmap(slots: Sequence[int]) -> bytes:
+    """Slots as a reply names them."""
+    named = sum(1 << slot for slot in slots)
+    return named.to_bytes((named.bit_length() + 7) // 8, "little")
+
+
+def named_slots(named: bytes) -> list[int]:
+    """The other way round, ascending."""
+    return [8 * i + bit for i, byte in enumerate(named) for bit in range(8) if byte >> bit & 1]
+
+
 def reference_tokens(prompt: Sequence[int], num: int, stop: frozenset[int], seed: int = 0) -> list:
     """What a request must give, computed without any of the machinery."""
     tokens = list(prompt)
@@ -116,6 +127,8 @@ class FakeDaemon:
         self.deferred: dict[int, dict[int, Row]] = {}
         self.relink_faults: list[Fault] = []
         """One for each Relink to come, as long as there are any."""
+        self.warm_up_faults: list[Fault] = []
+        """One for each CompileOrWarmUpModel to come, likewise."""
         self.attach_gate = threading.Event()
         """CommitAttach is answered once it is set."""
         self.attach_gate.set()
@@ -408,6 +421,10 @@ class FakeDaemon:
                     free_memory_bytes=1,
                     backend="gloo",
                 )
+            case lc.CompileOrWarmUpModel() if self.warm_up_faults:
+                fault = self.warm_up_faults.pop(0)
+                self._error(request, fault.code, fault.message, fault=fault)
+                return
             case lc.Relink() if self.relink_faults:
                 fault = self.relink_faults.pop(0)
                 if fault.kind == "error":
@@ -618,7 +635,7 @@ class FakeDaemon:
         self._reply(
             step.ModelRunnerOutput(
                 **ids,
-                slots=np.array(slots, "<u2").tobytes(),
+                slots=bitmap(slots),
                 sampled_token_ids=tokens.tobytes(),
                 num_logprobs=width,
             ),

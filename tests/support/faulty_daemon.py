@@ -30,10 +30,14 @@ INJECTED = "an injected fault"
 class Fault:
     """What goes wrong, and where: on entry to a function of the worker."""
 
-    where: Literal["make_worker", "load_model", "forward", "likeliest_tokens", "execute_model"]
-    what: Literal["raise", "hang", "hold", "kill", "lost", "assert"]
+    where: Literal[
+        "make_worker", "load_model", "forward", "likeliest_tokens", "execute_model", "send"
+    ]
+    """send: activations to the next stage."""
+    what: Literal["raise", "hang", "hold", "kill", "lost", "assert", "skip"]
     """hold: hang with the interpreter's lock held, so that no thread of the daemon runs; lost: as
-    torch says that the device is; assert: a GPU's own, which is found out later."""
+    torch says that the device is; assert: a GPU's own, which is found out later; skip: it is not
+    done."""
     calls_before: int = 0
     """Calls that go well first."""
     seconds: float = HANG_S
@@ -52,6 +56,8 @@ class FaultFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.nvml_lost = path.with_suffix(".nvml-lost")
+        self.throttle = path.with_suffix(".throttle")
+        """NVML's reasons, a number; none while it is not there."""
 
     def put(self, fault: Fault) -> None:
         """Arm a fault."""
@@ -69,16 +75,17 @@ class FaultFile:
         """Whether a fault still waits for its call."""
         return self.path.exists()
 
-    def strike(self, where: str) -> None:
-        """Fail, if a fault is armed for a call of `where` and this is the one."""
+    def strike(self, where: str) -> bool:
+        """Fail, if a fault is armed for a call of `where` and this is the one; tell whether the
+        call is to be left out."""
         if not self.path.exists():
-            return
+            return False
         fault = Fault(**json.loads(self.path.read_text()))
         if fault.where != where:
-            return
+            return False
         if fault.calls_before:
             self.put(replace(fault, calls_before=fault.calls_before - 1))
-            return
+            return False
         if fault.times > 1:
             self.put(replace(fault, times=fault.times - 1))
         else:
@@ -93,23 +100,25 @@ class FaultFile:
             import torch  # the daemon has loaded it
 
             torch.zeros(4, device="cuda")[torch.tensor([1 << 20], device="cuda")]
-            return
+            return False
         if fault.what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault.what == "hold":
             ctypes.PyDLL(None).usleep(int(fault.seconds * 1e6))
-        else:
+        elif fault.what == "hang":
             time.sleep(fault.seconds)
+        return fault.what == "skip"
 
 
 class LosableNvml:
-    """NVML, until a file says that it is lost."""
+    """NVML, until a file says that it is lost, or that the device is throttled."""
 
     class NVMLError(Exception):
         pass
 
-    def __init__(self, lost: Path) -> None:
-        self._lost = lost
+    def __init__(self, faults: FaultFile) -> None:
+        self._lost = faults.nvml_lost
+        self._throttle = faults.throttle
 
     def nvmlInit(self) -> None:
         if self._lost.exists():
@@ -120,6 +129,9 @@ class LosableNvml:
 
     def nvmlDeviceGetPciInfo(self, handle: object) -> object:
         return handle
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: object) -> int:
+        return int(self._throttle.read_text()) if self._throttle.exists() else 0
 
 
 class FaultyDaemons(LocalDaemons):
@@ -139,10 +151,10 @@ class FaultyDaemons(LocalDaemons):
         if first_fault is not None:
             for file in self.faults:
                 file.put(first_fault)
-        files = iter(self.faults)
 
         def command(endpoint: str, device: str, pipe: int) -> Sequence[str]:
-            entry = (sys.executable, "-m", "tests.support.faulty_daemon", str(next(files).path))
+            file = self.faults[int(endpoint.rpartition("/w")[2])]
+            entry = (sys.executable, "-m", "tests.support.faulty_daemon", str(file.path))
             options = ("serve", "--endpoint", endpoint, "--device", device)
             roots = ("--model-root", str(model_root), "--exit-with-parent-fd", str(pipe))
             return (*entry, *options, *roots)
@@ -192,7 +204,7 @@ class FaultyWorker:
         """As on a GPU whose NVML is lost as soon as there is a file that says so."""
         from worker_daemon.device.health import NvmlHealth  # torch is loaded by now
 
-        return NvmlHealth("GPU-0", LosableNvml(self._faults.nvml_lost)).check()
+        return NvmlHealth("GPU-0", LosableNvml(self._faults)).check()
 
     def execute_model(self, message: object, arrays: Sequence[bytes]) -> object:
         self._faults.strike("execute_model")
@@ -204,7 +216,8 @@ def faulty(function: Callable[..., object], faults: FaultFile) -> Callable[..., 
 
     @wraps(function)
     def wrapper(*args: object, **kwargs: object) -> object:
-        faults.strike(function.__name__)
+        if faults.strike(function.__name__):
+            return None
         return function(*args, **kwargs)
 
     return wrapper
@@ -224,10 +237,12 @@ def main(patch: pytest.MonkeyPatch) -> None:
     ) -> object:
         faults.strike("make_worker")
         worker = make_worker(device, model_roots, set_phase, save_root, profile_dir)
-        from worker_daemon.models.decoder import DecoderStage  # torch is loaded here, not before
+        from worker_daemon.distributed.pp import StageOutbound  # torch is loaded here, not before
+        from worker_daemon.models.decoder import DecoderStage
 
         for name in ("forward", "likeliest_tokens"):
             patch.setattr(DecoderStage, name, faulty(getattr(DecoderStage, name), faults))
+        patch.setattr(StageOutbound, "send", faulty(StageOutbound.send, faults))
         return FaultyWorker(worker, faults)
 
     patch.setattr(assembly, "make_worker", make_faulty)

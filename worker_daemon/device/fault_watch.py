@@ -1,13 +1,51 @@
 """The watch for a GPU's XIDs by NVML. To be imported for GPUs only: the CPU has no NVML. Knows no
 process and no socket."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from types import MappingProxyType
+from typing import Final, Protocol
 
 import pynvml
 
-from worker_daemon.device.gpu_faults import LOST, Fault, FaultWatch, NoFaultWatch, fault_of
+from worker_daemon.device.gpu_faults import (
+    LOST,
+    Action,
+    Fault,
+    FaultWatch,
+    NoFaultWatch,
+    fault_of,
+)
 from worker_daemon.device.total_memory import nvml_name
+
+RECOVERY_ACTION: Final = 230
+"""NVML_FI_DEV_GET_GPU_RECOVERY_ACTION of nvml.h, which older releases of nvidia-ml-py lack; older
+drivers do not know it either."""
+_RECOVERY: Final[Mapping[int, Action]] = MappingProxyType(
+    {
+        0: Action.NONE,
+        1: Action.RESET_GPU,
+        2: Action.REBOOT,
+        4: Action.RESET_GPU,  # of this GPU's and its peers' work
+        6: Action.RESET_GPU,  # of its bus
+        7: Action.REBOOT,
+    }
+)
+"""nvmlDeviceGpuRecoveryAction_t. 3 and 5 are the peers' and the fabric's: the GPU itself serves
+on."""
+
+
+class Value(Protocol):
+    """A union; the fields that are used of it."""
+
+    uiVal: int
+
+
+class FieldValue(Protocol):
+    """One field, as NVML gives it."""
+
+    nvmlReturn: int
+    value: Value
 
 
 class EventData(Protocol):
@@ -39,12 +77,17 @@ class Nvml(Protocol):
 
     def nvmlEventSetFree(self, events: object) -> None: ...
 
+    def nvmlDeviceGetFieldValues(
+        self, handle: object, fields: Sequence[int]
+    ) -> Sequence[FieldValue]: ...
+
 
 class NvmlFaultWatch:
     """One device's XIDs. NVML stays open as long as the process lives."""
 
-    def __init__(self, events: object, nvml: Nvml) -> None:
+    def __init__(self, handle: object, events: object, nvml: Nvml) -> None:
         """events: a set with which the device is registered."""
+        self._handle = handle
         self._events = events
         self._nvml = nvml
         self.is_on = True
@@ -63,7 +106,16 @@ class NvmlFaultWatch:
             return LOST if code == nvml.NVML_ERROR_GPU_IS_LOST else None
         if event.eventType != nvml.nvmlEventTypeXidCriticalError:
             return None
-        return fault_of(int(event.eventData))
+        fault = fault_of(int(event.eventData))
+        return fault.advised(self._recovery_action()) if fault.depends else fault
+
+    def _recovery_action(self) -> Action | None:
+        """What the driver says that the GPU needs at this moment; None where it does not say."""
+        try:
+            (field,) = self._nvml.nvmlDeviceGetFieldValues(self._handle, [RECOVERY_ACTION])
+        except self._nvml.NVMLError:
+            return None
+        return _RECOVERY.get(int(field.value.uiVal)) if field.nvmlReturn == 0 else None
 
     def close(self) -> None:
         self.is_on = False
@@ -90,4 +142,4 @@ def open_fault_watch(device: str, visible_devices: str | None, nvml: Nvml = pynv
             with suppress(nvml.NVMLError):
                 nvml.nvmlEventSetFree(events)
         return NoFaultWatch()
-    return NvmlFaultWatch(events, nvml)
+    return NvmlFaultWatch(handle, events, nvml)

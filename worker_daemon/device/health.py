@@ -1,9 +1,19 @@
 """Whether a device can still be looked after, apart from whether it computes: NVML may be lost (to
-a container whose device cgroup is renewed, say) while CUDA works. Knows no worker."""
+a container whose device cgroup is renewed, say) while CUDA works, or say that the device is slowed
+down. Knows no worker."""
 
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
+
+SLOWDOWNS: Final = {
+    0x08: "the hardware slows it down",
+    0x20: "it is too hot (software)",
+    0x40: "it is too hot (hardware)",
+    0x80: "the power supply asks for less (power brake)",
+}
+"""nvml.h's nvmlClocksEventReason bits, in words. The power cap (0x04) is none of them: large GPUs
+run into it whenever they are busy."""
 
 
 class DeviceHealth(Protocol):
@@ -31,6 +41,8 @@ class HandleSource(Protocol):
 
     def nvmlDeviceGetPciInfo(self, handle: object) -> object: ...
 
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: object) -> int: ...
+
 
 class NvmlHealth:
     """Asks NVML for a device that it has known before."""
@@ -45,10 +57,16 @@ class NvmlHealth:
         nvml = self._nvml
         try:
             nvml.nvmlInit()
-            nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByUUID(self._uuid))
+            handle = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
+            nvml.nvmlDeviceGetPciInfo(handle)
         except nvml.NVMLError as error:
             return f"NVML is lost: {error}"
-        return ""
+        try:
+            reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+        except nvml.NVMLError:  # a slice of a device has no clocks of its own
+            return ""
+        words = [word for bit, word in SLOWDOWNS.items() if reasons & bit]
+        return f"the device is throttled: {', '.join(words)}" if words else ""
 
 
 def open_health(device: torch.device) -> DeviceHealth:

@@ -3,11 +3,12 @@ metadata.
 
 Shapes: N tokens, H hidden size. Both ends know N from the step message. With tensor parallelism
 each rank sends its 1/tp of the [N, H] residual stream and the receiving stage gathers the whole. A
-message ends in a trailer of one int64, link and seq over status, which the receiver checks on the
-device: a rank that failed upstream still sends, so that nobody hangs, and its status travels on to
-the last stage.
+message ends in a trailer of one int64, which says what it is (link, seq, a hash of shape and dtype)
+over its status, and which the receiver checks on the device: a rank that failed upstream still
+sends, so that nobody hangs, and its status travels on to the last stage.
 """
 
+import zlib
 from collections import deque
 from typing import Protocol
 
@@ -22,13 +23,14 @@ STATUS_OK = 0
 STATUS_FAILED = 1
 """A stage before this one failed in this step; the activations mean nothing."""
 STATUS_MISMATCH = 2
-"""The neighbour sent another step than the one expected."""
+"""The neighbour sent another step than the one expected, or another shape or dtype."""
 
 _TRAILER_BYTES = 16
 """One int64 and its alignment."""
 _STATUS_BITS = 2
-_SEQ_BITS, _LINK_BITS = 40, 20
-"""Of the trailer: with the status fewer than 63, so that it is never negative."""
+_SHAPE_BITS, _SEQ_BITS, _LINK_BITS = 16, 32, 12
+"""Of the trailer, from the status up: together fewer than 63, so that it is never negative. What
+does not fit is left out: a message is never so old that its seq or link could come again."""
 _TAG_RANGE = 1 << 30
 
 
@@ -90,6 +92,12 @@ class _Layout:
         self.dtype = dtype
         self.tp = tp
         self.num_slices = tp.size if hidden_size % tp.size == 0 else 1
+        self._hash = zlib.crc32(f"{hidden_size} {dtype} {self.num_slices}".encode())
+
+    def shape_hash(self, num_tokens: int) -> int:
+        """Of what is sent for that many tokens. Neighbours whose models differ by mistake (float16
+        and bfloat16, say) may send as many bytes as are expected."""
+        return (self._hash + num_tokens) % (1 << _SHAPE_BITS)
 
     def slice_numel(self, num_tokens: int) -> int:
         """Elements of [N, H] that one rank sends."""
@@ -114,10 +122,11 @@ class _Layout:
         return message[start : start + _TRAILER_BYTES].view(torch.int64)[0]
 
 
-def _identity(generation: int, seq: int) -> int:
+def _identity(generation: int, seq: int, shape_hash: int) -> int:
     """The trailer of a step with status 0."""
     link = generation % (1 << _LINK_BITS)
-    return (link << _SEQ_BITS | seq % (1 << _SEQ_BITS)) << _STATUS_BITS
+    step = link << _SEQ_BITS | seq % (1 << _SEQ_BITS)
+    return (step << _SHAPE_BITS | shape_hash) << _STATUS_BITS
 
 
 class StageInbound:
@@ -151,7 +160,7 @@ class StageInbound:
         with communication("receiving from the previous stage"):
             work = dist.irecv(message, group=self._group, group_src=0, tag=tag)
         assert work is not None, "this rank is in the group"
-        expected = _identity(self._generation, seq)
+        expected = _identity(self._generation, seq, self._layout.shape_hash(num_tokens))
         return _StageArrival(message, work, self._layout, num_tokens, expected)
 
 
@@ -225,7 +234,9 @@ class StageOutbound:
         first = layout.tp.rank * size if layout.num_slices > 1 else 0
         layout.slice_of(message, num_tokens).copy_(hidden.reshape(-1)[first : first + size])
         trailer = layout.trailer_of(message, num_tokens)
-        torch.add(status, _identity(self._generation, seq), out=trailer)
+        torch.add(
+            status, _identity(self._generation, seq, layout.shape_hash(num_tokens)), out=trailer
+        )
         with communication("sending to the next stage"):
             work = dist.isend(message, group=self._group, group_dst=1, tag=seq % _TAG_RANGE)
         assert work is not None, "this rank is in the group"

@@ -110,6 +110,9 @@ class LadderGraphs:
         program.compile(self._ladder.plans, runner.inputs.padding)
 
     def capture(self, runner: ModelRunner) -> None:
+        # What the allocator keeps for steps, or of graphs that were dropped, no graph can have. Not
+        # any earlier: freeing waits for kernels, which may wait for a peer until a link is left.
+        torch.cuda.empty_cache()
         program = GraphedProgram(self._eager, self._arrived, self._stream)
         plans = self._ladder.plans
         program.capture(plans, runner.inputs.padding)
@@ -149,9 +152,6 @@ class LadderGraphs:
             runner.inputs.pad_by(self._ladder, ())  # their views are kept
             runner.use(self._program)
             return
-        # The memory of those that were dropped is a pool's, and these get another pool. Not
-        # before: freeing waits for kernels, which may wait for a peer until the link is left.
-        torch.cuda.empty_cache()
         self.capture(runner)
 
 

@@ -32,13 +32,14 @@ class StepOutput:
     thread where it is ready.
 
     The copies are enqueued behind the step and before the next one, which may overwrite their
-    sources.
+    sources. slots: of the rows, as a bitmap.
     """
 
     def __init__(
         self,
         identity: ReplyIdentity,
         rows: Sampled,
+        slots: bytes,
         sampled: SamplerOutput,
         status: Tensor,
         link: Link,
@@ -46,6 +47,7 @@ class StepOutput:
     ) -> None:
         self._identity = identity
         self._rows = rows
+        self._slots = slots
         self._history = history
         columns = [status, sampled.token_ids]
         if sampled.logprobs is not None:
@@ -73,7 +75,7 @@ class StepOutput:
             epoch=self._identity.epoch,
             seq=self._identity.seq,
             rank=self._identity.rank,
-            slots=self._rows.slots.astype("<u2").tobytes(),
+            slots=self._slots,
             sampled_token_ids=token_ids,
             num_logprobs=logprobs[0].shape[1] - 1 if logprobs else NO_LOGPROBS,
         )
@@ -90,12 +92,14 @@ class DeliveredOutput:
         self,
         identity: ReplyIdentity,
         rows: Sampled,
+        slots: bytes,
         tokens: Delivered,
         link: Link,
         history: TokenHistory,
     ) -> None:
         self._identity = identity
         self._rows = rows
+        self._slots = slots
         self._tokens = tokens
         self._link = link
         self._history = history
@@ -118,7 +122,7 @@ class DeliveredOutput:
             epoch=identity.epoch,
             seq=identity.seq,
             rank=identity.rank,
-            slots=self._rows.slots.astype("<u2").tobytes(),
+            slots=self._slots,
             sampled_token_ids=token_ids,
         )
         return reply, []
@@ -178,7 +182,11 @@ def _raise_for_status(status: int) -> None:
     if status == STATUS_OK:
         return
     if status == STATUS_MISMATCH:
-        raise CommError("the previous stage sent another step than this one", fix="relink")
+        raise CommError(
+            "PP_MISMATCH: the previous stage sent another step than this one, or another shape or "
+            "dtype",
+            fix="relink; if that does not help, give all ranks the same model and versions",
+        )
     raise UpstreamFailedError("an earlier pipeline stage failed in this step")
 
 

@@ -22,6 +22,7 @@ from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.grammar_input import apply_masks
 from worker_daemon.runner.input_batch import InputBuilder, SampleRows, StepInputs
 from worker_daemon.runner.output import DeliveredOutput, NoTokens, ReplyIdentity, StepOutput
+from worker_daemon.runner.slot_bitmap import SlotBitmaps
 from worker_daemon.runner.stage_program import Chosen
 from worker_daemon.runner.token_history import TokenHistory
 from worker_daemon.sample.sampler import SamplerOutput, sample
@@ -143,6 +144,7 @@ class LastStageExit:
         self._tokens = tokens
         self._history = history
         self._replies = replies
+        self._bitmaps = SlotBitmaps()
         self._sampling = probe_sampling(inputs.tables.last_sampled.device)
 
     def give_up(self, slots: Tensor, publication: int) -> None:
@@ -163,14 +165,18 @@ class LastStageExit:
             self._tokens.publish_greedy(publication, rows.slots, chosen.greedy, count)
             if self._replies and rows.delivery is not None:
                 delivered = rows.delivery.expect(count)
-                return DeliveredOutput(identity, rows.sampled, delivered, self._link, self._history)
+                slots = self._bitmaps.of(rows.slots_np)
+                return DeliveredOutput(
+                    identity, rows.sampled, slots, delivered, self._link, self._history
+                )
             sampled = SamplerOutput(chosen.greedy[:count], None)
         else:
             sampled = self._sample_by_parameters(chosen, rows, masks, publication)
             self._tokens.publish(publication, rows.slots[:count], sampled.token_ids)
         if not self._replies:
             return None
-        return StepOutput(identity, rows.sampled, sampled, status, self._link, self._history)
+        slots = self._bitmaps.of(rows.slots_np)
+        return StepOutput(identity, rows.sampled, slots, sampled, status, self._link, self._history)
 
     def _sample_by_parameters(
         self, chosen: Chosen, rows: SampleRows, masks: Tensor | None, publication: int

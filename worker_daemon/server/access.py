@@ -23,6 +23,7 @@ _CONTROL: Final[Mapping[type[Request], Role]] = {
     tr.ReadTrace: Role.OBSERVER,
     tr.ReadDriverSteps: Role.OBSERVER,
     lc.Shutdown: Role.ADMIN,
+    lc.Drain: Role.ADMIN,
     # They hold up the steps of a group that somebody else may drive.
     tr.StartTrace: Role.ADMIN,
     tr.StopTrace: Role.ADMIN,

@@ -1,11 +1,13 @@
 """The daemon with its real worker: the one place where server and torch meet. Everything that loads
 torch is imported on the step thread, after the sockets are bound."""
 
+import gc
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from worker_daemon.device.gpu_faults import FaultWatch, NoFaultWatch
+from worker_daemon.device.gpu_load import Gauges, NoGauges
 from worker_daemon.phases import SetPhase
 from worker_daemon.server.daemon import serve
 from worker_daemon.server.dispatch import RendezvousServerLike, WorkerLike
@@ -23,7 +25,14 @@ def run_daemon(settings: ProcessSettings) -> int:
     prepare_environment(settings.data_interface or None)
     prepare_flight_recorder(settings)
     make = partial(make_worker, profile_dir=profile_directory(settings))
-    return serve(settings, make, open_rendezvous, partial(open_fault_watch, settings.device))
+    return serve(
+        settings,
+        make,
+        open_rendezvous,
+        partial(open_fault_watch, settings.device),
+        partial(open_gauges, settings.device),
+        partial(find_gpu, settings.device),
+    )
 
 
 def make_worker(
@@ -36,6 +45,9 @@ def make_worker(
     """Load torch and make the worker; called on the step thread."""
     from worker_daemon.worker import Worker  # seconds of torch, while sockets are bound already
 
+    # A full collection over all that torch's modules have made takes a tenth of a second.
+    gc.collect()
+    gc.freeze()
     return Worker(device, model_roots, set_phase, save_root, profile_dir)
 
 
@@ -46,6 +58,24 @@ def open_fault_watch(device: str) -> FaultWatch:
     from worker_daemon.device import fault_watch  # loads NVML's bindings
 
     return fault_watch.open_fault_watch(device, visible_devices())
+
+
+def find_gpu(device: str) -> str:
+    """Return a GPU's UUID; empty for the CPU, or where NVML does not tell. Creates no context."""
+    if device == "cpu":
+        return ""
+    from worker_daemon.device import gpu_uuid  # loads NVML's bindings
+
+    return gpu_uuid.find_uuid(device, visible_devices())
+
+
+def open_gauges(device: str) -> Gauges:
+    """Read a GPU's gauges; called on the thread that does so."""
+    if device == "cpu":
+        return NoGauges()
+    from worker_daemon.device import gpu_gauges  # loads NVML's bindings
+
+    return gpu_gauges.open_gauges(device, visible_devices())
 
 
 def open_rendezvous(host: str) -> RendezvousServerLike:

@@ -18,6 +18,7 @@ from rpc_schema.lifecycle import Attached
 from worker_daemon.server.dispatch import PendingReply
 from worker_daemon.server.progress import NO_RESULT, Progress
 from worker_daemon.server.reply_channel import ReplyChannel
+from worker_daemon.server.reply_counts import ReplyCounts
 from worker_daemon.server.reply_delays import ReplyDelays
 
 ATTACH_RETRY_S: Final = 0.005
@@ -87,6 +88,11 @@ class Completion:
     def reply_delays(self) -> ReplyDelays:
         """From results on the host to their replies sent; any thread may ask it."""
         return self._channel.delays
+
+    @property
+    def reply_counts(self) -> ReplyCounts:
+        """What replies have brought; any thread may ask it."""
+        return self._channel.counts
 
     def start(self) -> None:
         """Start the thread."""

@@ -8,7 +8,7 @@ import os
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from typing import Final, Protocol, TypedDict
 
@@ -29,6 +29,7 @@ from rpc_schema.errors import ControlErrorReply, WireError
 from rpc_schema.lifecycle import ServingState
 from rpc_schema.version import PROTOCOL_VERSION
 from rpc_schema.weight_transfer import WeightsStatus
+from worker_daemon.device.gpu_load import GpuLoad
 from worker_daemon.errors import (
     FencedError,
     ForbiddenError,
@@ -40,14 +41,17 @@ from worker_daemon.errors import (
 from worker_daemon.models.weight_state import WeightReport
 from worker_daemon.server.bad_peers import Peer
 from worker_daemon.server.dispatch import OpenRendezvousServer, RendezvousServerLike
+from worker_daemon.server.draining import Draining
 from worker_daemon.server.endpoints import AnyEndpoint
 from worker_daemon.server.epochs import EpochFile
 from worker_daemon.server.guard import Guard
-from worker_daemon.server.lease import Lease, LeaseTerms, lease_terms
+from worker_daemon.server.lease import Lease, LeaseTerms, lease_terms, suspended_s
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.replies import control_error_reply
+from worker_daemon.server.reply_counts import ReplyCounts
 from worker_daemon.server.reply_delays import ReplyDelays
 from worker_daemon.server.security import Security
+from worker_daemon.server.sequence import drained
 from worker_daemon.server.step_thread import (
     UID_BYTES,
     Attach,
@@ -105,15 +109,19 @@ class Control:
         progress: Progress,
         guard: Guard,
         reply_delays: ReplyDelays,
+        reply_counts: ReplyCounts,
+        read_load: Callable[[], GpuLoad | None],
         notifier: Notifier,
         commands: Commands,
         open_rendezvous: OpenRendezvousServer,
         security: Security,
         data_host: str,
     ) -> None:
-        """data_host: where the ranks of a link meet."""
+        """read_load: what the device's gauges showed last. data_host: where the ranks of a link
+        meet."""
         self.worker_uid = os.urandom(16)
         self.draining = False
+        """The daemon is about to end."""
         self._control = control
         self._events = events
         self._endpoint = endpoint
@@ -121,6 +129,8 @@ class Control:
         self._progress = progress
         self._guard = guard
         self._reply_delays = reply_delays
+        self._reply_counts = reply_counts
+        self._read_load = read_load
         self._notifier = notifier
         self._commands = commands
         self._open_rendezvous = open_rendezvous
@@ -132,7 +142,8 @@ class Control:
         self._rendezvous: deque[RendezvousServerLike] = deque()
         self._versions: OrderedDict[bytes, int] = OrderedDict()
         self._prepared: tuple[int, bytes] = (0, b"")
-        self._lease = Lease(time.monotonic)
+        self._lease = Lease(time.monotonic, suspended_s)
+        self._drain = Draining(commands.post, self._tell_heartbeat, self._lease, self._progress)
         self._software = f"worker-daemon {metadata.version('worker-daemon')}"
         self._commits: set[asyncio.Task[None]] = set()
         self._last_hang = ""
@@ -164,9 +175,11 @@ class Control:
             if isinstance(message, lc.CommitAttach):
                 self._spawn(self._commit(sender, message))
             elif isinstance(message, tr.StartTrace):
-                self._spawn(self._trace(sender, message, self._tracing.start(message)))
+                self._spawn(self._answer_late(sender, message, self._tracing.start(message)))
             elif isinstance(message, tr.StopTrace):
-                self._spawn(self._trace(sender, message, self._tracing.stop(message)))
+                self._spawn(self._answer_late(sender, message, self._tracing.stop(message)))
+            elif isinstance(message, lc.Drain):
+                self._spawn(self._answer_late(sender, message, self._drain_or_undo(message)))
             else:
                 await self._reply(sender, self._outcome(message))
 
@@ -272,7 +285,7 @@ class Control:
         self._commits.add(task)
         task.add_done_callback(self._commits.discard)
 
-    async def _trace(
+    async def _answer_late(
         self, sender: bytes, message: ControlMessage, work: Awaitable[ControlReplyMessage]
     ) -> None:
         try:
@@ -304,6 +317,8 @@ class Control:
     def _prepare_attach(self, message: lc.PrepareAttach) -> ControlReplyMessage:
         if self.draining:
             raise StateError("the daemon is shutting down", fix="attach to another one")
+        if self._drain.is_on:
+            raise drained()
         self._need_same_version(message.driver_id)
         self._lease.check_free_for(message.driver_id, force=message.force)
         last = self._epochs.last
@@ -351,6 +366,7 @@ class Control:
         it; on gloo a lost neighbour's connections have ended by themselves."""
         self.need_attached(message.epoch)
         link = self._progress.link
+        self._guard.forgive_hangs()
         if self._progress.snapshot.state.link != "none":
             self._guard.request_abort(message.cause)
             self._commands.post(LinkBroke(link, message.cause))
@@ -385,6 +401,18 @@ class Control:
         self._commands.begin_shutdown("a driver asked for it")
         return lc.Acknowledged(call=message.call)
 
+    async def _drain_or_undo(self, message: lc.Drain) -> ControlReplyMessage:
+        if self.draining:
+            raise StateError("the daemon is shutting down")
+        if message.undo:
+            self._drain.undo()
+        else:
+            await self._drain.drain()
+        return lc.Acknowledged(call=message.call)
+
+    def _tell_heartbeat(self) -> None:
+        self._publish(self._heartbeat())
+
     async def _commit(self, sender: bytes, message: lc.CommitAttach) -> None:
         reply: ControlReplyMessage
         try:
@@ -418,6 +446,7 @@ class Control:
         if message.epoch <= self._progress.epoch:
             raise NotAttachedError(f"epoch {epoch} is attached already", fix="prepare a new one")
         self._lease.grant(driver_id, epoch, terms)
+        self._guard.forgive_hangs()
         loop = asyncio.get_running_loop()
         taken: asyncio.Future[Standing] = loop.create_future()
         settle = _threadsafe(loop, taken)
@@ -470,7 +499,8 @@ class Control:
 
     def _serving(self) -> ServingState:
         serving = self._progress.snapshot.state.serving
-        return "DRAINING" if self.draining and serving == "SERVING" else serving
+        drains = self.draining or self._drain.is_on
+        return "DRAINING" if drains and serving == "SERVING" else serving
 
     def _status(self) -> lc.Status:
         progress = self._progress
@@ -504,6 +534,10 @@ class Control:
             lease=self._lease.status(),
             num_bad_frames=self._bad_peers.num_bad_frames,
             num_refused=self._security.num_refused,
+            num_tokens=self._reply_counts.num_tokens,
+            num_requests=self._reply_counts.num_requests,
+            usual_step_us=min(int(self._guard.usual_step_s * 1e6), 2**31 - 1),
+            gpu_load=_gpu_load(self._read_load()),
         )
 
     def _heartbeat(self) -> lc.Heartbeat:
@@ -521,6 +555,7 @@ class Control:
             phase=stamp.phase,
             phase_ms=stamp.age_ms(time.monotonic()),
             phase_limit_ms=stamp.limit_ms,
+            drains=self._drain.is_on,
             lease=lease.state,
             lease_remaining_ms=lease.remaining_ms,
         )
@@ -569,6 +604,10 @@ def _threadsafe(
         loop.call_soon_threadsafe(settle, standing)
 
     return taken
+
+
+def _gpu_load(load: GpuLoad | None) -> lc.GpuLoad | None:
+    return None if load is None else lc.GpuLoad(**asdict(load))
 
 
 def _weights_status(report: WeightReport | None) -> WeightsStatus | None:

@@ -17,11 +17,12 @@ import zmq
 from rpc_schema.errors import ErrorReply
 from rpc_schema.exit_codes import ExitCode
 from worker_daemon.device.gpu_faults import Fault, NoFaultWatch
+from worker_daemon.device.gpu_load import NoGauges
 from worker_daemon.errors import ConfigError
 from worker_daemon.interfaces import interface_address
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.control import Control
-from worker_daemon.server.device_watch import DeviceWatch, OpenFaultWatch
+from worker_daemon.server.device_watch import DeviceWatch, OpenFaultWatch, OpenGauges
 from worker_daemon.server.dispatch import MakeWorker, OpenRendezvousServer, WorkerLike
 from worker_daemon.server.endpoints import (
     AnyEndpoint,
@@ -34,6 +35,8 @@ from worker_daemon.server.endpoints import (
     remove_sockets,
 )
 from worker_daemon.server.epochs import EpochFile
+from worker_daemon.server.file_limit import raise_file_limit
+from worker_daemon.server.gpu_lock import GpuLock, GpuLockLike, NoGpuLock, lock_directory
 from worker_daemon.server.guard import Guard
 from worker_daemon.server.hang_reports import HangReports
 from worker_daemon.server.progress import Progress
@@ -65,6 +68,7 @@ LAST_WORDS_S: Final = 0.3
 for NVML to say more."""
 DEVICE_LIMIT_S: Final = 1.5
 """Then the process ends even if its main thread hangs."""
+FindGpu = Callable[[], str]
 _DEVICE_CODES: Final = (ExitCode.CONTEXT_LOST, ExitCode.GPU_LOST)
 
 logger = logging.getLogger(__name__)
@@ -75,17 +79,22 @@ def serve(
     make_worker: MakeWorker,
     open_rendezvous: OpenRendezvousServer,
     open_watch: OpenFaultWatch = NoFaultWatch,
+    open_gauges: OpenGauges = NoGauges,
+    find_gpu: FindGpu = str,
 ) -> int:
-    """Run a daemon on the main thread until it ends; return the exit code.
+    """Run a daemon on the main thread until it ends; return the exit code. find_gpu: the UUID of
+    the device; empty: it has none that is known.
 
     Raises:
+        GpuInUseError: another daemon has the GPU.
         ConfigError: the endpoint, the state directory or the parent's pipe cannot be used.
         EndpointInUseError: another daemon has the endpoint.
     """
     _check_parent_fd(settings.exit_with_parent_fd)
-    premises = Premises(settings)
+    raise_file_limit()
+    premises = Premises(settings, find_gpu)
     try:
-        daemon = Daemon(settings, premises, make_worker, open_rendezvous, open_watch)
+        daemon = Daemon(settings, premises, make_worker, open_rendezvous, open_watch, open_gauges)
         return uvloop.run(daemon.run())
     finally:
         premises.leave()
@@ -105,10 +114,10 @@ def _check_parent_fd(fd: int | None) -> None:
 
 
 class Premises:
-    """What a daemon holds in the file system: directory, lock, socket files, epoch file. Owned by
-    the main thread."""
+    """What a daemon holds in the file system: directory, locks of the endpoint and the GPU, socket
+    files, epoch file. Owned by the main thread."""
 
-    def __init__(self, settings: ProcessSettings) -> None:
+    def __init__(self, settings: ProcessSettings, find_gpu: FindGpu = str) -> None:
         """Claim them. Raises what `serve` does."""
         self.endpoint = _parse_endpoint(settings)
         self._directory = self.endpoint.path.parent
@@ -118,10 +127,13 @@ class Premises:
         for dead in remove_stale(self._directory):
             logger.info("removed what a daemon left that was killed: %s", dead)
         self._lock = EndpointLock(self.endpoint)
+        self._gpu_lock: GpuLockLike = NoGpuLock()
         try:
+            self._gpu_lock = _lock_gpu(settings, find_gpu)
             self.epochs = EpochFile(self._state_dir, self.endpoint)
             self.hang_reports = HangReports(self.epochs.path.with_suffix(".stacks"))
         except ConfigError:
+            self._gpu_lock.release()
             self._lock.release()
             remove_if_empty(self._directory)
             raise
@@ -133,10 +145,18 @@ class Premises:
         self.hang_reports.close()
         if self._dies_with_parent:
             self.epochs.remove()
+        self._gpu_lock.release()
         self._lock.release()
         if self._directory in self._state_dir.parents:
             remove_if_empty(self._state_dir)
         remove_if_empty(self._directory)
+
+
+def _lock_gpu(settings: ProcessSettings, find_gpu: FindGpu) -> GpuLockLike:
+    if settings.share_gpu:
+        return NoGpuLock()
+    uuid = find_gpu()
+    return GpuLock(uuid, lock_directory(settings.gpu_lock_dir)) if uuid else NoGpuLock()
 
 
 def _parse_endpoint(settings: ProcessSettings) -> AnyEndpoint:
@@ -155,6 +175,7 @@ class Daemon:
         make_worker: MakeWorker,
         open_rendezvous: OpenRendezvousServer,
         open_watch: OpenFaultWatch,
+        open_gauges: OpenGauges,
     ) -> None:
         self._settings = settings
         self._premises = premises
@@ -185,13 +206,15 @@ class Daemon:
             progress=self._progress,
             guard=self._guard,
             reply_delays=self._completion.reply_delays,
+            reply_counts=self._completion.reply_counts,
+            read_load=lambda: self._device_watch.load,
             notifier=self._notifier,
             commands=self,
             open_rendezvous=open_rendezvous,
             security=self._security,
             data_host=data_host,
         )
-        self._device_watch = DeviceWatch(open_watch, self._gpu_fault)
+        self._device_watch = DeviceWatch(open_watch, self._gpu_fault, open_gauges)
         self._tasks: set[asyncio.Future[None]] = set()
         self._signals = 0
         self._fatal_lock = threading.Lock()
@@ -391,6 +414,11 @@ class Daemon:
     def slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
         """See GuardListener."""
         self._to_loop(lambda: self._control.tell_slow(phase, phase_ms, usual_ms))
+
+    def relapsed(self, cause: str) -> None:
+        """See GuardListener. A supervisor starts us again; so it does with each rank that waits in
+        the same hang."""
+        self.fatal(ExitCode.LINK_UNUSABLE, cause)
 
     def _link_aborted(self, link: int, cause: str) -> None:
         """The guard thread has aborted `link`: whoever waited may come back with any outcome."""

@@ -1,6 +1,7 @@
-"""The door thread: answers ZeroMQ's question whether a key may come in (ZAP, ZeroMQ RFC 27), and
-writes a line for whoever was turned away. Owns the ZAP socket and the monitors of the four sockets;
-never waits for another thread, so that handshakes end while the main thread is busy.
+"""The door thread: answers ZeroMQ's question whether a key may come in (ZAP, ZeroMQ RFC 27), writes
+a line for whoever was turned away, and keeps strangers out while they are too many (turnstile.py).
+Owns the ZAP socket and the monitors of the four sockets; never waits for another thread, so that
+handshakes end while the main thread is busy.
 
 libzmq asks only peers that have proved to have their key. Those that speak without a key, or look
 for another daemon's, it turns away itself and tells the monitors; no byte of theirs comes further.
@@ -24,13 +25,15 @@ from zmq.utils.monitor import recv_monitor_message
 from rpc_schema.key_files import fingerprint
 from worker_daemon.server.access import SOCKET_ROLES, Roles
 from worker_daemon.server.bad_peers import BadPeers
+from worker_daemon.server.turnstile import Friends, Turnstile
 
 ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 _BELL: Final = "inproc://door"
 _REQUEST_FRAMES: Final = 7
 """version, request id, domain, address, routing id, mechanism, the client's public key."""
 _WATCHED: Final = (
-    zmq.EVENT_ACCEPTED
+    zmq.EVENT_LISTENING
+    | zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -39,6 +42,7 @@ _WATCHED: Final = (
 _WATCH: Final = b"watch"
 _STOP: Final = b"stop"
 MAX_ADDRESSES: Final = 4096
+_SHUT_POLL_MS: Final = 100
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +93,8 @@ class Doorkeeper:
         self._roles = roles
         self._bad_peers = bad_peers
         self._audit = AuditLog(logger.warning)
+        self._floods = AuditLog(logger.warning, burst=4)
+        self._friends = Friends()
         self._zap = context.socket(zmq.REP)
         self._zap.setsockopt(zmq.LINGER, 0)
         self._zap.bind(ZAP_ADDRESS)
@@ -115,7 +121,7 @@ class Doorkeeper:
         monitor = self._context.socket(zmq.PAIR)
         monitor.setsockopt(zmq.LINGER, 0)
         monitor.connect(address)
-        self._to_watch.put((monitor, _Watch(name, self._audit)))
+        self._to_watch.put((monitor, _Watch(name, self._audit, self._floods, self._friends)))
         if self._thread.ident is not None:
             self._bell.send(_WATCH)
 
@@ -140,7 +146,7 @@ class Doorkeeper:
         self._watch_more(poller)
         try:
             while True:
-                ready = dict(poller.poll())
+                ready = dict(poller.poll(self._patience_ms()))
                 if self._heard in ready:
                     if self._heard.recv() == _STOP:
                         return
@@ -153,6 +159,10 @@ class Doorkeeper:
             logger.exception("the door is shut: nobody can connect any more")
         finally:
             self._close()
+
+    def _patience_ms(self) -> int | None:
+        """How long to wait: strangers that are kept out are let in again in time."""
+        return _SHUT_POLL_MS if any(watch.look() for watch in self._monitors.values()) else None
 
     def _watch_more(self, poller: zmq.Poller) -> None:
         while not self._to_watch.empty():
@@ -195,9 +205,17 @@ class Doorkeeper:
         elif key in self._bad_peers:
             why = "the key is banned for its bad frames"
         else:
+            self._befriend(request[3].decode(errors="replace"))
             return ""
         self._audit.refused(domain, f"{address}, key {fingerprint(key)}", why)
         return why
+
+    def _befriend(self, address: str) -> None:
+        """An authorized key came from there."""
+        if address not in self._friends:
+            self._friends.add(address)
+            for watch in self._monitors.values():
+                watch.renew()
 
     def _close(self) -> None:
         for each in (self._zap, self._heard, *self._monitors):
@@ -208,9 +226,12 @@ class _Watch:
     """What happens at one socket. A monitor names the peer of a failed handshake only by the end of
     its connection, which follows."""
 
-    def __init__(self, name: str, audit: AuditLog) -> None:
+    def __init__(self, name: str, audit: AuditLog, floods: AuditLog, friends: Friends) -> None:
         self._name = name
         self._audit = audit
+        self._floods = floods
+        self._friends = friends
+        self._turnstile: Turnstile | None = None
         self._addresses: dict[int, str] = {}
         """Of connections, by file descriptor. A descriptor that was closed and used again before we
         looked would give the wrong address: good enough for a line in a log."""
@@ -218,9 +239,14 @@ class _Watch:
 
     def take(self, kind: int, value: int) -> None:
         """Take in one event."""
-        if kind == zmq.EVENT_ACCEPTED:
+        if kind == zmq.EVENT_LISTENING:
+            self._turnstile = Turnstile(value, self._friends)
+        elif kind == zmq.EVENT_ACCEPTED:
+            address = _address(value)
             if len(self._addresses) < MAX_ADDRESSES:
-                self._addresses[value] = _address(value)
+                self._addresses[value] = address
+            if self._turnstile is not None and self._turnstile.entered(_host(address)):
+                self._floods.refused(self._name, "strangers", "there are too many: all must wait")
         elif kind == zmq.EVENT_DISCONNECTED:
             address = self._addresses.pop(value, "unknown address")
             if self._failed:
@@ -228,6 +254,23 @@ class _Watch:
                 self._failed = ""
         else:
             self._failed = _why(kind, value)
+
+    def look(self) -> bool:
+        """Let strangers in again, if it is time; tell whether they are still kept out."""
+        if self._turnstile is None:
+            return False
+        self._turnstile.look()
+        return self._turnstile.is_shut
+
+    def renew(self) -> None:
+        """There is a new friend."""
+        if self._turnstile is not None:
+            self._turnstile.renew()
+
+
+def _host(address: str) -> str:
+    """Of an internet address and port."""
+    return address.rpartition(":")[0]
 
 
 def _why(kind: int, value: int) -> str:

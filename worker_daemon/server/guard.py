@@ -13,6 +13,7 @@ from typing import Final, Protocol
 from worker_daemon.server.hang_reports import StandardErrorWitness, Witness
 from worker_daemon.server.pace import Pace
 from worker_daemon.server.progress import Progress, Stamp
+from worker_daemon.server.relapse import RELAPSE_S, HangHistory
 
 TICK_S: Final = 0.25
 LOCK_LIMIT_S: Final = 10.0
@@ -33,6 +34,9 @@ class GuardListener(Protocol):
     def slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
         """A step takes far longer than steps did of late."""
 
+    def relapsed(self, cause: str) -> None:
+        """Communicators hang again, soon after they were made anew."""
+
 
 class NobodyListens:
     """A GuardListener."""
@@ -41,6 +45,9 @@ class NobodyListens:
         return None
 
     def slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
+        return None
+
+    def relapsed(self, cause: str) -> None:
         return None
 
 
@@ -64,6 +71,7 @@ class Guard:
         self._witness = witness or StandardErrorWitness()
         self._listener = listener or NobodyListens()
         self._pace = Pace()
+        self._hangs = HangHistory()
         self._dump_link: Callable[[], bytes] = _no_record
         self._check_device: Callable[[], str] = str
         self._device_checked_at = 0.0
@@ -77,6 +85,11 @@ class Guard:
         self._hung_phase: Stamp | None = None
         self._hung_result: Stamp | None = None
         self._thread = threading.Thread(target=self._run, name="guard", daemon=True)
+
+    @property
+    def usual_step_s(self) -> float:
+        """Moving average of the time from step to step; any thread may ask."""
+        return self._pace.usual_s
 
     def start(self) -> None:
         """Start the thread."""
@@ -99,6 +112,10 @@ class Guard:
         """Have the link of this moment aborted soon, on the guard thread; nothing is, if by then
         another has taken its place."""
         self._requests.put((self._progress.link, cause))
+
+    def forgive_hangs(self) -> None:
+        """Hangs so far were a lost peer's doing, or a former driver's; any thread may say so."""
+        self._hangs.forgive()
 
     def stop(self) -> None:
         """Ask the thread to end."""
@@ -147,14 +164,24 @@ class Guard:
             self._hung_phase = stamp
             self._report_hang(stamp, now, f"{stamp.phase} has been silent")
             if stamp.on_link:
-                self._abort(f"{stamp.phase} is past its deadline")
+                self._end_hang(stamp, now)
 
     def _watch_result(self, stamp: Stamp, now: float) -> None:
         """Free the completion thread from a result that hangs on the device, once."""
         if now >= stamp.deadline and stamp is not self._hung_result:
             self._hung_result = stamp
             self._report_hang(stamp, now, f"{stamp.phase} has not come")
-            self._abort(f"{stamp.phase} is past its deadline")
+            self._end_hang(stamp, now)
+
+    def _end_hang(self, stamp: Stamp, now: float) -> None:
+        """Abort the link that a phase hangs on; tell if that did not help the last time."""
+        link = self._progress.link
+        self._abort(f"{stamp.phase} is past its deadline")
+        if self._hangs.is_relapse(link, now):
+            self._listener.relapsed(
+                f"{stamp.phase} hangs on link {link}, less than {RELAPSE_S:.0f} s after the link "
+                "before it did"
+            )
 
     def _report_hang(self, stamp: Stamp, now: float, what: str) -> None:
         heading = f"{what} for {stamp.age_ms(now)} ms: hung"

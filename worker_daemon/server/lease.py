@@ -1,7 +1,8 @@
 """The lease: which driver may step this daemon, until when, and what is left once it has expired. A
-state machine with a clock handed in; knows no socket, no thread and no step. Owned by the control
+state machine with clocks handed in; knows no socket, no thread and no step. Owned by the control
 thread."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -17,7 +18,10 @@ from worker_daemon.errors import (
 
 MAX_SILENCE_S: Final = 1.0
 """The owner looks at the lease four times a second. Where it did not for longer than this, it did
-not run, and could not have heard the holder: that time does not count."""
+not run, and could not have heard the holder: that time does not count. Time in which the whole host
+did not run does: its driver, elsewhere, has gone on without it."""
+MIN_SUSPENSION_S: Final = 0.1
+"""Less is only that two clocks were not read at the same moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,16 @@ def lease_terms(ttl_ms: int, orphan_kv_ttl_ms: int, holder_name: str) -> LeaseTe
     return LeaseTerms(ttl_ms / 1000, orphan_kv_ttl_ms / 1000, holder_name)
 
 
+def never_suspended() -> float:
+    """Of a host that runs on."""
+    return 0.0
+
+
+def suspended_s() -> float:
+    """For how long this host has been suspended since it was started, by Linux's two clocks."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+
+
 class Lease:
     """FREE -> HELD (grant) -> ORPHAN (its time is over) or FREE (release); a grant leads from
     anywhere to HELD. Every method first takes notice of the time that has passed."""
@@ -72,13 +86,20 @@ class Lease:
         "_kv_ends",
         "_last_look",
         "_state",
+        "_suspended",
+        "_suspended_s",
         "_unheard_expiry",
         "_unheard_kv_end",
     )
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """clock: seconds that only rise, as time.monotonic."""
+    def __init__(
+        self, clock: Callable[[], float], suspended: Callable[[], float] = never_suspended
+    ) -> None:
+        """clock: seconds that only rise, as time.monotonic. suspended: for how many seconds the
+        host has been suspended so far, which the clock leaves out."""
         self._clock = clock
+        self._suspended = suspended
+        self._suspended_s = suspended()
         self._state: ls.LeaseState = "free"
         self._holder: _Holder | None = None
         self._ends = 0.0
@@ -186,10 +207,14 @@ class Lease:
         now = self._clock()
         silence = now - self._last_look
         self._last_look = now
+        suspended_s = self._suspended()
+        asleep_s, self._suspended_s = suspended_s - self._suspended_s, suspended_s
         if self._state != "held" or self._holder is None:
             return now
         if silence > MAX_SILENCE_S:
             self._ends += silence
+        if asleep_s >= MIN_SUSPENSION_S:
+            self._ends -= asleep_s
         if now >= self._ends:
             self._state = "orphan"
             self._kv_ends = self._ends + self._holder.terms.orphan_kv_ttl_s

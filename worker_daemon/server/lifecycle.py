@@ -35,7 +35,7 @@ HISTORY: Final = 20
 _SERVING_MOVES: Final[Mapping[ServingState, frozenset[ServingState]]] = MappingProxyType(
     {
         "SERVING": frozenset(("DRAINING", "CLOSED", "FAILED")),
-        "DRAINING": frozenset(("CLOSED", "FAILED")),
+        "DRAINING": frozenset(("SERVING", "CLOSED", "FAILED")),
         "CLOSED": frozenset(),
         "FAILED": frozenset(("CLOSED",)),
     }
@@ -226,7 +226,8 @@ class Lifecycle:
         return self._move(replace(self.state, link="broken"), cause)
 
     def serve(self, to: ServingState, cause: str) -> bool:
-        """Go on to DRAINING, CLOSED or FAILED; a move that the axis lacks is ignored."""
+        """Go on to DRAINING, CLOSED or FAILED, or back from DRAINING; a move that the axis lacks is
+        ignored."""
         if to not in _SERVING_MOVES[self.state.serving]:
             return False
         return self._move(replace(self.state, serving=to), cause)

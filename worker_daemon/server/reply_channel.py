@@ -21,6 +21,7 @@ from rpc_schema.errors import ErrorReply
 from rpc_schema.lifecycle import Attached
 from worker_daemon.errors import StaleError
 from worker_daemon.server.replies import error_reply
+from worker_daemon.server.reply_counts import ReplyCounts
 from worker_daemon.server.reply_delays import ReplyDelays
 from worker_daemon.server.sequence import REPLAYABLE
 
@@ -77,6 +78,7 @@ class ReplyChannel:
         self._send_part = super(zmq.Socket, results).send
         self.delays = ReplyDelays()
         """Of the attached driver's results, from the host to the socket."""
+        self.counts = ReplyCounts()
         self._lock = threading.Lock()
         self._ring = ReplyRing()
         self._route = b""
@@ -107,6 +109,7 @@ class ReplyChannel:
             if known_ns is not None:
                 self.delays.add(time.monotonic_ns() - known_ns)
             self._rank = reply.rank
+            self.counts.add(reply)
             self._ring.keep(reply.seq, frames)
 
     def fail(self, seq: int, error: Exception) -> ErrorReply:

@@ -8,6 +8,7 @@ from rpc_schema import lifecycle as lc
 from rpc_schema import step
 from rpc_schema.codec import StepMessage
 from worker_daemon.errors import (
+    DrainingError,
     FencedError,
     GapError,
     LeaseExpiredError,
@@ -35,12 +36,14 @@ class Verdict(enum.Enum):
     NOT_ATTACHED = "not attached"
     EXPIRED = "expired"
     """Its driver's lease has expired."""
+    DRAINING = "draining"
+    """An operator wants no more steps."""
 
 
 class StepGate:
     """The last accepted (epoch, link, seq). Owned by the step thread; `accept` moves it on."""
 
-    __slots__ = ("attached", "epoch", "expired", "last_seq", "link")
+    __slots__ = ("attached", "draining", "epoch", "expired", "last_seq", "link")
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -48,6 +51,8 @@ class StepGate:
         self.last_seq = 0
         self.attached = False
         self.expired = False
+        self.draining = False
+        """Nothing new runs until this is taken back; seqs and the lease stay as they are."""
 
     def attach(self, epoch: int) -> None:
         """Begin `epoch`: seqs start again with 1; the link stays."""
@@ -80,7 +85,9 @@ class StepGate:
         seq = message.seq
         if seq <= self.last_seq:
             return Verdict.REPLAY if seq > max(0, self.last_seq - REPLAYABLE) else Verdict.STALE
-        return Verdict.EXPIRED if self.expired else self._judge_new(message)
+        if self.expired:
+            return Verdict.EXPIRED
+        return Verdict.DRAINING if self.draining else self._judge_new(message)
 
     def _judge_new(self, message: StepMessage) -> Verdict:
         if message.link != self.link and not isinstance(message, _LINKING):
@@ -115,6 +122,8 @@ class StepGate:
             return LeaseExpiredError(
                 f"the lease of epoch {self.epoch} has expired", fix="attach again"
             )
+        if verdict is Verdict.DRAINING:
+            return drained()
         if verdict is Verdict.FENCED:
             return FencedError(
                 f"epoch {message.epoch} with link {message.link} is fenced; "
@@ -128,6 +137,14 @@ class StepGate:
         return StaleError(
             f"the reply to seq {seq} is no longer kept; the last accepted is {self.last_seq}"
         )
+
+
+def drained() -> DrainingError:
+    """Return what a driver hears of a daemon that drains."""
+    return DrainingError(
+        "the daemon drains: it takes no steps and no drivers, and keeps what is loaded",
+        fix="go on elsewhere, or here after worker-client drain --undo",
+    )
 
 
 def closes_gap(message: StepMessage) -> bool:

@@ -107,9 +107,16 @@ class LinkBroke:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Refuse new steps from here on; `idle` hears once the running one is over."""
+    """Refuse new steps from here on; `idle` hears once the running one is over. stays: until
+    Resume, if that comes; else the daemon ends."""
 
     idle: Callable[[], None]
+    stays: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Take steps again, after a Drain that stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +143,7 @@ class Stop:
 
 
 Command: TypeAlias = (
-    Attach | Detach | Orphan | DropRequests | LinkBroke | Drain | Aside | DeviceLost | Stop
+    Attach | Detach | Orphan | DropRequests | LinkBroke | Drain | Resume | Aside | DeviceLost | Stop
 )
 
 
@@ -257,6 +264,7 @@ class _StepLoop:
             DropRequests: self._drop_requests,
             LinkBroke: self._lose_link,
             Drain: self._drain,
+            Resume: self._resume,
             Aside: self._work_aside,
             DeviceLost: self._lose_device,
             Stop: self._stop,
@@ -421,9 +429,15 @@ class _StepLoop:
             self._link_broke(command.cause)
 
     def _drain(self, command: Drain) -> None:
-        if self._lifecycle.serve("DRAINING", "shutdown"):
+        self._gate.draining = command.stays
+        if self._lifecycle.serve("DRAINING", "drain" if command.stays else "shutdown"):
             self._publish(self._lifecycle.transitions[-1])
         command.idle()
+
+    def _resume(self, command: Resume) -> None:
+        if self._gate.draining and self._lifecycle.serve("SERVING", "the drain was undone"):
+            self._gate.draining = False
+            self._publish(self._lifecycle.transitions[-1])
 
     def _work_aside(self, command: Aside) -> None:
         # Not on_link: whoever attaches meanwhile waits, and aborts nobody's link.

@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,6 +12,7 @@ from client.slots import MAX_ADMITTED_TOKENS, SlotTable
 from rpc_schema import codec, step
 from rpc_schema.errors import BadFrameError
 from rpc_schema.sampling import SamplingParams
+from tests.support.fake_daemon import bitmap
 
 IDS = {"epoch": 3, "link": 2}
 
@@ -148,7 +150,7 @@ def test_random_steps_mean_the_same_to_a_worker(seed):
             epoch=3,
             seq=seq,
             rank=0,
-            slots=np.array(sampled, "<u2").tobytes(),
+            slots=bitmap(sampled),
             sampled_token_ids=np.array([100 + s for s in sampled], "<i4").tobytes(),
         )
         result = table.decode(encoded, reply, [])
@@ -256,7 +258,7 @@ def test_logprobs_are_cut_to_what_each_request_asked_for():
         seq=1,
         rank=0,
         num_logprobs=2,
-        slots=np.arange(3, dtype="<u2").tobytes(),
+        slots=bitmap(range(3)),
         sampled_token_ids=np.array([0, 3, 6], "<i4").tobytes(),
     )
     arrays = [ids.tobytes(), logprobs.tobytes(), np.array([1, 1, 5], "<i4").tobytes()]
@@ -302,7 +304,7 @@ def test_only_a_deferred_step_may_be_answered_in_part():
             epoch=3,
             seq=seq,
             rank=0,
-            slots=np.array(slots, "<u2").tobytes(),
+            slots=bitmap(slots),
             sampled_token_ids=np.array(slots, "<i4").tobytes(),
         )
 
@@ -317,6 +319,8 @@ def test_only_a_deferred_step_may_be_answered_in_part():
         SchedulerOutput(dict.fromkeys("abc", 1), defer_sampling=True), **IDS, seq=2
     )
     assert table.decode(deferred, reply(2, 0, 2), []).sampled == {"a": 0, "c": 2}
-    for slots in ((0, 3), (2, 0), (1, 1)):
+    short = msgspec.structs.replace(reply(2, 0, 2), slots=bitmap((0, 1, 2)))
+    padded = msgspec.structs.replace(reply(2, 0, 2), slots=bitmap((0, 2)) + b"\0")
+    for wrong in (reply(2, 0, 3), reply(2, 0, 65534), short, padded):
         with pytest.raises(BadFrameError):
-            table.decode(deferred, reply(2, *slots), [])
+            table.decode(deferred, wrong, [])

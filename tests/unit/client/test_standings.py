@@ -1,6 +1,7 @@
 """The judge of a group's daemons, with signals and time made up; and the two facts about processes
 that it asks the system for."""
 
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import pytest
 from client import liveness
 from client.errors import WorkerDied
 from client.liveness import FENCE_AFTER_S, SILENCE_LIMIT_S, SUSPECT_AFTER_S, Watch
+from client.peer_process import PeerProcesses
 from rpc_schema.lifecycle import Heartbeat, Hung, Slow
 
 UIDS = (b"a" * 16, b"b" * 16)
@@ -197,5 +199,52 @@ def test_process_behind_a_socket_is_found_and_its_end_seen(directory):
     assert path.exists() and liveness.nobody_listens(f"ipc://{path}")
 
 
-def test_connection_to_another_host_tells_no_more_than_its_end():
-    assert liveness.nobody_listens("tcp://10.0.0.1:5555")
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_port_of_nobody_refuses_and_that_of_a_stopped_process_does_not(host):
+    family = socket.AF_INET6 if "[" in host else socket.AF_INET
+    with socket.create_server((host.strip("[]"), 0), family=family) as listener:
+        address = f"tcp://{host}:{listener.getsockname()[1]}"
+        assert not liveness.nobody_listens(address)  # nobody accepts
+    assert liveness.nobody_listens(address)
+
+
+def test_connection_to_another_host_tells_nothing_by_its_end(monkeypatch):
+    """A partition ends it too: only a refusal tells of a death."""
+    gone = []
+    monkeypatch.setattr(liveness, "nobody_listens", gone.__contains__)
+    addresses = ["tcp://10.0.0.1:5555", "tcp://10.0.0.2:5555"]
+    watch = liveness.Watch(addresses, ["c0", "c1"], find=lambda _: liveness.UnknownProcess())
+    gone.append(addresses[1])
+    for rank in (0, 1):
+        watch.disconnected(rank)
+    assert watch.standings == ["suspect", "suspect"]
+    watch.refused(0)
+    watch.refused(1)
+    assert watch.standings == ["suspect", "dead"]
+
+
+def test_process_is_that_of_the_very_connection(directory):
+    path = directory / "s"
+    processes = PeerProcesses()
+    with subprocess.Popen(
+        [sys.executable, "-c", LISTENER, path], stdout=subprocess.PIPE
+    ) as listener:
+        listener.stdout.readline()
+        with socket.socket(socket.AF_UNIX) as ours, socket.socket() as other:
+            ours.connect(str(path))
+            for address, descriptor in (
+                (f"ipc://{path}x", ours.fileno()),  # the number is another connection's by now
+                ("tcp://127.0.0.1:1", other.fileno()),
+                (f"ipc://{path}", 10_000),  # it is nobody's
+            ):
+                processes.connected(address, descriptor)
+                assert processes.find(address).pid == 0
+            processes.connected(f"ipc://{path}", ours.fileno())
+            assert ours.fileno() >= 0 and ours.getpeername() == str(path)
+        process = processes.find(f"ipc://{path}")
+        processes.close()
+        assert process.pid == listener.pid and not process.has_ended()
+        listener.kill()
+        listener.wait()
+        assert process.has_ended()
+        process.close()

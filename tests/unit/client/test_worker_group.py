@@ -19,6 +19,7 @@ from client.errors import (
     InvalidSchedulerOutput,
     InvalidStepError,
     KVPlanError,
+    LinkGivenUp,
     RemoteCapacityError,
     StepFailed,
     TooManyStepsInFlight,
@@ -368,6 +369,21 @@ def test_requests_survive_failures_of_any_step(fakes, connect, pp, code):
     assert relinks >= 2 if code is ErrorCode.COMM and pp > 1 else relinks == 0
 
 
+@pytest.mark.parametrize("code", [ErrorCode.DEVICE, ErrorCode.INTERNAL])
+def test_a_daemon_that_tells_of_its_end_is_not_sent_another_step(fakes, connect, code):
+    """It refuses all that comes, as fast as a driver can send it, until it is gone."""
+    daemons, group, model = ready(fakes, connect, 2)
+    doomed = daemons.daemons[1]
+    doomed.faults = [Fault(n, code=code, scope=ErrorScope.WORKER) for n in range(50)]
+    end = threading.Timer(0.3, doomed.kill)
+    end.start()
+    with pytest.raises(WorkerDied) as caught:
+        serve(group, model, pp=2)
+    end.join()
+    assert caught.value.rank == 1
+    assert len(doomed.executes) <= 3, "more than were in flight"
+
+
 def test_steps_that_fail_for_ever_end_the_driver(fakes, connect):
     daemons, group, model = ready(fakes, connect)
     daemons.daemons[0].faults = [Fault(n) for n in range(50)]
@@ -493,6 +509,35 @@ def test_a_relink_that_fails_fails_the_step_that_it_was_for(fakes, connect, monk
     driver = serve(group, model, pp=2)
     assert driver.num_failures == 2
     assert [daemon.operations.count("Relink") for daemon in daemons.daemons] == [2, 2]
+
+
+def test_link_that_fails_again_and_again_is_given_up_until_attached_anew(fakes, connect):
+    daemons, group, model = ready(fakes, connect, 2)
+    broken = {"code": ErrorCode.COMM, "scope": ErrorScope.GROUP}
+    for daemon in daemons.daemons:
+        daemon.faults = [Fault(5, **broken)]
+    daemons.daemons[1].relink_faults = [Fault(number, code=ErrorCode.COMM) for number in range(9)]
+    with pytest.raises(LinkGivenUp, match="3 times in a row") as given_up:
+        serve(group, model, pp=2)
+    assert 1 in given_up.value.ranks and given_up.value.num_failures == 3
+    tried = [daemon.operations.count("Relink") for daemon in daemons.daemons]
+    with pytest.raises(LinkGivenUp):
+        group.execute_model(admit("a"))
+    assert [daemon.operations.count("Relink") for daemon in daemons.daemons] == tried == [2, 2]
+    for daemon in daemons.daemons:
+        daemon.relink_faults.clear()
+    group.attach()
+    group.prepare(worker_config(2))
+    serve(group, model, pp=2)
+
+
+def test_link_failures_with_steps_between_them_are_not_given_up(fakes, connect):
+    daemons, group, model = ready(fakes, connect, 2)
+    for daemon in daemons.daemons:
+        daemon.faults = [
+            Fault(seq, code=ErrorCode.COMM, scope=ErrorScope.GROUP) for seq in (5, 9, 13, 17)
+        ]
+    assert serve(group, model, pp=2).num_failures == 4
 
 
 def test_ranks_get_the_time_that_they_may_take_to_meet(fakes, connect, monkeypatch):

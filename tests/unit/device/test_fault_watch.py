@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from worker_daemon.device.fault_watch import Nvml, open_fault_watch
-from worker_daemon.device.gpu_faults import LOST, XIDS, Action, fault_of
+from worker_daemon.device.fault_watch import RECOVERY_ACTION, Nvml, open_fault_watch
+from worker_daemon.device.gpu_faults import LOST, WORKFLOWS, XIDS, Action, fault_of
 
 
 class FakeNvml:
@@ -22,6 +22,8 @@ class FakeNvml:
         self.events: deque[int] = deque()
         self.registered: list[object] = []
         self.open_sets = 0
+        self.recovery: int | None = None
+        """The driver's verdict; None: it has none."""
         self._fails = fails
 
     def _call(self, name: str) -> None:
@@ -55,6 +57,13 @@ class FakeNvml:
 
     def nvmlEventSetFree(self, events: str) -> None:
         self.open_sets -= 1
+
+    def nvmlDeviceGetFieldValues(self, handle: str, fields: list[int]) -> list[SimpleNamespace]:
+        assert (handle, fields) == ("gpu 0", [RECOVERY_ACTION])
+        self._call("fields")
+        value = SimpleNamespace(uiVal=self.recovery or 0)
+        code = 0 if self.recovery is not None else pynvml.NVML_ERROR_NOT_SUPPORTED
+        return [SimpleNamespace(nvmlReturn=code, value=value)]
 
 
 @pytest.mark.parametrize(
@@ -115,13 +124,54 @@ def test_what_is_used_of_nvml_is_there():
     assert all(hasattr(pynvml, name) for name in used)
 
 
-@pytest.mark.parametrize("xid", [46, 48, 64, 74, 79, 95, 119, 140])
-def test_xids_that_end_the_gpu(xid):
-    fault = fault_of(xid)
-    assert fault.action in (Action.RESET_GPU, Action.REBOOT)
-    assert str(fault).startswith(f"XID {xid}: ") and fault.action.value in str(fault)
+@pytest.mark.parametrize(
+    ("xids", "action"),
+    [
+        ((46, 62, 64, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158), Action.RESET_GPU),
+        ((79, 151), Action.REBOOT),
+        ((8, 11, 13, 25, 31, 32, 39, 60, 69, 80, 85, 94, 96, 105, 126, 135), Action.RESTART_APP),
+        ((37, 43, 44, 63, 66, 92, 93, 121, 137, 141, 157, 160, 1, 99999), Action.NONE),
+    ],
+)
+def test_actions_are_the_catalogue_s(xids, action):
+    for xid in xids:
+        fault = fault_of(xid)
+        assert (fault.xid, fault.action, fault.depends) == (xid, action, False)
+        assert str(fault).startswith(f"XID {xid}: ") and action.value in str(fault)
+        assert fault.action.ends_gpu == (action in (Action.RESET_GPU, Action.REBOOT))
+        assert fault.advised(Action.REBOOT) == fault
 
 
-def test_xids_of_one_program_do_not_end_others():
-    assert not any(fault_of(xid).action.ends_gpu for xid in (13, 31, 43, 45, 63, 94, 4711))
-    assert 4711 not in XIDS
+@pytest.mark.parametrize(
+    ("xid", "recovery", "action"),
+    [
+        (48, None, Action.RESET_GPU),
+        (48, 0, Action.NONE),
+        (74, None, Action.NONE),
+        (74, 1, Action.RESET_GPU),
+        (149, 4, Action.RESET_GPU),
+        (45, 3, Action.NONE),
+        (154, 2, Action.REBOOT),
+        (154, 7, Action.REBOOT),
+        (154, 99, Action.NONE),
+        (94, 1, Action.RESTART_APP),
+    ],
+)
+def test_where_the_number_does_not_tell_the_driver_is_asked(xid, recovery, action):
+    nvml = FakeNvml()
+    nvml.recovery = recovery
+    nvml.events.append(xid)
+    assert open_fault_watch("cuda:0", None, nvml).wait(1).action is action
+
+
+def test_driver_that_cannot_be_asked_changes_nothing():
+    nvml = FakeNvml("fields")
+    nvml.events += [48, 74]
+    watch = open_fault_watch("cuda:0", None, nvml)
+    assert [watch.wait(1).action for _ in range(2)] == [Action.RESET_GPU, Action.NONE]
+    assert watch.is_on
+
+
+def test_tables_do_not_overlap():
+    assert not XIDS.keys() & WORKFLOWS.keys()
+    assert pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION == RECOVERY_ACTION

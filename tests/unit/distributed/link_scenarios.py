@@ -167,6 +167,18 @@ def other_step(rank, first_seq, second_seq, first_generation, second_generation)
     return int(inbound.post(3, second_seq).wait()[1])
 
 
+def other_shape(rank, sent, expected, seq):
+    """The first stage sends (tokens, hidden size, dtype), the second expects others that take as
+    many bytes. Returns the status seen there."""
+    num_tokens, hidden_size, dtype = sent if rank == 0 else expected
+    inbound, outbound = _ends(hidden_size, getattr(torch, dtype), 2)
+    if outbound is not None:
+        hidden = torch.ones(num_tokens, hidden_size, dtype=getattr(torch, dtype))
+        outbound.send(hidden, num_tokens, torch.tensor(0), seq)
+        return _settle(outbound)
+    return int(inbound.post(num_tokens, seq).wait()[1])
+
+
 def return_tokens(rank, num_rows, lag, seed):
     """Publications over rows that are used again and again; readers collect them late.
 

@@ -59,6 +59,14 @@ def test_another_step_than_the_one_expected_is_seen(connected):
     assert pool.run(2, "other_step", 10, 10, 5, 5)[1] == STATUS_OK
 
 
+def test_another_shape_or_dtype_of_the_same_size_is_seen(connected):
+    pool = connected(2, 1)
+    sent = (4, 8, "float16")
+    others = [sent, (4, 8, "bfloat16"), (8, 4, "float16"), (2, 8, "float32"), sent]
+    statuses = [pool.run(2, "other_shape", sent, e, seq)[1] for seq, e in enumerate(others, 1)]
+    assert statuses == [STATUS_OK, *[STATUS_MISMATCH] * 3, STATUS_OK]
+
+
 @pytest.mark.parametrize("hidden_size", [24, 7])
 def test_tensor_parallel_slices_are_gathered(connected, hidden_size):
     pool = connected(2, 2)

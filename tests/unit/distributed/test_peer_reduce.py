@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from interpreted_peer_reduce import BLANK, CALLS, WINDOW_BYTES
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 

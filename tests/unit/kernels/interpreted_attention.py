@@ -24,7 +24,8 @@ BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3}
 
 # Whole prompts, chunks after a cached prefix, decodes, no tokens at all, lengths at tiles' edges.
 MIXED = [(37, 37), (1, 65), (20, 150), (0, 9), (1, 1), (64, 64), (1, 128), (5, 133)]
-DECODES = [(1, 1), (1, 63), (1, 64), (1, 65), (1, 500), (1, 17)]
+SHORTER = [(18, 70), (1, 65), (0, 9), (1, 1), (5, 64)]
+DECODES = [(1, 1), (1, 63), (1, 64), (1, 65), (1, 300)]
 
 
 def build(
@@ -69,7 +70,8 @@ def check(batch: PagedBatch, window: int | None, **overrides: object) -> None:
 
 @pytest.mark.parametrize(("group_size", "window"), [(1, 24), (4, 24), (7, None)])
 def test_mixed_batch_groups(group_size: int, window: int | None) -> None:
-    check(build(Shape(2 * group_size, 2, 64), MIXED, seed=group_size, num_padding=3), window)
+    lengths = MIXED if group_size == 4 else SHORTER
+    check(build(Shape(2 * group_size, 2, 64), lengths, seed=group_size, num_padding=3), window)
 
 
 @pytest.mark.parametrize(
@@ -82,11 +84,9 @@ def test_head_dims_and_block_sizes(head_dim: int, block_size: int) -> None:
     check(build(shape, [(1, 40), (1, 129)], seed=head_dim - block_size), None)
 
 
-@pytest.mark.parametrize(
-    ("window", "num_splits"), [(None, 1), (1, 3), (16, 3), (None, 9), (16, 9), (100, 9)]
-)
+@pytest.mark.parametrize(("window", "num_splits"), [(None, 1), (1, 3), (16, 9), (100, 9)])
 def test_decode_splits(window: int | None, num_splits: int) -> None:
-    batch = build(Shape(8, 2, 64), DECODES, seed=num_splits, num_padding=2)
+    batch = build(Shape(4, 2, 64), DECODES, seed=num_splits, num_padding=2)
     check(batch, window, num_splits=num_splits)
 
 
@@ -95,16 +95,15 @@ def test_default_splits_of_a_long_decode() -> None:
 
 
 def test_more_splits_than_the_merge_takes_at_once() -> None:
-    batch = build(Shape(4, 1, 64), [(1, 700), (1, 90)], seed=12)
+    batch = build(Shape(4, 1, 64), [(1, 700)], seed=12)
     check(batch, None, num_splits=40, tile=Tile(16, 16, 4, 3))
 
 
 def test_decode_with_empty_sequences_clears_every_padding_row() -> None:
     lengths = [(0, 5), (1, 33), (0, 0), (0, 80), (1, 2), (0, 1)]
-    for num_padding in (0, 1, 4, 9):
+    for num_padding, num_splits in ((0, 1), (1, 2), (4, 2), (9, 1)):
         batch = build(Shape(4, 2, 64), lengths, seed=num_padding, num_padding=num_padding)
-        check(batch, None, num_splits=1)
-        check(batch, None, num_splits=2)
+        check(batch, None, num_splits=num_splits)
 
 
 def test_batch_of_padding_only() -> None:
@@ -120,7 +119,7 @@ def test_callers_workspace_is_used() -> None:
 
 
 def test_runs_are_bit_equal_whatever_the_rest_of_the_cache_holds() -> None:
-    batch = build(Shape(8, 2, 64), DECODES, seed=6)
+    batch = build(Shape(8, 2, 64), DECODES[1:4], seed=6)
     first = attend(batch, None, num_splits=3)
     unused = batch.kv_cache.isnan()
     other = replace(batch, kv_cache=batch.kv_cache.masked_fill(unused, 7.0))
@@ -129,7 +128,7 @@ def test_runs_are_bit_equal_whatever_the_rest_of_the_cache_holds() -> None:
 
 @pytest.mark.parametrize("tile", [Tile(16, 16, 4, 1), Tile(64, 32, 4, 3), Tile(256, 128, 8, 3)])
 def test_any_tile_gives_the_same(tile: Tile) -> None:
-    check(build(Shape(8, 2, 64), MIXED, seed=7), None, tile=tile)
+    check(build(Shape(8, 2, 64), SHORTER, seed=7), None, tile=tile)
     check(build(Shape(8, 2, 64), DECODES, seed=8), 40, tile=tile)
 
 
@@ -153,7 +152,7 @@ def test_random_batches(seed: int) -> None:
 
 
 def test_the_backend_attends() -> None:
-    batch = build(Shape(8, 2, 64), MIXED, seed=9, num_padding=4)
+    batch = build(Shape(8, 2, 64), SHORTER, seed=9, num_padding=4)
     batch.store()
     backend = TritonAttention(torch.device("cpu"))
     for window in (None, 31):

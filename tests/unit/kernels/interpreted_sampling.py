@@ -28,21 +28,19 @@ def fresh():
 
 @pytest.mark.parametrize(
     ("kind", "vocab_size"),
-    [*((kind, 37) for kind in KINDS), ("flat", 1500), ("wide", 1500), ("ties", 1500)],
+    [*((kind, 37) for kind in KINDS), ("wide", 1500), ("ties", 1500)],
 )
 def test_mixed_rows(kind: str, vocab_size: int) -> None:
     rng = fresh()
-    logits = random_logits(kind, 4, vocab_size, rng)
-    check_against_torch(SAMPLING, logits, random_metadata(4, rng))
+    logits = random_logits(kind, 3, vocab_size, rng)
+    check_against_torch(SAMPLING, logits, random_metadata(3, rng))
 
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("flat", {"top_p": 0.9}),
         ("close", {"top_p": 0.6}),
         ("flat", {"top_k": 2500}),
-        ("flat", {"top_k": 3500, "top_p": 0.7}),
         ("ties", {"top_k": 3000, "top_p": 0.5, "min_p": 0.001}),
     ],
     ids=str,
@@ -53,7 +51,7 @@ def test_thresholds_among_more_tokens_than_one_block_holds(
     check_boundary(SAMPLING, random_logits(kind, 1, LONG, fresh())[0], **settings)
 
 
-@pytest.mark.parametrize("top_k", [0, 0, 3500, 5000])
+@pytest.mark.parametrize("top_k", [0, 3500])
 def test_any_top_p_among_more_tokens_than_one_block_holds(top_k: int) -> None:
     rng = fresh()
     top_p = float(rng.uniform(0.5, 0.98))
@@ -79,15 +77,15 @@ def test_thresholds(settings: dict[str, float]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_dtypes_and_rows_of_a_larger_tensor(dtype: torch.dtype) -> None:
     rng = fresh()
-    whole = random_logits("flat", 12, 700, rng).to(dtype)
+    whole = random_logits("flat", 6, 700, rng).to(dtype)
     whole[:, 603:] = 100.0
-    check_against_torch(SAMPLING, whole[::2, 3:603], random_metadata(6, rng))
+    check_against_torch(SAMPLING, whole[::2, 3:603], random_metadata(3, rng))
 
 
 def test_columns_of_any_stride() -> None:
     rng = fresh()
-    metadata = pick(random_metadata(17, rng), slice(None, None, 3))
-    check_against_torch(SAMPLING, random_logits("flat", 6, 300, rng), metadata)
+    metadata = pick(random_metadata(11, rng), slice(None, None, 3))
+    check_against_torch(SAMPLING, random_logits("flat", 4, 300, rng), metadata)
 
 
 def test_bans_and_a_row_that_allows_nothing() -> None:
@@ -127,7 +125,7 @@ def test_rows_without_a_number_to_choose_by_leave_the_others_alone(vocab_size: i
 def test_rows_are_independent() -> None:
     rng = fresh()
     check_rows_are_independent(
-        SAMPLING, random_logits("flat", 6, 600, rng), random_metadata(6, rng)
+        SAMPLING, random_logits("flat", 4, 300, rng), random_metadata(4, rng)
     )
 
 
@@ -135,9 +133,9 @@ def test_rows_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     top_k = torch.zeros(18)
     top_k[[0, 16, 17]] = 5
     metadata = make_metadata(18, top_k=top_k, seeds=torch.arange(18))
-    logits = random_logits("flat", 18, 90, fresh())
+    logits = random_logits("flat", 18, 40, fresh())
     together = SAMPLING.tokens(logits, metadata)
-    monkeypatch.setattr(kernels, "MAX_LISTED", 16 * 90)
+    monkeypatch.setattr(kernels, "MAX_LISTED", 16 * 40)
     assert torch.equal(SAMPLING.tokens(logits, metadata), together)
 
 

@@ -15,12 +15,15 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("module", sorted(path.name for path in HERE.glob("interpreted_*.py")))
-def test_interpreted(module: str) -> None:
+def test_interpreted() -> None:
+    """All modules in one process: each would load torch, Triton and transformers anew."""
+    modules = sorted(str(path) for path in HERE.glob("interpreted_*.py"))
+    assert modules
     environment = {key: value for key, value in os.environ.items() if "PYTEST" not in key}
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / module)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *modules]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=380, check=False
     )

@@ -5,13 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+from typer.testing import CliRunner
+
 from tests.support.command_line import DAEMON, environment
+from worker_daemon.cli import app
 
 MODEL = ("--model", str(Path(__file__).parents[3] / "benchmarks" / "models" / "llama-8b"))
 H200_BYTES = 150_109_880_320
 
 
 def run_plan(directory, *words):
+    """In a process of its own."""
     return subprocess.run(
         [*DAEMON, "plan", *words],
         capture_output=True,
@@ -33,10 +37,15 @@ def test_json_names_every_rank(tmp_path):
     assert plan["requested_bytes"] == 135_098_892_288
 
 
-def test_a_length_of_minus_one_is_the_longest_that_fits(tmp_path):
+def test_a_length_of_minus_one_is_the_longest_that_fits(monkeypatch):
+    """In this process, whose logs and environment stay as they are."""
+    monkeypatch.setattr("worker_daemon.cli.configure_logs", lambda _: None)
+    monkeypatch.setattr("worker_daemon.cli.prepare_environment", lambda: None)
     small = ("--memory-bytes", str(22 * 10**9), "--json")
-    whole = json.loads(run_plan(tmp_path, *MODEL, *small).stdout)
-    fitted = json.loads(run_plan(tmp_path, *MODEL, *small, "--max-model-len", "-1").stdout)
+    whole, fitted = (
+        json.loads(CliRunner().invoke(app, ["plan", *MODEL, *small, *more]).stdout)
+        for more in ((), ("--max-model-len", "-1"))
+    )
     assert not whole["max_model_len_fits"]
     assert fitted["max_model_len_fits"]
     assert fitted["max_model_len"] == fitted["longest_model_len"] == whole["longest_model_len"]

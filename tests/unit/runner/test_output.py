@@ -5,10 +5,12 @@ import pytest
 import torch
 
 from rpc_schema.codec import decode_step_reply, encode_step
+from tests.support.fake_daemon import named_slots
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.pp import STATUS_FAILED, STATUS_MISMATCH, STATUS_OK
 from worker_daemon.errors import CommError
 from worker_daemon.runner.output import NoTokens, ReplyIdentity, StepOutput
+from worker_daemon.runner.slot_bitmap import SlotBitmaps, slot_bitmap
 from worker_daemon.runner.token_history import NoHistory, Sampled
 from worker_daemon.sample.logprobs import LogprobTensors
 from worker_daemon.sample.sampler import SamplerOutput
@@ -20,6 +22,10 @@ HISTORY = NoHistory()
 
 def rows(slots):
     return Sampled(slots, np.ones_like(slots), np.ones_like(slots, np.int32))
+
+
+def columns(slots):
+    return rows(slots), slot_bitmap(slots)
 
 
 def status(value):
@@ -37,11 +43,11 @@ def test_tokens_and_logprobs_come_back_from_their_bytes():
     )
     sampled = SamplerOutput(torch.from_numpy(token_ids), logprobs)
     reply, frames = StepOutput(
-        IDENTITY, rows(slots), sampled, status(STATUS_OK), LINK, HISTORY
+        IDENTITY, *columns(slots), sampled, status(STATUS_OK), LINK, HISTORY
     ).result()
     received = decode_step_reply(encode_step(reply, frames))
     assert (received.epoch, received.seq, received.rank) == (4, 17, 3)
-    assert np.frombuffer(received.slots, "<u2").tolist() == slots.tolist()
+    assert named_slots(received.slots) == slots.tolist()
     assert np.frombuffer(received.sampled_token_ids, "<i4").tolist() == token_ids.tolist()
     assert received.num_logprobs == 5
     ids, values, ranks = frames
@@ -55,7 +61,7 @@ def test_strided_columns_are_sent_row_by_row():
     logprobs = LogprobTensors(ids, ids.float(), torch.arange(4, dtype=torch.int32))
     sampled = SamplerOutput(torch.arange(4), logprobs)
     _, frames = StepOutput(
-        IDENTITY, rows(np.arange(4)), sampled, status(STATUS_OK), LINK, HISTORY
+        IDENTITY, *columns(np.arange(4)), sampled, status(STATUS_OK), LINK, HISTORY
     ).result()
     assert np.frombuffer(frames[0], "<i4").reshape(4, 3).tolist() == ids.tolist()
 
@@ -63,7 +69,7 @@ def test_strided_columns_are_sent_row_by_row():
 def test_no_logprobs_means_no_frames():
     sampled = SamplerOutput(torch.tensor([5]), None)
     reply, frames = StepOutput(
-        IDENTITY, rows(np.array([2])), sampled, status(STATUS_OK), LINK, HISTORY
+        IDENTITY, *columns(np.array([2])), sampled, status(STATUS_OK), LINK, HISTORY
     ).result()
     assert (reply.num_logprobs, frames) == (-1, [])
     reply, frames = NoTokens(IDENTITY, status(STATUS_OK), LINK, HISTORY).result()
@@ -76,8 +82,17 @@ def test_no_logprobs_means_no_frames():
 def test_failure_upstream_is_raised_when_the_reply_is_taken(value, message):
     sampled = SamplerOutput(torch.tensor([5]), None)
     for output in (
-        StepOutput(IDENTITY, rows(np.array([2])), sampled, status(value), LINK, HISTORY),
+        StepOutput(IDENTITY, *columns(np.array([2])), sampled, status(value), LINK, HISTORY),
         NoTokens(IDENTITY, status(value), LINK, HISTORY),
     ):
         with pytest.raises(CommError, match=message):
             output.result()
+
+
+def test_bitmap_of_the_same_rows_is_kept():
+    rng, bitmaps = np.random.default_rng(1), SlotBitmaps()
+    for count in (0, 1, 7, 1024):
+        slots = np.sort(rng.choice(4096, count, replace=False))
+        made = bitmaps.of(slots)
+        assert named_slots(made) == slots.tolist() and not made.endswith(b"\0")
+        assert bitmaps.of(slots) is made

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import zmq
@@ -46,12 +46,19 @@ SERVE = (
 class DaemonProcess:
     """A daemon with the fake worker, in a directory of its own."""
 
-    def __init__(self, directory: Path, *options: str, pass_fds: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *options: str,
+        pass_fds: Iterable[int] = (),
+        serve: Sequence[str] = SERVE,
+    ) -> None:
+        """serve: the command, up to its options."""
         self.endpoint = f"ipc://{directory}/w0"
         self._stderr = directory.with_name(f"{directory.name}.stderr")
         with self._stderr.open("a") as stderr:
             self.process = subprocess.Popen(
-                [*SERVE, "--endpoint", self.endpoint, *options],
+                [*serve, "--endpoint", self.endpoint, *options],
                 pass_fds=tuple(pass_fds),
                 stderr=stderr,
             )

@@ -110,7 +110,7 @@ class FakeWorker:
         self._relinked.clear()
         tokens = array("i", [self.steps]).tobytes()
         reply = step.ModelRunnerOutput(
-            **ids(message, self.rank), slots=b"\0\0", sampled_token_ids=tokens
+            **ids(message, self.rank), slots=b"\1", sampled_token_ids=tokens
         )
         return FakePending(
             reply,

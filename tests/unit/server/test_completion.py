@@ -32,7 +32,7 @@ EPOCH, RANK, LINK = 7, 3, 11
 
 def output(seq: int) -> step.ModelRunnerOutput:
     return step.ModelRunnerOutput(
-        epoch=EPOCH, seq=seq, rank=RANK, slots=b"\0\0", sampled_token_ids=os.urandom(4)
+        epoch=EPOCH, seq=seq, rank=RANK, slots=b"\1", sampled_token_ids=os.urandom(4)
     )
 
 

@@ -10,8 +10,9 @@ from rpc_schema import lifecycle as lc
 from rpc_schema import step
 from tests.unit.server.driver import wait_for
 from worker_daemon.server.dispatch import legal_silence_s
-from worker_daemon.server.guard import TICK_S, Guard
+from worker_daemon.server.guard import TICK_S, Guard, NobodyListens
 from worker_daemon.server.progress import Progress, Stamp
+from worker_daemon.server.relapse import HangHistory
 
 
 def hung(phase: str) -> Stamp:
@@ -84,6 +85,47 @@ def test_an_abort_that_was_asked_for_an_older_link_leaves_the_new_one_alone() ->
     assert guard.join(5.0)
     assert [cause for _, cause in aborts.told] == ["the first", "the new link's"]
     assert aborts.count == 2
+
+
+class Listener(NobodyListens):
+    """Hears of relapses."""
+
+    def __init__(self) -> None:
+        self.causes: list[str] = []
+
+    def relapsed(self, cause: str) -> None:
+        self.causes.append(cause)
+
+
+def hang_on(guard: Guard, progress: Progress, aborts: Aborts, *links: int) -> None:
+    """Let a phase and its result hang on each link."""
+    for link in links:
+        progress.link = link
+        before = aborts.count
+        progress.stamp, progress.result = hung("ExecuteModel"), hung("RESULT 3")
+        wait_for(lambda before=before: aborts.count >= before + 2)
+
+
+def test_link_that_hangs_soon_after_the_one_before_it_is_a_relapse() -> None:
+    progress, aborts, listener = Progress("cpu"), Aborts(had_link=True), Listener()
+    guard = Guard(progress, aborts.tell, listener=listener)
+    guard.watch(aborts.abort)
+    guard.start()
+    hang_on(guard, progress, aborts, 3)
+    assert not listener.causes, "two waits of one link"
+    guard.forgive_hangs()
+    hang_on(guard, progress, aborts, 4)
+    assert not listener.causes, "a peer was lost in between"
+    hang_on(guard, progress, aborts, 5)
+    guard.stop()
+    assert guard.join(5.0)
+    assert listener.causes[0].startswith("ExecuteModel hangs on link 5")
+
+
+def test_hangs_far_apart_are_no_relapse() -> None:
+    history = HangHistory()
+    outcomes = [history.is_relapse(link, now) for link, now in ((1, 0.0), (2, 60.0), (3, 119.0))]
+    assert outcomes == [False, False, True]
 
 
 @pytest.mark.parametrize("deadline_s", [0.5, 60.0, 900.0])

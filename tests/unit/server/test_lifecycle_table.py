@@ -287,10 +287,12 @@ def test_history_keeps_the_last_transitions_only() -> None:
         (["DRAINING", "CLOSED"], "CLOSED"),
         (["FAILED", "DRAINING"], "FAILED"),
         (["CLOSED", "SERVING"], "CLOSED"),
-        (["DRAINING", "SERVING"], "DRAINING"),
+        (["DRAINING", "SERVING"], "SERVING"),
+        (["DRAINING", "CLOSED", "SERVING"], "CLOSED"),
+        (["FAILED", "SERVING"], "FAILED"),
     ],
 )
-def test_serving_never_comes_back(moves: list[str], end: str) -> None:
+def test_serving_comes_back_from_a_drain_alone(moves: list[str], end: str) -> None:
     lifecycle = Lifecycle()
     for to in moves:
         lifecycle.serve(to, "test")

@@ -3,6 +3,7 @@ a save, until a save comes to its end. argv: the models' directory, the save roo
 Prints, for each death, what is there after it: checksums of the set, entries beside it, and entries
 after another save; and what was unpickled in all this, by whomever."""
 
+import gc
 import itertools
 import json
 import os
@@ -75,6 +76,8 @@ def main(models: Path, root: Path, load_format: str) -> None:
     torch.set_num_threads(1)
     unpickled = []
     sys.addaudithook(lambda event, _: event.startswith("pickle.") and unpickled.append(event))
+    gc.collect()
+    gc.freeze()  # what was imported stays: workers collect garbage, and often
     home = root / "set"
     old, new = (load(models, root, name) for name in ("llama", "qwen"))
     found, entries, cleaned = [], [], []

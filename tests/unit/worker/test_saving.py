@@ -20,6 +20,8 @@ from rpc_schema import lifecycle
 from worker_daemon.errors import CapacityError, CheckpointError, ConfigError, WorkerError
 from worker_daemon.worker import Worker
 
+pytestmark = pytest.mark.slow
+
 PATTERN = "model-rank-{rank}-part-{part}.safetensors"
 KILLED = Path(__file__).with_name("killed_save.py")
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rpc_schema import config, kv_cache, lifecycle, sampling, step
+from tests.support.fake_daemon import named_slots
 
 GREEDY = sampling.SamplingParams()
 SCHEDULER = config.SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
@@ -174,7 +175,7 @@ class WorkerDriver:
 
     def read(self, pending):
         reply, frames = pending.result()
-        slots = np.frombuffer(reply.slots, "<u2").tolist()
+        slots = named_slots(reply.slots)
         tokens = np.frombuffer(reply.sampled_token_ids, "<i4").tolist()
         sampled = {slot: Sampled(token) for slot, token in zip(slots, tokens, strict=True)}
         if reply.num_logprobs >= 0:

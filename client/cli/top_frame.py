@@ -1,0 +1,160 @@
+"""What `worker-client top` shows at one moment, as lines of text. Pure: knows no terminal, no clock
+and no connection."""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from rpc_schema.lifecycle import Status
+
+GIB: Final = 1 << 30
+MIB: Final = 1 << 20
+_HEADING: Final = (
+    f"{'rank':>4} {'state':<24} {'req':>5} {'steps/s':>8} {'tokens/s':>9} {'ms/step':>8} "
+    f"{'gpu':>5} {'temp':>5}"
+)
+_INDENT: Final = " " * 5
+_NOT_SHOWN: Final = ("free", "total")
+"""Of memory: named behind the uses."""
+
+
+class Sample(NamedTuple):
+    """A status, and when it came."""
+
+    status: Status
+    at: float
+
+
+class Seen(NamedTuple):
+    """What is known of one daemon. Times are of one clock that only rises, in seconds."""
+
+    endpoint: str
+    last: Sample | None = None
+    before: Sample | None = None
+    """The one before, for rates."""
+    event: str = ""
+    event_at: float = 0.0
+    error: str = ""
+    """Why the last question was not answered; empty: it was."""
+
+
+class Line(NamedTuple):
+    """style: a word of rich's."""
+
+    text: str
+    style: str = ""
+
+
+class Rates(NamedTuple):
+    """Of the time between two samples; None where they cannot be compared."""
+
+    steps_per_s: float | None
+    tokens_per_s: float | None
+
+
+def rates(seen: Seen) -> Rates:
+    """Return how fast a daemon was lately. Another process, or another driver, begins anew."""
+    last, before = seen.last, seen.before
+    if last is None or before is None or last.at <= before.at:
+        return Rates(None, None)
+    now, then = last.status, before.status
+    if now.worker_uid != then.worker_uid:
+        return Rates(None, None)
+    duration_s = last.at - before.at
+    tokens = (now.num_tokens - then.num_tokens) / duration_s if now.num_tokens else None
+    if now.epoch != then.epoch:
+        return Rates(None, tokens)
+    return Rates((now.last_seq - then.last_seq) / duration_s, tokens)
+
+
+def frame(daemons: Sequence[Seen], now: float, width: int, height: int | None) -> list[Line]:
+    """Return the lines for a terminal of that size, none longer than width; height None: as many as
+    there are. Where the height is short, daemons are shown with less detail, then fewer of them."""
+    title = f"{len(daemons)} daemon{'s' if len(daemons) != 1 else ''}; q quits"
+    lines = [Line(title), Line(_HEADING, "bold")]
+    room = None if height is None else max(1, height - len(lines))
+    each = None if room is None else max(1, room // max(1, len(daemons)))
+    for index, seen in enumerate(daemons):
+        if room is not None and index == room - 1 and len(daemons) > room:
+            lines.append(Line(f"{_INDENT}and {len(daemons) - index} more"))
+            break
+        lines += _daemon(seen, now)[:each]
+    return [Line(line.text[:width], line.style) for line in lines]
+
+
+def _daemon(seen: Seen, now: float) -> list[Line]:
+    """The most important line first."""
+    if seen.last is None:
+        return [Line(f"   ? {seen.endpoint}: {seen.error or 'not asked yet'}", "red")]
+    status = seen.last.status
+    alarm = "red" if seen.error or status.degraded or status.failure else ""
+    lines = [Line(_figures(seen), alarm)]
+    if seen.error:
+        lines.append(
+            Line(f"{_INDENT}no answer for {now - seen.last.at:.0f} s: {seen.error}", "red")
+        )
+    for trouble in (status.failure, status.degraded and f"degraded: {status.degraded}"):
+        if trouble:
+            lines.append(Line(f"{_INDENT}{trouble}", "red"))
+    lines.append(Line(f"{_INDENT}{_doing(status)}"))
+    if seen.event:
+        lines.append(Line(f"{_INDENT}{now - seen.event_at:.0f} s ago: {seen.event}"))
+    lines.append(Line(f"{_INDENT}{_memory(status)}"))
+    lines.append(Line(f"{_INDENT}{seen.endpoint}, pid {status.pid}, {status.device}"))
+    return [Line(" ".join(line.text.splitlines()), line.style) for line in lines]
+
+
+def _figures(seen: Seen) -> str:
+    assert seen.last is not None
+    status, speed = seen.last.status, rates(seen)
+    load = status.gpu_load
+    requests = str(status.num_requests) if status.num_tokens else "-"
+    percent = _unit(None if load is None else load.utilization_percent, "%")
+    celsius = _unit(None if load is None else load.temperature_c, "C")
+    state = f"{status.serving} {status.load}"
+    return (
+        f"{status.rank:>4} {state:<24} {requests:>5} {_number(speed.steps_per_s):>8} "
+        f"{_number(speed.tokens_per_s):>9} {_step_ms(status, speed):>8} {percent:>5} {celsius:>5}"
+    )
+
+
+def _doing(status: Status) -> str:
+    lease = status.lease
+    holder = lease.holder_name or lease.holder.hex()[:8]
+    leased = f"{holder} for {lease.remaining_ms / 1000:.1f} s" if lease.state == "held" else "none"
+    if lease.state == "orphan":
+        leased = f"orphan of {holder}"
+    phase = status.phase if not status.phase_ms else f"{status.phase} for {_duration(status)}"
+    return f"{phase}, link {status.link_state}, lease: {leased}"
+
+
+def _duration(status: Status) -> str:
+    ms = status.phase_ms
+    return f"{ms} ms" if ms < 1000 else f"{ms / 1000:.0f} s"
+
+
+def _memory(status: Status) -> str:
+    memory = status.memory_bytes
+    uses = [f"{use} {_bytes(size)}" for use, size in memory.items() if use not in _NOT_SHOWN]
+    if "free" in memory and "total" in memory:
+        uses.append(f"free {_bytes(memory['free'])} of {_bytes(memory['total'])}")
+    return "memory: " + (", ".join(uses) or "not known")
+
+
+def _bytes(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size // MIB} MiB"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _unit(value: int | None, unit: str) -> str:
+    return "-" if value is None else f"{value}{unit}"
+
+
+def _step_ms(status: Status, speed: Rates) -> str:
+    if speed.steps_per_s:
+        return f"{1000 / speed.steps_per_s:.2f}"
+    return f"{status.usual_step_us / 1000:.2f}" if status.usual_step_us else "-"

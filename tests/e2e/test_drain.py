@@ -1,0 +1,134 @@
+"""`worker-client drain`: daemons that stay as they are and take no steps, and what their driver
+makes of it."""
+
+import json
+import shutil
+import signal
+import time
+
+import pytest
+
+from client.driver import Driver
+from client.errors import DrainingError
+from client.scheduler import Scheduler
+from rpc_schema import lifecycle as lc
+from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply
+from rpc_schema.exit_codes import ExitCode
+from rpc_schema.step import ModelRunnerOutput
+from tests.support.command_line import run_client, short_directory, start_client
+from tests.support.driving import random_cases, wait_until
+from tests.support.serving import connect, scheduler_limits, worker_config
+from tests.unit.server.driver import DaemonProcess
+from tests.unit.server.driver import Driver as BareDriver
+
+
+@pytest.fixture
+def directory():
+    path = short_directory()
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def fake(directory):
+    """A daemon with the fake worker."""
+    daemon = DaemonProcess(directory / "d", "--state-dir", str(directory / "s"))
+    wait_until(lambda: (directory / "d" / "w0.events").exists(), "it listens", 20.0)
+    yield daemon
+    daemon.stop()
+
+
+@pytest.fixture
+def bare(fake):
+    """A driver of that, which listens to no heartbeat."""
+    driver = BareDriver(fake.endpoint)
+    driver.attach()
+    driver.make_ready()
+    yield driver
+    driver.close()
+
+
+def statuses(directory, endpoints):
+    return json.loads(run_client(directory, "status", "--endpoints", endpoints, "--json").stdout)
+
+
+def test_driver_stops_when_its_group_drains_and_goes_on_when_that_is_undone(
+    daemons, checkpoint, directory
+):
+    endpoints = daemons.endpoints(2)
+    named = ",".join(endpoints)
+    cases = random_cases(checkpoint(), seed=51, count=3, max_tokens=40)
+    with connect(endpoints, worker_config(checkpoint().path, pp=2)) as (group, loaded):
+        driver = Driver(group, Scheduler(scheduler_limits(group, loaded)))
+        for request in cases.requests:
+            driver.add_request(request)
+        outputs = driver.step()
+        command = start_client(directory, "drain", "--endpoints", named)
+        with pytest.raises(DrainingError, match="drain --undo") as stopped:
+            while True:
+                outputs += driver.step()
+                time.sleep(0.05)
+        assert stopped.value.code is ErrorCode.DRAINING
+        assert group.num_in_flight == 0
+        said, complaints = command.communicate(timeout=30)
+        assert command.returncode == 0, complaints
+        assert [line.partition(": ")[0] for line in said.splitlines()] == endpoints
+        assert all("DRAINING, its driver: " in line for line in said.splitlines())
+        for status in statuses(directory, named):
+            assert (status["serving"], status["load"]) == ("DRAINING", "READY")
+            assert (status["link_state"], status["lease"]["state"]) == ("up", "held")
+        assert all(reply.healthy for reply in group.check_health())
+        with pytest.raises(DrainingError):
+            driver.step()
+        said = run_client(directory, "drain", "--endpoints", named, "--undo").stdout
+        assert said.count("SERVING") == 2
+        wait_until(lambda: is_served_again(driver, outputs), "the driver goes on")
+        outputs += driver.run()
+    assert {output.req_id: output.token_ids for output in outputs} == cases.expected
+
+
+def is_served_again(driver, outputs):
+    try:
+        outputs += driver.step()
+    except DrainingError:
+        time.sleep(0.05)
+        return False
+    return True
+
+
+def test_running_step_ends_and_later_ones_are_refused_until_the_drain_is_undone(
+    fake, bare, directory
+):
+    bare.send_fault("sleep:1.5")
+    wait_until(lambda: bare.status().phase == "ExecuteModel", "the step runs")
+    command = start_client(directory, "drain", "--endpoints", fake.endpoint)
+    wait_until(lambda: bare.status().serving == "DRAINING", "it drains")
+    assert isinstance(bare.reply(), ModelRunnerOutput)
+    said, complaints = command.communicate(timeout=20)
+    assert command.returncode == 0, complaints
+    assert said.startswith(f"{fake.endpoint}: DRAINING, its driver: {bare.driver_id.hex()[:8]}, ")
+    for _ in range(2):
+        refused = bare.fault()
+        assert isinstance(refused, ErrorReply)
+        assert (refused.code, refused.seq) == (ErrorCode.DRAINING, bare.seq)
+        bare.seq -= 1  # it was not taken
+    for force in (False, True):
+        late = bare.call(lc.PrepareAttach, driver_id=bare.driver_id, epoch=99, force=force)
+        assert isinstance(late, ControlErrorReply)
+        assert late.code is ErrorCode.DRAINING
+    health = bare.call(lc.CheckHealth)
+    assert health.healthy
+    run_client(directory, "drain", "--endpoints", fake.endpoint, "--undo")
+    assert isinstance(bare.fault(), ModelRunnerOutput)
+    assert bare.status().serving == "SERVING"
+
+
+def test_drained_daemon_ends_in_order(fake, bare, directory):
+    bare.call(lc.Detach, epoch=bare.epoch)
+    run_client(directory, "drain", "--endpoints", fake.endpoint)
+    words = ("--model", str(directory), "--endpoints", fake.endpoint, "--prompt", "x")
+    refused = run_client(directory, "generate", *words, check=False)
+    assert (refused.returncode, "DrainingError" in refused.stderr) == (ExitCode.RETRY_LATER, True)
+    fake.process.send_signal(signal.SIGTERM)
+    assert fake.wait(10) == 0
+    assert not (directory / "d").exists()

@@ -1,0 +1,228 @@
+"""Rows 36 to 39 of the fault matrix: peers that take more than their share. Connections until no
+file descriptor is left, connections without end, events and replies that nobody reads. The driver's
+own steps go on."""
+
+import resource
+import shutil
+import socket
+import statistics
+import threading
+import time
+
+import psutil
+import pytest
+import zmq
+
+from client.errors import TooManyStepsInFlight
+from client.scheduler_output import SchedulerOutput
+from client.worker_group import WorkerGroup
+from rpc_schema import step
+from rpc_schema.codec import encode_control
+from rpc_schema.config import ParallelConfig
+from rpc_schema.errors import ErrorCode, ErrorReply
+from rpc_schema.lifecycle import Heartbeat
+from tests.contract.random_messages import fixed_example
+from tests.support.command_line import short_directory
+from tests.support.leased_driver import admit, decode, make_ready
+from tests.support.secured import KeyRing, SecuredDaemon, answers, dealer, free_port, wait_until
+from tests.unit.server.driver import DaemonProcess, Driver
+from worker_daemon.server.endpoints import Endpoint
+from worker_daemon.server.security import DirectorySecurity
+from worker_daemon.server.sequence import REPLAYABLE
+from worker_daemon.server.sockets import events_socket
+
+SPARE_FILES = 8
+FLOOD_S = 1.5
+FLOOD_RATE = 1000
+MAX_GROWTH_BYTES = 64 << 20
+NUM_EVENTS, BATCH = 8000, 16
+BATCH_PAUSE_S = 0.002
+"""libzmq looks only every millisecond how far readers have come."""
+
+
+@pytest.fixture(scope="module")
+def directory():
+    made = short_directory()
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture(scope="module")
+def ring(directory):
+    return KeyRing(directory / "keys")
+
+
+@pytest.fixture(scope="module")
+def secured(directory, ring):
+    """A daemon on tcp, with the fake worker."""
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    ring.trust({endpoint: ring.public["daemon"]})
+    tcp = ("--model-root", str(directory), "--data-interface", "lo")
+    keys = ring.keys("observer")
+    daemon = SecuredDaemon(directory, endpoint, *tcp, *ring.serve_options(), keys=keys)
+    yield daemon
+    daemon.stop()
+
+
+@pytest.fixture
+def group(secured, ring):
+    """Its driver, in the middle of a request."""
+    with WorkerGroup([secured.endpoint], ParallelConfig(), ring.keys("driver")) as made:
+        made.attach()
+        make_ready(made)
+        admit(made)
+        yield made
+
+
+def steps_on(group, count):
+    """Run steps; return the seconds that each took. Each ran once."""
+    before, seconds = decode(group), []
+    for number in range(1, count + 1):
+        began = time.monotonic()
+        assert decode(group) == before + number
+        seconds.append(time.monotonic() - began)
+    return seconds
+
+
+def knock(secured):
+    """Begin a connection to the daemon's control socket, of somebody who never says a word."""
+    host, port = secured.endpoint.removeprefix("tcp://").split(":")
+    made = socket.socket()
+    made.setblocking(False)
+    made.connect_ex((host, int(port)))
+    return made
+
+
+def test_row_36_without_file_descriptors_new_peers_wait_and_the_driver_goes_on(
+    secured, group, ring
+):
+    process = psutil.Process(secured.process.pid)
+    before = process.rlimit(resource.RLIMIT_NOFILE)
+    assert before[0] == before[1], "the daemon has raised its soft limit"
+    limit = process.num_fds() + SPARE_FILES
+    process.rlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    crowd = [knock(secured) for _ in range(3 * SPARE_FILES)]
+    wait_until(lambda: process.num_fds() == limit)
+    assert not answers(secured.endpoint, ring.keys("observer"))
+    steps_on(group, 20)
+    for one in crowd:
+        one.close()
+    wait_until(lambda: answers(secured.endpoint, ring.keys("observer")))
+    process.rlimit(resource.RLIMIT_NOFILE, before)
+    steps_on(group, 5)
+    assert secured.process.poll() is None
+
+
+def flood(secured, over, counts):
+    """Connect FLOOD_RATE times a second, and hang up."""
+    began, made = time.monotonic(), []
+    while not over.is_set():
+        made.append(knock(secured))
+        counts.append(1)
+        if len(made) > 64:
+            made.pop(0).close()
+        time.sleep(max(0.0, began + len(counts) / FLOOD_RATE - time.monotonic()))
+    for one in made:
+        one.close()
+
+
+def test_row_37_flood_of_handshakes_leaves_the_driver_served(secured, group, ring, detection):
+    quiet = steps_on(group, 300)
+    rss_before, over, counts = secured.rss_bytes, threading.Event(), []
+    thread = threading.Thread(target=flood, args=(secured, over, counts))
+    thread.start()
+    try:
+        began, flooded = time.monotonic(), []
+        while time.monotonic() < began + FLOOD_S:
+            flooded += steps_on(group, 20)
+    finally:
+        over.set()
+        thread.join()
+    assert len(counts) > 100
+    assert secured.rss_bytes - rss_before < MAX_GROWTH_BYTES
+    wait_until(lambda: answers(secured.endpoint, ring.keys("observer")))
+    quiet_s, flooded_s = (statistics.quantiles(each, n=100)[98] for each in (quiet, flooded))
+    rate = round(len(counts) / FLOOD_S)
+    detection(37, f"p99 of a step, {rate} connections/s", 1.1 * quiet_s, flooded_s, "steps")
+
+
+def test_row_38_slow_reader_of_events_misses_some_and_costs_nobody_else(directory):
+    """The daemon's own events socket, and far more events than any queue holds: as many as a daemon
+    publishes in half an hour."""
+    endpoint = Endpoint.parse(f"ipc://{directory}/events")
+    event = encode_control(fixed_example(Heartbeat))
+    rss_before = psutil.Process().memory_info().rss
+    context = zmq.Context()
+    publisher = events_socket(context, endpoint, DirectorySecurity())
+    readers = [dealer(context, endpoint.address("events"), None, "", zmq.SUB) for _ in range(2)]
+    slow, attentive = readers
+    try:
+        for reader in readers:
+            while not reader.poll(20):
+                publisher.send(event, zmq.NOBLOCK)
+        for reader in readers:
+            take_all(reader)
+        for _ in range(NUM_EVENTS // BATCH):
+            for _ in range(BATCH):
+                publisher.send(event, zmq.NOBLOCK)
+            for _ in range(BATCH):
+                assert attentive.poll(5000), "whoever reads hears all"
+                attentive.recv_multipart()
+            time.sleep(BATCH_PAUSE_S)
+        assert psutil.Process().memory_info().rss - rss_before < MAX_GROWTH_BYTES
+        assert 0 < take_all(slow) < NUM_EVENTS // 2
+        publisher.send(event, zmq.NOBLOCK)
+        assert slow.poll(5000), "it is served on"
+    finally:
+        for each in (publisher, *readers):
+            each.close(linger=0)
+        context.term()
+
+
+def take_all(reader):
+    """Take what is there; return how much that was."""
+    num = 0
+    while reader.poll(50 if num else 0):
+        reader.recv_multipart()
+        num += 1
+    return num
+
+
+@pytest.fixture
+def plain(tmp_path):
+    daemon = DaemonProcess(tmp_path / "d")
+    yield daemon
+    daemon.stop()
+
+
+def test_row_39_driver_that_takes_no_result_gets_no_further(secured, group):
+    """The credits are the client's: the daemon never sees the step too many."""
+    last = decode(group)
+    futures = [group.execute_model(SchedulerOutput({"none": 1})) for _ in range(2)]
+    with pytest.raises(TooManyStepsInFlight, match="2 steps are in flight"):
+        group.execute_model(SchedulerOutput({"none": 1}))
+    tokens = [future.result().sampled["none"] for future in futures]
+    assert tokens == [last + 1, last + 2]
+    assert decode(group) == last + 3
+
+
+def test_row_39_replies_that_nobody_reads_are_dropped_and_kept_for_asking(plain):
+    """A driver without credits, which never reads: the daemon waits for nobody."""
+    driver, observer = Driver(plain.endpoint), Driver(plain.endpoint)
+    driver.attach()
+    driver.make_ready()
+    rss_before = psutil.Process(plain.process.pid).memory_info().rss
+    sent = [driver.send_fault("none") for _ in range(3000)]
+    wait_until(lambda: observer.status().last_seq == driver.seq)
+    assert psutil.Process(plain.process.pid).memory_info().rss - rss_before < MAX_GROWTH_BYTES
+    while driver.results.poll(200):
+        driver.results.recv_multipart()
+    driver.step.send_multipart(sent[-1])
+    (kept,) = driver.replay()
+    driver.step.send_multipart(sent[-1 - REPLAYABLE])
+    stale = driver.reply()
+    assert isinstance(stale, ErrorReply) and stale.code is ErrorCode.STALE
+    assert kept
+    assert isinstance(driver.fault(), step.ModelRunnerOutput)
+    for each in (driver, observer):
+        each.close()

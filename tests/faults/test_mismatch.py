@@ -1,0 +1,125 @@
+"""Rows 23 and 42 of the fault matrix: daemons that do not belong together. Their protocol version
+is another one, their places in the group are exchanged, or their models differ though they are
+called the same."""
+
+import json
+import shutil
+import sys
+import time
+
+import pytest
+
+from client.errors import CommError, ConfigMismatchError, IncompatibleError
+from client.launcher import LocalDaemons
+from client.worker_group import WorkerGroup
+from rpc_schema import lifecycle as lc
+from rpc_schema.config import ParallelConfig
+from rpc_schema.errors import ControlErrorReply, ErrorCode
+from rpc_schema.version import PROTOCOL_VERSION
+from tests.support.driving import random_cases
+from tests.support.serving import connect, generate, worker_config
+from tests.unit.server.driver import DaemonProcess
+from tests.unit.server.driver import Driver as BareDriver
+
+OTHER_VERSION = PROTOCOL_VERSION + 1
+
+
+@pytest.fixture(scope="module")
+def copies(checkpoint, tmp_path_factory):
+    """Two directories of models, as on two hosts, each with its copy of one checkpoint as `m`."""
+    roots = [tmp_path_factory.mktemp(f"host{rank}") for rank in range(2)]
+    for root in roots:
+        shutil.copytree(checkpoint().path, root / "m")
+    return roots
+
+
+@pytest.fixture(scope="module")
+def pair(copies):
+    """A daemon for each of them."""
+    roots = iter(copies)
+
+    def command(endpoint, device, pipe):
+        words = ("serve", "--endpoint", endpoint, "--device", device)
+        options = ("--model-root", str(next(roots)), "--exit-with-parent-fd", str(pipe))
+        return (sys.executable, "-m", "worker_daemon", *words, *options)
+
+    with LocalDaemons(["cpu", "cpu"], copies[0], command=command) as daemons:
+        yield daemons
+
+
+def set_dtype(root, dtype):
+    path = root / "m" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": dtype}))
+
+
+def test_row_42_neighbours_with_different_dtypes_are_refused(pair, copies, checkpoint, detection):
+    """As many bytes cross the hop as are expected, and mean something else."""
+    mixed = worker_config("m", 2, dtype="auto", step_deadline_ms=5000)
+    for root, dtype in zip(copies, ("float16", "bfloat16"), strict=True):
+        set_dtype(root, dtype)
+    began = time.monotonic()
+    with pytest.raises(CommError, match="PP_MISMATCH") as refused, connect(pair.endpoints, mixed):
+        pass  # the first step is the profile's
+    took_s = time.monotonic() - began
+    assert refused.value.rank == 1
+    detection(42, "neighbours with different dtypes", 2.0, took_s, "the hop's trailer")
+    cases = random_cases(checkpoint(), seed=90, count=3, max_tokens=8)
+    with connect(pair.endpoints, worker_config("m", 2)) as (group, loaded):
+        assert generate(group, loaded, cases.requests).tokens == cases.expected
+
+
+def test_row_42_ranks_in_another_order_are_refused_by_name(pair, checkpoint, detection):
+    config = worker_config("m", 2)
+    with connect(pair.endpoints, config):
+        pass
+    began = time.monotonic()
+    with WorkerGroup(pair.endpoints[::-1], config.parallel) as group:
+        group.attach()
+        with pytest.raises(ConfigMismatchError, match=r"rank of .*: 0 != 1"):
+            group.prepare(config, num_gpu_blocks=256)
+        detection(42, "ranks in another order", 1.0, time.monotonic() - began, "status")
+    cases = random_cases(checkpoint(), seed=91, count=2, max_tokens=8)
+    with connect(pair.endpoints[::-1], config) as (group, loaded):  # loads anew
+        assert generate(group, loaded, cases.requests).tokens == cases.expected
+
+
+@pytest.fixture
+def releases(tmp_path):
+    """A daemon of this release, and one of another."""
+    module = ("-m", "tests.support.versioned_serve", str(OTHER_VERSION), "serve", "--device", "cpu")
+    own = DaemonProcess(tmp_path / "own")
+    other = DaemonProcess(tmp_path / "other", serve=(sys.executable, *module))
+    yield own, other
+    for daemon in (own, other):
+        daemon.stop()
+
+
+def test_row_23_daemon_of_another_version_is_refused_with_both_named(releases, detection):
+    own, other = releases
+    drivers = [BareDriver(daemon.endpoint) for daemon in releases]
+    before = [driver.status() for driver in drivers]  # both are up
+    began = time.monotonic()
+    with (
+        WorkerGroup(
+            [own.endpoint, other.endpoint], ParallelConfig(pipeline_parallel_size=2)
+        ) as group,
+        pytest.raises(IncompatibleError) as refused,
+    ):
+        group.attach()
+    took_s = time.monotonic() - began
+    assert refused.value.rank == 1
+    assert f"version {OTHER_VERSION}" in str(refused.value)
+    assert f"this driver {PROTOCOL_VERSION}" in str(refused.value)
+    detection(23, "another protocol version", 1.0, took_s, "hello")
+    assert drivers[1].hello().protocol_version == OTHER_VERSION
+    ids = {"driver_id": drivers[1].driver_id, "epoch": before[1].epoch + 1}
+    reply = drivers[1].call(lc.PrepareAttach, **ids)  # as one that did not look
+    assert isinstance(reply, ControlErrorReply)
+    assert reply.code is ErrorCode.INCOMPATIBLE
+    assert str(PROTOCOL_VERSION) in reply.message and str(OTHER_VERSION) in reply.message
+    after = [driver.status() for driver in drivers]
+    assert [status.epoch for status in after] == [status.epoch for status in before]
+    assert {status.lease.state for status in after} == {"free"}
+    drivers[0].attach()  # the other one serves on
+    for driver in drivers:
+        driver.close()

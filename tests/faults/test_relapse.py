@@ -1,0 +1,78 @@
+"""Row 18 of the fault matrix: ranks that live, and wait for each other for ever, because one of
+them does not send what another expects. The link is made anew; where that hangs too, new processes
+take the places of those that waited."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+from client.driver import Driver
+from client.scheduler import Scheduler
+from rpc_schema.exit_codes import ExitCode
+from tests.support.driving import random_cases
+from tests.support.faulty_daemon import Fault, FaultyDaemons
+from tests.support.serving import connect, scheduler_limits, worker_config
+
+DEADLINE_S = 1.0
+STEPS_BEFORE = 4
+
+
+@contextmanager
+def supervised(daemons):
+    """Start daemons again that end; yields the processes that were there first."""
+    over = threading.Event()
+
+    def keep() -> None:
+        while not over.wait(0.1):
+            daemons.restart_dead()
+
+    thread = threading.Thread(target=keep)
+    first = [daemon.process for daemon in daemons._daemons]
+    thread.start()
+    try:
+        yield first
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_row_18_second_hang_ends_the_daemon_and_its_successor_serves(
+    model_root, tmp_path, checkpoint, detection
+):
+    cases = random_cases(checkpoint(), seed=100, count=4, max_tokens=16)
+    config = worker_config(checkpoint().path, 2, step_deadline_ms=int(DEADLINE_S * 1000))
+    mute_at, failed, replaced = [], [], []
+    with FaultyDaemons(2, model_root, tmp_path) as daemons:
+
+        def act(_) -> None:
+            if len(driver.records) == STEPS_BEFORE:
+                daemons.faults[0].put(Fault("send", "skip", times=1000))
+                mute_at.append(time.monotonic())
+
+        def recover(died) -> None:
+            failed.append(died.rank)
+            daemons.faults[0].path.unlink(missing_ok=True)
+            replaced.append(group.replace(died.rank))
+
+        with (
+            supervised(daemons) as processes,
+            connect(daemons.endpoints, config) as (group, loaded),
+        ):
+            driver = Driver(group, Scheduler(scheduler_limits(group, loaded)), act, recover=recover)
+            for request in cases.requests:
+                driver.add_request(request)
+            tokens = {output.req_id: output.token_ids for output in driver.run()}
+            hung = [e for e in group.liveness_events if e.kind == "hung" and e.rank == 1]
+            dead = [e for e in group.liveness_events if e.kind == "dead"]
+        log = daemons.log_tail(1)
+    assert tokens == cases.expected
+    assert len(hung) >= 2 and failed
+    ended = [process for process in processes if process.poll() is not None]
+    assert processes[1] in ended
+    assert {process.returncode for process in ended} == {ExitCode.LINK_UNUSABLE}
+    assert "the process ends with 88: ExecuteModel hangs on link" in log
+    assert {e.rank for e in dead} == {rank for one in replaced for rank in one.ranks}
+    noticed_s = hung[0].at - mute_at[0]
+    detection(18, "nothing is sent: hang reported", DEADLINE_S + 1.0, noticed_s, "progress")
+    relapsed_s = dead[0].at - hung[-1].at
+    detection(18, "second hang: the process ends with 88", 2.0, relapsed_s, "transport")

@@ -1,0 +1,19 @@
+"""Two minutes of what `make soak` does for half an hour: random load, a fault every ten seconds,
+and each accepted request ends once, with the right tokens. SOAK_SEED repeats a plan."""
+
+import os
+import random
+
+import pytest
+
+from tests.support.soak.__main__ import poisoned, soak
+
+SECONDS = 120.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_accepted_request_ends_once_with_the_right_tokens(checkpoint):
+    seed = int(os.environ.get("SOAK_SEED", random.SystemRandom().randrange(1 << 31)))
+    found = soak(poisoned(checkpoint(seed=98)), seconds=SECONDS, seed=seed)
+    assert sum(found["faults"].values()) == SECONDS / 10

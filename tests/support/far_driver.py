@@ -1,0 +1,179 @@
+"""`python -m tests.support.far_driver PLAN`: a driver of a group that does as it is told, one word
+a line: `attach`, `load` (the same, and load anew), `generate` (all of the plan's requests),
+`close`. Says in lines of JSON what came of it, and at once what it hears of its daemons. For
+drivers that live on a host of their own."""
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from client.driver import Driver
+from client.errors import ClientError
+from client.keys import read_keys
+from client.lease_terms import LeaseTerms
+from client.liveness import LivenessEvent
+from client.loading import LoadedModel
+from client.outcomes import StepFuture
+from client.scheduler import Scheduler
+from client.scheduler_output import SchedulerOutput
+from client.worker_group import WorkerGroup
+from rpc_schema.config import WorkerConfig
+from tests.support.serving import greedy_request, scheduler_limits
+
+NUM_GPU_BLOCKS = 128
+WAIT_S = 60.0
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Whom to drive, and what to generate."""
+
+    endpoints: list[str]
+    key_file: str
+    known_daemons: str
+    config: WorkerConfig
+    prompts: dict[str, list[int]]
+    max_tokens: int
+    lease_ttl_s: float
+
+
+class Said(NamedTuple):
+    """A line of the driver's: `ready`, `attached`, `step`, `suspect`, `back`, `dead`, `generated`,
+    or the name of an error."""
+
+    what: str
+    at: float
+    """Of time.monotonic(), which all processes of a host share."""
+    rank: int = 0
+    detail: str = ""
+    tokens: dict[str, list[int]] = {}  # noqa: RUF012  # never changed
+    num_replayed: int = 0
+
+
+class FarDriver:
+    """Such a process, as a test sees it."""
+
+    def __init__(self, plan: Plan, within: Sequence[str], log: Path) -> None:
+        with log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                [*within, sys.executable, "-m", "tests.support.far_driver"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        self._heard: queue.SimpleQueue[Said] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._listen)
+        self._thread.start()
+        self.tell(msgspec.json.encode(plan).decode())
+
+    def tell(self, word: str) -> None:
+        """Have it do something."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(word + "\n")
+        self._process.stdin.flush()
+
+    def wait_for(self, *what: str, rank: int | None = None) -> Said:
+        """Return the next line about one of these; those before it are dropped."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            try:
+                said = self._heard.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"the driver never said {what}") from None
+            assert said.what not in ("end", *UNEXPECTED) or said.what in what, said
+            if said.what in what and rank in (None, said.rank):
+                return said
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        self._process.kill()
+        self._process.wait()
+        self._thread.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._heard.put(Said(*json.loads(line)))
+        self._heard.put(Said("end", time.monotonic()))
+
+
+UNEXPECTED = ("dead", "WorkerDied", "LeaseExpiredError", "FencedError", "LeaseHeldError")
+"""Lines that fail a test which does not wait for them."""
+
+
+def say(what: str, **fields: object) -> None:
+    """Write a line."""
+    said = Said(what, time.monotonic(), **fields)  # type: ignore[arg-type]
+    sys.stdout.write(json.dumps(said) + "\n")
+    sys.stdout.flush()
+
+
+class ReplayCounter:
+    """A group whose steps remember whether their replies were replays."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self._futures: list[StepFuture] = []
+        self.max_in_flight = group.max_in_flight
+
+    def execute_model(self, output: SchedulerOutput) -> StepFuture:
+        self._futures.append(self._group.execute_model(output))
+        return self._futures[-1]
+
+    @property
+    def num_replayed(self) -> int:
+        return sum(future.replayed for future in self._futures)
+
+
+def generate(group: WorkerGroup, loaded: LoadedModel, plan: Plan) -> None:
+    """Serve all of the plan's requests."""
+    counter = ReplayCounter(group)
+    driver = Driver(counter, Scheduler(scheduler_limits(group, loaded)), lambda _: say("step"))
+    for name, prompt in plan.prompts.items():
+        driver.add_request(greedy_request(name, prompt, plan.max_tokens))
+    tokens = {output.req_id: list(map(int, output.token_ids)) for output in driver.run()}
+    say("generated", tokens=tokens, num_replayed=counter.num_replayed)
+
+
+def main() -> None:
+    """Do as told."""
+    plan = msgspec.json.decode(sys.stdin.readline(), type=Plan)
+    keys = read_keys(plan.key_file, Path(plan.known_daemons))
+    terms = LeaseTerms(ttl_s=plan.lease_ttl_s)
+
+    def hear(event: LivenessEvent) -> None:
+        say(event.kind, rank=event.rank, detail=f"{event.signal}: {event.detail}")
+
+    with WorkerGroup(plan.endpoints, plan.config.parallel, keys, lease=terms) as group:
+        group.on_liveness(hear)
+        say("ready")
+        for line in sys.stdin:
+            try:
+                if line.strip() in ("attach", "load"):
+                    group.attach()
+                    reload = line.strip() == "load"
+                    loaded = group.prepare(
+                        plan.config, num_gpu_blocks=NUM_GPU_BLOCKS, reload=reload
+                    )
+                    say("attached")
+                elif line.strip() == "generate":
+                    generate(group, loaded, plan)
+                else:
+                    break
+            except ClientError as error:
+                say(type(error).__name__, detail=str(error))
+
+
+if __name__ == "__main__":
+    main()

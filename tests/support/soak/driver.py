@@ -1,0 +1,266 @@
+"""`python -m tests.support.soak.driver LIFE`: one driver of a soak. It adopts what the one before
+has left, takes requests as they arrive, delivers them to the ledger, and obeys lines on its
+standard input: `sleep SECONDS` and `leave`. How it ended is its exit code, and its traceback is on
+stderr."""
+
+import os
+import select
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from client.driver import Driver
+from client.errors import (
+    ClientError,
+    FencedError,
+    LeaseExpiredError,
+    LeaseHeldError,
+    NotAttachedError,
+    WorkerDied,
+)
+from client.lease_terms import LeaseTerms
+from client.scheduler import RequestOutput, Scheduler, scheduler_limits
+from client.scheduler_output import StepResult
+from client.worker_group import WorkerGroup
+from rpc_schema.config import WorkerConfig
+from rpc_schema.errors import WireError
+from tests.support.soak.ledger import Entry, Ledger, LedgerFenced
+from tests.support.soak.plan import PlannedRequest
+
+LEASE_TTL_S = 2.0
+REPLACE_WITHIN_S = 60.0
+IDLE_S = 0.005
+
+DONE = 0
+"""Every request has ended."""
+BROKEN = 1
+"""Something that no driver should meet: Python's own code for an exception."""
+UNSEATED = 3
+"""Another driver has the daemons, or nobody has."""
+GAVE_UP = 4
+"""The group could not be made to work."""
+NEVER_SERVED = 6
+"""It could not attach, or not load what had to be loaded: the next one may."""
+LEFT = 5
+"""It was asked to."""
+
+SEATLESS = (FencedError, LeaseExpiredError, NotAttachedError, LeaseHeldError)
+
+PROGRESS = struct.Struct("=qqd")
+"""Steps, tokens, when the last token came (time.monotonic())."""
+
+
+class Life(msgspec.Struct, frozen=True):
+    """What a driver needs to know."""
+
+    endpoints: list[str]
+    config: WorkerConfig
+    num_gpu_blocks: int
+    requests: str
+    """The file of PlannedRequests."""
+    ledger: str
+    progress: str
+    """The file for PROGRESS."""
+    began: float
+    """Of time.monotonic(): arrivals count from then."""
+
+
+class ProgressFile:
+    """How far this driver is, for whoever looks."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        self._steps = self._tokens = 0
+
+    def count(self, result: StepResult) -> None:
+        self._steps += 1
+        self._tokens += len(result.token_ids)
+        if result.token_ids:
+            os.pwrite(self._fd, PROGRESS.pack(self._steps, self._tokens, time.monotonic()), 0)
+
+
+@dataclass
+class Application:
+    """What stands around the driver: arrivals, cancellations, deliveries."""
+
+    life: Life
+    group: WorkerGroup
+    scheduler: Scheduler
+    driver: Driver
+    ledger: Ledger
+    arrivals: list[PlannedRequest]
+    """Not accepted yet, the next one last."""
+    cancellations: list[tuple[float, str]]
+    """(when, request), the next one last."""
+    open: set[str]
+    """Accepted, and neither ended nor cancelled."""
+
+    def run(self) -> int:
+        """Serve until all is done, or until asked to leave."""
+        while self.arrivals or self.driver.busy:
+            command = read_command()
+            if command == "leave":
+                return LEFT
+            if command.startswith("sleep "):
+                self._sleep(float(command.removeprefix("sleep ")))
+            self._take_arrivals()
+            self._cancel()
+            if self.driver.busy:
+                self.deliver(self.driver.step())
+            else:
+                self._idle()
+        assert not self.open, f"the driver is idle, but these are open: {sorted(self.open)}"
+        return DONE
+
+    def deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        outputs = list(outputs)
+        self.ledger.end((out.req_id, out.token_ids, out.finish_reason) for out in outputs)
+        self.open.difference_update(out.req_id for out in outputs)
+
+    def _take_arrivals(self) -> None:
+        now = time.monotonic()
+        arrived = []
+        while self.arrivals and self.life.began + self.arrivals[-1].at_s <= now:
+            arrived.append(self.arrivals.pop())
+        self.ledger.accept(request.req_id for request in arrived)
+        for request in arrived:
+            self.open.add(request.req_id)
+            self.driver.add_request(request.to_request())
+            if request.cancel_after_s is not None:
+                self.cancellations.append((now + request.cancel_after_s, request.req_id))
+        self.cancellations.sort(reverse=True)
+
+    def _cancel(self) -> None:
+        now = time.monotonic()
+        while self.cancellations and self.cancellations[-1][0] <= now:
+            _, req_id = self.cancellations.pop()
+            if req_id in self.open:
+                self.ledger.cancel(req_id)
+                self.open.remove(req_id)
+                self.driver.abort_request(req_id)
+
+    def _idle(self) -> None:
+        try:
+            self.group.look()
+        except WorkerDied as died:
+            recover(self.group, died)
+        time.sleep(IDLE_S)
+
+    def _sleep(self, seconds: float) -> None:
+        try:
+            self.group.sleep(1)
+            time.sleep(seconds)
+            self.group.wake_up()
+        except WorkerDied as died:
+            recover(self.group, died)
+        self.scheduler.forget_prefixes()
+
+
+def recover(group: WorkerGroup, died: WorkerDied) -> None:
+    """Wait for whoever is started in the lost one's place."""
+    group.replace(died.rank, within_s=REPLACE_WITHIN_S)
+
+
+def wake(group: WorkerGroup) -> None:
+    """The driver before may have died while the group slept."""
+    tags = [status.memory_tags for status in group.get_status()]
+    if all(tags) and any("asleep" in of_rank.values() for of_rank in tags):
+        group.wake_up()
+
+
+def read_command() -> str:
+    """A line of standard input, if one is there."""
+    if not select.select([sys.stdin], [], [], 0)[0]:
+        return ""
+    return os.read(0, 4096).decode().strip()
+
+
+def read_requests(path: Path) -> list[PlannedRequest]:
+    return msgspec.json.decode(path.read_bytes(), type=list[PlannedRequest])
+
+
+def serve(life: Life) -> int:
+    """Live."""
+    terms = LeaseTerms(ttl_s=LEASE_TTL_S)
+    progress = ProgressFile(life.progress)
+    with WorkerGroup(life.endpoints, life.config.parallel, lease=terms) as group:
+        group.attach(keep_requests=True)
+        ledger = Ledger(Path(life.ledger))
+        before = ledger.begin(group.get_status()[0].epoch)
+        wake(group)
+        loaded = group.prepare(life.config, num_gpu_blocks=life.num_gpu_blocks)
+        scheduler = Scheduler(scheduler_limits(loaded, life.config))
+        driver = Driver(
+            group,
+            scheduler,
+            progress.count,
+            recover=lambda died: recover(group, died),
+        )
+        application = make_application(life, group, scheduler, driver, ledger, before)
+        adopted = [r for r in group.adopt_requests() if r.req_id in application.open]
+        done = scheduler.adopt_requests(adopted)
+        running = {request.req_id for request in adopted}
+        for request in read_requests(Path(life.requests)):
+            if request.req_id in application.open - running:
+                driver.add_request(request.to_request())
+        print(f"adopted {len(running)} of {len(application.open)}", file=sys.stderr, flush=True)
+        application.deliver(done)
+        try:
+            return application.run()
+        except (ClientError, WireError) as error:
+            if isinstance(error, SEATLESS):
+                raise
+            traceback.print_exc()
+            return GAVE_UP
+
+
+def make_application(
+    life: Life,
+    group: WorkerGroup,
+    scheduler: Scheduler,
+    driver: Driver,
+    ledger: Ledger,
+    before: list[Entry],
+) -> Application:
+    """Go on where the ledger ends."""
+    accepted = {entry.req_id for entry in before if entry.what == "accepted"}
+    ended = {entry.req_id for entry in before if entry.what in ("ended", "cancelled")}
+    requests = read_requests(Path(life.requests))
+    now = time.monotonic()
+    return Application(
+        life=life,
+        group=group,
+        scheduler=scheduler,
+        driver=driver,
+        ledger=ledger,
+        arrivals=[r for r in reversed(requests) if r.req_id not in accepted],
+        cancellations=[
+            (now + r.cancel_after_s, r.req_id)
+            for r in requests
+            if r.cancel_after_s is not None and r.req_id in accepted - ended
+        ],
+        open=accepted - ended,
+    )
+
+
+def main(path: Path) -> int:
+    """Live by the file."""
+    life = msgspec.json.decode(path.read_bytes(), type=Life)
+    try:
+        return serve(life)
+    except (*SEATLESS, LedgerFenced):
+        traceback.print_exc()
+        return UNSEATED
+    except (ClientError, WireError):
+        traceback.print_exc()
+        return NEVER_SERVED
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,187 @@
+"""What happens in a soak, all of it from one seed: the requests with their arrivals, and the
+faults. Pure: starts nothing and reads no clock."""
+
+import random
+from typing import Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+from client.requests import GenerationRequest
+
+POISON = 7
+"""The checkpoint's embedding of this token is not a number."""
+
+MAX_PROMPT = 60
+MAX_TOKENS = 100
+FIRST_TOKEN_ID = 8
+"""Of ordinary prompts: above POISON."""
+
+FaultKind: TypeAlias = Literal[
+    "kill_rank",
+    "kill_all_ranks",
+    "die_in_step",
+    "stop_rank_briefly",
+    "stop_rank_beyond_fence",
+    "raise_in_step",
+    "hang_in_step",
+    "lose_device",
+    "kill_driver",
+    "driver_leaves",
+    "stop_driver_briefly",
+    "stop_driver_beyond_lease",
+    "replace_stopped_driver",
+    "sleep_and_wake",
+    "strange_frames",
+    "second_driver",
+]
+
+WEIGHTS: dict[FaultKind, int] = {
+    "kill_rank": 3,
+    "kill_all_ranks": 1,
+    "die_in_step": 2,
+    "stop_rank_briefly": 2,
+    "stop_rank_beyond_fence": 2,
+    "raise_in_step": 3,
+    "hang_in_step": 2,
+    "lose_device": 1,
+    "kill_driver": 4,
+    "driver_leaves": 1,
+    "stop_driver_briefly": 1,
+    "stop_driver_beyond_lease": 2,
+    "replace_stopped_driver": 2,
+    "sleep_and_wake": 2,
+    "strange_frames": 2,
+    "second_driver": 1,
+}
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """Something that goes wrong."""
+
+    at_s: float
+    """Since the beginning."""
+    kind: FaultKind
+    rank: int
+    """Whose, where the kind has one."""
+    seconds: float
+    """How long, where it lasts."""
+    calls_before: int
+    """Of the worker's functions, where it strikes in a step."""
+    where: Literal["forward", "likeliest_tokens", "execute_model"]
+    times: int
+
+
+class PlannedRequest(msgspec.Struct, frozen=True):
+    """A request, and when it is made."""
+
+    req_id: str
+    at_s: float
+    prompt: list[int]
+    max_tokens: int
+    cancel_after_s: float | None
+    sampling: dict[str, float | int]
+
+    def to_request(self) -> GenerationRequest:
+        return GenerationRequest(
+            id=self.req_id,
+            prompt_token_ids=np.array(self.prompt, np.int32),
+            max_tokens=self.max_tokens,
+            **self.sampling,
+        )
+
+
+SAMPLINGS: tuple[dict[str, float | int], ...] = (
+    {},
+    {},
+    {"temperature": 0.8},
+    {"temperature": 1.1, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 12},
+    {"temperature": 1.3, "min_p": 0.05, "logprobs": 2},
+)
+
+
+def plan_requests(seed: int, seconds: float, per_s: float, vocab_size: int) -> list[PlannedRequest]:
+    """Return the requests of a run, in the order of their arrival: single ones, and bursts of which
+    many begin alike; some hold POISON, some are cancelled."""
+    source = random.Random(seed)
+    requests: list[PlannedRequest] = []
+    at_s = 0.0
+    while at_s < seconds:
+        burst = source.choice((1, 1, 2, 3, 8))
+        stem = _tokens(source, vocab_size, source.choice((0, 0, 9, 22)))
+        requests += [
+            _request(source, f"r{len(requests) + index}", at_s, stem, vocab_size)
+            for index in range(burst)
+        ]
+        at_s += source.expovariate(per_s / burst)
+    return requests
+
+
+def _request(
+    source: random.Random, req_id: str, at_s: float, stem: list[int], vocab_size: int
+) -> PlannedRequest:
+    prompt = stem + _tokens(source, vocab_size, source.randint(1, MAX_PROMPT - len(stem)))
+    if source.random() < 0.04:
+        prompt[source.randrange(len(stem), len(prompt))] = POISON
+    sampling = source.choice(SAMPLINGS)
+    if sampling:
+        sampling = {**sampling, "seed": source.randrange(1 << 60)}
+    return PlannedRequest(
+        req_id=req_id,
+        at_s=round(at_s, 3),
+        prompt=prompt,
+        max_tokens=source.randint(1, MAX_TOKENS),
+        cancel_after_s=round(source.expovariate(2.0), 3) if source.random() < 0.06 else None,
+        sampling=sampling,
+    )
+
+
+def _tokens(source: random.Random, vocab_size: int, count: int) -> list[int]:
+    return [source.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(count)]
+
+
+def plan_faults(seed: int, seconds: float, every_s: float, num_ranks: int) -> list[Fault]:
+    """Return the faults of a run, one every so often, each kind once before they repeat."""
+    source = random.Random(seed + 1)
+    deck: list[FaultKind] = []
+    faults = []
+    for index in range(int(seconds / every_s)):
+        if not deck:
+            deck = _deck(source)
+        kind = deck.pop()
+        faults.append(
+            Fault(
+                at_s=round(every_s * index + every_s * source.uniform(0.2, 0.8), 3),
+                kind=kind,
+                rank=source.randrange(num_ranks),
+                seconds=round(_duration(source, kind), 3),
+                calls_before=source.randrange(40),
+                where=source.choice(("forward", "likeliest_tokens", "execute_model")),
+                times=source.choice((1, 1, 2)),
+            )
+        )
+    return faults
+
+
+def _deck(source: random.Random) -> list[FaultKind]:
+    """All kinds as often as they weigh, each once at the top."""
+    once = list(WEIGHTS)
+    again = [kind for kind, weight in WEIGHTS.items() for _ in range(weight - 1)]
+    source.shuffle(once)
+    source.shuffle(again)
+    return again + once
+
+
+def _duration(source: random.Random, kind: FaultKind) -> float:
+    if kind == "stop_rank_briefly":
+        return source.uniform(0.2, 3.0)
+    if kind == "stop_rank_beyond_fence":
+        return source.uniform(5.5, 8.0)
+    if kind == "stop_driver_briefly":
+        return source.uniform(0.2, 0.9)
+    if kind in ("stop_driver_beyond_lease", "replace_stopped_driver"):
+        return source.uniform(3.0, 7.0)
+    if kind == "hang_in_step":
+        return source.uniform(2.5, 6.0)
+    return source.uniform(0.1, 1.5)

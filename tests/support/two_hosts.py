@@ -1,0 +1,87 @@
+"""Two hosts as network namespaces of an unprivileged user, and the cable between them, which loses
+what it is told to lose: silently, as a broken switch or a firewall does."""
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from typing import Literal
+
+import pytest
+
+NEAR_ADDRESS = "10.231.0.1"
+FAR_ADDRESS = "10.231.0.2"
+LIFETIME_S = 600
+_COMMANDS = ("unshare", "nsenter", "ip", "tc")
+
+Side = Literal["near", "far"]
+
+
+class TwoHosts:
+    """`near` and `far`, each with a loopback device and one end of the cable. Processes in them are
+    the caller's; close() ends the namespaces once these are gone."""
+
+    def __init__(self) -> None:
+        """Make them; skips the test where that cannot be done."""
+        if not all(map(shutil.which, _COMMANDS)):
+            pytest.skip(f"needs {', '.join(_COMMANDS)}")
+        self._holders: list[subprocess.Popen[str]] = []
+        self._hold(["unshare", "-Urn"])
+        self._hold([*self.within("near"), "unshare", "-n"])
+        far = str(self._holders[1].pid)
+        cable = ("veth-near", "type", "veth", "peer", "name", "veth-far", "netns", far)
+        self._run("near", "ip", "link", "add", "name", *cable)
+        for side, address in (("near", NEAR_ADDRESS), ("far", FAR_ADDRESS)):
+            self._run(side, "ip", "addr", "add", f"{address}/30", "dev", f"veth-{side}")
+            self._run(side, "ip", "link", "set", f"veth-{side}", "up")
+
+    def within(self, side: Side) -> list[str]:
+        """The command that starts another one on that host."""
+        pid = str(self._holders[side == "far"].pid)
+        return ["nsenter", "-t", pid, "-U", "-n", "--preserve-credentials"]
+
+    def lose(self, *senders: Side) -> None:
+        """Lose all that these hosts send to the other one, from now on."""
+        for side in senders:
+            self._run(side, "tc", "qdisc", "replace", "dev", f"veth-{side}", "root", *_NO_ROOM)
+
+    def heal(self) -> None:
+        """Lose nothing any more."""
+        for side in ("near", "far"):
+            queue = self._run(side, "tc", "qdisc", "show", "dev", f"veth-{side}")
+            if "pfifo" in queue:
+                self._run(side, "tc", "qdisc", "del", "dev", f"veth-{side}", "root")
+
+    def close(self) -> None:
+        """End both."""
+        for holder in self._holders:
+            holder.kill()
+            holder.communicate()
+
+    def _hold(self, command: Sequence[str]) -> None:
+        """Start the process that a namespace lives by."""
+        script = f"ip link set lo up && echo up && exec sleep {LIFETIME_S}"
+        holder = subprocess.Popen(
+            [*command, "sh", "-c", script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._holders.append(holder)
+        assert holder.stdout is not None and holder.stderr is not None
+        if holder.stdout.readline() != "up\n":
+            reason = holder.stderr.read().strip()
+            self.close()
+            pytest.skip(f"no network namespaces here: {reason}")
+
+    def _run(self, side: Side, *command: str) -> str:
+        done = subprocess.run(
+            [*self.within(side), *command], capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            self.close()
+            pytest.skip(f"{' '.join(command)}: {done.stderr.strip()}")
+        return done.stdout
+
+
+_NO_ROOM = ("pfifo", "limit", "0")
+"""A queue that drops all that it is given."""

@@ -1,0 +1,95 @@
+"""A lost rank's place taken by another daemon, on fake ones: what may go wrong meanwhile. Real ones
+are killed in tests/faults/test_relink.py."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from client.driver import Driver
+from client.errors import ReplacementFailed, WorkerDied
+from client.replacement import REPLACE_ATTEMPTS
+from client.requests import GenerationRequest
+from client.scheduler import Scheduler, SchedulerLimits
+from rpc_schema.errors import ErrorCode, ErrorScope
+from tests.support.fake_daemon import FakeDaemon, Fault, reference_tokens
+from tests.unit.client.conftest import worker_config
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+class Line:
+    """The fake daemons that take a group's last place, one after the other."""
+
+    def __init__(self, daemons) -> None:
+        self._daemons = daemons.daemons
+        self._endpoint = daemons.endpoints[-1]
+
+    def end(self) -> None:
+        self._daemons[-1].kill()
+
+    def follow(self, *faults: Fault) -> FakeDaemon:
+        """Start the next one, which fails its warm-ups so."""
+        self.end()
+        successor = FakeDaemon(self._endpoint)
+        successor.warm_up_faults = list(faults)
+        self._daemons[-1] = successor.start()
+        return successor
+
+
+@pytest.fixture
+def lost(fakes, connect):
+    """A pipeline that served and has lost its second rank: (driver, who follows it)."""
+    daemons = fakes(2)
+    group = connect(daemons, 2)
+    group.attach()
+    model = group.prepare(worker_config(2))
+    limits = SchedulerLimits(4, 32, model.max_model_len, model.num_blocks, model.block_size, 2)
+    driver = Driver(
+        group, Scheduler(limits), recover=lambda died: group.replace(died.rank, within_s=20.0)
+    )
+    driver.add_request(GenerationRequest("a", np.array(PROMPT, np.int32), max_tokens=12))
+    driver.step()
+    line = Line(daemons)
+    line.end()
+    with pytest.raises(WorkerDied):
+        while True:
+            group.look()
+    return driver, line
+
+
+def serves(driver: Driver) -> bool:
+    (output,) = driver.run()
+    return output.token_ids == reference_tokens(PROMPT, 12, frozenset())
+
+
+def test_warm_up_that_fails_is_tried_again(lost):
+    driver, line = lost
+    successor = line.follow(Fault(0, code=ErrorCode.INTERNAL))
+    assert serves(driver)
+    assert successor.operations.count("CompileOrWarmUpModel") == 2
+
+
+def test_warm_up_that_goes_on_failing_is_given_up(lost):
+    driver, line = lost
+    successor = line.follow(*[Fault(0, code=ErrorCode.INTERNAL)] * REPLACE_ATTEMPTS)
+    with pytest.raises(ReplacementFailed, match="scripted"):
+        next(driver.run())
+    assert successor.operations.count("CompileOrWarmUpModel") == REPLACE_ATTEMPTS
+
+
+def test_new_rank_that_tells_of_its_end_is_waited_out(lost):
+    """Its device is lost in the warm-up: it answers for a while yet, and is not to be loaded."""
+    driver, line = lost
+    fault = Fault(0, code=ErrorCode.DEVICE, scope=ErrorScope.WORKER)
+    doomed = line.follow(fault)
+    third = threading.Timer(0.4, line.follow)
+
+    def fail(request, code, message, *, fault=None) -> None:
+        third.start()
+        FakeDaemon._error(doomed, request, code, message, fault=fault)
+
+    doomed._error = fail
+    assert serves(driver)
+    third.join()
+    assert doomed.operations.count("LoadModel") == 1

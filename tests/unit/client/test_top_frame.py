@@ -1,0 +1,96 @@
+"""What top's frame says, and that it fits."""
+
+import msgspec
+import pytest
+
+from client.cli.top_frame import Sample, Seen, frame, rates
+from rpc_schema.lease import LeaseStatus
+from rpc_schema.lifecycle import GpuLoad, ReplyDelay, Status
+
+STATUS = Status(
+    worker_uid=b"u" * 16,
+    pid=12,
+    endpoint="ipc:///d/w0",
+    device="cuda:0",
+    serving="SERVING",
+    load="READY",
+    link_state="up",
+    link=1,
+    epoch=4,
+    last_seq=100,
+    rank=1,
+    phase="IDLE",
+    phase_ms=3,
+    config=None,
+    kv_cache=None,
+    memory_bytes={"weights": 3 << 30, "graphs": 5 << 20, "free": 1 << 30, "total": 8 << 30},
+    providers={},
+    input_wait_share=0.0,
+    reply_delay=ReplyDelay(num_replies=0, p50_us=0.0, p99_us=0.0),
+    transitions=(),
+    lease=LeaseStatus(state="held", holder=b"h" * 16, holder_name="host:7", remaining_ms=2100),
+    num_tokens=1000,
+    num_requests=8,
+    gpu_load=GpuLoad(utilization_percent=87, temperature_c=61, power_w=400),
+)
+
+
+def seen(before: dict[str, object] | None = None, **now: object) -> Seen:
+    earlier = None if before is None else Sample(changed(before), 10.0)
+    return Seen("ipc:///d/w0", Sample(changed(now), 12.0), earlier)
+
+
+def changed(fields: dict[str, object]) -> Status:
+    return msgspec.structs.replace(STATUS, **fields)
+
+
+def text(*daemons: Seen, width: int = 80, height: int | None = None) -> str:
+    return "\n".join(line.text for line in frame(daemons, 15.0, width, height))
+
+
+def test_rates_are_those_between_two_samples():
+    busy = seen({"last_seq": 60, "num_tokens": 200})
+    assert rates(busy) == (20.0, 400.0)
+    row = text(busy).splitlines()[2].split()
+    assert row == ["1", "SERVING", "READY", "8", "20.0", "400", "50.00", "87%", "61C"]
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        (None, (None, None)),
+        ({"worker_uid": b"v" * 16}, (None, None)),
+        ({"epoch": 3, "last_seq": 9000, "num_tokens": 0}, (None, 500.0)),
+    ],
+)
+def test_what_cannot_be_compared_gives_no_rate(before, expected):
+    assert rates(seen(before)) == expected
+
+
+def test_rank_without_answers_has_no_tokens():
+    shown = text(seen({"last_seq": 98, "num_tokens": 0}, num_tokens=0, num_requests=0))
+    assert shown.splitlines()[2].split()[3:6] == ["-", "1.0", "-"]
+
+
+def test_details_name_lease_memory_event_and_trouble():
+    shown = text(
+        seen(degraded="NVML is lost", gpu_load=None)._replace(event="a -> b (c)\nd", event_at=11.0),
+        width=200,
+    )
+    assert "lease: host:7 for 2.1 s" in shown
+    assert "memory: weights 3.0 GiB, graphs 5 MiB, free 1.0 GiB of 8.0 GiB" in shown
+    assert "4 s ago: a -> b (c) d" in shown
+    assert "degraded: NVML is lost" in shown
+    assert "no answer for 3 s: it is gone" in text(seen()._replace(error="it is gone"))
+    assert "? ipc:///x: it is gone" in text(Seen("ipc:///x", error="it is gone"))
+
+
+@pytest.mark.parametrize(("count", "width", "height"), [(1, 40, 3), (5, 80, 24), (40, 80, 24)])
+def test_frame_fits_its_terminal(count, width, height):
+    daemons = [seen({})._replace(event="x" * 500, error="gone" * 100)] * count
+    lines = frame(daemons, 15.0, width, height)
+    assert len(lines) <= height
+    assert all(len(line.text) <= width and "\n" not in line.text for line in lines)
+    shown = sum("SERVING READY" in line.text for line in lines)
+    rest = next((int(line.text.split()[1]) for line in lines if line.text.endswith("more")), 0)
+    assert shown + rest == count

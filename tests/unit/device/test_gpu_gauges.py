@@ -1,0 +1,82 @@
+"""A GPU's gauges, over an NVML that gives what it is told to, and the thread that reads them."""
+
+import time
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+
+from worker_daemon.device.gpu_faults import NoFaultWatch
+from worker_daemon.device.gpu_gauges import Nvml, open_gauges
+from worker_daemon.device.gpu_load import GpuLoad
+from worker_daemon.server.device_watch import DeviceWatch
+
+
+class FakeNvml:
+    NVMLError = pynvml.NVMLError
+    NVML_TEMPERATURE_GPU = pynvml.NVML_TEMPERATURE_GPU
+
+    def __init__(self, *fails: str) -> None:
+        self._fails = fails
+
+    def _check(self, name: str) -> None:
+        if name in self._fails:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    def nvmlInit(self) -> None:
+        self._check("init")
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        return f"gpu {index}"
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
+    def nvmlDeviceGetUtilizationRates(self, handle: str) -> SimpleNamespace:
+        self._check("rates")
+        return SimpleNamespace(gpu=87, memory=3)
+
+    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:
+        self._check("temperature")
+        assert sensor == pynvml.NVML_TEMPERATURE_GPU
+        return 61
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
+        self._check("power")
+        return 402_750
+
+
+@pytest.mark.parametrize(
+    ("fails", "expected"),
+    [
+        ((), GpuLoad(87, 61, 402)),
+        (("rates",), GpuLoad(None, 61, 402)),
+        (("rates", "temperature", "power"), None),
+    ],
+)
+def test_what_nvml_does_not_give_is_left_out(fails, expected):
+    gauges = open_gauges("cuda:0", None, FakeNvml(*fails))
+    assert gauges.is_on and gauges.read() == expected
+
+
+@pytest.mark.parametrize(("device", "fails"), [("cpu", ()), ("cuda:4", ()), ("cuda:0", ("init",))])
+def test_without_nvml_there_are_none(device, fails):
+    gauges = open_gauges(device, "0,1", FakeNvml(*fails))
+    assert not gauges.is_on and gauges.read() is None
+
+
+def test_what_is_used_of_nvml_is_there():
+    used = {name for name in vars(Nvml) if name.startswith("nvml")} | set(Nvml.__annotations__)
+    assert all(hasattr(pynvml, name) for name in used)
+
+
+def test_gauges_are_read_though_no_fault_can_be_watched_for():
+    watch = DeviceWatch(NoFaultWatch, print, lambda: open_gauges("cuda:0", None, FakeNvml()))
+    watch.start()
+    until = time.monotonic() + 10
+    while watch.load is None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert watch.load == GpuLoad(87, 61, 402)
+    watch.stop()
+    assert watch.join(5)

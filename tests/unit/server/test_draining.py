@@ -1,0 +1,79 @@
+"""When a drain is over, and when it never will be."""
+
+import asyncio
+import time
+
+import pytest
+
+from worker_daemon.errors import StateError
+from worker_daemon.server.draining import Draining
+from worker_daemon.server.lease import Lease, LeaseTerms
+from worker_daemon.server.progress import Progress
+from worker_daemon.server.step_thread import Drain, Resume
+
+
+class StepThreadSide:
+    """Takes commands; calls idle() where no step runs."""
+
+    def __init__(self, *, busy: bool) -> None:
+        self.busy = busy
+        self.commands: list[object] = []
+
+    def post(self, command: object) -> None:
+        self.commands.append(command)
+        if isinstance(command, Drain) and not self.busy:
+            command.idle()
+
+
+def draining(side: StepThreadSide, told: list[bool], step_deadline_s: float = 60.0) -> Draining:
+    progress = Progress("cpu")
+    progress.step_deadline_s = step_deadline_s
+    made = Draining(side.post, lambda: told.append(made.is_on), Lease(time.monotonic), progress)
+    return made
+
+
+def test_without_a_driver_nobody_is_given_notice() -> None:
+    side, told = StepThreadSide(busy=False), list[bool]()
+    drains = draining(side, told)
+    asyncio.run(asyncio.wait_for(drains.drain(), 0.9))
+    assert (drains.is_on, told) == (True, [True])
+    asyncio.run(drains.drain())
+    drains.undo()
+    drains.undo()
+    assert (drains.is_on, told) == (False, [True, False])
+    assert [type(command) for command in side.commands] == [Drain, Resume]
+
+
+def test_holder_that_leaves_ends_its_notice() -> None:
+    async def leave_while_draining() -> None:
+        waits = asyncio.ensure_future(drains.drain())
+        await asyncio.sleep(0.1)
+        assert side.commands == []
+        lease.release(1)
+        await asyncio.wait_for(waits, 0.8)
+
+    side = StepThreadSide(busy=False)
+    lease = Lease(time.monotonic)
+    lease.grant(b"d", 1, LeaseTerms(60.0, 60.0))
+    drains = Draining(side.post, lambda: None, lease, Progress("cpu"))
+    asyncio.run(leave_while_draining())
+
+
+def test_whoever_waits_hears_that_the_drain_was_undone() -> None:
+    async def undo_while_draining() -> None:
+        waits = [asyncio.ensure_future(drains.drain()) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        drains.undo()
+        for wait in waits:
+            with pytest.raises(StateError, match="undone"):
+                await asyncio.wait_for(wait, 5)
+
+    drains = draining(StepThreadSide(busy=True), [])
+    asyncio.run(undo_while_draining())
+
+
+def test_step_that_does_not_end_is_named() -> None:
+    drains = draining(StepThreadSide(busy=True), [], step_deadline_s=-3.9)
+    with pytest.raises(StateError, match="STARTING has run for"):
+        asyncio.run(drains.drain())
+    assert drains.is_on

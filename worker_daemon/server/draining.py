@@ -1,0 +1,90 @@
+"""Whether an operator wants this daemon to drain: to take no more steps and no more drivers, and to
+stay. Owned by the control thread; the step thread is told by commands. Knows no socket."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from worker_daemon.errors import StateError
+from worker_daemon.server.lease import Lease
+from worker_daemon.server.progress import Progress
+from worker_daemon.server.step_thread import Command, Drain, Resume
+
+NOTICE_S: Final = 1.0
+"""What the holder of the lease has to stop of its own accord, so that no rank of a group refuses a
+step that the others run."""
+_POLL_S: Final = 0.05
+IDLE_SLACK_S: Final = 3.0
+"""Beyond the step deadline, for the running step to end."""
+
+
+class Draining:
+    """Drains as often as it is told to."""
+
+    def __init__(
+        self,
+        post: Callable[[Command], None],
+        tell: Callable[[], None],
+        lease: Lease,
+        progress: Progress,
+    ) -> None:
+        """post: to the step thread. tell: whoever listens to heartbeats, that is_on has changed."""
+        self.is_on = False
+        self._post = post
+        self._tell = tell
+        self._lease = lease
+        self._progress = progress
+        self._idle = asyncio.Event()
+
+    def undo(self) -> None:
+        """Take steps and drivers again."""
+        if self.is_on:
+            self.is_on = False
+            self._post(Resume())
+            self._tell()
+
+    async def drain(self) -> None:
+        """Return once no step runs or will.
+
+        Raises:
+            StateError: the running step has not ended in its time, or the drain was undone.
+        """
+        if not self.is_on:
+            self.is_on = True
+            self._idle = asyncio.Event()
+            self._tell()
+            await self._give_notice(self._idle)
+        await self._become_idle(self._idle)
+
+    async def _give_notice(self, idle: asyncio.Event) -> None:
+        until = time.monotonic() + NOTICE_S
+        while time.monotonic() < until and self._lease.status().state == "held":
+            await asyncio.sleep(_POLL_S)
+        if self._is_current(idle):
+            loop = asyncio.get_running_loop()
+            self._post(Drain(partial(_set_threadsafe, loop, idle), stays=True))
+
+    async def _become_idle(self, idle: asyncio.Event) -> None:
+        until = time.monotonic() + NOTICE_S + self._progress.step_deadline_s + IDLE_SLACK_S
+        while not idle.is_set() and self._is_current(idle) and time.monotonic() < until:
+            await asyncio.sleep(_POLL_S)
+        if not self._is_current(idle):
+            raise StateError("the drain was undone", fix="ask for it again")
+        if not idle.is_set():
+            stamp = self._progress.stamp
+            raise StateError(
+                f"{stamp.phase} has run for {stamp.age_ms(time.monotonic())} ms, and nothing else "
+                "will",
+                fix="ask again later, or shut the daemon down",
+            )
+
+    def _is_current(self, idle: asyncio.Event) -> bool:
+        return self.is_on and idle is self._idle
+
+
+def _set_threadsafe(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is left to hear it
+        loop.call_soon_threadsafe(event.set)
