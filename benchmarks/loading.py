@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -37,12 +37,26 @@ DISK_BYTES = 6 << 30
 
 @dataclass(frozen=True)
 class Figure:
-    """One measurement; floor is None where it is a ceiling itself."""
+    """One measurement; floor is None where it is a ceiling itself, or has none."""
 
     name: str
     value: float
     unit: str
     floor: float | None = None
+
+
+def report(
+    measure: Callable[[argparse.Namespace, Path], Iterator[Figure]], options: argparse.Namespace
+) -> None:
+    """Print each figure as it comes, measured in a scratch directory; write all to options.out."""
+    figures = []
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+        for figure in measure(options, Path(directory)):
+            figures.append(figure)
+            floor = "" if figure.floor is None else f"of {figure.floor:.2f}"
+            print(f"{figure.name:<36} {figure.value:>8.2f} {figure.unit} {floor}", flush=True)
+    if options.out is not None:
+        options.out.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
 
 
 def measure(options: argparse.Namespace, directory: Path) -> Iterator[Figure]:
@@ -191,14 +205,7 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true", help="also load what is only on disk")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    figures = []
-    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        for figure in measure(options, Path(directory)):
-            figures.append(figure)
-            floor = "" if figure.floor is None else f"of {figure.floor:.2f}"
-            print(f"{figure.name:<36} {figure.value:>8.2f} {figure.unit} {floor}", flush=True)
-    if options.out is not None:
-        options.out.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
+    report(measure, options)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 import triton.testing
 
+from benchmarks.kernels import host_us
 from worker_daemon.sample.sampler import NO_LOGPROBS, Sampling, SamplingMetadata, TorchSampling
 from worker_daemon.sample.sampling_provider import probe_sampling
 
@@ -135,17 +135,6 @@ def graph_us(launch: Callable[[], object]) -> float:
 def eager_us(launch: Callable[[], object]) -> float:
     """The median time of a call in microseconds, launched anew each time."""
     return float(triton.testing.do_bench(launch, warmup=5, rep=30, return_mode="median")) * 1e3
-
-
-def host_us(launch: Callable[[], object]) -> float:
-    """What one eager call costs the host, in microseconds."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(20):
-        launch()
-    elapsed = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return elapsed / 20 * 1e6
 
 
 def measure(case: Case, sampling: Sampling) -> Timing:

@@ -11,20 +11,17 @@ counts everything from send() to the next step being legal.
 """
 
 import argparse
-import json
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.loading import make_stage, read_rate, synchronize, write_checkpoint
+from benchmarks.loading import Figure, make_stage, read_rate, report, synchronize, write_checkpoint
 from client.launcher import LocalDaemons
 from client.trainer.sender import PACKED_BYTES, SendBackend, WeightSender
 from client.worker_group import WorkerGroup
@@ -44,16 +41,6 @@ ROUNDS = 3
 COPY_BYTES = 4 << 30
 COPIES = 10
 TRAINER_DEVICES = {"ipc": "cuda:0", "nccl": "cuda:1", "gloo": "cpu"}
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One measurement; floor is None where it is a ceiling itself, or has none."""
-
-    name: str
-    value: float
-    unit: str
-    floor: float | None = None
 
 
 def measure(options: argparse.Namespace, scratch: Path) -> Iterator[Figure]:
@@ -192,14 +179,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.ways = options.ways or possible_ways(options.device)
-    figures = []
-    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        for figure in measure(options, Path(directory)):
-            figures.append(figure)
-            floor = "" if figure.floor is None else f"of {figure.floor:.2f}"
-            print(f"{figure.name:<36} {figure.value:>8.2f} {figure.unit} {floor}", flush=True)
-    if options.out is not None:
-        options.out.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
+    report(measure, options)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib import metadata
-from typing import Final, Protocol
+from typing import Final, Protocol, TypedDict
 
 import zmq
 import zmq.asyncio
@@ -76,6 +76,13 @@ MAX_GREETED: Final = 256
 _TAKEN_OUT: Final = ForbiddenError("the key is not among the authorized keys any more")
 
 logger = logging.getLogger(__name__)
+
+
+class _Origin(TypedDict):
+    """Who publishes an event."""
+
+    worker_uid: bytes
+    rank: int
 
 
 class Commands(Protocol):
@@ -211,8 +218,7 @@ class Control:
         self._last_hang = f"{phase} was past its deadline; stacks: {stacks}"
         self._publish(
             lc.Hung(
-                worker_uid=self.worker_uid,
-                rank=self._progress.snapshot.rank,
+                **self._origin,
                 phase=phase,
                 phase_ms=phase_ms,
                 stacks=stacks,
@@ -223,8 +229,7 @@ class Control:
         """Publish that a step takes far longer than others did."""
         self._publish(
             lc.Slow(
-                worker_uid=self.worker_uid,
-                rank=self._progress.snapshot.rank,
+                **self._origin,
                 phase=phase,
                 phase_ms=phase_ms,
                 usual_ms=usual_ms,
@@ -235,8 +240,7 @@ class Control:
         """Publish a state change, and the heartbeat that shows it."""
         self._publish(
             lc.StateChanged(
-                worker_uid=self.worker_uid,
-                rank=self._progress.snapshot.rank,
+                **self._origin,
                 transition=transition,
             )
         )
@@ -265,17 +269,11 @@ class Control:
         """See Commands."""
         self._commands.post(command)
 
-    def need_attached(self, epoch: int) -> None:
-        """Raise FencedError, LeaseExpiredError or NotAttachedError unless the epoch is the attached
-        driver's."""
-        self._need_attached(epoch)
-
     def ask_driver(self, trace: bytes, begin_ns: int, end_ns: int) -> None:
         """Ask the attached driver what it did, in that stretch of this host's monotonic clock."""
         self._publish(
             tr.DriverStepsWanted(
-                worker_uid=self.worker_uid,
-                rank=self._progress.snapshot.rank,
+                **self._origin,
                 trace=trace,
                 begin_ns=begin_ns,
                 end_ns=end_ns,
@@ -333,7 +331,7 @@ class Control:
     def _detach(self, message: lc.Detach) -> ControlReplyMessage:
         """Also after the lease has expired: a late goodbye does no harm."""
         if not self._lease.release(message.epoch):
-            self._need_attached(message.epoch)
+            self.need_attached(message.epoch)
         self._commands.post(Detach(message.epoch))
         return lc.Acknowledged(call=message.call)
 
@@ -352,7 +350,7 @@ class Control:
             self._commands.post(DropRequests(unclaimed))
 
     def _open_rendezvous_server(self, message: lc.OpenRendezvous) -> ControlReplyMessage:
-        self._need_attached(message.epoch)
+        self.need_attached(message.epoch)
         if message.link <= self._progress.link:
             raise FencedError(
                 f"link {message.link} is not above link {self._progress.link}", fix="raise it"
@@ -366,7 +364,7 @@ class Control:
     def _abort_link(self, message: lc.AbortLink) -> ControlReplyMessage:
         """Free whoever waits for other ranks: on NCCL by an abort, at a meeting place by closing
         it; on gloo a lost neighbour's connections have ended by themselves."""
-        self._need_attached(message.epoch)
+        self.need_attached(message.epoch)
         link = self._progress.link
         self._guard.forgive_hangs()
         if self._progress.snapshot.state.link != "none":
@@ -485,13 +483,19 @@ class Control:
             fix="say Hello first" if version is None else "use releases of the same version",
         )
 
-    def _need_attached(self, epoch: int) -> None:
+    def need_attached(self, epoch: int) -> None:
+        """Raise FencedError, LeaseExpiredError or NotAttachedError unless the epoch is the attached
+        driver's."""
         current = self._progress.epoch
         if epoch < current:
             raise FencedError(f"epoch {epoch} is fenced by {current}", fix="attach")
         if epoch > current or epoch == 0:
             raise NotAttachedError(f"epoch {epoch} is not attached; {current} is", fix="attach")
         self._lease.need_held(epoch)
+
+    @property
+    def _origin(self) -> _Origin:
+        return {"worker_uid": self.worker_uid, "rank": self._progress.snapshot.rank}
 
     def _serving(self) -> ServingState:
         serving = self._progress.snapshot.state.serving
