@@ -84,9 +84,7 @@ def test_head_dims_and_block_sizes(head_dim: int, block_size: int) -> None:
     check(build(shape, [(1, 40), (1, 129)], seed=head_dim - block_size), None)
 
 
-@pytest.mark.parametrize(
-    ("window", "num_splits"), [(None, 1), (1, 3), (16, 9), (100, 9)]
-)
+@pytest.mark.parametrize(("window", "num_splits"), [(None, 1), (1, 3), (16, 9), (100, 9)])
 def test_decode_splits(window: int | None, num_splits: int) -> None:
     batch = build(Shape(4, 2, 64), DECODES, seed=num_splits, num_padding=2)
     check(batch, window, num_splits=num_splits)
