@@ -1,5 +1,5 @@
-"""What every test gets: one thread a process for torch, a small heap for the garbage collector, and a
-check that no process is left."""
+"""What every test gets: one thread a process for torch, little garbage to look through, and a
+check that no process is left. Decides which files are run first."""
 
 import gc
 import os

@@ -46,7 +46,7 @@ def test_golden_bytes_decode_into_what_they_were_made_of(direction: str) -> None
 
 
 @pytest.mark.parametrize(("direction", "kind"), ALL, ids=name)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_every_value_within_bounds_comes_back(
     direction: str, kind: type[msgspec.Struct], data: st.DataObject

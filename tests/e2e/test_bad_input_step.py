@@ -11,7 +11,6 @@ import pytest
 import zmq
 
 from client.errors import IllegalStateError, InvalidStepError, StepFailed
-from client.launcher import LocalDaemons
 from client.scheduler_output import NewRequest, SchedulerOutput
 from client.worker_group import WorkerGroup
 from rpc_schema import lifecycle as lc
@@ -259,21 +258,21 @@ def bombard(endpoint: str, stop: threading.Event, seed: int) -> None:
                 sockets[0].recv_multipart()
 
 
-def test_rubbish_from_others_harms_no_running_request(model_root, checkpoint):
+def test_rubbish_from_others_harms_no_running_request(daemons, checkpoint):
     cases = random_cases(checkpoint(), seed=52, count=6, max_tokens=24)
     stop = threading.Event()
-    with LocalDaemons(["cpu", "cpu"], model_root) as daemons:
-        threads = [
-            threading.Thread(target=bombard, args=(endpoint, stop, index))
-            for index, endpoint in enumerate(daemons.endpoints)
-        ]
-        with connect(daemons.endpoints, worker_config(checkpoint().path, 2)) as (group, loaded):
+    endpoints = daemons.endpoints(2)
+    threads = [
+        threading.Thread(target=bombard, args=(endpoint, stop, index))
+        for index, endpoint in enumerate(endpoints)
+    ]
+    with connect(endpoints, worker_config(checkpoint().path, 2)) as (group, loaded):
+        for thread in threads:
+            thread.start()
+        try:
+            assert generate(group, loaded, cases.requests).tokens == cases.expected
+        finally:
+            stop.set()
             for thread in threads:
-                thread.start()
-            try:
-                assert generate(group, loaded, cases.requests).tokens == cases.expected
-            finally:
-                stop.set()
-                for thread in threads:
-                    thread.join()
-        daemons.check_alive()
+                thread.join()
+    assert daemons.endpoints(2) == endpoints, "a dead daemon was replaced"

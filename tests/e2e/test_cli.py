@@ -109,7 +109,7 @@ def test_generate_prints_the_texts_of_prompts(directory, model_options, demo, to
 
 
 def test_generate_keeps_the_order_of_a_file_and_survives_wrong_lines(
-    directory, tmp_path, model_options, demo, tokenizer
+    served, directory, tmp_path, model_options, demo, tokenizer
 ):
     ids = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
     source = write_lines(
@@ -128,7 +128,9 @@ def test_generate_keeps_the_order_of_a_file_and_survives_wrong_lines(
     )
     target = tmp_path / "out.jsonl"
     done = run_client(
-        directory, "generate", *model_options, "--input", source, "--output", str(target)
+        directory,
+        *("generate", *model_options, "--input", source, "--output", str(target)),
+        *("--endpoints", served[0], "--reload"),
     )
     results = read_lines(target)
     assert [result["id"] for result in results] == [

@@ -12,7 +12,7 @@ from client.launcher import LocalDaemons
 from client.worker_group import WorkerGroup
 from rpc_schema.config import WorkerConfig
 from rpc_schema.lifecycle import Status
-from tests.support.doomed_driver import Death, Plan, read_report, start
+from tests.support.doomed_driver import Death, DriverNursery, Plan, read_report, start
 from tests.support.driving import Cases, random_cases
 from tests.support.serving import connect, generate, worker_config
 
@@ -37,6 +37,13 @@ def two_daemons(model_root):
     """Daemons that no other module uses."""
     with LocalDaemons(["cpu", "cpu"], model_root) as daemons:
         yield daemons
+
+
+@pytest.fixture
+def nursery():
+    nursery = DriverNursery()
+    yield nursery
+    nursery.close()
 
 
 @pytest.fixture
@@ -92,7 +99,7 @@ def test_stopped_driver_wakes_up_fenced(loaded_daemons, checkpoint):
 
 
 @pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)])
-def test_driver_killed_between_two_ranks(loaded_daemons, checkpoint, pp, tp):
+def test_driver_killed_between_two_ranks(loaded_daemons, nursery, checkpoint, pp, tp):
     """Each driver proves that the one before it left nothing wrong behind, then dies too."""
     cases = random_cases(checkpoint(), seed=42, count=3, max_tokens=10)
     expected = [cases.expected[request.id] for request in cases.requests]
@@ -102,9 +109,8 @@ def test_driver_killed_between_two_ranks(loaded_daemons, checkpoint, pp, tp):
     must_relink = False
     for point in range(NUM_POINTS // 2 + 1):
         death = Death(randomness.randint(1, 10), [randomness.randrange(2)], bool(point % 2))
-        with start(replace(plan, death=death)) as driver:
-            report = read_report(driver)
-            assert driver.wait(60) == -signal.SIGKILL, driver.stderr.read()
+        report, exit_code = nursery.live(replace(plan, death=death))
+        assert exit_code == -signal.SIGKILL
         assert report.tokens == expected, (point, death)
         assert report.was_loaded
         assert set(report.phases) <= {"relink"}

@@ -11,7 +11,7 @@ from tests.support.serving import assert_greedy, generate, greedy_request
 SHAPES = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
 LENGTHS = [3, 9, 17, 40, 70]
 """The longest are past every original context length and sliding window of the checkpoints."""
-MAX_TOKENS = 14
+MAX_TOKENS = 10
 
 FIELDS = {
     ("LlamaForCausalLM", "default"): {"tie_word_embeddings": True},

@@ -1,6 +1,8 @@
 """`python -m tests.support.doomed_driver PLAN`: a driver that attaches, goes on with what is
 loaded, proves that by generating, reports in one JSON line, and then dies in the middle of a step,
-or serves until it is killed."""
+or serves until it is killed. Without a PLAN: forks a driver for each plan that it reads, a line
+each, and says how it ended; DriverNursery is the other end. A driver costs no start of an
+interpreter so."""
 
 import os
 import signal
@@ -73,6 +75,44 @@ def read_report(process: "subprocess.Popen[str]") -> Report:
     return msgspec.json.decode(line, type=Report)
 
 
+class DriverNursery:
+    """Starts drivers one after the other, each to its death."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.doomed_driver"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def live(self, plan: Plan) -> tuple[Report, int]:
+        """Have a driver live until it ends; return its report and its exit code."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(msgspec.json.encode(plan).decode() + "\n")
+        self._process.stdin.flush()
+        report = self._process.stdout.readline()
+        assert report.startswith("{"), f"no report, but {report!r}"
+        return msgspec.json.decode(report, type=Report), int(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End the process that forks them."""
+        self._process.communicate(timeout=30)
+        assert self._process.returncode == 0
+
+
+def fork_drivers() -> None:
+    """Fork a driver for each plan on stdin; write its exit code behind its report."""
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            run(msgspec.json.decode(line, type=Plan))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        sys.stdout.flush()
+
+
 @dataclass
 class Executioner:
     """Counts the steps on their way to the daemons, and ends the process at the last one."""
@@ -143,4 +183,7 @@ def generate_all(group: WorkerGroup, loaded: LoadedModel, plan: Plan) -> list[li
 
 
 if __name__ == "__main__":
-    run(msgspec.json.decode(sys.argv[1], type=Plan))
+    if len(sys.argv) > 1:
+        run(msgspec.json.decode(sys.argv[1], type=Plan))
+    else:
+        fork_drivers()

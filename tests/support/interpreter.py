@@ -1,4 +1,4 @@
-"""Triton's interpreter, less slow: for the processes that run kernels under it (tests/unit/kernels).
+"""Triton's interpreter, less slow: for the processes that run kernels under it.
 
 At each call of one jit function by another, Triton 3.9 looks through all of triton.language again
 for builtins to replace, though the launch that is under way has replaced them already: a third of
