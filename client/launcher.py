@@ -123,7 +123,9 @@ class LocalDaemons:
         """Return the end of a daemon's log."""
         return _tail(self._daemons[rank].log)
 
-    def stop(self, timeout_s: float = STOP_TIMEOUT_S, kill_limit_s: float = KILL_LIMIT_S) -> None:
+    def stop(
+        self, timeout_s: float = STOP_TIMEOUT_S, *, kill_limit_s: float = KILL_LIMIT_S
+    ) -> None:
         """End all daemons: ask, then SIGTERM, then SIGKILL; remove their files. May be repeated.
 
         Raises:

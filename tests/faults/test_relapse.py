@@ -2,9 +2,7 @@
 them does not send what another expects. The link is made anew; where that hangs too, new processes
 take the places of those that waited."""
 
-import threading
 import time
-from contextlib import contextmanager
 
 from client.driver import Driver
 from client.scheduler import Scheduler
@@ -15,25 +13,6 @@ from tests.support.serving import connect, scheduler_limits, worker_config
 
 DEADLINE_S = 1.0
 STEPS_BEFORE = 4
-
-
-@contextmanager
-def supervised(daemons):
-    """Start daemons again that end; yields the processes that were there first."""
-    over = threading.Event()
-
-    def keep() -> None:
-        while not over.wait(0.1):
-            daemons.restart_dead()
-
-    thread = threading.Thread(target=keep)
-    first = [daemon.process for daemon in daemons._daemons]
-    thread.start()
-    try:
-        yield first
-    finally:
-        over.set()
-        thread.join()
 
 
 def test_row_18_second_hang_ends_the_daemon_and_its_successor_serves(
@@ -55,7 +34,7 @@ def test_row_18_second_hang_ends_the_daemon_and_its_successor_serves(
             replaced.append(group.replace(died.rank))
 
         with (
-            supervised(daemons) as processes,
+            daemons.kept_alive() as processes,
             connect(daemons.endpoints, config) as (group, loaded),
         ):
             driver = Driver(group, Scheduler(scheduler_limits(group, loaded)), act, recover=recover)

@@ -5,9 +5,12 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -144,9 +147,10 @@ class FaultyDaemons(LocalDaemons):
         faults_dir: Path,
         first_fault: Fault | None = None,
         ready_timeout_s: float = 60.0,
-        device: str = "cpu",
+        device: str | Sequence[str] = "cpu",
     ) -> None:
-        """Start them on a device. first_fault is armed for all of them before they start."""
+        """Start them on a device, or on one each. first_fault is armed for all of them before they
+        start."""
         self.faults = [FaultFile(faults_dir / f"{rank}.fault") for rank in range(num_daemons)]
         if first_fault is not None:
             for file in self.faults:
@@ -159,9 +163,27 @@ class FaultyDaemons(LocalDaemons):
             roots = ("--model-root", str(model_root), "--exit-with-parent-fd", str(pipe))
             return (*entry, *options, *roots)
 
-        super().__init__(
-            [device] * num_daemons, model_root, command=command, ready_timeout_s=ready_timeout_s
-        )
+        devices = [device] * num_daemons if isinstance(device, str) else device
+        super().__init__(devices, model_root, command=command, ready_timeout_s=ready_timeout_s)
+
+    @contextmanager
+    def kept_alive(self) -> "Iterator[list[subprocess.Popen[bytes]]]":
+        """Start those again that end, as a supervisor does; yields the processes that were there
+        first."""
+        over = threading.Event()
+
+        def keep() -> None:
+            while not over.wait(0.1):
+                self.restart_dead()
+
+        thread = threading.Thread(target=keep)
+        first = [daemon.process for daemon in self._daemons]
+        thread.start()
+        try:
+            yield first
+        finally:
+            over.set()
+            thread.join()
 
 
 class FileWatch:

@@ -29,7 +29,8 @@ class Watched:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.lease = Lease(self.clock)
+        self.suspended = Clock()
+        self.lease = Lease(self.clock, self.suspended)
 
     def wait(self, seconds: float) -> None:
         for _ in range(round(seconds * 4)):
@@ -183,6 +184,24 @@ def test_time_in_which_nobody_looked_does_not_count(watched: Watched) -> None:
     lease.renew(A, 5)
     watched.wait(3)
     assert lease.status().state == "orphan"
+
+
+def test_time_in_which_the_host_was_suspended_counts(watched: Watched) -> None:
+    lease = watched.to("held")
+    watched.wait(1)
+    watched.suspended.now += 1.5
+    assert lease.status().remaining_ms == 500
+    watched.suspended.now += 30
+    with pytest.raises(LeaseExpiredError):
+        lease.renew(A, 5)
+    assert lease.status().state == "orphan" and lease.take_expiry() == 5
+
+
+def test_clocks_that_are_not_read_at_the_same_moment_suspend_nothing(watched: Watched) -> None:
+    lease = watched.to("held")
+    for _ in range(100):
+        watched.suspended.now += 0.001
+        assert lease.status().remaining_ms == 3000
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,19 @@
+"""What a real GPU's NVML says of the device's health, by the calls that tests elsewhere replace."""
+
+import pytest
+import torch
+
+from worker_daemon.device.health import NvmlHealth, open_health
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_health_of_a_real_device_can_be_asked_for():
+    health = open_health(torch.device("cuda:0"))
+    assert isinstance(health, NvmlHealth)
+    said = health.check()
+    print(f"health: {said!r}")
+    assert not said or said.startswith("the device is throttled: ")
