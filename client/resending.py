@@ -98,9 +98,12 @@ class Resending:
             self._clients[rank].send_again(step.frames)
 
     def mend_gap(self, rank: int, expected: int) -> bool:
-        """Send a rank what it misses, from seq `expected` on; tell whether it could be done."""
+        """Send a rank what it misses, from seq `expected` on; tell whether that was all that there
+        is to do."""
         if rank >= len(self._clients) or not self.knows_ranks:
             return False
+        if self._sent.last_seq(rank) >= expected:
+            return True  # a refusal that comes late: the rank has told that it is past that
         missing = self._sent.since(rank, expected)
         times, last = self._mended.get((rank, expected), (0, 0.0))
         now = time.monotonic()

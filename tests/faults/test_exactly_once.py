@@ -25,6 +25,7 @@ from client.scheduler import Scheduler, SchedulerLimits
 from client.worker_group import WorkerGroup
 from rpc_schema.codec import Frame, StepMessage
 from rpc_schema.config import ParallelConfig
+from tests.support.driving import RecordingGroup
 from tests.support.exactly_once import RANKS, Counts, ExactlyOnce, Parts
 from tests.support.fake_daemon import FakeDaemon, reference_tokens
 from tests.unit.client.conftest import directory, worker_config  # noqa: F401  # a fixture
@@ -68,13 +69,18 @@ def histories(parts: Parts, count: int, phases: Sequence[Phase]) -> Counts:
 @pytest.mark.timeout(1800)
 def test_random_histories_apply_each_step_once():
     total = Counts()
-    while total.operations < NUM_OPERATIONS:
+    while total.operations < NUM_OPERATIONS or not has_seen_all(total):
         total += histories(Parts(), NUM_HISTORIES, (Phase.generate, Phase.shrink))
+        assert total.operations < 10 * NUM_OPERATIONS, f"these histories show little: {total}"
+    print(total)
     assert total.applied > NUM_OPERATIONS / 50
-    assert min(total.replayed, total.links, total.kills, total.mended) > 0
-    assert total.attached > NUM_OPERATIONS / 200
+
+
+def has_seen_all(counts: Counts) -> bool:
+    """Whether everything happened that may."""
+    events = (counts.replayed, counts.mended, counts.attached, counts.links, counts.kills)
     refusals = {"stale", "gap", "fenced", "not attached", "expired"}
-    assert total.refused.keys() >= refusals
+    return min(events) > 10 and counts.refused.keys() >= refusals
 
 
 # Parts that are broken.
@@ -213,7 +219,16 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
+QUICKLY_FOUND = ("RunsTwice", "SkipsEpochs", "SkipsLinks", "OtherBytes", "ForgetsEpochs")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICKLY_FOUND else pytest.mark.long_fault)
+        for name in BROKEN
+    ],
+)
 def test_broken_part_is_found(name):
     with pytest.raises(AssertionError) as found:
         histories(replace(Parts(), **BROKEN[name]), HISTORIES_TO_FIND, (Phase.generate,))
@@ -278,7 +293,8 @@ def test_generation_over_a_faulty_network_gives_the_right_tokens(faulty, monkeyp
         limits = SchedulerLimits(
             8, 32, model.max_model_len, model.num_blocks, model.block_size, RANKS
         )
-        driver = Driver(group, Scheduler(limits))
+        recording = RecordingGroup(group)
+        driver = Driver(recording, Scheduler(limits))
         prompts = {
             str(i): [randomness.randrange(1000) for _ in range(randomness.randint(1, 40))]
             for i in range(NUM_REQUESTS)
@@ -289,11 +305,8 @@ def test_generation_over_a_faulty_network_gives_the_right_tokens(faulty, monkeyp
                     id=name, prompt_token_ids=np.array(prompt, np.int32), max_tokens=40
                 )
             )
-        failures = []
-        step_failed = driver.scheduler.step_failed
-        driver.scheduler.step_failed = lambda *args: failures.append(args) or step_failed(*args)
         outputs = {output.req_id: output.token_ids for output in driver.run()}
-        assert failures == []
+        assert recording.failures == []
         for name, prompt in prompts.items():
             assert outputs[name] == reference_tokens(prompt, 40, frozenset())
         for daemon in faulty:

@@ -108,10 +108,10 @@ class Daemon:
     """One rank: the real parts around a list of what was applied. What a kill takes is made anew by
     start(); the list and the model stay."""
 
-    def __init__(self, number: int, directory: Path, parts: Parts, clock: Clock) -> None:
-        self.number = number
-        self.uid = bytes([number]) * 16
-        self._endpoint = Endpoint.parse(f"ipc://{directory}/w{number}")
+    def __init__(self, rank: int, directory: Path, parts: Parts, clock: Clock) -> None:
+        self.rank = rank
+        self.worker_uid = bytes([rank]) * 16
+        self._endpoint = Endpoint.parse(f"ipc://{directory}/w{rank}")
         self._directory = directory
         self._parts = parts
         self._clock = clock
@@ -193,7 +193,7 @@ class Daemon:
         refusal = self.gate.refusal(verdict, message)
         assert self._state() == before, "a refused request has changed something"
         return codec.encode_step(
-            error_reply(refusal, epoch=message.epoch, seq=message.seq, rank=self.number)
+            error_reply(refusal, epoch=message.epoch, seq=message.seq, rank=self.rank)
         )
 
     def _check_may_run(self, message: StepMessage) -> None:
@@ -210,7 +210,7 @@ class Daemon:
         self.gate.accept(message)
         self.applied.append((message.epoch, message.seq))
         self.model.last_seq = message.seq
-        ids = {"epoch": message.epoch, "seq": message.seq, "rank": self.number}
+        ids = {"epoch": message.epoch, "seq": message.seq, "rank": self.rank}
         if isinstance(message, lc.Relink):
             self.gate.begin_link(message)
             self.model.link = message.rendezvous.link
@@ -228,8 +228,8 @@ class Daemon:
 
     def heartbeat(self) -> lc.Heartbeat:
         return lc.Heartbeat(
-            worker_uid=self.uid,
-            rank=self.number,
+            worker_uid=self.worker_uid,
+            rank=self.rank,
             serving="SERVING",
             load="READY",
             link_state="up",
@@ -272,15 +272,16 @@ class SimulatedDriver:
         self.last_given_up = 0
         self.must_resync = False
         self.unseated = True
+        self.daemons: Sequence[Daemon] = ()
+        """To tell what a refusal is worth; the driver itself does not look."""
 
     def begin(self, epoch: int, daemons: Sequence[Daemon]) -> None:
         self.epoch, self.seq, self.unseated = epoch, 0, False
+        self.daemons = daemons
         self.link = max(daemon.gate.link for daemon in daemons)
         self.must_resync = False
         self.resending.begin_epoch()
-        for daemon in daemons:  # as the statuses tell
-            self.resending._uids[daemon.uid] = daemon.number
-        self.resending.knows_ranks = True
+        self.resending.meet(range(RANKS), daemons)  # a status has more, which is not looked at
 
     def send(self, message: StepMessage, awaited: set[int], sent: dict) -> None:
         frames = [bytes(frame) for frame in codec.encode_step(message)]
@@ -326,6 +327,8 @@ class SimulatedDriver:
             if self.resending.mend_gap(reply.rank, reply.expected_seq):
                 counts.mended += 1
             else:
+                key = self.epoch, reply.expected_seq
+                assert key not in self.daemons[reply.rank].applied[-200:], "a late refusal counts"
                 self.give_up()
         elif reply.code is ErrorCode.STALE and reply.seq in self.pending:
             self.give_up()
@@ -340,7 +343,8 @@ class ExactlyOnce(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self._patch = mock.patch("client.resending.time", self.clock)
+        patched = {"time": self.clock, "MAX_MENDS": 10**6}
+        self._patch = mock.patch.multiple("client.resending", **patched)
         self._patch.start()
         self._directory = tempfile.TemporaryDirectory(prefix="eo-")
         path = Path(self._directory.name)

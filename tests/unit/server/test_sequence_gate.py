@@ -1,6 +1,4 @@
-"""The gate's verdicts, one by one and against a model under random requests."""
-
-import random
+"""The gate's verdicts, one by one. Under random requests: tests/faults/test_exactly_once.py."""
 
 import pytest
 
@@ -129,30 +127,3 @@ def test_refusals_say_why(message: StepMessage, error: type[Exception], words: s
     refusal = gate.refusal(gate.judge(message), message)
     assert isinstance(refusal, error)
     assert words in str(refusal)
-
-
-def test_each_seq_runs_at_most_once_whatever_is_sent() -> None:
-    randomness = random.Random(7)
-    gate = StepGate()
-    ran: set[tuple[int, int]] = set()
-    last: dict[int, int] = {}
-    epoch = 0
-    for _ in range(20_000):
-        if randomness.random() < 0.01:
-            epoch += randomness.randint(1, 3)
-            gate.attach(epoch)
-        tried = execute(
-            max(0, epoch + randomness.randint(-2, 1)),
-            0,
-            max(0, gate.last_seq + randomness.randint(-3, 3)),
-            resync=randomness.random() < 0.1,
-        )
-        if gate.judge(tried) is Verdict.RUN:
-            assert tried.epoch == epoch
-            assert tried.seq > last.get(epoch, 0)
-            assert tried.resync is not None or tried.seq == last.get(epoch, 0) + 1
-            assert (epoch, tried.seq) not in ran
-            ran.add((epoch, tried.seq))
-            last[epoch] = tried.seq
-            gate.accept(tried)
-    assert len(ran) > 500
