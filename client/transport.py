@@ -8,6 +8,7 @@ daemon.
 
 import contextlib
 import errno
+import ipaddress
 import os
 import time
 from collections import Counter
@@ -111,9 +112,13 @@ def parse_endpoint(text: str, keys: Keys = NO_KEYS) -> Endpoint:
 
 def _parse_tcp(text: str, lock: Lock) -> Endpoint:
     host, colon, port = text.rpartition(":")
-    if not colon or host == "tcp:" or not port.isascii() or not port.isdecimal():
+    is_number = port.isascii() and port.isdecimal()
+    if not colon or not is_number or not _is_host(host.removeprefix("tcp://")):
         raise EndpointError(
-            "not an endpoint", field="endpoint", value=text, fix="use tcp://HOST:PORT"
+            "not an endpoint",
+            field="endpoint",
+            value=text,
+            fix="use tcp://HOST:PORT, an IPv6 address in brackets: tcp://[ADDRESS]:PORT",
         )
     first = int(port)
     if not 1 <= first <= MAX_PORT - 3:
@@ -125,6 +130,16 @@ def _parse_tcp(text: str, lock: Lock) -> Endpoint:
         )
     step, results, events = (f"{host}:{first + offset}" for offset in (1, 2, 3))
     return Endpoint(text, step, results, events, lock)
+
+
+def _is_host(text: str) -> bool:
+    """Whether it is an IPv6 address in brackets, or something without colons: a name or an IPv4
+    address."""
+    if text.startswith("[") and text.endswith("]"):
+        with contextlib.suppress(ValueError):
+            ipaddress.IPv6Address(text[1:-1])
+            return True
+    return bool(text) and not set(text) & set(":[]/")
 
 
 def new_driver_id() -> bytes:

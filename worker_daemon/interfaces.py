@@ -1,32 +1,62 @@
 """The address of a network interface of this host. Knows nothing of who listens there."""
 
 import fcntl
+import ipaddress
 import socket
 import struct
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from worker_daemon.errors import ConfigError
 
 _SIOCGIFADDR: Final = 0x8915
 """netdevice(7): the IPv4 address of an interface, in a struct ifreq of 40 bytes."""
+_IPV6_ADDRESSES: Final = Path("/proc/net/if_inet6")
+_LINK_LOCAL: Final = 0x20
+_UNUSABLE: Final = 0x01 | 0x08 | 0x20 | 0x40
+"""Of linux/if_addr.h: temporary, found twice, deprecated, not tried out yet."""
 
 
 def interface_address(name: str) -> str:
-    """Return an interface's IPv4 address.
+    """Return an interface's IPv4 address or, where it has none, its IPv6 address.
 
     Raises:
-        ConfigError: there is no such interface, or it has no such address.
+        ConfigError: there is no such interface, or it has no such address: one that is of its link
+            alone (fe80::...) means nothing on another host.
     """
     request = struct.pack("40s", name.encode()[:15])
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
             answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
     except OSError as error:
+        address = ipv6_address(name, _ipv6_lines())
+        if address:
+            return address
         known = ", ".join(entry[1] for entry in socket.if_nameindex())
         raise ConfigError(
-            f"it has no IPv4 address: {error.strerror}",
+            f"it has no address that others could use: {error.strerror}",
             field="data-interface",
             value=name,
-            fix=f"name one of {known} that has one",
+            fix=f"name one of {known} that has an IPv4 address, or an IPv6 address of more than "
+            "its link",
         ) from None
     return socket.inet_ntoa(answer[20:24])
+
+
+def ipv6_address(name: str, lines: Sequence[str]) -> str:
+    """Return the interface's first IPv6 address for all of its network; empty where there is none.
+    lines: of /proc/net/if_inet6: address, index, prefix length, scope, flags, name."""
+    for line in lines:
+        address, _, _, scope, flags, owner = line.split()
+        usable = int(scope, 16) != _LINK_LOCAL and not int(flags, 16) & _UNUSABLE
+        if owner == name and usable:
+            return str(ipaddress.IPv6Address(int(address, 16)))
+    return ""
+
+
+def _ipv6_lines() -> list[str]:
+    try:
+        return _IPV6_ADDRESSES.read_text().splitlines()
+    except OSError:  # this kernel has no IPv6
+        return []

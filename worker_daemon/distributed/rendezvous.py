@@ -18,7 +18,7 @@ class RendezvousServer:
     it."""
 
     def __init__(self, host: str) -> None:
-        """Bind an ephemeral port of host and serve on it.
+        """Bind an ephemeral port of host, an IPv4 or IPv6 address, and serve on it.
 
         torch's own listener would ignore the host, hence the handed-over file descriptor. torch
         connects to it, too, and waits for minutes where that is not possible: hence the attempt
@@ -27,7 +27,8 @@ class RendezvousServer:
         Raises:
             CommError: the interface is down.
         """
-        with socket.create_server((host, 0), backlog=128) as listener:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, 0), family=family, backlog=128) as listener:
             self.host = host
             self.port: int = listener.getsockname()[1]
             _check_reachable(host, self.port)
