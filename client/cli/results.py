@@ -3,6 +3,7 @@ them are there, so that whoever comes after a run that was cut off need not do t
 daemon."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
@@ -35,9 +36,16 @@ class Results:
         self._num_written = 0
 
     def __enter__(self) -> "Results":
-        if self._path is not None:
-            self._file = self._path.open("w", encoding="utf-8")
+        if self._path is None:
+            return self
+        # Not over the lines of a run before, which a kill in between would take along.
+        renewed = self._path.is_file()
+        path = self._path.with_name(f"{self._path.name}.part") if renewed else self._path
+        self._file = path.open("w", encoding="utf-8")
         self._write()
+        if renewed:
+            os.fsync(self._file.fileno())
+            path.replace(self._path)
         return self
 
     def __exit__(self, *_: object) -> None:
