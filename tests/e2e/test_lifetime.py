@@ -79,7 +79,7 @@ def nothing_is_left(directory: Path) -> bool:
 @pytest.mark.parametrize("moment", ["starting", "serving"])
 def test_killed_generate_leaves_nothing(generating, directory, number, moment):
     if moment == "starting":
-        wait_until(lambda: bool(daemons_of(directory)), "a daemon has been started")
+        wait_until(lambda: bool(daemons_of(directory)), "a daemon has been started", 40.0)
     else:
         wait_until(lambda: are_serving(directory), "the daemons serve", 40.0)
         assert len(daemons_of(directory)) == NUM_DAEMONS
