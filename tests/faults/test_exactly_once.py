@@ -175,13 +175,6 @@ class NeverSendsAgain(Resending):
         pass
 
 
-class SendsGivenUpSteps(Resending):
-    """Goes on sending what has failed."""
-
-    def begin_anew(self, seq: int) -> None:
-        pass
-
-
 class BelievesMended(Resending):
     """Says that a gap is mended, and sends nothing."""
 
