@@ -126,13 +126,6 @@ class ForgetsDetach(StepGate):
         pass
 
 
-class ExpiresAnybody(StepGate):
-    """The end of any lease ends the present one's."""
-
-    def expire(self, epoch: int) -> None:
-        self.expired = True
-
-
 class AcceptsWhileJudging(StepGate):
     """A refused request uses its seq up."""
 
@@ -149,13 +142,6 @@ class OtherBytes(ReplyRing):
     def get(self, seq: int) -> Sequence[Frame] | None:
         kept = super().get(seq)
         return None if kept is None else [bytes(kept[0])[:-1] + b"\0", *kept[1:]]
-
-
-class WrongReply(ReplyRing):
-    """Does not look whether the reply in a seq's place is that seq's."""
-
-    def get(self, seq: int) -> Sequence[Frame] | None:
-        return self._kept[seq % len(self._kept)][1] or None
 
 
 class KeepsNothing(ReplyRing):
@@ -186,13 +172,6 @@ class ForgetsEpochs(EpochFile):
 
 class NeverSendsAgain(Resending):
     def send_overdue(self, *_: object, **__: object) -> None:
-        pass
-
-
-class SendsGivenUpSteps(Resending):
-    """Goes on sending what has failed."""
-
-    def begin_anew(self, seq: int) -> None:
         pass
 
 

@@ -75,6 +75,7 @@ def soak(
         scene.wait_for_daemons()
         expected = undisturbed(scene, config, requests)
         check_reference(checkpoint, requests, expected)
+        (directory / "expected.json").write_bytes(msgspec.json.encode(expected))
         say(f"{len(requests)} requests, {sum(len(e.token_ids) for e in expected.values())} tokens")
         found = disturb(scene, config, requests, seed, seconds, every_s, say)
         entries = ledger.read(directory / "ledger.jsonl")

@@ -36,8 +36,8 @@ EXITS = {
     -signal.SIGKILL: "killed",
 }
 SAMPLE_S = 2.0
-SETTLED_S = 20.0
-"""A daemon's memory is looked at once it is older."""
+SETTLED_S = 60.0
+"""A daemon's memory is looked at once it is older: on a busy host it takes long to load."""
 
 
 class Weight(NamedTuple):
