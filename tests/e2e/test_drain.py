@@ -64,10 +64,10 @@ def test_driver_stops_when_its_group_drains_and_goes_on_when_that_is_undone(
             driver.add_request(request)
         outputs = driver.step()
         command = start_client(directory, "drain", "--endpoints", named)
+        wait_until(lambda: drains(group), "all ranks drain", 60.0)
         with pytest.raises(DrainingError, match="drain --undo") as stopped:
-            while True:
+            while driver.busy:
                 outputs += driver.step()
-                time.sleep(0.05)
         assert stopped.value.code is ErrorCode.DRAINING
         assert group.num_in_flight == 0
         said, complaints = command.communicate(timeout=30)
@@ -85,6 +85,10 @@ def test_driver_stops_when_its_group_drains_and_goes_on_when_that_is_undone(
         wait_until(lambda: is_served_again(driver, outputs), "the driver goes on")
         outputs += driver.run()
     assert {output.req_id: output.token_ids for output in outputs} == cases.expected
+
+
+def drains(group):
+    return all(status.serving == "DRAINING" for status in group.get_status())
 
 
 def is_served_again(driver, outputs):
