@@ -12,9 +12,9 @@ def line(name):
 def test_lines_of_a_run_before_are_never_out_of_the_file(tmp_path):
     """Whoever has the old file open still reads it whole: it was not written over."""
     path = tmp_path / "out.jsonl"
-    path.write_text("".join(json.dumps(line(name)) + "\n" for name in "abd"))
+    path.write_text("".join(json.dumps(line(name)) + "\n" for name in ("a", "b", "d")))
     kept = read_finished(path)
-    with path.open() as old, Results(list("abcd"), None, kept, path):
+    with path.open() as old, Results(["a", "b", "c", "d"], None, kept, path):
         assert [json.loads(text)["id"] for text in old] == ["a", "b", "d"]
         assert list(read_finished(path)) == ["a", "b"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["out.jsonl"]
