@@ -6,13 +6,14 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from client.errors import ClientError, FencedError, LeaseHeldError
+from client.errors import ClientError, FencedError, IncompatibleError, LeaseHeldError
 from client.group_channel import GroupChannel
 from client.lease import Patience
 from client.lease_terms import LeaseTerms
 from client.outcomes import DEFAULT_STEP_DEADLINE_S, StepsInFlight
+from client.worker_client import WorkerClient
 from rpc_schema import lifecycle as lc
-from rpc_schema.errors import WireError
+from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorScope, WireError
 from rpc_schema.lease import MAX_LEASE_TTL_MS
 
 ATTACH_TIMEOUT_S = 30.0
@@ -99,8 +100,12 @@ class Attaching:
     def _hello(self, deadline: float) -> list[lc.Status]:
         """Exchange versions with every daemon, then return their states."""
         channel = self._channel
+        greetings = []
         for client in channel.daemons.present:
-            channel.daemons.watch.met(client.rank, client.hello(_remaining(deadline)).worker_uid)
+            greeting = client.hello(_remaining(deadline))
+            channel.daemons.watch.met(client.rank, greeting.worker_uid)
+            greetings.append((client, greeting.link_software))
+        _check_alike(greetings)
         return [client.get_status(_remaining(deadline)) for client in channel.daemons.present]
 
     def _agree_patiently(
@@ -157,6 +162,24 @@ class Attaching:
         self._steps.last_given_up = 0
         self._steps.needs_relink = _must_relink(attached)
         return channel.take_statuses([reply.status for reply in attached])
+
+
+def _check_alike(greetings: Sequence[tuple[WorkerClient, str]]) -> None:
+    """Raise IncompatibleError for a daemon whose link software differs from the first one's."""
+    known = [(client, software) for client, software in greetings if software]
+    for client, software in known:
+        first, expected = known[0]
+        if software != expected:
+            refusal = ControlErrorReply(
+                call=0,
+                code=ErrorCode.INCOMPATIBLE,
+                scope=ErrorScope.WORKER,
+                message=(
+                    f"the daemon has {software}, that of rank {first.rank} {expected}; fix: give "
+                    "all ranks of a group the same versions"
+                ),
+            )
+            raise IncompatibleError(refusal, rank=client.rank, endpoint=client.endpoint.control)
 
 
 def _remaining(deadline: float) -> float:

@@ -64,6 +64,9 @@ class HelloReply(msgspec.Struct, array_like=True, frozen=True, tag=1, kw_only=Tr
     protocol_version: Unsigned
     worker_uid: bytes
     software: str
+    link_software: str = ""
+    """What ranks that are linked must have alike, with versions: torch, and NCCL where it is there.
+    Empty: not known."""
 
 
 class PrepareAttach(ControlRequest, frozen=True, tag=2, kw_only=True):

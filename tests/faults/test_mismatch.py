@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import time
+from importlib import metadata
 
 import pytest
 
@@ -83,10 +84,13 @@ def test_row_42_ranks_in_another_order_are_refused_by_name(pair, checkpoint, det
         assert generate(group, loaded, cases.requests).tokens == cases.expected
 
 
-@pytest.fixture
-def releases(tmp_path):
-    """A daemon of this release, and one of another."""
-    module = ("-m", "tests.support.versioned_serve", str(OTHER_VERSION), "serve", "--device", "cpu")
+OTHER_LINK = "torch 9.9.9, nvidia-nccl-cu99 1.2.3"
+
+
+@pytest.fixture(params=[f"protocol={OTHER_VERSION}"])
+def releases(tmp_path, request):
+    """A daemon of this release, and one that is another in some way."""
+    module = ("-m", "tests.support.versioned_serve", request.param, "serve", "--device", "cpu")
     own = DaemonProcess(tmp_path / "own")
     other = DaemonProcess(tmp_path / "other", serve=(sys.executable, *module))
     yield own, other
@@ -122,4 +126,27 @@ def test_row_23_daemon_of_another_version_is_refused_with_both_named(releases, d
     assert {status.lease.state for status in after} == {"free"}
     drivers[0].attach()  # the other one serves on
     for driver in drivers:
+        driver.close()
+
+
+@pytest.mark.parametrize("releases", [f"link={OTHER_LINK}"], indirect=True)
+def test_row_23_ranks_beside_another_torch_are_refused_with_both_named(releases, detection):
+    endpoints = [daemon.endpoint for daemon in releases]
+    drivers = [BareDriver(endpoint) for endpoint in endpoints]
+    before = [driver.status() for driver in drivers]  # both are up
+    began = time.monotonic()
+    with (
+        WorkerGroup(endpoints, ParallelConfig(pipeline_parallel_size=2)) as group,
+        pytest.raises(IncompatibleError) as refused,
+    ):
+        group.attach()
+    took_s = time.monotonic() - began
+    assert refused.value.rank == 1
+    assert OTHER_LINK in str(refused.value)
+    assert f"torch {metadata.version('torch')}" in str(refused.value)
+    detection(23, "another version of torch", 1.0, took_s, "hello")
+    assert [driver.status().epoch for driver in drivers] == [status.epoch for status in before]
+    for endpoint, driver in zip(endpoints, drivers, strict=True):
+        with WorkerGroup([endpoint], ParallelConfig()) as group:
+            group.attach()  # alone each may serve
         driver.close()

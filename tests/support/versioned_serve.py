@@ -1,5 +1,5 @@
-"""`python -m tests.support.versioned_serve VERSION ARGS`: the daemon's real command line around the
-fake worker, of another release: it speaks that version of the protocol."""
+"""`python -m tests.support.versioned_serve NAME=VALUE ARGS`: the daemon's real command line around
+the fake worker, of another release (protocol=VERSION) or beside another torch (link=TEXT)."""
 
 import sys
 
@@ -13,9 +13,12 @@ from worker_daemon.server import assembly, control
 
 def main() -> None:
     """Serve."""
-    version = int(sys.argv.pop(1))
+    name, value = sys.argv.pop(1).split("=")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(control, "PROTOCOL_VERSION", version)
+        if name == "protocol":
+            patch.setattr(control, "PROTOCOL_VERSION", int(value))
+        else:
+            patch.setattr(control, "link_software", lambda: value)
         patch.setattr(assembly, "make_worker", make_fake_worker)
         patch.setattr(assembly, "open_rendezvous", FakeRendezvous)
         app()

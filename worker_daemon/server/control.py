@@ -46,6 +46,7 @@ from worker_daemon.server.endpoints import AnyEndpoint
 from worker_daemon.server.epochs import EpochFile
 from worker_daemon.server.guard import Guard
 from worker_daemon.server.lease import Lease, LeaseTerms, lease_terms, suspended_s
+from worker_daemon.server.link_software import link_software
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.replies import control_error_reply
 from worker_daemon.server.reply_counts import ReplyCounts
@@ -145,6 +146,7 @@ class Control:
         self._lease = Lease(time.monotonic, suspended_s)
         self._drain = Draining(commands.post, self._tell_heartbeat, self._lease, self._progress)
         self._software = f"worker-daemon {metadata.version('worker-daemon')}"
+        self._link_software = link_software()
         self._commits: set[asyncio.Task[None]] = set()
         self._last_hang = ""
         self._tracing = Tracing(self)
@@ -312,6 +314,7 @@ class Control:
             protocol_version=PROTOCOL_VERSION,
             worker_uid=self.worker_uid,
             software=self._software,
+            link_software=self._link_software,
         )
 
     def _prepare_attach(self, message: lc.PrepareAttach) -> ControlReplyMessage:
