@@ -3,6 +3,7 @@ check that no process is left. Decides which files are run first."""
 
 import gc
 import os
+import signal
 
 import psutil
 import pytest
@@ -10,6 +11,10 @@ import pytest
 # Before torch is loaded, and for daemons as well: they share two cores and must not spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Of a shell's background job; what the tests start would ignore it too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _LEFT_TIMEOUT_S = 10.0
 

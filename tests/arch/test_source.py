@@ -146,3 +146,13 @@ def test_the_client_has_an_exception_of_its_own_for_every_code(code):
 def test_no_two_codes_share_an_exception():
     assert set(REMOTE_ERRORS) == set(ErrorCode)
     assert len({*REMOTE_ERRORS.values()}) == len(ErrorCode)
+
+
+def test_no_two_test_files_share_a_name():
+    """pytest takes those outside of packages for the same module."""
+    names = [
+        path.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if not (path.parent / "__init__.py").exists()
+    ]
+    assert sorted(names) == sorted(set(names))

@@ -407,7 +407,7 @@ def test_process_killed_at_any_point_leaves_a_whole_set(model_root, save_root, l
         capture_output=True,
         text=True,
         timeout=110,
-        cwd=Path(__file__).parents[3],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
     )
     assert done.returncode == 0, done.stderr
     outcomes = json.loads(done.stdout)
