@@ -262,7 +262,8 @@ class StepsInFlight:
             self._fail_from(reply.seq, Failure(_as_client(error), reply.rank, error.code, ""))
             return
         del self._futures[reply.seq]
-        self._link_tries.worked()
+        if not self.needs_relink:  # else it had run before the link broke
+            self._link_tries.worked()
         self.times.settled(reply.seq)
         self._recently_done.append(reply.seq)
 
