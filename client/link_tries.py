@@ -11,19 +11,26 @@ class LinkTries:
     """Of one group. Belongs to its thread."""
 
     def __init__(self) -> None:
-        self._errors: list[ClientError] = []
+        self._failures: list[tuple[int, ClientError]] = []
 
-    def worked(self) -> None:
-        """A step has ended well, or everything begins anew."""
-        if self._errors:
-            self._errors.clear()
+    def clear(self) -> None:
+        """Everything begins anew."""
+        self._failures.clear()
 
-    def failed(self, error: ClientError) -> LinkGivenUp | None:
-        """The link has failed with this; return the error to stop with, once that was too often."""
-        self._errors.append(error)
-        if len(self._errors) < MAX_LINK_FAILURES:
+    def worked(self, seq: int) -> None:
+        """Step `seq` has ended well, whatever has failed since: the link did work after all that
+        failed before it."""
+        if self._failures:
+            self._failures = [entry for entry in self._failures if entry[0] > seq]
+
+    def failed(self, seq: int, error: ClientError) -> LinkGivenUp | None:
+        """The link has failed with this, in step `seq`, or as it was made anew (0); return the error
+        to stop with, once that was too often."""
+        latest = max([seq, *(failed for failed, _ in self._failures)])
+        self._failures.append((latest, error))
+        if len(self._failures) < MAX_LINK_FAILURES:
             return None
-        ranks = {entry.rank for entry in self._errors if isinstance(entry, RemoteError)}
-        given_up = LinkGivenUp(tuple(sorted(ranks)), len(self._errors), str(error))
+        ranks = {entry.rank for _, entry in self._failures if isinstance(entry, RemoteError)}
+        given_up = LinkGivenUp(tuple(sorted(ranks)), len(self._failures), str(error))
         given_up.__cause__ = error
         return given_up

@@ -208,7 +208,7 @@ class StepsInFlight:
         failure.lost |= self.slots.drop_all()
         self._fail_from(0, failure)
         self.times.clear()
-        self._link_tries.worked()
+        self._link_tries.clear()
         self.has_doomed = False
         self._failure = self.dead = None
         self.last_given_up = 0
@@ -262,8 +262,7 @@ class StepsInFlight:
             self._fail_from(reply.seq, Failure(_as_client(error), reply.rank, error.code, ""))
             return
         del self._futures[reply.seq]
-        if not self.needs_relink:  # else it had run before the link broke
-            self._link_tries.worked()
+        self._link_tries.worked(reply.seq)
         self.times.settled(reply.seq)
         self._recently_done.append(reply.seq)
 
@@ -305,7 +304,7 @@ class StepsInFlight:
         if isinstance(error, UNSEATED):
             self.dead = error
         elif isinstance(error, ClientError):
-            error = self._count_link_failure(error)
+            error = self._count_link_failure(0, error)
         rank = self.output_rank if remote is None else remote.rank
         code = ErrorCode.COMM if remote is None else remote.code
         traceback = "" if remote is None else remote.remote_traceback
@@ -334,7 +333,7 @@ class StepsInFlight:
         self.needs_relink = False
         self._recently_done.clear()
         self.times.clear()
-        self._link_tries.worked()
+        self._link_tries.clear()
         lost = self.slots.drop_all()
         self.slots.require_resync()
         if failure is None:
@@ -353,15 +352,15 @@ class StepsInFlight:
         if isinstance(error, UNSEATED):
             self.dead = error
         elif broken and self._has_link and reply.code is not ErrorCode.GAP:
-            cause = self._count_link_failure(error)
+            cause = self._count_link_failure(reply.seq, error)
         seq = reply.seq if self._suspect is None else min(reply.seq, self._suspect.reply.seq)
         if reply.code is ErrorCode.GAP:
             seq = min(seq, reply.expected_seq)  # what is missing never ran either
         self._fail_from(seq, Failure(cause, reply.rank, reply.code, reply.traceback))
 
-    def _count_link_failure(self, error: ClientError) -> ClientError:
+    def _count_link_failure(self, seq: int, error: ClientError) -> ClientError:
         """Return the error to fail with: this one, or that the link is given up, for good."""
-        given_up = self._link_tries.failed(error)
+        given_up = self._link_tries.failed(seq, error)
         if given_up is None:
             return error
         self.dead = given_up
