@@ -24,8 +24,8 @@ class LinkTries:
             self._failures = [entry for entry in self._failures if entry[0] > seq]
 
     def failed(self, seq: int, error: ClientError) -> LinkGivenUp | None:
-        """The link has failed with this, in step `seq`, or as it was made anew (0); return the error
-        to stop with, once that was too often."""
+        """The link has failed with this, in step `seq`, or as it was made anew (0); return the
+        error to stop with, once that was too often."""
         latest = max([seq, *(failed for failed, _ in self._failures)])
         self._failures.append((latest, error))
         if len(self._failures) < MAX_LINK_FAILURES:
