@@ -198,7 +198,7 @@ BROKEN = {
 }
 
 
-QUICKLY_FOUND = ("RunsTwice", "SkipsEpochs", "SkipsLinks", "OtherBytes", "ForgetsEpochs")
+QUICKLY_FOUND = ("RunsTwice", "SkipsEpochs", "OtherBytes")
 
 
 @pytest.mark.parametrize(
