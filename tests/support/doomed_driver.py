@@ -22,7 +22,9 @@ from client.requests import GenerationRequest
 from client.scheduler import Scheduler, SchedulerLimits
 from client.worker_client import WorkerClient
 from client.worker_group import WorkerGroup
+from rpc_schema.codec import decode_step
 from rpc_schema.config import WorkerConfig
+from rpc_schema.step import ExecuteModel
 
 NUM_GPU_BLOCKS = 256
 
@@ -120,6 +122,8 @@ class Executioner:
     clients: Sequence[WorkerClient]
     death: Death
     step: int = 0
+    last_seq: int = 0
+    """Of the last step that was sent to any of them."""
 
     def attend(self, client: WorkerClient) -> None:
         """Stand between a client and its daemon."""
@@ -129,6 +133,7 @@ class Executioner:
             self.step += client is self.clients[0]
             if self.step < self.death.step or client.rank in self.death.ranks:
                 send(frames)
+                self.last_seq = decode_step(frames).seq
             if self.step == self.death.step and client is self.clients[-1]:
                 self._die()
 
@@ -140,8 +145,12 @@ class Executioner:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _has_it(self, rank: int) -> bool:
-        """Whether the rank is idle, or stuck, after all that was sent to it."""
-        return self.clients[rank].get_status().phase_ms > 20
+        """Whether the rank is through with the last step, or stuck in it."""
+        status = self.clients[rank].get_status()
+        if status.last_seq >= self.last_seq:
+            return True
+        stuck = status.phase == ExecuteModel.__name__ and status.phase_ms > 20
+        return stuck and status.last_seq == self.last_seq - 1
 
 
 def run(plan: Plan) -> None:

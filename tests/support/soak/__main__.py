@@ -87,7 +87,7 @@ def soak(
         if any(code != 0 for code in scene.stop_daemons()):
             problems.append("SIGTERM ended a daemon with another code than 0")
         if scene.driver_exits.keys() & {f"exit code {BROKEN}", "gave up"}:
-            problems.append(f"drivers gave up, or broke: {directory / 'driver.log'}")
+            problems.append(f"drivers gave up, or broke:\n{scene.log('driver')[-6000:]}")
         problems += [
             f"a daemon grew by {growth}"
             for growth in scene.growths
