@@ -20,7 +20,14 @@ from tests.support.serving import generate, worker_config
 from tests.support.soak import ledger
 from tests.support.soak.driver import BROKEN, Life
 from tests.support.soak.faults import Injector
-from tests.support.soak.plan import POISON, PlannedRequest, plan_faults, plan_requests
+from tests.support.soak.plan import (
+    POISON,
+    Fault,
+    PlannedRequest,
+    is_lasting,
+    plan_faults,
+    plan_requests,
+)
 from tests.support.soak.scene import Scene, Weight
 from tests.support.soak.verdict import (
     Expected,
@@ -86,7 +93,8 @@ def soak(
             problems.append(scene.log("driver")[-6000:])
         if any(code != 0 for code in scene.stop_daemons()):
             problems.append("SIGTERM ended a daemon with another code than 0")
-        if scene.driver_exits.keys() & {f"exit code {BROKEN}", "gave up"}:
+        num_lasting = sum(is_lasting(fault) for fault in planned(config, seed, seconds, every_s))
+        if scene.driver_exits["gave up"] > num_lasting or scene.driver_exits[f"exit code {BROKEN}"]:
             problems.append(f"drivers gave up, or broke:\n{scene.log('driver')[-6000:]}")
         problems += [
             f"a daemon grew by {growth}"
@@ -170,7 +178,7 @@ def disturb(
     )
     scene.start_drivers(life)
     injector = Injector(scene, config.parallel)
-    faults = plan_faults(seed, seconds, every_s, config.parallel.world_size)
+    faults = planned(config, seed, seconds, every_s)
     kinds: Counter[str] = Counter()
     upcoming = list(reversed(faults))
     done = ""
@@ -195,6 +203,11 @@ def disturb(
         "tokens_sampled": scene.num_tokens,
         "longest_gap_s": round(scene.longest_gap_s, 1),
     }
+
+
+def planned(config: WorkerConfig, seed: int, seconds: float, every_s: float) -> list[Fault]:
+    """The faults of a run."""
+    return plan_faults(seed, seconds, every_s, config.parallel.world_size)
 
 
 def _say_fault(scene: Scene, done: str, began: float, say: Callable[[str], None]) -> None:

@@ -72,6 +72,13 @@ class Fault(msgspec.Struct, frozen=True):
     times: int
 
 
+def is_lasting(fault: Fault) -> bool:
+    """Whether it strikes again what is done about it, warm-up included: a driver may give up then,
+    as its documented number of attempts is used up, and the next one must go on."""
+    in_step = ("raise_in_step", "hang_in_step", "lose_device", "die_in_step")
+    return fault.times > 1 and fault.kind in in_step
+
+
 class PlannedRequest(msgspec.Struct, frozen=True):
     """A request, and when it is made."""
 

@@ -186,7 +186,10 @@ class Scene:
         return [daemon.process.wait(30) for daemon in self.daemons]
 
     def close(self) -> None:
-        """Kill what is left."""
+        """Kill what is left, and do what is due later: sockets are closed so."""
+        for _, act in self._later:
+            act()
+        self._later.clear()
         drivers = [*self._former, *([self.driver] if self.driver is not None else [])]
         for process in [*drivers, *(daemon.process for daemon in self.daemons)]:
             process.kill()
