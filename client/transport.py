@@ -43,6 +43,8 @@ from rpc_schema.codec import (
     encode_control,
 )
 from rpc_schema.errors import BadFrameError, ControlErrorReply
+from rpc_schema.lifecycle import Shutdown
+from rpc_schema.trace import PutDriverSteps, StartTrace, StopTrace
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -209,10 +211,16 @@ class _Handshakes:
         with contextlib.suppress(zmq.ZMQError):  # it may be disconnected already
             self._socket.disconnect(address)
 
-    def check(self) -> None:
-        """Raise AuthenticationError if a daemon turned us away; take in no other event."""
+    def check(self) -> bool:
+        """Take in all events; tell whether a connection has ended, where such events are wanted.
+
+        Raises:
+            AuthenticationError: a daemon turned us away.
+        """
+        ended = False
         while self.monitor.poll(0):
-            self.take()
+            ended |= self.take().kind == "ended"
+        return ended
 
     def take(self) -> _News:
         """Take in the next event.
@@ -318,8 +326,15 @@ class PendingCall(Generic[ReplyT]):
         return None
 
 
+_ONCE = (StartTrace, StopTrace, PutDriverSteps, Shutdown)
+"""Control requests that are never sent again: they do more where they come twice, or to the daemon
+that is started next."""
+
+
 class ControlChannel:
-    """Requests and replies on one daemon's control socket, matched by correlation id."""
+    """Requests and replies on one daemon's control socket, matched by correlation id. Where the
+    connection ends while a reply is waited for, the request is sent again on the next one: it, or
+    the reply, may have gone with the first. A daemon takes the repeated one for the same."""
 
     def __init__(
         self,
@@ -334,8 +349,12 @@ class ControlChannel:
         self.endpoint = endpoint
         self._check_alive = check_alive
         self._last_call = 0
+        self._repeatable: bytes | None = None
+        """The last request, while its reply may be waited for."""
+        self._is_cut = False
+        """Whether a connection has ended since that was sent."""
         self._socket = _open_socket(context, zmq.DEALER, MAX_CONTROL_BYTES)
-        self._handshakes = _Handshakes(self._socket)
+        self._handshakes = _Handshakes(self._socket, zmq.EVENT_DISCONNECTED)
         self._handshakes.connect(rank, endpoint.control, endpoint.lock)
 
     def call(
@@ -360,9 +379,14 @@ class ControlChannel:
         what = f"{type(request).__name__} to rank {self.rank} at {self.endpoint.control}"
         deadline = time.monotonic() + timeout_s
         frame = encode_control(request)
+        self._repeatable = None
         if not self._wait(zmq.POLLOUT, deadline):
             raise DeadlineExceeded(what, timeout_s)
+        self._handshakes.check()
         self._socket.send(frame, zmq.NOBLOCK)
+        self._is_cut = False
+        if not isinstance(request, _ONCE):
+            self._repeatable = frame
         return PendingCall(self, self._last_call, what, reply_type, timeout_s, deadline)
 
     def receive(self, deadline: float) -> ControlReplyMessage | None:
@@ -384,10 +408,18 @@ class ControlChannel:
             ready = dict(poller.poll(min(DEATH_CHECK_MS, _milliseconds_until(deadline))))
             if self._socket in ready:
                 return True
-            self._handshakes.check()
+            self._is_cut |= self._handshakes.check()
             self._check_alive()
+            self._send_again()
             if not ready and time.monotonic() >= deadline:
                 return False
+
+    def _send_again(self) -> None:
+        """Repeat the request that is waited for, if its connection has ended and there is another
+        one."""
+        if self._is_cut and self._repeatable is not None and self._socket.poll(0, zmq.POLLOUT):
+            self._is_cut = False
+            self._socket.send(self._repeatable, zmq.NOBLOCK)
 
     def close(self) -> None:
         """Close the socket."""

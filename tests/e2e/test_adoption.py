@@ -26,7 +26,7 @@ from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.serving import worker_config
 
-STEP_DEADLINE_MS = 300
+STEP_DEADLINE_MS = 1000
 """gloo ends a wait for a peer that never comes a second after this."""
 
 MAX_TOKENS = 24
@@ -113,7 +113,6 @@ def test_drivers_killed_one_after_the_other_cost_no_token(make_plan, nursery, pp
     rng = random.Random(seed)
     plan = make_plan(rng, pp, tp)
     expected = undisturbed(plan)
-    num_kept = 0
     for _ in range(num_points):
         deaths = [
             Death(rng.randint(1, 9), rng.sample(range(pp * tp), rng.randint(0, pp * tp)), late)
@@ -125,8 +124,8 @@ def test_drivers_killed_one_after_the_other_cost_no_token(make_plan, nursery, pp
         adopted, tokens, phases = take_over(plan)
         assert tokens == expected, (seed, deaths)
         assert set(phases) <= {"relink"}
-        num_kept += sum(request.num_computed_tokens for request in adopted)
-    assert num_kept > 0, seed
+        if deaths[0].step > pp + 1:  # the first step's result was there when it died
+            assert sum(request.num_computed_tokens for request in adopted) > 0, (seed, deaths)
 
 
 @pytest.mark.parametrize("scheduler", ["reference", "random"])
@@ -254,7 +253,9 @@ def test_killed_run_is_finished_by_the_next(directory, tmp_path, options, input_
     cut_off = read_lines(output)
     assert [line["id"] for line in cut_off] == ["short"]
     done = run_client(directory, *options, "--adopt", "--output", str(output))
-    assert done.stderr.splitlines()[-1] in ("3 requests are running", "4 requests are running")
+    # A step that ends one and begins another may have come to one rank alone.
+    running = [f"{count} requests are running" for count in (3, 4, 5)]
+    assert done.stderr.splitlines()[-1] in running
     assert read_lines(output)[:1] == cut_off
     for ours, theirs in zip(read_lines(output), expected, strict=True):
         for field in ("id", "token_ids", "finish_reason", "num_prompt_tokens"):

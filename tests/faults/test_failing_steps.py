@@ -126,7 +126,7 @@ def test_step_without_memory_costs_nothing_but_itself(
         assert {name: output.token_ids for name, output in outputs.items()} == expected
     detection(11, f"out of memory in a forward, pp={pp}", 0.5, max(times), "reply")
     assert max(sizes) - sizes[0] < 12 << 20  # the heap's first growth, a thread's stack
-    assert sizes[-1] - sizes[rounds // 2] < 2 << 20  # it grows by a MiB now and then
+    assert sizes[-1] - sizes[rounds // 2] < 10 << 20  # a MiB now and then, and a stack again
 
 
 def test_load_without_memory_leaves_all_as_it_was(pair, checkpoint, detection):

@@ -270,6 +270,8 @@ class SimulatedDriver:
         self.outcomes: dict[tuple[int, int], bytes] = {}
         """By (rank, seq)."""
         self.last_given_up = 0
+        self.link_seq = 0
+        """Of the last Relink."""
         self.must_resync = False
         self.unseated = True
         self.daemons: Sequence[Daemon] = ()
@@ -296,6 +298,11 @@ class SimulatedDriver:
     def oldest(self) -> int:
         """The first request without an outcome; 0 for none."""
         return min(self.pending, default=0)
+
+    @property
+    def links(self) -> bool:
+        """Whether it waits for the ranks to meet on a new link: it sends no step before."""
+        return self.link_seq in self.pending
 
     def give_up(self) -> None:
         """Fail all that is in flight: the next step stands on none of it."""
@@ -425,7 +432,7 @@ class ExactlyOnce(RuleBasedStateMachine):
                 self._let_arrive(driver)
 
     def _step(self, driver: SimulatedDriver) -> None:
-        if driver.unseated or len(driver.pending) >= CREDITS:
+        if driver.unseated or driver.links or len(driver.pending) >= CREDITS:
             return
         resync = b"" if driver.must_resync else None
         if resync is not None:
@@ -461,7 +468,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         place = Rendezvous(link=link, host="h", port=1, rank=0, local_world_size=1)
         ids = {"epoch": driver.epoch, "link": driver.link, "seq": driver.seq + 1}
         driver.send(lc.Relink(**ids, rendezvous=place), set(range(RANKS)), self.sent)
-        driver.link = link
+        driver.link, driver.link_seq = link, driver.seq
 
     @rule(which=st.integers(0, 99), seconds=st.sampled_from((0.05, 0.2, 0.9)))
     def resend(self, which: int, seconds: float) -> None:

@@ -143,6 +143,8 @@ class Control:
         self._rendezvous: deque[RendezvousServerLike] = deque()
         self._versions: OrderedDict[bytes, int] = OrderedDict()
         self._prepared: tuple[int, bytes] = (0, b"")
+        self._taken: tuple[tuple[int, bytes], asyncio.Task[Standing]] | None = None
+        """Who took the daemon over last, or is about to."""
         self._lease = Lease(time.monotonic, suspended_s)
         self._drain = Draining(commands.post, self._tell_heartbeat, self._lease, self._progress)
         self._software = f"worker-daemon {metadata.version('worker-daemon')}"
@@ -254,6 +256,8 @@ class Control:
         self._tracing.close()
         for task in self._commits:
             task.cancel()
+        if self._taken is not None:
+            self._taken[1].cancel()
         for server in self._rendezvous:
             server.close()
         self._control.close(linger=100)
@@ -408,7 +412,7 @@ class Control:
         if self.draining:
             raise StateError("the daemon is shutting down")
         if message.undo:
-            self._drain.undo()
+            await self._drain.undo()
         else:
             await self._drain.drain()
         return lc.Acknowledged(call=message.call)
@@ -419,8 +423,7 @@ class Control:
     async def _commit(self, sender: bytes, message: lc.CommitAttach) -> None:
         reply: ControlReplyMessage
         try:
-            terms = lease_terms(message.lease_ttl_ms, message.orphan_kv_ttl_ms, message.holder_name)
-            standing = await self._take_epoch(message, terms)
+            standing = await asyncio.shield(self._taking(message))
             reply = lc.CommitAttachReply(
                 call=message.call,
                 previous_epoch=standing.epoch,
@@ -432,22 +435,35 @@ class Control:
             reply = _failure(message, error)
         await self._reply(sender, reply)
 
+    def _taking(self, message: lc.CommitAttach) -> "asyncio.Task[Standing]":
+        """Begin to take the prepared epoch; the same driver's repeated request joins the attempt,
+        however far it is.
+
+        Raises:
+            FencedError: another driver has prepared a higher epoch.
+            NotAttachedError: the epoch was never prepared.
+            ConfigError: the lease's terms are out of bounds.
+        """
+        asked = (message.epoch, message.driver_id)
+        if message.epoch < self._prepared[0]:
+            raise FencedError(
+                f"epoch {message.epoch} is fenced by {self._prepared[0]}", fix="prepare again"
+            )
+        if asked != self._prepared:
+            raise NotAttachedError(f"epoch {message.epoch} was not prepared", fix="prepare first")
+        if self._taken is None or self._taken[0] != asked:
+            terms = lease_terms(message.lease_ttl_ms, message.orphan_kv_ttl_ms, message.holder_name)
+            self._taken = asked, asyncio.ensure_future(self._take_epoch(message, terms))
+        return self._taken[1]
+
     async def _take_epoch(self, message: lc.CommitAttach, terms: LeaseTerms) -> Standing:
         """Have the step thread take the prepared epoch; free it from a step that hangs on its
         peers. The lease begins at once: whoever waits for a hanging step renews it meanwhile.
 
         Raises:
-            FencedError: another driver has prepared a higher epoch.
-            NotAttachedError: the epoch was never prepared, or is attached already.
             StateError: the step thread did not come back in time.
         """
-        epoch, driver_id = self._prepared
-        if message.epoch < epoch:
-            raise FencedError(f"epoch {message.epoch} is fenced by {epoch}", fix="prepare again")
-        if (message.epoch, message.driver_id) != self._prepared:
-            raise NotAttachedError(f"epoch {message.epoch} was not prepared", fix="prepare first")
-        if message.epoch <= self._progress.epoch:
-            raise NotAttachedError(f"epoch {epoch} is attached already", fix="prepare a new one")
+        epoch, driver_id = message.epoch, message.driver_id
         self._lease.grant(driver_id, epoch, terms)
         self._guard.forgive_hangs()
         loop = asyncio.get_running_loop()

@@ -38,13 +38,24 @@ class Draining:
         self._lease = lease
         self._progress = progress
         self._idle = asyncio.Event()
+        self._serving = asyncio.Event()
+        self._serving.set()
 
-    def undo(self) -> None:
-        """Take steps and drivers again."""
+    async def undo(self) -> None:
+        """Take steps and drivers again; return once that is so.
+
+        Raises:
+            StateError: the running step has not ended in its time.
+        """
         if self.is_on:
             self.is_on = False
-            self._post(Resume())
+            self._serving = asyncio.Event()
+            self._post(Resume(_setter(self._serving)))
             self._tell()
+        try:
+            await asyncio.wait_for(self._serving.wait(), self._patience_s)
+        except TimeoutError:
+            raise self._stuck("steps are taken again once it ends") from None
 
     async def drain(self) -> None:
         """Return once no step runs or will.
@@ -64,25 +75,36 @@ class Draining:
         while time.monotonic() < until and self._lease.status().state == "held":
             await asyncio.sleep(_POLL_S)
         if self._is_current(idle):
-            loop = asyncio.get_running_loop()
-            self._post(Drain(partial(_set_threadsafe, loop, idle), stays=True))
+            self._post(Drain(_setter(idle), stays=True))
 
     async def _become_idle(self, idle: asyncio.Event) -> None:
-        until = time.monotonic() + NOTICE_S + self._progress.step_deadline_s + IDLE_SLACK_S
+        until = time.monotonic() + NOTICE_S + self._patience_s
         while not idle.is_set() and self._is_current(idle) and time.monotonic() < until:
             await asyncio.sleep(_POLL_S)
         if not self._is_current(idle):
             raise StateError("the drain was undone", fix="ask for it again")
         if not idle.is_set():
-            stamp = self._progress.stamp
-            raise StateError(
-                f"{stamp.phase} has run for {stamp.age_ms(time.monotonic())} ms, and nothing else "
-                "will",
-                fix="ask again later, or shut the daemon down",
-            )
+            raise self._stuck("nothing else will")
+
+    @property
+    def _patience_s(self) -> float:
+        """How long the running step may still take."""
+        return self._progress.step_deadline_s + IDLE_SLACK_S
+
+    def _stuck(self, outlook: str) -> StateError:
+        stamp = self._progress.stamp
+        return StateError(
+            f"{stamp.phase} has run for {stamp.age_ms(time.monotonic())} ms, and {outlook}",
+            fix="ask again later, or shut the daemon down",
+        )
 
     def _is_current(self, idle: asyncio.Event) -> bool:
         return self.is_on and idle is self._idle
+
+
+def _setter(event: asyncio.Event) -> Callable[[], None]:
+    """Return what sets the event, from any thread."""
+    return partial(_set_threadsafe, asyncio.get_running_loop(), event)
 
 
 def _set_threadsafe(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:

@@ -160,9 +160,10 @@ class Lease:
             raise LeaseExpiredError(f"the lease of epoch {epoch} has expired", fix="attach again")
 
     def release(self, epoch: int) -> bool:
-        """Give the lease of `epoch` back, also one that has expired; tell whether there was one."""
+        """Give the lease of `epoch` back, also one that has expired or was given back before; tell
+        whether that is the last one granted."""
         self._look()
-        if self._state == "free" or self._holder is None or self._holder.epoch != epoch:
+        if self._holder is None or self._holder.epoch != epoch:
             return False
         self._state = "free"
         self._unheard_expiry = self._unheard_kv_end = False

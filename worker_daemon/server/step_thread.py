@@ -116,7 +116,9 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Take steps again, after a Drain that stays."""
+    """Take steps again, after a Drain that stays; `serving` hears once that is so."""
+
+    serving: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,6 +440,7 @@ class _StepLoop:
         if self._gate.draining and self._lifecycle.serve("SERVING", "the drain was undone"):
             self._gate.draining = False
             self._publish(self._lifecycle.transitions[-1])
+        command.serving()
 
     def _work_aside(self, command: Aside) -> None:
         # Not on_link: whoever attaches meanwhile waits, and aborts nobody's link.

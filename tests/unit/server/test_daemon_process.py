@@ -156,6 +156,24 @@ def test_lower_epoch_is_not_granted_and_commit_needs_prepare(driver: Driver) -> 
     assert commit.code is ErrorCode.NOT_ATTACHED
 
 
+def test_repeated_commit_is_answered_as_the_first(driver: Driver) -> None:
+    """Its first answer may have been lost with the connection; nobody attaches anew."""
+    epoch, before = driver.epoch, driver.seq
+    driver.attach()
+    assert driver.epoch == epoch + 1
+    assert isinstance(driver.fault(), step.ModelRunnerOutput)
+    ids = {"driver_id": driver.driver_id, "epoch": driver.epoch}
+    again = driver.call(lc.CommitAttach, **ids)
+    assert isinstance(again, lc.CommitAttachReply)
+    assert (again.previous_epoch, again.previous_seq) == (epoch, before)
+    assert (again.status.epoch, again.status.last_seq) == (driver.epoch, 1)
+    assert isinstance(driver.fault(), step.ModelRunnerOutput)
+    ids["driver_id"] = bytes(reversed(driver.driver_id))
+    refusal = driver.call(lc.CommitAttach, **ids)
+    assert isinstance(refusal, ControlErrorReply)
+    assert refusal.code is ErrorCode.NOT_ATTACHED
+
+
 def test_detach_refuses_steps_and_keeps_the_model(driver: Driver) -> None:
     assert isinstance(driver.call(lc.Detach, epoch=driver.epoch), lc.Acknowledged)
     assert_error(driver.fault(), ErrorCode.NOT_ATTACHED)

@@ -13,7 +13,7 @@ from worker_daemon.server.step_thread import Drain, Resume
 
 
 class StepThreadSide:
-    """Takes commands; calls idle() where no step runs."""
+    """Takes commands, and obeys them where no step runs."""
 
     def __init__(self, *, busy: bool) -> None:
         self.busy = busy
@@ -21,8 +21,12 @@ class StepThreadSide:
 
     def post(self, command: object) -> None:
         self.commands.append(command)
-        if isinstance(command, Drain) and not self.busy:
+        if self.busy:
+            return
+        if isinstance(command, Drain):
             command.idle()
+        elif isinstance(command, Resume):
+            command.serving()
 
 
 def draining(side: StepThreadSide, told: list[bool], step_deadline_s: float = 60.0) -> Draining:
@@ -38,8 +42,8 @@ def test_without_a_driver_nobody_is_given_notice() -> None:
     asyncio.run(asyncio.wait_for(drains.drain(), 0.9))
     assert (drains.is_on, told) == (True, [True])
     asyncio.run(drains.drain())
-    drains.undo()
-    drains.undo()
+    asyncio.run(drains.undo())
+    asyncio.run(drains.undo())
     assert (drains.is_on, told) == (False, [True, False])
     assert [type(command) for command in side.commands] == [Drain, Resume]
 
@@ -63,12 +67,16 @@ def test_whoever_waits_hears_that_the_drain_was_undone() -> None:
     async def undo_while_draining() -> None:
         waits = [asyncio.ensure_future(drains.drain()) for _ in range(2)]
         await asyncio.sleep(0.1)
-        drains.undo()
+        undoing = asyncio.ensure_future(drains.undo())
         for wait in waits:
             with pytest.raises(StateError, match="undone"):
                 await asyncio.wait_for(wait, 5)
+        assert not undoing.done(), "the step thread has not heard of it"
+        side.commands[-1].serving()
+        await asyncio.wait_for(undoing, 5)
 
-    drains = draining(StepThreadSide(busy=True), [])
+    side = StepThreadSide(busy=True)
+    drains = draining(side, [])
     asyncio.run(undo_while_draining())
 
 
@@ -77,3 +85,5 @@ def test_step_that_does_not_end_is_named() -> None:
     with pytest.raises(StateError, match="STARTING has run for"):
         asyncio.run(drains.drain())
     assert drains.is_on
+    with pytest.raises(StateError, match=r"STARTING has run for .* taken again once it ends"):
+        asyncio.run(drains.undo())
