@@ -159,19 +159,21 @@ def _open_socket(context: Context, kind: int, max_bytes: int) -> Socket:
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + CURVE_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    if kind != zmq.SUB:
-        # libzmq 4.3.5 aborts the process when the heartbeat timer fires for a peer that filled a
-        # queue and went away; events may fill theirs, replies never do.
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     return socket
 
 
-def _connect(socket: Socket, address: str, lock: Lock) -> None:
+def _connect(socket: Socket, address: str, lock: Lock, *, is_watched: bool = False) -> None:
     """Connect to one daemon. The options hold for this connection, and stay when it is made
-    again."""
+    again. is_watched: its end is to tell of a daemon that does not answer."""
     lock.prepare(socket)
     socket.setsockopt(zmq.IPV6, int(address.startswith("tcp://[")))
+    # On one host a connection ends with its daemon: there heartbeats would only cut off one that is
+    # starved of CPU, with what is under way. libzmq 4.3.5 aborts a process, on either side, that a
+    # heartbeat finds with a full queue from a peer that has gone: events may fill theirs.
+    crosses_network = address.startswith("tcp://") and socket.type != zmq.SUB
+    interval_ms = HEARTBEAT_INTERVAL_MS if is_watched or crosses_network else 0
+    socket.setsockopt(zmq.HEARTBEAT_IVL, interval_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     socket.connect(address)
 
 
@@ -198,10 +200,10 @@ class _Handshakes:
         self._num_cut_off: Counter[str] = Counter()
         self.monitor: Socket = socket.get_monitor_socket(_HANDSHAKE_ENDED | events)
 
-    def connect(self, rank: int, address: str, lock: Lock) -> None:
-        """Connect the socket to one daemon."""
+    def connect(self, rank: int, address: str, lock: Lock, *, is_watched: bool = False) -> None:
+        """Connect the socket to one daemon, as _connect does."""
         self._places[address] = (rank, lock)
-        _connect(self._socket, address, lock)
+        _connect(self._socket, address, lock, is_watched=is_watched)
 
     def disconnect(self, address: str) -> None:
         """Give up the connection to one daemon, and what is known of it."""
@@ -516,7 +518,7 @@ class ResultsChannel:
             self._socket, zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         )
         for rank, endpoint in enumerate(endpoints):
-            self._handshakes.connect(rank, endpoint.results, endpoint.lock)
+            self._handshakes.connect(rank, endpoint.results, endpoint.lock, is_watched=True)
 
     def receive(self, deadline: float) -> list[bytes] | None:
         """Return the next reply's frames, or None when `deadline` (of time.monotonic) has passed.
@@ -576,7 +578,7 @@ class ResultsChannel:
         self.read_news()
         self._processes.forget(old.results)
         self._ranks[new.results] = rank
-        self._handshakes.connect(rank, new.results, new.lock)
+        self._handshakes.connect(rank, new.results, new.lock, is_watched=True)
 
     def close(self) -> None:
         """Close the socket and its monitor."""

@@ -107,32 +107,6 @@ def test_stopped_rank_is_suspect_and_comes_back(faulty, serving, cases, detectio
     detection(4, "SIGSTOP: suspect", SUSPECT_AFTER_S, suspect.at - stopper.at, suspect.signal)
 
 
-def test_stopped_daemon_answers_what_it_was_asked_before(faulty):
-    """The connection is cut meanwhile, and the first answer goes with it."""
-    endpoint = parse_endpoint(faulty.endpoints[1])
-    context = zmq.Context()
-    with closing(WorkerClient(context, endpoint, 1, new_driver_id())) as client:
-        client.hello()
-        last = client.get_status().epoch
-        with stopped_at_first(faulty.pids[1]):
-            assert client.get_status(20.0).epoch == last
-        assert client.prepare_attach(last + 1).granted
-        with stopped_at_first(faulty.pids[1]):
-            committed = client.send_commit_attach(last + 1, 20.0).result()
-        assert (committed.previous_epoch, committed.status.epoch) == (last, last + 1)
-        with stopped_at_first(faulty.pids[1]):
-            client.detach(last + 1, 20.0)
-    context.term()
-
-
-@contextmanager
-def stopped_at_first(pid: int):
-    stopper = Stopper(pid, 1.8)
-    stopper()
-    yield
-    stopper.timer.join()
-
-
 def test_stopped_rank_is_fenced_and_rejoins_warm(faulty, serving, cases, detection):
     stopper = Stopper(faulty.pids[1])
     replaced, epochs = [], []
