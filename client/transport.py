@@ -197,6 +197,8 @@ class _Handshakes:
         self._places: dict[str, tuple[int, Lock]] = {}
         self._made: set[str] = set()
         """Addresses whose handshake has ended well."""
+        self.num_made = 0
+        """Connections so far, as far as their events were taken in."""
         self._num_cut_off: Counter[str] = Counter()
         self.monitor: Socket = socket.get_monitor_socket(_HANDSHAKE_ENDED | events)
 
@@ -213,16 +215,10 @@ class _Handshakes:
         with contextlib.suppress(zmq.ZMQError):  # it may be disconnected already
             self._socket.disconnect(address)
 
-    def check(self) -> bool:
-        """Take in all events; tell whether a connection has ended, where such events are wanted.
-
-        Raises:
-            AuthenticationError: a daemon turned us away.
-        """
-        ended = False
+    def check(self) -> None:
+        """Take in all events. Raises AuthenticationError if a daemon turned us away."""
         while self.monitor.poll(0):
-            ended |= self.take().kind == "ended"
-        return ended
+            self.take()
 
     def take(self) -> _News:
         """Take in the next event.
@@ -233,6 +229,7 @@ class _Handshakes:
         event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
         kind, address = event["event"], event["endpoint"].decode()
         if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.num_made += 1
             self._made.add(address)
             del self._num_cut_off[address]
             return _News("made", address)
@@ -353,10 +350,10 @@ class ControlChannel:
         self._last_call = 0
         self._repeatable: bytes | None = None
         """The last request, while its reply may be waited for."""
-        self._is_cut = False
-        """Whether a connection has ended since that was sent."""
+        self._sent_on = 0
+        """The number of the connection that took it."""
         self._socket = _open_socket(context, zmq.DEALER, MAX_CONTROL_BYTES)
-        self._handshakes = _Handshakes(self._socket, zmq.EVENT_DISCONNECTED)
+        self._handshakes = _Handshakes(self._socket)
         self._handshakes.connect(rank, endpoint.control, endpoint.lock)
 
     def call(
@@ -386,7 +383,7 @@ class ControlChannel:
             raise DeadlineExceeded(what, timeout_s)
         self._handshakes.check()
         self._socket.send(frame, zmq.NOBLOCK)
-        self._is_cut = False
+        self._sent_on = max(1, self._handshakes.num_made)  # that it was made may be told later
         if not isinstance(request, _ONCE):
             self._repeatable = frame
         return PendingCall(self, self._last_call, what, reply_type, timeout_s, deadline)
@@ -410,17 +407,19 @@ class ControlChannel:
             ready = dict(poller.poll(min(DEATH_CHECK_MS, _milliseconds_until(deadline))))
             if self._socket in ready:
                 return True
-            self._is_cut |= self._handshakes.check()
+            self._handshakes.check()
             self._check_alive()
             self._send_again()
             if not ready and time.monotonic() >= deadline:
                 return False
 
     def _send_again(self) -> None:
-        """Repeat the request that is waited for, if its connection has ended and there is another
-        one."""
-        if self._is_cut and self._repeatable is not None and self._socket.poll(0, zmq.POLLOUT):
-            self._is_cut = False
+        """Repeat the request that is waited for, once there is another connection than took it.
+        Before that the socket may still take messages for the one that has ended."""
+        if self._repeatable is None or self._handshakes.num_made <= self._sent_on:
+            return
+        if self._socket.poll(0, zmq.POLLOUT):
+            self._sent_on = self._handshakes.num_made
             self._socket.send(self._repeatable, zmq.NOBLOCK)
 
     def close(self) -> None:

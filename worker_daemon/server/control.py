@@ -336,10 +336,11 @@ class Control:
         return lc.PrepareAttachReply(call=message.call, granted=True, last_epoch=message.epoch)
 
     def _detach(self, message: lc.Detach) -> ControlReplyMessage:
-        """Also after the lease has expired: a late goodbye does no harm."""
-        if not self._lease.release(message.epoch):
+        """Also after the lease has expired, or twice: a late goodbye does no harm."""
+        if self._lease.release(message.epoch):
+            self._commands.post(Detach(message.epoch))
+        elif not self._lease.was_released(message.epoch):
             self.need_attached(message.epoch)
-        self._commands.post(Detach(message.epoch))
         return lc.Acknowledged(call=message.call)
 
     def _renew_lease(self, message: ls.RenewLease) -> ControlReplyMessage:

@@ -160,14 +160,17 @@ class Lease:
             raise LeaseExpiredError(f"the lease of epoch {epoch} has expired", fix="attach again")
 
     def release(self, epoch: int) -> bool:
-        """Give the lease of `epoch` back, also one that has expired or was given back before; tell
-        whether that is the last one granted."""
+        """Give the lease of `epoch` back, also one that has expired; tell whether there was one."""
         self._look()
-        if self._holder is None or self._holder.epoch != epoch:
+        if self._state == "free" or self._holder is None or self._holder.epoch != epoch:
             return False
         self._state = "free"
         self._unheard_expiry = self._unheard_kv_end = False
         return True
+
+    def was_released(self, epoch: int) -> bool:
+        """Whether `epoch` was the last one with a lease, and gave it back."""
+        return self._state == "free" and self._holder is not None and self._holder.epoch == epoch
 
     def take_expiry(self) -> int:
         """Return the epoch whose lease has expired, once; 0 where there is no such news."""
