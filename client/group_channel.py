@@ -105,6 +105,7 @@ class GroupChannel:
         the first attach."""
         if self._steps.dead is None and self.lease.lost is not None:
             self.check_deaths(0.0)  # of a death the loss may be a consequence
+        self.check_given_up_link()
         if self._steps.dead is not None:
             raise self._steps.dead
         if not self.epoch:
@@ -135,6 +136,16 @@ class GroupChannel:
         until = time.monotonic() + DOOM_WAIT_S
         while time.monotonic() < until:
             self.check_deaths()
+
+    def check_given_up_link(self) -> None:
+        """Wait, once, before it is told that the link is given up: a rank that hangs on one link
+        after the other ends itself, and its successor may do better.
+
+        Raises:
+            WorkerDied: a rank has ended.
+        """
+        if self._steps.is_link_given_up and self._steps.has_doomed:
+            self.await_doom()
 
     def look(self) -> None:
         """Take in all news of the daemons' lives and of the lease; for whoever waits, or has

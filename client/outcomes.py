@@ -178,7 +178,8 @@ class StepsInFlight:
         self.needs_relink = False
         """Bytes may be left between ranks, or a rank has lost its peers: no row survives that."""
         self.has_doomed = False
-        """A rank has told of a failure that ends its process, which has not been waited for."""
+        """A rank has told of a failure that ends its process, or the link is given up, which ends
+        ranks too; that end has not been waited for."""
         self.dead: ClientError | None = None
         """Why the group takes no steps any more; a WorkerDied is for good."""
         self.times = StepTimes()
@@ -228,6 +229,11 @@ class StepsInFlight:
     def untold_failure(self) -> Failure | None:
         """The failure that no result() has told yet, if any."""
         return self._failure if self._failure is not None and not self._failure.reported else None
+
+    @property
+    def is_link_given_up(self) -> bool:
+        """Whether the group takes no steps for that reason, as far as is known."""
+        return isinstance(self.dead, LinkGivenUp)
 
     @property
     def verdict_due(self) -> float:
@@ -364,6 +370,7 @@ class StepsInFlight:
         if given_up is None:
             return error
         self.dead = given_up
+        self.has_doomed = True
         return given_up
 
     def _fail_all_rows(self, reply: ErrorReply, error: RemoteError) -> None:

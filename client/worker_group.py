@@ -660,7 +660,7 @@ class WorkerGroup:
 
     def wait_for(self, future: StepFuture, until: float) -> None:
         """Take in replies until `future` is settled, its own deadline passes (which fails it), or
-        `until` does."""
+        `until` does. Raises as check_given_up_link does."""
         while not future.settled:
             now = time.monotonic()
             if now >= future.deadline:
@@ -669,6 +669,7 @@ class WorkerGroup:
                 return
             else:
                 self._channel.take_reply(min(until, future.deadline))
+        self._channel.check_given_up_link()
 
     # ------------------------------------------------------------------ inside
 

@@ -512,12 +512,39 @@ def test_a_relink_that_fails_fails_the_step_that_it_was_for(fakes, connect, monk
     assert [daemon.operations.count("Relink") for daemon in daemons.daemons] == [2, 2]
 
 
-def test_link_that_fails_again_and_again_is_given_up_until_attached_anew(fakes, connect):
-    daemons, group, model = ready(fakes, connect, 2)
-    broken = {"code": ErrorCode.COMM, "scope": ErrorScope.GROUP}
+def break_the_link_for_ever(daemons):
     for daemon in daemons.daemons:
-        daemon.faults = [Fault(5, **broken)]
+        daemon.faults = [Fault(5, code=ErrorCode.COMM, scope=ErrorScope.GROUP)]
     daemons.daemons[1].relink_faults = [Fault(number, code=ErrorCode.COMM) for number in range(9)]
+
+
+def test_rank_that_ends_as_the_link_is_given_up_is_what_is_told(fakes, connect):
+    """A rank ends itself where it hangs on one link after the other: it can be replaced."""
+    daemons, group, model = ready(fakes, connect, 2)
+    break_the_link_for_ever(daemons)
+    tried = daemons.daemons[0].operations
+
+    def end_after_the_last_try() -> None:
+        wait_until(lambda: tried.count("Relink") == 2, "the last try", 30.0)
+        time.sleep(0.3)
+        daemons.daemons[1].kill()
+
+    ends = threading.Thread(target=end_after_the_last_try)
+    ends.start()
+    with pytest.raises(WorkerDied) as died:
+        serve(group, model, pp=2)
+    ends.join()
+    assert died.value.rank == 1
+    with pytest.raises(WorkerDied):
+        group.execute_model(admit("a"))
+
+
+def test_link_that_fails_again_and_again_is_given_up_until_attached_anew(
+    fakes, connect, monkeypatch
+):
+    monkeypatch.setattr("client.group_channel.DOOM_WAIT_S", 0.2)
+    daemons, group, model = ready(fakes, connect, 2)
+    break_the_link_for_ever(daemons)
     with pytest.raises(LinkGivenUp, match="3 times in a row") as given_up:
         serve(group, model, pp=2)
     assert 1 in given_up.value.ranks and given_up.value.num_failures == 3
