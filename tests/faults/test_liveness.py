@@ -75,6 +75,12 @@ def first(group: WorkerGroup, kind: str, rank: int, since: float) -> LivenessEve
     return found[0]
 
 
+def is_alive(group: WorkerGroup, rank: int) -> bool:
+    """After the news that are here."""
+    group.look()
+    return group.standings[rank] == "alive"
+
+
 class Stopper:
     """SIGSTOP now, SIGCONT later."""
 
@@ -100,6 +106,7 @@ def test_stopped_rank_is_suspect_and_comes_back(faulty, serving, cases, detectio
     with serving(20_000) as (group, loaded):
         tokens = disturbed(group, loaded, cases, stopper)
         suspect = first(group, "suspect", 1, stopper.at)
+        wait_until(lambda: is_alive(group, 1), "the news of its return", 10.0)
         assert first(group, "back", 1, suspect.at)
         assert group.standings == ["alive", "alive"]
     stopper.timer.join()

@@ -147,9 +147,10 @@ def test_row_8_lost_replies_are_replayed_and_nothing_runs_twice(daemons, detecti
     broken_at, noticed_at = break_network(daemons, driver, 2, "far")
     before = daemons.runs()
     daemons.hosts.heal()
-    backs = {driver.wait_for("back").rank for _ in range(2)}
+    backs: set[int] = set()
+    while backs != {0, 1}:  # one may be suspect once more, for its events
+        backs.add(driver.wait_for("back").rank)
     done = driver.wait_for("generated")
-    assert backs == {0, 1}
     assert done.tokens == daemons.cases.expected
     assert done.num_replayed >= 1, "the daemons had run what the driver had no answer to"
     assert len(daemons.runs()[1]) > len(before[1])
