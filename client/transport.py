@@ -43,8 +43,15 @@ from rpc_schema.codec import (
     encode_control,
 )
 from rpc_schema.errors import BadFrameError, ControlErrorReply
-from rpc_schema.lifecycle import Shutdown
-from rpc_schema.trace import PutDriverSteps, StartTrace, StopTrace
+from rpc_schema.lifecycle import (
+    CheckHealth,
+    CommitAttach,
+    Detach,
+    Drain,
+    GetStatus,
+    Hello,
+    PrepareAttach,
+)
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -325,15 +332,14 @@ class PendingCall(Generic[ReplyT]):
         return None
 
 
-_ONCE = (StartTrace, StopTrace, PutDriverSteps, Shutdown)
-"""Control requests that are never sent again: they do more where they come twice, or to the daemon
-that is started next."""
+_REPEATABLE = (Hello, PrepareAttach, CommitAttach, Detach, CheckHealth, GetStatus, Drain)
+"""Control requests that do no more where they come twice, or to the daemon that is started next."""
 
 
 class ControlChannel:
     """Requests and replies on one daemon's control socket, matched by correlation id. Where the
-    connection ends while a reply is waited for, the request is sent again on the next one: it, or
-    the reply, may have gone with the first. A daemon takes the repeated one for the same."""
+    connection ends while a reply is waited for, a request of _REPEATABLE is sent again on the next
+    one: it, or the reply, may have gone with the first."""
 
     def __init__(
         self,
@@ -349,7 +355,7 @@ class ControlChannel:
         self._check_alive = check_alive
         self._last_call = 0
         self._repeatable: bytes | None = None
-        """The last request, while its reply may be waited for."""
+        """The last request, if it may be sent again."""
         self._sent_on = 0
         """The number of the connection that took it."""
         self._socket = _open_socket(context, zmq.DEALER, MAX_CONTROL_BYTES)
@@ -384,7 +390,7 @@ class ControlChannel:
         self._handshakes.check()
         self._socket.send(frame, zmq.NOBLOCK)
         self._sent_on = max(1, self._handshakes.num_made)  # that it was made may be told later
-        if not isinstance(request, _ONCE):
+        if isinstance(request, _REPEATABLE):
             self._repeatable = frame
         return PendingCall(self, self._last_call, what, reply_type, timeout_s, deadline)
 

@@ -70,9 +70,9 @@ def _introduction() -> str:
         {codec.MAX_CONTROL_BYTES} on the others. Unknown tags, missing and extra fields and values
         out of bounds are refused before anything is done; Hello and HelloReply alone tolerate extra
         fields. A step reply that is sent again (its seq was repeated) has the same frames behind
-        an empty one. A control request whose connection ends before its reply may be sent again
-        with the same `call`: coming twice, it does no more than once. Only StartTrace, StopTrace,
-        PutDriverSteps, and Shutdown (the daemon that is started next may get it) are sent once.
+        an empty one. Of the control requests Hello, PrepareAttach, CommitAttach, Detach,
+        CheckHealth, GetStatus and Drain may be sent again, with the same `call`, where their
+        connection ends before the reply: coming twice, they do no more than once.
         """
     )
 
