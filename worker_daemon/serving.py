@@ -82,6 +82,7 @@ class Serving:
         graphs = self._step_graphs()
         with self._capturing():
             graphs.capture(self.runner)
+        torch.cuda.empty_cache()  # of the steps that ran before each capture: no part of the graphs
         self._graphs = graphs
         self.is_warm = True
 
