@@ -13,6 +13,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -24,19 +25,22 @@ from triton.runtime.errors import OutOfResources
 
 import worker_daemon.kernels
 from worker_daemon.kernels.argmax import greedy_tokens
+from worker_daemon.kernels.compile_ahead import compiling_ahead
 from worker_daemon.kernels.launch import (
     await_previous,
     has_dependent_launch,
     launch_options,
     start_next,
 )
-from worker_daemon.kernels.linear import MAX_TILES, ThinLinear, launch_matrix, launch_vector
+from worker_daemon.kernels.linear import MAX_TILES, ThinLinear, launch_matrix
+from worker_daemon.kernels.row_linear import RowNorm, launch_row
 from worker_daemon.kernels.tuning import (
     ROW_BUCKETS,
     MatrixTile,
     Tile,
     Tuning,
     VectorTile,
+    default_vector_tile,
     file_name,
     format_tuning,
     load_tuning,
@@ -82,17 +86,10 @@ QWEN3_600M = Model("Qwen3 0.6B", 1024, 2048, 1024, 3072, 151936, 28)
 TUNED = ((LLAMA_8B, 1), (LLAMA_8B, 2), (QWEN3_600M, 1))
 """Models and tensor-parallel sizes whose shapes --tune tries."""
 
-VECTOR_TILES = [
-    VectorTile(block_o, block_i, num_warps, num_stages)
-    for block_o, block_i, num_warps, num_stages in [
-        (1, 512, 1, 1), (1, 1024, 1, 1), (1, 1024, 2, 1), (1, 1024, 4, 1), (1, 2048, 2, 1),
-        (1, 2048, 4, 1), (1, 2048, 8, 1), (1, 4096, 2, 1), (1, 4096, 4, 1), (1, 4096, 8, 1),
-        (2, 512, 1, 1), (2, 512, 2, 1), (2, 1024, 2, 1), (2, 1024, 4, 1), (2, 2048, 4, 1),
-        (2, 2048, 8, 1), (2, 4096, 4, 1), (2, 4096, 8, 1), (4, 512, 4, 1), (4, 1024, 4, 1),
-        (4, 1024, 8, 1), (8, 512, 4, 1), (8, 1024, 8, 1), (8, 512, 4, 6), (16, 1024, 8, 1),
-    ]
-]  # fmt: skip
-"""Candidates for one row."""
+GATED = 2
+"""Place of the gated product in a layer."""
+THREAD_WEIGHTS = (8, 64)
+"""The fewest and the most weights of a tile that a thread holds, for one row."""
 
 MATRIX_TILES = [
     MatrixTile(block_o, block_i, 1, num_warps, num_stages, 0)
@@ -156,7 +153,7 @@ class Device:
         if tile is None:
             torch.mm(x, weight.T, out=y)
         elif isinstance(tile, VectorTile):
-            launch_vector(y, x, weight, None, tile, pdl)
+            launch_row(y, x, weight, None, tile, pdl=pdl)
         else:
             launch_matrix(y, x, weight, None, tile, pdl, self._arrivals)
 
@@ -229,8 +226,7 @@ def candidates(shape: tuple[int, int], bucket: int, num_sms: int) -> Iterator[Ti
     """The tiles to try; those of several rows only where they divide the shape."""
     num_outputs, num_inputs = shape
     if bucket == 1:
-        widest = triton.next_power_of_2(num_inputs)
-        yield from (tile for tile in VECTOR_TILES if tile.block_i <= widest)
+        yield from row_candidates(num_inputs)
         return
     for tile in MATRIX_TILES:
         steps, rest = divmod(num_inputs, tile.block_i)
@@ -241,6 +237,16 @@ def candidates(shape: tuple[int, int], bucket: int, num_sms: int) -> Iterator[Ti
             if num_splits == 1 or num_splits <= most:
                 for prefetch in PREFETCHES:
                     yield replace(tile, num_splits=num_splits, prefetch=prefetch)
+
+
+def row_candidates(num_inputs: int, fewest_rows: int = 1) -> Iterator[VectorTile]:
+    """The tiles to try for one row."""
+    widest = max(1024, triton.next_power_of_2(num_inputs))
+    fewest, most = THREAD_WEIGHTS
+    for block_o, block_i, num_warps in product((1, 2, 4, 8, 16), (1024, 2048, 4096), (4, 8, 16)):
+        weights = block_o * block_i // (32 * num_warps)
+        if block_o >= fewest_rows and block_i <= widest and fewest <= weights <= most:
+            yield VectorTile(block_o, block_i, num_warps)
 
 
 def compile_tiles(work: list[tuple[Tile, int]]) -> list[tuple[Tile, int]]:
@@ -269,7 +275,7 @@ def _trial_error(
     weight = torch.randn(num_outputs, num_inputs, dtype=DTYPE, device="cuda")
     y = torch.full((num_rows, num_outputs), torch.nan, dtype=DTYPE, device="cuda")
     if isinstance(tile, VectorTile):
-        launch_vector(y, x, weight, None, tile, True)
+        launch_row(y, x, weight, None, tile, pdl=True)
     else:
         launch_matrix(y, x, weight, None, tile, True, arrivals)
     return relative_error(y, functional.linear(x.double(), weight.double()))
@@ -351,14 +357,87 @@ def refine(
     return best
 
 
+def row_layers(
+    device: Device, model: Model, tp_size: int, tiles: Sequence[VectorTile], num_layers: int
+) -> Callable[[], None]:
+    """One row's layers as they are launched, relays in place of attention and of reductions."""
+    shapes = layer_shapes(model, tp_size)
+    weights = device.weights(shapes * num_layers)
+    part, residual, hidden = (
+        torch.randn(1, model.hidden_size, dtype=DTYPE, device="cuda") for _ in range(3)
+    )
+    gain = torch.ones(model.hidden_size, dtype=DTYPE, device="cuda")
+    qkv, attended, gated = (
+        torch.randn(1, size, dtype=DTYPE, device="cuda")
+        for size in (shapes[0][0], shapes[1][1], shapes[3][1])
+    )
+
+    def normed(residual: torch.Tensor) -> tuple[torch.Tensor, RowNorm | None]:
+        """The row of the next product, and its norm; a reduction of several ranks has it done."""
+        if tp_size > 1:
+            relay(hidden, part, device.pdl)
+            return hidden, None
+        return part, RowNorm(gain, 1e-5, residual, torch.empty_like(residual))
+
+    def launch() -> None:
+        total = residual
+        for layer in range(num_layers):
+            w_qkv, w_o, w_gate_up, w_down = weights[4 * layer : 4 * layer + 4]
+            x, norm = normed(total)
+            launch_row(qkv, x, w_qkv, None, tiles[0], pdl=device.pdl, norm=norm)
+            relay(qkv, qkv, device.pdl)
+            relay(attended, qkv, device.pdl)
+            launch_row(part, attended, w_o, None, tiles[1], pdl=device.pdl)
+            x, norm = normed(total if norm is None else norm.total)
+            launch_row(gated, x, w_gate_up, None, tiles[2], pdl=device.pdl, norm=norm, gated=True)
+            launch_row(part, gated, w_down, None, tiles[3], pdl=device.pdl)
+            total = total if norm is None else norm.total
+
+    return launch
+
+
+def row_layer_us(device: Device, model: Model, tp_size: int, tiles: Sequence[VectorTile]) -> float:
+    """One of these layers, in microseconds: the mean of many."""
+    layer_bytes = sum(o * i for o, i in layer_shapes(model, tp_size)) * DTYPE.itemsize
+    num_layers = -(-LAYERS_BYTES // layer_bytes)
+    return graph_us(row_layers(device, model, tp_size, tiles, num_layers), 7) / num_layers
+
+
+def refine_rows(device: Device, model: Model, tp_size: int) -> list[VectorTile]:
+    """The tiles with which a layer of one row is fastest: one product after the other is varied,
+    twice."""
+    shapes = layer_shapes(model, tp_size)
+    kept = [
+        list(row_candidates(num_inputs, 2 if position == GATED else 1))
+        for position, (_, num_inputs) in enumerate(shapes)
+    ]
+    best = [default_vector_tile(num_inputs) for _, num_inputs in shapes]
+    with compiling_ahead():
+        for position, tiles in enumerate(kept):
+            for tile in tiles:
+                trial = [*best[:position], tile, *best[position + 1 :]]
+                row_layers(device, model, tp_size, trial, 1)()
+    best_us = start_us = row_layer_us(device, model, tp_size, best)
+    for position in list(range(len(shapes))) * 2:
+        for tile in kept[position]:
+            trial = [*best[:position], tile, *best[position + 1 :]]
+            us = row_layer_us(device, model, tp_size, trial)
+            if us < best_us:
+                best, best_us = trial, us
+    print(f"layer {shapes} M=1: {start_us:.2f} to {best_us:.2f} us", flush=True)
+    return best
+
+
 def tune(device: Device, ranking: Ranking) -> Tuning:
     """Each shape's best tile on its own, those of layers the best together."""
     tiles = {(*shape, bucket): next(iter(ranked)) for (shape, bucket), ranked in ranking.items()}
     for model, tp_size in TUNED:
         shapes = layer_shapes(model, tp_size)
-        for bucket in ROW_BUCKETS:
+        for bucket in ROW_BUCKETS[1:]:
             chosen = refine(device, shapes, bucket, ranking)
             tiles |= {(*shape, bucket): tile for shape, tile in zip(shapes, chosen, strict=True)}
+        rows = refine_rows(device, model, tp_size)
+        tiles |= {(*shape, 1): tile for shape, tile in zip(shapes, rows, strict=True)}
     return Tuning(tiles)
 
 

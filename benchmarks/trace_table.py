@@ -10,7 +10,7 @@ GROUPS = (
     ("communication", r"nccl|gloo|c10d|all_?reduce"),
     ("copies", r"^Memcpy|^Memset|copy_kernel|direct_copy|CatArray"),
     ("attention", r"attend|attention|flash|fmha|_prefill_kernel|_decode_kernel|merge_splits"),
-    ("gemm", r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitK|_vector_kernel|_matrix_kernel|linear"),
+    ("gemm", r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitK|_row_kernel|_matrix_kernel|linear"),
     ("rope and store", r"rope|rotate|rotary|write_kv|kv_write|store_kv"),
     ("norm", r"norm"),
     ("activation", r"silu|gelu|activation"),

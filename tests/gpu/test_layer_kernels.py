@@ -9,6 +9,7 @@ from tests.support.layer_checks import (
     BOUNDS,
     check_activation,
     check_norms,
+    check_products,
     check_projection,
     generator,
     run_projection,
@@ -47,7 +48,23 @@ def test_norms(ops: LayerOps, dtype: torch.dtype, num_rows: int, size: int) -> N
     ("num_rows", "size"), [(1, 14336), (64, 3072), (8192, 3072), (70000, 24), (333, 11008)]
 )
 def test_activation(ops: LayerOps, dtype: torch.dtype, num_rows: int, size: int) -> None:
-    check_activation(ops, "cuda", dtype, num_rows, size, seed=num_rows + size)
+    check_activation(ops.silu_and_mul, "cuda", dtype, num_rows, size, seed=num_rows + size)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("num_rows", "num_inputs", "num_outputs"),
+    [
+        (1, 4096, 28672), (1, 1024, 6144), (1, 4096, 6144), (1, 5120, 27648), (1, 8192, 1000),
+        (7, 4096, 6144), (200, 1024, 6144), (1, 1096, 1000),
+    ],
+)  # fmt: skip
+def test_products(
+    ops: LayerOps, dtype: torch.dtype, num_rows: int, num_inputs: int, num_outputs: int
+) -> None:
+    bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}[dtype]
+    seed = num_rows + num_inputs
+    check_products(ops, "cuda", dtype, num_rows, num_inputs, num_outputs, seed, bound=bound)
 
 
 @DTYPES
@@ -113,9 +130,9 @@ def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
     def chain(using: LayerOps) -> torch.Tensor:
         delta, residual = hidden, hidden
         for _ in range(6):
-            normed, residual = using.add_rms_norm(delta, residual, weight, EPS)
+            qkv, residual = using.norm_linear(delta, residual, weight, EPS, projections[0], None)
             q = using.rotate_and_store(
-                using.linear(normed, projections[0], None),
+                qkv,
                 step.positions,
                 step.rotary_table,
                 heads.num_kv_heads,
@@ -124,8 +141,9 @@ def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
                 step.slot_mapping,
             )
             delta = using.linear(q.flatten(1), projections[1], None)
-            normed, residual = using.add_rms_norm(delta, residual, weight, EPS)
-            inner_rows = using.silu_and_mul(using.linear(normed, projections[2], None))
+            inner_rows, residual = using.norm_gated_linear(
+                delta, residual, weight, EPS, projections[2], None
+            )
             delta = using.linear(inner_rows, projections[3], None)
         return residual + delta
 

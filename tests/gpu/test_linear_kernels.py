@@ -19,7 +19,7 @@ SHAPES = [(6144, 4096), (4096, 14336), (1024, 2048), (1000, 1096), (77, 40)]
 ROWS = [1, 2, 16, 17, 32, 50, 64]
 
 TILES = {
-    1: [VectorTile(1, 2048, 4, 1), VectorTile(8, 512, 4, 6), VectorTile(16, 256, 4, 1)],
+    1: [VectorTile(1, 2048, 4), VectorTile(8, 512, 4), VectorTile(16, 256, 4)],
     16: [MatrixTile(16, 512, 1, 1, 3, 512), MatrixTile(64, 128, 4, 4, 4, 512)],
     32: [MatrixTile(32, 256, 1, 2, 4, 512), MatrixTile(64, 128, 3, 4, 4, 0)],
     64: [MatrixTile(64, 128, 2, 4, 4, 512), MatrixTile(128, 64, 1, 8, 4, 0)],

@@ -1,6 +1,8 @@
 """What the layer kernels must compute, checked on any device and at any size: used by the tests
 under Triton's interpreter and by those on a GPU."""
 
+from collections.abc import Callable
+
 import torch
 
 from benchmarks.layer_reference import (
@@ -57,7 +59,7 @@ def check_norms(
 
 
 def check_activation(
-    ops: LayerOps,
+    activate: Callable[[torch.Tensor], torch.Tensor],
     device: str,
     dtype: torch.dtype,
     num_rows: int,
@@ -67,10 +69,50 @@ def check_activation(
 ) -> None:
     """silu_and_mul, gates far from 0 included."""
     gate_up = make_rows(num_rows, 2 * size, dtype, generator(device, seed)) * 4
-    out = ops.silu_and_mul(gate_up)
+    out = activate(gate_up)
     assert out.shape == (num_rows, size)
     assert out.dtype == dtype
     assert relative_error(out, activated(gate_up)) < (bound or BOUNDS[dtype])
+
+
+def check_products(
+    ops: LayerOps,
+    device: str,
+    dtype: torch.dtype,
+    num_rows: int,
+    num_inputs: int,
+    num_outputs: int,
+    seed: int,
+    *,
+    bound: float,
+) -> None:
+    """The products with a norm before them, a gate behind them, or both, with a bias and without:
+    against fp64. num_outputs is even."""
+    random = generator(device, seed)
+    part, residual = (make_rows(num_rows, num_inputs, dtype, random) for _ in range(2))
+    norm_weight = make_rows(1, num_inputs, dtype, random)[0]
+    weight = make_rows(num_outputs, num_inputs, dtype, random) / num_inputs**0.5
+    bias = make_rows(1, num_outputs, dtype, random)[0]
+    for b in (None, bias):
+        exact = _product(residual.double(), weight, b)
+        gated = ops.gated_linear(residual, weight, b)
+        assert relative_error(gated, activated(exact)) < bound
+        for added in (None, part):
+            arguments = (added, residual, norm_weight, EPS, weight, b)
+            y, total = ops.norm_linear(*arguments)
+            expected = residual if added is None else residual + added
+            assert relative_error(total, expected.double()) < BOUNDS[dtype] + bound / 10
+            exact = _product(normed(total, norm_weight), weight, b)
+            assert y.dtype == dtype
+            assert relative_error(y, exact) < bound
+            y, total_again = ops.norm_gated_linear(*arguments)
+            assert torch.equal(total_again, total)
+            assert relative_error(y, activated(exact)) < bound
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product = x @ weight.double().T
+    return product if bias is None else product + bias.double()
 
 
 def check_projection(

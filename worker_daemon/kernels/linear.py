@@ -1,8 +1,8 @@
 """Products of few rows with a weight matrix, bound by reading the weights once.
 
-Must not know layers. One row takes dot products, up to 64 rows matrix instructions; everything else
-is torch's. Sums that several programs share are added in a fixed order, so equal inputs give equal
-bits.
+Must not know layers. One row takes dot products (row_linear.py), up to 64 rows matrix instructions;
+everything else is torch's. Sums that several programs share are added in a fixed order, so equal
+inputs give equal bits.
 
 Letters: y[M, O] = x[M, I] W[O, I]^T + bias.
 """
@@ -23,13 +23,11 @@ from worker_daemon.kernels.launch import (
     start_next,
 )
 from worker_daemon.kernels.prefetch import prefetch
+from worker_daemon.kernels.row_linear import launch_row
 from worker_daemon.kernels.tuning import MatrixTile, Tile, Tuning, VectorTile, load_tuning
 
 MAX_TILES = 16384
 """Tiles along O that one launch can count the arrivals at."""
-
-# Elements of a row that one thread multiplies and adds before lanes exchange anything: 16 bytes.
-_VECTOR = tl.constexpr(8)
 
 
 class ThinLinear:
@@ -60,10 +58,16 @@ class ThinLinear:
             return functional.linear(x, weight, bias)
         y = x.new_empty(x.shape[0], weight.shape[0])
         if isinstance(tile, VectorTile):
-            launch_vector(y, x, weight, bias, tile, self._pdl)
+            launch_row(y, x, weight, bias, tile, pdl=self._pdl)
         else:
             launch_matrix(y, x, weight, bias, tile, self._pdl, self._arrivals)
         return y
+
+    def row_tile(self, x: torch.Tensor, weight: torch.Tensor) -> VectorTile | None:
+        """The tile of a product of x [1, I] by row_linear.py; None where there are more rows, or
+        it is torch's."""
+        tile = self._choose(x, weight)
+        return tile if isinstance(tile, VectorTile) else None
 
     def _choose(self, x: torch.Tensor, weight: torch.Tensor) -> Tile | None:
         num_rows, num_inputs = x.shape
@@ -75,39 +79,6 @@ class ThinLinear:
 def _shipped_tuning(device: torch.device) -> Tuning:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return load_tuning(name)
-
-
-def launch_vector(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    tile: VectorTile,
-    pdl: bool,
-) -> None:
-    """y [1, O] = x [1, I] weight [O, I]^T + bias [O], each row contiguous."""
-    num_outputs, num_inputs = weight.shape
-    assert x.shape[0] == 1
-    assert x.dtype == weight.dtype
-    assert x.stride(1) == weight.stride(1) == y.stride(1) == 1
-    _vector_kernel[(triton.cdiv(num_outputs, tile.block_o),)](
-        y,
-        x,
-        weight,
-        x if bias is None else bias,
-        num_outputs,
-        num_inputs,
-        weight.stride(0),
-        HAS_BIAS=bias is not None,
-        EVEN=num_outputs % tile.block_o == 0 and num_inputs % tile.block_i == 0,
-        BLOCK_O=tile.block_o,
-        BLOCK_I=tile.block_i,
-        STAGES=tile.num_stages,
-        PDL=pdl,
-        num_warps=tile.num_warps,
-        enable_fp_fusion=True,
-        **launch_options(pdl),
-    )
 
 
 def launch_matrix(
@@ -164,48 +135,6 @@ def launch_matrix(
 
 def _has_aligned_rows(weight: torch.Tensor) -> bool:
     return weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.itemsize % 16 == 0
-
-
-@launched
-@triton.jit
-def _vector_kernel(
-    y,
-    x,
-    weight,
-    bias,
-    num_outputs,
-    num_inputs,
-    weight_stride,
-    HAS_BIAS: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    start_next(PDL)
-    row = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
-    column = tl.arange(0, BLOCK_I)
-    weight_row = weight + row.to(tl.int64)[:, None] * weight_stride
-    await_previous(PDL)
-    sums = tl.zeros([BLOCK_O, BLOCK_I // _VECTOR], tl.float32)
-    for start in tl.range(0, num_inputs, BLOCK_I, num_stages=STAGES):
-        here = start + column
-        if EVEN:
-            value = tl.load(x + here)
-            w = tl.load(weight_row + here[None, :], eviction_policy="evict_first")
-        else:
-            value = tl.load(x + here, mask=here < num_inputs, other=0.0)
-            inside = (row < num_outputs)[:, None] & (here < num_inputs)[None, :]
-            w = tl.load(
-                weight_row + here[None, :], mask=inside, other=0.0, eviction_policy="evict_first"
-            )
-        product = w.to(tl.float32) * value.to(tl.float32)[None, :]
-        sums += tl.sum(tl.reshape(product, [BLOCK_O, BLOCK_I // _VECTOR, _VECTOR]), 2)
-    total = tl.sum(sums, 1)
-    if HAS_BIAS:
-        total += tl.load(bias + row, mask=row < num_outputs, other=0.0).to(tl.float32)
-    tl.store(y + row, total.to(y.dtype.element_ty), mask=row < num_outputs)
 
 
 @launched

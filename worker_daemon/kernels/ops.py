@@ -12,6 +12,7 @@ from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.linear import ThinLinear
 from worker_daemon.kernels.norm import add_rms_norm, rms_norm
 from worker_daemon.kernels.rope_store import rotate_and_store
+from worker_daemon.kernels.row_linear import RowNorm, launch_row
 
 
 class TritonOps:
@@ -30,6 +31,59 @@ class TritonOps:
     ) -> torch.Tensor:
         """x [N, K] times weight [M, K] transposed, plus bias [M] -> [N, M]."""
         return self._thin.linear(x, weight, bias)
+
+    def gated_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x [N, K], weight [2 I, K], gate first, bias [2 I] -> [N, I]."""
+        tile = self._thin.row_tile(x, weight)
+        if tile is None:
+            return self.silu_and_mul(self.linear(x, weight, bias))
+        y = x.new_empty(1, weight.shape[0] // 2)
+        launch_row(y, x, weight, bias, tile, pdl=self._pdl, gated=True)
+        return y
+
+    def norm_linear(
+        self,
+        part: torch.Tensor | None,
+        residual: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """part and residual [N, H], norm_weight [H], weight [M, H], bias [M] -> the product of the
+        norm [N, M] and the sum [N, H], which is residual without part."""
+        tile = self._thin.row_tile(residual, weight)
+        if tile is None:
+            if part is None:
+                normed, total = self.rms_norm(residual, norm_weight, eps), residual
+            else:
+                normed, total = self.add_rms_norm(part, residual, norm_weight, eps)
+            return self.linear(normed, weight, bias), total
+        y = residual.new_empty(1, weight.shape[0])
+        x, norm = _row_norm(part, residual, norm_weight, eps)
+        launch_row(y, x, weight, bias, tile, pdl=self._pdl, norm=norm)
+        return y, norm.total
+
+    def norm_gated_linear(
+        self,
+        part: torch.Tensor | None,
+        residual: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As norm_linear, weight [2 I, H], gate first -> [N, I] and [N, H]."""
+        tile = self._thin.row_tile(residual, weight)
+        if tile is None:
+            gate_up, total = self.norm_linear(part, residual, norm_weight, eps, weight, bias)
+            return self.silu_and_mul(gate_up), total
+        y = residual.new_empty(1, weight.shape[0] // 2)
+        x, norm = _row_norm(part, residual, norm_weight, eps)
+        launch_row(y, x, weight, bias, tile, pdl=self._pdl, norm=norm, gated=True)
+        return y, norm.total
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [N, H], weight [H] -> [N, H]."""
@@ -70,3 +124,12 @@ class TritonOps:
             slot_mapping,
             pdl=self._pdl,
         )
+
+
+def _row_norm(
+    part: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, RowNorm]:
+    """The row that launch_row takes, and what it makes of it."""
+    if part is None:
+        return residual, RowNorm(weight, eps, None, residual)
+    return part, RowNorm(weight, eps, residual, torch.empty_like(residual))

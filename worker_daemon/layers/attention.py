@@ -131,6 +131,7 @@ class AttentionShape:
 
 class Attention:
     """qkv projection, optional head norms, rotation, attention by the backend, output projection.
+    The first is called by whoever has its input.
 
     Query heads are split evenly. KV heads are split where the group's size divides their number; a
     larger group holds each KV head on size / num_kv_heads neighbouring ranks.
@@ -149,7 +150,7 @@ class Attention:
         self.head_dim = shape.head_dim
         self.num_kv_heads = max(1, shape.num_kv_heads // tp.size)
         self._scale = shape.head_dim**-0.5
-        self._qkv = ColumnParallelLinear(
+        self.qkv = ColumnParallelLinear(
             f"{prefix}.qkv_proj",
             _qkv_shards(prefix, shape, self.num_kv_heads, tp),
             shape.hidden_size,
@@ -172,11 +173,11 @@ class Attention:
             else QueryKeyNorm(prefix, shape.head_dim, shape.qk_norm_eps, dtype=dtype, device=device)
         )
 
-    def forward(self, x: Tensor, kv_cache: Tensor, context: ForwardContext) -> Tensor:
-        """x [N, H] -> [N, H], this rank's part of the sum; writes k and v into kv_cache, unless
-        that is empty."""
+    def forward(self, qkv: Tensor, kv_cache: Tensor, context: ForwardContext) -> Tensor:
+        """What self.qkv computed, [N, (Hq + 2 Hkv) D], which may be overwritten -> [N, H], this
+        rank's part of the sum; writes k and v into kv_cache, unless that is empty."""
         q = context.ops.rotate_and_store(
-            self._qkv.forward(x, context.ops),
+            qkv,
             context.positions,
             context.rotary_table,
             self.num_kv_heads,
@@ -188,7 +189,7 @@ class Attention:
         return self._out.forward(attended.flatten(1), context.ops)
 
     def parameters(self) -> Iterator[Parameter]:
-        yield from self._qkv.parameters()
+        yield from self.qkv.parameters()
         if self._head_norm is not None:
             yield from self._head_norm.parameters()
         yield from self._out.parameters()

@@ -6,6 +6,7 @@ them.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +31,23 @@ def even_shard(prefix: str, total: int, tp: TensorParallel) -> RowShard:
     """This rank's equal part of a matrix whose rows the group's size divides."""
     rows = total // tp.size
     return RowShard(prefix, total, tp.rank * rows, rows)
+
+
+class Projection(Protocol):
+    """A product of the residual stream's norm."""
+
+    def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
+        """x [N, I] -> [N, O]."""
+
+    def forward_normed(
+        self,
+        part: Tensor | None,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        ops: LayerOps,
+    ) -> tuple[Tensor, Tensor]:
+        """(forward(n), s) with (n, s) as LayerOps.norm_linear has them."""
 
 
 class ColumnParallelLinear:
@@ -61,15 +79,55 @@ class ColumnParallelLinear:
         )
         self._bias = _bias(prefix, rows, shards, dtype, device) if bias else None
 
+    @property
+    def matrix(self) -> tuple[Tensor, Tensor | None]:
+        """W [local O, I] and b [local O]."""
+        return self._weight.data, None if self._bias is None else self._bias.data
+
     def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
         """x [N, I] -> [N, local O]."""
-        bias = None if self._bias is None else self._bias.data
-        return ops.linear(x, self._weight.data, bias)
+        return ops.linear(x, *self.matrix)
+
+    def forward_normed(
+        self,
+        part: Tensor | None,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        ops: LayerOps,
+    ) -> tuple[Tensor, Tensor]:
+        """(forward(n), s) with (n, s) as LayerOps.norm_linear has them."""
+        return ops.norm_linear(part, residual, norm_weight, eps, *self.matrix)
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._weight
         if self._bias is not None:
             yield self._bias
+
+
+class GatedLinear:
+    """silu(gate) * up of a merged product whose two shards are gate and up."""
+
+    def __init__(self, gate_up: ColumnParallelLinear) -> None:
+        self._gate_up = gate_up
+
+    def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
+        """x [N, I] -> [N, local O / 2]."""
+        return ops.gated_linear(x, *self._gate_up.matrix)
+
+    def forward_normed(
+        self,
+        part: Tensor | None,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        ops: LayerOps,
+    ) -> tuple[Tensor, Tensor]:
+        """(forward(n), s) with (n, s) as LayerOps.norm_linear has them."""
+        return ops.norm_gated_linear(part, residual, norm_weight, eps, *self._gate_up.matrix)
+
+    def parameters(self) -> Iterator[Parameter]:
+        return self._gate_up.parameters()
 
 
 class RowParallelLinear:

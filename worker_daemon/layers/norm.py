@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from worker_daemon.distributed.tp import TensorParallel
+from worker_daemon.layers.linear import Projection
 from worker_daemon.layers.ops import HeadNorms, LayerOps
 from worker_daemon.layers.parameter import Parameter, Piece, whole_vector
 
@@ -18,25 +19,42 @@ class RMSNorm:
     ) -> None:
         pieces = (whole_vector(name, size, "norm"),)
         self._weight = Parameter((size,), pieces, name=name, dtype=dtype, device=device)
-        self._eps = eps
+        self.eps = eps
+
+    @property
+    def weight(self) -> Tensor:
+        """[size]"""
+        return self._weight.data
 
     def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
         """x [N, size] -> the same shape and dtype."""
-        return ops.rms_norm(x, self._weight.data, self._eps)
-
-    def add_and_norm(
-        self, part: Tensor | None, residual: Tensor, ops: LayerOps, tp: TensorParallel
-    ) -> tuple[Tensor, Tensor]:
-        """(norm(s), s) with s = residual + the sum of part over the ranks, both rounded to the
-        model's dtype before the norm; without part, s is residual itself."""
-        if part is None:
-            return self.forward(residual, ops), residual
-        return tp.all_reduce_add_rms_norm(
-            part, residual, self._weight.data, self._eps, ops.add_rms_norm
-        )
+        return ops.rms_norm(x, self.weight, self.eps)
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._weight
+
+
+class NormedProjection:
+    """A projection of the residual stream's norm: what attention and the MLP begin with. Owns
+    neither."""
+
+    def __init__(self, norm: RMSNorm, projection: Projection, tp: TensorParallel) -> None:
+        self._norm = norm
+        self._projection = projection
+        self._tp = tp
+
+    def forward(
+        self, part: Tensor | None, residual: Tensor, ops: LayerOps
+    ) -> tuple[Tensor, Tensor]:
+        """(projection(norm(s)), s) with s = residual + the sum of part over the ranks, rounded to
+        the model's dtype before the norm; without part, s is residual itself."""
+        weight, eps = self._norm.weight, self._norm.eps
+        if part is None or self._tp.size == 1:
+            return self._projection.forward_normed(part, residual, weight, eps, ops)
+        normed, total = self._tp.all_reduce_add_rms_norm(
+            part, residual, weight, eps, ops.add_rms_norm
+        )
+        return self._projection.forward(normed, ops), total
 
 
 class QueryKeyNorm:

@@ -34,6 +34,34 @@ class LayerOps(Protocol):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b: x [N, K], weight [M, K], bias [M] -> [N, M]."""
 
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """silu(gate) * up, (gate, up) = linear(x, weight, bias): weight [2 I, K], the gate's rows
+        first -> [N, I]."""
+
+    def norm_linear(
+        self,
+        part: Tensor | None,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(linear(n, weight, bias), s) with (n, s) = add_rms_norm(part, residual, norm_weight,
+        eps); without part, n is the norm of residual and s is residual itself. Here n need not be
+        rounded."""
+
+    def norm_gated_linear(
+        self,
+        part: Tensor | None,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """As norm_linear, with gated_linear in place of linear."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over H, in float32, rounded once: x [N, H], weight
         [H] -> [N, H]."""

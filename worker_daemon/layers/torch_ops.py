@@ -16,6 +16,41 @@ class TorchOps:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(x, weight, bias)
 
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.silu_and_mul(self.linear(x, weight, bias))
+
+    def norm_linear(
+        self,
+        part: Tensor | None,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        if part is None:
+            normed, total = self.rms_norm(residual, norm_weight, eps), residual
+        else:
+            normed, total = self.add_rms_norm(part, residual, norm_weight, eps)
+        return self.linear(normed, weight, bias), total
+
+    def norm_gated_linear(
+        self,
+        part: Tensor | None,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        gate_up, total = self.norm_linear(part, residual, norm_weight, eps, weight, bias)
+        return self.silu_and_mul(gate_up), total
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up: gate_up [N, 2 I], gate first -> [N, I]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight, eps)
 
@@ -24,10 +59,6 @@ class TorchOps:
     ) -> tuple[Tensor, Tensor]:
         total = residual + x
         return self.rms_norm(total, weight, eps), total
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate) * up
 
     def greedy_tokens(self, logits: Tensor, vocab_size: int) -> Tensor:
         return likeliest(logits[:, :vocab_size])

@@ -22,8 +22,13 @@ from worker_daemon.layers.attention import (
     NullAttention,
 )
 from worker_daemon.layers.embedding import LMHead, VocabParallelEmbedding, vocab_parallel_weight
-from worker_daemon.layers.linear import ColumnParallelLinear, RowParallelLinear, even_shard
-from worker_daemon.layers.norm import RMSNorm
+from worker_daemon.layers.linear import (
+    ColumnParallelLinear,
+    GatedLinear,
+    RowParallelLinear,
+    even_shard,
+)
+from worker_daemon.layers.norm import NormedProjection, RMSNorm
 from worker_daemon.layers.ops import LayerOps
 from worker_daemon.layers.ops_provider import probe_layer_ops
 from worker_daemon.layers.parameter import Parameter
@@ -35,7 +40,8 @@ _LM_HEAD = "lm_head.weight"
 
 
 class MLP:
-    """down(silu(gate(x)) * up(x)), gate and up merged to one matrix."""
+    """down(silu(gate(x)) * up(x)), gate and up merged to one matrix, which is called by whoever has
+    x."""
 
     def __init__(
         self,
@@ -50,7 +56,7 @@ class MLP:
             even_shard(f"{prefix}.{name}", config.intermediate_size, tp)
             for name in ("gate_proj", "up_proj")
         ]
-        self._gate_up = ColumnParallelLinear(
+        gate_up = ColumnParallelLinear(
             f"{prefix}.gate_up_proj",
             shards,
             config.hidden_size,
@@ -58,6 +64,7 @@ class MLP:
             dtype=dtype,
             device=device,
         )
+        self.gate_up = GatedLinear(gate_up)
         self._down = RowParallelLinear(
             f"{prefix}.down_proj",
             config.intermediate_size,
@@ -68,12 +75,12 @@ class MLP:
             device=device,
         )
 
-    def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
-        """x [N, H] -> [N, H], this rank's part of the sum."""
-        return self._down.forward(ops.silu_and_mul(self._gate_up.forward(x, ops)), ops)
+    def forward(self, gated: Tensor, ops: LayerOps) -> Tensor:
+        """What self.gate_up computed, [N, I] -> [N, H], this rank's part of the sum."""
+        return self._down.forward(gated, ops)
 
     def parameters(self) -> Iterator[Parameter]:
-        yield from self._gate_up.parameters()
+        yield from self.gate_up.parameters()
         yield from self._down.parameters()
 
 
@@ -89,27 +96,21 @@ class DecoderLayer:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._tp = tp
         prefix = f"model.layers.{index}"
         attention_prefix = f"{prefix}.self_attn"
-        self._input_norm = RMSNorm(
-            f"{prefix}.input_layernorm.weight",
-            config.hidden_size,
-            config.rms_norm_eps,
-            dtype=dtype,
-            device=device,
-        )
+
+        def norm(name: str) -> RMSNorm:
+            size, eps = config.hidden_size, config.rms_norm_eps
+            return RMSNorm(f"{prefix}.{name}.weight", size, eps, dtype=dtype, device=device)
+
+        self._input_norm = norm("input_layernorm")
         self._attention = Attention(
             attention_prefix, _attention_shape(config, index), tp=tp, dtype=dtype, device=device
         )
-        self._post_attention_norm = RMSNorm(
-            f"{prefix}.post_attention_layernorm.weight",
-            config.hidden_size,
-            config.rms_norm_eps,
-            dtype=dtype,
-            device=device,
-        )
+        self._normed_qkv = NormedProjection(self._input_norm, self._attention.qkv, tp)
+        self._post_attention_norm = norm("post_attention_layernorm")
         self._mlp = MLP(f"{prefix}.mlp", config, tp=tp, dtype=dtype, device=device)
+        self._normed_gate_up = NormedProjection(self._post_attention_norm, self._mlp.gate_up, tp)
         self.kv_spec = KVLayerSpec(
             attention_prefix,
             self._attention.num_kv_heads,
@@ -125,11 +126,11 @@ class DecoderLayer:
         The residual stream is residual + the sum of part over the ranks: both are left to the next
         norm, which reads it.
         """
-        ops, tp = context.ops, self._tp
-        normed, residual = self._input_norm.add_and_norm(part, residual, ops, tp)
-        attended = self._attention.forward(normed, kv_cache, context)
-        normed, residual = self._post_attention_norm.add_and_norm(attended, residual, ops, tp)
-        return self._mlp.forward(normed, context.ops), residual
+        # One name for what flows: each result is freed once the next is there.
+        x, residual = self._normed_qkv.forward(part, residual, context.ops)
+        x = self._attention.forward(x, kv_cache, context)
+        x, residual = self._normed_gate_up.forward(x, residual, context.ops)
+        return self._mlp.forward(x, context.ops), residual
 
     def parameters(self) -> Iterator[Parameter]:
         yield from self._input_norm.parameters()

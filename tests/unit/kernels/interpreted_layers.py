@@ -9,6 +9,7 @@ from tests.support.layer_checks import (
     BOUNDS,
     check_activation,
     check_norms,
+    check_products,
     check_projection,
     generator,
     run_projection,
@@ -30,7 +31,18 @@ def test_norms(dtype: torch.dtype, num_rows: int, size: int) -> None:
 @DTYPES
 @pytest.mark.parametrize(("num_rows", "size"), [(3, 64), (2, 1024), (4, 24), (3, 1720)])
 def test_activation(dtype: torch.dtype, num_rows: int, size: int) -> None:
-    check_activation(OPS, "cpu", dtype, num_rows, size, seed=size, bound=LOOSER.get(dtype))
+    check_activation(
+        OPS.silu_and_mul, "cpu", dtype, num_rows, size, seed=size, bound=LOOSER.get(dtype)
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("num_rows", "num_inputs", "num_outputs"), [(1, 64, 32), (1, 40, 18), (3, 64, 32), (1, 1096, 6)]
+)
+def test_products(dtype: torch.dtype, num_rows: int, num_inputs: int, num_outputs: int) -> None:
+    bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    check_products(OPS, "cpu", dtype, num_rows, num_inputs, num_outputs, seed=1, bound=bound)
 
 
 @DTYPES

@@ -7,7 +7,8 @@ fp16 here and in bf16 in tests/gpu/test_linear_kernels.py.
 import pytest
 import torch
 
-from worker_daemon.kernels.linear import ThinLinear, launch_matrix, launch_vector
+from worker_daemon.kernels.linear import ThinLinear, launch_matrix
+from worker_daemon.kernels.row_linear import launch_row
 from worker_daemon.kernels.tuning import MatrixTile, Tuning, VectorTile
 
 BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -37,10 +38,10 @@ def check(
 @pytest.mark.parametrize(
     ("num_outputs", "num_inputs", "tile"),
     [
-        (64, 256, VectorTile(2, 128, 4, 1)),
-        (37, 200, VectorTile(4, 64, 4, 3)),
-        (5, 72, VectorTile(1, 128, 4, 1)),
-        (7, 33, VectorTile(1, 16, 4, 1)),
+        (64, 256, VectorTile(2, 128, 4)),
+        (37, 200, VectorTile(4, 64, 4)),
+        (5, 72, VectorTile(1, 128, 4)),
+        (7, 33, VectorTile(1, 16, 4)),
     ],
 )
 def test_one_row(
@@ -48,7 +49,7 @@ def test_one_row(
 ) -> None:
     x, weight, bias = draw(1, num_outputs, num_inputs, dtype, has_bias)
     y = torch.full((1, num_outputs), torch.nan, dtype=dtype)
-    launch_vector(y, x, weight, bias, tile, pdl=False)
+    launch_row(y, x, weight, bias, tile, pdl=False)
     check(y, x, weight, bias)
 
 

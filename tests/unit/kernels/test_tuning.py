@@ -29,7 +29,7 @@ def test_the_smallest_bucket_that_holds_the_rows() -> None:
 def test_what_is_written_is_read_back() -> None:
     tuning = Tuning(
         {
-            (64, 128, 1): VectorTile(1, 128, 4, 1),
+            (64, 128, 1): VectorTile(1, 128, 4),
             (64, 128, 16): None,
             (32, 128, 64): MatrixTile(16, 32, 3, 4, 2, 512),
         }
