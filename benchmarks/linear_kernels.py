@@ -24,6 +24,7 @@ from torch.nn import functional
 from triton.runtime.errors import OutOfResources
 
 import worker_daemon.kernels
+from benchmarks.layer_reference import Heads, ProjectedStep, make_projected
 from worker_daemon.kernels.argmax import greedy_tokens
 from worker_daemon.kernels.compile_ahead import compiling_ahead
 from worker_daemon.kernels.launch import (
@@ -33,6 +34,8 @@ from worker_daemon.kernels.launch import (
     start_next,
 )
 from worker_daemon.kernels.linear import MAX_TILES, ThinLinear, launch_matrix
+from worker_daemon.kernels.paged_attention import paged_attention
+from worker_daemon.kernels.rope_store import rotate_and_store
 from worker_daemon.kernels.row_linear import RowNorm, launch_row
 from worker_daemon.kernels.tuning import (
     ROW_BUCKETS,
@@ -69,6 +72,7 @@ class Model:
     intermediate_size: int
     vocab_size: int
     num_layers: int
+    norms_heads: bool
 
     def shapes(self, tp_size: int) -> dict[str, tuple[int, int]]:
         """(O, I) of each product on one of tp_size ranks."""
@@ -81,14 +85,17 @@ class Model:
         }
 
 
-LLAMA_8B = Model("Llama 8B", 4096, 4096, 1024, 14336, 128256, 32)
-QWEN3_600M = Model("Qwen3 0.6B", 1024, 2048, 1024, 3072, 151936, 28)
+LLAMA_8B = Model("Llama 8B", 4096, 4096, 1024, 14336, 128256, 32, norms_heads=False)
+QWEN3_600M = Model("Qwen3 0.6B", 1024, 2048, 1024, 3072, 151936, 28, norms_heads=True)
 TUNED = ((LLAMA_8B, 1), (LLAMA_8B, 2), (QWEN3_600M, 1))
 """Models and tensor-parallel sizes whose shapes --tune tries."""
 
-GATED = 2
-"""Place of the gated product in a layer."""
-THREAD_WEIGHTS = (8, 64)
+HEAD_DIM = 128
+CONTEXT = 160
+"""Keys of the request that a layer of one row attends to."""
+ATTENDED, GATED = 1, 2
+"""Places in a layer: of the product behind attention, of the gated one."""
+THREAD_WEIGHTS = (16, 64)
 """The fewest and the most weights of a tile that a thread holds, for one row."""
 
 MATRIX_TILES = [
@@ -226,7 +233,7 @@ def candidates(shape: tuple[int, int], bucket: int, num_sms: int) -> Iterator[Ti
     """The tiles to try; those of several rows only where they divide the shape."""
     num_outputs, num_inputs = shape
     if bucket == 1:
-        yield from row_candidates(num_inputs)
+        yield from row_candidates(num_inputs, 0)
         return
     for tile in MATRIX_TILES:
         steps, rest = divmod(num_inputs, tile.block_i)
@@ -239,14 +246,20 @@ def candidates(shape: tuple[int, int], bucket: int, num_sms: int) -> Iterator[Ti
                     yield replace(tile, num_splits=num_splits, prefetch=prefetch)
 
 
-def row_candidates(num_inputs: int, fewest_rows: int = 1) -> Iterator[VectorTile]:
-    """The tiles to try for one row."""
+def row_candidates(num_inputs: int, position: int) -> Iterator[VectorTile]:
+    """The tiles to try for one row, at a place of a layer. What follows attention has time to ask
+    for more."""
     widest = max(1024, triton.next_power_of_2(num_inputs))
     fewest, most = THREAD_WEIGHTS
-    for block_o, block_i, num_warps in product((1, 2, 4, 8, 16), (1024, 2048, 4096), (4, 8, 16)):
+    sizes = (1024, 2048, 4096, 8192, 16384)
+    for block_o, block_i, num_warps in product((1, 2, 4, 8, 16), sizes, (4, 8, 16)):
         weights = block_o * block_i // (32 * num_warps)
-        if block_o >= fewest_rows and block_i <= widest and fewest <= weights <= most:
+        if position == GATED and block_o == 1:
+            continue
+        if block_i <= widest and fewest <= weights <= most:
             yield VectorTile(block_o, block_i, num_warps)
+            if position == ATTENDED and block_i < num_inputs:
+                yield VectorTile(block_o, block_i, num_warps, num_inputs - block_i)
 
 
 def compile_tiles(work: list[tuple[Tile, int]]) -> list[tuple[Tile, int]]:
@@ -360,17 +373,30 @@ def refine(
 def row_layers(
     device: Device, model: Model, tp_size: int, tiles: Sequence[VectorTile], num_layers: int
 ) -> Callable[[], None]:
-    """One row's layers as they are launched, relays in place of attention and of reductions."""
+    """One row's layers as they are launched, attention over CONTEXT keys included; relays are in
+    place of reductions."""
     shapes = layer_shapes(model, tp_size)
     weights = device.weights(shapes * num_layers)
+    heads = Heads(
+        model.q_size // HEAD_DIM // tp_size,
+        model.kv_size // HEAD_DIM // tp_size,
+        HEAD_DIM,
+        is_normed=model.norms_heads,
+    )
+    random = torch.Generator("cuda")
+    steps = [make_projected(heads, CONTEXT, DTYPE, random) for _ in range(num_layers)]
+    table = torch.randperm(CONTEXT // heads.block_size, device="cuda").int().unsqueeze(0)
+    slot = (table[0, -1:].long() + 1) * heads.block_size - 1
     part, residual, hidden = (
         torch.randn(1, model.hidden_size, dtype=DTYPE, device="cuda") for _ in range(3)
     )
     gain = torch.ones(model.hidden_size, dtype=DTYPE, device="cuda")
-    qkv, attended, gated = (
-        torch.randn(1, size, dtype=DTYPE, device="cuda")
-        for size in (shapes[0][0], shapes[1][1], shapes[3][1])
+    qkv, gated = (
+        torch.randn(1, size, dtype=DTYPE, device="cuda") for size in (shapes[0][0], shapes[3][1])
     )
+    zero = torch.zeros(1, dtype=torch.int32, device="cuda")
+    length = zero + CONTEXT
+    bounds = torch.arange(2, dtype=torch.int32, device="cuda")
 
     def normed(residual: torch.Tensor) -> tuple[torch.Tensor, RowNorm | None]:
         """The row of the next product, and its norm; a reduction of several ranks has it done."""
@@ -379,15 +405,23 @@ def row_layers(
             return hidden, None
         return part, RowNorm(gain, 1e-5, residual, torch.empty_like(residual))
 
+    def attend(step: ProjectedStep) -> torch.Tensor:
+        q = rotate_and_store(
+            qkv, step.positions[:1], step.rotary_table, heads.num_kv_heads, step.head_norms,
+            step.kv_cache, slot, pdl=device.pdl,
+        )  # fmt: skip
+        return paged_attention(
+            q, step.kv_cache, table, zero, bounds, length, zero, num_seqs=1, max_query_len=1,
+            max_seq_len=2 * CONTEXT, scale=HEAD_DIM**-0.5, window=None, pdl=device.pdl,
+        ).view(1, -1)  # fmt: skip
+
     def launch() -> None:
         total = residual
-        for layer in range(num_layers):
+        for layer, step in enumerate(steps):
             w_qkv, w_o, w_gate_up, w_down = weights[4 * layer : 4 * layer + 4]
             x, norm = normed(total)
             launch_row(qkv, x, w_qkv, None, tiles[0], pdl=device.pdl, norm=norm)
-            relay(qkv, qkv, device.pdl)
-            relay(attended, qkv, device.pdl)
-            launch_row(part, attended, w_o, None, tiles[1], pdl=device.pdl)
+            launch_row(part, attend(step), w_o, None, tiles[1], pdl=device.pdl)
             x, norm = normed(total if norm is None else norm.total)
             launch_row(gated, x, w_gate_up, None, tiles[2], pdl=device.pdl, norm=norm, gated=True)
             launch_row(part, gated, w_down, None, tiles[3], pdl=device.pdl)
@@ -399,7 +433,7 @@ def row_layers(
 def row_layer_us(device: Device, model: Model, tp_size: int, tiles: Sequence[VectorTile]) -> float:
     """One of these layers, in microseconds: the mean of many."""
     layer_bytes = sum(o * i for o, i in layer_shapes(model, tp_size)) * DTYPE.itemsize
-    num_layers = -(-LAYERS_BYTES // layer_bytes)
+    num_layers = min(model.num_layers, 3 * LAYERS_BYTES // layer_bytes)
     return graph_us(row_layers(device, model, tp_size, tiles, num_layers), 7) / num_layers
 
 
@@ -408,7 +442,7 @@ def refine_rows(device: Device, model: Model, tp_size: int) -> list[VectorTile]:
     twice."""
     shapes = layer_shapes(model, tp_size)
     kept = [
-        list(row_candidates(num_inputs, 2 if position == GATED else 1))
+        list(row_candidates(num_inputs, position))
         for position, (_, num_inputs) in enumerate(shapes)
     ]
     best = [default_vector_tile(num_inputs) for _, num_inputs in shapes]
