@@ -23,6 +23,11 @@ SHORT_CONTEXT = 256
 MANY_PROGRAMS = 1024
 """Sequences x KV heads from which on that is worth graphs of its own."""
 
+MANY_ROTATING_PROGRAMS = 1024
+"""Sequences x KV heads from which on decodes have their heads turned by a kernel of its own: with
+the short tiles that start there, and head norms, a multiprocessor would hold 7 programs instead of
+8, while the launch that is spared is a small part of the step."""
+
 FEW_ROWS_PER_SEQ = 512
 """Up to so many rows (query tokens x heads of a group) a sequence on average, tiles stay small."""
 
