@@ -11,7 +11,7 @@ import torch
 
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.paged_attention import Projection, paged_attention, rotate_and_attend
-from worker_daemon.kernels.tiles import MANY_ROTATING_PROGRAMS, DeviceLimits
+from worker_daemon.kernels.tiles import MANY_TURNING_PROGRAMS, DeviceLimits
 
 
 class AttentionMetadata(Protocol):
@@ -123,16 +123,10 @@ class TritonAttention:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """rotation.rotate_and_store and attend: by one kernel in a step of decodes alone that is
-        not too large, which then stores nothing of padding.
-
-        Exact fp32 products stay apart from it: they leave no registers to spare.
-        """
-        if (
-            metadata.max_query_len != 1
-            or metadata.num_seqs * kv_cache.shape[3] >= MANY_ROTATING_PROGRAMS
-            or qkv.dtype == torch.float32
-        ):
+        """rotation.rotate_and_store and attend; by one kernel in a step of decodes alone that is
+        not too large, which then stores nothing of padding."""
+        num_programs = metadata.num_seqs * kv_cache.shape[3]
+        if metadata.max_query_len != 1 or num_programs >= MANY_TURNING_PROGRAMS:
             q = rotation.rotate_and_store(qkv, kv_cache, metadata.slot_mapping)
             return self.attend(q, kv_cache, metadata, scale, window)
         projection = Projection(

@@ -769,8 +769,8 @@ def _decode_kernel(
         # The n-th program without a query, n = programs - queries before it, clears padding n.
         padding = (tl.load(query_start_loc + num_seqs) + seq - token).to(tl.int64)
         padding_ptr = out + padding * out_token_stride + (head * out_head_stride)[:, None]
-        if split == 0:
-            _clear(padding_ptr + dim[None, :], inside & (padding < num_tokens))
+        if (padding < num_tokens) & (split == 0):
+            _clear(padding_ptr + dim[None, :], inside)
         return
 
     token = token.to(tl.int64)

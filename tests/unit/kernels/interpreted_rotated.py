@@ -29,7 +29,7 @@ BACKEND = TritonAttention(CPU)
 OPS = TritonOps(CPU)
 
 # No cached key at all, blocks that are new or just full, tiles that are.
-SEQ_LENS = [1, 17, 64, 65, 66, 150, 16, 2]
+SEQ_LENS = [1, 17, 64, 65, 150, 2]
 
 
 def build(
@@ -41,11 +41,11 @@ def build(
 @pytest.mark.parametrize("is_normed", [False, True])
 @pytest.mark.parametrize(
     ("num_q_heads", "num_kv_heads", "head_dim"),
-    [(2, 2, 64), (8, 2, 128), (7, 1, 32), (16, 1, 64), (4, 2, 80), (4, 2, 8), (2, 1, 256)],
+    [(2, 2, 64), (4, 1, 128), (7, 1, 32), (16, 1, 64), (2, 1, 80), (4, 2, 8), (2, 1, 256)],
 )
 def test_head_shapes(is_normed: bool, num_q_heads: int, num_kv_heads: int, head_dim: int) -> None:
     shape = Shape(num_q_heads, num_kv_heads, head_dim)
-    check_fused(build(shape, [1, 33, 70], head_dim, is_normed=is_normed), None)
+    check_fused(build(shape, [1, 33], head_dim, is_normed=is_normed), None)
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,9 @@ def test_positions_and_slots_of_the_other_width() -> None:
     check_fused(replace(step, batch=batch, positions=step.positions.long()), None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float16, None), (torch.float32, 40)])
 def test_one_kernel_and_two_agree(dtype: torch.dtype, window: int | None) -> None:
-    step = build(Shape(8, 2, 64), SEQ_LENS, 8, dtype, is_normed=True, num_padding=2)
+    step = build(Shape(4, 2, 64), SEQ_LENS, 8, dtype, is_normed=True, num_padding=2)
     apart = step.on_copies()
     expected = run_apart(apart, BACKEND, OPS, window)
     out = run_fused(step, window)
@@ -90,7 +89,7 @@ def test_one_kernel_and_two_agree(dtype: torch.dtype, window: int | None) -> Non
 
 
 def test_what_else_the_cache_holds_has_no_effect() -> None:
-    step = build(Shape(8, 2, 64), SEQ_LENS, 9)
+    step = build(Shape(8, 1, 32), SEQ_LENS, 9)
     other = step.on_copies()
     other.batch.kv_cache.nan_to_num_(nan=7.0)
     assert torch.equal(run_fused(step, None), run_fused(other, None))
@@ -104,17 +103,14 @@ def attend(step: RotatedDecode, window: int | None = None) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("most_programs", [4, 1024])
-def test_the_backend_serves_any_step_of_decodes(
-    dtype: torch.dtype, most_programs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backend_module, "MANY_ROTATING_PROGRAMS", most_programs)
-    step = build(Shape(4, 2, 32), SEQ_LENS, 11, dtype, is_normed=True)
+@pytest.mark.parametrize("many", [4, 1024])
+def test_the_backend_serves_steps_of_decodes(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "MANY_TURNING_PROGRAMS", many)
+    step = build(Shape(4, 2, 32), SEQ_LENS, 11, is_normed=True)
     given, before = step.qkv.clone(), step.batch.kv_cache.clone()
     out = attend(step, 30)
     is_fused = torch.equal(step.qkv, given)  # apart, the queries are turned in their place
-    assert is_fused == (dtype == torch.float16 and most_programs == 1024)
+    assert is_fused == (many == 1024)
     step.qkv.copy_(given)
     check_output(step, out, 30)
     check_cache(step, before)
