@@ -1,6 +1,6 @@
 """The attention provider for GPUs.
 
-Must not know layers or models: what it needs of a step is the protocol below.
+Must not know layers or models: what it needs of a step and of a layer are the protocols below.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 
 from worker_daemon.kernels.launch import has_dependent_launch
-from worker_daemon.kernels.paged_attention import paged_attention
-from worker_daemon.kernels.tiles import DeviceLimits
+from worker_daemon.kernels.paged_attention import Projection, paged_attention, rotate_and_attend
+from worker_daemon.kernels.tiles import MANY_TURNING_PROGRAMS, DeviceLimits
 
 
 class AttentionMetadata(Protocol):
@@ -38,6 +38,10 @@ class AttentionMetadata(Protocol):
         """[>= B] int32: the order in which decodes start."""
 
     @property
+    def slot_mapping(self) -> torch.Tensor:
+        """[N] integer: block_id * block_size + offset; negative = not stored."""
+
+    @property
     def num_seqs(self) -> int:
         """B."""
 
@@ -48,6 +52,27 @@ class AttentionMetadata(Protocol):
     @property
     def max_seq_len(self) -> int:
         """An upper bound of seq_lens."""
+
+
+class Rotation(Protocol):
+    """What a layer says about its projection, as rope_store.rotate_and_store has it."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[N] int32 or int64."""
+
+    @property
+    def rotary_table(self) -> torch.Tensor:
+        """[P, 2, D / 2] fp32: cos, then sin."""
+
+    @property
+    def head_norms(self) -> tuple[torch.Tensor, float] | None:
+        """[2, D] weights of the query and of the key norm; epsilon."""
+
+    def rotate_and_store(
+        self, qkv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> torch.Tensor:
+        """The operation itself, by a kernel of its own: qkv [N, (Hq + 2 Hkv) D] -> q [N, Hq, D]."""
 
 
 class TritonAttention:
@@ -82,6 +107,41 @@ class TritonAttention:
             metadata.seq_order,
             num_seqs=metadata.num_seqs,
             max_query_len=metadata.max_query_len,
+            max_seq_len=metadata.max_seq_len,
+            scale=scale,
+            window=window,
+            limits=self._limits,
+            pdl=self._pdl,
+        )
+
+    def rotate_and_attend(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """rotation.rotate_and_store and attend; by one kernel in a step of decodes alone that is
+        not too large, which then stores nothing of padding."""
+        num_programs = metadata.num_seqs * kv_cache.shape[3]
+        if metadata.max_query_len != 1 or num_programs >= MANY_TURNING_PROGRAMS:
+            q = rotation.rotate_and_store(qkv, kv_cache, metadata.slot_mapping)
+            return self.attend(q, kv_cache, metadata, scale, window)
+        projection = Projection(
+            rotation.positions, rotation.rotary_table, rotation.head_norms, metadata.slot_mapping
+        )
+        return rotate_and_attend(
+            qkv,
+            projection,
+            kv_cache,
+            metadata.block_table,
+            metadata.seq_rows,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.seq_order,
+            num_seqs=metadata.num_seqs,
             max_seq_len=metadata.max_seq_len,
             scale=scale,
             window=window,

@@ -23,6 +23,11 @@ SHORT_CONTEXT = 256
 MANY_PROGRAMS = 1024
 """Sequences x KV heads from which on that is worth graphs of its own."""
 
+MANY_TURNING_PROGRAMS = 1024
+"""Sequences x KV heads from which on a kernel of its own turns the heads of decodes: with the short
+tiles that begin there, and head norms, the kernel that does both leaves some models room for 7
+programs a multiprocessor instead of 8, and the launch it spares is a small part of such a step."""
+
 FEW_ROWS_PER_SEQ = 512
 """Up to so many rows (query tokens x heads of a group) a sequence on average, tiles stay small."""
 

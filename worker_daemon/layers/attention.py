@@ -22,7 +22,7 @@ from worker_daemon.layers.linear import (
     even_shard,
 )
 from worker_daemon.layers.norm import QueryKeyNorm
-from worker_daemon.layers.ops import LayerOps
+from worker_daemon.layers.ops import HeadNorms, LayerOps
 from worker_daemon.layers.parameter import Parameter
 
 
@@ -52,6 +52,30 @@ class AttentionMetadata:
     """int32 [B], host copy of seq_lens."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """How a layer's projection becomes queries, keys and values: LayerOps.rotate_and_store, with
+    what it takes of the layer and the step."""
+
+    ops: LayerOps
+    positions: Tensor
+    rotary_table: Tensor
+    num_kv_heads: int
+    head_norms: HeadNorms | None
+
+    def rotate_and_store(self, qkv: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> Tensor:
+        """qkv [N, (Hq + 2 Hkv) D], which may be overwritten -> q [N, Hq, D]."""
+        return self.ops.rotate_and_store(
+            qkv,
+            self.positions,
+            self.rotary_table,
+            self.num_kv_heads,
+            self.head_norms,
+            kv_cache,
+            slot_mapping,
+        )
+
+
 class AttentionBackend(Protocol):
     """Computes attention for one layer. One object serves every layer: it keeps nothing but what
     the layers of one step share."""
@@ -72,6 +96,22 @@ class AttentionBackend(Protocol):
         unspecified. Never waits for the device.
         """
 
+    def rotate_and_attend(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """rotation.rotate_and_store, then attend with what that returns, or both in one kernel: qkv
+        [N, (Hq + 2 Hkv) D], which may be overwritten -> [N, Hq, D].
+
+        No sequence may have in its blocks what another one stores in this same step. What block 0
+        holds afterwards is unspecified.
+        """
+
 
 class NullAttention:
     """Stands in while there is no KV cache, as in the memory profile: zeros."""
@@ -85,6 +125,18 @@ class NullAttention:
         window: int | None,
     ) -> Tensor:
         return torch.zeros_like(q)
+
+    def rotate_and_attend(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        q = rotation.rotate_and_store(qkv, kv_cache, metadata.slot_mapping)
+        return self.attend(q, kv_cache, metadata, scale, window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,16 +228,20 @@ class Attention:
     def forward(self, qkv: Tensor, kv_cache: Tensor, context: ForwardContext) -> Tensor:
         """What self.qkv computed, [N, (Hq + 2 Hkv) D], which may be overwritten -> [N, H], this
         rank's part of the sum; writes k and v into kv_cache, unless that is empty."""
-        q = context.ops.rotate_and_store(
+        attended = context.backend.rotate_and_attend(
             qkv,
-            context.positions,
-            context.rotary_table,
-            self.num_kv_heads,
-            None if self._head_norm is None else self._head_norm.weights,
+            Rotation(
+                context.ops,
+                context.positions,
+                context.rotary_table,
+                self.num_kv_heads,
+                None if self._head_norm is None else self._head_norm.weights,
+            ),
             kv_cache,
-            context.metadata.slot_mapping,
+            context.metadata,
+            self._scale,
+            self.window,
         )
-        attended = context.backend.attend(q, kv_cache, context.metadata, self._scale, self.window)
         return self._out.forward(attended.flatten(1), context.ops)
 
     def parameters(self) -> Iterator[Parameter]:

@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from worker_daemon.device.pinned import upload
-from worker_daemon.layers.attention import AttentionBackend, AttentionMetadata
+from worker_daemon.layers.attention import AttentionBackend, AttentionMetadata, Rotation
 
 PLAN_TOKENS = (1024, 2048, 4096, 8192, 16384)
 """Ascending. Powers of two, which the warm-up's sweep of sizes runs into, so that it makes every
@@ -74,7 +74,7 @@ class PromptAttention:
         window: int | None,
     ) -> Tensor:
         """As AttentionBackend has it. kv_cache is contiguous; its block size is every layer's."""
-        if window is not None or metadata.max_query_len < PLAN_TOKENS[0]:
+        if not _may_have_heads(metadata, window):
             return self._paged.attend(q, kv_cache, metadata, scale, window)
         split = self._split(metadata, kv_cache.shape[2])
         if not split.heads:
@@ -86,6 +86,20 @@ class PromptAttention:
             ordered += [head, gap]
         pieces = [piece for piece in ordered if piece.shape[0]]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def rotate_and_attend(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        if not _may_have_heads(metadata, window):
+            return self._paged.rotate_and_attend(qkv, rotation, kv_cache, metadata, scale, window)
+        q = rotation.rotate_and_store(qkv, kv_cache, metadata.slot_mapping)
+        return self.attend(q, kv_cache, metadata, scale, window)
 
     def _split(self, metadata: AttentionMetadata, block_size: int) -> "_Split":
         if self._last is None or self._last[0] is not metadata:
@@ -147,6 +161,10 @@ class _Split:
     """The tokens before each head, then those behind the last one."""
     others: AttentionMetadata
     """Of the gaps alone, put together."""
+
+
+def _may_have_heads(metadata: AttentionMetadata, window: int | None) -> bool:
+    return window is None and metadata.max_query_len >= PLAN_TOKENS[0]
 
 
 def _split_step(metadata: AttentionMetadata, block_size: int) -> _Split:

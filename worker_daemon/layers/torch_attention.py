@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker_daemon.layers.attention import AttentionMetadata
+from worker_daemon.layers.attention import AttentionMetadata, Rotation
 
 
 class TorchPagedAttention:
@@ -32,6 +32,18 @@ class TorchPagedAttention:
                 blocks = metadata.block_table[metadata.seq_rows[seq]]
                 out[tokens] = _attend(q[tokens], kv_cache, blocks, seq_len, scale, window)
         return out
+
+    def rotate_and_attend(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        q = rotation.rotate_and_store(qkv, kv_cache, metadata.slot_mapping)
+        return self.attend(q, kv_cache, metadata, scale, window)
 
 
 def _attend(

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from benchmarks.paged_reference import PagedBatch, Shape, make_batch, relative_error
 from tests.support.prompt_steps import step_metadata, token_rows
-from worker_daemon.layers.attention import AttentionMetadata
+from worker_daemon.layers.attention import AttentionMetadata, Rotation
 from worker_daemon.layers.attention_provider import (
     HeadShape,
     add_prompt_attention,
@@ -19,6 +19,7 @@ from worker_daemon.layers.attention_provider import (
 )
 from worker_daemon.layers.prompt_attention import PLAN_TOKENS, PromptAttention
 from worker_daemon.layers.torch_attention import TorchPagedAttention
+from worker_daemon.layers.torch_ops import TorchOps
 
 CPU = torch.device("cpu")
 SHAPE = Shape(4, 2, 8)
@@ -40,6 +41,7 @@ class Recorder:
     def __init__(self) -> None:
         self.plans: list[int] = []
         self.steps: list[AttentionMetadata] = []
+        self.rotated: list[AttentionMetadata] = []
 
     def whole(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -58,6 +60,19 @@ class Recorder:
     ) -> torch.Tensor:
         self.steps.append(metadata)
         return TorchPagedAttention().attend(q, kv_cache, metadata, scale, window)
+
+    def rotate_and_attend(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        self.rotated.append(metadata)
+        q = rotation.rotate_and_store(qkv, kv_cache, metadata.slot_mapping)
+        return self.attend(q, kv_cache, metadata, scale, window)
 
 
 def build(lengths: list[tuple[int, int]], num_padding: int = 0, shape: Shape = SHAPE) -> PagedBatch:
@@ -151,6 +166,35 @@ def test_layers_with_a_window_stay_with_the_paged_backend() -> None:
     out, recorder = run(batch, window=100)
     check(batch, out, window=100)
     assert not recorder.plans
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "is_left"),
+    [
+        ([(1, 40), (1, 7)], None, True),
+        ([(1024, 1024)], 300, True),
+        ([(1024, 1024), (1, 7)], None, False),
+    ],
+)
+def test_steps_without_heads_are_turned_by_the_paged_backend(
+    lengths: list[tuple[int, int]], window: int | None, is_left: bool
+) -> None:
+    batch = build(lengths)
+    recorder = Recorder()
+    backend = PromptAttention(recorder, recorder.whole)
+    metadata = step_metadata(batch)
+    positions = torch.cat([torch.arange(n - length, n) for length, n in lengths])
+    angles = torch.rand(2000, SHAPE.head_dim // 2)
+    table = torch.stack((angles.cos(), angles.sin()), dim=1)
+    rotation = Rotation(TorchOps(), positions, table, SHAPE.num_kv_heads, None)
+    qkv = torch.cat((batch.q, batch.k, batch.v), dim=1).flatten(1)
+    expected = batch.kv_cache.clone()
+    q = rotation.rotate_and_store(qkv.clone(), expected, metadata.slot_mapping)
+    want = TorchPagedAttention().attend(q, expected, metadata, SHAPE.scale, window)
+    out = backend.rotate_and_attend(qkv, rotation, batch.kv_cache, metadata, SHAPE.scale, window)
+    assert bool(recorder.rotated) == is_left
+    assert relative_error(out, want) < 1e-5
+    assert torch.equal(batch.kv_cache.nan_to_num(), expected.nan_to_num())
 
 
 def test_a_prompt_that_fills_its_plan_and_its_step_needs_nothing_else() -> None:

@@ -79,6 +79,10 @@ class TensorAttention:
             out[first:last] = torch.einsum("hqk,khd->qhd", weights, v)
         return out
 
+    def rotate_and_attend(self, qkv, rotation, kv_cache, metadata, scale, window):
+        q = rotation.rotate_and_store(qkv, kv_cache, metadata.slot_mapping)
+        return self.attend(q, kv_cache, metadata, scale, window)
+
 
 class StaticStaging:
     """One buffer at a fixed address, as a device has it."""

@@ -1,0 +1,167 @@
+"""Steps of decodes whose projection is still to be turned and stored, what attention must make of
+them in fp64, and the checks of the kernel that does all of it; on any device, at any size."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from benchmarks.layer_reference import Heads, ProjectedStep, make_rows, turned
+from benchmarks.paged_reference import (
+    PagedBatch,
+    Shape,
+    dense_attention,
+    make_batch,
+    relative_error,
+)
+from worker_daemon.kernels.paged_attention import Projection, rotate_and_attend
+from worker_daemon.layers.attention import Rotation
+from worker_daemon.layers.ops import HeadNorms, LayerOps
+
+# Against fp64: keys and queries are rounded once more than in the tests of attention alone.
+BOUNDS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@dataclass(frozen=True)
+class RotatedDecode:
+    """One step, and what its layer knows."""
+
+    batch: PagedBatch
+    qkv: torch.Tensor  # [N, (Hq + 2 Hkv) D]
+    positions: torch.Tensor  # [N] int32
+    rotary_table: torch.Tensor
+    head_norms: HeadNorms | None
+
+    @property
+    def projection(self) -> Projection:
+        return Projection(
+            self.positions, self.rotary_table, self.head_norms, self.batch.slot_mapping
+        )
+
+    def rotation(self, ops: LayerOps) -> Rotation:
+        num_kv_heads = self.batch.shape.num_kv_heads
+        return Rotation(ops, self.positions, self.rotary_table, num_kv_heads, self.head_norms)
+
+    def on_copies(self) -> "RotatedDecode":
+        """The same step with a projection and a cache of its own."""
+        batch = replace(self.batch, kv_cache=self.batch.kv_cache.clone())
+        return replace(self, batch=batch, qkv=self.qkv.clone())
+
+    def expected(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output [N, Hq, D] fp64 and the keys of the real tokens [n, Hkv, D], rounded."""
+        shape, dtype = self.batch.shape, self.qkv.dtype
+        step = ProjectedStep(
+            Heads(shape.num_q_heads, shape.num_kv_heads, shape.head_dim),
+            self.qkv,
+            self.positions.long(),
+            self.rotary_table,
+            self.head_norms,
+            self.batch.kv_cache,
+            self.batch.slot_mapping,
+        )
+        q, k, _ = turned(step)
+        keys = k[: self.batch.num_real_tokens].to(dtype)
+        history = []
+        token = 0
+        for query_len, both in zip(self.batch.query_lens, self.batch.history, strict=True):
+            cached = both.clone()
+            if query_len:
+                cached[0, -1] = keys[token]
+            token += query_len
+            history.append(cached)
+        exact = replace(self.batch, q=q.to(dtype), history=history)
+        return dense_attention(exact, window), keys
+
+
+def make_decode(
+    shape: Shape,
+    seq_lens: list[int],
+    *,
+    dtype: torch.dtype,
+    device: str,
+    seed: int,
+    is_normed: bool = False,
+    num_padding: int = 0,
+    num_idle: int = 0,
+) -> RotatedDecode:
+    """One token each of sequences of these lengths; num_idle more have none, num_padding rows
+    follow."""
+    lengths = [(1, seq_len) for seq_len in seq_lens] + [(0, 7)] * num_idle
+    batch = make_batch(
+        shape, lengths, dtype=dtype, device=device, seed=seed, num_padding=num_padding
+    )
+    random = torch.Generator(device).manual_seed(seed)
+    num_positions = max(seq_lens, default=1)
+    angles = torch.rand(num_positions, shape.head_dim // 2, generator=random, device=device) * 6.3
+    positions = torch.tensor([length - 1 for length in seq_lens] + [0] * num_padding).int()
+    norms = HeadNorms(make_rows(2, shape.head_dim, dtype, random), 1e-5)
+    return RotatedDecode(
+        batch,
+        torch.cat((batch.q, batch.k, batch.v), dim=1).flatten(1),
+        positions.to(device),
+        torch.stack((angles.cos(), angles.sin()), dim=1),
+        norms if is_normed else None,
+    )
+
+
+def run_fused(step: RotatedDecode, window: int | None, **overrides: object) -> torch.Tensor:
+    """Into an output full of NaN."""
+    batch = step.batch
+    out = torch.full(batch.q.shape, float("nan"), dtype=batch.q.dtype, device=batch.q.device)
+    result = rotate_and_attend(
+        step.qkv,
+        step.projection,
+        batch.kv_cache,
+        batch.block_table,
+        batch.seq_rows,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.seq_order,
+        num_seqs=batch.num_seqs,
+        max_seq_len=batch.max_seq_len,
+        scale=batch.shape.scale,
+        window=window,
+        out=out,
+        **overrides,
+    )
+    assert result is out
+    return out
+
+
+def run_apart(step: RotatedDecode, backend: object, ops: LayerOps, window: int | None):
+    """By two kernels; the step is consumed."""
+    batch = step.batch
+    q = step.rotation(ops).rotate_and_store(step.qkv, batch.kv_cache, batch.slot_mapping)
+    return backend.attend(q, batch.kv_cache, batch, batch.shape.scale, window)
+
+
+def check_output(step: RotatedDecode, out: torch.Tensor, window: int | None) -> None:
+    """Against fp64; padding rows are 0."""
+    num_real = step.batch.num_real_tokens
+    expected, _ = step.expected(window)
+    assert relative_error(out[:num_real], expected[:num_real]) < BOUNDS[out.dtype]
+    assert torch.equal(out[num_real:], torch.zeros_like(out[num_real:]))
+
+
+def check_cache(step: RotatedDecode, before: torch.Tensor) -> None:
+    """The newest keys and values lie in their slots, and nothing else has changed."""
+    num_real = step.batch.num_real_tokens
+    cache, size = step.batch.kv_cache.clone(), step.batch.shape.block_size
+    slots = step.batch.slot_mapping[:num_real]
+    stored = slots >= 0
+    block, offset = slots[stored] // size, slots[stored] % size
+    keys = step.expected(None)[1][stored]
+    if len(keys):
+        assert relative_error(cache[block, 0, offset], keys) < BOUNDS[cache.dtype]
+    assert torch.equal(cache[block, 1, offset], step.batch.v[:num_real][stored])
+    cache[block, :, offset] = before[block, :, offset]
+    assert torch.equal(cache.isnan(), before.isnan())
+    assert torch.equal(cache.nan_to_num(), before.nan_to_num())
+
+
+def check_fused(step: RotatedDecode, window: int | None, **overrides: object) -> None:
+    """The fused kernel's output and what it leaves in the cache; the projection stays."""
+    before, qkv = step.batch.kv_cache.clone(), step.qkv.clone()
+    out = run_fused(step, window, **overrides)
+    check_output(step, out, window)
+    check_cache(step, before)
+    assert torch.equal(step.qkv, qkv)

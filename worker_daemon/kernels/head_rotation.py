@@ -1,0 +1,73 @@
+"""Pieces of kernels: norm and rotation of heads, in the registers of a program that uses them.
+
+Must not know layers, caches or launches. A head of D elements pairs element i with its partner
+i + D / 2 or i - D / 2 (the form of Su et al., 2021, that checkpoints of the Llama family use). Both
+are loaded, rather than exchanged, so that a head lies in its tile as any other row does.
+"""
+
+# Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_angles(
+    rotary_table, position, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """cos and sin [ROWS, BLOCK_D] fp32 of a position, the sine as what the partner is to be
+    multiplied with. rotary_table is [P, 2, HEAD_DIM / 2] fp32: cos, then sin."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    dim = tl.arange(0, BLOCK_D)
+    # Loaded for every row alike: a row shared by all would pass through shared memory.
+    angle = rotary_table + position.to(tl.int64) * HEAD_DIM + dim % HALF
+    angle = tl.broadcast_to(angle[None, :], [ROWS, BLOCK_D])
+    in_head = (dim < HEAD_DIM)[None, :]
+    cos = tl.load(angle, mask=in_head, other=0.0)
+    sin = tl.load(angle + HALF, mask=in_head, other=0.0)
+    return cos, tl.where((dim < HALF)[None, :], -sin, sin)
+
+
+@triton.jit
+def load_pairs(heads, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The elements of heads and their partners, [ROWS, BLOCK_D] fp32 each. heads [ROWS] points at
+    each row's head; inside [ROWS, BLOCK_D] masks both."""
+    dim = tl.arange(0, BLOCK_D)
+    own = tl.load(heads[:, None] + dim[None, :], mask=inside, other=0.0)
+    partner_dim = (dim + HEAD_DIM // 2) % HEAD_DIM
+    partner = tl.load(heads[:, None] + partner_dim[None, :], mask=inside, other=0.0)
+    return own.to(tl.float32), partner.to(tl.float32)
+
+
+@triton.jit
+def load_gains(
+    weights,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """What turn takes of a norm's weights [HEAD_DIM], alike for every row; ones if not NORMED."""
+    if NORMED:
+        in_head = tl.broadcast_to((tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], [ROWS, BLOCK_D])
+        row = tl.zeros([ROWS], tl.int32)
+        own, partner = load_pairs(weights + row, in_head, HEAD_DIM, BLOCK_D)
+    else:
+        own, partner = 1.0, 1.0
+    return own, partner
+
+
+@triton.jit
+def turn(
+    own, partner, own_gain, partner_gain, eps, cos, sin,
+    NORMED: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Heads [ROWS, BLOCK_D] fp32 after their norm, where NORMED, and their rotation: not rounded.
+
+    The arithmetic is that of rope_store.py, except for the order of the norm's sum."""
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(own * own, 1) / HEAD_DIM + eps)[:, None]
+        own *= scale * own_gain
+        partner *= scale * partner_gain
+    return own * cos + partner * sin
