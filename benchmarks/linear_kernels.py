@@ -34,9 +34,9 @@ from worker_daemon.kernels.launch import (
     start_next,
 )
 from worker_daemon.kernels.linear import MAX_TILES, ThinLinear, launch_matrix
-from worker_daemon.kernels.paged_attention import paged_attention
-from worker_daemon.kernels.rope_store import rotate_and_store
+from worker_daemon.kernels.paged_attention import Projection, rotate_and_attend
 from worker_daemon.kernels.row_linear import RowNorm, launch_row
+from worker_daemon.kernels.tiles import SHORT_CONTEXT
 from worker_daemon.kernels.tuning import (
     ROW_BUCKETS,
     MatrixTile,
@@ -406,14 +406,21 @@ def row_layers(
         return part, RowNorm(gain, 1e-5, residual, torch.empty_like(residual))
 
     def attend(step: ProjectedStep) -> torch.Tensor:
-        q = rotate_and_store(
-            qkv, step.positions[:1], step.rotary_table, heads.num_kv_heads, step.head_norms,
-            step.kv_cache, slot, pdl=device.pdl,
-        )  # fmt: skip
-        return paged_attention(
-            q, step.kv_cache, table, zero, bounds, length, zero, num_seqs=1, max_query_len=1,
-            max_seq_len=2 * CONTEXT, scale=HEAD_DIM**-0.5, window=None, pdl=device.pdl,
-        ).view(1, -1)  # fmt: skip
+        return rotate_and_attend(
+            qkv,
+            Projection(step.positions[:1], step.rotary_table, step.head_norms, slot),
+            step.kv_cache,
+            table,
+            zero,
+            bounds,
+            length,
+            zero,
+            num_seqs=1,
+            max_seq_len=SHORT_CONTEXT,
+            scale=HEAD_DIM**-0.5,
+            window=None,
+            pdl=device.pdl,
+        ).view(1, -1)
 
     def launch() -> None:
         total = residual

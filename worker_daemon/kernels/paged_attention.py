@@ -276,7 +276,7 @@ def _decode(
 
     projection: q is the beginning of one that is still to be turned, and stored; None = it is
     turned, and stored already. Programs that all run at once ask for their first keys and values
-    ahead."""
+    ahead, and hold them where they may."""
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
     group_size = num_q_heads // num_kv_heads
@@ -289,7 +289,7 @@ def _decode(
     if num_splits > 1 and workspace is None:
         elements = workspace_elements(num_tokens, num_q_heads, head_dim, num_splits)
         workspace = torch.empty(elements, dtype=torch.float32, device=q.device)
-    prefetches = pdl and num_programs <= 2 * limits.num_sms
+    are_few = num_programs <= 2 * limits.num_sms
     # Unsplit, the kernel never touches the workspace: any pointer will do.
     partial_out = out if workspace is None else workspace
     partial_rows = num_tokens * num_q_heads * num_splits
@@ -332,8 +332,9 @@ def _decode(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=padded_head_dim(head_dim),
-        LANES=str(tile.block_n) if prefetches else "",
+        LANES=str(tile.block_n) if pdl and are_few else "",
         ROTATES=projection is not None,
+        HOLDS=projection is not None and are_few,
         NORMED=head_norms is not None,
         PDL=pdl,
         num_warps=tile.num_warps,
@@ -382,6 +383,75 @@ def _attend_to_none(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _load_keys(
+    keys,
+    table,
+    key_pos,
+    end,
+    cache_block_stride,
+    cache_value_stride,
+    cache_token_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """K and V [BLOCK_N, BLOCK_D] of the keys key_pos; if MASKED, 0 from `end` on. See _attend."""
+    dim = tl.arange(0, BLOCK_D)
+    if MASKED:
+        block = tl.load(table + key_pos // BLOCK_SIZE, mask=key_pos < end, other=0)
+    else:
+        block = tl.load(table + key_pos // BLOCK_SIZE)
+    key_offset = block.to(tl.int64) * cache_block_stride
+    key_offset += (key_pos % BLOCK_SIZE) * cache_token_stride
+    key_ptr = keys + key_offset[:, None] + dim[None, :]
+    value_ptr = key_ptr + cache_value_stride
+    # Slots past the end may hold NaN, and 0 * NaN is NaN: they are never read.
+    if MASKED:
+        inside = (key_pos < end)[:, None] & (dim < HEAD_DIM)[None, :]
+        k = tl.load(key_ptr, mask=inside, other=0.0)
+        v = tl.load(value_ptr, mask=inside, other=0.0)
+    elif HEAD_DIM != BLOCK_D:
+        k = tl.load(key_ptr, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+        v = tl.load(value_ptr, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    else:
+        k = tl.load(key_ptr)
+        v = tl.load(value_ptr)
+    return k, v
+
+
+@triton.jit
+def _fold(
+    q,
+    q_pos,
+    acc,
+    row_sum,
+    row_max,
+    k,
+    v,
+    key_pos,
+    window,
+    score_scale,
+    HAS_WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Fold a tile of keys into the running softmax: acc, row_sum, row_max. See _attend."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if MASKED:
+        visible = key_pos[None, :] <= q_pos[:, None]
+        if HAS_WINDOW:
+            visible = visible & (key_pos[None, :] > q_pos[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+    # Scaling after the maximum makes one fused multiply-add a score; it needs a scale > 0.
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)
+    weights = tl.exp2(scores * score_scale - new_max[:, None])
+    rescale = tl.exp2(row_max - new_max)
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    return acc, row_sum, new_max
+
+
+@triton.jit
 def _attend(
     q,
     q_pos,
@@ -411,42 +481,15 @@ def _attend(
     keys points at the KV head's K in block 0, table at the sequence's row of the block table.
     Returns acc, row_sum, row_max.
     """
-    lane = tl.arange(0, BLOCK_N)
-    dim = tl.arange(0, BLOCK_D)
     for first in range(start, end, BLOCK_N):
-        key_pos = tl.multiple_of(first, BLOCK_N) + lane
-        if MASKED:
-            block = tl.load(table + key_pos // BLOCK_SIZE, mask=key_pos < end, other=0)
-        else:
-            block = tl.load(table + key_pos // BLOCK_SIZE)
-        key_offset = block.to(tl.int64) * cache_block_stride
-        key_offset += (key_pos % BLOCK_SIZE) * cache_token_stride
-        key_ptr = keys + key_offset[:, None] + dim[None, :]
-        value_ptr = key_ptr + cache_value_stride
-        # Slots past the end may hold NaN, and 0 * NaN is NaN: they are never read.
-        if MASKED:
-            inside = (key_pos < end)[:, None] & (dim < HEAD_DIM)[None, :]
-            k = tl.load(key_ptr, mask=inside, other=0.0)
-            v = tl.load(value_ptr, mask=inside, other=0.0)
-        elif HEAD_DIM != BLOCK_D:
-            k = tl.load(key_ptr, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-            v = tl.load(value_ptr, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-        else:
-            k = tl.load(key_ptr)
-            v = tl.load(value_ptr)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if MASKED:
-            visible = key_pos[None, :] <= q_pos[:, None]
-            if HAS_WINDOW:
-                visible = visible & (key_pos[None, :] > q_pos[:, None] - window)
-            scores = tl.where(visible, scores, float("-inf"))
-        # Scaling after the maximum makes one fused multiply-add a score; it needs a scale > 0.
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)
-        weights = tl.exp2(scores * score_scale - new_max[:, None])
-        rescale = tl.exp2(row_max - new_max)
-        row_sum = row_sum * rescale + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-        row_max = new_max
+        key_pos = tl.multiple_of(first, BLOCK_N) + tl.arange(0, BLOCK_N)
+        k, v = _load_keys(
+            keys, table, key_pos, end, cache_block_stride, cache_value_stride, cache_token_stride,
+            HEAD_DIM, BLOCK_SIZE, MASKED, BLOCK_D,
+        )  # fmt: skip
+        acc, row_sum, row_max = _fold(
+            q, q_pos, acc, row_sum, row_max, k, v, key_pos, window, score_scale, HAS_WINDOW, MASKED
+        )
     return acc, row_sum, row_max
 
 
@@ -723,10 +766,12 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     LANES: tl.constexpr,
     ROTATES: tl.constexpr,
+    HOLDS: tl.constexpr,
     NORMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """LANES: BLOCK_N where a program asks for its first keys and values before it waits.
+    """LANES: BLOCK_N where a program asks for its first keys and values before it waits; if HOLDS,
+    which ROTATES allows, it loads these, and asks for the next.
 
     ROTATES: q is the projection, of which the key heads and the value heads follow, and the newest
     key is not in the cache yet. Only then are positions .. slot_mapping read.
@@ -754,9 +799,18 @@ def _decode_kernel(
         num_keys -= 1
         window -= 1
     start, end = _keys_of_split(num_keys, window, split, num_splits, HAS_WINDOW, BLOCK_N)
+    unheld = start
+    if HOLDS:
+        # No kernel of this step writes them: the newest one is not among them.
+        held_pos = start + tl.arange(0, BLOCK_N)
+        held_k, held_v = _load_keys(
+            keys, table, held_pos, end, cache_block_stride, cache_value_stride, cache_token_stride,
+            HEAD_DIM, BLOCK_SIZE, True, BLOCK_D,
+        )  # fmt: skip
+        unheld += BLOCK_N
     if LANES != "":
         _prefetch_keys(
-            keys, table, start, end, cache_block_stride, cache_value_stride, cache_token_stride,
+            keys, table, unheld, end, cache_block_stride, cache_value_stride, cache_token_stride,
             HEAD_DIM, BLOCK_SIZE, BLOCK_N, LANES,
         )  # fmt: skip
     if ROTATES:
@@ -789,10 +843,15 @@ def _decode_kernel(
         queries = tl.load(heads + (head * q_head_stride)[:, None] + dim[None, :], inside, 0.0)
         acc, row_sum, row_max = _attend_to_none(BLOCK_M, BLOCK_D)
     q_pos = tl.zeros([BLOCK_M], tl.int32) + (num_keys - 1)
+    if HOLDS:
+        acc, row_sum, row_max = _fold(
+            queries, q_pos, acc, row_sum, row_max, held_k, held_v, held_pos, window, score_scale,
+            HAS_WINDOW, True,
+        )  # fmt: skip
     # One masked loop: a second one for the last tile would fill the pipeline a second time.
     acc, row_sum, row_max = _attend(
         queries, q_pos, acc, row_sum, row_max, keys, table,
-        start, end, window, score_scale,
+        unheld, end, window, score_scale,
         cache_block_stride, cache_value_stride, cache_token_stride,
         HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, True, BLOCK_N, BLOCK_D,
     )  # fmt: skip
