@@ -101,6 +101,10 @@ def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
     """Each kernel reads what the one before wrote, which may still run: a missing wait shows."""
     seq_lens = [160, 2048, 33, 1, 65, 500, 17] * 10
     step = build(shape, seq_lens[:num_seqs], torch.bfloat16, 5, is_normed=is_normed)
+    if step.head_norms is not None:
+        step.head_norms.weight.fill_(
+            1
+        )  # larger scores would blow one layer's rounding up in the next
     layers = [step.on_copies() for _ in range(6)]
     backend, ops = TritonAttention(torch.device("cuda")), TritonOps(torch.device("cuda"))
     rotation, width = step.rotation(ops), step.qkv.shape[1]
@@ -123,7 +127,7 @@ def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
             attended = out.flatten(1)
         return attended
 
-    assert relative_error(chain(is_fused=True), chain(is_fused=False)) < 3e-2
+    assert relative_error(chain(is_fused=True), chain(is_fused=False)) < 2e-2
     first = chain(is_fused=True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

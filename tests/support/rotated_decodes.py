@@ -13,12 +13,14 @@ from benchmarks.paged_reference import (
     make_batch,
     relative_error,
 )
+from worker_daemon.kernels.backend import TritonAttention
 from worker_daemon.kernels.paged_attention import Projection, rotate_and_attend
 from worker_daemon.layers.attention import Rotation
 from worker_daemon.layers.ops import HeadNorms, LayerOps
 
-# Against fp64: keys and queries are rounded once more than in the tests of attention alone.
-BOUNDS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# Against fp64: keys and queries are rounded once more than in the tests of attention alone, and
+# gains make scores larger, and with them their errors. TF32 would show as 3e-4.
+BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,9 @@ def run_fused(step: RotatedDecode, window: int | None, **overrides: object) -> t
     return out
 
 
-def run_apart(step: RotatedDecode, backend: object, ops: LayerOps, window: int | None):
+def run_apart(
+    step: RotatedDecode, backend: TritonAttention, ops: LayerOps, window: int | None
+) -> torch.Tensor:
     """By two kernels; the step is consumed."""
     batch = step.batch
     q = step.rotation(ops).rotate_and_store(step.qkv, batch.kv_cache, batch.slot_mapping)

@@ -3,7 +3,8 @@
 Must not know layers or requests. Grids follow from host-side sizes: a launch never waits for the
 device. Online softmax after Milakov and Gimelshein (arXiv 1805.02867), tiled as in FlashAttention-2
 (Dao, arXiv 2307.08691); long decodes are cut along the keys and merged by log-sum-exp
-(Flash-Decoding, Dao et al. 2023).
+(Flash-Decoding, Dao et al. 2023). Decodes may come as they leave the projection: their program
+turns the heads, stores key and value, and begins its softmax with them.
 
 Letters: N tokens, B sequences, Hq / Hkv query and KV heads, G = Hq / Hkv, D head dimension;
 a tile is BLOCK_M rows (BLOCK_Q tokens x G heads) against BLOCK_N keys.
