@@ -218,7 +218,8 @@ def run_case(case: Case, limits: DeviceLimits) -> list[Timing]:
         return timings + [measure(case, batch, tile, 1, expected) for tile in PREFILL_TILES]
     splits = choose_num_splits(batch.num_seqs, num_kv_heads, batch.max_seq_len, None, limits)
     num_programs = batch.num_seqs * num_kv_heads * splits
-    chosen = decode_tile(num_programs, batch.max_seq_len, group_size, head_dim, DTYPE, limits)
+    most_keys = -(-batch.max_seq_len // splits)
+    chosen = decode_tile(num_programs, most_keys, group_size, head_dim, DTYPE, limits)
     timings = [measure(case, batch, chosen, splits, expected)]
     timings += [measure(case, batch, tile, splits, expected) for tile in DECODE_TILES]
     useful = [count for count in SPLITS if count == 1 or 128 * count <= batch.max_seq_len]

@@ -93,8 +93,8 @@ TUNED = ((LLAMA_8B, 1), (LLAMA_8B, 2), (QWEN3_600M, 1))
 HEAD_DIM = 128
 CONTEXT = 160
 """Keys of the request that a layer of one row attends to."""
-ATTENDED, GATED = 1, 2
-"""Places in a layer: of the product behind attention, of the gated one."""
+GATED = 2
+"""Place of the gated product in a layer."""
 THREAD_WEIGHTS = (16, 64)
 """The fewest and the most weights of a tile that a thread holds, for one row."""
 
@@ -247,8 +247,7 @@ def candidates(shape: tuple[int, int], bucket: int, num_sms: int) -> Iterator[Ti
 
 
 def row_candidates(num_inputs: int, position: int) -> Iterator[VectorTile]:
-    """The tiles to try for one row, at a place of a layer. What follows attention has time to ask
-    for more."""
+    """The tiles to try for one row, at a place of a layer."""
     widest = max(1024, triton.next_power_of_2(num_inputs))
     fewest, most = THREAD_WEIGHTS
     sizes = (1024, 2048, 4096, 8192, 16384)
@@ -258,8 +257,6 @@ def row_candidates(num_inputs: int, position: int) -> Iterator[VectorTile]:
             continue
         if block_i <= widest and fewest <= weights <= most:
             yield VectorTile(block_o, block_i, num_warps)
-            if position == ATTENDED and block_i < num_inputs:
-                yield VectorTile(block_o, block_i, num_warps, num_inputs - block_i)
 
 
 def compile_tiles(work: list[tuple[Tile, int]]) -> list[tuple[Tile, int]]:

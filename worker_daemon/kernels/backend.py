@@ -11,7 +11,7 @@ import torch
 
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.paged_attention import Projection, paged_attention, rotate_and_attend
-from worker_daemon.kernels.tiles import MANY_TURNING_PROGRAMS, DeviceLimits
+from worker_daemon.kernels.tiles import DeviceLimits, run_at_once
 
 
 class AttentionMetadata(Protocol):
@@ -126,7 +126,7 @@ class TritonAttention:
         """rotation.rotate_and_store and attend; by one kernel in a step of decodes alone that is
         not too large, which then stores nothing of padding."""
         num_programs = metadata.num_seqs * kv_cache.shape[3]
-        if metadata.max_query_len != 1 or num_programs >= MANY_TURNING_PROGRAMS:
+        if metadata.max_query_len != 1 or not run_at_once(num_programs, self._limits):
             q = rotation.rotate_and_store(qkv, kv_cache, metadata.slot_mapping)
             return self.attend(q, kv_cache, metadata, scale, window)
         projection = Projection(

@@ -27,10 +27,12 @@ from worker_daemon.kernels.prefetch import prefetch
 from worker_daemon.kernels.tiles import (
     DeviceLimits,
     Tile,
+    can_hold,
     choose_num_splits,
     decode_tile,
     padded_head_dim,
     prefill_tile,
+    run_at_once,
 )
 
 # Below every real score yet finite: two of them differ by 0, where two infinities differ by NaN.
@@ -285,12 +287,14 @@ def _decode(
         num_splits = choose_num_splits(num_seqs, num_kv_heads, max_seq_len, window, limits)
     num_programs = num_seqs * num_kv_heads * num_splits
     if tile is None:
-        tile = decode_tile(num_programs, max_seq_len, group_size, head_dim, q.dtype, limits)
+        most_keys = max_seq_len if window is None else min(max_seq_len, window)
+        most_keys = triton.cdiv(most_keys, num_splits)
+        tile = decode_tile(num_programs, most_keys, group_size, head_dim, q.dtype, limits)
     assert tile.block_m >= group_size, "a tile holds one token's group of heads"
     if num_splits > 1 and workspace is None:
         elements = workspace_elements(num_tokens, num_q_heads, head_dim, num_splits)
         workspace = torch.empty(elements, dtype=torch.float32, device=q.device)
-    are_few = num_programs <= 2 * limits.num_sms
+    are_few = run_at_once(num_programs, limits)
     # Unsplit, the kernel never touches the workspace: any pointer will do.
     partial_out = out if workspace is None else workspace
     partial_rows = num_tokens * num_q_heads * num_splits
@@ -335,7 +339,7 @@ def _decode(
         BLOCK_D=padded_head_dim(head_dim),
         LANES=str(tile.block_n) if pdl and are_few else "",
         ROTATES=projection is not None,
-        HOLDS=projection is not None and are_few,
+        HOLDS=projection is not None and are_few and can_hold(tile, head_dim),
         NORMED=head_norms is not None,
         PDL=pdl,
         num_warps=tile.num_warps,
@@ -721,6 +725,18 @@ def _store_partial(
     tl.store(partial_lse + partial, lse, mask=is_row)
 
 
+@triton.jit
+def _find_decode(place, num_seqs, query_start_loc, seq_rows, seq_lens, seq_order):
+    """The place-th sequence in the order of decodes: its index, its query token and the next one's,
+    its row of the block table and its keys. Padding from num_seqs on has no query and no key."""
+    is_seq = place < num_seqs
+    seq = tl.load(seq_order + place, mask=is_seq, other=place)
+    token = tl.load(query_start_loc + tl.minimum(seq, num_seqs))
+    next_token = tl.load(query_start_loc + tl.minimum(seq + 1, num_seqs))
+    table_row = tl.load(seq_rows + seq, mask=is_seq, other=0).to(tl.int64)
+    return seq, token, next_token, table_row, tl.load(seq_lens + seq, mask=is_seq, other=0)
+
+
 @launched
 @triton.jit(
     do_not_specialize=(*_STEP_SIZES, "num_splits"),
@@ -780,21 +796,16 @@ def _decode_kernel(
     start_next(PDL)
     # Heads go first: those of one sequence run together and share the pages of its blocks.
     kv_head = tl.program_id(0)
-    seq = tl.program_id(1)
-    is_seq = seq < num_seqs
-    seq = tl.load(seq_order + seq, mask=is_seq, other=seq)
     split = tl.program_id(2)
+    seq, token, next_token, table_row, num_keys = _find_decode(
+        tl.program_id(1), num_seqs, query_start_loc, seq_rows, seq_lens, seq_order
+    )
     row = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
     head = kv_head * GROUP + row
     inside = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-
-    token = tl.load(query_start_loc + tl.minimum(seq, num_seqs))
-    next_token = tl.load(query_start_loc + tl.minimum(seq + 1, num_seqs))
-    table_row = tl.load(seq_rows + seq, mask=is_seq, other=0).to(tl.int64)
     table = block_table + table_row * table_stride
     keys = kv_cache + kv_head * cache_head_stride
-    num_keys = tl.load(seq_lens + seq, mask=is_seq, other=0)
     if ROTATES:
         # To the cached keys, the query is as one that stands at the last of them.
         num_keys -= 1
@@ -859,10 +870,9 @@ def _decode_kernel(
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
     result = acc / divisor[:, None]
     if SPLIT:
-        partial = (token * NUM_Q_HEADS + head) * num_splits + split
         _store_partial(
-            partial_out, partial_lse, partial, result, row_max + tl.log2(divisor), inside,
-            row < GROUP, HEAD_DIM,
+            partial_out, partial_lse, (token * NUM_Q_HEADS + head) * num_splits + split,
+            result, row_max + tl.log2(divisor), inside, row < GROUP, HEAD_DIM,
         )  # fmt: skip
     else:
         out_ptr = out + token * out_token_stride + (head * out_head_stride)[:, None]

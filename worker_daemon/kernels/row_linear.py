@@ -19,7 +19,6 @@ import triton.language as tl
 
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
-from worker_daemon.kernels.prefetch import prefetch
 from worker_daemon.kernels.tuning import VectorTile
 
 # Elements of a row that one thread multiplies and adds before lanes exchange anything: 16 bytes.
@@ -61,9 +60,6 @@ def launch_row(
     assert x.stride(1) == weight.stride(1) == y.stride(1) == 1
     assert not gated or (tile.block_o > 1 and num_outputs % 2 == 0)
     residual = None if norm is None else norm.residual
-    prefetches = (
-        pdl and weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.itemsize % 16 == 0
-    )
     _row_kernel[(triton.cdiv(num_outputs, tile.block_o),)](
         y,
         x if norm is None else norm.total,
@@ -83,8 +79,6 @@ def launch_row(
         EVEN=num_outputs % tile.block_o == 0 and num_inputs % tile.block_i == 0,
         BLOCK_O=tile.block_o,
         BLOCK_I=tile.block_i,
-        PREFETCH=min(tile.prefetch, max(0, num_inputs - tile.block_i)) if prefetches else 0,
-        LANES=str(tile.block_o),
         PDL=pdl,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
@@ -94,7 +88,7 @@ def launch_row(
 
 @launched
 @triton.jit(do_not_specialize=["eps"])
-def _row_kernel(  # noqa: PLR0915 - one pass over the weights
+def _row_kernel(
     y,
     total,
     x,
@@ -113,8 +107,6 @@ def _row_kernel(  # noqa: PLR0915 - one pass over the weights
     EVEN: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
@@ -124,11 +116,7 @@ def _row_kernel(  # noqa: PLR0915 - one pass over the weights
     if GATED:  # a gate's row, then that of what it gates
         row = row // 2 + (row % 2) * (num_outputs // 2)
     column = tl.arange(0, BLOCK_I)
-    weight_row = weight + row.to(tl.int64) * weight_stride
-    if PREFETCH > 0:
-        num_bytes = tl.full([BLOCK_O], PREFETCH * 2, tl.int32)
-        prefetch(weight_row + BLOCK_I, tl.where(present, num_bytes, 0), LANES)
-    weight_row = weight_row[:, None]
+    weight_row = weight + row.to(tl.int64)[:, None] * weight_stride
     w = _load_weights(weight_row, present, column, SIZE, EVEN)
     g = tl.full([BLOCK_I], 1.0, tl.float32)
     if NORM:

@@ -12,8 +12,11 @@ import torch
 MIN_DOT_ROWS = 16
 """The smallest edge of a tile that a matrix instruction takes."""
 
-MIN_KEYS_PER_SPLIT = 128
+MIN_KEYS_PER_SPLIT = 64
 """A split shorter than this costs more in the reduction than it gains in parallelism."""
+
+MAX_KEYS_UNPIPELINED = 512
+"""Keys of a program up to which a software pipeline takes longer to begin than it saves."""
 
 MAX_SPLITS = 64
 
@@ -23,10 +26,8 @@ SHORT_CONTEXT = 256
 MANY_PROGRAMS = 1024
 """Sequences x KV heads from which on that is worth graphs of its own."""
 
-MANY_TURNING_PROGRAMS = 1024
-"""Sequences x KV heads from which on a kernel of its own turns the heads of decodes: with the short
-tiles that begin there, and head norms, the kernel that does both leaves some models room for 7
-programs a multiprocessor instead of 8, and the launch it spares is a small part of such a step."""
+HELD_ELEMENTS_PER_THREAD = 128
+"""Of a tile's keys, and as many of its values: more leave a thread too few registers."""
 
 FEW_ROWS_PER_SEQ = 512
 """Up to so many rows (query tokens x heads of a group) a sequence on average, tiles stay small."""
@@ -112,7 +113,7 @@ def prefill_tile(
 
 def decode_tile(
     num_programs: int,
-    max_seq_len: int,
+    keys_per_program: int,
     group_size: int,
     head_dim: int,
     dtype: torch.dtype,
@@ -120,19 +121,40 @@ def decode_tile(
 ) -> Tile:
     """The tile for one query token a sequence, with just enough rows for a group.
 
-    num_programs is sequences x KV heads x splits. A few programs hurry most with long tiles; many
-    want small ones, of which a multiprocessor holds more.
+    num_programs is sequences x KV heads x splits, keys_per_program an upper bound. A few programs
+    hurry most with long tiles; many want small ones, of which a multiprocessor holds more.
     """
     rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
     if dtype == torch.float32:
         wanted = _exact_tile(rows)
     else:
-        wanted = Tile(rows, 64, num_warps=2, num_stages=3)
-        if num_programs <= 2 * limits.num_sms:
-            wanted = Tile(rows, 128, num_warps=4, num_stages=3)
-        elif num_programs >= MANY_PROGRAMS and max_seq_len <= SHORT_CONTEXT:
-            wanted = Tile(rows, 32, num_warps=2, num_stages=3)
+        wanted = Tile(rows, *_decode_tile_sizes(num_programs, keys_per_program, limits))
     return fit_tile(wanted, rows, head_dim, dtype, limits)
+
+
+def _decode_tile_sizes(
+    num_programs: int, keys_per_program: int, limits: DeviceLimits
+) -> tuple[int, int, int]:
+    """Return block_n, num_warps and num_stages."""
+    if run_at_once(num_programs, limits):
+        block_n = 128 if keys_per_program >= 128 else 64
+        return block_n, 4, 1 if keys_per_program <= MAX_KEYS_UNPIPELINED else 3
+    if num_programs >= MANY_PROGRAMS and keys_per_program <= SHORT_CONTEXT:
+        return 32, 2, 3
+    return 64, 2, 3
+
+
+def run_at_once(num_programs: int, limits: DeviceLimits) -> bool:
+    """Whether decodes' programs are so few that all start together. Then they hold their first keys
+    and values before the projection is there, and turn its heads themselves; more programs lose
+    more by that, as it takes registers, than they gain by a launch less."""
+    return num_programs <= 2 * limits.num_sms
+
+
+def can_hold(tile: Tile, head_dim: int) -> bool:
+    """Whether a program's registers hold a tile of keys and one of values beside its own."""
+    elements = tile.block_n * padded_head_dim(head_dim)
+    return elements <= HELD_ELEMENTS_PER_THREAD * 32 * tile.num_warps
 
 
 def _exact_tile(rows: int) -> Tile:
@@ -178,15 +200,22 @@ def length_bounds(
     matter.
     """
     candidates = [bound for bound in (SHORT_CONTEXT, 1024, 4096) if bound < longest]
-    splits = [
-        choose_num_splits(num_seqs, num_kv_heads, bound, None, limits)
-        for bound in (*candidates, longest)
-    ]
-    differing = [
-        bound
-        for bound, own, larger in zip(candidates, splits[:-1], splits[1:], strict=True)
-        if own < larger or (bound == SHORT_CONTEXT and num_seqs * num_kv_heads >= MANY_PROGRAMS)
-    ]
+
+    def launch(bound: int) -> tuple[int, ...]:
+        splits = choose_num_splits(num_seqs, num_kv_heads, bound, None, limits)
+        num_programs = num_seqs * num_kv_heads * splits
+        return splits, *_decode_tile_sizes(num_programs, -(-bound // splits), limits)
+
+    larger = [*candidates[1:], longest]
+    differing = (
+        [
+            bound
+            for bound, next_bound in zip(candidates, larger, strict=True)
+            if launch(bound) != launch(next_bound)
+        ]
+        if candidates
+        else []
+    )
     return [*differing, longest]
 
 

@@ -22,14 +22,12 @@ ROW_BUCKETS = (1, 16, 32, 64)
 class VectorTile:
     """One program's share of a product of one row: block_o rows of W, block_i columns at a time.
 
-    Both are powers of two; a gated product takes two rows or more. Each program asks for prefetch
-    columns behind the first block_i of its rows before x is ready.
+    Both are powers of two; a gated product takes two rows or more.
     """
 
     block_o: int
     block_i: int
     num_warps: int
-    prefetch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

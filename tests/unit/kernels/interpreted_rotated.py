@@ -19,10 +19,9 @@ from tests.support.rotated_decodes import (
     run_apart,
     run_fused,
 )
-from worker_daemon.kernels import backend as backend_module
 from worker_daemon.kernels.backend import TritonAttention
 from worker_daemon.kernels.ops import TritonOps
-from worker_daemon.kernels.tiles import Tile
+from worker_daemon.kernels.tiles import DeviceLimits, Tile
 
 CPU = torch.device("cpu")
 BACKEND = TritonAttention(CPU)
@@ -103,14 +102,14 @@ def attend(step: RotatedDecode, window: int | None = None) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("many", [4, 1024])
-def test_the_backend_serves_steps_of_decodes(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend_module, "MANY_TURNING_PROGRAMS", many)
+@pytest.mark.parametrize("num_sms", [1, 1024])
+def test_the_backend_serves_steps_of_decodes(num_sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BACKEND, "_limits", DeviceLimits(num_sms, 96 * 1024))
     step = build(Shape(4, 2, 32), SEQ_LENS, 11, is_normed=True)
     given, before = step.qkv.clone(), step.batch.kv_cache.clone()
     out = attend(step, 30)
     is_fused = torch.equal(step.qkv, given)  # apart, the queries are turned in their place
-    assert is_fused == (many == 1024)
+    assert is_fused == (num_sms == 1024)
     step.qkv.copy_(given)
     check_output(step, out, 30)
     check_cache(step, before)

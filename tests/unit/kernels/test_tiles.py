@@ -6,13 +6,16 @@ import pytest
 import torch
 
 from worker_daemon.kernels.tiles import (
+    MAX_KEYS_UNPIPELINED,
     MAX_SPLITS,
     MIN_KEYS_PER_SPLIT,
     DeviceLimits,
     Tile,
+    can_hold,
     choose_num_splits,
     decode_tile,
     length_bounds,
+    padded_head_dim,
     prefill_tile,
     shared_bytes,
 )
@@ -54,9 +57,23 @@ def test_decode_tiles_are_long_while_the_device_has_room() -> None:
     def keys(num_programs: int, longest: int) -> int:
         return decode_tile(num_programs, longest, 4, 128, torch.bfloat16, H200).block_n
 
-    assert keys(8, 99) == keys(2 * H200.num_sms, 9999) == 128
-    assert keys(2 * H200.num_sms + 1, 99) == keys(2048, 257) == 64
+    assert keys(8, 128) == keys(2 * H200.num_sms, 9999) == 128
+    assert keys(8, 127) == keys(2 * H200.num_sms + 1, 99) == keys(2048, 257) == 64
     assert keys(1024, 256) == keys(4096, 1) == 32
+
+
+def test_few_keys_are_not_pipelined() -> None:
+    def stages(num_programs: int, longest: int) -> int:
+        return decode_tile(num_programs, longest, 4, 128, torch.bfloat16, H200).num_stages
+
+    assert stages(8, MAX_KEYS_UNPIPELINED) == 1
+    assert stages(8, MAX_KEYS_UNPIPELINED + 1) == stages(512, 99) == 3
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_a_thread_holds_a_quarter_of_its_registers_at_most_of_keys(head_dim: int) -> None:
+    tile = decode_tile(8, 9999, 4, head_dim, torch.bfloat16, H200)
+    assert can_hold(tile, head_dim) == (tile.block_n * padded_head_dim(head_dim) <= 128 * 128)
 
 
 def test_one_split_once_the_device_is_full() -> None:
@@ -67,7 +84,7 @@ def test_one_split_once_the_device_is_full() -> None:
 
 def test_splits_fill_the_device_but_keep_their_length() -> None:
     assert choose_num_splits(1, 8, 8192, None, H200) == 33
-    assert choose_num_splits(1, 8, 2048, None, H200) == 16
+    assert choose_num_splits(1, 8, 1024, None, H200) == 16
     assert choose_num_splits(1, 1, 10**6, None, H200) == MAX_SPLITS
     for num_seqs, max_seq_len in itertools.product((1, 3, 16), (1, 300, 5000)):
         splits = choose_num_splits(num_seqs, 2, max_seq_len, None, H200)
@@ -89,7 +106,8 @@ def test_a_bound_is_launched_as_every_length_that_it_stands_for(
 
     def launch(length: int) -> tuple[int, Tile]:
         splits = choose_num_splits(num_seqs, 8, length, None, H200)
-        tile = decode_tile(num_seqs * 8 * splits, length, 4, 128, torch.bfloat16, H200)
+        most_keys = -(-length // splits)
+        tile = decode_tile(num_seqs * 8 * splits, most_keys, 4, 128, torch.bfloat16, H200)
         return splits, tile
 
     launches = [launch(bound) for bound in bounds]
