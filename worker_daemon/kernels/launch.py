@@ -56,9 +56,10 @@ def await_previous(PDL: tl.constexpr):
     to do: the kernel after it relies on this kernel's end implying its predecessors' ends. Writes
     come after it too: an earlier kernel may still read the buffer.
 
-    What may be read before it: weights, a step's columns, and the block table. The columns are
-    copied and the table is written by launches that wait for all before them, and so does the one
-    that gathers the tokens, which comes between them and every kernel that is launched so.
+    What may be read before it: weights, a step's columns, the block table, and keys and values that
+    earlier steps cached. The columns are copied and the table is written by launches that wait for
+    all before them, and so does the one that gathers the tokens, which comes between them (and the
+    steps before) and every kernel that is launched so.
     """
     if PDL:
         gdc_wait()
