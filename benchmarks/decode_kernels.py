@@ -20,7 +20,8 @@ import triton.testing
 from benchmarks.layer_reference import EPS, make_rows
 from benchmarks.paged_reference import PagedBatch, Shape, make_batch, relative_error
 from worker_daemon.kernels.launch import has_dependent_launch
-from worker_daemon.kernels.paged_attention import Projection, paged_attention, rotate_and_attend
+from worker_daemon.kernels.paged_attention import paged_attention
+from worker_daemon.kernels.paged_decode import Projection, rotate_and_attend
 from worker_daemon.kernels.rope_store import rotate_and_store
 
 DTYPE = torch.bfloat16

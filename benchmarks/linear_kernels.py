@@ -34,7 +34,7 @@ from worker_daemon.kernels.launch import (
     start_next,
 )
 from worker_daemon.kernels.linear import MAX_TILES, ThinLinear, launch_matrix
-from worker_daemon.kernels.paged_attention import Projection, rotate_and_attend
+from worker_daemon.kernels.paged_decode import Projection, rotate_and_attend
 from worker_daemon.kernels.row_linear import RowNorm, launch_row
 from worker_daemon.kernels.tiles import SHORT_CONTEXT
 from worker_daemon.kernels.tuning import (

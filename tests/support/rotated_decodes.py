@@ -14,7 +14,7 @@ from benchmarks.paged_reference import (
     relative_error,
 )
 from worker_daemon.kernels.backend import TritonAttention
-from worker_daemon.kernels.paged_attention import Projection, rotate_and_attend
+from worker_daemon.kernels.paged_decode import Projection, rotate_and_attend
 from worker_daemon.layers.attention import Rotation
 from worker_daemon.layers.ops import HeadNorms, LayerOps
 

@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 
 from worker_daemon.kernels.launch import has_dependent_launch
-from worker_daemon.kernels.paged_attention import Projection, paged_attention, rotate_and_attend
+from worker_daemon.kernels.paged_attention import paged_attention
+from worker_daemon.kernels.paged_decode import Projection, rotate_and_attend
 from worker_daemon.kernels.tiles import DeviceLimits, run_at_once
 
 

@@ -17,7 +17,8 @@ from benchmarks.paged_reference import (
     relative_error,
 )
 from worker_daemon.kernels.backend import TritonAttention
-from worker_daemon.kernels.paged_attention import paged_attention, workspace_elements
+from worker_daemon.kernels.paged_attention import paged_attention
+from worker_daemon.kernels.paged_decode import workspace_elements
 from worker_daemon.kernels.tiles import Tile
 
 BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3}

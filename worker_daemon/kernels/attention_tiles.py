@@ -1,0 +1,139 @@
+"""Pieces of the attention kernels: tiles of keys of the paged cache, folded into running softmaxes.
+
+Must not know layers, launches or which queries a tile holds. Online softmax after Milakov and
+Gimelshein (arXiv 1805.02867), tiled as in FlashAttention-2 (Dao, arXiv 2307.08691).
+
+Letters: D head dimension; a tile is BLOCK_M rows against BLOCK_N keys, BLOCK_D the padded D.
+"""
+
+# Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+# Arguments that change from step to step must not each bring a compilation of their own.
+STEP_SIZES = ("num_seqs", "num_tokens", "window", "table_stride")
+STEP_TENSORS = ("block_table", "seq_rows", "query_start_loc", "seq_lens", "seq_order")
+
+# Below every real score yet finite: two of them differ by 0, where two infinities differ by NaN.
+NO_SCORE = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def attend_to_none(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A running softmax before its first key. See attend."""
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    return acc, row_sum, tl.full([BLOCK_M], NO_SCORE, tl.float32)
+
+
+@triton.jit
+def load_keys(
+    keys,
+    table,
+    key_pos,
+    end,
+    cache_block_stride,
+    cache_value_stride,
+    cache_token_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """K and V [BLOCK_N, BLOCK_D] of the keys key_pos; if MASKED, 0 from `end` on. See attend."""
+    dim = tl.arange(0, BLOCK_D)
+    if MASKED:
+        block = tl.load(table + key_pos // BLOCK_SIZE, mask=key_pos < end, other=0)
+    else:
+        block = tl.load(table + key_pos // BLOCK_SIZE)
+    key_offset = block.to(tl.int64) * cache_block_stride
+    key_offset += (key_pos % BLOCK_SIZE) * cache_token_stride
+    key_ptr = keys + key_offset[:, None] + dim[None, :]
+    value_ptr = key_ptr + cache_value_stride
+    # Slots past the end may hold NaN, and 0 * NaN is NaN: they are never read.
+    if MASKED:
+        inside = (key_pos < end)[:, None] & (dim < HEAD_DIM)[None, :]
+        k = tl.load(key_ptr, mask=inside, other=0.0)
+        v = tl.load(value_ptr, mask=inside, other=0.0)
+    elif HEAD_DIM != BLOCK_D:
+        k = tl.load(key_ptr, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+        v = tl.load(value_ptr, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    else:
+        k = tl.load(key_ptr)
+        v = tl.load(value_ptr)
+    return k, v
+
+
+@triton.jit
+def fold(
+    q,
+    q_pos,
+    acc,
+    row_sum,
+    row_max,
+    k,
+    v,
+    key_pos,
+    window,
+    score_scale,
+    HAS_WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Fold a tile of keys into the running softmax: acc, row_sum, row_max. See attend."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if MASKED:
+        visible = key_pos[None, :] <= q_pos[:, None]
+        if HAS_WINDOW:
+            visible = visible & (key_pos[None, :] > q_pos[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+    # Scaling after the maximum makes one fused multiply-add a score; it needs a scale > 0.
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)
+    weights = tl.exp2(scores * score_scale - new_max[:, None])
+    rescale = tl.exp2(row_max - new_max)
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    return acc, row_sum, new_max
+
+
+@triton.jit
+def attend(
+    q,
+    q_pos,
+    acc,
+    row_sum,
+    row_max,
+    keys,
+    table,
+    start,
+    end,
+    window,
+    score_scale,
+    cache_block_stride,
+    cache_value_stride,
+    cache_token_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Fold the keys start .. end - 1 into the running softmax of a tile of queries.
+
+    start is a multiple of BLOCK_N. Unless MASKED, end is too, and every row sees all these keys.
+    q and acc are [BLOCK_M, BLOCK_D]; q_pos, row_sum and row_max [BLOCK_M], the last in log2 units.
+    keys points at the KV head's K in block 0, table at the sequence's row of the block table.
+    Returns acc, row_sum, row_max.
+    """
+    for first in range(start, end, BLOCK_N):
+        key_pos = tl.multiple_of(first, BLOCK_N) + tl.arange(0, BLOCK_N)
+        k, v = load_keys(
+            keys, table, key_pos, end, cache_block_stride, cache_value_stride, cache_token_stride,
+            HEAD_DIM, BLOCK_SIZE, MASKED, BLOCK_D,
+        )  # fmt: skip
+        acc, row_sum, row_max = fold(
+            q, q_pos, acc, row_sum, row_max, k, v, key_pos, window, score_scale, HAS_WINDOW, MASKED
+        )
+    return acc, row_sum, row_max

@@ -1,0 +1,575 @@
+"""Paged attention of one query token a sequence, in Triton.
+
+Must not know layers or requests. Long decodes are cut along the keys and merged by log-sum-exp
+(Flash-Decoding, Dao et al. 2023). Decodes may come as they leave the projection: their program
+turns the heads, stores key and value, and begins its softmax with them.
+
+Letters: N tokens, B sequences, Hq / Hkv query and KV heads, G = Hq / Hkv, D head dimension;
+a tile is BLOCK_M rows (one token x G heads) against BLOCK_N keys.
+"""
+
+# Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
+# mypy: disable-error-code="no-untyped-def"
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from worker_daemon.kernels.attention_tiles import (
+    NO_SCORE,
+    STEP_SIZES,
+    STEP_TENSORS,
+    attend,
+    attend_to_none,
+    fold,
+    load_keys,
+)
+from worker_daemon.kernels.compile_ahead import launched
+from worker_daemon.kernels.head_rotation import load_angles, load_gains, load_pairs, turn
+from worker_daemon.kernels.launch import await_previous, launch_options, start_next
+from worker_daemon.kernels.prefetch import prefetch
+from worker_daemon.kernels.tiles import (
+    DeviceLimits,
+    Tile,
+    can_hold,
+    choose_num_splits,
+    decode_tile,
+    padded_head_dim,
+    run_at_once,
+)
+
+# Splits that the reduction merges at a time.
+_REDUCE_CHUNK = 64
+
+
+class Projection(NamedTuple):
+    """What turns a decode's projection into queries, keys and values."""
+
+    positions: torch.Tensor
+    """[N] int32 or int64, each a row of rotary_table."""
+    rotary_table: torch.Tensor
+    """[P, 2, D / 2] fp32: cos, then sin."""
+    head_norms: tuple[torch.Tensor, float] | None
+    """[2, D] weights of the query and of the key norm, dtype of the projection; epsilon."""
+    slot_mapping: torch.Tensor
+    """[N] int32 or int64: block_id * block_size + offset; negative = not stored."""
+
+
+def rotate_and_attend(
+    qkv: torch.Tensor,
+    projection: Projection,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_rows: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_order: torch.Tensor,
+    *,
+    num_seqs: int,
+    max_seq_len: int,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor | None = None,
+    limits: DeviceLimits | None = None,
+    tile: Tile | None = None,
+    num_splits: int | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """What rope_store.rotate_and_store and paged_attention do one after the other, for a batch of
+    decodes: no sequence has more than one query token.
+
+    Equal to them up to rounding. A program attends to the newest key of its sequence without the
+    cache, so no sequence may have in its blocks what another one stores in this same batch. Tokens
+    past the last real one are not stored.
+
+    Args:
+        qkv: [N, (Hq + 2 Hkv) D] contiguous, bf16, fp16 or fp32; stays as it is.
+        projection: see there.
+        kv_cache: as in paged_attention, not empty.
+        block_table, seq_rows, query_start_loc, seq_lens, seq_order, num_seqs, max_seq_len, scale,
+            window, out, limits, tile, num_splits, pdl: as in paged_attention.
+
+    Returns:
+        [N, Hq, D], 0 in the rows past the last real token.
+    """
+    num_kv_heads, head_dim = kv_cache.shape[3:]
+    assert qkv.dtype == kv_cache.dtype
+    assert qkv.is_contiguous() and projection.rotary_table.is_contiguous()
+    assert 2 * projection.rotary_table.shape[2] == head_dim
+    assert kv_cache.stride(4) == block_table.stride(1) == 1
+    assert scale > 0
+    assert window is None or window > 0
+    q = qkv.view(qkv.shape[0], -1, head_dim)[:, : -2 * num_kv_heads]
+    assert q.shape[1] % num_kv_heads == 0
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    if q.shape[0] == 0:
+        return out
+    limits = DeviceLimits.of(q.device) if limits is None else limits
+    launch_decode(
+        out, q, kv_cache, block_table, seq_rows, query_start_loc, seq_lens, seq_order, projection,
+        num_seqs, max_seq_len, scale, window, limits, tile, num_splits, None, pdl,
+    )  # fmt: skip
+    return out
+
+
+def workspace_elements(num_tokens: int, num_q_heads: int, head_dim: int, num_splits: int) -> int:
+    """fp32 elements a split decode needs: for each head and split a row and its log-sum-exp."""
+    return num_tokens * num_q_heads * num_splits * (head_dim + 1)
+
+
+def launch_decode(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_rows: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_order: torch.Tensor,
+    projection: Projection | None,
+    num_seqs: int,
+    max_seq_len: int,
+    scale: float,
+    window: int | None,
+    limits: DeviceLimits,
+    tile: Tile | None,
+    num_splits: int | None,
+    workspace: torch.Tensor | None,
+    pdl: bool,
+) -> None:
+    """One program per (KV head, sequence, split); a second kernel merges several splits.
+
+    projection: q is the beginning of one that is still to be turned, and stored; None = it is
+    turned, and stored already. Programs that all run at once ask for their first keys and values
+    ahead, and hold them where they may."""
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads = kv_cache.shape[3]
+    group_size = num_q_heads // num_kv_heads
+    if num_splits is None:
+        num_splits = choose_num_splits(num_seqs, num_kv_heads, max_seq_len, window, limits)
+    num_programs = num_seqs * num_kv_heads * num_splits
+    if tile is None:
+        most_keys = max_seq_len if window is None else min(max_seq_len, window)
+        most_keys = triton.cdiv(most_keys, num_splits)
+        tile = decode_tile(num_programs, most_keys, group_size, head_dim, q.dtype, limits)
+    assert tile.block_m >= group_size, "a tile holds one token's group of heads"
+    if num_splits > 1 and workspace is None:
+        elements = workspace_elements(num_tokens, num_q_heads, head_dim, num_splits)
+        workspace = torch.empty(elements, dtype=torch.float32, device=q.device)
+    are_few = run_at_once(num_programs, limits)
+    # Unsplit, the kernel never touches the workspace: any pointer will do.
+    partial_out = out if workspace is None else workspace
+    partial_rows = num_tokens * num_q_heads * num_splits
+    partial_lse = partial_out if num_splits == 1 else partial_out[partial_rows * head_dim :]
+    # Turned already, the kernel touches nothing of a projection: again any pointer will do.
+    positions, rotary_table, head_norms, slot_mapping = projection or (q, q, None, q)
+    norm_weights, eps = head_norms or (q, 0.0)
+    rows = max(num_tokens, num_seqs)
+    _decode_kernel[(num_kv_heads, rows, num_splits)](
+        out,
+        partial_out,
+        partial_lse,
+        q,
+        kv_cache,
+        block_table,
+        seq_rows,
+        query_start_loc,
+        seq_lens,
+        seq_order,
+        positions,
+        rotary_table,
+        norm_weights,
+        eps,
+        slot_mapping,
+        num_seqs,
+        num_tokens,
+        num_splits,
+        0 if window is None else window,
+        scale * math.log2(math.e),
+        *out.stride()[:2],
+        *q.stride()[:2],
+        *kv_cache.stride()[:4],
+        block_table.stride(0),
+        NUM_Q_HEADS=num_q_heads,
+        GROUP=group_size,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=kv_cache.shape[2],
+        HAS_WINDOW=window is not None,
+        SPLIT=num_splits > 1,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=padded_head_dim(head_dim),
+        LANES=str(tile.block_n) if pdl and are_few else "",
+        ROTATES=projection is not None,
+        HOLDS=projection is not None and are_few and can_hold(tile, head_dim),
+        NORMED=head_norms is not None,
+        PDL=pdl,
+        num_warps=tile.num_warps,
+        enable_fp_fusion=True,
+        num_stages=tile.num_stages,
+        **launch_options(pdl),
+    )
+    if num_splits > 1:
+        _merge_splits_kernel[(num_seqs, num_q_heads)](
+            out,
+            partial_out,
+            partial_lse,
+            query_start_loc,
+            num_splits,
+            *out.stride()[:2],
+            NUM_Q_HEADS=num_q_heads,
+            HEAD_DIM=head_dim,
+            CHUNK=_REDUCE_CHUNK,
+            BLOCK_D=padded_head_dim(head_dim),
+            PDL=pdl,
+            num_warps=4,
+            enable_fp_fusion=True,
+            **launch_options(pdl),
+        )
+
+
+@triton.jit
+def _clear(pointers, inside):
+    tl.store(pointers, tl.zeros(pointers.shape, pointers.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _keys_of_split(
+    num_keys, window, split, num_splits, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The keys start .. end - 1 of a split: of those that a query at the last key sees, in whole
+    tiles. end <= start where the splits before have them all."""
+    first_tile = 0
+    if HAS_WINDOW:
+        first_tile = tl.maximum(num_keys - window, 0) // BLOCK_N
+    tiles = tl.cdiv(num_keys, BLOCK_N) - first_tile
+    tiles_per_split = tl.cdiv(tiles, num_splits)
+    start = (first_tile + split * tiles_per_split) * BLOCK_N
+    return start, tl.minimum(start + tiles_per_split * BLOCK_N, num_keys)
+
+
+@triton.jit
+def _prefetch_keys(
+    keys,
+    table,
+    start,
+    end,
+    cache_block_stride,
+    cache_value_stride,
+    cache_token_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Ask for the first BLOCK_N of the keys start .. end - 1, and for their values; the newest may
+    still be written. See attend."""
+    key_pos = start + tl.arange(0, BLOCK_N)
+    inside = key_pos < end
+    block = tl.load(table + key_pos // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    key = keys + block * cache_block_stride + (key_pos % BLOCK_SIZE) * cache_token_stride
+    num_bytes = tl.where(inside, HEAD_DIM * (keys.dtype.element_ty.primitive_bitwidth // 8), 0)
+    prefetch(key, num_bytes, LANES)
+    prefetch(key + cache_value_stride, num_bytes, LANES)
+
+
+@triton.jit
+def _load_turning(
+    positions,
+    token,
+    num_tokens,
+    rotary_table,
+    norm_weights,
+    NORMED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """What turns a token's heads, all of it known before the projection: cos, sin, then the gains
+    of queries and of their partners, those of the key and of its partners."""
+    position = tl.load(positions + token, mask=token < num_tokens, other=0)
+    cos, sin = load_angles(rotary_table, position, BLOCK_M, HEAD_DIM, BLOCK_D)
+    q_gain, q_partner = load_gains(norm_weights, BLOCK_M, HEAD_DIM, BLOCK_D, NORMED)
+    k_gain, k_partner = load_gains(norm_weights + HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, NORMED)
+    return cos, sin, q_gain, q_partner, k_gain, k_partner
+
+
+@triton.jit
+def _turn_and_store(
+    heads,
+    q_head,
+    inside,
+    k_head,
+    head_stride,
+    turning,
+    eps,
+    keys,
+    slot,
+    is_storing,
+    cache_block_stride,
+    cache_value_stride,
+    cache_token_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    NORMED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A token's heads as attention takes them, rounded: the queries [BLOCK_M, BLOCK_D], the key in
+    every row of [BLOCK_M, BLOCK_D], the value [BLOCK_D]. If is_storing and slot >= 0, key and value
+    go to the cache too.
+
+    heads points at the token's projection, of which q_head [BLOCK_M] are the queries, k_head is the
+    key, and the value lies NUM_KV_HEADS behind it. inside masks the queries; keys points at the KV
+    head's K in block 0. turning: see _load_turning."""
+    dtype = heads.dtype.element_ty
+    cos, sin, q_gain, q_partner_gain, k_gain, k_partner_gain = turning
+    row = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    in_head = dim < HEAD_DIM
+    every_row = tl.broadcast_to(in_head[None, :], [BLOCK_M, BLOCK_D])
+    key_ptr = heads + k_head * head_stride
+    q_own, q_partner = load_pairs(heads + q_head * head_stride, inside, HEAD_DIM, BLOCK_D)
+    k_own, k_partner = load_pairs(key_ptr + row * 0, every_row, HEAD_DIM, BLOCK_D)
+    value = tl.load(key_ptr + NUM_KV_HEADS * head_stride + dim, mask=in_head, other=0.0)
+
+    queries = turn(q_own, q_partner, q_gain, q_partner_gain, eps, cos, sin, NORMED, HEAD_DIM)
+    key = turn(k_own, k_partner, k_gain, k_partner_gain, eps, cos, sin, NORMED, HEAD_DIM)
+    key = key.to(dtype)
+    place = keys + (slot // BLOCK_SIZE) * cache_block_stride
+    place += (slot % BLOCK_SIZE) * cache_token_stride
+    if is_storing & (slot >= 0):
+        once = every_row & (row == 0)[:, None]
+        tl.store(place + (row * 0)[:, None] + dim[None, :], key, mask=once)
+        tl.store(place + cache_value_stride + dim, value, mask=in_head)
+    return queries.to(dtype), key, value
+
+
+@triton.jit
+def _attend_to_one(queries, key, value, is_seen, score_scale):
+    """Begin a running softmax with one key, or without any if not is_seen. See attend."""
+    score = tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1) * score_scale
+    row_max = tl.where(is_seen, score, NO_SCORE)
+    row_sum = tl.zeros(score.shape, tl.float32) + tl.where(is_seen, 1.0, 0.0)
+    return row_sum[:, None] * value.to(tl.float32)[None, :], row_sum, row_max
+
+
+@triton.jit
+def _store_partial(
+    partial_out, partial_lse, partial, result, lse, inside, is_row, HEAD_DIM: tl.constexpr
+):
+    """Write a split's rows [BLOCK_M, BLOCK_D] and their log-sum-exps to the places partial."""
+    dim = tl.arange(0, result.shape[1])
+    tl.store(partial_out + (partial * HEAD_DIM)[:, None] + dim[None, :], result, mask=inside)
+    # Without keys it is still NO_SCORE: such a split weighs nothing.
+    tl.store(partial_lse + partial, lse, mask=is_row)
+
+
+@triton.jit
+def _find_decode(place, num_seqs, query_start_loc, seq_rows, seq_lens, seq_order):
+    """The place-th sequence in the order of decodes: its index, its query token and the next one's,
+    its row of the block table and its keys. Padding from num_seqs on has no query and no key."""
+    is_seq = place < num_seqs
+    seq = tl.load(seq_order + place, mask=is_seq, other=place)
+    token = tl.load(query_start_loc + tl.minimum(seq, num_seqs))
+    next_token = tl.load(query_start_loc + tl.minimum(seq + 1, num_seqs))
+    table_row = tl.load(seq_rows + seq, mask=is_seq, other=0).to(tl.int64)
+    return seq, token, next_token, table_row, tl.load(seq_lens + seq, mask=is_seq, other=0)
+
+
+@launched
+@triton.jit(
+    do_not_specialize=(*STEP_SIZES, "num_splits"),
+    do_not_specialize_on_alignment=(*STEP_TENSORS, "partial_lse", "positions", "slot_mapping"),
+)
+def _decode_kernel(
+    out,
+    partial_out,
+    partial_lse,
+    q,
+    kv_cache,
+    block_table,
+    seq_rows,
+    query_start_loc,
+    seq_lens,
+    seq_order,
+    positions,
+    rotary_table,
+    norm_weights,
+    eps,
+    slot_mapping,
+    num_seqs,
+    num_tokens,
+    num_splits,
+    window,
+    score_scale,
+    out_token_stride,
+    out_head_stride,
+    q_token_stride,
+    q_head_stride,
+    cache_block_stride,
+    cache_value_stride,
+    cache_token_stride,
+    cache_head_stride,
+    table_stride,
+    NUM_Q_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LANES: tl.constexpr,
+    ROTATES: tl.constexpr,
+    HOLDS: tl.constexpr,
+    NORMED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """LANES: BLOCK_N where a program asks for its first keys and values before it waits; if HOLDS,
+    which ROTATES allows, it loads these, and asks for the next.
+
+    ROTATES: q is the projection, of which the key heads and the value heads follow, and the newest
+    key is not in the cache yet. Only then are positions .. slot_mapping read.
+    """
+    start_next(PDL)
+    # Heads go first: those of one sequence run together and share the pages of its blocks.
+    kv_head = tl.program_id(0)
+    split = tl.program_id(2)
+    seq, token, next_token, table_row, num_keys = _find_decode(
+        tl.program_id(1), num_seqs, query_start_loc, seq_rows, seq_lens, seq_order
+    )
+    row = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + row
+    inside = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    table = block_table + table_row * table_stride
+    keys = kv_cache + kv_head * cache_head_stride
+    if ROTATES:
+        # To the cached keys, the query is as one that stands at the last of them.
+        num_keys -= 1
+        window -= 1
+    start, end = _keys_of_split(num_keys, window, split, num_splits, HAS_WINDOW, BLOCK_N)
+    unheld = start
+    if HOLDS:
+        # No kernel of this step writes them: the newest one is not among them.
+        held_pos = start + tl.arange(0, BLOCK_N)
+        held_k, held_v = load_keys(
+            keys, table, held_pos, end, cache_block_stride, cache_value_stride, cache_token_stride,
+            HEAD_DIM, BLOCK_SIZE, True, BLOCK_D,
+        )  # fmt: skip
+        unheld += BLOCK_N
+    if LANES != "":
+        _prefetch_keys(
+            keys, table, unheld, end, cache_block_stride, cache_value_stride, cache_token_stride,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_N, LANES,
+        )  # fmt: skip
+    if ROTATES:
+        turning = _load_turning(
+            positions, token, num_tokens, rotary_table, norm_weights,
+            NORMED, HEAD_DIM, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+    await_previous(PDL)
+    if next_token == token:
+        # The n-th program without a query, n = programs - queries before it, clears padding n.
+        padding = (tl.load(query_start_loc + num_seqs) + seq - token).to(tl.int64)
+        padding_ptr = out + padding * out_token_stride + (head * out_head_stride)[:, None]
+        if (padding < num_tokens) & (split == 0):
+            _clear(padding_ptr + dim[None, :], inside)
+        return
+
+    token = token.to(tl.int64)
+    heads = q + token * q_token_stride
+    if ROTATES:
+        # The last split has the fewest keys of the cache, so it takes the newest one beside them.
+        has_newest = split == num_splits - 1
+        queries, key, value = _turn_and_store(
+            heads, head, inside, NUM_Q_HEADS + kv_head, q_head_stride, turning, eps,
+            keys, tl.load(slot_mapping + token).to(tl.int64), has_newest,
+            cache_block_stride, cache_value_stride, cache_token_stride,
+            NUM_Q_HEADS // GROUP, NORMED, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+        acc, row_sum, row_max = _attend_to_one(queries, key, value, has_newest, score_scale)
+    else:
+        queries = tl.load(heads + (head * q_head_stride)[:, None] + dim[None, :], inside, 0.0)
+        acc, row_sum, row_max = attend_to_none(BLOCK_M, BLOCK_D)
+    q_pos = tl.zeros([BLOCK_M], tl.int32) + (num_keys - 1)
+    if HOLDS:
+        acc, row_sum, row_max = fold(
+            queries, q_pos, acc, row_sum, row_max, held_k, held_v, held_pos, window, score_scale,
+            HAS_WINDOW, True,
+        )  # fmt: skip
+    # One masked loop: a second one for the last tile would fill the pipeline a second time.
+    acc, row_sum, row_max = attend(
+        queries, q_pos, acc, row_sum, row_max, keys, table,
+        unheld, end, window, score_scale,
+        cache_block_stride, cache_value_stride, cache_token_stride,
+        HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, True, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
+    result = acc / divisor[:, None]
+    if SPLIT:
+        _store_partial(
+            partial_out, partial_lse, (token * NUM_Q_HEADS + head) * num_splits + split,
+            result, row_max + tl.log2(divisor), inside, row < GROUP, HEAD_DIM,
+        )  # fmt: skip
+    else:
+        out_ptr = out + token * out_token_stride + (head * out_head_stride)[:, None]
+        tl.store(out_ptr + dim[None, :], result.to(out.dtype.element_ty), mask=inside)
+
+
+@launched
+@triton.jit(
+    do_not_specialize=["num_splits"],
+    do_not_specialize_on_alignment=["partial_lse", "query_start_loc"],
+)
+def _merge_splits_kernel(
+    out,
+    partial_out,
+    partial_lse,
+    query_start_loc,
+    num_splits,
+    out_token_stride,
+    out_head_stride,
+    NUM_Q_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[token, head] = the mean of its partial rows, weighted by exp2 of their log-sum-exps."""
+    start_next(PDL)
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    token = tl.load(query_start_loc + seq)
+    next_token = tl.load(query_start_loc + seq + 1)
+    await_previous(PDL)
+    if next_token == token:
+        return
+    token = token.to(tl.int64)
+    dim = tl.arange(0, BLOCK_D)
+    first = (token * NUM_Q_HEADS + head) * num_splits
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    total = 0.0
+    top = NO_SCORE
+    for chunk in range(0, num_splits, CHUNK):
+        split = chunk + tl.arange(0, CHUNK)
+        present = split < num_splits
+        lse = tl.load(partial_lse + first + split, mask=present, other=float("-inf"))
+        partial_ptr = partial_out + ((first + split) * HEAD_DIM)[:, None] + dim[None, :]
+        inside = present[:, None] & (dim < HEAD_DIM)[None, :]
+        partial = tl.load(partial_ptr, mask=inside, other=0.0)
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_top)
+        rescale = tl.exp2(top - new_top)
+        total = total * rescale + tl.sum(weights, 0)
+        acc = acc * rescale + tl.sum(partial * weights[:, None], 0)
+        top = new_top
+    result = acc / tl.where(total == 0.0, 1.0, total)
+    out_ptr = out + token * out_token_stride + head * out_head_stride + dim
+    tl.store(out_ptr, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
