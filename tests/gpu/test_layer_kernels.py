@@ -14,7 +14,7 @@ from tests.support.layer_checks import (
     generator,
     run_projection,
 )
-from worker_daemon.layers.ops import LayerOps
+from worker_daemon.layers.ops import LayerOps, NormedSum
 from worker_daemon.layers.ops_provider import probe_layer_ops
 from worker_daemon.layers.torch_ops import TorchOps
 
@@ -130,7 +130,8 @@ def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
     def chain(using: LayerOps) -> torch.Tensor:
         delta, residual = hidden, hidden
         for _ in range(6):
-            qkv, residual = using.norm_linear(delta, residual, weight, EPS, projections[0], None)
+            source = NormedSum(delta, residual, weight, EPS)
+            qkv, residual = using.norm_linear(source, projections[0], None)
             q = using.rotate_and_store(
                 qkv,
                 step.positions,
@@ -141,9 +142,8 @@ def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
                 step.slot_mapping,
             )
             delta = using.linear(q.flatten(1), projections[1], None)
-            inner_rows, residual = using.norm_gated_linear(
-                delta, residual, weight, EPS, projections[2], None
-            )
+            source = NormedSum(delta, residual, weight, EPS)
+            inner_rows, residual = using.norm_gated_linear(source, projections[2], None)
             delta = using.linear(inner_rows, projections[3], None)
         return residual + delta
 

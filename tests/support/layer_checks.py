@@ -16,7 +16,7 @@ from benchmarks.layer_reference import (
     turned,
 )
 from benchmarks.paged_reference import relative_error
-from worker_daemon.layers.ops import LayerOps
+from worker_daemon.layers.ops import LayerOps, NormedSum
 
 # Relative errors: one rounding of the output, and in fp32 the order of a sum.
 BOUNDS = {torch.float32: 1e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
@@ -98,14 +98,14 @@ def check_products(
         gated = ops.gated_linear(residual, weight, b)
         assert relative_error(gated, activated(exact)) < bound
         for added in (None, part):
-            arguments = (added, residual, norm_weight, EPS, weight, b)
-            y, total = ops.norm_linear(*arguments)
+            source = NormedSum(added, residual, norm_weight, EPS)
+            y, total = ops.norm_linear(source, weight, b)
             expected = residual if added is None else residual + added
             assert relative_error(total, expected.double()) < BOUNDS[dtype] + bound / 10
             exact = _product(normed(total, norm_weight), weight, b)
             assert y.dtype == dtype
             assert relative_error(y, exact) < bound
-            y, total_again = ops.norm_gated_linear(*arguments)
+            y, total_again = ops.norm_gated_linear(source, weight, b)
             assert torch.equal(total_again, total)
             assert relative_error(y, activated(exact)) < bound
 

@@ -4,6 +4,8 @@ Must not know layers or models. Shapes: N tokens, H hidden size, I inner size of
 query and KV heads, D head dimension.
 """
 
+from typing import TypeAlias
+
 import torch
 
 from worker_daemon.kernels.activation import silu_and_mul
@@ -13,6 +15,9 @@ from worker_daemon.kernels.linear import ThinLinear
 from worker_daemon.kernels.norm import add_rms_norm, rms_norm
 from worker_daemon.kernels.rope_store import rotate_and_store
 from worker_daemon.kernels.row_linear import RowNorm, launch_row
+
+NormedSum: TypeAlias = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, float]
+"""part [N, H], residual [N, H], weight [H] and epsilon of rms_norm(residual + part) * weight."""
 
 
 class TritonOps:
@@ -44,16 +49,10 @@ class TritonOps:
         return y
 
     def norm_linear(
-        self,
-        part: torch.Tensor | None,
-        residual: torch.Tensor,
-        norm_weight: torch.Tensor,
-        eps: float,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        self, source: NormedSum, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """part and residual [N, H], norm_weight [H], weight [M, H], bias [M] -> the product of the
-        norm [N, M] and the sum [N, H], which is residual without part."""
+        """weight [M, H], bias [M] -> the product of source's norm [N, M], and its sum [N, H]."""
+        part, residual, norm_weight, eps = source
         tile = self._thin.row_tile(residual, weight)
         if tile is None:
             if part is None:
@@ -62,26 +61,20 @@ class TritonOps:
                 normed, total = self.add_rms_norm(part, residual, norm_weight, eps)
             return self.linear(normed, weight, bias), total
         y = residual.new_empty(1, weight.shape[0])
-        x, norm = _row_norm(part, residual, norm_weight, eps)
+        x, norm = _row_norm(source)
         launch_row(y, x, weight, bias, tile, pdl=self._pdl, norm=norm)
         return y, norm.total
 
     def norm_gated_linear(
-        self,
-        part: torch.Tensor | None,
-        residual: torch.Tensor,
-        norm_weight: torch.Tensor,
-        eps: float,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        self, source: NormedSum, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As norm_linear, weight [2 I, H], gate first -> [N, I] and [N, H]."""
-        tile = self._thin.row_tile(residual, weight)
+        tile = self._thin.row_tile(source[1], weight)
         if tile is None:
-            gate_up, total = self.norm_linear(part, residual, norm_weight, eps, weight, bias)
+            gate_up, total = self.norm_linear(source, weight, bias)
             return self.silu_and_mul(gate_up), total
-        y = residual.new_empty(1, weight.shape[0] // 2)
-        x, norm = _row_norm(part, residual, norm_weight, eps)
+        x, norm = _row_norm(source)
+        y = x.new_empty(1, weight.shape[0] // 2)
         launch_row(y, x, weight, bias, tile, pdl=self._pdl, norm=norm, gated=True)
         return y, norm.total
 
@@ -126,10 +119,9 @@ class TritonOps:
         )
 
 
-def _row_norm(
-    part: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, RowNorm]:
+def _row_norm(source: NormedSum) -> tuple[torch.Tensor, RowNorm]:
     """The row that launch_row takes, and what it makes of it."""
+    part, residual, weight, eps = source
     if part is None:
         return residual, RowNorm(weight, eps, None, residual)
     return part, RowNorm(weight, eps, residual, torch.empty_like(residual))

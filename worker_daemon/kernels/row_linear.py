@@ -52,15 +52,16 @@ def launch_row(
 
     With norm, its result takes the place of x; it is not rounded before it is multiplied. gated:
     the upper half of the product is multiplied by silu of the lower half, both rounded before,
-    and y is [1, O / 2]; the tile then has at least two rows.
+    and y is [1, O / 2]; a tile of one row then takes two.
     """
     num_outputs, num_inputs = weight.shape
     assert x.shape[0] == 1
     assert x.dtype == weight.dtype
     assert x.stride(1) == weight.stride(1) == y.stride(1) == 1
-    assert not gated or (tile.block_o > 1 and num_outputs % 2 == 0)
+    assert not gated or num_outputs % 2 == 0
+    block_o = max(2, tile.block_o) if gated else tile.block_o
     residual = None if norm is None else norm.residual
-    _row_kernel[(triton.cdiv(num_outputs, tile.block_o),)](
+    _row_kernel[(triton.cdiv(num_outputs, block_o),)](
         y,
         x if norm is None else norm.total,
         x,
@@ -76,8 +77,8 @@ def launch_row(
         ADD=residual is not None,
         GATED=gated,
         HAS_BIAS=bias is not None,
-        EVEN=num_outputs % tile.block_o == 0 and num_inputs % tile.block_i == 0,
-        BLOCK_O=tile.block_o,
+        EVEN=num_outputs % block_o == 0 and num_inputs % tile.block_i == 0,
+        BLOCK_O=block_o,
         BLOCK_I=tile.block_i,
         PDL=pdl,
         num_warps=tile.num_warps,

@@ -22,7 +22,7 @@ ROW_BUCKETS = (1, 16, 32, 64)
 class VectorTile:
     """One program's share of a product of one row: block_o rows of W, block_i columns at a time.
 
-    Both are powers of two; a gated product takes two rows or more.
+    Both are powers of two.
     """
 
     block_o: int

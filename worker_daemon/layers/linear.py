@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from worker_daemon.distributed.tp import TensorParallel
-from worker_daemon.layers.ops import LayerOps
+from worker_daemon.layers.ops import LayerOps, NormedSum
 from worker_daemon.layers.parameter import Parameter, Piece
 
 
@@ -39,15 +39,8 @@ class Projection(Protocol):
     def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
         """x [N, I] -> [N, O]."""
 
-    def forward_normed(
-        self,
-        part: Tensor | None,
-        residual: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        ops: LayerOps,
-    ) -> tuple[Tensor, Tensor]:
-        """(forward(n), s) with (n, s) as LayerOps.norm_linear has them."""
+    def forward_normed(self, source: NormedSum, ops: LayerOps) -> tuple[Tensor, Tensor]:
+        """(forward(n), s) with the norm n and the sum s of source, as LayerOps.norm_linear."""
 
 
 class ColumnParallelLinear:
@@ -88,16 +81,9 @@ class ColumnParallelLinear:
         """x [N, I] -> [N, local O]."""
         return ops.linear(x, *self.matrix)
 
-    def forward_normed(
-        self,
-        part: Tensor | None,
-        residual: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        ops: LayerOps,
-    ) -> tuple[Tensor, Tensor]:
-        """(forward(n), s) with (n, s) as LayerOps.norm_linear has them."""
-        return ops.norm_linear(part, residual, norm_weight, eps, *self.matrix)
+    def forward_normed(self, source: NormedSum, ops: LayerOps) -> tuple[Tensor, Tensor]:
+        """(forward(n), s) with the norm n and the sum s of source, as LayerOps.norm_linear."""
+        return ops.norm_linear(source, *self.matrix)
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._weight
@@ -115,16 +101,9 @@ class GatedLinear:
         """x [N, I] -> [N, local O / 2]."""
         return ops.gated_linear(x, *self._gate_up.matrix)
 
-    def forward_normed(
-        self,
-        part: Tensor | None,
-        residual: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        ops: LayerOps,
-    ) -> tuple[Tensor, Tensor]:
-        """(forward(n), s) with (n, s) as LayerOps.norm_linear has them."""
-        return ops.norm_gated_linear(part, residual, norm_weight, eps, *self._gate_up.matrix)
+    def forward_normed(self, source: NormedSum, ops: LayerOps) -> tuple[Tensor, Tensor]:
+        """(forward(n), s) with the norm n and the sum s of source, as LayerOps.norm_linear."""
+        return ops.norm_gated_linear(source, *self._gate_up.matrix)
 
     def parameters(self) -> Iterator[Parameter]:
         return self._gate_up.parameters()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.layers.linear import Projection
-from worker_daemon.layers.ops import HeadNorms, LayerOps
+from worker_daemon.layers.ops import HeadNorms, LayerOps, NormedSum
 from worker_daemon.layers.parameter import Parameter, Piece, whole_vector
 
 
@@ -50,7 +50,7 @@ class NormedProjection:
         the model's dtype before the norm; without part, s is residual itself."""
         weight, eps = self._norm.weight, self._norm.eps
         if part is None or self._tp.size == 1:
-            return self._projection.forward_normed(part, residual, weight, eps, ops)
+            return self._projection.forward_normed(NormedSum(part, residual, weight, eps), ops)
         normed, total = self._tp.all_reduce_add_rms_norm(
             part, residual, weight, eps, ops.add_rms_norm
         )

@@ -22,6 +22,19 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class NormedSum(NamedTuple):
+    """A norm of the residual stream that is still to be computed: rms_norm(s, weight, eps) with
+    s = residual + part, rounded to the model's dtype before the norm."""
+
+    part: Tensor | None
+    """[N, H]; None adds nothing."""
+    residual: Tensor
+    """[N, H]"""
+    weight: Tensor
+    """[H]"""
+    eps: float
+
+
 class LayerOps(Protocol):
     """One stateless object serves every layer. All tensors are contiguous and of the model's dtype
     unless said otherwise; results are new, arguments stay as they are, unless said otherwise. Never
@@ -39,26 +52,13 @@ class LayerOps(Protocol):
         first -> [N, I]."""
 
     def norm_linear(
-        self,
-        part: Tensor | None,
-        residual: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None,
+        self, source: NormedSum, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(linear(n, weight, bias), s) with (n, s) = add_rms_norm(part, residual, norm_weight,
-        eps); without part, n is the norm of residual and s is residual itself. Here n need not be
-        rounded."""
+        """(linear(n, weight, bias), s) with s the sum of source, n its norm, which need not be
+        rounded here. Without a part, s is source's residual itself."""
 
     def norm_gated_linear(
-        self,
-        part: Tensor | None,
-        residual: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None,
+        self, source: NormedSum, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """As norm_linear, with gated_linear in place of linear."""
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker_daemon.layers.ops import NO_TOKEN, HeadNorms
+from worker_daemon.layers.ops import NO_TOKEN, HeadNorms, NormedSum
 from worker_daemon.layers.rotary import rotate
 
 
@@ -20,14 +20,9 @@ class TorchOps:
         return self.silu_and_mul(self.linear(x, weight, bias))
 
     def norm_linear(
-        self,
-        part: Tensor | None,
-        residual: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None,
+        self, source: NormedSum, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        part, residual, norm_weight, eps = source
         if part is None:
             normed, total = self.rms_norm(residual, norm_weight, eps), residual
         else:
@@ -35,15 +30,9 @@ class TorchOps:
         return self.linear(normed, weight, bias), total
 
     def norm_gated_linear(
-        self,
-        part: Tensor | None,
-        residual: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None,
+        self, source: NormedSum, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        gate_up, total = self.norm_linear(part, residual, norm_weight, eps, weight, bias)
+        gate_up, total = self.norm_linear(source, weight, bias)
         return self.silu_and_mul(gate_up), total
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:

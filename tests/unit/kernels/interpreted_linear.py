@@ -53,6 +53,17 @@ def test_one_row(
     check(y, x, weight, bias)
 
 
+@pytest.mark.parametrize("block_o", [1, 2, 8])
+def test_one_gated_row(block_o: int) -> None:
+    x, weight, bias = draw(1, 36, 96, torch.float16, True)
+    assert bias is not None
+    y = torch.full((1, 18), torch.nan, dtype=torch.float16)
+    launch_row(y, x, weight, bias, VectorTile(block_o, 32, 4), pdl=False, gated=True)
+    gate, up = (x.double() @ weight.double().T + bias.double()).chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gate) * up
+    assert (y.double() - expected).norm() / expected.norm() < 3 * BOUNDS[torch.float16]
+
+
 @BIAS
 @pytest.mark.parametrize(("num_rows", "num_outputs", "num_inputs"), [(2, 32, 96), (21, 40, 122)])
 @pytest.mark.parametrize("num_splits", [1, 2, 3])
