@@ -96,13 +96,22 @@ def percentiles(values: Sequence[float]) -> JsonObject:
 
 
 def step_times(records: Sequence[StepRecord]) -> dict[str, JsonObject]:
-    """Return count and times in ms of the steps, by kind: from result to result."""
+    """Return count, mean and percentiles in ms of the steps, by kind: from result to result."""
     kinds = sorted({record.kind for record in records})
     by_kind = {
         kind: [record.interval_s * 1e3 for record in records if record.kind == kind]
         for kind in kinds
     }
-    return {kind: {"count": len(times), **percentiles(times)} for kind, times in by_kind.items()}
+    return {
+        kind: {
+            "count": len(times),
+            "mean": sum(times) / len(times),
+            "p10": float(np.percentile(times, 10)),
+            "p90": float(np.percentile(times, 90)),
+            **percentiles(times),
+        }
+        for kind, times in by_kind.items()
+    }
 
 
 def _ttft_ms(served: Served) -> list[float]:
