@@ -149,6 +149,9 @@ class StateWorker:
     def typed_error(self, error: Exception) -> Exception:
         return error
 
+    def step_error(self, error: Exception) -> Exception:
+        return error
+
     def close(self) -> None:
         pass
 

@@ -584,6 +584,16 @@ class Worker:
             typed.__cause__ = error
         return typed.with_traceback(error.__traceback__)
 
+    def step_error(self, error: Exception) -> Exception:
+        """Return what a failure is called that no one foresaw and that ended a step: of several
+        ranks, the others are in it and wait for this one, which breaks the link."""
+        opened = self._device.opened_or_none
+        if opened is None or opened.place.parallel.world_size == 1:
+            return error
+        broken = CommError(f"rank {self.rank} left the others in a step: {error}")
+        broken.__cause__ = error
+        return broken.with_traceback(error.__traceback__)
+
     def close(self) -> None:
         """Leave the link, in good order where the peers let us; the process's end gives back the
         rest."""

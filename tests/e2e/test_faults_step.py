@@ -73,6 +73,12 @@ def drop_call(group: WorkerGroup, rank: int, number: int) -> SimpleNamespace:
         (2, 1, 1, "likeliest_tokens", 5),
         (1, 2, 0, "forward", 6),
         (1, 2, 1, "forward", 0),
+        # Before the runner has the step: it settles nothing, and the others are in it.
+        (1, 1, 0, "execute_model", 5),
+        (2, 1, 0, "execute_model", 4),
+        (2, 1, 1, "execute_model", 7),
+        (1, 2, 0, "execute_model", 7),
+        (1, 2, 1, "execute_model", 6),
     ],
 )
 def test_rank_that_raises_is_named_and_costs_no_token(

@@ -119,6 +119,9 @@ class WorkerLike(Protocol):
         """Return the typed error for what an operation or a step has raised, with its
         traceback."""
 
+    def step_error(self, error: Exception) -> Exception:
+        """Return what a step's failure is called that no one foresaw."""
+
     def close(self) -> None:
         """Give back what the process end would not."""
 

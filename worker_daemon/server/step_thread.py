@@ -367,6 +367,8 @@ class _StepLoop:
         error = self._worker.typed_error(error)
         if not isinstance(error, WorkerError):
             logger.error("%s seq %d failed", type(message).__name__, message.seq, exc_info=error)
+            if type(message) in self._array_steps or type(message) in self._steps:
+                error = self._worker.step_error(error)
         reply = error_reply(error, epoch=message.epoch, seq=message.seq, rank=self._worker.rank)
         self._completion.reply(reply)
         torn = isinstance(message, lc.Relink) and reply.code is not ErrorCode.ILLEGAL_STATE

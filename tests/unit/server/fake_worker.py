@@ -286,6 +286,9 @@ class FakeWorker:
     def typed_error(self, error: Exception) -> Exception:
         return error
 
+    def step_error(self, error: Exception) -> Exception:
+        return error
+
     def close(self) -> None:
         pass
 
