@@ -6,6 +6,7 @@ Must not know Triton, streams or what tensors hold: a choice here may never wait
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -199,23 +200,14 @@ def length_bounds(
     Between two bounds neither the number of splits nor the tile would differ, or not by enough to
     matter.
     """
-    candidates = [bound for bound in (SHORT_CONTEXT, 1024, 4096) if bound < longest]
+    bounds = [*(bound for bound in (SHORT_CONTEXT, 1024, 4096) if bound < longest), longest]
 
     def launch(bound: int) -> tuple[int, ...]:
         splits = choose_num_splits(num_seqs, num_kv_heads, bound, None, limits)
         num_programs = num_seqs * num_kv_heads * splits
         return splits, *_decode_tile_sizes(num_programs, -(-bound // splits), limits)
 
-    larger = [*candidates[1:], longest]
-    differing = (
-        [
-            bound
-            for bound, next_bound in zip(candidates, larger, strict=True)
-            if launch(bound) != launch(next_bound)
-        ]
-        if candidates
-        else []
-    )
+    differing = [bound for bound, larger in pairwise(bounds) if launch(bound) != launch(larger)]
     return [*differing, longest]
 
 
