@@ -66,6 +66,7 @@ class Progress:
         self.epoch = 0
         self.link = 0
         self.last_seq = 0
+        """The last request whose outcome the completion thread has, or is about to have."""
         self.step_deadline_s = 60.0
 
     def begin(self, phase: str, legal_silence_s: float, on_link: bool) -> None:

@@ -317,7 +317,7 @@ class _StepLoop:
 
     def _run(self, message: StepMessage, arrays: Sequence[Frame], peer: Peer) -> None:
         """Run an accepted request: exactly one outcome goes to the completion thread, whatever
-        happens."""
+        happens, and not before `progress` shows it: who has the answer may ask for the status."""
         kind = type(message)
         try:
             self._access.check(peer, message)
@@ -331,7 +331,6 @@ class _StepLoop:
                 self._operate(message)
         except Exception as error:  # the dispatch boundary: every failure is an outcome of its seq
             self._fail(message, error)
-        self._progress.last_seq = message.seq
         self._progress.idle()
 
     def _begin(self, message: StepMessage) -> None:
@@ -346,6 +345,7 @@ class _StepLoop:
         progress.begin(kind.__name__, silence_s, kind in WAITS_FOR_PEERS)
 
     def _pend(self, seq: int, pending: object) -> None:
+        self._progress.last_seq = seq
         if pending is None:
             self._completion.nothing(seq)
         else:
@@ -361,6 +361,7 @@ class _StepLoop:
             set_rank(self._worker.rank)
         self._describe()
         self._publish(self._lifecycle.transitions[-1] if changed else "")
+        self._progress.last_seq = message.seq
         self._completion.reply(reply)
 
     def _fail(self, message: StepMessage, error: Exception) -> None:
@@ -370,10 +371,11 @@ class _StepLoop:
             if type(message) in self._array_steps or type(message) in self._steps:
                 error = self._worker.step_error(error)
         reply = error_reply(error, epoch=message.epoch, seq=message.seq, rank=self._worker.rank)
-        self._completion.reply(reply)
         torn = isinstance(message, lc.Relink) and reply.code is not ErrorCode.ILLEGAL_STATE
         if torn or reply.code is ErrorCode.COMM:
             self._link_broke(f"{type(message).__name__}: {reply.code}")
+        self._progress.last_seq = message.seq
+        self._completion.reply(reply)
         if isinstance(error, WorkerError) and error.code in _FATAL:
             self._end(_FATAL[error.code], str(error))
 

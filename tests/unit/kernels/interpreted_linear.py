@@ -1,7 +1,8 @@
 """Thin matrix products under Triton's interpreter against fp64; run by test_interpreted.
 
 The interpreter multiplies bf16 tiles wrongly (it holds them as integers), so matrix tiles run in
-fp16 here and in bf16 in tests/gpu/test_linear_kernels.py.
+fp16 here and in bf16 in tests/gpu/test_linear_kernels.py. It also cuts a bf16 result off where a
+GPU rounds it, which is up to 2**-7 of each element.
 """
 
 import pytest
@@ -11,7 +12,7 @@ from worker_daemon.kernels.linear import ThinLinear, launch_matrix
 from worker_daemon.kernels.row_linear import launch_row
 from worker_daemon.kernels.tuning import MatrixTile, Tuning, VectorTile
 
-BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
+BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 2**-7}
 
 BIAS = pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 
