@@ -143,9 +143,16 @@ class Guard:
 
     def _next_request(self) -> tuple[int, str]:
         try:
-            return self._requests.get(timeout=TICK_S)
+            return self._requests.get(timeout=self._pause_s())
         except queue.Empty:
             return 0, ""
+
+    def _pause_s(self) -> float:
+        """For how long there is nothing to look at; less than a tick where something falls due."""
+        progress, now = self._progress, time.monotonic()
+        slow_at = self._pace.slow_at(self._waited_for())
+        due = (progress.stamp.deadline, progress.result.deadline, slow_at)
+        return min(TICK_S, *(at - now if at > now else TICK_S for at in due))
 
     def _abort(self, cause: str) -> None:
         logger.warning("aborting the link: %s", cause)
@@ -191,14 +198,19 @@ class Guard:
 
     def _watch_pace(self, now: float) -> None:
         """Tell of a step, or of its result, that takes far longer than others did."""
-        stamp, result = self._progress.stamp, self._progress.result
+        stamp = self._progress.stamp
         self._pace.sample(self._progress.last_seq, stamp, now)
         if self._has_announced(stamp):
             return
-        waited_for = result if stamp.idle else stamp
+        waited_for = self._waited_for()
         if self._pace.is_slow(waited_for, now):
             usual_ms = int(self._pace.usual_s * 1000)
             self._listener.slow(waited_for.phase, waited_for.age_ms(now), usual_ms)
+
+    def _waited_for(self) -> Stamp:
+        """What the step thread is at or, where that is idle, the result that has not come."""
+        stamp = self._progress.stamp
+        return self._progress.result if stamp.idle else stamp
 
     def _watch_device(self, now: float) -> None:
         """Look after the device itself now and then; a change goes to the log."""
