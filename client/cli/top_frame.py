@@ -4,6 +4,7 @@ and no connection."""
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import Status
 
 GIB: Final = 1 << 30
@@ -118,13 +119,18 @@ def _figures(seen: Seen) -> str:
 
 
 def _doing(status: Status) -> str:
-    lease = status.lease
-    holder = lease.holder_name or lease.holder.hex()[:8]
-    leased = f"{holder} for {lease.remaining_ms / 1000:.1f} s" if lease.state == "held" else "none"
-    if lease.state == "orphan":
-        leased = f"orphan of {holder}"
     phase = status.phase if not status.phase_ms else f"{status.phase} for {_duration(status)}"
-    return f"{phase}, link {status.link_state}, lease: {leased}"
+    return f"{phase}, link {status.link_state}, lease: {_leased(status.lease)}"
+
+
+def _leased(lease: LeaseStatus) -> str:
+    holder = lease.holder_name or lease.holder.hex()[:8]
+    match lease.state:
+        case "held":
+            return f"{holder} for {lease.remaining_ms / 1000:.1f} s"
+        case "orphan":
+            return f"orphan of {holder}"
+    return lease.state
 
 
 def _duration(status: Status) -> str:

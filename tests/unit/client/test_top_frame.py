@@ -82,6 +82,7 @@ def test_details_name_lease_memory_event_and_trouble():
     assert "4 s ago: a -> b (c) d" in shown
     assert "degraded: NVML is lost" in shown
     assert "no answer for 3 s: it is gone" in text(seen()._replace(error="it is gone"))
+    assert "lease: free" in text(seen(lease=LeaseStatus(state="free")), width=200)
     assert "? ipc:///x: it is gone" in text(Seen("ipc:///x", error="it is gone"))
 
 
