@@ -17,6 +17,7 @@ import zmq
 from client.errors import ClientError, DeadlineExceeded, LaunchError, Unkillable
 from client.transport import new_driver_id, parse_endpoint
 from client.worker_client import AskingClient, WorkerClient
+from rpc_schema.exit_codes import describe_exit
 
 READY_TIMEOUT_S = 120.0
 HELLO_TIMEOUT_S = 0.5
@@ -215,7 +216,7 @@ class LocalDaemons:
 
     def _launch_error(self, message: str, daemon: _Daemon) -> LaunchError:
         code = daemon.process.poll()
-        ending = "" if code is None else f" (exit code {code})"
+        ending = "" if code is None else f" ({describe_exit(code)})"
         return LaunchError(
             f"{daemon.endpoint}: {message}{ending}", exit_code=code, log_tail=_tail(daemon.log)
         )

@@ -47,7 +47,7 @@ def test_daemons_become_ready_and_leave_nothing(monkeypatch):
         os.kill(daemons.pids[1], signal.SIGKILL)
         # A process is a zombie before the last of its threads is gone and it can be waited for.
         os.waitid(os.P_PID, daemons.pids[1], os.WEXITED | os.WNOWAIT)
-        with pytest.raises(LaunchError, match="exit code -9"):
+        with pytest.raises(LaunchError, match=r"exit code 137: it was killed \(SIGKILL\)"):
             daemons.check_alive()
         daemons.stop(timeout_s=0.2)
     assert not daemons.directory.exists()
