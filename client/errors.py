@@ -78,9 +78,9 @@ class ConfigMismatchError(ClientConfigError):
 
     def __init__(self, differences: list[str]) -> None:
         super().__init__(
-            "the daemons hold another configuration: " + ", ".join(differences),
+            "the daemons hold another configuration (asked for != loaded)",
             field="config",
-            value=len(differences),
+            value=differences,
             fix="ask for what is loaded, or load anew with reload=True (--reload)",
         )
         self.differences = tuple(differences)
