@@ -151,18 +151,17 @@ def _write_lines(path: Path, results: Sequence[JsonObject]) -> None:
 
 
 class _ProgressPrinter:
-    """Prints each phase of each rank once, to standard error, between-times left out."""
+    """Prints each phase of each rank once, to standard error, between-times left out. Not the
+    operation: a heartbeat may be older than the one that is under way."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)
-        self._seen: set[tuple[str, int, str]] = set()
+        self._seen: set[tuple[int, str]] = set()
 
     def __call__(self, progress: Progress) -> None:
-        key = (progress.operation, progress.rank, progress.phase)
+        key = (progress.rank, progress.phase)
         if progress.phase != "IDLE" and key not in self._seen:
             self._seen.add(key)
             self._console.print(
-                f"rank {progress.rank}: {progress.operation}: {progress.phase}",
-                markup=False,
-                highlight=False,
+                f"rank {progress.rank}: {progress.phase}", markup=False, highlight=False
             )
