@@ -3,17 +3,9 @@
 
 import contextlib
 from pathlib import Path
-from typing import Protocol
 
 PROCESSES = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
-
-
-class OomKills(Protocol):
-    """Kills since the object was made."""
-
-    def since(self) -> int:
-        """How many; 0 also where nobody knows."""
 
 
 class CgroupOomKills:
@@ -26,7 +18,7 @@ class CgroupOomKills:
         self._before = _read(events)
 
     def since(self) -> int:
-        """See OomKills."""
+        """How many since the object was made; 0 also where nobody knows."""
         return max(0, _read(self._events) - self._before)
 
 
