@@ -6,10 +6,20 @@ from typing import Final
 
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope, WireError
 from rpc_schema.lease import LeaseStatus
-from worker_daemon.errors import GapError, LeaseHeldError, ProtocolError, WorkerError
+from worker_daemon.errors import (
+    ConfigError,
+    GapError,
+    InvalidStepError,
+    LeaseHeldError,
+    ProtocolError,
+    StateError,
+    WorkerError,
+)
 
 MAX_MESSAGE: Final = 8192
 MAX_TRACEBACK: Final = 32768
+_REFUSALS: Final = (ProtocolError, StateError, ConfigError, InvalidStepError)
+"""What is wrong is on the other side, and the message says what."""
 
 
 def error_reply(error: Exception, *, epoch: int, seq: int, rank: int) -> ErrorReply:
@@ -57,7 +67,7 @@ def _message(error: Exception) -> str:
 
 
 def _traceback(error: Exception) -> str:
-    """The frames that led to `error`; none for a refusal: what is wrong is on the other side."""
-    if error.__traceback__ is None or isinstance(error, ProtocolError):
+    """The frames that led to `error`; none for a refusal."""
+    if error.__traceback__ is None or isinstance(error, _REFUSALS):
         return ""
     return "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]

@@ -6,7 +6,14 @@ import pytest
 
 from rpc_schema.codec import decode_control_reply, decode_step_reply, encode_control, encode_step
 from rpc_schema.errors import ErrorCode, ErrorScope, TooLargeError
-from worker_daemon.errors import GapError, WorkerError
+from worker_daemon.errors import (
+    CheckpointError,
+    GapError,
+    InvalidStepError,
+    StaleError,
+    StateError,
+    WorkerError,
+)
 from worker_daemon.server.replies import classify, control_error_reply, error_reply
 from worker_daemon.server.reply_channel import MAX_RING_BYTES, ReplyRing
 from worker_daemon.server.sequence import REPLAYABLE
@@ -41,6 +48,17 @@ def test_an_unforeseen_exception_costs_one_step_and_shows_its_traceback() -> Non
     assert "test_replies_and_ring.py" in reply.traceback
     assert "list index out of range" in reply.message
     assert decode_control_reply([encode_control(control)]) == control
+
+
+@pytest.mark.parametrize("kind", [StaleError, StateError, CheckpointError, InvalidStepError])
+def test_a_refusal_is_its_message_alone(kind: type[WorkerError]) -> None:
+    try:
+        raise kind("it cannot be")
+    except WorkerError as error:
+        reply = error_reply(error, epoch=1, seq=2, rank=3)
+        control = control_error_reply(error, call=4)
+    assert "it cannot be" in reply.message
+    assert (reply.traceback, control.traceback) == ("", "")
 
 
 def test_a_gap_names_the_missing_seq() -> None:
