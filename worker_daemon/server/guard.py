@@ -199,9 +199,10 @@ class Guard:
     def _watch_pace(self, now: float) -> None:
         """Tell of a step, or of its result, that takes far longer than others did."""
         stamp = self._progress.stamp
-        self._pace.sample(self._progress.last_seq, stamp, now)
-        if self._has_announced(stamp):
+        if self._has_announced(stamp):  # a load, say
+            self._pace.pause(self._progress.last_seq)
             return
+        self._pace.sample(self._progress.last_seq, stamp, now)
         waited_for = self._waited_for()
         if self._pace.is_slow(waited_for, now):
             usual_ms = int(self._pace.usual_s * 1000)

@@ -20,6 +20,7 @@ class Pace:
         """0 before the first step."""
         self._last_seq = 0
         self._since = 0.0
+        """When the samples that count began; 0: with the next one."""
         self._reported: Stamp | None = None
 
     def sample(self, last_seq: int, stamp: Stamp, now: float) -> None:
@@ -32,6 +33,11 @@ class Pace:
             )
         if count or stamp.idle or not self._since:
             self._since = now
+        self._last_seq = last_seq
+
+    def pause(self, last_seq: int) -> None:
+        """No step runs: the time from the sample before to the next one is none of theirs."""
+        self._since = 0.0
         self._last_seq = last_seq
 
     def slow_at(self, stamp: Stamp) -> float:

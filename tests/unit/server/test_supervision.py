@@ -100,3 +100,12 @@ def test_idle_time_is_no_step_s() -> None:
         now += 0.25
     pace.sample(225, Stamp("ExecuteModel", now, now + 60, True), now)
     assert pace.usual_s == pytest.approx(0.01, rel=0.2)
+
+
+def test_a_pause_is_no_step_s() -> None:
+    pace, now = paced(0.01)
+    pace.pause(201)
+    stamp = Stamp("ExecuteModel", now, now + 60, True)
+    pace.sample(202, stamp, now + 30.0)
+    pace.sample(227, stamp, now + 30.25)
+    assert pace.usual_s == pytest.approx(0.01, rel=0.2)
