@@ -34,10 +34,6 @@ class Supervised:
         self.processes[rank].kill()
         return at
 
-    def kill_later(self, rank: int, seconds: float) -> None:
-        """kill -9 from another thread."""
-        self._later(seconds, lambda: self.processes[rank].kill())
-
     def stop(self, rank: int) -> float:
         """SIGSTOP; return when."""
         at = time.monotonic()
