@@ -7,6 +7,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from importlib import metadata
 from typing import Final
@@ -88,14 +89,8 @@ class Attaching:
         )
 
     def prepare(self, message: lc.PrepareAttach) -> ControlReplyMessage:
-        """Grant an epoch above all before it: none below it can be taken any more.
-
-        Raises:
-            StateError, DrainingError: the daemon takes no drivers.
-            IncompatibleError: the driver speaks another version, or has not said which.
-            LeaseHeldError: another driver holds the lease.
-            ConfigError: the epoch cannot be written to disk.
-        """
+        """Grant an epoch above all before it, for good: it is on disk when this returns. Raises
+        IncompatibleError, and what the draining, the lease and the epochs have against it."""
         self._draining.check_takes_drivers()
         self._need_same_version(message.driver_id)
         self._lease.check_free_for(message.driver_id, force=message.force)
@@ -193,10 +188,9 @@ class Attaching:
         epoch, driver_id = message.epoch, message.driver_id
         self._lease.grant(driver_id, epoch, terms)
         self._guard.forgive_hangs()
-        loop = asyncio.get_running_loop()
-        taken: asyncio.Future[Standing] = loop.create_future()
-        settle = _threadsafe(loop, taken)
-        self._post(Attach(epoch, driver_id, settle, message.keep_requests))
+        told: Future[Standing] = Future()  # on the completion thread
+        self._post(Attach(epoch, driver_id, told.set_result, message.keep_requests))
+        taken = asyncio.wrap_future(told)
         done, _ = await asyncio.wait((taken,), timeout=BUSY_GRACE_S)
         if not done:
             self._free_from_peers(f"epoch {epoch} attaches")
@@ -218,18 +212,3 @@ class Attaching:
             if stamp.on_link:
                 self._guard.request_abort(f"{cause} while {stamp.phase} is waited for")
                 return
-
-
-def _threadsafe(
-    loop: asyncio.AbstractEventLoop, future: "asyncio.Future[Standing]"
-) -> Callable[[Standing], None]:
-    """Return what sets the future's result from another thread, if somebody still waits for it."""
-
-    def settle(standing: Standing) -> None:
-        if not future.done():
-            future.set_result(standing)
-
-    def taken(standing: Standing) -> None:
-        loop.call_soon_threadsafe(settle, standing)
-
-    return taken

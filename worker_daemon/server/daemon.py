@@ -25,12 +25,7 @@ from worker_daemon.server.attaching import Attaching
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.control import Control
 from worker_daemon.server.device_watch import DeviceWatch, OpenFaultWatch, OpenGauges
-from worker_daemon.server.dispatch import (
-    MakeWorker,
-    OpenRendezvousServer,
-    RendezvousServerLike,
-    WorkerLike,
-)
+from worker_daemon.server.dispatch import MakeWorker, OpenRendezvousServer, WorkerLike
 from worker_daemon.server.draining import Draining
 from worker_daemon.server.endpoints import (
     AnyEndpoint,
@@ -210,22 +205,20 @@ class Daemon:
             security=self._security,
         )
         self._device_watch = DeviceWatch(open_watch, self._gpu_fault, open_gauges)
-        self._furnish_main_thread(partial(open_rendezvous, data_host))
+        self._furnish_main_thread(open_rendezvous, data_host)
         self._tasks: set[asyncio.Future[None]] = set()
         self._signals = 0
         self._fatal_lock = threading.Lock()
         self._fatal_code: ExitCode | None = None
 
-    def _furnish_main_thread(self, open_server: Callable[[], RendezvousServerLike]) -> None:
+    def _furnish_main_thread(self, open_rendezvous: OpenRendezvousServer, data_host: str) -> None:
         """Make what answers drivers and tells them; only the main thread may call any of it."""
-        lease = Lease(time.monotonic, suspended_s)
-        self._draining = Draining(
-            self.post, lambda: self._events.tell_heartbeat(), lease, self._progress
-        )
+        progress, guard, lease = self._progress, self._guard, Lease(time.monotonic, suspended_s)
+        self._draining = Draining(self.post, lambda: self._events.tell_heartbeat(), lease, progress)
         report = SelfReport(
             endpoint=self._premises.endpoint,
-            progress=self._progress,
-            guard=self._guard,
+            progress=progress,
+            guard=guard,
             lease=lease,
             draining=self._draining,
             security=self._security,
@@ -234,13 +227,7 @@ class Daemon:
         )
         self._events = Events(self._sockets.events, report)
         self._attaching = Attaching(
-            self._premises.epochs,
-            lease,
-            self._draining,
-            self._progress,
-            self._guard,
-            report,
-            self.post,
+            self._premises.epochs, lease, self._draining, progress, guard, report, self.post
         )
         need_attached = self._attaching.need_attached
         self._control = Control(
@@ -248,7 +235,7 @@ class Daemon:
             security=self._security,
             attaching=self._attaching,
             meeting_places=MeetingPlaces(
-                open_server, need_attached, self._progress, self._guard, self.post
+                open_rendezvous, data_host, need_attached, progress, guard, self.post
             ),
             report=report,
             draining=self._draining,

@@ -64,10 +64,7 @@ class Draining:
         """Answer an operator, once it is so. Raises StateError, as `drain` and `undo` do."""
         if self.ends:
             raise StateError("the daemon is shutting down")
-        if message.undo:
-            await self.undo()
-        else:
-            await self.drain()
+        await (self.undo() if message.undo else self.drain())
         return lc.Acknowledged(call=message.call)
 
     async def undo(self) -> None:

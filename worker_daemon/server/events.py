@@ -75,7 +75,7 @@ class Events:
 
     @property
     def _origin(self) -> _Origin:
-        return {"worker_uid": self._report.worker_uid, "rank": self._report.rank}
+        return {"worker_uid": self._report.worker_uid, "rank": self._report.progress.snapshot.rank}
 
     def _publish(self, event: EventMessage) -> None:
         try:

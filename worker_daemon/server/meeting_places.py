@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import ControlReplyMessage
 from worker_daemon.errors import FencedError
-from worker_daemon.server.dispatch import RendezvousServerLike
+from worker_daemon.server.dispatch import OpenRendezvousServer, RendezvousServerLike
 from worker_daemon.server.guard import Guard
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.step_thread import Command, LinkBroke
@@ -19,15 +19,17 @@ class MeetingPlaces:
 
     def __init__(
         self,
-        open_server: Callable[[], RendezvousServerLike],
+        open_rendezvous: OpenRendezvousServer,
+        host: str,
         need_attached: Callable[[int], None],
         progress: Progress,
         guard: Guard,
         post: Callable[[Command], None],
     ) -> None:
-        """need_attached(epoch) raises unless the epoch is the attached driver's. post: to the step
-        thread."""
-        self._open_server = open_server
+        """host: where they are. need_attached(epoch) raises unless the epoch is the attached
+        driver's. post: to the step thread."""
+        self._open_rendezvous = open_rendezvous
+        self._host = host
         self._need_attached = need_attached
         self._progress = progress
         self._guard = guard
@@ -35,11 +37,8 @@ class MeetingPlaces:
         self._servers: deque[RendezvousServerLike] = deque()
 
     def open(self, message: lc.OpenRendezvous) -> ControlReplyMessage:
-        """Open a place for a link above the current one.
-
-        Raises:
-            FencedError: the link is not; or the epoch is not attached, as need_attached says.
-        """
+        """Open a place for a link above the current one. Raises FencedError for any other, and
+        what need_attached does."""
         self._need_attached(message.epoch)
         if message.link <= self._progress.link:
             raise FencedError(
@@ -47,7 +46,7 @@ class MeetingPlaces:
             )
         while len(self._servers) > 1:
             self._servers.popleft().close()
-        server = self._open_server()
+        server = self._open_rendezvous(self._host)
         self._servers.append(server)
         return lc.OpenRendezvousReply(call=message.call, host=server.host, port=server.port)
 

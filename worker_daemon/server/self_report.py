@@ -23,7 +23,7 @@ from worker_daemon.server.step_thread import UID_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfReport:
-    """Made anew at each question. Main thread only, as lease and draining are."""
+    """Made anew each time that somebody asks. Main thread only, as lease and draining are."""
 
     endpoint: AnyEndpoint
     progress: Progress
@@ -36,11 +36,6 @@ class SelfReport:
     worker_uid: bytes = field(default_factory=lambda: os.urandom(UID_BYTES))
     """Tells this process from any other that ever had the endpoint."""
 
-    @property
-    def rank(self) -> int:
-        """This daemon's place in its group."""
-        return self.progress.snapshot.rank
-
     def get_status(self, message: lc.GetStatus) -> ControlReplyMessage:
         """Answer with the status."""
         return lc.GetStatusReply(call=message.call, status=self.status())
@@ -48,13 +43,12 @@ class SelfReport:
     def check_health(self, message: lc.CheckHealth) -> ControlReplyMessage:
         """Answer whether the daemon can work, and what its last hang was."""
         stamp = self.progress.stamp
-        now = time.monotonic()
         failure = self.progress.snapshot.failure or self.progress.overdue()
         return lc.CheckHealthReply(
             call=message.call,
             healthy=not failure,
             phase=stamp.phase,
-            phase_ms=stamp.age_ms(now),
+            phase_ms=stamp.age_ms(time.monotonic()),
             detail=failure or self.guard.last_hang,
         )
 

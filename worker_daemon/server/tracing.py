@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -180,42 +181,25 @@ class Tracing:
     ) -> _T:
         """Run `work` there; return or raise what it does, or TimeoutError: it has not run within
         the limit."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[_T] = loop.create_future()
-        self._post(
-            Aside(phase, limit_s, lambda worker: _settle(loop, future, partial(work, worker)))
-        )
-        return await asyncio.wait_for(future, limit_s)
+        future: Future[_T] = Future()
+        self._post(Aside(phase, limit_s, lambda worker: _settle(future, partial(work, worker))))
+        return await asyncio.wait_for(asyncio.wrap_future(future), limit_s)
 
 
 async def _on_a_thread(work: Callable[[], _T]) -> _T:
     """Run `work` on a thread that ends with it; an executor's would be waited for at the end."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[_T] = loop.create_future()
-    threading.Thread(target=_settle, args=(loop, future, work), name="trace", daemon=True).start()
-    return await future
+    future: Future[_T] = Future()
+    threading.Thread(target=_settle, args=(future, work), name="trace", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
-def _settle(
-    loop: asyncio.AbstractEventLoop, future: "asyncio.Future[_T]", work: Callable[[], _T]
-) -> None:
-    """Run `work` on this thread, and settle the loop's future with what it returns or raises."""
-    try:
-        settle = partial(_succeed, future, work())
-    except Exception as error:
-        settle = partial(_fail, future, error)
-    with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
-        loop.call_soon_threadsafe(settle)
-
-
-def _succeed(future: "asyncio.Future[_T]", result: _T) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _fail(future: "asyncio.Future[_T]", error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
+def _settle(future: Future[_T], work: Callable[[], _T]) -> None:
+    """Run `work` on this thread, and settle the future with what it returns or raises."""
+    with contextlib.suppress(InvalidStateError):  # nobody waits any more
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
 
 
 def _start(due: float, worker: WorkerLike) -> None:
