@@ -178,8 +178,8 @@ class Scene:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def stop_daemons(self) -> list[int]:
-        """SIGTERM to all, once they serve (the last fault may have struck as the last request ended);
-        return their exit codes."""
+        """SIGTERM to all, once they serve: the last fault may have struck with the last request's
+        end. Return their exit codes."""
         for daemon in self.daemons:
             daemon.process.send_signal(signal.SIGCONT)
             self._supervise(daemon)
