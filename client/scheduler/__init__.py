@@ -4,7 +4,7 @@ interface.py       what a driver asks of a scheduler, and the values that they e
 reference.py       Scheduler: its calls; commits steps, takes in their results
 planning.py        decides a step: decodes, prefill chunks, preemption, admission
 roster.py          who waits and who runs
-pipeline.py        who decodes in which step, so that the stages work on different requests
+decode_groups.py   who decodes together, so that the stages work on different requests
 request.py         one request: its counts, when it ends, where it comes from
 request_blocks.py  which blocks requests hold, and what of them is shared; over block_pool.py
 """

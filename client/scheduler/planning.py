@@ -1,11 +1,10 @@
-"""What the next step computes: first come, first served, decodes before prefills. Finds blocks for
-it, preempts and admits; what it computes counts only once the scheduler commits it."""
+"""What one step computes: first come, first served, decodes before prefills. Finds blocks for it,
+preempts and admits; tokens count as computed only once the scheduler commits the step."""
 
-from dataclasses import dataclass, field
 from itertools import chain, islice
 
+from client.scheduler.decode_groups import DecodeGroups
 from client.scheduler.interface import SchedulerLimits
-from client.scheduler.pipeline import Pipeline
 from client.scheduler.request import Request
 from client.scheduler.request_blocks import RequestBlocks
 from client.scheduler.roster import Roster
@@ -23,117 +22,131 @@ MAX_LOOKED_AT = 1024
 """Waiting prompts that are looked at for that."""
 
 
-@dataclass(slots=True)
 class Step:
     """A step in the making."""
 
-    budget: int
-    """Tokens that it may still take."""
-    chunk: int
-    """Tokens that several prompts may have together."""
-    group: int | None = None
-    """The pipeline's group that decodes."""
-    decodes: dict[str, Request] = field(default_factory=dict)
-    prefills: dict[str, int] = field(default_factory=dict)
-    num_prefill_tokens: int = 0
-    new: list[Request] = field(default_factory=list)
-    num_admitted_tokens: int = 0
-    new_blocks: dict[str, list[int]] = field(default_factory=dict)
-    preempted: list[str] = field(default_factory=list)
+    def __init__(
+        self, limits: SchedulerLimits, roster: Roster, blocks: RequestBlocks, groups: DecodeGroups
+    ) -> None:
+        self.group: int | None = None
+        """The one that decodes."""
+        self.decodes: dict[str, Request] = {}
+        self.prefills: dict[str, int] = {}
+        self.new: list[Request] = []
+        self.new_blocks: dict[str, list[int]] = {}
+        self.preempted: list[str] = []
+        self._limits = limits
+        self._roster = roster
+        self._blocks = blocks
+        self._groups = groups
+        self._budget = limits.max_num_batched_tokens
+        self._num_prefill_tokens = 0
+        self._num_admitted_tokens = 0
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell the workers."""
+        """Whether there is nothing to compute, nor anybody preempted."""
         return not (self.decodes or self.prefills or self.preempted)
 
-    def has_room(self, count: int) -> bool:
-        """Whether it may take so many more prompt tokens: of one prompt what the budget allows, of
-        several a chunk."""
-        return count > 0 and (not self.prefills or self.num_prefill_tokens + count <= self.chunk)
+    def plan(self, number: int, oldest: int) -> None:
+        """Decide who takes part in step `number`; it may be nobody. `oldest` is the first step in
+        flight, or the same where none is.
 
-    def can_admit(self, request: Request) -> bool:
-        """Whether all tokens of a request still fit into its message."""
-        return self.num_admitted_tokens + len(request.tokens) <= MAX_ADMITTED_TOKENS
+        A request decodes at most once in as many consecutive steps in flight as there are stages,
+        so that the stages work on different requests; where there is nothing else to do, more
+        often.
+        """
+        num_stages = self._limits.pipeline_parallel_size
+        chunk = self._chunk(num_stages)
+        self._plan_decodes(before=max(oldest, number - num_stages + 1))
+        self._plan_prefills(chunk)
+        if not self.preempted:
+            self._admit(chunk)
+        if self.is_empty:
+            self._plan_decodes(before=number)
 
-    def admit(self, request: Request) -> None:
-        """Tell the workers of a request, with all its tokens and blocks."""
-        self.new.append(request)
-        self.num_admitted_tokens += len(request.tokens)
-        self.new_blocks.pop(request.id, None)
-
-    def prefill(self, request: Request, count: int) -> None:
-        """Compute so many tokens of a prompt."""
-        self.prefills[request.id] = count
-        self.num_prefill_tokens += count
-        self.budget -= count
-
-    def preempt(self, victim: Request) -> None:
-        """Compute nothing of a request, and let the workers forget it."""
-        self.decodes.pop(victim.id, None)
-        freed = self.prefills.pop(victim.id, 0)
-        self.num_prefill_tokens -= freed
-        self.budget += freed
-        self.new_blocks.pop(victim.id, None)
-        self.new = [request for request in self.new if request is not victim]
-        self.preempted.append(victim.id)
-
-
-class Planner:
-    """Decides one step after the other; holds nothing from one to the next."""
-
-    def __init__(
-        self, limits: SchedulerLimits, roster: Roster, blocks: RequestBlocks, pipeline: Pipeline
-    ) -> None:
-        self._max_tokens = limits.max_num_batched_tokens
-        self._block_size = limits.block_size
-        self._roster = roster
-        self._blocks = blocks
-        self._pipeline = pipeline
-
-    def plan(self) -> Step:
-        """Return the next step; it may be empty."""
-        step = Step(self._max_tokens, self._chunk())
-        self._plan_decodes(step, ahead=False)
-        self._plan_prefills(step)
-        if not step.preempted:
-            self._admit(step)
-        if step.is_empty:
-            self._plan_decodes(step, ahead=True)
-        return step
-
-    def _plan_decodes(self, step: Step, *, ahead: bool) -> None:
+    def _plan_decodes(self, *, before: int) -> None:
         """Plan the group whose turn it is, or the next one with somebody to run."""
-        for group, ready in self._pipeline.in_turn(ahead=ahead):
-            step.decodes = {request.id: request for request in ready}
-            self._find_decode_blocks(step, ready)
-            if step.decodes:
-                step.group = group
-                step.budget -= len(step.decodes)
+        size = self._limits.block_size
+        for group, ready in self._groups.in_turn(before):
+            self.decodes = ready
+            needy = [r for r in ready.values() if r.num_computed % size == 0]  # no block has room
+            if len(needy) > self._blocks.num_free:
+                needy.sort(key=lambda request: request.admission)
+            for request in needy:
+                if request.id in self.decodes and not self._extend(request, 1):
+                    del self.decodes[request.id]
+            if self.decodes:
+                self.group = group
+                self._budget -= len(self.decodes)
                 return
 
-    def _find_decode_blocks(self, step: Step, ready: list[Request]) -> None:
-        size = self._block_size
-        needy = [r for r in ready if r.num_computed == len(r.blocks.ids) * size]
-        if len(needy) > self._blocks.num_free:
-            needy.sort(key=lambda request: request.admission)
-        for request in needy:
-            if request.id in step.decodes and not self._extend(step, request, 1):
-                del step.decodes[request.id]
-
-    def _plan_prefills(self, step: Step) -> None:
+    def _plan_prefills(self, chunk: int) -> None:
         for request in list(self._roster.prefilling.values()):
-            count = min(request.num_tokens - request.num_computed, step.budget)
+            count = min(request.num_tokens - request.num_computed, self._budget)
             if (
-                step.has_room(count)
+                self._has_room(count, chunk)
                 and request.is_running
-                and (not request.unannounced or step.can_admit(request))
-                and self._extend(step, request, count)
+                and (not request.unannounced or self._can_announce(request))
+                and self._extend(request, count)
             ):
-                step.prefill(request, count)
+                self._prefill(request, count)
                 if request.unannounced:
-                    step.admit(request)
+                    self._announce(request)
+                    self.new_blocks.pop(request.id, None)  # they come with the others
 
-    def _extend(self, step: Step, request: Request, count: int) -> bool:
+    def _admit(self, chunk: int) -> None:
+        """Admit waiting requests in order, as long as blocks, slots and tokens last."""
+        while self._roster.waiting and self._budget > 0 and not self._roster.is_full:
+            request = self._roster.waiting[0]
+            if request.num_in_flight or request.num_void or not self._can_announce(request):
+                return
+            prefix = self._blocks.find_prefix(request)
+            if not self._blocks.can_hold(request, prefix):
+                return
+            num_cached = len(prefix) * self._limits.block_size
+            count = min(request.num_tokens - num_cached, self._budget)
+            if not self._has_room(count, chunk):
+                return
+            self._blocks.begin(request, prefix, count)
+            self._roster.start(request)
+            self._announce(request)
+            self._prefill(request, count)
+
+    def _chunk(self, num_stages: int) -> int:
+        """How many tokens several prompts share a step with: the budget, or in a pipeline their
+        part of all that wait."""
+        budget = self._limits.max_num_batched_tokens
+        if num_stages == 1:
+            return budget
+        num_steps = CHUNKS_PER_STAGE * num_stages
+        pending = 0
+        unsent = chain(self._roster.prefilling.values(), self._roster.waiting)
+        for request in islice(unsent, MAX_LOOKED_AT):
+            pending += request.num_tokens - request.num_computed
+            if pending >= num_steps * budget:
+                break
+        return max(PIPELINE_CHUNK, min(budget, pending // num_steps))
+
+    def _has_room(self, count: int, chunk: int) -> bool:
+        """Whether it may take count more prompt tokens: of one prompt what the budget allows, of
+        several a chunk."""
+        return count > 0 and (not self.prefills or self._num_prefill_tokens + count <= chunk)
+
+    def _prefill(self, request: Request, count: int) -> None:
+        self.prefills[request.id] = count
+        self._num_prefill_tokens += count
+        self._budget -= count
+
+    def _can_announce(self, request: Request) -> bool:
+        """Whether the tokens of a request, all of which are sent, fit into the step's message."""
+        return self._num_admitted_tokens + len(request.tokens) <= MAX_ADMITTED_TOKENS
+
+    def _announce(self, request: Request) -> None:
+        self.new.append(request)
+        self._num_admitted_tokens += len(request.tokens)
+
+    def _extend(self, request: Request, count: int) -> bool:
         """Find blocks for `count` more tokens, preempting the latest admitted where need be.
 
         Only requests admitted after this one are preempted; without any, this one waits.
@@ -143,43 +156,19 @@ class Planner:
             victim = next(reversed(self._roster.running.values()))
             if victim is request:
                 return False
-            step.preempt(victim)
-            victim.num_preemptions += 1
-            self._blocks.remember(victim)
-            self._roster.requeue([victim])
+            self._preempt(victim)
         if missing > 0:
-            step.new_blocks[request.id] = self._blocks.extend(request, count)
+            self.new_blocks[request.id] = self._blocks.extend(request, missing)
         return True
 
-    def _admit(self, step: Step) -> None:
-        """Admit waiting requests in order, as long as blocks, slots and tokens last."""
-        while self._roster.waiting and step.budget > 0 and not self._roster.is_full:
-            request = self._roster.waiting[0]
-            if request.num_in_flight or request.num_void or not step.can_admit(request):
-                return
-            prefix = self._blocks.find_prefix(request)
-            if not self._blocks.can_hold(request, prefix):
-                return
-            count = min(request.num_tokens - len(prefix) * self._block_size, step.budget)
-            if not step.has_room(count):
-                return
-            self._blocks.begin(request, prefix)
-            self._blocks.extend(request, count)
-            self._roster.start(request)
-            step.admit(request)
-            step.prefill(request, count)
-
-    def _chunk(self) -> int:
-        """How many tokens several prompts share a step with: the budget, or in a pipeline their
-        part of all that wait."""
-        num_stages = self._pipeline.num_stages
-        if num_stages == 1:
-            return self._max_tokens
-        num_steps = CHUNKS_PER_STAGE * num_stages
-        pending = 0
-        unsent = chain(self._roster.prefilling.values(), self._roster.waiting)
-        for request in islice(unsent, MAX_LOOKED_AT):
-            pending += request.num_tokens - request.num_computed
-            if pending >= num_steps * self._max_tokens:
-                break
-        return max(PIPELINE_CHUNK, min(self._max_tokens, pending // num_steps))
+    def _preempt(self, victim: Request) -> None:
+        self.decodes.pop(victim.id, None)
+        freed = self.prefills.pop(victim.id, 0)
+        self._num_prefill_tokens -= freed
+        self._budget += freed
+        self.new_blocks.pop(victim.id, None)
+        self.new = [request for request in self.new if request is not victim]
+        self.preempted.append(victim.id)
+        self._blocks.remember(victim)
+        victim.num_preemptions += 1
+        self._roster.requeue(victim)

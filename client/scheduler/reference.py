@@ -3,13 +3,14 @@ recompute. Takes the driver's calls, commits steps and takes their results in. K
 tokens and blocks; no slots, no wire, no clock.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 from client.adoption import AdoptedRequest
 from client.requests import GenerationRequest, seeded, validated
+from client.scheduler.decode_groups import DecodeGroups
 from client.scheduler.interface import FinishReason, RequestOutput, SchedulerLimits
-from client.scheduler.pipeline import Pipeline
-from client.scheduler.planning import Planner, Step
+from client.scheduler.planning import Step
 from client.scheduler.request import Request, adopted_request, new_request
 from client.scheduler.request_blocks import RequestBlocks
 from client.scheduler.roster import Roster
@@ -28,11 +29,14 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
         self._blocks = RequestBlocks(limits)
-        self._pipeline = Pipeline(limits.pipeline_parallel_size)
+        self._groups = DecodeGroups(limits.pipeline_parallel_size)
         # A decode group never exceeds the token budget: groups are kept equal within one.
         most = limits.max_num_batched_tokens * limits.pipeline_parallel_size
-        self._roster = Roster(self._blocks, self._pipeline, min(limits.max_num_seqs, most))
-        self._planner = Planner(limits, self._roster, self._blocks, self._pipeline)
+        self._roster = Roster(self._blocks, self._groups, min(limits.max_num_seqs, most))
+        self._ended: list[str] = []
+        """Requests that the workers are to forget."""
+        self._num_steps = 0
+        self._in_flight: deque[int] = deque()
 
     def add_request(self, request: GenerationRequest) -> None:
         """Queue a request. Its id may be one that finished, once no step in flight names it.
@@ -72,14 +76,13 @@ class Scheduler:
                 self._blocks.remember(entry)
                 self._roster.start(entry)
                 entry.unannounced = True
-        self._roster.sort_waiting()
         return done
 
     def abort_request(self, req_id: str) -> None:
         """End a request early; unknown ids are ignored."""
         request = self._roster.unfinished.get(req_id)
         if request is not None:
-            self._roster.remove(request)
+            self._remove(request)
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request has not finished."""
@@ -93,36 +96,36 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Decide the next step; see SchedulerInterface."""
         self._blocks.remember_sent()
-        step = self._planner.plan()
-        if step.is_empty and not self._is_farewell_due():
+        step = Step(self._limits, self._roster, self._blocks, self._groups)
+        step.plan(self._num_steps, self._in_flight[0] if self._in_flight else self._num_steps)
+        # When all is done, the workers are told who has ended; else that can ride along later.
+        all_done = not self._roster.unfinished and not self._in_flight
+        if step.is_empty and not (all_done and self._ended):
             return None
         return self._commit(step)
-
-    def _is_farewell_due(self) -> bool:
-        """When all is done, the workers are told who has ended; else that can ride along later."""
-        all_done = not self._roster.unfinished and self._pipeline.is_idle
-        return all_done and bool(self._roster.ended)
 
     def _commit(self, step: Step) -> SchedulerOutput:
         new = [request.as_new() for request in step.new]
         for request in step.new:
             request.unannounced = False
-        number = self._pipeline.next_step
-        decode_req_ids = self._pipeline.send(step.group, step.decodes)
+        decode_req_ids = self._groups.commit(self._num_steps, step.group, step.decodes)
         for req_id, count in step.prefills.items():
             request = self._roster.unfinished[req_id]
             request.num_computed += count
             self._blocks.remember_later(request)
             if request.num_computed == request.num_tokens:
                 request.num_tokens += 1
-                request.last_step = number
+                request.last_step = self._num_steps
                 self._roster.end_prefill(request)
+        self._in_flight.append(self._num_steps)
+        self._num_steps += 1
+        ended, self._ended = self._ended, []
         return SchedulerOutput(
             num_scheduled_tokens=step.prefills,
             decode_req_ids=decode_req_ids,
             scheduled_new_reqs=new,
             new_block_ids=step.new_blocks,
-            finished_req_ids=self._roster.take_ended(),
+            finished_req_ids=ended,
             preempted_req_ids=step.preempted,
         )
 
@@ -130,7 +133,8 @@ class Scheduler:
         self, output: SchedulerOutput, result: StepResult
     ) -> list[RequestOutput]:
         """Take in what a step sampled; see SchedulerInterface."""
-        self._pipeline.has_result()
+        if self._in_flight:
+            self._in_flight.popleft()
         done = []
         unfinished, block_size = self._roster.unfinished, self._limits.block_size
         for req_id, token in zip(result.req_ids, result.token_ids, strict=True):
@@ -159,9 +163,12 @@ class Scheduler:
 
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
         """Take back steps that failed: lost requests wait again, in the order they came."""
-        self._pipeline.has_lost(len(outputs))
+        for _ in outputs:
+            self._in_flight.pop()
         running = self._roster.running
-        self._roster.requeue([running[req_id] for req_id in lost_req_ids if req_id in running])
+        for req_id in lost_req_ids:
+            if req_id in running:
+                self._roster.requeue(running[req_id])
         self._blocks.forget_all(good=running.values())
         for request in self._roster.unfinished.values():
             request.go_on_from_known()
@@ -170,18 +177,22 @@ class Scheduler:
         """The request's context gives no numbers, so that what it wrote to its blocks is not to be
         shared. Where it began with blocks of another request, that one's may be the fault: then it
         is computed anew, from its known tokens and by itself."""
-        self._blocks.distrust(request)
-        if not request.blocks.num_shared:
+        if not self._blocks.distrust(request):
             place = len(request.tokens) + 1
             return [self._finish(request, "error", NOT_A_NUMBER.format(place=place))]
         request.go_on_from_known(num_void=request.num_in_flight - 1)
-        self._blocks.begin_alone(request)
         if request.is_running:  # else it has been preempted, and waits already
-            self._roster.restart(request)
+            self._ended.append(request.id)
+            self._roster.requeue(request)
         return []
 
     def _finish(self, request: Request, reason: FinishReason, error: str = "") -> RequestOutput:
         if request.is_running and not error:
             self._blocks.remember(request)
-        self._roster.remove(request)
+        self._remove(request)
         return request.output(reason, error)
+
+    def _remove(self, request: Request) -> None:
+        if request.is_running:
+            self._ended.append(request.id)
+        self._roster.remove(request)

@@ -89,10 +89,11 @@ class Request:
 
     def take(self, token: int) -> FinishReason | None:
         """Add a token that was sampled; return why the request ends with it, if it does."""
-        self.tokens.append(token)
+        tokens = self.tokens
+        tokens.append(token)
         if token in self.stop_ids:
             return "stop"
-        return "length" if len(self.tokens) == self.limit else None
+        return "length" if len(tokens) == self.limit else None
 
     def take_again(self) -> FinishReason | None:
         """Take all generated tokens of an adopted request again, up to its end or to one that could

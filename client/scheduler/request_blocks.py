@@ -29,9 +29,9 @@ class RequestBlocks:
         """Return how many blocks a request lacks for its next `count` tokens."""
         return blocks_for(request.num_computed + count, self._size) - len(request.blocks.ids)
 
-    def extend(self, request: Request, count: int) -> list[int]:
-        """Give a request blocks for its next `count` tokens, and return them. Ask num_free first."""
-        block_ids = self._pool.allocate(self.num_missing(request, count))
+    def extend(self, request: Request, num_blocks: int) -> list[int]:
+        """Give a request more blocks, and return them. Ask num_free first."""
+        block_ids = self._pool.allocate(num_blocks)
         request.blocks.ids += block_ids
         return block_ids
 
@@ -48,15 +48,16 @@ class RequestBlocks:
         needed = blocks_for(len(request.tokens), self._size) - len(prefix)
         return needed <= self._pool.num_free - self._pool.num_free_among(prefix)
 
-    def begin(self, request: Request, prefix: Sequence[int]) -> None:
-        """Have a request begin with cached blocks."""
+    def begin(self, request: Request, prefix: Sequence[int], count: int) -> None:
+        """Give a request the cached blocks that it begins with, and those for `count` tokens."""
         self.resume(request, prefix, len(prefix) * self._size)
         request.blocks.num_remembered = request.blocks.num_shared = len(prefix)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed
+        self.extend(request, self.num_missing(request, count))
 
     def resume(self, request: Request, block_ids: Sequence[int], num_computed: int) -> None:
-        """Have a request go on with blocks that hold its first tokens."""
+        """Give a request the blocks that hold its first tokens."""
         self._pool.hold(block_ids)
         request.blocks.ids = list(block_ids)
         request.num_computed = num_computed
@@ -70,7 +71,7 @@ class RequestBlocks:
         request.num_computed = 0
 
     def remember(self, request: Request) -> None:
-        """Let others begin with the full blocks of a request, as far as steps were sent for them."""
+        """Let others begin with the full blocks of a request whose steps were sent."""
         if not self._caches_prefixes:
             return
         self._hash(request)
@@ -92,14 +93,13 @@ class RequestBlocks:
             if request.is_running:
                 self.remember(request)
 
-    def distrust(self, request: Request) -> None:
-        """Let nobody else begin with the blocks of a request whose context gives no numbers."""
+    def distrust(self, request: Request) -> bool:
+        """Let nobody begin with the blocks of a request whose context gives no numbers. Return
+        whether it had begun with blocks of others, which it will do no more."""
         self._pool.forget(request.blocks.hashes)
-
-    def begin_alone(self, request: Request) -> None:
-        """From its next admission on a request is to be computed without blocks of others."""
+        num_shared, request.blocks.num_shared = request.blocks.num_shared, 0
         request.blocks.may_share = False
-        request.blocks.num_shared = 0
+        return num_shared > 0
 
     def forget_all(self, good: Iterable[Request] = ()) -> None:
         """Drop the prefix cache. The blocks of `good` requests are good, and remembered anew."""
@@ -110,8 +110,7 @@ class RequestBlocks:
 
     def _hash(self, request: Request) -> None:
         """Bring a request's block hashes up to its known tokens."""
-        hashes = request.blocks.hashes
-        for start in range(len(hashes) * self._size, len(request.tokens), self._size):
-            tokens = np.array(request.tokens[start : start + self._size], np.int32)
-            if len(tokens) == self._size:
-                hashes.append(chained_hash(hashes[-1] if hashes else ROOT_HASH, tokens))
+        size, hashes = self._size, request.blocks.hashes
+        for index in range(len(hashes), len(request.tokens) // size):
+            tokens = np.array(request.tokens[index * size : (index + 1) * size], np.int32)
+            hashes.append(chained_hash(hashes[-1] if hashes else ROOT_HASH, tokens))

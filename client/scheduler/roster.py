@@ -1,30 +1,27 @@
 """Where each unfinished request is: waiting, or running with blocks. Knows no tokens, and decides
 nothing."""
 
+from bisect import insort
 from collections import deque
-from collections.abc import Iterable
 
 from client.errors import RequestError
-from client.scheduler.pipeline import Pipeline
+from client.scheduler.decode_groups import DecodeGroups
 from client.scheduler.request import Request
 from client.scheduler.request_blocks import RequestBlocks
 
 
 class Roster:
     """Who waits, in order of arrival, and who runs, in order of admission. Those that run are in
-    one of three places: `prefilling`, a group of the pipeline, or nowhere, when their last token is
-    being sampled. Others may read the collections; only the methods change them.
-    """
+    one of three places: `prefilling`, a decode group, or nowhere, when their last token is being
+    sampled. Others may read the collections; only the methods change them."""
 
-    def __init__(self, blocks: RequestBlocks, pipeline: Pipeline, max_running: int) -> None:
+    def __init__(self, blocks: RequestBlocks, groups: DecodeGroups, max_running: int) -> None:
         self.unfinished: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
         self.running: dict[str, Request] = {}
         self.prefilling: dict[str, Request] = {}
-        self.ended: list[str] = []
-        """Those that the workers are to forget."""
         self._blocks = blocks
-        self._pipeline = pipeline
+        self._groups = groups
         self._max_running = max_running
         self._num_arrivals = 0
         self._num_admissions = 0
@@ -40,16 +37,12 @@ class Roster:
             raise RequestError("the id is in use", field="id", value=req_id, fix=fix)
 
     def add(self, request: Request) -> None:
-        """Let a request wait: at the end, until sort_waiting where it has its place already."""
+        """Let a request wait: at the end, unless it was adopted and has its place already."""
         if request.arrival < 0:
             request.arrival = self._num_arrivals
         self._num_arrivals = max(self._num_arrivals, request.arrival + 1)
         self.unfinished[request.id] = request
-        self.waiting.append(request)
-
-    def sort_waiting(self) -> None:
-        """Bring those that wait into the order in which they came."""
-        self.waiting = deque(sorted(self.waiting, key=lambda request: request.arrival))
+        self._wait(request)
 
     def start(self, request: Request) -> None:
         """Let a waiting request run, with the blocks that it has."""
@@ -62,36 +55,26 @@ class Roster:
         """Let a request decode, unless its last token is being sampled."""
         del self.prefilling[request.id]
         if request.num_tokens < request.limit:
-            self._pipeline.join(request)
+            self._groups.join(request)
 
-    def requeue(self, requests: Iterable[Request]) -> None:
-        """Let running requests wait again, without blocks; the workers forget them by themselves."""
-        for request in requests:
-            self._stop(request)
-            self.waiting.append(request)
-        self.sort_waiting()
-
-    def restart(self, request: Request) -> None:
-        """Let a running request begin again from its known tokens."""
-        self.ended.append(request.id)
-        self.requeue([request])
+    def requeue(self, request: Request) -> None:
+        """Let a running request wait again, without blocks."""
+        self._stop(request)
+        self._wait(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request, which has ended."""
         del self.unfinished[request.id]
         if request.is_running:
             self._stop(request)
-            self.ended.append(request.id)
         else:
             self.waiting.remove(request)
 
-    def take_ended(self) -> list[str]:
-        """Return those that the workers are to forget, once."""
-        ended, self.ended = self.ended, []
-        return ended
+    def _wait(self, request: Request) -> None:
+        insort(self.waiting, request, key=lambda waiting: waiting.arrival)
 
     def _stop(self, request: Request) -> None:
-        self._pipeline.leave(request)
+        self._groups.leave(request)
         self.prefilling.pop(request.id, None)
         del self.running[request.id]
         self._blocks.release(request)
