@@ -1,7 +1,7 @@
 """The scheduler interface, and the reference scheduler behind it, to be copied from. To be read as
 
 interface.py       what a driver asks of a scheduler, and the values that they exchange
-reference.py       Scheduler: its calls; commits steps, takes in their results
+reference.py       Scheduler: takes the calls, commits steps, takes in their results
 planning.py        decides a step: decodes, prefill chunks, preemption, admission
 roster.py          who waits and who runs
 decode_groups.py   who decodes together, so that the stages work on different requests

@@ -23,7 +23,7 @@ MAX_LOOKED_AT = 1024
 
 
 class Step:
-    """A step in the making."""
+    """A step in the making, which may stay empty. The scheduler reads what is public here."""
 
     def __init__(
         self, limits: SchedulerLimits, roster: Roster, blocks: RequestBlocks, groups: DecodeGroups
@@ -49,12 +49,10 @@ class Step:
         return not (self.decodes or self.prefills or self.preempted)
 
     def plan(self, number: int, oldest: int) -> None:
-        """Decide who takes part in step `number`; it may be nobody. `oldest` is the first step in
-        flight, or the same where none is.
+        """Decide who takes part in step `number`; `oldest` is the first in flight, or `number`.
 
         A request decodes at most once in as many consecutive steps in flight as there are stages,
-        so that the stages work on different requests; where there is nothing else to do, more
-        often.
+        so that the stages work on different requests; more often where nothing else can be done.
         """
         num_stages = self._limits.pipeline_parallel_size
         chunk = self._chunk(num_stages)
@@ -151,14 +149,13 @@ class Step:
 
         Only requests admitted after this one are preempted; without any, this one waits.
         """
-        missing = self._blocks.num_missing(request, count)
-        while missing > self._blocks.num_free:
+        while (block_ids := self._blocks.extend(request, count)) is None:
             victim = next(reversed(self._roster.running.values()))
             if victim is request:
                 return False
             self._preempt(victim)
-        if missing > 0:
-            self.new_blocks[request.id] = self._blocks.extend(request, missing)
+        if block_ids:
+            self.new_blocks[request.id] = block_ids
         return True
 
     def _preempt(self, victim: Request) -> None:

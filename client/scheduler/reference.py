@@ -1,7 +1,6 @@
 """The reference scheduler: continuous batching, chunked prefill, prefix caching, preemption by
-recompute. Takes the driver's calls, commits steps and takes their results in. Knows request ids,
-tokens and blocks; no slots, no wire, no clock.
-"""
+recompute. Takes the driver's calls, commits steps and takes their results in. Knows no slots, no
+wire, no clock."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -24,7 +23,8 @@ NOT_A_NUMBER = (
 
 
 class Scheduler:
-    """The reference scheduler. First come, first served; decodes before prefills."""
+    """The reference scheduler. First come, first served; decodes before prefills. Owns the numbers
+    of the steps, and which of them are in flight."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
@@ -53,8 +53,7 @@ class Scheduler:
         add_request. Return those that have all their tokens already; they end here.
 
         They run from the first step on, with the blocks that they have; those without begin again
-        from their tokens, and those that report logprobs from their prompt: what was reported
-        before is kept nowhere.
+        from their tokens, and those that report logprobs from their prompt.
 
         Raises:
             RequestError: a request was not admitted by a Scheduler, its id is in use, or it does
@@ -136,9 +135,9 @@ class Scheduler:
         if self._in_flight:
             self._in_flight.popleft()
         done = []
-        unfinished, block_size = self._roster.unfinished, self._limits.block_size
+        find, block_size = self._roster.unfinished.get, self._limits.block_size
         for req_id, token in zip(result.req_ids, result.token_ids, strict=True):
-            request = unfinished.get(req_id)
+            request = find(req_id)
             if request is None:  # stopped meanwhile: sampled past its end
                 continue
             if request.num_void:
@@ -148,7 +147,7 @@ class Scheduler:
                 done += self._not_a_number(request)
                 continue
             reason = request.take(token)
-            if request.sampling.logprobs is not None:
+            if request.logprobs is not None:
                 request.logprobs.append(result.logprobs[req_id])
             if reason is not None:
                 done.append(self._finish(request, reason))

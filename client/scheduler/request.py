@@ -71,11 +71,13 @@ class Request:
     num_void: int = 0
     """Tokens on their way that are to be passed over."""
     blocks: HeldBlocks = field(default_factory=HeldBlocks)
-    logprobs: list[Logprobs] = field(default_factory=list)
+    logprobs: list[Logprobs] | None = field(init=False)
+    """Of what was generated; None where it does not report them."""
 
     def __post_init__(self) -> None:
         self.stop_ids = frozenset(self.sampling.stop_token_ids)
         self.num_tokens = len(self.tokens)
+        self.logprobs = None if self.sampling.logprobs is None else []
 
     @property
     def is_running(self) -> bool:
@@ -102,7 +104,7 @@ class Request:
         generated = self.tokens[self.num_prompt_tokens :]
         del self.tokens[self.num_prompt_tokens :]
         reason = None
-        for token in generated if self.sampling.logprobs is None else ():
+        for token in generated if self.logprobs is None else ():
             if token == NO_TOKEN or reason is not None:
                 break
             reason = self.take(token)
@@ -136,7 +138,7 @@ class Request:
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=max(0, self.num_cached_tokens),
             num_preemptions=self.num_preemptions,
-            logprobs=self.logprobs if self.sampling.logprobs is not None else None,
+            logprobs=self.logprobs,
             error=error,
         )
 

@@ -12,7 +12,7 @@ from rpc_schema.kv_cache import blocks_for
 
 
 class RequestBlocks:
-    """Owns the pool, and what requests have of it (Request.blocks, and num_computed with them)."""
+    """Owns the pool, and what requests have of it (Request.blocks)."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._size = limits.block_size
@@ -25,13 +25,13 @@ class RequestBlocks:
         """Blocks that no request holds."""
         return self._pool.num_free
 
-    def num_missing(self, request: Request, count: int) -> int:
-        """Return how many blocks a request lacks for its next `count` tokens."""
-        return blocks_for(request.num_computed + count, self._size) - len(request.blocks.ids)
-
-    def extend(self, request: Request, num_blocks: int) -> list[int]:
-        """Give a request more blocks, and return them. Ask num_free first."""
-        block_ids = self._pool.allocate(num_blocks)
+    def extend(self, request: Request, count: int) -> list[int] | None:
+        """Give a request the blocks that it lacks for its next `count` tokens, and return them;
+        None where too few are free."""
+        missing = blocks_for(request.num_computed + count, self._size) - len(request.blocks.ids)
+        if missing > self._pool.num_free:
+            return None
+        block_ids = self._pool.allocate(max(0, missing))
         request.blocks.ids += block_ids
         return block_ids
 
@@ -54,7 +54,7 @@ class RequestBlocks:
         request.blocks.num_remembered = request.blocks.num_shared = len(prefix)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed
-        self.extend(request, self.num_missing(request, count))
+        self.extend(request, count)
 
     def resume(self, request: Request, block_ids: Sequence[int], num_computed: int) -> None:
         """Give a request the blocks that hold its first tokens."""
