@@ -13,7 +13,7 @@ class DecodeGroups:
     def __init__(self, num_stages: int) -> None:
         self._groups: list[dict[str, Request]] = [{} for _ in range(num_stages)]
         self._ids: list[tuple[str, ...] | None] = [None] * num_stages
-        """Of each whole group; None once somebody has joined or left."""
+        """Of a whole group, made when all of it is ready; None once somebody joins or leaves."""
         self._turn = 0
 
     def join(self, request: Request) -> None:

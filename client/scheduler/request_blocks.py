@@ -29,9 +29,11 @@ class RequestBlocks:
         """Give a request the blocks that it lacks for its next `count` tokens, and return them;
         None where too few are free."""
         missing = blocks_for(request.num_computed + count, self._size) - len(request.blocks.ids)
+        if missing <= 0:
+            return []
         if missing > self._pool.num_free:
             return None
-        block_ids = self._pool.allocate(max(0, missing))
+        block_ids = self._pool.allocate(missing)
         request.blocks.ids += block_ids
         return block_ids
 
