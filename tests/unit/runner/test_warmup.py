@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from rpc_schema.lifecycle import CompileOrWarmUpModel, DetermineAvailableMemory
-from worker_daemon.runner.request_state import RequestState, StepLimits
+from worker_daemon.runner.request_state import RequestState
+from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.warmup import largest_step, size_sweep, warm_up_steps
 
 TINY = [
