@@ -1,9 +1,10 @@
 """The request rows: what every rank knows of every request, and the one judge of whether a step is
 valid.
 
-A row is a slot of the wire. A step is checked whole before any of it is applied, by its bytes
-(step_columns.py) and by these rows alone, so that all ranks accept or refuse alike. Host memory is
-the source of truth; device copies are input_batch.py's business.
+A row is a slot of the wire. A step is checked whole before any of it is applied, by its bytes and
+by these rows alone, so that all ranks accept or refuse alike: step_columns.py reads it against the
+rows' counts (row_counts.py), decode_run.py is the short way of a batch that only goes on. Host
+memory is the source of truth; device copies are input_batch.py's business.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ class _Verdict(NamedTuple):
     scheduled: ScheduledStep
     batch: Batch
     counts: RowCounts
-    """With the step's requests and blocks, but not its tokens."""
+    """With the step's requests and blocks, without its tokens."""
     capacity: Int32s
     """[B] tokens that each row has room for."""
     new_tokens: Int32s
@@ -79,7 +80,7 @@ class RequestState:
 
     @property
     def counts(self) -> RowCounts:
-        """How far the rows are."""
+        """How far the rows are, with what a run has kept to itself."""
         if self._run is not None:
             self._run.write(self._counts)
         return self._counts
@@ -146,14 +147,15 @@ class RequestState:
 
     def _go_on(self, run: DecodeRun, step: ExecuteModel) -> ScheduledStep | None:
         updates = self._blocks.updates(step, self._counts)
-        counts = self._counts.with_blocks(updates)
-        scheduled = run.advance(step.seq, updates, counts)
-        if scheduled is not None:
-            self._counts = counts
+        self._counts.append(updates)
+        scheduled = run.advance(step.seq, updates, self._counts)
+        if scheduled is None:
+            self._counts.remove(updates)
         return scheduled
 
     def _judge(self, step: ExecuteModel, arrays: Sequence[Frame]) -> _Verdict:
-        """Check a step whole. Changes no row: who leaves and who comes is noted in a copy."""
+        """Check a step whole. Rows stay as they are: what becomes of requests is noted in a copy of
+        their counts, blocks that are appended to them go again with a refusal."""
         counts, tokens = self.counts, _NO_TOKENS
         if step.finished or step.scheduled_new_reqs or step.resync is not None:
             counts = counts.copy()
@@ -169,12 +171,13 @@ class RequestState:
         if self._deferred:
             counts.check_sampled(slots)
         num_tokens = self._batches.num_tokens(step, batch)
-        counts = counts.with_blocks(updates)
+        counts.append(updates)
         starts, known = counts.num_computed[rows].copy(), counts.num_tokens[rows]
         ends = starts + num_tokens
         capacity = np.minimum(counts.num_blocks[rows] * self._block_size, self.limits.max_model_len)
         beyond = ends > np.minimum(known, capacity)
         if np.count_nonzero(beyond):
+            counts.remove(updates)
             counts.check_live("scheduled", slots)
             at = int(beyond.argmax())
             raise invalid(
@@ -190,7 +193,7 @@ class RequestState:
             starts=starts,
             ends=ends,
             total_num_tokens=step.total_num_scheduled_tokens,
-            longest=int(ends.max(initial=0)),
+            longest=int(ends.max()) if ends.size else 0,
             samples=ends == known,
             new_requests=step.scheduled_new_reqs,
             block_updates=updates,

@@ -31,7 +31,8 @@ _ONE = np.array(1, np.int32)
 
 @dataclass(slots=True)
 class RowCounts:
-    """Columns, [S + 1] each. Owned by RequestState."""
+    """Columns, [S + 1] each. Owned by RequestState, which has steps that change which rows hold a
+    request judged on a copy."""
 
     live: Bools
     num_computed: Int32s
@@ -67,13 +68,14 @@ class RowCounts:
         self.num_blocks[rows] = FREE_ROW_BLOCKS
         self.unsampled[rows] = False
 
-    def with_blocks(self, updates: BlockUpdates) -> "RowCounts":
-        """Return the counts with a step's blocks appended; the other columns are shared."""
-        if not updates.slots.size:
-            return self
-        num_blocks = self.num_blocks.copy()
-        num_blocks[updates.slots] = updates.indices + _ONE
-        return RowCounts(self.live, self.num_computed, self.num_tokens, num_blocks, self.unsampled)
+    def append(self, updates: BlockUpdates) -> None:
+        """Count a step's blocks."""
+        if updates.slots.size:
+            self.num_blocks[updates.slots] = updates.indices + _ONE
+
+    def remove(self, updates: BlockUpdates) -> None:
+        """Undo append: a row's first index in the updates is what it had before."""
+        np.minimum.at(self.num_blocks, updates.slots, updates.indices)
 
     def check_live(self, field: str, slots: Int64s) -> None:
         """Raises InvalidStepError where a slot, none of them negative, holds no request."""
@@ -103,23 +105,24 @@ class StepRecord:
     def __init__(self) -> None:
         self.failed_seq: int | None = None
         """Of the first step that failed since."""
-        self._num_good = 0
-        """Steps before that one; meaningless without a failure. Both count over all epochs."""
-        self._num_added = 0
+        self._num_before = 0
+        """Steps accepted before that one; meaningless without a failure."""
+        self._num_accepted = 0
+        """Over all epochs."""
         self._steps: deque[tuple[int, ScheduledStep]] = deque(maxlen=MAX_TAKEN_BACK)
-        """The newest of them, with their epochs."""
+        """The newest, with their epochs."""
 
     def add(self, epoch: int, step: ScheduledStep) -> None:
         """Note a step that was accepted."""
-        self._num_added += 1
+        self._num_accepted += 1
         self._steps.append((epoch, step))
 
     def fail(self, seq: int) -> None:
-        """Note a failure: of the newest step, or else of what comes before the next."""
+        """Note a failure, unless one stands: of the newest step, or of what is behind it."""
         if self.failed_seq is None:
             self.failed_seq = seq
             is_newest = bool(self._steps) and self._steps[-1][1].seq == seq
-            self._num_good = self._num_added - is_newest
+            self._num_before = self._num_accepted - is_newest
 
     def restart(self) -> None:
         """Forget all steps, and the failure."""
@@ -133,7 +136,7 @@ class StepRecord:
         self._steps.clear()
         most = len(steps)
         if self.failed_seq is not None:
-            most -= self._num_added - self._num_good
+            most -= self._num_accepted - self._num_before
         good = 0
         while good < most and has_ended_well(steps[good][0], steps[good][1].seq):
             good += 1
@@ -141,8 +144,7 @@ class StepRecord:
         unknown = np.full(counts.live.size, good == 0 and len(steps) == MAX_TAKEN_BACK)
         for _, step in reversed(steps[good:]):
             counts.num_computed[step.slots] = step.starts
-            # A row's first index in the updates is what it had before.
-            np.minimum.at(counts.num_blocks, step.block_updates.slots, step.block_updates.indices)
+            counts.remove(step.block_updates)
             unknown[[request.slot for request in step.new_requests]] = True
         counts.num_computed[unknown] = 0
         counts.num_blocks[unknown] = 0

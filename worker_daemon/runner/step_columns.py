@@ -1,7 +1,8 @@
 """A step's columns: read from the message, and judged by the step's limits and the rows' counts.
-Keeps those that come again and again; changes no row.
+What is not valid raises InvalidStepError with field, value and fix. Keeps the columns that come
+again and again; owns no row.
 
-Shapes: B scheduled requests, U block-table updates.
+Shapes: B scheduled requests.
 """
 
 from collections.abc import Sequence
@@ -50,12 +51,8 @@ def _check_unique(field: str, slots: Int64s | Int32s) -> None:
 def change_requests(
     step: ExecuteModel, arrays: Sequence[Frame], counts: RowCounts, limits: StepLimits
 ) -> Int32s:
-    """Free and admit rows in the counts; return the tokens of all new requests, [sum of
-    num_tokens].
-
-    Raises:
-        InvalidStepError: the counts are then of no use.
-    """
+    """Free and admit rows in the counts, which are of no use after a refusal; return the tokens of
+    all new requests, [sum of num_tokens]."""
     if step.finished:
         slots = _read("finished", step.finished, _UINT16).astype(np.int64)
         counts.check_live("finished", slots)
