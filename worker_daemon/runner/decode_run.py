@@ -17,9 +17,8 @@ _ONE = np.array(1, np.int32)
 
 @dataclass(slots=True)
 class DecodeRun:
-    """A batch whose rows have all sampled, each the token behind its last known one, while no
-    sampling was deferred. Owned by RequestState. How far its rows are is known here alone until it
-    is written to them."""
+    """A batch whose rows have all sampled, each the token behind its last known one. Owned by
+    RequestState. How far its rows are is known here alone until it is written to them."""
 
     batch: Batch
     last: ScheduledStep

@@ -217,7 +217,7 @@ class RequestState:
             sampling = batch.slots[samples]
             counts.unsampled[sampling] = True
             self._deferred[step.seq] = (sampling, self.generation[sampling])
-        elif samples.size and not self._deferred and np.count_nonzero(samples) == samples.size:
+        elif samples.size and np.count_nonzero(samples) == samples.size:
             max_model_len = self.limits.max_model_len
             self._run = DecodeRun(batch, scheduled, capacity, self._block_size, max_model_len)
         return scheduled

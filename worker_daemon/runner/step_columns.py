@@ -190,10 +190,8 @@ class BatchReader:
             num_tokens = self._read_exceptions(step.num_scheduled_tokens, batch.slots)
             total = int(num_tokens.sum(dtype=np.int64))
         field, most = "total_num_scheduled_tokens", self._limits.max_num_batched_tokens
-        if total != step.total_num_scheduled_tokens:
-            raise invalid(
-                field, step.total_num_scheduled_tokens, f"the scheduled slots have {total}"
-            )
+        if total != (told := step.total_num_scheduled_tokens):
+            raise invalid(field, told, f"the scheduled slots have {total}")
         if total > most:
             raise invalid(field, total, f"max_num_batched_tokens is {most}")
         return num_tokens
@@ -242,15 +240,11 @@ class BlockReader:
         slots, occurrences = column or self._read_slots(step.new_block_slots)
         block_ids = _read("new_block_ids", step.new_block_ids, _INT32)
         if block_ids.size > MAX_BLOCK_UPDATES:
-            raise invalid(
-                "new_block_ids",
-                f"{block_ids.size} blocks",
-                f"a step brings at most {MAX_BLOCK_UPDATES}: admit fewer requests at a time",
-            )
+            fix = f"a step brings at most {MAX_BLOCK_UPDATES}: admit fewer requests at a time"
+            raise invalid("new_block_ids", f"{block_ids.size} blocks", fix)
         if slots.size != block_ids.size:
-            raise invalid(
-                "new_block_slots", f"{slots.size} slots", f"one for each of {block_ids.size} blocks"
-            )
+            fix = f"one for each of {block_ids.size} blocks"
+            raise invalid("new_block_slots", f"{slots.size} slots", fix)
         try:
             indices = counts.num_blocks[slots]
         except IndexError:
