@@ -629,11 +629,14 @@ def test_runs_of_decodes_follow_a_plain_dict_and_refuse_what_is_broken(seed):
     assert num_broken >= 60
 
 
-def test_decodes_end_at_max_model_len_where_blocks_would_reach_further():
+@pytest.mark.parametrize("last_block_at", [1, 3])
+def test_decodes_end_at_max_model_len_where_blocks_would_reach_further(last_block_at):
     state = RequestState(StepLimits(4, 40, 10, 50, 4, 30))
-    admit(state, 0, 5, num_blocks=3)
+    admit(state, 0, 5, num_blocks=3 if last_block_at == 1 else 2)
     for seq in range(2, 7):
-        assert state.apply(decode(seq, [0]), []).starts.tolist() == [seq + 3]
+        more = seq == last_block_at
+        blocks = {"new_block_slots": uint16s(0), "new_block_ids": int32s(7)} if more else {}
+        assert state.apply(decode(seq, [0], **blocks), []).starts.tolist() == [seq + 3]
     with pytest.raises(InvalidStepError, match="max_model_len is 10") as refused:
         state.apply(decode(7, [0]), [])
     assert refused.value.field == "num_scheduled_tokens"
