@@ -25,6 +25,9 @@ from worker_daemon.memory_ledger import MemoryLedger
 from worker_daemon.phases import SetPhase
 
 _DISPOSAL_S = 0.5
+_PEER_GRACE_S = 0.9
+"""For how long beyond a step's deadline its peers are waited for over gloo, so that whoever waits
+for them has an answer within a second of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class RankDevice:
             rendezvous.rank,
         )
         device = open_device(self.name, rendezvous.local_world_size, self._max_threads)
-        timeout_s = message.scheduler.step_deadline_ms / 1000 + 1
+        timeout_s = message.scheduler.step_deadline_ms / 1000 + _PEER_GRACE_S
         tp = tensor_parallel(parallel.tp_rank, parallel.tp_size, probe_reduction(device))
         place = RankPlace(device, message.parallel, parallel, tp)
         link = self._meet(rendezvous, place, timeout_s)

@@ -19,7 +19,13 @@ from worker_daemon.rank_device import OpenedDevice
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
 from worker_daemon.runner.cuda_graph import NoGraphs, StepGraphs
 from worker_daemon.runner.scheduled_step import StepLimits
-from worker_daemon.runner.warmup import SyntheticStep, largest_step, size_sweep, warm_up_steps
+from worker_daemon.runner.warmup import (
+    SyntheticStep,
+    decode_sweep,
+    largest_step,
+    size_sweep,
+    warm_up_steps,
+)
 
 
 class Serving:
@@ -68,6 +74,8 @@ class Serving:
         if self._parts.device.type == "cuda":  # elsewhere there is nothing to compile
             runner.use(runner.eager.thinned())
             self._run_all(size_sweep(message, limits))
+            if self._enforce_eager:
+                self._run_all(decode_sweep(message, limits))
             runner.use(runner.eager)
         self._run_all(warm_up_steps(message, limits))
         runner.forget_requests()

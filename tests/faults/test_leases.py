@@ -71,9 +71,11 @@ def group_on(daemon: DaemonProcess, ttl_s: float = TTL_S) -> WorkerGroup:
 
 
 def settled(status: lc.Status) -> lc.Status:
-    """A status without what time alone changes."""
+    """A status without what time alone changes, nor what is reckoned now and then of the steps that
+    have run."""
     lease = msgspec.structs.replace(status.lease, remaining_ms=0, orphan_kv_remaining_ms=0)
-    return msgspec.structs.replace(status, phase_ms=0, lease=lease)
+    reckoned = {"usual_step_us": 0, "reply_delay": None}
+    return msgspec.structs.replace(status, phase_ms=0, lease=lease, **reckoned)
 
 
 # Row 1.

@@ -62,9 +62,7 @@ def size_sweep(request: StepRequest, limits: StepLimits) -> Iterator[SyntheticSt
     Each frees the rows before it; the caller frees the last ones.
     """
     most_seqs = min(limits.max_num_seqs, limits.num_blocks - 1)
-    largest = limits.max_num_batched_tokens
-    totals = {*(1 << power for power in range(largest.bit_length())), largest}
-    for total in sorted(totals, reverse=True):
+    for total in reversed(_powers_up_to(limits.max_num_batched_tokens)):
         # As one prompt, as prompts just too short for a kernel of their own, and as short ones.
         wanted = (1, -(-total // _SHARED_LENGTH), -(-total // 16), total)
         for num_seqs in sorted({min(most_seqs, count) for count in wanted}):
@@ -72,6 +70,20 @@ def size_sweep(request: StepRequest, limits: StepLimits) -> Iterator[SyntheticSt
             lengths = [tokens // num_seqs + (i < tokens % num_seqs) for i in range(num_seqs)]
             yield prefill_step(request, limits, lengths, SamplingParams())
 
+
+def decode_sweep(request: StepRequest, limits: StepLimits) -> Iterator[SyntheticStep]:
+    """Yield decodes of every order of magnitude, by sequences and by context length, for daemons
+    that capture no graphs: what else they run is chosen by the length at hand.
+
+    Each frees the rows before it; the caller frees the last ones.
+    """
+    for num_seqs in _powers_up_to(min(limits.max_num_seqs, limits.max_num_batched_tokens)):
+        for length in _powers_up_to(min(limits.max_model_len, _MAX_SWEPT_KEYS // num_seqs)):
+            yield _admit(request, limits, [length] * num_seqs, [1] * num_seqs, SamplingParams())
+
+
+_MAX_SWEPT_KEYS = 1 << 20
+"""Beyond that many sequences x length a launch fills any device, however it is cut."""
 
 _SHARED_LENGTH = PLAN_TOKENS[0] - 1
 """Longer prompts may be computed one by one (layers/prompt_attention.py)."""
@@ -87,8 +99,19 @@ def prefill_step(
     lengths: list[int],
     params: SamplingParams,
 ) -> SyntheticStep:
-    """Return a step that admits one request a length and computes all of it. Blocks may be shared:
-    nobody reads the output."""
+    """Return a step that admits one request a length and computes all of it."""
+    return _admit(request, limits, lengths, lengths, params)
+
+
+def _admit(
+    request: StepRequest,
+    limits: StepLimits,
+    lengths: list[int],
+    num_scheduled: list[int],
+    params: SamplingParams,
+) -> SyntheticStep:
+    """Return a step that admits one request a length and computes its last num_scheduled tokens, as
+    if the others had been found in the cache. Blocks may be shared: nobody reads the output."""
     num_blocks = [-(-length // limits.block_size) for length in lengths]
     slots = np.arange(len(lengths))
     block_ids = 1 + np.arange(sum(num_blocks)) % (limits.num_blocks - 1)
@@ -96,9 +119,9 @@ def prefill_step(
         epoch=request.epoch,
         link=request.link,
         seq=request.seq,
-        total_num_scheduled_tokens=sum(lengths),
+        total_num_scheduled_tokens=sum(num_scheduled),
         scheduled=_bitmap(len(lengths)),
-        num_scheduled_tokens=np.stack([slots, lengths], axis=1).astype("<i4").tobytes(),
+        num_scheduled_tokens=np.stack([slots, num_scheduled], axis=1).astype("<i4").tobytes(),
         new_block_slots=np.repeat(slots, num_blocks).astype("<u2").tobytes(),
         new_block_ids=block_ids.astype("<i4").tobytes(),
         resync=b"",
@@ -108,13 +131,18 @@ def prefill_step(
                 req_id=f"synthetic-{slot}",
                 num_tokens=length,
                 num_prompt_tokens=length,
-                num_computed_tokens=0,
+                num_computed_tokens=length - count,
                 sampling=params,
             )
-            for slot, length in enumerate(lengths)
+            for slot, (length, count) in enumerate(zip(lengths, num_scheduled, strict=True))
         ),
     )
     return SyntheticStep(message, (np.zeros(sum(lengths), "<i4").tobytes(),))
+
+
+def _powers_up_to(largest: int) -> list[int]:
+    """Return the powers of two below `largest`, and itself."""
+    return [*(1 << power for power in range((largest - 1).bit_length())), largest]
 
 
 def _decode_step(request: StepRequest, num_seqs: int) -> SyntheticStep:

@@ -77,6 +77,8 @@ class Guard:
         self._device_checked_at = 0.0
         self.degraded = ""
         """What is amiss with the device, though it may compute; any thread may read it."""
+        self.last_hang = ""
+        """What was past its deadline last, and the evidence; any thread may read it."""
         self._requests: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         """Links to abort and why; an empty cause only wakes the thread."""
         self._abort_link: Callable[[], bool] | None = None
@@ -143,9 +145,16 @@ class Guard:
 
     def _next_request(self) -> tuple[int, str]:
         try:
-            return self._requests.get(timeout=TICK_S)
+            return self._requests.get(timeout=self._pause_s())
         except queue.Empty:
             return 0, ""
+
+    def _pause_s(self) -> float:
+        """For how long there is nothing to look at; less than a tick where something falls due."""
+        progress, now = self._progress, time.monotonic()
+        slow_at = self._pace.slow_at(self._waited_for())
+        due = (progress.stamp.deadline, progress.result.deadline, slow_at)
+        return min(TICK_S, *(at - now if at > now else TICK_S for at in due))
 
     def _abort(self, cause: str) -> None:
         logger.warning("aborting the link: %s", cause)
@@ -187,18 +196,24 @@ class Guard:
         heading = f"{what} for {stamp.age_ms(now)} ms: hung"
         stacks = self._witness.report(heading, self._dump_link)
         logger.error("%s; stacks: %s", heading, stacks)
+        self.last_hang = f"{stamp.phase} was past its deadline; stacks: {stacks}"
         self._listener.hung(stamp.phase, stamp.age_ms(now), stacks)
 
     def _watch_pace(self, now: float) -> None:
         """Tell of a step, or of its result, that takes far longer than others did."""
-        stamp, result = self._progress.stamp, self._progress.result
+        stamp = self._progress.stamp
         self._pace.sample(self._progress.last_seq, stamp, now)
         if self._has_announced(stamp):
             return
-        waited_for = result if stamp.idle else stamp
+        waited_for = self._waited_for()
         if self._pace.is_slow(waited_for, now):
             usual_ms = int(self._pace.usual_s * 1000)
             self._listener.slow(waited_for.phase, waited_for.age_ms(now), usual_ms)
+
+    def _waited_for(self) -> Stamp:
+        """What the step thread is at or, where that is idle, the result that has not come."""
+        stamp = self._progress.stamp
+        return self._progress.result if stamp.idle else stamp
 
     def _watch_device(self, now: float) -> None:
         """Look after the device itself now and then; a change goes to the log."""

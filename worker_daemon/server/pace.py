@@ -1,6 +1,7 @@
 """How long steps have taken of late, and which one takes far longer. Sampled by the guard thread,
 so that a step itself costs nothing."""
 
+import math
 from typing import Final
 
 from worker_daemon.server.progress import Stamp
@@ -33,11 +34,16 @@ class Pace:
             self._since = now
         self._last_seq = last_seq
 
+    def slow_at(self, stamp: Stamp) -> float:
+        """When this step will have taken far longer than the others did, by the monotonic clock;
+        never for what is idle or has been told of, and as long as no step has ended."""
+        if stamp is self._reported or stamp.idle or not self.usual_s:
+            return math.inf
+        return stamp.since + max(SLOW_AT_LEAST_S, SLOW_FACTOR * self.usual_s)
+
     def is_slow(self, stamp: Stamp, now: float) -> bool:
         """Whether this step takes far longer than the others did; told once a step."""
-        if stamp is self._reported or stamp.idle or not self.usual_s:
-            return False
-        if now - stamp.since < max(SLOW_AT_LEAST_S, SLOW_FACTOR * self.usual_s):
+        if now < self.slow_at(stamp):
             return False
         self._reported = stamp
         return True

@@ -3,11 +3,13 @@ large as it gets."""
 
 import numpy as np
 import pytest
+import torch
 
 from rpc_schema.lifecycle import CompileOrWarmUpModel, DetermineAvailableMemory
+from worker_daemon.kernels.tiles import DeviceLimits, choose_num_splits, decode_tile, run_at_once
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.scheduled_step import StepLimits
-from worker_daemon.runner.warmup import largest_step, size_sweep, warm_up_steps
+from worker_daemon.runner.warmup import decode_sweep, largest_step, size_sweep, warm_up_steps
 
 TINY = [
     StepLimits(1, 1, 1, 1, 1, 2),
@@ -75,6 +77,41 @@ def test_the_sweep_is_valid_and_reaches_every_order_of_magnitude():
         )
 
 
+def test_the_sweep_of_decodes_is_valid():
+    request = CompileOrWarmUpModel(epoch=3, link=2, seq=9)
+    for limits in ALL_LIMITS[::4]:
+        state = RequestState(limits)
+        steps = [state.apply(s.message, s.arrays) for s in decode_sweep(request, limits)]
+        assert not state.has_failed
+        assert all(step.num_tokens.max() == 1 and step.samples.all() for step in steps)
+        assert max(step.slots.size for step in steps) == limits.max_num_seqs
+        assert max(step.longest for step in steps) == limits.max_model_len
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 4, 8])
+@pytest.mark.parametrize("num_sms", [78, 132])
+def test_the_sweep_of_decodes_takes_every_kernel_that_a_decode_takes(num_kv_heads, num_sms):
+    device = DeviceLimits(num_sms, 227 * 1024)
+    rng = np.random.default_rng()
+    max_num_seqs, max_model_len = int(rng.integers(1, 300)), int(rng.integers(16, 40000))
+    limits = StepLimits(max_num_seqs, 8192, max_model_len, 5, 16, 4000)
+
+    def kernel(num_seqs, longest):
+        splits = choose_num_splits(num_seqs, num_kv_heads, longest, None, device)
+        keys = -(-longest // splits)
+        num_programs = num_seqs * num_kv_heads * splits
+        tile = decode_tile(num_programs, keys, 4, 128, torch.bfloat16, device)
+        return splits > 1, run_at_once(num_programs, device), tile
+
+    state, swept = RequestState(limits), set()
+    for synthetic in decode_sweep(CompileOrWarmUpModel(epoch=1, link=1, seq=1), limits):
+        step = state.apply(synthetic.message, synthetic.arrays)
+        swept.add(kernel(step.slots.size, step.longest))
+    for _ in range(2000):
+        size, longest = rng.integers(1, max_num_seqs + 1), rng.integers(1, max_model_len + 1)
+        assert kernel(int(size), int(longest)) in swept, (size, longest, limits)
+
+
 def test_largest_step_fills_the_batch_and_every_row():
     request = DetermineAvailableMemory(epoch=1, link=1, seq=4)
     for limits in ALL_LIMITS:
@@ -90,7 +127,8 @@ def test_largest_step_fills_the_batch_and_every_row():
 @pytest.mark.parametrize("kind", [CompileOrWarmUpModel, DetermineAvailableMemory])
 def test_synthetic_steps_carry_the_ids_of_their_operation(kind):
     request, limits = kind(epoch=7, link=5, seq=11), StepLimits(4, 16, 8, 10, 4, 20)
-    steps = [*warm_up_steps(request, limits), *size_sweep(request, limits)]
+    sweeps = (size_sweep(request, limits), decode_sweep(request, limits))
+    steps = [*warm_up_steps(request, limits), *sweeps[0], *sweeps[1]]
     for step in (largest_step(request, limits), *steps):
         message = step.message
         assert (message.epoch, message.link, message.seq) == (7, 5, 11)
