@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 import triton
@@ -367,6 +368,19 @@ def refine(
     return best
 
 
+class OneSequence(NamedTuple):
+    """PagedSequences of one decode."""
+
+    block_table: torch.Tensor
+    seq_rows: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_order: torch.Tensor
+    num_seqs: int = 1
+    max_query_len: int = 1
+    max_seq_len: int = SHORT_CONTEXT
+
+
 def row_layers(
     device: Device, model: Model, tp_size: int, tiles: Sequence[VectorTile], num_layers: int
 ) -> Callable[[], None]:
@@ -392,8 +406,8 @@ def row_layers(
         torch.randn(1, size, dtype=DTYPE, device="cuda") for size in (shapes[0][0], shapes[3][1])
     )
     zero = torch.zeros(1, dtype=torch.int32, device="cuda")
-    length = zero + CONTEXT
     bounds = torch.arange(2, dtype=torch.int32, device="cuda")
+    sequence = OneSequence(table, zero, bounds, zero + CONTEXT, zero)
 
     def normed(residual: torch.Tensor) -> tuple[torch.Tensor, RowNorm | None]:
         """The row of the next product, and its norm; a reduction of several ranks has it done."""
@@ -407,13 +421,7 @@ def row_layers(
             qkv,
             Projection(step.positions[:1], step.rotary_table, step.head_norms, slot),
             step.kv_cache,
-            table,
-            zero,
-            bounds,
-            length,
-            zero,
-            num_seqs=1,
-            max_seq_len=SHORT_CONTEXT,
+            sequence,
             scale=HEAD_DIM**-0.5,
             window=None,
             pdl=device.pdl,

@@ -14,7 +14,8 @@ from rpc_schema.codec import Frame
 from worker_daemon.description import WorkerDescription
 from worker_daemon.errors import ConfigError
 from worker_daemon.phases import SetPhase
-from worker_daemon.runner.request_state import Bools, RequestState, StepLimits
+from worker_daemon.runner.request_state import RequestState
+from worker_daemon.runner.scheduled_step import Bools, StepLimits
 from worker_daemon.runner.slot_bitmap import slot_bitmap
 
 ALL_RANKS = "all-ranks"

@@ -3,6 +3,8 @@ what the options mean."""
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +29,19 @@ from worker_daemon.server.keygen import make_key_files
 from worker_daemon.settings import load_settings, prepare_environment, prepare_kernel_cache
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Log what its reader can mend, and end with the exit code that stands for it."""
+    try:
+        yield
+    except (ConfigError, CapacityError) as error:
+        logging.getLogger(__name__).error("%s", error)
+        if isinstance(error, EndpointInUseError | GpuInUseError):
+            raise typer.Exit(ExitCode.IN_USE) from None
+        is_data = isinstance(error, CheckpointError)
+        raise typer.Exit(ExitCode.BAD_DATA if is_data else ExitCode.CONFIG) from None
 
 
 @app.callback()
@@ -92,7 +107,7 @@ def serve(
     in this order of precedence.
     """
     configure_logs("info")
-    try:
+    with _exit_codes():
         settings = load_settings(
             {
                 "endpoint": endpoint,
@@ -113,14 +128,7 @@ def serve(
         )
         configure_logs(settings.log_level)
         prepare_kernel_cache(settings)
-        exit_code = run_daemon(settings)
-    except (EndpointInUseError, GpuInUseError) as error:
-        logging.getLogger(__name__).error("%s", error)
-        raise typer.Exit(ExitCode.IN_USE) from None
-    except ConfigError as error:
-        logging.getLogger(__name__).error("%s", error)
-        raise typer.Exit(ExitCode.CONFIG) from None
-    raise typer.Exit(exit_code)
+        raise typer.Exit(run_daemon(settings))
 
 
 @app.command()
@@ -129,11 +137,8 @@ def keygen(
 ) -> None:
     """Make a key pair for a daemon or a driver; prints the public key, overwrites nothing."""
     configure_logs("info")
-    try:
+    with _exit_codes():
         made = make_key_files(out)
-    except ConfigError as error:
-        logging.getLogger(__name__).error("%s", error)
-        raise typer.Exit(ExitCode.CONFIG) from None
     sys.stdout.write(f"{made.public_key}\n")
 
 
@@ -179,7 +184,7 @@ def plan(
         resolve_directory,
     )
 
-    try:
+    with _exit_codes():
         directory = resolve_directory(model)
         is_fitted = max_model_len == FIT_MAX_MODEL_LEN
         config = WorkerConfig(
@@ -199,13 +204,9 @@ def plan(
             cache=CacheConfig(block_size=block_size, gpu_memory_utilization=gpu_memory_utilization),
             graph=GraphConfig(),
         )
-        total = memory_bytes
-        if total is None:
-            total = total_memory_bytes(device, visible_devices)
+        total = (
+            total_memory_bytes(device, visible_devices) if memory_bytes is None else memory_bytes
+        )
         make_plan = plan_fitted_memory if is_fitted else plan_memory
         made = make_plan(config, total, model_root or [directory.parent])
-    except (ConfigError, CapacityError) as error:
-        logging.getLogger(__name__).error("%s", error)
-        is_data = isinstance(error, CheckpointError)
-        raise typer.Exit(ExitCode.BAD_DATA if is_data else ExitCode.CONFIG) from None
     sys.stdout.write(plan_json(made) + "\n" if as_json else plan_text(made))

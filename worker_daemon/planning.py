@@ -27,7 +27,7 @@ from worker_daemon.layers.embedding import padded_vocab_size
 from worker_daemon.models.decoder import DecoderStage, build_stage
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.resolve import ResolvedModel, check_cache, resolve_model
-from worker_daemon.runner.request_state import StepLimits
+from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.step_memory import StageWidths, estimate_step_bytes
 
 _MOST_BYTES = 1 << 50

@@ -18,7 +18,7 @@ from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.rank_device import OpenedDevice
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
 from worker_daemon.runner.cuda_graph import NoGraphs, StepGraphs
-from worker_daemon.runner.request_state import StepLimits
+from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.warmup import (
     SyntheticStep,
     decode_sweep,

@@ -11,8 +11,8 @@ Letters: N tokens, H hidden size, R rows that sample, V vocabulary.
 from dataclasses import dataclass
 from typing import Final
 
-from worker_daemon.runner.request_state import MAX_BLOCK_UPDATES, StepLimits
 from worker_daemon.runner.row_tables import SAMPLING_COLUMNS
+from worker_daemon.runner.scheduled_step import MAX_BLOCK_UPDATES, StepLimits
 from worker_daemon.runner.step_layout import StepShape, decode_sizes, packed_size
 
 MARGIN_DIVISOR: Final = 20

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.server.fake_serve import FakeRendezvous
 from tests.unit.server.fake_worker import make_fake_worker
 from worker_daemon.cli import app
-from worker_daemon.server import assembly, control
+from worker_daemon.server import assembly, attaching
 
 
 def main() -> None:
@@ -16,9 +16,9 @@ def main() -> None:
     name, value = sys.argv.pop(1).split("=")
     with pytest.MonkeyPatch.context() as patch:
         if name == "protocol":
-            patch.setattr(control, "PROTOCOL_VERSION", int(value))
+            patch.setattr(attaching, "PROTOCOL_VERSION", int(value))
         else:
-            patch.setattr(control, "link_software", lambda: value)
+            patch.setattr(attaching, "link_software", lambda: value)
         patch.setattr(assembly, "make_worker", make_fake_worker)
         patch.setattr(assembly, "open_rendezvous", FakeRendezvous)
         app()

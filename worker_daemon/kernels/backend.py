@@ -12,47 +12,16 @@ import torch
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.paged_attention import paged_attention
 from worker_daemon.kernels.paged_decode import Projection, rotate_and_attend
+from worker_daemon.kernels.paged_sequences import PagedSequences
 from worker_daemon.kernels.tiles import DeviceLimits, run_at_once
 
 
-class AttentionMetadata(Protocol):
-    """What a step says about its N tokens and B sequences; its tensors are on the device."""
-
-    @property
-    def block_table(self) -> torch.Tensor:
-        """[rows, max_blocks] int32."""
-
-    @property
-    def seq_rows(self) -> torch.Tensor:
-        """[>= B] int32: the row of the block table that each sequence has."""
-
-    @property
-    def query_start_loc(self) -> torch.Tensor:
-        """[B + 1] int32: where each sequence's tokens start, then the number of real tokens."""
-
-    @property
-    def seq_lens(self) -> torch.Tensor:
-        """[>= B] int32: keys of each sequence, this step's tokens included."""
-
-    @property
-    def seq_order(self) -> torch.Tensor:
-        """[>= B] int32: the order in which decodes start."""
+class AttentionMetadata(PagedSequences, Protocol):
+    """What a step says about its N tokens and B sequences."""
 
     @property
     def slot_mapping(self) -> torch.Tensor:
-        """[N] integer: block_id * block_size + offset; negative = not stored."""
-
-    @property
-    def num_seqs(self) -> int:
-        """B."""
-
-    @property
-    def max_query_len(self) -> int:
-        """An upper bound of the tokens a sequence has in this step."""
-
-    @property
-    def max_seq_len(self) -> int:
-        """An upper bound of seq_lens."""
+        """[N] integer, on the device: block_id * block_size + offset; negative = not stored."""
 
 
 class Rotation(Protocol):
@@ -101,14 +70,7 @@ class TritonAttention:
         return paged_attention(
             q,
             kv_cache,
-            metadata.block_table,
-            metadata.seq_rows,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.seq_order,
-            num_seqs=metadata.num_seqs,
-            max_query_len=metadata.max_query_len,
-            max_seq_len=metadata.max_seq_len,
+            metadata,
             scale=scale,
             window=window,
             limits=self._limits,
@@ -137,13 +99,7 @@ class TritonAttention:
             qkv,
             projection,
             kv_cache,
-            metadata.block_table,
-            metadata.seq_rows,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.seq_order,
-            num_seqs=metadata.num_seqs,
-            max_seq_len=metadata.max_seq_len,
+            metadata,
             scale=scale,
             window=window,
             limits=self._limits,

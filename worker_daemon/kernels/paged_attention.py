@@ -8,23 +8,17 @@ Letters: N tokens, B sequences, Hq / Hkv query and KV heads, G = Hq / Hkv, D hea
 
 import torch
 
-from worker_daemon.kernels.paged_decode import launch_decode
+from worker_daemon.kernels.paged_decode import launch_decode, plan_decode
 from worker_daemon.kernels.paged_prefill import launch_prefill
+from worker_daemon.kernels.paged_sequences import PagedSequences
 from worker_daemon.kernels.tiles import DeviceLimits, Tile, prefill_tile
 
 
 def paged_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_rows: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    seq_order: torch.Tensor,
+    batch: PagedSequences,
     *,
-    num_seqs: int,
-    max_query_len: int,
-    max_seq_len: int,
     scale: float,
     window: int | None,
     out: torch.Tensor | None = None,
@@ -38,22 +32,14 @@ def paged_attention(
 
     Query token i of a sequence stands at p = seq_len - query_len + i and sees the keys
     max(0, p - window + 1) .. p, which must already be in the cache. Sums are kept in fp32; fp32
-    inputs are multiplied exactly (no TF32). A batch of which max_query_len is 1 takes the decode
+    inputs are multiplied exactly (no TF32). A batch whose max_query_len is 1 takes the decode
     path, which may cut each sequence's keys into splits.
 
     Args:
         q: [N, Hq, D] fp32, bf16 or fp16, the last dimension contiguous. D is a multiple of 8 up to
             256, G any integer up to the rows of a tile.
         kv_cache: [num_blocks, 2, block_size, Hkv, D], dtype of q; [:, 0] is K and [:, 1] is V.
-        block_table: [rows, max_blocks] int32, each row contiguous.
-        seq_rows: [>= B] int32, the row of the block table that each sequence has.
-        query_start_loc: [B + 1] int32, non-decreasing from 0 to the number of real tokens, <= N.
-        seq_lens: [>= B] int32, the keys of each sequence, its query tokens included.
-        seq_order: [>= B] int32, a permutation: the order in which decodes start. Longest first
-            leaves the shortest tail.
-        num_seqs: B. Sequences without query tokens are allowed.
-        max_query_len: an upper bound of the query lengths.
-        max_seq_len: an upper bound of seq_lens; serves to choose the number of splits.
+        batch: the sequences; their real tokens are the first of the N.
         scale: factor of the scores, > 0.
         window: keys a query sees, itself included; None = all.
         out: [N, Hq, D], dtype of q; allocated when None. Rows past the last real token become 0.
@@ -67,7 +53,7 @@ def paged_attention(
         out.
     """
     assert q.dtype == kv_cache.dtype
-    assert q.stride(2) == kv_cache.stride(4) == block_table.stride(1) == 1
+    assert q.stride(2) == kv_cache.stride(4) == batch.block_table.stride(1) == 1
     assert q.shape[1] % kv_cache.shape[3] == 0
     assert scale > 0
     assert window is None or window > 0
@@ -75,17 +61,14 @@ def paged_attention(
     if q.shape[0] == 0:
         return out
     limits = DeviceLimits.of(q.device) if limits is None else limits
-    batch = (block_table, seq_rows, query_start_loc, seq_lens)
-    if max_query_len != 1:
+    if batch.max_query_len == 1:
+        plan = plan_decode(q, kv_cache, batch, window, limits, tile, num_splits)
+        launch_decode(out, q, kv_cache, batch, None, scale, window, plan, workspace, pdl)
+    else:
         num_kv_heads = kv_cache.shape[3]
         group_size = q.shape[1] // num_kv_heads
         tile = tile or prefill_tile(
-            q.shape[0], num_seqs, num_kv_heads, group_size, q.shape[2], q.dtype, limits
+            q.shape[0], batch.num_seqs, num_kv_heads, group_size, q.shape[2], q.dtype, limits
         )
-        launch_prefill(out, q, kv_cache, *batch, num_seqs, scale, window, tile, pdl)
-        return out
-    launch_decode(
-        out, q, kv_cache, *batch, seq_order, None,
-        num_seqs, max_seq_len, scale, window, limits, tile, num_splits, workspace, pdl,
-    )  # fmt: skip
+        launch_prefill(out, q, kv_cache, batch, scale, window, tile, pdl)
     return out

@@ -30,6 +30,7 @@ from worker_daemon.kernels.attention_tiles import (
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.head_rotation import load_angles, load_gains, load_pairs, turn
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
+from worker_daemon.kernels.paged_sequences import PagedSequences
 from worker_daemon.kernels.prefetch import prefetch
 from worker_daemon.kernels.tiles import (
     DeviceLimits,
@@ -62,14 +63,8 @@ def rotate_and_attend(
     qkv: torch.Tensor,
     projection: Projection,
     kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_rows: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    seq_order: torch.Tensor,
+    batch: PagedSequences,
     *,
-    num_seqs: int,
-    max_seq_len: int,
     scale: float,
     window: int | None,
     out: torch.Tensor | None = None,
@@ -89,8 +84,7 @@ def rotate_and_attend(
         qkv: [N, (Hq + 2 Hkv) D] contiguous, bf16, fp16 or fp32; stays as it is.
         projection: see there.
         kv_cache: as in paged_attention, not empty.
-        block_table, seq_rows, query_start_loc, seq_lens, seq_order, num_seqs, max_seq_len, scale,
-            window, out, limits, tile, num_splits, pdl: as in paged_attention.
+        batch, scale, window, out, limits, tile, num_splits, pdl: as in paged_attention.
 
     Returns:
         [N, Hq, D], 0 in the rows past the last real token.
@@ -99,7 +93,7 @@ def rotate_and_attend(
     assert qkv.dtype == kv_cache.dtype
     assert qkv.is_contiguous() and projection.rotary_table.is_contiguous()
     assert 2 * projection.rotary_table.shape[2] == head_dim
-    assert kv_cache.stride(4) == block_table.stride(1) == 1
+    assert kv_cache.stride(4) == batch.block_table.stride(1) == 1
     assert scale > 0
     assert window is None or window > 0
     q = qkv.view(qkv.shape[0], -1, head_dim)[:, : -2 * num_kv_heads]
@@ -108,10 +102,8 @@ def rotate_and_attend(
     if q.shape[0] == 0:
         return out
     limits = DeviceLimits.of(q.device) if limits is None else limits
-    launch_decode(
-        out, q, kv_cache, block_table, seq_rows, query_start_loc, seq_lens, seq_order, projection,
-        num_seqs, max_seq_len, scale, window, limits, tile, num_splits, None, pdl,
-    )  # fmt: skip
+    plan = plan_decode(q, kv_cache, batch, window, limits, tile, num_splits)
+    launch_decode(out, q, kv_cache, batch, projection, scale, window, plan, None, pdl)
     return out
 
 
@@ -120,46 +112,64 @@ def workspace_elements(num_tokens: int, num_q_heads: int, head_dim: int, num_spl
     return num_tokens * num_q_heads * num_splits * (head_dim + 1)
 
 
-def launch_decode(
-    out: torch.Tensor,
+class DecodePlan(NamedTuple):
+    """How a batch of decodes is cut into programs."""
+
+    num_splits: int
+    tile: Tile
+    are_few: bool
+    """All programs run at once: they ask for their first keys and values ahead, and hold them where
+    they may."""
+
+
+def plan_decode(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_rows: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    seq_order: torch.Tensor,
-    projection: Projection | None,
-    num_seqs: int,
-    max_seq_len: int,
-    scale: float,
+    batch: PagedSequences,
     window: int | None,
     limits: DeviceLimits,
     tile: Tile | None,
     num_splits: int | None,
+) -> DecodePlan:
+    """Choose what is None, by the batch's sizes alone."""
+    _, num_q_heads, head_dim = q.shape
+    num_kv_heads = kv_cache.shape[3]
+    group_size = num_q_heads // num_kv_heads
+    if num_splits is None:
+        num_splits = choose_num_splits(
+            batch.num_seqs, num_kv_heads, batch.max_seq_len, window, limits
+        )
+    num_programs = batch.num_seqs * num_kv_heads * num_splits
+    if tile is None:
+        most_keys = batch.max_seq_len if window is None else min(batch.max_seq_len, window)
+        most_keys = triton.cdiv(most_keys, num_splits)
+        tile = decode_tile(num_programs, most_keys, group_size, head_dim, q.dtype, limits)
+    assert tile.block_m >= group_size, "a tile holds one token's group of heads"
+    return DecodePlan(num_splits, tile, run_at_once(num_programs, limits))
+
+
+def launch_decode(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    batch: PagedSequences,
+    projection: Projection | None,
+    scale: float,
+    window: int | None,
+    plan: DecodePlan,
     workspace: torch.Tensor | None,
     pdl: bool,
 ) -> None:
     """One program per (KV head, sequence, split); a second kernel merges several splits.
 
     projection: q is the beginning of one that is still to be turned, and stored; None = it is
-    turned, and stored already. Programs that all run at once ask for their first keys and values
-    ahead, and hold them where they may."""
+    turned, and stored already."""
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
-    group_size = num_q_heads // num_kv_heads
-    if num_splits is None:
-        num_splits = choose_num_splits(num_seqs, num_kv_heads, max_seq_len, window, limits)
-    num_programs = num_seqs * num_kv_heads * num_splits
-    if tile is None:
-        most_keys = max_seq_len if window is None else min(max_seq_len, window)
-        most_keys = triton.cdiv(most_keys, num_splits)
-        tile = decode_tile(num_programs, most_keys, group_size, head_dim, q.dtype, limits)
-    assert tile.block_m >= group_size, "a tile holds one token's group of heads"
+    num_splits, tile, are_few = plan
     if num_splits > 1 and workspace is None:
         elements = workspace_elements(num_tokens, num_q_heads, head_dim, num_splits)
         workspace = torch.empty(elements, dtype=torch.float32, device=q.device)
-    are_few = run_at_once(num_programs, limits)
     # Unsplit, the kernel never touches the workspace: any pointer will do.
     partial_out = out if workspace is None else workspace
     partial_rows = num_tokens * num_q_heads * num_splits
@@ -167,24 +177,24 @@ def launch_decode(
     # Turned already, the kernel touches nothing of a projection: again any pointer will do.
     positions, rotary_table, head_norms, slot_mapping = projection or (q, q, None, q)
     norm_weights, eps = head_norms or (q, 0.0)
-    rows = max(num_tokens, num_seqs)
+    rows = max(num_tokens, batch.num_seqs)
     _decode_kernel[(num_kv_heads, rows, num_splits)](
         out,
         partial_out,
         partial_lse,
         q,
         kv_cache,
-        block_table,
-        seq_rows,
-        query_start_loc,
-        seq_lens,
-        seq_order,
+        batch.block_table,
+        batch.seq_rows,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.seq_order,
         positions,
         rotary_table,
         norm_weights,
         eps,
         slot_mapping,
-        num_seqs,
+        batch.num_seqs,
         num_tokens,
         num_splits,
         0 if window is None else window,
@@ -192,9 +202,9 @@ def launch_decode(
         *out.stride()[:2],
         *q.stride()[:2],
         *kv_cache.stride()[:4],
-        block_table.stride(0),
+        batch.block_table.stride(0),
         NUM_Q_HEADS=num_q_heads,
-        GROUP=group_size,
+        GROUP=num_q_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=kv_cache.shape[2],
         HAS_WINDOW=window is not None,
@@ -213,11 +223,11 @@ def launch_decode(
         **launch_options(pdl),
     )
     if num_splits > 1:
-        _merge_splits_kernel[(num_seqs, num_q_heads)](
+        _merge_splits_kernel[(batch.num_seqs, num_q_heads)](
             out,
             partial_out,
             partial_lse,
-            query_start_loc,
+            batch.query_start_loc,
             num_splits,
             *out.stride()[:2],
             NUM_Q_HEADS=num_q_heads,

@@ -23,6 +23,7 @@ from worker_daemon.kernels.attention_tiles import (
 )
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
+from worker_daemon.kernels.paged_sequences import PagedSequences
 from worker_daemon.kernels.tiles import Tile, padded_head_dim
 
 
@@ -30,11 +31,7 @@ def launch_prefill(
     out: torch.Tensor,
     q: torch.Tensor,
     kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_rows: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    num_seqs: int,
+    batch: PagedSequences,
     scale: float,
     window: int | None,
     tile: Tile,
@@ -49,23 +46,23 @@ def launch_prefill(
     group_size = num_q_heads // kv_cache.shape[3]
     block_q = tile.block_m // group_size
     assert block_q >= 1, "a tile holds at least one token's group of heads"
-    grid = (num_tokens // block_q + num_seqs + 1, kv_cache.shape[3])
+    grid = (num_tokens // block_q + batch.num_seqs + 1, kv_cache.shape[3])
     _prefill_kernel[grid](
         out,
         q,
         kv_cache,
-        block_table,
-        seq_rows,
-        query_start_loc,
-        seq_lens,
-        num_seqs,
+        batch.block_table,
+        batch.seq_rows,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.num_seqs,
         num_tokens,
         0 if window is None else window,
         scale * math.log2(math.e),
         *out.stride()[:2],
         *q.stride()[:2],
         *kv_cache.stride()[:4],
-        block_table.stride(0),
+        batch.block_table.stride(0),
         BLOCK_Q=block_q,
         GROUP=group_size,
         HEAD_DIM=head_dim,

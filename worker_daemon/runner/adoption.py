@@ -16,7 +16,8 @@ from rpc_schema.adoption import (
     RequestRow,
 )
 from worker_daemon.runner.input_batch import InputBuilder
-from worker_daemon.runner.request_state import Int32s, RequestState
+from worker_daemon.runner.request_state import RequestState
+from worker_daemon.runner.scheduled_step import Int32s
 from worker_daemon.runner.token_history import TokenHistory
 
 _ROW_BYTES = 128
@@ -44,7 +45,7 @@ def describe_requests(
     tokens: list[Int32s] = []
     blocks: list[Int32s] = []
     size = 0
-    for slot in state.live_slots.tolist():
+    for slot in np.flatnonzero(state.counts.live).tolist():
         if slot < first_slot:
             continue
         token_ids = _tokens(state, history, slot)[:MAX_ROW_TOKENS]
@@ -67,7 +68,7 @@ def _tokens(state: RequestState, history: TokenHistory, slot: int) -> Int32s:
 
 def _blocks(state: RequestState, inputs: InputBuilder, slot: int) -> Int32s:
     """The row's blocks; none where there are too many to be told."""
-    num_blocks = state.counts_of(slot).num_blocks
+    num_blocks = int(state.counts.num_blocks[slot])
     if num_blocks > MAX_ROW_BLOCKS:
         num_blocks = 0
     block_ids: Int32s = inputs.tables.block_table[slot, :num_blocks].cpu().numpy()
@@ -82,7 +83,7 @@ def _row(
         req_id=state.req_ids[slot],
         num_prompt_tokens=int(state.num_prompt_tokens[slot]),
         num_tokens=tokens.size,
-        num_computed_tokens=state.counts_of(slot).num_computed_tokens if blocks.size else 0,
+        num_computed_tokens=int(state.counts.num_computed[slot]) if blocks.size else 0,
         num_blocks=blocks.size,
         sampling=inputs.sampling_of(slot),
         note=state.notes[slot],

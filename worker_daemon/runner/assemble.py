@@ -18,8 +18,9 @@ from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.cuda_graph import LadderGraphs, NoGraphs, StepGraphs
 from worker_daemon.runner.input_batch import InputBuilder, most_seqs, staging_capacity
 from worker_daemon.runner.model_runner import ModelRunner, StageEnds
-from worker_daemon.runner.request_state import RequestState, StepLimits
+from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import RowTables, row_kernels
+from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.stage_ends import (
     EarlierStageExit,
     FirstStageEntry,

@@ -15,7 +15,7 @@ from torch import Tensor
 from rpc_schema.codec import Frame
 from worker_daemon.device.pinned import upload
 from worker_daemon.errors import InvalidStepError
-from worker_daemon.runner.request_state import Int64s
+from worker_daemon.runner.scheduled_step import Int64s
 
 
 @dataclass(frozen=True, slots=True)

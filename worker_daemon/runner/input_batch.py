@@ -16,20 +16,20 @@ from torch import Tensor
 from rpc_schema.sampling import SamplingParams
 from worker_daemon.device.pinned import upload
 from worker_daemon.layers.attention import AttentionMetadata
-from worker_daemon.runner.request_state import (
-    MAX_BLOCK_UPDATES,
-    BlockUpdates,
-    Bools,
-    Int32s,
-    Int64s,
-    RequestState,
-    ScheduledStep,
-)
+from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import (
     SAMPLING_COLUMNS,
     TOKEN_ON_DEVICE,
     Gathered,
     RowTables,
+)
+from worker_daemon.runner.scheduled_step import (
+    MAX_BLOCK_UPDATES,
+    BlockUpdates,
+    Bools,
+    Int32s,
+    Int64s,
+    ScheduledStep,
 )
 from worker_daemon.runner.staging import Delivery, Packed, Staging
 from worker_daemon.runner.step_layout import (

@@ -25,7 +25,8 @@ from worker_daemon.runner.adoption import Page, describe_requests
 from worker_daemon.runner.grammar_input import GrammarMasks, read_masks
 from worker_daemon.runner.input_batch import InputBuilder, SampleRows
 from worker_daemon.runner.output import ReplyIdentity
-from worker_daemon.runner.request_state import Int64s, RequestState, ScheduledStep
+from worker_daemon.runner.request_state import RequestState
+from worker_daemon.runner.scheduled_step import Int64s, ScheduledStep
 from worker_daemon.runner.stage_ends import Entering, PendingReply, StageEntry, StageExit
 from worker_daemon.runner.stage_program import Chosen, EagerProgram, StageProgram
 from worker_daemon.runner.token_history import TokenHistory

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from worker_daemon.runner.request_state import StepLimits
+from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.step_layout import StepColumns
 
 SAMPLING_COLUMNS = 6

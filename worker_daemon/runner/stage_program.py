@@ -14,8 +14,8 @@ from torch import Tensor
 from worker_daemon.device.pinned import upload
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.input_batch import StepInputs
-from worker_daemon.runner.request_state import Int64s
 from worker_daemon.runner.row_tables import RowTables
+from worker_daemon.runner.scheduled_step import Int64s
 from worker_daemon.runner.staging import TokenStore
 from worker_daemon.runner.step_layout import StepColumns
 

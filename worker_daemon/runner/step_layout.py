@@ -8,7 +8,7 @@ graph reads at fixed addresses, so that a layout is a function of its sizes alon
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from worker_daemon.runner.request_state import ScheduledStep
+from worker_daemon.runner.scheduled_step import ScheduledStep
 
 MAX_GRAPH_SEQS = 512
 """Larger decodes are launched kernel by kernel."""

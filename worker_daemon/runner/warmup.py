@@ -14,7 +14,7 @@ from rpc_schema.base import StepRequest
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.layers.prompt_attention import PLAN_TOKENS
-from worker_daemon.runner.request_state import StepLimits
+from worker_daemon.runner.scheduled_step import StepLimits
 
 
 @dataclass(frozen=True, slots=True)

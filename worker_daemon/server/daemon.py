@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Final, NoReturn
 
 import uvloop
@@ -20,14 +21,15 @@ from worker_daemon.device.gpu_faults import Fault, NoFaultWatch
 from worker_daemon.device.gpu_load import NoGauges
 from worker_daemon.errors import ConfigError
 from worker_daemon.interfaces import interface_address
+from worker_daemon.server.attaching import Attaching
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.control import Control
 from worker_daemon.server.device_watch import DeviceWatch, OpenFaultWatch, OpenGauges
 from worker_daemon.server.dispatch import MakeWorker, OpenRendezvousServer, WorkerLike
+from worker_daemon.server.draining import Draining
 from worker_daemon.server.endpoints import (
     AnyEndpoint,
     Endpoint,
-    EndpointInUseError,
     EndpointLock,
     TcpEndpoint,
     prepare_directory,
@@ -35,12 +37,16 @@ from worker_daemon.server.endpoints import (
     remove_sockets,
 )
 from worker_daemon.server.epochs import EpochFile
+from worker_daemon.server.events import Events
 from worker_daemon.server.file_limit import raise_file_limit
 from worker_daemon.server.gpu_lock import GpuLock, GpuLockLike, NoGpuLock, lock_directory
 from worker_daemon.server.guard import Guard
 from worker_daemon.server.hang_reports import HangReports
+from worker_daemon.server.lease import Lease, suspended_s
+from worker_daemon.server.meeting_places import MeetingPlaces
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.security import open_security
+from worker_daemon.server.self_report import SelfReport
 from worker_daemon.server.sockets import bind_sockets, events_socket
 from worker_daemon.server.stale_files import remove_stale
 from worker_daemon.server.step_thread import (
@@ -54,11 +60,11 @@ from worker_daemon.server.step_thread import (
     link_failure,
 )
 from worker_daemon.server.systemd import open_notifier
+from worker_daemon.server.tracing import Tracing
 from worker_daemon.settings import ONE_HOST, ProcessSettings, endpoint_home
 
+HEARTBEAT_S: Final = 0.25
 DRAIN_LIMIT_S: Final = 10.0
-REOPEN_INTERVAL_S: Final = 0.02
-REOPEN_TRIES: Final = 100
 STOP_LIMIT_S: Final = 0.8
 """What an orderly end may take after the drain; a thread that is stuck for longer ends with the
 process."""
@@ -198,27 +204,44 @@ class Daemon:
             save_root=settings.save_root,
             security=self._security,
         )
-        self._control = Control(
-            control=self._sockets.control,
-            events=self._sockets.events,
-            endpoint=premises.endpoint,
-            epochs=premises.epochs,
-            progress=self._progress,
-            guard=self._guard,
-            reply_delays=self._completion.reply_delays,
-            reply_counts=self._completion.reply_counts,
-            read_load=lambda: self._device_watch.load,
-            notifier=self._notifier,
-            commands=self,
-            open_rendezvous=open_rendezvous,
-            security=self._security,
-            data_host=data_host,
-        )
         self._device_watch = DeviceWatch(open_watch, self._gpu_fault, open_gauges)
+        self._furnish_main_thread(open_rendezvous, data_host)
         self._tasks: set[asyncio.Future[None]] = set()
         self._signals = 0
         self._fatal_lock = threading.Lock()
         self._fatal_code: ExitCode | None = None
+
+    def _furnish_main_thread(self, open_rendezvous: OpenRendezvousServer, data_host: str) -> None:
+        """Make what answers drivers and tells them; only the main thread may call any of it."""
+        progress, guard, lease = self._progress, self._guard, Lease(time.monotonic, suspended_s)
+        self._draining = Draining(self.post, lambda: self._events.tell_heartbeat(), lease, progress)
+        report = SelfReport(
+            endpoint=self._premises.endpoint,
+            progress=progress,
+            guard=guard,
+            lease=lease,
+            draining=self._draining,
+            security=self._security,
+            completion=self._completion,
+            device_watch=self._device_watch,
+        )
+        self._events = Events(self._sockets.events, report)
+        self._attaching = Attaching(
+            self._premises.epochs, lease, self._draining, progress, guard, report, self.post
+        )
+        need_attached = self._attaching.need_attached
+        self._control = Control(
+            socket=self._sockets.control,
+            security=self._security,
+            attaching=self._attaching,
+            meeting_places=MeetingPlaces(
+                open_rendezvous, data_host, need_attached, progress, guard, self.post
+            ),
+            report=report,
+            draining=self._draining,
+            tracing=Tracing(self.post, need_attached, self._events.ask_driver),
+            begin_shutdown=self.begin_shutdown,
+        )
 
     async def run(self) -> int:
         """Serve until somebody ends it; return the exit code."""
@@ -251,7 +274,7 @@ class Daemon:
             return self._end.result()
         self._notifier.notify("READY=1")
         logger.info("serving %s on %s", self._settings.device, self._premises.endpoint)
-        serving = {self._spawn(self._control.serve()), self._spawn(self._control.beat())}
+        serving = {self._spawn(self._control.serve()), self._spawn(self._beat())}
         waits: set[asyncio.Future[None] | asyncio.Future[int]] = {*serving, self._end}
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if self._end.done():
@@ -260,6 +283,15 @@ class Daemon:
             if task.done():
                 logger.error("the control loop broke", exc_info=task.exception())
         return ExitCode.INTERNAL
+
+    async def _beat(self) -> None:
+        """Take notice of the lease's end; tell drivers and the supervisor that we live."""
+        while True:
+            self._attaching.watch_lease()
+            self._events.tell_heartbeat()
+            if not self._progress.overdue():
+                self._notifier.notify("WATCHDOG=1")
+            await asyncio.sleep(HEARTBEAT_S)
 
     def _shut_down(self, exit_code: int) -> None:
         """Stop the threads in the order in which they feed each other; leave a stuck one to the end
@@ -276,6 +308,7 @@ class Daemon:
         joined &= self._guard.join(max(0.1, deadline - time.monotonic()))
         joined &= self._device_watch.join(max(0.3, deadline - time.monotonic()))
         self._control.close()
+        self._events.close()
         joined &= self._security.stop(max(0.1, deadline - time.monotonic()))
         left = threading.active_count() > 1  # a link's disposal, say, which waits for dead peers
         if not joined or left or exit_code != 0:
@@ -313,20 +346,14 @@ class Daemon:
         """Read the authorized keys again. What comes over open connections is judged by them from
         here on; those who only listen to events are made to come in anew."""
         if self._security.reload():
-            self._control.close_events()
+            self._events.close()
             self._spawn(self._reopen_events())
 
     async def _reopen_events(self) -> None:
-        """Wait until the former socket's address is free: it is closed by a thread of libzmq."""
-        for _ in range(REOPEN_TRIES):
-            await asyncio.sleep(REOPEN_INTERVAL_S)
-            with contextlib.suppress(EndpointInUseError):
-                self._control.take_events(
-                    events_socket(self._context, self._premises.endpoint, self._security)
-                )
-                return
-        logger.critical("the events socket cannot be bound again")
-        self._finish(ExitCode.INTERNAL)
+        bind = partial(events_socket, self._context, self._premises.endpoint, self._security)
+        if not await self._events.reopen(bind):
+            logger.critical("the events socket cannot be bound again")
+            self._finish(ExitCode.INTERNAL)
 
     def _parent_wrote(self, fd: int) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -346,11 +373,11 @@ class Daemon:
 
     def begin_shutdown(self, cause: str) -> None:
         """Refuse new steps, let the running one finish, end with exit code 0."""
-        if self._control.draining:
+        if self._draining.ends:
             return
         logger.info("draining: %s", cause)
         self._notifier.notify("STOPPING=1")
-        self._control.draining = True
+        self._draining.ends = True
         self._spawn(self._drain())
 
     async def _drain(self) -> None:
@@ -372,7 +399,11 @@ class Daemon:
     def state_changed(self, transition: str) -> None:
         """See StepEvents."""
         logger.info("%s", transition)
-        self._to_loop(lambda: self._control.announce(transition))
+        self._to_loop(lambda: self._announce(transition))
+
+    def _announce(self, transition: str) -> None:
+        self._events.tell_transition(transition)
+        self._notifier.notify(f"STATUS={transition}")
 
     def fatal(self, exit_code: ExitCode, cause: str) -> None:
         """End the process with exit_code; any thread may call this, and the first is heard, but
@@ -396,7 +427,7 @@ class Daemon:
         """Tell whoever listens, and end: nothing is waited for, since every further call of the
         device's could hang."""
         self.post(DeviceLost(exit_code, cause))
-        self._control.announce(f"{self._progress.snapshot.state} -> FAILED ({cause})")
+        self._announce(f"{self._progress.snapshot.state} -> FAILED ({cause})")
         self._loop.call_later(LAST_WORDS_S, lambda: self._exit_now(self._fatal_code or exit_code))
 
     def _gpu_fault(self, fault: Fault) -> None:
@@ -409,11 +440,11 @@ class Daemon:
 
     def hung(self, phase: str, phase_ms: int, stacks: str) -> None:
         """See GuardListener."""
-        self._to_loop(lambda: self._control.tell_hang(phase, phase_ms, stacks))
+        self._to_loop(lambda: self._events.tell_hang(phase, phase_ms, stacks))
 
     def slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
         """See GuardListener."""
-        self._to_loop(lambda: self._control.tell_slow(phase, phase_ms, usual_ms))
+        self._to_loop(lambda: self._events.tell_slow(phase, phase_ms, usual_ms))
 
     def relapsed(self, cause: str) -> None:
         """See GuardListener. A supervisor starts us again; so it does with each rank that waits in

@@ -1,5 +1,6 @@
-"""Whether an operator wants this daemon to drain: to take no more steps and no more drivers, and to
-stay. Owned by the control thread; the step thread is told by commands. Knows no socket."""
+"""Whether this daemon takes steps and drivers: not where an operator wants it to drain (and stay),
+nor when it is about to end. Owned by the control thread; the step thread is told by commands. Knows
+no socket."""
 
 import asyncio
 import contextlib
@@ -8,9 +9,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from rpc_schema import lifecycle as lc
+from rpc_schema.codec import ControlReplyMessage
 from worker_daemon.errors import StateError
 from worker_daemon.server.lease import Lease
 from worker_daemon.server.progress import Progress
+from worker_daemon.server.sequence import drained
 from worker_daemon.server.step_thread import Command, Drain, Resume
 
 NOTICE_S: Final = 1.0
@@ -33,6 +37,8 @@ class Draining:
     ) -> None:
         """post: to the step thread. tell: whoever listens to heartbeats, that is_on has changed."""
         self.is_on = False
+        self.ends = False
+        """The daemon is about to end."""
         self._post = post
         self._tell = tell
         self._lease = lease
@@ -40,6 +46,26 @@ class Draining:
         self._idle = asyncio.Event()
         self._serving = asyncio.Event()
         self._serving.set()
+
+    @property
+    def serving(self) -> lc.ServingState:
+        """What drivers are told: the lifecycle's word, unless no step is taken."""
+        serving = self._progress.snapshot.state.serving
+        return "DRAINING" if (self.ends or self.is_on) and serving == "SERVING" else serving
+
+    def check_takes_drivers(self) -> None:
+        """Raise StateError or DrainingError where no driver may attach."""
+        if self.ends:
+            raise StateError("the daemon is shutting down", fix="attach to another one")
+        if self.is_on:
+            raise drained()
+
+    async def drain_or_undo(self, message: lc.Drain) -> ControlReplyMessage:
+        """Answer an operator, once it is so. Raises StateError, as `drain` and `undo` do."""
+        if self.ends:
+            raise StateError("the daemon is shutting down")
+        await (self.undo() if message.undo else self.drain())
+        return lc.Acknowledged(call=message.call)
 
     async def undo(self) -> None:
         """Take steps and drivers again; return once that is so.

@@ -77,6 +77,8 @@ class Guard:
         self._device_checked_at = 0.0
         self.degraded = ""
         """What is amiss with the device, though it may compute; any thread may read it."""
+        self.last_hang = ""
+        """What was past its deadline last, and the evidence; any thread may read it."""
         self._requests: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         """Links to abort and why; an empty cause only wakes the thread."""
         self._abort_link: Callable[[], bool] | None = None
@@ -194,6 +196,7 @@ class Guard:
         heading = f"{what} for {stamp.age_ms(now)} ms: hung"
         stacks = self._witness.report(heading, self._dump_link)
         logger.error("%s; stacks: %s", heading, stacks)
+        self.last_hang = f"{stamp.phase} was past its deadline; stacks: {stacks}"
         self._listener.hung(stamp.phase, stamp.age_ms(now), stacks)
 
     def _watch_pace(self, now: float) -> None:

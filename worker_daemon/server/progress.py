@@ -86,3 +86,11 @@ class Progress:
     def idle(self) -> None:
         """Wait for the next request."""
         self.stamp = Stamp(IDLE, time.monotonic(), math.inf, False)
+
+    def overdue(self) -> str:
+        """What the step or the completion thread should be done with long ago; empty: nothing."""
+        now = time.monotonic()
+        for stamp in (self.stamp, self.result):
+            if now > stamp.deadline:
+                return f"{stamp.phase} is past its deadline"
+        return ""

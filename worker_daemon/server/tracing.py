@@ -8,10 +8,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import trace as tr
@@ -28,19 +29,6 @@ _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
 
-class Premises(Protocol):
-    """What the rest of control does for this part."""
-
-    def post(self, command: Aside) -> None:
-        """Hand a command to the step thread."""
-
-    def need_attached(self, epoch: int) -> None:
-        """Raise unless the epoch is the attached driver's."""
-
-    def ask_driver(self, trace: bytes, begin_ns: int, end_ns: int) -> None:
-        """Publish DriverStepsWanted."""
-
-
 @dataclass(slots=True)
 class _Running:
     """A trace that is recorded, or will be."""
@@ -52,8 +40,17 @@ class _Running:
 class Tracing:
     """Answers everything of rpc_schema/trace.py. One trace runs at a time, and one can be read."""
 
-    def __init__(self, premises: Premises) -> None:
-        self._premises = premises
+    def __init__(
+        self,
+        post: Callable[[Aside], None],
+        need_attached: Callable[[int], None],
+        ask_driver: Callable[[bytes, int, int], None],
+    ) -> None:
+        """post: to the step thread. need_attached(epoch) raises unless the epoch is the attached
+        driver's. ask_driver(trace, begin_ns, end_ns) publishes DriverStepsWanted."""
+        self._post = post
+        self._need_attached = need_attached
+        self._publish_question = ask_driver
         self._running: _Running | None = None
         self._file: Path | None = None
         self._readable = b""
@@ -87,7 +84,7 @@ class Tracing:
                 message.max_ms / 1000, self._expire, running
             )
         except TimeoutError:
-            self._premises.post(Aside("STARTING TRACE", START_LIMIT_S, _drop))
+            self._post(Aside("STARTING TRACE", START_LIMIT_S, _drop))
             raise StateError(
                 "the step thread is busy with something else",
                 fix="try again when its present operation is over",
@@ -150,11 +147,11 @@ class Tracing:
 
     def _ask_driver(self, message: tr.AskDriver) -> ControlReplyMessage:
         self._asked, self._driver_steps = message.trace, None
-        self._premises.ask_driver(message.trace, message.begin_ns, message.end_ns)
+        self._publish_question(message.trace, message.begin_ns, message.end_ns)
         return lc.Acknowledged(call=message.call)
 
     def _put_driver_steps(self, message: tr.PutDriverSteps) -> ControlReplyMessage:
-        self._premises.need_attached(message.epoch)
+        self._need_attached(message.epoch)
         if message.trace != self._asked:
             raise StateError("nobody asks for these steps", fix="answer the last question only")
         self._driver_steps = message.steps
@@ -184,42 +181,25 @@ class Tracing:
     ) -> _T:
         """Run `work` there; return or raise what it does, or TimeoutError: it has not run within
         the limit."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[_T] = loop.create_future()
-        self._premises.post(
-            Aside(phase, limit_s, lambda worker: _settle(loop, future, partial(work, worker)))
-        )
-        return await asyncio.wait_for(future, limit_s)
+        future: Future[_T] = Future()
+        self._post(Aside(phase, limit_s, lambda worker: _settle(future, partial(work, worker))))
+        return await asyncio.wait_for(asyncio.wrap_future(future), limit_s)
 
 
 async def _on_a_thread(work: Callable[[], _T]) -> _T:
     """Run `work` on a thread that ends with it; an executor's would be waited for at the end."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[_T] = loop.create_future()
-    threading.Thread(target=_settle, args=(loop, future, work), name="trace", daemon=True).start()
-    return await future
+    future: Future[_T] = Future()
+    threading.Thread(target=_settle, args=(future, work), name="trace", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
-def _settle(
-    loop: asyncio.AbstractEventLoop, future: "asyncio.Future[_T]", work: Callable[[], _T]
-) -> None:
-    """Run `work` on this thread, and settle the loop's future with what it returns or raises."""
-    try:
-        settle = partial(_succeed, future, work())
-    except Exception as error:
-        settle = partial(_fail, future, error)
-    with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
-        loop.call_soon_threadsafe(settle)
-
-
-def _succeed(future: "asyncio.Future[_T]", result: _T) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _fail(future: "asyncio.Future[_T]", error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
+def _settle(future: Future[_T], work: Callable[[], _T]) -> None:
+    """Run `work` on this thread, and settle the future with what it returns or raises."""
+    with contextlib.suppress(InvalidStateError):  # nobody waits any more
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
 
 
 def _start(due: float, worker: WorkerLike) -> None:

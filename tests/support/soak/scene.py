@@ -37,7 +37,7 @@ EXITS = {
 }
 SAMPLE_S = 2.0
 SETTLED_S = 60.0
-"""A daemon's memory is looked at once it is older: on a busy host it takes long to load."""
+"""A daemon's memory is looked at once it is older, and has what it serves with."""
 
 
 class Weight(NamedTuple):
@@ -178,10 +178,14 @@ class Scene:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def stop_daemons(self) -> list[int]:
-        """SIGTERM to all; return their exit codes."""
+        """SIGTERM to all, once they serve: the last fault may have struck with the last request's
+        end. Return their exit codes."""
+        for daemon in self.daemons:
+            daemon.process.send_signal(signal.SIGCONT)
+            self._supervise(daemon)
+        self.wait_for_daemons()
         for daemon in self.daemons:
             self._take_stock(daemon)
-            daemon.process.send_signal(signal.SIGCONT)
             daemon.process.terminate()
         return [daemon.process.wait(30) for daemon in self.daemons]
 
@@ -250,7 +254,7 @@ class Scene:
         self.longest_gap_s = max(self.longest_gap_s, gap)
 
     def _weigh(self, daemon: Daemon, now: float) -> None:
-        if now - daemon.began >= SETTLED_S:
+        if now - daemon.began >= SETTLED_S and (daemon.first or _is_ready(daemon)):
             weight = weigh(daemon.process.pid)
             daemon.first = daemon.first or weight
             daemon.last = weight or daemon.last
@@ -259,3 +263,8 @@ class Scene:
         if daemon.first is not None and daemon.last is not None:
             self.growths.append(daemon.last.since(daemon.first))
         daemon.first = daemon.last = None
+
+
+def _is_ready(daemon: Daemon) -> bool:
+    status = ask_status(daemon.endpoint)
+    return status is not None and status.load == "READY"

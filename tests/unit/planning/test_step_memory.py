@@ -13,7 +13,8 @@ from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import parse_model_config
 from worker_daemon.models.decoder import build_stage
 from worker_daemon.runner.input_batch import staging_capacity
-from worker_daemon.runner.request_state import RequestState, StepLimits
+from worker_daemon.runner.request_state import RequestState
+from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.step_memory import StageWidths, estimate_step_bytes, staging_values
 
 NUM_TOKENS = 512

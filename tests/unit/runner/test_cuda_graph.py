@@ -18,8 +18,9 @@ from worker_daemon.models.partition import partition_layers
 from worker_daemon.runner import cuda_graph
 from worker_daemon.runner.cuda_graph import GraphedProgram
 from worker_daemon.runner.input_batch import InputBuilder, staging_capacity
-from worker_daemon.runner.request_state import RequestState, StepLimits
+from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
+from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.stage_program import (
     ArrivedFront,
     EagerProgram,

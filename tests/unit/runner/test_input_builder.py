@@ -7,8 +7,9 @@ from row_steps import NaiveRows, Plan, StepGenerator, encode
 
 from rpc_schema.sampling import SamplingParams
 from worker_daemon.runner.input_batch import InputBuilder
-from worker_daemon.runner.request_state import RequestState, StepLimits
+from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
+from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.staging import HostStaging
 from worker_daemon.runner.step_layout import (
     MIXED_SIZES,

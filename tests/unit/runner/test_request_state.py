@@ -12,7 +12,8 @@ from row_steps import Admission, NaiveRows, Plan, StepGenerator, bitmap, encode,
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel
 from worker_daemon.errors import InvalidStepError, PrecededByError
-from worker_daemon.runner.request_state import MAX_UNSAMPLED_STEPS, RequestState, StepLimits
+from worker_daemon.runner.request_state import MAX_UNSAMPLED_STEPS, RequestState
+from worker_daemon.runner.scheduled_step import StepLimits
 
 LIMITS = StepLimits(
     max_num_seqs=9,
@@ -22,15 +23,7 @@ LIMITS = StepLimits(
     block_size=4,
     num_blocks=30,
 )
-MEMOS = {
-    "_accepted",
-    "_first_failed",
-    "_failed_seq",
-    "_batch",
-    "_block_columns",
-    "_decoding",
-    "limits",
-}
+MEMOS = {"_record", "_batches", "_blocks", "_run", "limits"}
 
 
 def draw_limits(rng):
@@ -62,9 +55,9 @@ def everything(state):
     """All that a step may change, copied; counts where the rows have them, also those that steps
     which only go on keep elsewhere."""
     state = copy.deepcopy(state)
-    if state._decoding is not None:
-        state._note_decoded(state._decoding)
-    return {k: flatten(v) for k, v in vars(state).items() if k not in MEMOS}
+    assert state.counts is state._counts
+    kept = {k: flatten(v) for k, v in vars(state).items() if k not in MEMOS}
+    return kept | {"steps": len(state._record._steps)}
 
 
 def check_step(step, ran, plan, rows):
@@ -85,7 +78,7 @@ def check_step(step, ran, plan, rows):
 
 
 def check_rows(state, rows):
-    assert state.num_live == len(rows.requests)
+    assert state.counts.live.sum() == len(rows.requests)
     for slot, request in rows.requests.items():
         assert state.known_tokens[slot].tolist() == request.known
         assert state.num_known_tokens[slot] == len(request.known)
@@ -636,11 +629,14 @@ def test_runs_of_decodes_follow_a_plain_dict_and_refuse_what_is_broken(seed):
     assert num_broken >= 60
 
 
-def test_decodes_end_at_max_model_len_where_blocks_would_reach_further():
+@pytest.mark.parametrize("last_block_at", [1, 3])
+def test_decodes_end_at_max_model_len_where_blocks_would_reach_further(last_block_at):
     state = RequestState(StepLimits(4, 40, 10, 50, 4, 30))
-    admit(state, 0, 5, num_blocks=3)
+    admit(state, 0, 5, num_blocks=3 if last_block_at == 1 else 2)
     for seq in range(2, 7):
-        assert state.apply(decode(seq, [0]), []).starts.tolist() == [seq + 3]
+        more = seq == last_block_at
+        blocks = {"new_block_slots": uint16s(0), "new_block_ids": int32s(7)} if more else {}
+        assert state.apply(decode(seq, [0], **blocks), []).starts.tolist() == [seq + 3]
     with pytest.raises(InvalidStepError, match="max_model_len is 10") as refused:
         state.apply(decode(7, [0]), [])
     assert refused.value.field == "num_scheduled_tokens"
@@ -701,7 +697,7 @@ def test_failure_stands_until_a_resynchronisation():
         state.raise_if_failed()
     state.apply(decode(10, [], resync=int32s(0, 4, 5, 1)), [])
     state.raise_if_failed()
-    assert state.num_live == 1
+    assert state.counts.live.sum() == 1
 
 
 def test_resynchronisation_frees_the_slots_it_does_not_name():
@@ -709,7 +705,7 @@ def test_resynchronisation_frees_the_slots_it_does_not_name():
     for slot in (0, 3, 8):
         admit(state, slot, 4, seq=1 + slot)
     state.apply(decode(20, [], resync=int32s(3, 4, 5, 1)), [])
-    assert state.num_live == 1
+    assert state.counts.live.sum() == 1
     admit(state, 8, 4, seq=21)
     assert state.are_current(np.array([0, 3, 8]), np.array([1, 1, 2])).tolist() == [
         False,
@@ -723,7 +719,7 @@ def test_drop_all_forgets_requests_failures_and_deferred_samplings():
     admit(state, 2, 4, defer_sampling=True)
     state.mark_failed(1)
     state.drop_all()
-    assert (state.num_live, state.has_failed) == (0, False)
+    assert (state.counts.live.sum(), state.has_failed) == (0, False)
     with pytest.raises(InvalidStepError):
         state.take_unsampled(1)
     admit(state, 2, 4, seq=2)

@@ -7,7 +7,8 @@ import torch
 
 from rpc_schema.lifecycle import CompileOrWarmUpModel, DetermineAvailableMemory
 from worker_daemon.kernels.tiles import DeviceLimits, choose_num_splits, decode_tile, run_at_once
-from worker_daemon.runner.request_state import RequestState, StepLimits
+from worker_daemon.runner.request_state import RequestState
+from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.warmup import decode_sweep, largest_step, size_sweep, warm_up_steps
 
 TINY = [

@@ -1,0 +1,151 @@
+"""How far each request row is, and the last steps that brought the rows there, so that they can be
+taken back. Knows of a request its counts alone.
+
+Shapes: S rows (plus one spare row, which no request ever has).
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from worker_daemon.errors import InvalidStepError
+from worker_daemon.runner.scheduled_step import (
+    BlockUpdates,
+    Bools,
+    Int32s,
+    Int64s,
+    ScheduledStep,
+    invalid,
+)
+
+MAX_TAKEN_BACK = 64
+"""Steps that can be taken back: more than a driver may have under way."""
+
+FREE_ROW_BLOCKS = 1 << 30
+"""The block count of a row without a request: no request reaches it, so that one comparison refuses
+blocks for such a row and blocks beyond a request's last."""
+_ONE = np.array(1, np.int32)
+
+
+@dataclass(slots=True)
+class RowCounts:
+    """Columns, [S + 1] each. Owned by RequestState, which has steps that change which rows hold a
+    request judged on a copy."""
+
+    live: Bools
+    num_computed: Int32s
+    num_tokens: Int32s
+    num_blocks: Int32s
+    """FREE_ROW_BLOCKS where no request is."""
+    unsampled: Bools
+    """The row's newest token waits for SampleTokens."""
+
+    @classmethod
+    def of_free_rows(cls, num_rows: int) -> "RowCounts":
+        return cls(
+            np.zeros(num_rows, np.bool_),
+            np.zeros(num_rows, np.int32),
+            np.zeros(num_rows, np.int32),
+            np.full(num_rows, FREE_ROW_BLOCKS, np.int32),
+            np.zeros(num_rows, np.bool_),
+        )
+
+    def copy(self) -> "RowCounts":
+        return RowCounts(
+            self.live.copy(),
+            self.num_computed.copy(),
+            self.num_tokens.copy(),
+            self.num_blocks.copy(),
+            self.unsampled.copy(),
+        )
+
+    def clear(self, rows: Int64s | Bools | slice) -> None:
+        self.live[rows] = False
+        self.num_computed[rows] = 0
+        self.num_tokens[rows] = 0
+        self.num_blocks[rows] = FREE_ROW_BLOCKS
+        self.unsampled[rows] = False
+
+    def append(self, updates: BlockUpdates) -> None:
+        """Count a step's blocks."""
+        if updates.slots.size:
+            self.num_blocks[updates.slots] = updates.indices + _ONE
+
+    def remove(self, updates: BlockUpdates) -> None:
+        """Undo append: a row's first index in the updates is what it had before."""
+        np.minimum.at(self.num_blocks, updates.slots, updates.indices)
+
+    def check_live(self, field: str, slots: Int64s) -> None:
+        """Raises InvalidStepError where a slot, none of them negative, holds no request."""
+        try:
+            live = self.live[slots]
+        except IndexError:
+            raise self.unknown(field, int(slots.max())) from None
+        if np.count_nonzero(live) < slots.size:
+            slot = int(slots[int(live.argmin())])
+            raise invalid(field, slot, "admit a request to the slot first")
+
+    def check_sampled(self, slots: Int64s) -> None:
+        """Raises InvalidStepError where a scheduled slot waits for SampleTokens."""
+        unsampled = self.unsampled[slots]
+        if unsampled.any():
+            slot = int(slots[int(unsampled.argmax())])
+            raise invalid("scheduled", slot, "send SampleTokens for its last step first")
+
+    def unknown(self, field: str, slot: int) -> InvalidStepError:
+        """Return the refusal of a slot that there is not."""
+        return invalid(field, slot, f"slots from 0 to {self.live.size - 2}")
+
+
+class StepRecord:
+    """Steps since the last full resynchronisation. Owned by RequestState."""
+
+    def __init__(self) -> None:
+        self.failed_seq: int | None = None
+        """Of the first step that failed since."""
+        self._num_before = 0
+        """Steps accepted before that one; meaningless without a failure."""
+        self._num_accepted = 0
+        """Over all epochs."""
+        self._steps: deque[tuple[int, ScheduledStep]] = deque(maxlen=MAX_TAKEN_BACK)
+        """The newest, with their epochs."""
+
+    def add(self, epoch: int, step: ScheduledStep) -> None:
+        """Note a step that was accepted."""
+        self._num_accepted += 1
+        self._steps.append((epoch, step))
+
+    def fail(self, seq: int) -> None:
+        """Note a failure, unless one stands: of the newest step, or of what is behind it."""
+        if self.failed_seq is None:
+            self.failed_seq = seq
+            is_newest = bool(self._steps) and self._steps[-1][1].seq == seq
+            self._num_before = self._num_accepted - is_newest
+
+    def restart(self) -> None:
+        """Forget all steps, and the failure."""
+        self.failed_seq = None
+        self._steps.clear()
+
+    def take_back(self, counts: RowCounts, has_ended_well: Callable[[int, int], bool]) -> None:
+        """Forget all steps, but not the failure; undo those from the first one on that failed or is
+        not known to have ended well (by epoch and seq). See RequestState.take_back."""
+        steps = list(self._steps)
+        self._steps.clear()
+        most = len(steps)
+        if self.failed_seq is not None:
+            most -= self._num_accepted - self._num_before
+        good = 0
+        while good < most and has_ended_well(steps[good][0], steps[good][1].seq):
+            good += 1
+        # Steps before these may be forgotten: who knows then where the rows were?
+        unknown = np.full(counts.live.size, good == 0 and len(steps) == MAX_TAKEN_BACK)
+        for _, step in reversed(steps[good:]):
+            counts.num_computed[step.slots] = step.starts
+            counts.remove(step.block_updates)
+            unknown[[request.slot for request in step.new_requests]] = True
+        counts.num_computed[unknown] = 0
+        counts.num_blocks[unknown] = 0
+        counts.clear(~counts.live)

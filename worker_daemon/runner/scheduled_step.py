@@ -1,0 +1,79 @@
+"""What a step is once it is accepted, the sizes that every step keeps to, and the refusal of one
+that is not valid. Values alone: knows neither messages nor rows.
+
+Shapes: B scheduled requests, U block-table updates.
+"""
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rpc_schema.step import NewRequestData
+from worker_daemon.errors import InvalidStepError
+
+Int32s: TypeAlias = npt.NDArray[np.int32]
+Int64s: TypeAlias = npt.NDArray[np.int64]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+MAX_BLOCK_UPDATES: Final = 1 << 20
+"""Entries of the block table that one step may write: they have a place in its packed buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The sizes that every step must keep to."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+
+class BlockUpdates(NamedTuple):
+    """Entries of the block table that a step writes. Aligned columns [U]."""
+
+    slots: Int64s
+    indices: Int32s
+    block_ids: Int32s
+
+
+NO_UPDATES: Final = BlockUpdates(
+    np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int32)
+)
+
+
+class ScheduledStep(NamedTuple):
+    """An accepted step: what to run. Arrays are host memory; batch order is ascending slots."""
+
+    seq: int
+    slots: Int64s
+    """[B]"""
+    num_tokens: Int32s
+    """[B] tokens of this step."""
+    starts: Int32s
+    """[B] position of each request's first token of this step."""
+    ends: Int32s
+    """[B] tokens of each context, this step's included."""
+    total_num_tokens: int
+    longest: int
+    """Tokens of the longest context, this step's included; 0 without requests."""
+    samples: Bools
+    """[B] whether the request's last token of this step samples a new one."""
+    new_requests: tuple[NewRequestData, ...]
+    block_updates: BlockUpdates
+    defer_sampling: bool
+
+
+def invalid(field: str, value: object, fix: str) -> InvalidStepError:
+    """Return the refusal of a step."""
+    return InvalidStepError(
+        "the step is refused, nothing of it was applied", field=field, value=value, fix=fix
+    )

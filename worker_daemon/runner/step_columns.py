@@ -1,0 +1,296 @@
+"""A step's columns: read from the message, and judged by the step's limits and the rows' counts.
+What is not valid raises InvalidStepError with field, value and fix. Keeps the columns that come
+again and again; owns no row.
+
+Shapes: B scheduled requests.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rpc_schema.codec import Frame
+from rpc_schema.sampling import MIN_TEMPERATURE
+from rpc_schema.step import ExecuteModel, NewRequestData
+from worker_daemon.errors import InvalidStepError
+from worker_daemon.runner.row_counts import RowCounts
+from worker_daemon.runner.scheduled_step import (
+    MAX_BLOCK_UPDATES,
+    NO_UPDATES,
+    BlockUpdates,
+    Int32s,
+    Int64s,
+    StepLimits,
+    invalid,
+)
+
+_INT32 = np.dtype("<i4")
+_UINT16 = np.dtype("<u2")
+
+MAX_BLOCK_COLUMNS = 64
+"""Decoded columns of block updates that are remembered. Rows that decode side by side fill their
+blocks together, so the same columns come back every block_size steps."""
+_FEW = 64
+"""Values that Python's min and max look through faster than numpy's."""
+
+
+def _read(field: str, raw: Frame, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    if len(raw) % dtype.itemsize:
+        raise invalid(field, f"{len(raw)} bytes", f"send little-endian {dtype.name} values")
+    return np.frombuffer(raw, dtype)
+
+
+def _check_unique(field: str, slots: Int64s | Int32s) -> None:
+    values, counts = np.unique(slots, return_counts=True)
+    if values.size < slots.size:
+        raise invalid(field, int(values[int(counts.argmax())]), "name each slot once")
+
+
+def change_requests(
+    step: ExecuteModel, arrays: Sequence[Frame], counts: RowCounts, limits: StepLimits
+) -> Int32s:
+    """Free and admit rows in the counts, which are of no use after a refusal; return the tokens of
+    all new requests, [sum of num_tokens]."""
+    if step.finished:
+        slots = _read("finished", step.finished, _UINT16).astype(np.int64)
+        counts.check_live("finished", slots)
+        _check_unique("finished", slots)
+        counts.clear(slots)
+    if step.resync is not None:
+        _free_others(step.resync, counts)
+    tokens = _read_tokens(step.scheduled_new_reqs, arrays, limits.vocab_size)
+    for request in step.scheduled_new_reqs:
+        _admit(request, counts)
+        _check_admitted(request, limits)
+    return tokens
+
+
+def _free_others(resync: bytes, counts: RowCounts) -> None:
+    """Free the rows that a resynchronisation does not name."""
+    values = _read("resync", resync, _INT32)
+    if values.size % 4:
+        raise invalid("resync", f"{values.size} values", "send rows of four int32")
+    slots, computed, tokens, blocks = values.reshape(-1, 4).T.astype(np.int64)
+    if slots.size and slots.min() < 0:
+        raise counts.unknown("resync", int(slots.min()))
+    counts.check_live("resync", slots)
+    _check_unique("resync", slots)
+    wrong = np.flatnonzero(
+        (counts.num_computed[slots] != computed)
+        | (counts.num_tokens[slots] != tokens)
+        | (counts.num_blocks[slots] != blocks)
+        | counts.unsampled[slots]
+    )
+    if wrong.size:
+        slot = int(slots[wrong[0]])
+        raise invalid(
+            "resync",
+            f"slot {slot}: {values.reshape(-1, 4)[wrong[0], 1:].tolist()}",
+            f"this rank has {counts.num_computed[slot]} computed of "
+            f"{counts.num_tokens[slot]} tokens, {counts.num_blocks[slot]} blocks, "
+            f"unsampled {bool(counts.unsampled[slot])}: finish the request and admit it again",
+        )
+    dropped = counts.live.copy()
+    dropped[slots] = False
+    counts.clear(dropped)
+
+
+def _read_tokens(
+    requests: Sequence[NewRequestData], arrays: Sequence[Frame], vocab_size: int
+) -> Int32s:
+    if len(arrays) != (1 if requests else 0):
+        fix = "send one frame of tokens with new requests, else none"
+        raise invalid("arrays", f"{len(arrays)} frames", fix)
+    tokens = _read("tokens", arrays[0] if arrays else b"", _INT32)
+    expected = sum(request.num_tokens for request in requests)
+    if tokens.size != expected:
+        raise invalid("tokens", f"{tokens.size} values", f"the new requests have {expected}")
+    if requests:
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= vocab_size:
+            raise invalid("tokens", f"{low}..{high}", f"token ids from 0 to {vocab_size - 1}")
+    return tokens
+
+
+def _admit(request: NewRequestData, counts: RowCounts) -> None:
+    slot, field = request.slot, f"scheduled_new_reqs[{request.req_id}].slot"
+    if slot >= counts.live.size - 1:
+        raise counts.unknown(field, slot)
+    if counts.live[slot]:
+        raise invalid(field, slot, "finish the slot's request first")
+    counts.live[slot] = True
+    counts.num_computed[slot] = request.num_computed_tokens
+    counts.num_tokens[slot] = request.num_tokens
+    counts.num_blocks[slot] = 0
+
+
+def _check_admitted(request: NewRequestData, limits: StepLimits) -> None:
+    """Judge what a new request says of itself."""
+    name = f"scheduled_new_reqs[{request.req_id}]"
+    num_tokens, num_computed = request.num_tokens, request.num_computed_tokens
+    if num_tokens > limits.max_model_len:
+        fix = f"max_model_len is {limits.max_model_len}"
+        raise invalid(f"{name}.num_tokens", num_tokens, fix)
+    if request.num_prompt_tokens > num_tokens:
+        fix = f"at most {num_tokens}"
+        raise invalid(f"{name}.num_prompt_tokens", request.num_prompt_tokens, fix)
+    if num_computed >= num_tokens:
+        fix = "leave at least one token to compute"
+        raise invalid(f"{name}.num_computed_tokens", num_computed, fix)
+    sampling, vocab_size = request.sampling, limits.vocab_size
+    unknown = [token for token in sampling.stop_token_ids if token >= vocab_size]
+    if unknown:
+        raise invalid(f"{name}.sampling.stop_token_ids", unknown[0], f"below {vocab_size}")
+    if sampling.logprobs is not None and sampling.logprobs > vocab_size:
+        raise invalid(f"{name}.sampling.logprobs", sampling.logprobs, f"at most {vocab_size}")
+    if 0 < sampling.temperature < MIN_TEMPERATURE:
+        fix = f"0 for the most likely token, or at least {MIN_TEMPERATURE}"
+        raise invalid(f"{name}.sampling.temperature", sampling.temperature, fix)
+
+
+class Batch(NamedTuple):
+    """The rows that one bitmap names."""
+
+    bitmap: bytes
+    slots: Int64s
+    """[B] ascending"""
+    rows: slice | Int64s
+    """What indexes the slots fastest: a slice where they have no gap."""
+    one_each: Int32s
+    """[B] a token for each."""
+
+
+class BatchReader:
+    """Which slots a step schedules, with how many tokens. The same bitmap as in the last step gives
+    the same arrays."""
+
+    def __init__(self, limits: StepLimits) -> None:
+        self._limits = limits
+        self._one_each = np.ones(limits.max_num_seqs, np.int32)
+        self._last = Batch(b"", np.zeros(0, np.int64), slice(0), self._one_each[:0])
+
+    def batch(self, step: ExecuteModel) -> Batch:
+        """Return the scheduled slots."""
+        if step.scheduled != self._last.bitmap:
+            bits = np.frombuffer(step.scheduled, np.uint8)
+            slots = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+            highest = self._limits.max_num_seqs - 1
+            if slots.size and slots[-1] > highest:
+                raise invalid("scheduled", int(slots[-1]), f"slots from 0 to {highest}")
+            one_each = self._one_each[: slots.size]
+            self._last = Batch(step.scheduled, slots, _as_rows(slots), one_each)
+        return self._last
+
+    def num_tokens(self, step: ExecuteModel, batch: Batch) -> Int32s:
+        """Return the tokens of each scheduled slot [B]."""
+        num_tokens, total = batch.one_each, batch.slots.size
+        if step.num_scheduled_tokens:
+            num_tokens = self._read_exceptions(step.num_scheduled_tokens, batch.slots)
+            total = int(num_tokens.sum(dtype=np.int64))
+        field, most = "total_num_scheduled_tokens", self._limits.max_num_batched_tokens
+        if total != (told := step.total_num_scheduled_tokens):
+            raise invalid(field, told, f"the scheduled slots have {total}")
+        if total > most:
+            raise invalid(field, total, f"max_num_batched_tokens is {most}")
+        return num_tokens
+
+    def _read_exceptions(self, raw: bytes, slots: Int64s) -> Int32s:
+        """Return the tokens of each slot: one, but for the (slot, tokens) pairs of raw."""
+        field, most = "num_scheduled_tokens", self._limits.max_model_len
+        pairs = _read(field, raw, _INT32)
+        if pairs.size % 2:
+            raise invalid(field, f"{pairs.size} values", "send pairs (slot, tokens)")
+        named, tokens = pairs.reshape(-1, 2).T
+        positions = np.searchsorted(slots, named)
+        if not ((positions < slots.size).all() and (slots[positions] == named).all()):
+            raise invalid(field, named.tolist()[:8], "name scheduled slots only")
+        _check_unique(field, named)
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 1 or high > most:
+            wrong = low if low < 1 else high
+            raise invalid(field, wrong, f"1 to {most}; leave slots without tokens out")
+        num_tokens = np.ones(slots.size, np.int32)
+        num_tokens[positions] = tokens
+        return num_tokens
+
+
+def _as_rows(slots: Int64s) -> slice | Int64s:
+    if slots.size and int(slots[-1]) - int(slots[0]) + 1 == slots.size:
+        return slice(int(slots[0]), int(slots[-1]) + 1)
+    return slots
+
+
+class BlockReader:
+    """Which blocks a step appends to rows, and where."""
+
+    def __init__(self, limits: StepLimits) -> None:
+        self._max_block_id = limits.num_blocks - 1
+        self._max_blocks = limits.max_blocks_per_seq
+        self._columns: dict[bytes, tuple[Int64s, Int32s | None]] = {}
+        """Of a raw column its slots, and how often each was named before in it; None: no slot is
+        named twice."""
+
+    def updates(self, step: ExecuteModel, counts: RowCounts) -> BlockUpdates:
+        """Return the step's blocks, each behind those that its row has."""
+        if not (step.new_block_slots or step.new_block_ids):
+            return NO_UPDATES
+        column = self._columns.get(step.new_block_slots)
+        slots, occurrences = column or self._read_slots(step.new_block_slots)
+        block_ids = _read("new_block_ids", step.new_block_ids, _INT32)
+        if block_ids.size > MAX_BLOCK_UPDATES:
+            fix = f"a step brings at most {MAX_BLOCK_UPDATES}: admit fewer requests at a time"
+            raise invalid("new_block_ids", f"{block_ids.size} blocks", fix)
+        if slots.size != block_ids.size:
+            fix = f"one for each of {block_ids.size} blocks"
+            raise invalid("new_block_slots", f"{slots.size} slots", fix)
+        try:
+            indices = counts.num_blocks[slots]
+        except IndexError:
+            raise counts.unknown("new_block_slots", int(slots.max())) from None
+        if occurrences is not None:
+            indices += occurrences
+        is_inside = _within(block_ids, 1, self._max_block_id)
+        if not (is_inside and _within(indices, 0, self._max_blocks - 1)):
+            counts.check_live("new_block_slots", slots)
+            raise self._misfit(slots, block_ids, indices)
+        return BlockUpdates(slots, indices, block_ids)
+
+    def _read_slots(self, raw: bytes) -> tuple[Int64s, Int32s | None]:
+        slots = _read("new_block_slots", raw, _UINT16).astype(np.int64)
+        slots.flags.writeable = False  # every step with this column shares it
+        occurrences = _occurrences(slots)
+        if len(self._columns) == MAX_BLOCK_COLUMNS:
+            self._columns.clear()
+        column = self._columns[raw] = (slots, occurrences if occurrences.any() else None)
+        return column
+
+    def _misfit(self, slots: Int64s, block_ids: Int32s, indices: Int32s) -> InvalidStepError:
+        outside = (block_ids < 1) | (block_ids > self._max_block_id)
+        if outside.any():
+            block_id = int(block_ids[int(outside.argmax())])
+            return invalid("new_block_ids", block_id, f"block ids from 1 to {self._max_block_id}")
+        slot = int(slots[int((indices >= self._max_blocks).argmax())])
+        return invalid("new_block_slots", slot, f"a request has at most {self._max_blocks} blocks")
+
+
+def _within(values: Int32s, low: int, high: int) -> bool:
+    """Whether none is outside; without numpy for the few, where it is mostly overhead."""
+    if values.size <= _FEW:
+        few = values.tolist()
+        return not few or (low <= min(few) and max(few) <= high)
+    return bool(low <= values.min() and values.max() <= high)
+
+
+def _occurrences(slots: Int64s) -> Int32s:
+    """Return how often each element's value has come before it: [7, 3, 7, 7] -> [0, 0, 1, 2]."""
+    if np.count_nonzero(slots[1:] <= slots[:-1]) == 0:
+        return np.zeros(slots.size, np.int32)
+    order = np.argsort(slots, kind="stable")
+    ordered = slots[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    run_lengths = np.diff(np.r_[starts, ordered.size])
+    result = np.empty(slots.size, np.int32)
+    result[order] = np.arange(slots.size) - np.repeat(starts, run_lengths)
+    return result

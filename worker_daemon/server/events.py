@@ -1,0 +1,84 @@
+"""What the daemon says unasked: heartbeats, transitions, hangs, slow steps, a question to the
+driver. Owns the events socket. Main thread only; other threads go through the daemon."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Final, TypedDict
+
+import zmq
+
+from rpc_schema import lifecycle as lc
+from rpc_schema import trace as tr
+from rpc_schema.codec import EventMessage, encode_control
+from rpc_schema.errors import WireError
+from worker_daemon.server.endpoints import EndpointInUseError
+from worker_daemon.server.self_report import SelfReport
+
+REOPEN_INTERVAL_S: Final = 0.02
+REOPEN_TRIES: Final = 100
+
+logger = logging.getLogger(__name__)
+
+
+class _Origin(TypedDict):
+    """Who publishes an event."""
+
+    worker_uid: bytes
+    rank: int
+
+
+class Events:
+    """Sends without waiting: whoever does not listen misses an event, and no other."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", report: SelfReport) -> None:
+        self._socket = socket
+        self._report = report
+
+    def tell_heartbeat(self) -> None:
+        """Publish that the daemon lives, and how it stands."""
+        self._publish(self._report.heartbeat())
+
+    def tell_transition(self, transition: str) -> None:
+        """Publish a state change, and the heartbeat that shows it."""
+        self._publish(lc.StateChanged(**self._origin, transition=transition))
+        self.tell_heartbeat()
+
+    def tell_hang(self, phase: str, phase_ms: int, stacks: str) -> None:
+        """Publish that a phase is past its deadline."""
+        self._publish(lc.Hung(**self._origin, phase=phase, phase_ms=phase_ms, stacks=stacks))
+
+    def tell_slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
+        """Publish that a step takes far longer than others did."""
+        self._publish(lc.Slow(**self._origin, phase=phase, phase_ms=phase_ms, usual_ms=usual_ms))
+
+    def ask_driver(self, trace: bytes, begin_ns: int, end_ns: int) -> None:
+        """Ask the attached driver what it did, in that stretch of this host's monotonic clock."""
+        self._publish(
+            tr.DriverStepsWanted(**self._origin, trace=trace, begin_ns=begin_ns, end_ns=end_ns)
+        )
+
+    def close(self) -> None:
+        """Publish nothing more, unless the socket is opened again."""
+        self._socket.close(linger=0)
+
+    async def reopen(self, bind: Callable[[], "zmq.Socket[bytes]"]) -> bool:
+        """Publish by another socket, after `close`; tell whether it could be bound. Waits until the
+        former one's address is free: it is closed by a thread of libzmq."""
+        for _ in range(REOPEN_TRIES):
+            await asyncio.sleep(REOPEN_INTERVAL_S)
+            with contextlib.suppress(EndpointInUseError):
+                self._socket = bind()
+                return True
+        return False
+
+    @property
+    def _origin(self) -> _Origin:
+        return {"worker_uid": self._report.worker_uid, "rank": self._report.progress.snapshot.rank}
+
+    def _publish(self, event: EventMessage) -> None:
+        try:
+            self._socket.send(encode_control(event), zmq.NOBLOCK)
+        except (zmq.ZMQError, WireError) as error:
+            logger.debug("an event could not be sent: %s", error)
