@@ -6,8 +6,6 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from client.cli.daemons import connect
 from client.cli.options import KeyFile, KnownDaemons, split_endpoints
@@ -40,20 +38,7 @@ def status(
     if as_json:
         sys.stdout.write(json.dumps(msgspec.to_builtins([_named(s) for s in statuses])) + "\n")
     else:
-        console = Console()
-        console.print(_table(statuses))
-        for entry in statuses:
-            served_by = ", ".join(f"{part} {name}" for part, name in entry.providers.items())
-            console.print(f"rank {entry.rank}: {served_by or 'no model'}")
-            if entry.memory_bytes:
-                console.print(f"rank {entry.rank}: {_memory(entry)}")
-            if entry.kv_cache_advice is not None:
-                console.print(f"rank {entry.rank}: {_advice(entry.kv_cache_advice)}")
-            asleep = [f"{tag} {held}" for tag, held in entry.memory_tags.items() if held != "awake"]
-            if asleep:
-                console.print(f"rank {entry.rank} sleeps: {', '.join(asleep)}")
-            if entry.reply_delay.num_replies:
-                console.print(f"rank {entry.rank}: {_delays(entry.reply_delay)}")
+        sys.stdout.write("\n".join(map(_block, statuses)))
 
 
 def drain(
@@ -138,6 +123,7 @@ def _delays(delay: ReplyDelay) -> str:
 
 
 def _lease(lease: LeaseStatus) -> str:
+    """Who drives, or why nobody does."""
     if lease.state == "held":
         return f"{lease.holder_name or lease.holder.hex()[:8]}, {lease.remaining_ms / 1000:.1f} s"
     return lease.state
@@ -147,12 +133,20 @@ def _holder(lease: LeaseStatus) -> str:
     return f"its driver: {_lease(lease)}" if lease.state == "held" else "no driver"
 
 
-def _table(statuses: list[Status]) -> Table:
-    table = Table("endpoint", "pid", "device", "rank", "state", "model", "epoch, step", "lease")
-    for entry in statuses:
-        model = "-" if entry.config is None else entry.config.model.model
-        state = f"{entry.serving}, {entry.load}, link {entry.link_state}"
-        ids = f"{entry.epoch}, {entry.last_seq}"
-        columns = (entry.endpoint, str(entry.pid), entry.device, str(entry.rank), state, model, ids)
-        table.add_row(*columns, _lease(entry.lease))
-    return table
+def _block(status: Status) -> str:
+    """A daemon, a line for each thing that there is to say of it."""
+    asleep = [f"{tag} {held}" for tag, held in status.memory_tags.items() if held != "awake"]
+    lines = {
+        "daemon": f"{status.endpoint}, pid {status.pid}, {status.device}, rank {status.rank}",
+        "state": f"{status.serving}, {status.load}, link {status.link_state}",
+        "driver": f"{_lease(status.lease)}; epoch {status.epoch}, step {status.last_seq}",
+        "model": "none" if status.config is None else status.config.model.model,
+        "providers": ", ".join(f"{part} {name}" for part, name in status.providers.items()),
+        "memory": _memory(status),
+        "advice": "" if status.kv_cache_advice is None else _advice(status.kv_cache_advice),
+        "asleep": ", ".join(asleep),
+        "replies": _delays(status.reply_delay) if status.reply_delay.num_replies else "",
+        "degraded": status.degraded,
+        "failure": status.failure,
+    }
+    return "".join(f"{name:<10} {line}\n" for name, line in lines.items() if line)

@@ -303,9 +303,11 @@ def test_status_shows_every_daemon(served, directory, demo, model_options):
         assert (status["load"], status["serving"], status["rank"]) == ("READY", "SERVING", rank)
         assert status["model"] == str(demo.path)
         assert status["num_blocks"] == 128
-    table = run_client(directory, "status", "--endpoints", ",".join(served), COLUMNS="250")
-    for endpoint in served:
-        assert endpoint in table.stdout
+    shown = run_client(directory, "status", "--endpoints", ",".join(served)).stdout
+    for rank, block in enumerate(shown.split("\n\n")):
+        assert block.startswith(f"daemon     {served[rank]}, pid ")
+        assert f"model      {demo.path}\n" in block
+    assert rank == len(served) - 1
 
 
 def test_status_of_nobody_is_an_error_in_one_line(directory):

@@ -177,7 +177,7 @@ def test_a_new_driver_finds_a_group_asleep_and_wakes_it(serve, model, requests, 
         assert loaded.was_loaded
         assert tags(group) == [ASLEEP]
         status = run_client(tmp_path, "status", "--endpoints", group.clients[0].endpoint.control)
-        assert "rank 0 sleeps: weights asleep, kv_cache asleep" in status.stdout
+        assert "asleep     weights asleep, kv_cache asleep\n" in status.stdout
         refused(group, loaded, requests)
         group.wake_up()
         assert_greedy(generate(group, loaded, requests), model, requests)

@@ -31,6 +31,8 @@ LOAD_CHAIN: Final[tuple[LoadState, ...]] = (
 LINK_STATES: Final[tuple[LinkState, ...]] = ("none", "up", "broken")
 SERVING_STATES: Final[tuple[ServingState, ...]] = ("SERVING", "DRAINING", "CLOSED", "FAILED")
 HISTORY: Final = 20
+TOLD: Final = 3
+"""Changes that a refusal names."""
 
 _SERVING_MOVES: Final[Mapping[ServingState, frozenset[ServingState]]] = MappingProxyType(
     {
@@ -246,13 +248,14 @@ class Lifecycle:
 
     def _refuse(self, message: StepMessage) -> None:
         names = ", ".join(sorted(kind.__name__ for kind in self._legal)) or "none"
+        told = list(self._history)[-TOLD:]  # a status has all
         wanted = type(message).__name__
         if isinstance(message, lc.Reset):
             wanted += f"(to={message.to})"
             names += f"; Reset to {', '.join(reset_targets(self.state))}"
         raise StateError(
             f"{wanted} is not legal in {self.state}; legal are: {names}; "
-            f"last transitions: {' | '.join(self._history) or 'none'}",
+            f"last transitions: {' | '.join(told) or 'none'}",
             fix=_way_to_wake(self.state, message),
         )
 

@@ -158,10 +158,11 @@ def test_status_and_shutdown(fakes, run):
     assert [entry["load"] for entry in entries] == ["CREATED", "CREATED"]
     assert entries[1]["reply_delay"] == {"num_replies": 7, "p50_us": 20.5, "p99_us": 80.0}
     assert entries[1]["kv_cache_advice"] == {"request_bytes": 123456, "card_bytes": 234567}
-    table = run("status", "--endpoints", endpoints)[1]
-    assert "CREATED" in table and "80 us (p99)" in table
-    assert "kv_cache 0 MiB" in table
-    assert "123456 would fit the request, 234567 would fill the card" in " ".join(table.split())
+    shown = run("status", "--endpoints", endpoints)[1]
+    assert all(f"daemon     {endpoint}, pid " in shown for endpoint in daemons.endpoints)
+    assert "CREATED" in shown and "80 us (p99)" in shown
+    assert "kv_cache 0 MiB" in shown
+    assert "123456 would fit the request, 234567 would fill the card" in shown
     assert run("shutdown", "--endpoints", endpoints)[0] == 0
     assert [daemon.operations[-1] for daemon in daemons.daemons] == ["Shutdown"] * 2
 
