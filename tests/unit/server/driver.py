@@ -194,9 +194,7 @@ class Driver:
         self.link = new_link
         return reply
 
-    def load(
-        self, model: str = "/m", step_deadline_ms: int = STEP_DEADLINE_MS
-    ) -> StepReplyMessage:
+    def load(self, model: str = "/m", step_deadline_ms: int = STEP_DEADLINE_MS) -> StepReplyMessage:
         return self.run(
             lc.LoadModel,
             model=ModelConfig(model=model),
