@@ -231,9 +231,9 @@ def test_slow_rank_is_named_and_serves_on(faulty, serving, cases, detection):
 
 def test_throttled_device_is_told_and_serves_on(faulty, serving, cases, detection):
     hot, capped = 0x40, 0x04
-    throttle = faulty.faults[0].throttle
+    faults = faulty.faults[0]
     with serving(20_000) as (group, loaded):
-        throttle.write_text(str(hot | capped))
+        faults.put_throttle(hot | capped)
         throttled_at = time.monotonic()
         wait_until(lambda: group.get_status()[0].degraded, "it is degraded", 30.0)
         noticed_s = time.monotonic() - throttled_at
@@ -241,9 +241,9 @@ def test_throttled_device_is_told_and_serves_on(faulty, serving, cases, detectio
         assert status.degraded == "the device is throttled: it is too hot (hardware)"
         assert status.serving == "SERVING"
         assert generate(group, loaded, cases.requests[:2]).tokens.keys() <= cases.expected.keys()
-        throttle.write_text(str(capped))
+        faults.put_throttle(capped)
         wait_until(lambda: not group.get_status()[0].degraded, "the cap alone is usual", 30.0)
-        throttle.unlink()
+        faults.throttle.unlink()
     detection(40, "the device is throttled", 5.0, noticed_s, "NVML", injected=True)
 
 
