@@ -21,6 +21,7 @@ from client.worker_group import WorkerGroup
 from tests.support.driving import Cases, random_cases, wait_until
 from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.serving import connect, generate, scheduler_limits, worker_config
+from worker_daemon.server.pace import SLOW_AT_LEAST_S, SLOW_FACTOR
 
 STEPS_BEFORE = 8
 
@@ -216,12 +217,16 @@ def test_slow_rank_is_named_and_serves_on(faulty, serving, cases, detection):
     slow_at = []
 
     def act() -> None:
-        faulty.faults[0].put(Fault("forward", "hang", seconds=2.0))
+        faulty.faults[0].put(Fault("forward", "hang", seconds=3.5))
         slow_at.append(time.monotonic())
 
+    def is_pace_known() -> bool:
+        """Whether steps have made up for the loading before them, which took far longer."""
+        assert generate(group, loaded, cases.requests).tokens == cases.expected
+        return 0 < group.get_status()[0].usual_step_us * SLOW_FACTOR < 1e6 * SLOW_AT_LEAST_S
+
     with serving(20_000) as (group, loaded):
-        for _ in range(3):  # until the pace of steps is known
-            assert generate(group, loaded, cases.requests).tokens == cases.expected
+        wait_until(is_pace_known, "steps are known to be fast", 60.0)
         tokens = disturbed(group, loaded, cases, act)
         slow = first(group, "slow", 0, slow_at[0])
         assert not [event for event in group.liveness_events if event.kind == "dead"]
