@@ -358,6 +358,20 @@ def test_a_hung_step_runs_into_its_own_deadline(fakes, connect):
     assert [daemon.operations.count("Relink") for daemon in daemons.daemons] == [1, 1]
 
 
+def test_a_driver_that_was_stopped_past_a_deadline_takes_the_answer_that_came(fakes, connect):
+    daemons, group, model = ready(fakes, connect)
+    future = group.execute_model(admit("a"))
+    assert group._channel.daemons.results._socket.poll(10_000)
+    future.deadline = time.monotonic() - 1.0
+    assert future.result().sampled == {"a": next_token(range(3))}
+    daemons.daemons[0].faults = [Fault(1, "hang")]
+    late = group.execute_model(admit("b", first_block=2))
+    late.deadline = time.monotonic() - 1.0
+    with pytest.raises(StepFailed, match="no answer"):
+        late.result()
+    serve(group, model)
+
+
 @pytest.mark.parametrize("code", [ErrorCode.COMM, ErrorCode.CAPACITY, ErrorCode.INTERNAL])
 @pytest.mark.parametrize("pp", [1, 2, 3])
 def test_requests_survive_failures_of_any_step(fakes, connect, pp, code):
