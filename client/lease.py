@@ -21,8 +21,10 @@ POLL_S = 0.25
 """So often a waiting driver looks whether the holder has renewed its lease."""
 EXPIRY_SLACK_S = 0.01
 """Waited beyond the announced expiry, which is rounded to milliseconds."""
-RENEWAL_SLACK_S = 0.1
-"""An expiry that moves by more than this was moved by a renewal."""
+RENEWAL_SLACK_S = 0.02
+"""What is left of a lease grows by a renewal alone: by more than this, or it was rounded. That it
+shrinks less than time passes tells nothing: a daemon does not count the time in which it was kept
+from looking at the lease."""
 RENEWALS_OF_THE_LIVING = 2
 """The first may have been under way when its sender died."""
 
@@ -148,8 +150,8 @@ class Patience:
 
     def __init__(self, wait_s: float) -> None:
         self._until = time.monotonic() + wait_s
-        self._expiries: dict[int, float] = {}
-        """When each rank's lease is to expire."""
+        self._remaining: dict[int, float] = {}
+        """What was left of each rank's lease when it was last asked for."""
         self._renewals = 0
 
     def wait(self, refusal: LeaseHeldError) -> None:
@@ -159,11 +161,10 @@ class Patience:
             LeaseHeldError: the refusal, where the holder has renewed its lease, another one has got
                 it, or the time is too short to wait for its end.
         """
-        now = time.monotonic()
-        expiry = now + refusal.remaining_s
-        known = self._expiries.get(refusal.rank, expiry)
-        self._renewals += expiry > known + RENEWAL_SLACK_S
-        self._expiries[refusal.rank] = max(expiry, known)
+        before = self._remaining.get(refusal.rank, refusal.remaining_s)
+        self._remaining[refusal.rank] = refusal.remaining_s
+        self._renewals += refusal.remaining_s > before + RENEWAL_SLACK_S
+        expiry = time.monotonic() + refusal.remaining_s
         if self._renewals >= RENEWALS_OF_THE_LIVING or expiry > self._until:
             raise refusal
         time.sleep(min(POLL_S, refusal.remaining_s + EXPIRY_SLACK_S))

@@ -664,7 +664,9 @@ class WorkerGroup:
         while not future.settled:
             now = time.monotonic()
             if now >= future.deadline:
-                self._steps.fail_hung(future)
+                self.take_replies(future)  # what came while this process was kept from running
+                if not future.settled:
+                    self._steps.fail_hung(future)
             elif now >= until:
                 return
             else:

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer
 from benchmarks.demo_model import make_demo_model
 from tests.support.checkpoints import Checkpoint
 from tests.support.command_line import (
-    ask_status,
     processes_of,
     run_client,
     short_directory,
     start_daemon,
+    status_of,
     wait_for_daemons,
 )
 
@@ -208,7 +208,7 @@ def test_second_bench_finds_the_model_loaded(served, directory, tmp_path, model_
         *(*model_options, "--pipeline-parallel-size", "2", "--max-num-seqs", "16"),
     )
     first = json.loads(run_client(directory, *words, "--reload").stdout)
-    weights = [ask_status(endpoint).memory_bytes["weights"] for endpoint in served]
+    weights = [status_of(endpoint).memory_bytes["weights"] for endpoint in served]
     second = json.loads(run_client(directory, *words).stdout)
 
     assert set(first["startup_s"]) >= LOAD_PHASES
@@ -259,7 +259,7 @@ def test_another_configuration_is_refused_by_name_or_loaded_anew(served, directo
     assert "Traceback" not in refused.stderr
     run_client(directory, *words, "--max-num-seqs", "16")
     run_client(directory, *words, "--max-num-seqs", "8", "--max-model-len", "64", "--reload")
-    status = ask_status(served[0])
+    status = status_of(served[0])
     assert status.kv_cache_advice.request_bytes > 0
     assert {"graphs", "activations", "context", "others"} <= status.memory_bytes.keys()
     assert status.config.scheduler.max_num_seqs == 8
@@ -280,7 +280,7 @@ def test_options_come_from_command_line_then_environment_then_file(
         WORKER_CLIENT_BLOCK_SIZE="32",
         WORKER_CLIENT_MAX_NUM_BATCHED_TOKENS="90",
     )
-    config = ask_status(served[0]).config
+    config = status_of(served[0]).config
     assert config.scheduler.max_num_seqs == 3
     assert config.scheduler.max_num_batched_tokens == 90
     assert config.cache.block_size == 4

@@ -103,10 +103,11 @@ def is_served_again(driver, outputs):
 def test_running_step_ends_and_later_ones_are_refused_until_the_drain_is_undone(
     fake, bare, directory
 ):
-    bare.send_fault("sleep:1.5")
-    wait_until(lambda: bare.status().phase == "ExecuteModel", "the step runs")
+    bare.send_step_until(directory / "over")
     command = start_client(directory, "drain", "--endpoints", fake.endpoint)
-    wait_until(lambda: bare.status().serving == "DRAINING", "it drains")
+    wait_until(lambda: bare.status().serving == "DRAINING", "it drains", 60.0)
+    assert not bare.results.poll(1500)  # beyond the notice that its driver is given
+    (directory / "over").touch()
     assert isinstance(bare.reply(), ModelRunnerOutput)
     said, complaints = command.communicate(timeout=20)
     assert command.returncode == 0, complaints

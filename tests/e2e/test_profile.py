@@ -16,7 +16,7 @@ from client.errors import IllegalStateError, RemoteConfigError
 from client.launcher import LocalDaemons
 from client.worker_group import WorkerGroup
 from rpc_schema.config import ParallelConfig
-from tests.support.command_line import ask_status, run_client, short_directory
+from tests.support.command_line import run_client, short_directory, status_of
 from tests.support.serving import connect, generate, greedy_request, worker_config
 
 NAMES = [f"-pp{stage}-tp0-rank{stage}.json.gz" for stage in range(2)]
@@ -156,7 +156,7 @@ def test_bench_leaves_running_daemons_without_a_profile(directory, pair, traces,
     figures = json.loads(run_client(directory, *words, "--profile", "again").stdout)
     assert figures["traces"] == [str(traces / f"again{name}") for name in NAMES]
     assert "traces" not in json.loads(run_client(directory, *words).stdout)
-    assert all(ask_status(endpoint).serving == "SERVING" for endpoint in pair.endpoints)
+    assert all(status_of(endpoint).serving == "SERVING" for endpoint in pair.endpoints)
 
 
 def test_shutdown_during_a_profile_keeps_its_trace(model_root, demo, tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from client.launcher import LocalDaemons
 from client.observer import record as record_group
 from client.worker_group import WorkerGroup
 from rpc_schema.config import ParallelConfig
-from tests.support.command_line import ask_status, run_client, short_directory
+from tests.support.command_line import run_client, short_directory, status_of
 from tests.support.serving import connect, generate, greedy_request, worker_config
 
 SKEWS_S = (0, 4000)
@@ -161,7 +161,7 @@ def test_one_trace_of_all_ranks_and_the_driver_on_one_clock(pair, model, directo
         before = len(runs)
         done = run_client(directory, *words, "--endpoints", ",".join(reversed(pair.endpoints)))
         assert len(runs) > before
-    assert all(ask_status(endpoint).epoch == 1 for endpoint in pair.endpoints)
+    assert all(status_of(endpoint).epoch == 1 for endpoint in pair.endpoints)
     trace = read(out)
     check_form(trace)
     steps, sent = spans(trace), driver_steps(trace)

@@ -21,6 +21,9 @@ __all__ = ["checkpoint", "model_root"]
 
 GENEROUS = 5.0
 """Detections are recorded, not timed: only one that took so many times its target fails a test."""
+STALL_S = 3.0
+"""For which a busy host may keep any process from running; what notices a fault where the fastest
+signal fails takes longer than that (FENCE_AFTER_S)."""
 
 _DETECTIONS = pytest.StashKey[list["Detection"]]()
 
@@ -53,9 +56,9 @@ class Recorder:
         *,
         injected: bool = False,
     ) -> None:
-        """Record a detection; fails only if it took GENEROUS times the target, and a second."""
+        """Record a detection; fails only if it took GENEROUS times the target, and a stall."""
         self._detections.append(Detection(row, fault, target_s, measured_s, signal, injected))
-        limit_s = GENEROUS * target_s + 1.0
+        limit_s = GENEROUS * target_s + STALL_S
         assert measured_s <= limit_s, f"row {row} was noticed after {measured_s:.3f} s"
 
 

@@ -265,11 +265,11 @@ def test_gpu_that_must_not_be_used_ends_the_process(
 ):
     """Idle: nobody has called the device since."""
     with FaultyDaemons(1, model_root, tmp_path) as daemons:
-        daemons.faults[0].xids.write_text("94")  # contained: the process that it hit sees it
+        daemons.faults[0].put_xid(94)  # contained: the process that it hit sees it
         wait_until(lambda: not daemons.faults[0].xids.exists(), "the first XID is taken")
         assert_serves(daemons.endpoints, checkpoint())
         began = time.monotonic()
-        daemons.faults[0].xids.write_text(str(xid))
+        daemons.faults[0].put_xid(xid)
         exit_code, took_s = await_exit(daemons, began)
         log = daemons.log_tail(0)
     detection(row, f"XID {xid}", 2.0, took_s, "NVML event, then exit code 87", injected=True)

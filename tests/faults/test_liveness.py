@@ -21,6 +21,7 @@ from client.worker_group import WorkerGroup
 from tests.support.driving import Cases, random_cases, wait_until
 from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.serving import connect, generate, scheduler_limits, worker_config
+from worker_daemon.server.pace import SLOW_AT_LEAST_S, SLOW_FACTOR
 
 STEPS_BEFORE = 8
 
@@ -216,12 +217,16 @@ def test_slow_rank_is_named_and_serves_on(faulty, serving, cases, detection):
     slow_at = []
 
     def act() -> None:
-        faulty.faults[0].put(Fault("forward", "hang", seconds=2.0))
+        faulty.faults[0].put(Fault("forward", "hang", seconds=3.5))
         slow_at.append(time.monotonic())
 
+    def is_pace_known() -> bool:
+        """Whether steps have made up for the loading before them, which took far longer."""
+        assert generate(group, loaded, cases.requests).tokens == cases.expected
+        return 0 < group.get_status()[0].usual_step_us * SLOW_FACTOR < 1e6 * SLOW_AT_LEAST_S
+
     with serving(20_000) as (group, loaded):
-        for _ in range(3):  # until the pace of steps is known
-            assert generate(group, loaded, cases.requests).tokens == cases.expected
+        wait_until(is_pace_known, "steps are known to be fast", 60.0)
         tokens = disturbed(group, loaded, cases, act)
         slow = first(group, "slow", 0, slow_at[0])
         assert not [event for event in group.liveness_events if event.kind == "dead"]
@@ -231,9 +236,9 @@ def test_slow_rank_is_named_and_serves_on(faulty, serving, cases, detection):
 
 def test_throttled_device_is_told_and_serves_on(faulty, serving, cases, detection):
     hot, capped = 0x40, 0x04
-    throttle = faulty.faults[0].throttle
+    faults = faulty.faults[0]
     with serving(20_000) as (group, loaded):
-        throttle.write_text(str(hot | capped))
+        faults.put_throttle(hot | capped)
         throttled_at = time.monotonic()
         wait_until(lambda: group.get_status()[0].degraded, "it is degraded", 30.0)
         noticed_s = time.monotonic() - throttled_at
@@ -241,9 +246,9 @@ def test_throttled_device_is_told_and_serves_on(faulty, serving, cases, detectio
         assert status.degraded == "the device is throttled: it is too hot (hardware)"
         assert status.serving == "SERVING"
         assert generate(group, loaded, cases.requests[:2]).tokens.keys() <= cases.expected.keys()
-        throttle.write_text(str(capped))
+        faults.put_throttle(capped)
         wait_until(lambda: not group.get_status()[0].degraded, "the cap alone is usual", 30.0)
-        throttle.unlink()
+        faults.throttle.unlink()
     detection(40, "the device is throttled", 5.0, noticed_s, "NVML", injected=True)
 
 

@@ -131,14 +131,8 @@ class KeyedDriver(Driver):
         return dealer(self.context, address, self._ring, self._name, kind, routing_id)
 
     def attach(self, *args, **options):
-        """By force where the key may; without, whoever held the lease gives it back, or soon
-        loses it."""
-        force = self._name == "admin"
-        ttl = {} if force else {"lease_ttl_ms": 6000}
-        deadline = time.monotonic() + 10
-        while not force and self.status().lease.state == "held" and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return super().attach(*args, force=force, **ttl, **options)
+        """By force where the key may; without, whoever held the lease has given it back."""
+        return super().attach(*args, force=self._name == "admin", **options)
 
     def close(self):
         self.send_control(lc.Detach, epoch=self.epoch)

@@ -86,6 +86,13 @@ def ask_status(endpoint: str, timeout_s: float = 0.5) -> Status | None:
         context.term()
 
 
+def status_of(endpoint: str) -> Status:
+    """The status of a daemon that lives, however busy the tests' host is."""
+    status = ask_status(endpoint, COMMAND_LIMIT_S)
+    assert status is not None, f"{endpoint} does not answer"
+    return status
+
+
 def wait_for_daemons(
     endpoints: Sequence[str], processes: Sequence["subprocess.Popen[bytes]"]
 ) -> None:

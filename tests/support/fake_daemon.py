@@ -4,6 +4,7 @@ of what the row's blocks hold, so a wrong block, a wrong prefix hit, a lost row 
 twice shows as a wrong token.
 """
 
+import math
 import threading
 import time
 import uuid
@@ -31,6 +32,7 @@ from worker_daemon.server.sequence import StepGate, Verdict
 VOCAB_SIZE = 1000
 EOS = 7
 NAN = step.NO_TOKEN
+HELD = math.inf
 CHAIN = ("CREATED", "DEVICE_READY", "MODEL_LOADED", "KV_READY", "READY")
 
 
@@ -74,6 +76,7 @@ class Fault:
     message: str = "scripted"
     traceback: str = "Traceback: scripted"
     delay_s: float = 0.0
+    """HELD: the answer, and those behind it, leave once the daemon's `let_go` is set."""
 
 
 @dataclass
@@ -132,6 +135,8 @@ class FakeDaemon:
         self.attach_gate = threading.Event()
         """CommitAttach is answered once it is set."""
         self.attach_gate.set()
+        self.let_go = threading.Event()
+        """See Fault.delay_s."""
         self._num_executes = 0
         self._outbox: deque[tuple[float, int, list[bytes]]] = deque()
         self._stop = threading.Event()
@@ -207,7 +212,7 @@ class FakeDaemon:
         context.term()
 
     def _flush(self) -> None:
-        now = time.monotonic()
+        now = HELD if self.let_go.is_set() else time.monotonic()
         while self._outbox and self._outbox[0][0] <= now:
             try:
                 _, epoch, frames = self._outbox[0]

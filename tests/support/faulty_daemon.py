@@ -64,14 +64,26 @@ class FaultFile:
 
     def put(self, fault: Fault) -> None:
         """Arm a fault."""
-        draft = self.path.with_suffix(".draft")
-        draft.write_text(json.dumps(asdict(fault)))
-        draft.rename(self.path)
+        self._write(self.path, json.dumps(asdict(fault)))
 
     @property
     def xids(self) -> Path:
         """Where the daemon looks for XIDs of its GPU."""
         return self.path.with_suffix(".xid")
+
+    def put_xid(self, xid: int) -> None:
+        """Have the GPU report this; the daemon takes it away."""
+        self._write(self.xids, str(xid))
+
+    def put_throttle(self, reasons: int) -> None:
+        """Have NVML name these reasons."""
+        self._write(self.throttle, str(reasons))
+
+    def _write(self, path: Path, text: str) -> None:
+        """At once: the daemon reads whatever is there."""
+        draft = path.with_suffix(f"{path.suffix}-draft")
+        draft.write_text(text)
+        draft.rename(path)
 
     @property
     def armed(self) -> bool:

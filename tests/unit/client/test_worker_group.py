@@ -25,7 +25,7 @@ from client.errors import (
     TooManyStepsInFlight,
     WorkerDied,
 )
-from client.links import link_timeout_s
+from client.links import LINK_SLACK_S, link_timeout_s
 from client.loading import PROFILE_ATTEMPTS
 from client.requests import GenerationRequest
 from client.scheduler import Scheduler, SchedulerLimits
@@ -36,7 +36,7 @@ from rpc_schema.errors import ErrorCode, ErrorScope, TooLargeError
 from rpc_schema.lifecycle import MemoryChange
 from rpc_schema.sampling import SamplingParams
 from tests.support.driving import wait_until
-from tests.support.fake_daemon import Fault, next_token
+from tests.support.fake_daemon import HELD, Fault, next_token
 from tests.unit.client.conftest import worker_config
 
 
@@ -294,7 +294,8 @@ def test_a_step_sent_before_the_failure_was_heard_of_fails_with_it(fakes, connec
     assert group.slots.req_ids == []
 
 
-def test_the_root_cause_is_preferred_to_its_consequence(fakes, connect):
+def test_the_root_cause_is_preferred_to_its_consequence(fakes, connect, monkeypatch):
+    monkeypatch.setattr("client.outcomes.ROOT_CAUSE_WAIT_S", 20.0)
     daemons, group, _ = ready(fakes, connect, 2)
     daemons.daemons[0].faults = [Fault(0, code=ErrorCode.DEVICE, message="cause", delay_s=0.2)]
     daemons.daemons[1].faults = [Fault(0, code=ErrorCode.UPSTREAM_FAILED)]
@@ -355,6 +356,20 @@ def test_a_hung_step_runs_into_its_own_deadline(fakes, connect):
     assert caught.value.lost_req_ids == {"a"}
     serve(group, model, pp=2)
     assert [daemon.operations.count("Relink") for daemon in daemons.daemons] == [1, 1]
+
+
+def test_a_driver_that_was_stopped_past_a_deadline_takes_the_answer_that_came(fakes, connect):
+    daemons, group, model = ready(fakes, connect)
+    future = group.execute_model(admit("a"))
+    assert group._channel.daemons.results._socket.poll(10_000)
+    future.deadline = time.monotonic() - 1.0
+    assert future.result().sampled == {"a": next_token(range(3))}
+    daemons.daemons[0].faults = [Fault(1, "hang")]
+    late = group.execute_model(admit("b", first_block=2))
+    late.deadline = time.monotonic() - 1.0
+    with pytest.raises(StepFailed, match="no answer"):
+        late.result()
+    serve(group, model)
 
 
 @pytest.mark.parametrize("code", [ErrorCode.COMM, ErrorCode.CAPACITY, ErrorCode.INTERNAL])
@@ -483,7 +498,7 @@ def test_an_explicit_relink_tells_of_the_requests_that_it_costs(fakes, connect):
 def test_a_later_failure_of_an_earlier_step_keeps_what_the_first_one_lost(fakes, connect):
     daemons, group, _ = ready(fakes, connect, 2)
     live(group, "stays")
-    daemons.daemons[0].faults = [Fault(1, code=ErrorCode.CAPACITY, delay_s=0.5)]
+    daemons.daemons[0].faults = [Fault(1, code=ErrorCode.CAPACITY, delay_s=HELD)]
     daemons.daemons[1].faults = [Fault(1, "hang")]
     first = group.execute_model(admit("a", first_block=2))
     second = group.execute_model(admit("b", first_block=3))
@@ -491,6 +506,7 @@ def test_a_later_failure_of_an_earlier_step_keeps_what_the_first_one_lost(fakes,
         time.sleep(0.01)
     assert not first.settled
     refused = group.execute_model(admit("c", first_block=4))
+    daemons.daemons[0].let_go.set()
     while not first.done():
         time.sleep(0.01)
     for future in (refused, second, first):
@@ -502,8 +518,8 @@ def test_a_later_failure_of_an_earlier_step_keeps_what_the_first_one_lost(fakes,
 
 @pytest.mark.parametrize("kind", ["error", "hang"])
 def test_a_relink_that_fails_fails_the_step_that_it_was_for(fakes, connect, monkeypatch, kind):
-    daemons, group, model = ready(fakes, connect, 2, step_deadline_ms=1000)
-    monkeypatch.setattr("client.links.LINK_SLACK_S", -8.5)
+    daemons, group, model = ready(fakes, connect, 2)
+    monkeypatch.setattr("client.links.LINK_SLACK_S", 2.5 - link_timeout_s(5.0) + LINK_SLACK_S)
     for daemon in daemons.daemons:
         daemon.faults = [Fault(5, code=ErrorCode.COMM, scope=ErrorScope.GROUP)]
     daemons.daemons[1].relink_faults = [Fault(0, kind, code=ErrorCode.COMM)]
@@ -585,17 +601,18 @@ def test_all_ranks_are_told_to_attach_before_one_is_waited_for(fakes, connect, m
     first, second = daemons.daemons
     first.attach_gate.clear()
     second.operations.clear()
+    agree_s = 2.0
 
     def release() -> None:
         while "CommitAttach" not in second.operations:
             time.sleep(0.01)
-        time.sleep(0.5)
+        time.sleep(agree_s + 0.2)
         first.attach_gate.set()
 
     thread = threading.Thread(target=release)
     thread.start()
-    monkeypatch.setattr("client.attaching.ATTACH_TIMEOUT_S", 0.4)
-    monkeypatch.setattr("client.attaching.ATTACH_SLACK_S", 1.0)  # less than the gate's own 10 s
+    monkeypatch.setattr("client.attaching.ATTACH_TIMEOUT_S", agree_s)
+    monkeypatch.setattr("client.attaching.ATTACH_SLACK_S", 3.0)  # less than the gate's own 10 s
     other = connect(daemons, 2)
     other.attach(force=True)
     thread.join()

@@ -4,7 +4,6 @@ content sleeps in."""
 import mmap
 import os
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -292,7 +291,7 @@ def test_closing_ends_a_preparation_that_is_under_way():
     assert asked.wait(10)
     closing = threading.Thread(target=backup.close)
     closing.start()
-    time.sleep(0.05)
+    assert backup._stopping.wait(10)
     go_on.set()
     closing.join(10)
     assert backup.held_bytes == 0

@@ -88,8 +88,8 @@ def main(rank, size, path, seed, calls):
     reduce = PeerReduce(window, CPU, pdl=False, max_programs=3, polls_per_stop=16)
     digest = hashlib.sha256()
     if calls < 0:  # the peers never come
-        threading.Timer(STOP_AFTER_S, lambda: window.stop.fill(1)).start()
         began = time.monotonic()
+        threading.Timer(STOP_AFTER_S, lambda: window.stop.fill(1)).start()
         reduce.all_reduce(torch.ones(3, 8, dtype=torch.float16))
         assert time.monotonic() - began >= STOP_AFTER_S / 2
     for call in range(calls):

@@ -37,6 +37,8 @@ from rpc_schema.version import PROTOCOL_VERSION
 
 START_LIMIT_S = 20.0
 REPLY_LIMIT_MS = 10_000
+STEP_DEADLINE_MS = 30_000
+"""However busy the tests' host is."""
 SERVE = (
     *(sys.executable, "-m", "tests.unit.server.fake_serve", "serve"),
     *("--device", "cpu", "--log-level", "error"),
@@ -187,25 +189,25 @@ class Driver:
             parallel=ParallelConfig(),
             rendezvous=rendezvous(new_link),
             cache=CacheConfig(),
-            scheduler=SchedulerConfig(step_deadline_ms=2000),
+            scheduler=SchedulerConfig(step_deadline_ms=STEP_DEADLINE_MS),
         )
         self.link = new_link
         return reply
 
-    def load(self, model: str = "/m") -> StepReplyMessage:
+    def load(self, model: str = "/m", step_deadline_ms: int = STEP_DEADLINE_MS) -> StepReplyMessage:
         return self.run(
             lc.LoadModel,
             model=ModelConfig(model=model),
-            scheduler=SchedulerConfig(step_deadline_ms=2000),
+            scheduler=SchedulerConfig(step_deadline_ms=step_deadline_ms),
             cache=CacheConfig(),
             graph=GraphConfig(),
         )
 
-    def make_ready(self) -> None:
+    def make_ready(self, step_deadline_ms: int = STEP_DEADLINE_MS) -> None:
         """Reset whatever is there and go up to READY."""
         self.run(lc.Reset, to="CREATED")
         self.init_device()
-        self.load()
+        self.load(step_deadline_ms=step_deadline_ms)
         config = KVCacheConfig(num_blocks=2, block_size=16, groups=(), size_bytes=0)
         self.run(lc.InitializeFromConfig, kv_cache_configs=(config,))
         reply = self.run(lc.CompileOrWarmUpModel)
@@ -218,6 +220,11 @@ class Driver:
             scheduled_new_reqs=(new_request(fault),),
             **fields,
         )
+
+    def send_step_until(self, file: Path) -> None:
+        """Send a step that runs until there is such a file; return once it runs."""
+        self.send_fault(f"held:{file}")
+        wait_for(lambda: self.status().phase == "ExecuteModel")
 
     def fault(self, fault: str = "none", **fields: object) -> StepReplyMessage:
         self.send_fault(fault, **fields)

@@ -1,9 +1,9 @@
 """A worker without a device. A step's first new request names a fault, so that a test injects it
-over the wire: `sleep:SECONDS`, `hang` (until the link is aborted, then fail), `freed` (the same,
-then succeed), `raise:CODE`, `now:CODE` (from a result that is ready), `late:CODE` (from one that is
-waited for), `later:CODE` (from the result, once a relink runs), `slow:SECONDS` (a result that takes
-so long), `silent`. A model named `/huge` or `/mute` is described at too great length, or not at
-all."""
+over the wire: `sleep:SECONDS`, `held:FILE` (until there is such a file), `hang` (until the link is
+aborted, then fail), `freed` (the same, then succeed), `raise:CODE`, `now:CODE` (from a result that
+is ready), `late:CODE` (from one that is waited for), `later:CODE` (from the result, once a relink
+runs), `slow:SECONDS` (a result that takes so long), `silent`. A model named `/huge` or `/mute` is
+described at too great length, or not at all."""
 
 import os
 import threading
@@ -98,6 +98,9 @@ class FakeWorker:
         name, _, value = fault.partition(":")
         if name == "sleep":
             time.sleep(float(value))
+        elif name == "held":
+            while not Path(value).exists():
+                time.sleep(0.005)
         elif name in ("hang", "freed"):
             self._hang()
             if name == "hang":

@@ -18,6 +18,8 @@ from rpc_schema.codec import decode_event, decode_step_reply, encode_step
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope
 from tests.unit.server.driver import DaemonProcess, Driver, rendezvous, wait_for
 
+SHORT_DEADLINE_MS = 500
+
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
@@ -246,16 +248,17 @@ def test_failed_load_leaves_the_state(driver: Driver) -> None:
 # Control while the step thread is busy.
 
 
-def test_control_answers_during_a_step(driver: Driver) -> None:
-    driver.send_fault("sleep:0.8")
-    wait_for(lambda: driver.status().phase == "ExecuteModel")
+def test_control_answers_during_a_step(driver: Driver, tmp_path: Path) -> None:
     began = time.monotonic()
+    driver.send_step_until(tmp_path / "over")
     health = driver.call(lc.CheckHealth)
     status = driver.status()
-    assert time.monotonic() - began < 0.6
     assert isinstance(health, lc.CheckHealthReply)
     assert health.healthy
-    assert status.phase_ms < 800
+    assert status.phase == "ExecuteModel"
+    assert status.phase_ms <= (time.monotonic() - began) * 1000
+    assert not driver.results.poll(0)
+    (tmp_path / "over").touch()
     assert isinstance(driver.reply(), step.ModelRunnerOutput)
     wait_for(lambda: driver.status().phase == "IDLE")
 
@@ -282,13 +285,16 @@ def test_attach_frees_a_step_that_hangs_on_its_peers(
 
 
 def test_step_past_its_deadline_is_aborted_and_reported(driver: Driver) -> None:
+    driver.make_ready(step_deadline_ms=SHORT_DEADLINE_MS)
+    began = time.monotonic()
     driver.send_fault("hang")
-    wait_for(lambda: driver.status().phase == "ExecuteModel")
     assert_error(driver.reply(), ErrorCode.COMM)
+    assert time.monotonic() - began >= SHORT_DEADLINE_MS / 1000
     wait_for(lambda: driver.status().link_state == "broken")
 
 
 def test_aborted_link_is_broken_whatever_came_of_the_step(driver: Driver) -> None:
+    driver.make_ready(step_deadline_ms=SHORT_DEADLINE_MS)
     assert isinstance(driver.fault("freed"), step.ModelRunnerOutput)
     wait_for(lambda: driver.status().link_state == "broken")
     assert "past its deadline" in driver.status().transitions[-1]
@@ -499,12 +505,13 @@ def test_shutdown_finishes_the_running_step_and_removes_the_files(
     driver = connect(daemon)
     driver.attach()
     driver.make_ready()
-    driver.send_fault("sleep:0.5")
-    wait_for(lambda: driver.status().phase == "ExecuteModel")
+    driver.send_step_until(tmp_path / "over")
     assert isinstance(driver.call(lc.Shutdown), lc.Acknowledged)
     assert driver.status().serving == "DRAINING"
     refused = driver.call(lc.PrepareAttach, driver_id=driver.driver_id, epoch=99)
     assert isinstance(refused, ControlErrorReply)
+    assert not driver.results.poll(0)
+    (tmp_path / "over").touch()
     assert isinstance(driver.reply(), step.ModelRunnerOutput)
     assert daemon.wait() == 0
     assert not (tmp_path / "d").exists()
@@ -536,7 +543,7 @@ def test_signal_ends_an_idle_daemon(
     daemon = start()
     connect(daemon).attach()
     daemon.process.send_signal(number)
-    assert daemon.wait(5) == 0
+    assert daemon.wait() == 0
 
 
 def test_second_signal_ends_at_once(
@@ -548,12 +555,11 @@ def test_second_signal_ends_at_once(
     driver = connect(daemon)
     driver.attach()
     driver.make_ready()
-    driver.send_fault("sleep:30")
-    wait_for(lambda: driver.status().phase == "ExecuteModel")
+    driver.send_step_until(tmp_path / "never")
     daemon.process.send_signal(signal.SIGTERM)
     wait_for(lambda: driver.status().serving == "DRAINING")
     daemon.process.send_signal(signal.SIGTERM)
-    assert daemon.wait(5) == 128 + signal.SIGTERM
+    assert daemon.wait() == 128 + signal.SIGTERM
     assert not (tmp_path / "d").exists()
 
 
@@ -574,10 +580,9 @@ def test_parent_s_end_ends_the_daemon_and_its_directory(
     driver.attach()
     if busy:
         driver.make_ready()
-        driver.send_fault("sleep:30")
-        wait_for(lambda: driver.status().phase == "ExecuteModel")
+        driver.send_step_until(tmp_path / "never")
     os.close(write_end)
-    assert daemon.wait(5) == 0
+    assert daemon.wait() == 0
     assert not (tmp_path / "d").exists()
 
 
@@ -602,7 +607,7 @@ def test_lost_device_is_told_and_ends_the_process(
         driver.attach()
         driver.make_ready()
         assert_error(driver.fault(fault), ErrorCode.DEVICE)
-        assert daemon.wait(5) == 86
+        assert daemon.wait() == 86
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,13 @@ import time
 import pytest
 
 from worker_daemon.errors import StateError
+from worker_daemon.server import draining as drains_module
 from worker_daemon.server.draining import Draining
 from worker_daemon.server.lease import Lease, LeaseTerms
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.step_thread import Drain, Resume
+
+LIMIT_S = 20.0
 
 
 class StepThreadSide:
@@ -36,10 +39,17 @@ def draining(side: StepThreadSide, told: list[bool], step_deadline_s: float = 60
     return made
 
 
+@pytest.fixture
+def long_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever ends in time has not waited for it."""
+    monkeypatch.setattr(drains_module, "NOTICE_S", 10 * LIMIT_S)
+
+
+@pytest.mark.usefixtures("long_notice")
 def test_without_a_driver_nobody_is_given_notice() -> None:
     side, told = StepThreadSide(busy=False), list[bool]()
     drains = draining(side, told)
-    asyncio.run(asyncio.wait_for(drains.drain(), 0.9))
+    asyncio.run(asyncio.wait_for(drains.drain(), LIMIT_S))
     assert (drains.is_on, told) == (True, [True])
     asyncio.run(drains.drain())
     asyncio.run(drains.undo())
@@ -48,13 +58,14 @@ def test_without_a_driver_nobody_is_given_notice() -> None:
     assert [type(command) for command in side.commands] == [Drain, Resume]
 
 
+@pytest.mark.usefixtures("long_notice")
 def test_holder_that_leaves_ends_its_notice() -> None:
     async def leave_while_draining() -> None:
         waits = asyncio.ensure_future(drains.drain())
         await asyncio.sleep(0.1)
         assert side.commands == []
         lease.release(1)
-        await asyncio.wait_for(waits, 0.8)
+        await asyncio.wait_for(waits, LIMIT_S)
 
     side = StepThreadSide(busy=False)
     lease = Lease(time.monotonic)
@@ -70,10 +81,10 @@ def test_whoever_waits_hears_that_the_drain_was_undone() -> None:
         undoing = asyncio.ensure_future(drains.undo())
         for wait in waits:
             with pytest.raises(StateError, match="undone"):
-                await asyncio.wait_for(wait, 5)
+                await asyncio.wait_for(wait, LIMIT_S)
         assert not undoing.done(), "the step thread has not heard of it"
         side.commands[-1].serving()
-        await asyncio.wait_for(undoing, 5)
+        await asyncio.wait_for(undoing, LIMIT_S)
 
     side = StepThreadSide(busy=True)
     drains = draining(side, [])

@@ -104,6 +104,8 @@ def hang_on(guard: Guard, progress: Progress, aborts: Aborts, *links: int) -> No
         before = aborts.count
         progress.stamp, progress.result = hung("ExecuteModel"), hung("RESULT 3")
         wait_for(lambda before=before: aborts.count >= before + 2)
+        guard.request_abort("what it made of the second one is done by then")
+        wait_for(lambda before=before: aborts.count >= before + 3)
 
 
 def test_link_that_hangs_soon_after_the_one_before_it_is_a_relapse() -> None:

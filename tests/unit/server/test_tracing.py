@@ -93,12 +93,13 @@ def test_one_at_a_time_and_only_by_its_name(driver: Driver, observer: Driver) ->
 
 
 def test_start_waits_for_the_step_that_runs_and_control_answers_meanwhile(
-    driver: Driver, observer: Driver
+    driver: Driver, observer: Driver, tmp_path: Path
 ) -> None:
-    driver.send_fault("sleep:1")
-    wait_for(lambda: driver.status().phase == "ExecuteModel")
+    driver.send_step_until(tmp_path / "over")
     observer.send_control(tr.StartTrace, trace=NAME, max_ms=60_000)
     assert driver.status().phase == "ExecuteModel"
+    assert not observer.control.poll(100)
+    (tmp_path / "over").touch()
     assert isinstance(driver.reply(), ModelRunnerOutput)
     assert isinstance(observer.control_reply(), lc.Acknowledged)
     stop(observer)

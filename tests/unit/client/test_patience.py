@@ -1,0 +1,73 @@
+"""For how long a driver waits for another one's lease, by what its daemon tells of that."""
+
+import pytest
+
+from client.errors import LeaseHeldError
+from client.lease import Patience
+from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorScope
+from rpc_schema.lease import LeaseStatus
+
+
+class Clock:
+    """Of the driver that waits, in place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("client.lease.time", made)
+    return made
+
+
+def refusal(remaining_s: float, rank: int = 0) -> LeaseHeldError:
+    reply = ControlErrorReply(
+        call=1,
+        code=ErrorCode.LEASE_HELD,
+        scope=ErrorScope.WORKER,
+        message="held",
+        lease=LeaseStatus(state="held", ttl_ms=3000, remaining_ms=round(remaining_s * 1000)),
+    )
+    return LeaseHeldError(reply, rank=rank, endpoint=f"ipc:///w{rank}")
+
+
+def wait_through(patience: Patience, *remaining_s: float) -> None:
+    for seconds in remaining_s:
+        patience.wait(refusal(seconds))
+
+
+def test_time_that_a_busy_daemon_does_not_count_is_no_renewal(clock: Clock) -> None:
+    patience = Patience(60.0)
+    for left_s in (0.5, 0.5, 0.4, 0.4, 0.4, 0.1, 0.1):
+        wait_through(patience, left_s)
+        clock.now += 1.5  # the daemon was stopped
+
+
+def test_holder_that_renews_is_not_waited_for(clock: Clock) -> None:
+    patience = Patience(60.0)
+    wait_through(patience, 2.4, 2.9, 2.65, 2.4)  # once may have been its last words
+    with pytest.raises(LeaseHeldError):
+        wait_through(patience, 2.15, 2.9)
+
+
+def test_ranks_are_not_mistaken_for_each_other(clock: Clock) -> None:
+    patience = Patience(60.0)
+    for _ in range(4):
+        patience.wait(refusal(0.3, rank=0))
+        patience.wait(refusal(0.9, rank=1))
+
+
+def test_lease_that_lasts_too_long_is_not_waited_for(clock: Clock) -> None:
+    patience = Patience(1.0)
+    wait_through(patience, 0.9)
+    with pytest.raises(LeaseHeldError):
+        wait_through(patience, 0.9)
+    assert clock.now < 51.0
