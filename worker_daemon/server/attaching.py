@@ -191,13 +191,14 @@ class Attaching:
         told: Future[Standing] = Future()  # on the completion thread
         self._post(Attach(epoch, driver_id, told.set_result, message.keep_requests))
         taken = asyncio.wrap_future(told)
+        was_freed = False
         done, _ = await asyncio.wait((taken,), timeout=BUSY_GRACE_S)
         if not done:
-            self._free_from_peers(f"epoch {epoch} attaches")
+            was_freed = self._free_from_peers(f"epoch {epoch} attaches")
             await asyncio.wait((taken,), timeout=self._progress.step_deadline_s + ATTACH_SLACK_S)
         if taken.done():
             standing = taken.result()
-            return standing if done else replace(standing, clean=False)
+            return replace(standing, clean=standing.clean and not was_freed)
         self._lease.release(epoch)
         self._post(Detach(epoch))  # should it take the epoch after all
         stamp = self._progress.stamp
@@ -206,9 +207,11 @@ class Attaching:
             fix="attach again later, or restart this daemon",
         )
 
-    def _free_from_peers(self, cause: str) -> None:
-        """Abort the link if the step or a result may be waiting for other ranks."""
+    def _free_from_peers(self, cause: str) -> bool:
+        """Abort the link if the step or a result may be waiting for other ranks; tell whether that
+        was so. If not, a thread of ours is late, and nothing is cut off."""
         for stamp in (self._progress.stamp, self._progress.result):
             if stamp.on_link:
                 self._guard.request_abort(f"{cause} while {stamp.phase} is waited for")
-                return
+                return True
+        return False

@@ -195,7 +195,11 @@ class Driver:
         return reply
 
     def load(self, model: str = "/m", step_deadline_ms: int = STEP_DEADLINE_MS) -> StepReplyMessage:
-        return self.run(
+        self.send_load(model, step_deadline_ms)
+        return self.reply()
+
+    def send_load(self, model: str, step_deadline_ms: int = STEP_DEADLINE_MS) -> None:
+        self.send(
             lc.LoadModel,
             model=ModelConfig(model=model),
             scheduler=SchedulerConfig(step_deadline_ms=step_deadline_ms),

@@ -3,7 +3,7 @@ over the wire: `sleep:SECONDS`, `held:FILE` (until there is such a file), `hang`
 aborted, then fail), `freed` (the same, then succeed), `raise:CODE`, `now:CODE` (from a result that
 is ready), `late:CODE` (from one that is waited for), `later:CODE` (from the result, once a relink
 runs), `slow:SECONDS` (a result that takes so long), `silent`. A model named `/huge` or `/mute` is
-described at too great length, or not at all."""
+described at too great length, or not at all; `/slow` takes a second to load."""
 
 import os
 import threading
@@ -162,6 +162,8 @@ class FakeWorker:
     def load_model(self, message: lc.LoadModel) -> StepReply:
         if message.model.model == "/missing":
             raise errors.CheckpointError("no such file", field="model", value="/missing")
+        if message.model.model == "/slow":
+            time.sleep(1.0)
         self.config = WorkerConfig(
             parallel=self._parallel,
             model=message.model,

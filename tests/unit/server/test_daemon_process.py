@@ -284,6 +284,18 @@ def test_attach_frees_a_step_that_hangs_on_its_peers(
     assert_error(driver.reply(), ErrorCode.COMM)
 
 
+def test_attach_that_waits_for_what_waits_for_no_peer_cuts_nothing_off(
+    driver: Driver, shared: DaemonProcess, connect: Callable[[DaemonProcess], Driver]
+) -> None:
+    driver.run(lc.Reset, to="DEVICE_READY")
+    driver.send_load("/slow")
+    wait_for(lambda: driver.status().phase == "LoadModel")
+    committed = connect(shared).attach()
+    assert committed.previous_seq == driver.seq
+    assert committed.previous_clean
+    assert (committed.status.load, committed.status.link_state) == ("MODEL_LOADED", "up")
+
+
 def test_step_past_its_deadline_is_aborted_and_reported(driver: Driver) -> None:
     driver.make_ready(step_deadline_ms=SHORT_DEADLINE_MS)
     began = time.monotonic()
