@@ -16,7 +16,7 @@ from tests.support.doomed_driver import Death, DriverNursery, Plan, read_report,
 from tests.support.driving import Cases, random_cases
 from tests.support.serving import connect, generate, worker_config
 
-STEP_DEADLINE_MS = 1000
+STEP_DEADLINE_MS = 2000
 """gloo ends a wait for a peer that never comes a second after this."""
 
 NUM_POINTS = 20

@@ -17,7 +17,7 @@ from tests.support.driving import RecordingGroup, assert_serves, random_cases, w
 from tests.support.faulty_daemon import INJECTED, Fault, FaultyDaemons
 from tests.support.serving import connect, generate, worker_config
 
-STEP_DEADLINE_MS = 1000
+STEP_DEADLINE_MS = 2000
 """gloo ends a wait for a peer that never comes a second after this."""
 
 
