@@ -9,6 +9,7 @@ import typer
 
 from client.cli.daemons import connect
 from client.cli.options import KeyFile, KnownDaemons, split_endpoints
+from client.cli.top_frame import leased
 from client.errors import ClientConfigError
 from client.keys import read_keys
 from rpc_schema.lease import LeaseStatus
@@ -122,15 +123,8 @@ def _delays(delay: ReplyDelay) -> str:
     )
 
 
-def _lease(lease: LeaseStatus) -> str:
-    """Who drives, or why nobody does."""
-    if lease.state == "held":
-        return f"{lease.holder_name or lease.holder.hex()[:8]}, {lease.remaining_ms / 1000:.1f} s"
-    return lease.state
-
-
 def _holder(lease: LeaseStatus) -> str:
-    return f"its driver: {_lease(lease)}" if lease.state == "held" else "no driver"
+    return f"its driver: {leased(lease)}" if lease.state == "held" else "no driver"
 
 
 def _block(status: Status) -> str:
@@ -139,7 +133,7 @@ def _block(status: Status) -> str:
     lines = {
         "daemon": f"{status.endpoint}, pid {status.pid}, {status.device}, rank {status.rank}",
         "state": f"{status.serving}, {status.load}, link {status.link_state}",
-        "driver": f"{_lease(status.lease)}; epoch {status.epoch}, step {status.last_seq}",
+        "driver": f"{leased(status.lease)}; epoch {status.epoch}, step {status.last_seq}",
         "model": "none" if status.config is None else status.config.model.model,
         "providers": ", ".join(f"{part} {name}" for part, name in status.providers.items()),
         "memory": _memory(status),

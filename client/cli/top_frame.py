@@ -120,10 +120,11 @@ def _figures(seen: Seen) -> str:
 
 def _doing(status: Status) -> str:
     phase = status.phase if not status.phase_ms else f"{status.phase} for {_duration(status)}"
-    return f"{phase}, link {status.link_state}, lease: {_leased(status.lease)}"
+    return f"{phase}, link {status.link_state}, lease: {leased(status.lease)}"
 
 
-def _leased(lease: LeaseStatus) -> str:
+def leased(lease: LeaseStatus) -> str:
+    """Who drives a daemon and for how long, or why nobody does."""
     holder = lease.holder_name or lease.holder.hex()[:8]
     match lease.state:
         case "held":

@@ -111,7 +111,9 @@ def test_running_step_ends_and_later_ones_are_refused_until_the_drain_is_undone(
     assert isinstance(bare.reply(), ModelRunnerOutput)
     said, complaints = command.communicate(timeout=20)
     assert command.returncode == 0, complaints
-    assert said.startswith(f"{fake.endpoint}: DRAINING, its driver: {bare.driver_id.hex()[:8]}, ")
+    assert said.startswith(
+        f"{fake.endpoint}: DRAINING, its driver: {bare.driver_id.hex()[:8]} for "
+    )
     for _ in range(2):
         refused = bare.fault()
         assert isinstance(refused, ErrorReply)
