@@ -44,10 +44,12 @@ _INTERFACE: Final = re.compile(r"[A-Za-z0-9_.-]{1,15}")
 _FIXED: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
 }
-"""torch must not end the process by itself: the guard thread aborts communicators. Nor does it look
-through all installed packages for devices of theirs, and run their code, when it is imported."""
+"""torch must not end the process by itself: the guard thread aborts communicators. It need not warn
+that a pair's messages go one after the other: they are meant to. Nor does it look through all
+installed packages for devices of theirs, and run their code, when it is imported."""
 _FLIGHT_RECORDER: Final = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
 """Operations that torch remembers of each communicator, by its newer and its older name."""
 _FLIGHT_DUMPS: Final = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")

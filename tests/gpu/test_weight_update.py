@@ -61,6 +61,34 @@ def num_graphs(group):
     return int(group.get_status()[0].providers["graphs"])
 
 
+MOVING = ("free", "context", "activations", "others")
+"""Kinds of memory that are not the worker's alone."""
+
+
+def test_fifty_cycles_of_sleep_and_update_leak_nothing(models):
+    """As between rollouts: sleep, train, wake the weights, update them, wake the KV cache. Graphs
+    stay, every byte by kind is what it was, and tokens are those of a fresh load.
+
+    It comes first: it starts daemons of its own, and the module's would have the GPU."""
+    with gpu_group(models[0], 1, 1, "float32", enable_sleep_mode=True) as (_, group, model):
+        graphs, figures = num_graphs(group), []
+        both = [tensors_of(checkpoint) for checkpoint in models]
+        with WeightSender(group, "ipc") as sender:
+            for number in range(51):
+                group.sleep(2)
+                group.wake_up(["weights"])
+                sender.send(both[(number + 1) % 2])
+                group.wake_up(["kv_cache"])
+                kinds = dict(group.get_status()[0].memory_bytes)
+                figures.append({name: kinds[name] for name in kinds if name not in MOVING})
+        assert figures[1] == figures[-1]
+        assert num_graphs(group) == graphs
+        assert_tokens_of(models[1], (group, model), seed=5)
+        sent = group.compute_weight_checksums()[0].checksums
+    with gpu_group(models[1], 1, 1, "float32") as (_, group, _):
+        assert group.compute_weight_checksums()[0].checksums == sent
+
+
 @pytest.mark.parametrize("backend", ["ipc", "gloo"])
 def test_update_is_seen_by_the_graphs_that_were_captured_before(
     served, models, back_to_old, backend
@@ -109,29 +137,3 @@ def test_memory_that_cannot_be_mapped_is_a_typed_error(served, models, back_to_o
     assert group.get_status()[0].weights.state == "dirty"
     with pytest.raises(WeightsNotWhole):
         generate(group, model, make_requests(1))
-
-
-MOVING = ("free", "context", "activations", "others")
-"""Kinds of memory that are not the worker's alone."""
-
-
-def test_fifty_cycles_of_sleep_and_update_leak_nothing(models):
-    """As between rollouts: sleep, train, wake the weights, update them, wake the KV cache. Graphs
-    stay, every byte by kind is what it was, and tokens are those of a fresh load."""
-    with gpu_group(models[0], 1, 1, "float32", enable_sleep_mode=True) as (_, group, model):
-        graphs, figures = num_graphs(group), []
-        both = [tensors_of(checkpoint) for checkpoint in models]
-        with WeightSender(group, "ipc") as sender:
-            for number in range(51):
-                group.sleep(2)
-                group.wake_up(["weights"])
-                sender.send(both[(number + 1) % 2])
-                group.wake_up(["kv_cache"])
-                kinds = dict(group.get_status()[0].memory_bytes)
-                figures.append({name: kinds[name] for name in kinds if name not in MOVING})
-        assert figures[1] == figures[-1]
-        assert num_graphs(group) == graphs
-        assert_tokens_of(models[1], (group, model), seed=5)
-        sent = group.compute_weight_checksums()[0].checksums
-    with gpu_group(models[1], 1, 1, "float32") as (_, group, _):
-        assert group.compute_weight_checksums()[0].checksums == sent

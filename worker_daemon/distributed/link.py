@@ -62,9 +62,9 @@ class Link:
     def open(self, state: ParallelState, host: str, port: int, timeout_s: float) -> None:
         """Meet the other ranks at host:port, make every group, and pass one message over each pair.
 
-        NCCL creates a pair's communicator at its first message, which blocks and takes memory:
-        hence the warm-up, here, before any memory baseline. Blocks until all ranks have come.
-        timeout_s bounds every later wait on gloo.
+        NCCL creates a collective's communicator at its first message, which blocks and takes
+        memory: hence the warm-up, here, before any memory baseline. Blocks until all ranks have
+        come. timeout_s bounds every later wait on gloo.
 
         Raises:
             CommError: they have not come within meeting_s(timeout_s).
@@ -84,7 +84,7 @@ class Link:
                     timeout=timedelta(seconds=meeting_s(timeout_s)),
                     group_name=f"link{self.generation}",
                 )
-                self.groups = _make_groups(state, timedelta(seconds=timeout_s))
+                self.groups = _make_groups(state, timedelta(seconds=timeout_s), self._device)
                 _warm_up(self.groups, state, self._device)
             with communication("mapping the peers' memory"):
                 self.peers = open_peers(
@@ -166,13 +166,18 @@ def _forget_groups(backend: str) -> bool:
     return had_groups
 
 
-def _make_groups(state: ParallelState, timeout: timedelta) -> LinkGroups:
-    """Every rank makes every group, in the same order, and keeps those that it is in."""
+def _make_groups(state: ParallelState, timeout: timedelta, device: torch.device) -> LinkGroups:
+    """Every rank makes every group, in the same order, and keeps those that it is in.
 
-    def make(ranks: list[int]) -> dist.ProcessGroup | None:
+    On CUDA the pairs' communicators are made at once. One that NCCL makes at a pair's first message
+    is none that memory can be registered with (message_buffers.py).
+    """
+    device_of_hops = device if device.type == "cuda" else None
+
+    def make(ranks: list[int], device_id: torch.device | None = None) -> dist.ProcessGroup | None:
         if len(ranks) == 1:
             return None
-        group = dist.new_group(ranks, timeout=timeout)
+        group = dist.new_group(ranks, timeout=timeout, device_id=device_id)
         return group if state.rank in ranks else None
 
     def keep(candidates: list[dist.ProcessGroup | None]) -> dist.ProcessGroup | None:
@@ -182,7 +187,7 @@ def _make_groups(state: ParallelState, timeout: timedelta) -> LinkGroups:
     columns = [make(state.column_ranks(tp_rank)) for tp_rank in range(state.tp_size)]
     hops = {
         (pp_rank, tp_rank): make(
-            [state.rank_of(pp_rank, tp_rank), state.rank_of(pp_rank + 1, tp_rank)]
+            [state.rank_of(pp_rank, tp_rank), state.rank_of(pp_rank + 1, tp_rank)], device_of_hops
         )
         for pp_rank in range(state.pp_size - 1)
         for tp_rank in range(state.tp_size)

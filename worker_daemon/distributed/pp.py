@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from worker_daemon.distributed.link import Link
+from worker_daemon.distributed.message_buffers import MessageBuffers
 from worker_daemon.distributed.tp import TensorParallel, communication
 
 STATUS_OK = 0
@@ -148,14 +149,11 @@ class StageInbound:
         self._generation = link.generation
         self._layout = _Layout(hidden_size, dtype, tp)
         size = self._layout.message_bytes(max_num_tokens)
-        self._buffers = deque(
-            torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(depth)
-        )
+        self._buffers = MessageBuffers(self._group, size, depth, device)
 
     def post(self, num_tokens: int, seq: int) -> Arrival:
         """Start to receive the activations of step seq."""
-        self._buffers.rotate(-1)
-        message = self._buffers[0][: self._layout.message_bytes(num_tokens)]
+        message = self._buffers.take()[: self._layout.message_bytes(num_tokens)]
         tag = seq % _TAG_RANGE
         with communication("receiving from the previous stage"):
             work = dist.irecv(message, group=self._group, group_src=0, tag=tag)
@@ -217,9 +215,7 @@ class StageOutbound:
         self._layout = _Layout(hidden_size, dtype, tp)
         self._generation = link.generation
         size = self._layout.message_bytes(max_num_tokens)
-        self._buffers = deque(
-            torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(depth)
-        )
+        self._buffers = MessageBuffers(self._group, size, depth, device)
         self._in_flight: deque[dist.Work] = deque()
 
     def send(self, hidden: Tensor, num_tokens: int, status: Tensor, seq: int) -> None:
@@ -228,8 +224,7 @@ class StageOutbound:
         layout = self._layout
         if len(self._in_flight) == len(self._buffers):
             self._await_oldest()
-        self._buffers.rotate(-1)
-        message = self._buffers[0][: layout.message_bytes(num_tokens)]
+        message = self._buffers.take()[: layout.message_bytes(num_tokens)]
         size = layout.slice_numel(num_tokens)
         first = layout.tp.rank * size if layout.num_slices > 1 else 0
         layout.slice_of(message, num_tokens).copy_(hidden.reshape(-1)[first : first + size])

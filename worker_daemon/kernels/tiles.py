@@ -27,6 +27,9 @@ SHORT_CONTEXT = 256
 MANY_PROGRAMS = 1024
 """Sequences x KV heads from which on that is worth graphs of its own."""
 
+SMALL_TILES_RESIDENT, LARGE_TILES_RESIDENT = 4, 3
+"""Decodes' programs of 64 and of 128 keys a tile that a multiprocessor holds at a time."""
+
 HELD_ELEMENTS_PER_THREAD = 128
 """Of a tile's keys, and as many of its values: more leave a thread too few registers."""
 
@@ -123,7 +126,8 @@ def decode_tile(
     """The tile for one query token a sequence, with just enough rows for a group.
 
     num_programs is sequences x KV heads x splits, keys_per_program an upper bound. A few programs
-    hurry most with long tiles; many want small ones, of which a multiprocessor holds more.
+    hurry most with long tiles; of more, those that leave the fewest idle in the last wave. Unequal
+    sequences, the longest of which start first, take either equally well, or the long ones better.
     """
     rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
     if dtype == torch.float32:
@@ -142,7 +146,15 @@ def _decode_tile_sizes(
         return block_n, 4, 1 if keys_per_program <= MAX_KEYS_UNPIPELINED else 3
     if num_programs >= MANY_PROGRAMS and keys_per_program <= SHORT_CONTEXT:
         return 32, 2, 3
-    return 64, 2, 3
+    small = _waves_cost(num_programs, SMALL_TILES_RESIDENT, limits)
+    large = _waves_cost(num_programs, LARGE_TILES_RESIDENT, limits)
+    return (64, 2, 3) if small < large else (128, 4, 3)
+
+
+def _waves_cost(num_programs: int, residents: int, limits: DeviceLimits) -> int:
+    """How long equal programs take, in times that one alone on its multiprocessor would: those that
+    run beside each other share its bandwidth, and the last wave takes as long as a full one."""
+    return residents * -(-num_programs // (residents * limits.num_sms))
 
 
 def run_at_once(num_programs: int, limits: DeviceLimits) -> bool:

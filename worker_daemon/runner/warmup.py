@@ -77,7 +77,7 @@ def decode_sweep(request: StepRequest, limits: StepLimits) -> Iterator[Synthetic
 
     Each frees the rows before it; the caller frees the last ones.
     """
-    for num_seqs in _powers_up_to(min(limits.max_num_seqs, limits.max_num_batched_tokens)):
+    for num_seqs in _ladder_up_to(min(limits.max_num_seqs, limits.max_num_batched_tokens)):
         for length in _powers_up_to(min(limits.max_model_len, _MAX_SWEPT_KEYS // num_seqs)):
             yield _admit(request, limits, [length] * num_seqs, [1] * num_seqs, SamplingParams())
 
@@ -143,6 +143,14 @@ def _admit(
 def _powers_up_to(largest: int) -> list[int]:
     """Return the powers of two below `largest`, and itself."""
     return [*(1 << power for power in range((largest - 1).bit_length())), largest]
+
+
+def _ladder_up_to(largest: int) -> list[int]:
+    """Return the powers of two below `largest`, what lies half-way between them, and itself: of two
+    numbers, one half more than the other, one above the smaller is among them, or `largest` is
+    below it."""
+    rungs = {size for power in _powers_up_to(largest) for size in (power, power + power // 2)}
+    return sorted(size for size in rungs if size <= largest)
 
 
 def _decode_step(request: StepRequest, num_seqs: int) -> SyntheticStep:

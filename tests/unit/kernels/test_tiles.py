@@ -58,8 +58,19 @@ def test_decode_tiles_are_long_while_the_device_has_room() -> None:
         return decode_tile(num_programs, longest, 4, 128, torch.bfloat16, H200).block_n
 
     assert keys(8, 128) == keys(2 * H200.num_sms, 9999) == 128
-    assert keys(8, 127) == keys(2 * H200.num_sms + 1, 99) == keys(2048, 257) == 64
+    assert keys(8, 127) == keys(2048, 257) == 64
     assert keys(1024, 256) == keys(4096, 1) == 32
+
+
+def test_many_decodes_take_the_tile_whose_last_wave_is_fuller() -> None:
+    def keys(num_seqs: int) -> int:
+        return decode_tile(num_seqs * 8, 1000, 4, 128, torch.bfloat16, H200).block_n
+
+    one_wave_of_three, one_wave_of_four, two_waves_of_three = 49, 66, 99
+    assert keys(34) == keys(one_wave_of_three) == 128
+    assert keys(one_wave_of_three + 1) == keys(one_wave_of_four) == 64
+    assert keys(one_wave_of_four + 1) == keys(two_waves_of_three) == 128
+    assert keys(two_waves_of_three + 1) == keys(2 * one_wave_of_four) == 64
 
 
 def test_few_keys_are_not_pipelined() -> None:

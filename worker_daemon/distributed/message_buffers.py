@@ -1,0 +1,47 @@
+"""The memory of one hop's messages, which on NCCL its communicator knows beforehand: then messages
+go from the sender's memory straight into the receiver's, not through NCCL's own buffers.
+
+Knows no layout and no step.
+"""
+
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class MessageBuffers:
+    """`count` buffers of num_bytes uint8 each, zero at first, taken in turn.
+
+    They may outlive the communicator: one that is aborted forgets them.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, num_bytes: int, count: int, device: torch.device
+    ) -> None:
+        """group: of the two ranks; on CUDA it has its communicator already (link.py)."""
+
+        def allocate() -> list[Tensor]:
+            return [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(count)]
+
+        self._pool: torch.cuda.MemPool | None = None
+        if group is None or device.type != "cuda":
+            self._buffers = allocate()
+        else:
+            # typed as any backend; on CUDA link.py makes NCCL's alone
+            backend = cast("dist.ProcessGroupNCCL", group._get_backend(device))
+            self._pool = torch.cuda.MemPool(backend.mem_allocator)
+            with torch.cuda.use_mem_pool(self._pool):
+                self._buffers = allocate()
+            backend.register_mem_pool(self._pool)
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    def take(self) -> Tensor:
+        """Return the buffer that was taken longest ago."""
+        buffer = self._buffers[self._next]
+        self._next = (self._next + 1) % len(self._buffers)
+        return buffer
