@@ -15,7 +15,7 @@ pytestmark = [
 
 BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
 DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-SHAPES = [(6144, 4096), (4096, 14336), (1024, 2048), (1000, 1096), (77, 40)]
+SHAPES = [(6144, 4096), (4096, 14336), (1024, 2048), (1000, 1096), (1003, 1104), (77, 40)]
 ROWS = [1, 2, 16, 17, 32, 50, 64]
 
 TILES = {
