@@ -15,7 +15,8 @@ from client.scheduler_output import SchedulerOutput, StepResult
 StepKind: TypeAlias = Literal["prefill", "decode", "mixed", "empty"]
 
 MAX_CONSECUTIVE_FAILURES = 3
-"""So many steps may fail in a row before the driver gives up."""
+"""So many steps may fail in a row, and so many recoveries may follow each other without a step that
+ends well, before the driver gives up."""
 
 
 MAX_HISTORY = 65_536
@@ -88,8 +89,9 @@ class Driver:
     ) -> None:
         """on_result sees every step's tokens as they come, those past a request's end too. recover
         is called when a daemon has died: after it (WorkerGroup.replace, say) the requests that were
-        running begin again from their known tokens. max_history bounds `records` and `timings`, the
-        oldest of which go first; None keeps all."""
+        running begin again from their known tokens. After MAX_CONSECUTIVE_FAILURES recoveries
+        without a step that ends well it is called no more. max_history bounds `records` and
+        `timings`, the oldest of which go first; None keeps all."""
         self.group = group
         self.scheduler = scheduler
         self.records: deque[StepRecord] = deque(maxlen=max_history)
@@ -106,6 +108,7 @@ class Driver:
         self._without_token: set[str] = set()
         self._last_result = 0.0
         self._consecutive_failures = 0
+        self._consecutive_recoveries = 0
 
     def add_request(self, request: GenerationRequest) -> None:
         """Queue a request, with a random seed if it has none and needs one; raises RequestError as
@@ -138,9 +141,11 @@ class Driver:
         """Fill the pipeline, then take the oldest result; return the requests that it finished.
 
         Raises:
-            StepFailed: steps have failed MAX_CONSECUTIVE_FAILURES times in a row.
+            StepFailed: steps have failed MAX_CONSECUTIVE_FAILURES times in a row, without a
+                recovery between them.
             SchedulerStalled: the scheduler has requests, no step, and no result to wait for.
-            WorkerDied: a daemon is lost, and `recover` does not replace it.
+            WorkerDied: a daemon is lost, and `recover` does not replace it, or has done so
+                MAX_CONSECUTIVE_FAILURES times since a step ended well.
             DrainingError: an operator wants no more steps of the group, and those in flight are
                 over. It may be called again, and goes on once the drain is undone.
         """
@@ -176,7 +181,7 @@ class Driver:
             self._on_failure(error)
             return []
         self._in_flight.popleft()
-        self._consecutive_failures = 0
+        self._consecutive_failures = self._consecutive_recoveries = 0
         self._record(flight, result)
         if self._on_result is not None:
             self._on_result(result)
@@ -189,15 +194,24 @@ class Driver:
         try:
             return self.group.execute_model(output)
         except WorkerDied as died:
-            self._recover(died)
+            self._replace(died)
         return self.group.execute_model(output)  # a future that tells what was lost
 
     def _result(self, future: FutureLike) -> StepResult:
         try:
             return future.result()
         except WorkerDied as died:
-            self._recover(died)
+            self._replace(died)
         return future.result()  # raises StepFailed, which tells what was lost
+
+    def _replace(self, died: WorkerDied) -> None:
+        """Recover, and count failed steps anew: the fault may have gone with the process. A request
+        that kills each successor must not do so for ever."""
+        if self._consecutive_recoveries >= MAX_CONSECUTIVE_FAILURES:
+            raise died
+        self._recover(died)
+        self._consecutive_recoveries += 1
+        self._consecutive_failures = 0
 
     def _on_failure(self, error: StepFailed) -> None:
         """The oldest step failed, and so all behind it did."""

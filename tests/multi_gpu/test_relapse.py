@@ -1,6 +1,6 @@
-"""A pipeline on real GPUs, over NCCL, whose first stage lives and sends nothing: the link is
-aborted and made anew, and where that hangs too, the ranks that waited end with 88 and their
-successors serve."""
+"""A pipeline on real GPUs, over NCCL, whose first stage lives and does not send: where nothing more
+comes the link is aborted and made anew, and where that hangs too, the ranks that waited end with 88
+and their successors serve."""
 
 import msgspec
 import pytest
@@ -20,23 +20,27 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices"),
 ]
+PP = 2
 STEPS_BEFORE = 8
 DEADLINE_MS = 3000
+SKIPPED = {"lost": 1, "hang": PP + 1, "relapse": 1000}
+"""Sends that are left out. NCCL's messages have no tags: the next one comes in the place of one
+that is lost, and its trailer tells. Only where all in flight are lost does the last stage wait."""
 
 
-@pytest.mark.parametrize("times", [1, 1000])
-def test_hang_with_living_peers(tmp_path, times):
-    """Once: the group goes on with the processes that it has. Again and again: with new ones."""
+@pytest.mark.parametrize("case", SKIPPED)
+def test_sends_that_are_left_out(tmp_path, case):
+    """The group goes on: with the processes that it has, and after a relapse with new ones."""
     checkpoint = make_checkpoint(tmp_path / "models" / "llama")
-    parallel = ParallelConfig(pipeline_parallel_size=2)
+    parallel = ParallelConfig(pipeline_parallel_size=PP)
     config = worker_config(checkpoint, parallel, "float32")
     scheduler_config = msgspec.structs.replace(config.scheduler, step_deadline_ms=DEADLINE_MS)
     config = msgspec.structs.replace(config, scheduler=scheduler_config)
     requests = make_requests(16, seed=6)
-    devices = ["cuda:0", "cuda:1"]
+    devices = [f"cuda:{rank}" for rank in range(PP)]
     failures = []
     with (
-        FaultyDaemons(2, checkpoint.parent, tmp_path, device=devices) as daemons,
+        FaultyDaemons(PP, checkpoint.parent, tmp_path, device=devices) as daemons,
         daemons.kept_alive() as processes,
         WorkerGroup(daemons.endpoints, parallel) as group,
     ):
@@ -46,7 +50,7 @@ def test_hang_with_living_peers(tmp_path, times):
 
         def fall_silent(_) -> None:
             if len(driver.records) == STEPS_BEFORE:
-                daemons.faults[0].put(Fault("send", "skip", times=times))
+                daemons.faults[0].put(Fault("send", "skip", times=SKIPPED[case]))
 
         def recover(died) -> None:
             daemons.faults[0].path.unlink(missing_ok=True)
@@ -71,9 +75,10 @@ def test_hang_with_living_peers(tmp_path, times):
         hung = [event for event in group.liveness_events if event.kind == "hung"]
         print("\n".join(f"{event.at:.3f} {event}" for event in group.liveness_events))
         codes = [process.poll() for process in processes]
-    assert failures and hung
+    assert failures
+    assert bool(hung) == (case != "lost")
     print(f"exit codes of the first processes: {codes}")
     assert set(codes) <= {None, ExitCode.LINK_UNUSABLE}
-    assert (ExitCode.LINK_UNUSABLE in codes) == (times > 1)
+    assert (ExitCode.LINK_UNUSABLE in codes) == (case == "relapse")
     same = sum(outputs[r.id].token_ids == expected[r.id].token_ids for r in requests)
     assert same >= len(requests) - 1, "a near-tie may turn one request, not more"
