@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-AMPERE = (8, 0)
 HOPPER = (9, 0)
 
 
