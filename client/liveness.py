@@ -19,20 +19,20 @@ from client.errors import WorkerDied
 from client.oom_kills import oom_kills_of
 from rpc_schema.lifecycle import Heartbeat, Hung, Slow
 
-SUSPECT_AFTER_S = 1.0
-"""Of silence: four heartbeats."""
+SUSPECT_AFTER_S = 0.95
+"""Of silence, nearly four heartbeats: looking takes its time too, and a second is promised."""
 
 FENCE_AFTER_S = 5.0
 """Of silence, after which the group goes on without a rank whose connection is gone."""
 
-SILENCE_LIMIT_S = 10.0
+SILENCE_LIMIT_S = 9.9
 """So long a process whose connection is alive may publish nothing: longer only in phases that have
-announced it."""
+announced it. Ten seconds are promised."""
 
 BLIND_AFTER_S = 0.5
 """Whoever has not looked for so long may have missed heartbeats: that time is not counted."""
 
-_FENCE_AFTER_CUT_S = FENCE_AFTER_S - SUSPECT_AFTER_S
+_FENCE_AFTER_CUT_S = FENCE_AFTER_S - 1.0
 """A connection is cut after about a second of silence."""
 
 MAX_EVENTS = 256
