@@ -29,7 +29,7 @@ class MessageBuffers:
         if group is None or device.type != "cuda":
             self._buffers = allocate()
         else:
-            # typed as any backend; on CUDA link.py makes NCCL's alone
+            # Typed as any backend; on CUDA link.py makes NCCL's alone.
             backend = cast("dist.ProcessGroupNCCL", group._get_backend(device))
             self._pool = torch.cuda.MemPool(backend.mem_allocator)
             with torch.cuda.use_mem_pool(self._pool):
