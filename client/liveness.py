@@ -20,7 +20,7 @@ from client.oom_kills import oom_kills_of
 from rpc_schema.lifecycle import Heartbeat, Hung, Slow
 
 SUSPECT_AFTER_S = 0.95
-"""Of silence, nearly four heartbeats: looking takes its time too, and a second is promised."""
+"""Of silence, nearly four heartbeats: a second is promised, and noticing takes up to 50 ms more."""
 
 FENCE_AFTER_S = 5.0
 """Of silence, after which the group goes on without a rank whose connection is gone."""

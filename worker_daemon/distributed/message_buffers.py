@@ -25,6 +25,7 @@ class MessageBuffers:
         def allocate() -> list[Tensor]:
             return [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(count)]
 
+        # Held for as long as the buffers, whose memory is its.
         self._pool: torch.cuda.MemPool | None = None
         if group is None or device.type != "cuda":
             self._buffers = allocate()
