@@ -94,8 +94,10 @@ def merge(
     """Put together what the ranks have told, in the order of the output rank's slots; requests that
     it does not have come last.
 
-    A request that some rank does not have, or has elsewhere, is computed anew from its tokens: the
-    driver has died between telling the ranks that it begins, or ends.
+    A request that some rank does not have, or has in other blocks, is computed anew from its
+    tokens: the driver has died between telling the ranks that it begins, or ends. Its slots may
+    differ, where the driver has died between telling the ranks that it adopts: no rank gives a
+    request's blocks away while it has the request.
 
     Raises:
         AdoptionMismatch: ranks that both have a request disagree about what it is.
@@ -132,8 +134,6 @@ def _merge_request(rows: Mapping[int, RankRow], num_ranks: int, block_size: int)
 
 def _common_kv(rows: Sequence[RankRow], longest: RankRow) -> int:
     """Tokens whose KV all ranks have; one is always left to compute, which samples the next."""
-    if len({row.row.slot for row in rows}) > 1:
-        return 0
     return max(0, min(longest.token_ids.size - 1, *(row.row.num_computed_tokens for row in rows)))
 
 

@@ -128,6 +128,33 @@ def test_drivers_killed_one_after_the_other_cost_no_token(make_plan, nursery, pp
             assert sum(request.num_computed_tokens for request in adopted) > 0, (seed, deaths)
 
 
+@pytest.mark.parametrize("told", [[0], [1]])
+def test_adopting_driver_that_dies_in_its_first_step_costs_no_kv(make_plan, nursery, told):
+    """Rows that it admitted on one rank, in slots of its own, keep the KV that they came with."""
+    seed = random.randrange(1 << 30)
+    plan = make_plan(random.Random(seed), 2)
+    expected = undisturbed(plan)
+    nursery.live(replace(plan, num_results=8, detach=True))
+    with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
+        group.attach(keep_requests=True)
+        group.prepare(plan.config, num_gpu_blocks=NUM_GPU_BLOCKS)
+        # Those that have all their tokens end, those with logprobs begin again.
+        left = [
+            request
+            for request in group.adopt_requests()
+            if len(request.token_ids) - request.num_prompt_tokens < len(expected[request.req_id])
+            and request.sampling.logprobs is None
+        ]
+    assert left, seed
+    death = Death(step=1, ranks=told, after_receipt=True)
+    nursery.live(replace(plan, death=death, adopt=True))
+    adopted, tokens, _ = take_over(plan)
+    assert tokens == expected, seed
+    kept = {request.req_id: request.num_computed_tokens for request in adopted}
+    for request in left:
+        assert kept[request.req_id] >= request.num_computed_tokens, (seed, request.req_id)
+
+
 @pytest.mark.parametrize("scheduler", ["reference", "random"])
 def test_driver_killed_from_outside_costs_no_token(make_plan, nursery, scheduler):
     seed = random.randrange(1 << 30)

@@ -50,7 +50,7 @@ def describe_requests(
             continue
         token_ids = _tokens(state, history, slot)[:MAX_ROW_TOKENS]
         block_ids = _blocks(state, inputs, slot)
-        row = _row(state, inputs, slot, token_ids, block_ids)
+        row = _row(state, slot, token_ids, block_ids)
         size += _size(row) + token_ids.nbytes + block_ids.nbytes
         if rows and size > MAX_PAGE_BYTES:
             return Page(tuple(rows), slot, _joined(tokens), _joined(blocks))
@@ -75,9 +75,7 @@ def _blocks(state: RequestState, inputs: InputBuilder, slot: int) -> Int32s:
     return block_ids
 
 
-def _row(
-    state: RequestState, inputs: InputBuilder, slot: int, tokens: Int32s, blocks: Int32s
-) -> RequestRow:
+def _row(state: RequestState, slot: int, tokens: Int32s, blocks: Int32s) -> RequestRow:
     return RequestRow(
         slot=slot,
         req_id=state.req_ids[slot],
@@ -85,7 +83,7 @@ def _row(
         num_tokens=tokens.size,
         num_computed_tokens=int(state.counts.num_computed[slot]) if blocks.size else 0,
         num_blocks=blocks.size,
-        sampling=inputs.sampling_of(slot),
+        sampling=state.sampling[slot],
         note=state.notes[slot],
     )
 

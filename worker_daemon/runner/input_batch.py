@@ -43,8 +43,6 @@ from worker_daemon.runner.step_layout import (
 from worker_daemon.runner.token_history import Sampled
 from worker_daemon.sample.sampler import NO_LOGPROBS, SamplingMetadata, build_bans
 
-_GREEDY = SamplingParams()
-
 
 class SampleRows(NamedTuple):
     """The sequences of a step that sample. The device's columns may be longer: padding points at
@@ -151,7 +149,6 @@ class InputBuilder:
         self._state = state
         self._staging = staging
         self._ladder = ladder
-        self._params: list[SamplingParams] = [_GREEDY] * num_rows
         self._features = np.zeros((num_rows, 4), np.bool_)
         self._num_logprobs = np.full(num_rows, NO_LOGPROBS, np.int32)
         self._min_tokens = np.zeros(num_rows, np.int32)
@@ -161,10 +158,6 @@ class InputBuilder:
         """The last publication, and its rows: noted in _published when others come."""
         self._steady: _Batch | None = None
         self._count = np.arange(most_seqs(state) + 1, dtype=np.int32)
-
-    def sampling_of(self, slot: int) -> SamplingParams:
-        """Return how a live row is sampled."""
-        return self._params[slot]
 
     def pad_by(self, ladder: Ladder, plans: Sequence[StepPlan]) -> None:
         """Pad steps by another ladder from here on. plans: those of it that come again and
@@ -341,7 +334,7 @@ class InputBuilder:
         if not (self._min_tokens[rows.slots_np] > num_generated).any():
             empty = rows.slots[:0].long()
             return empty, empty
-        params = [self._params[slot] for slot in rows.slots_np]
+        params = [self._state.sampling[slot] for slot in rows.slots_np]
         bans = build_bans(
             num_generated.tolist(),
             [p.min_tokens for p in params],
@@ -434,7 +427,6 @@ class InputBuilder:
         self.tables.admit(upload(admissions, self.tables.device))
 
     def _remember(self, slot: int, params: SamplingParams) -> None:
-        self._params[slot] = params
         random = params.temperature > 0
         self._features[slot] = (
             random,

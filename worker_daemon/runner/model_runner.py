@@ -116,7 +116,7 @@ class ModelRunner:
 
     def adopt_requests(self, first_slot: int) -> Page:
         """Take back what is not known to have ended well, and describe rows from first_slot on."""
-        self.state.take_back(self.history.has_confirmed)
+        self.inputs.tables.restore(self.state.take_back(self.history.has_confirmed))
         return describe_requests(self.state, self.inputs, self.history, first_slot)
 
     def execute_model(self, request: ExecuteModel, arrays: Sequence[Frame]) -> PendingReply | None:

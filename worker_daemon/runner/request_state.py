@@ -13,12 +13,14 @@ from typing import NamedTuple
 import numpy as np
 
 from rpc_schema.codec import Frame
+from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.errors import InvalidStepError, PrecededByError
 from worker_daemon.runner.decode_run import DecodeRun
 from worker_daemon.runner.row_counts import RowCounts, StepRecord
 from worker_daemon.runner.scheduled_step import (
     NO_UPDATES,
+    BlockUpdates,
     Bools,
     Int32s,
     Int64s,
@@ -61,14 +63,16 @@ class RequestState:
         self.generation = np.zeros(num_rows, np.int64)
         """Of each row, how often it was admitted: tells a request from its slot's former ones."""
         self.req_ids = [""] * num_rows
-        """Of each row, the request's id, and below what its scheduler noted with it."""
+        """Of each row, the request's id, and below how it is sampled and what its scheduler noted
+        with it."""
+        self.sampling = [SamplingParams()] * num_rows
         self.notes = [b""] * num_rows
         self._counts = RowCounts.of_free_rows(num_rows)
         self._run: DecodeRun | None = None
         """Where the last step was a decode that may go on."""
         self._deferred: dict[int, tuple[Int64s, Int64s]] = {}
         """Slots and generations that each step with deferred sampling is to sample."""
-        self._record = StepRecord()
+        self._record = StepRecord(limits.block_size)
         self._batches = BatchReader(limits)
         self._blocks = BlockReader(limits)
         self._block_size = np.array(limits.block_size, np.int32)
@@ -116,15 +120,19 @@ class RequestState:
                 fix="send the next step with resync",
             )
 
-    def take_back(self, has_ended_well: Callable[[int, int], bool]) -> None:
+    def take_back(self, has_ended_well: Callable[[int, int], bool]) -> BlockUpdates:
         """Undo what failed steps, and all from the first one that is not known to have ended well
         (by epoch and seq) on, did to rows that are still there: what they computed is not counted,
         what they appended is not theirs. Their tokens, and requests that ended, stay as they are.
 
+        Return blocks of rows that came with the first of these steps and with KV: theirs still, but
+        the step may not have written them to the device.
+
         A failure stands, as before, until a resynchronisation.
         """
-        self._record.take_back(self.counts, has_ended_well)
+        kept = self._record.take_back(self.counts, has_ended_well)
         self._run = None
+        return kept
 
     def apply(self, step: ExecuteModel, arrays: Sequence[Frame]) -> ScheduledStep:
         """Check a step whole, then apply it to the rows.
@@ -229,6 +237,7 @@ class RequestState:
             self.num_known_tokens[request.slot] = request.num_tokens
             self.num_prompt_tokens[request.slot] = request.num_prompt_tokens
             self.req_ids[request.slot] = request.req_id
+            self.sampling[request.slot] = request.sampling
             self.notes[request.slot] = request.note
             self.generation[request.slot] += 1
             first += request.num_tokens

@@ -5,13 +5,14 @@ Shapes: S rows (plus one spare row, which no request ever has).
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner.scheduled_step import (
+    NO_UPDATES,
     BlockUpdates,
     Bools,
     Int32s,
@@ -102,7 +103,8 @@ class RowCounts:
 class StepRecord:
     """Steps since the last full resynchronisation. Owned by RequestState."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
         self.failed_seq: int | None = None
         """Of the first step that failed since."""
         self._num_before = 0
@@ -129,7 +131,9 @@ class StepRecord:
         self.failed_seq = None
         self._steps.clear()
 
-    def take_back(self, counts: RowCounts, has_ended_well: Callable[[int, int], bool]) -> None:
+    def take_back(
+        self, counts: RowCounts, has_ended_well: Callable[[int, int], bool]
+    ) -> BlockUpdates:
         """Forget all steps, but not the failure; undo those from the first one on that failed or is
         not known to have ended well (by epoch and seq). See RequestState.take_back."""
         steps = list(self._steps)
@@ -140,12 +144,42 @@ class StepRecord:
         good = 0
         while good < most and has_ended_well(steps[good][0], steps[good][1].seq):
             good += 1
+        undone = [step for _, step in steps[good:]]
         # Steps before these may be forgotten: who knows then where the rows were?
-        unknown = np.full(counts.live.size, good == 0 and len(steps) == MAX_TAKEN_BACK)
-        for _, step in reversed(steps[good:]):
+        all_unknown = good == 0 and len(steps) == MAX_TAKEN_BACK
+        unknown = np.full(counts.live.size, all_unknown)
+        for step in reversed(undone):
             counts.num_computed[step.slots] = step.starts
             counts.remove(step.block_updates)
-            unknown[[request.slot for request in step.new_requests]] = True
+            unknown[_admitted(step)] = True
         counts.num_computed[unknown] = 0
         counts.num_blocks[unknown] = 0
+        kept = NO_UPDATES
+        # Behind a step that was refused, and so is not among these, nothing is sure.
+        is_first = bool(undone) and (self.failed_seq is None or undone[0].seq <= self.failed_seq)
+        if is_first and not all_unknown:
+            kept = self._admit_again(undone, counts)
         counts.clear(~counts.live)
+        return kept
+
+    def _admit_again(self, undone: Sequence[ScheduledStep], counts: RowCounts) -> BlockUpdates:
+        """Give the rows that the first undone step admitted the KV that they came with: good steps
+        have computed it, or an earlier driver's. What later ones admitted may rest on KV that was
+        never computed. Return those rows' blocks."""
+        computed = np.zeros(counts.live.size, np.int32)
+        computed[_admitted(undone[0])] = [r.num_computed_tokens for r in undone[0].new_requests]
+        for later in undone[1:]:
+            computed[_admitted(later)] = 0
+        num_blocks = -(-computed // self._block_size)
+        slots, indices, block_ids = undone[0].block_updates
+        theirs = np.flatnonzero(indices < num_blocks[slots])
+        kept = BlockUpdates(slots[theirs], indices[theirs], block_ids[theirs])
+        warm = np.flatnonzero(np.bincount(kept.slots, minlength=computed.size) == num_blocks)
+        warm = warm[computed[warm] > 0]
+        counts.num_computed[warm] = computed[warm]
+        counts.num_blocks[warm] = num_blocks[warm]
+        return kept
+
+
+def _admitted(step: ScheduledStep) -> Int64s:
+    return np.array([request.slot for request in step.new_requests], np.int64)

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from worker_daemon.runner.scheduled_step import StepLimits
+from worker_daemon.runner.scheduled_step import BlockUpdates, StepLimits
 from worker_daemon.runner.step_layout import StepColumns
 
 SAMPLING_COLUMNS = 6
@@ -106,6 +106,12 @@ class RowTables:
                 columns.update_indices,
                 columns.update_block_ids,
             )
+
+    def restore(self, updates: BlockUpdates) -> None:
+        """Write block ids outside of any step."""
+        rows = torch.from_numpy(updates.slots).to(self.device)
+        indices = torch.from_numpy(updates.indices).long().to(self.device)
+        self.block_table[rows, indices] = torch.from_numpy(updates.block_ids).to(self.device)
 
     def admit(self, admissions: Tensor) -> None:
         """Write the sampling parameters of admitted rows. admissions: int32 [Q, 1 + 6], each a row

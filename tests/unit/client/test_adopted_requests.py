@@ -162,6 +162,9 @@ def test_kv_is_what_all_ranks_have_and_one_token_is_left_to_compute():
     (adopted,) = merge([[row] for row in rows], 1, 2)
     assert adopted.token_ids.tolist() == [5, 6, 7, 8, 9]
     assert (adopted.num_computed_tokens, adopted.block_ids) == (2, (3,))
+    rows = [make_row(rank, [5, 6], [3], num_computed_tokens=1, slot=4 - rank) for rank in (0, 1)]
+    (moved,) = merge([[row] for row in rows], 1, 2)
+    assert (moved.num_computed_tokens, moved.block_ids, moved.slot) == (1, (3,), 3)
     (alone,) = merge([[make_row(0, [5, 6, 7, 8], [3, 4], num_computed_tokens=4)]], 0, 2)
     assert (alone.num_computed_tokens, alone.block_ids) == (3, (3, 4))
 
@@ -172,10 +175,9 @@ def test_kv_is_what_all_ranks_have_and_one_token_is_left_to_compute():
         [],
         [make_row(1, [5, 6, 7, 8], [3, 5], num_computed_tokens=3)],
         [make_row(1, [5, 6, 7, 8], [3], num_computed_tokens=3)],
-        [make_row(1, [5, 6, 7, 8], [3, 4], num_computed_tokens=3, slot=1)],
         [make_row(1, [5, 6, 7, 8], [3, 4], num_computed_tokens=0)],
     ],
-    ids=["absent", "other block", "fewer blocks", "other slot", "nothing computed"],
+    ids=["absent", "other block", "fewer blocks", "nothing computed"],
 )
 def test_request_that_ranks_have_differently_begins_again_from_its_tokens(other):
     mine = make_row(0, [5, 6, 7, 8], [3, 4], num_computed_tokens=3)

@@ -65,12 +65,20 @@ class Rank:
         self.history = history
         self.late = deque()
         self.good = {}
+        self.came_with = {}
+        """Of each slot, its last admission: step, count, computed tokens, their blocks."""
 
     def run(self, seq, plan, rng):
         if plan.keep is not None:  # a driver sends that once it knows what became of all before
             self.deliver(0)
         message, arrays = encode(seq, plan, self.rows)
         ran = self.rows.apply(seq, plan)
+        for new in plan.admissions:
+            held = [block_id for slot, block_id in plan.blocks if slot == new.slot]
+            held = held[: -(-new.computed // self.rows.limits.block_size)]
+            fits = len(held) * self.rows.limits.block_size >= new.computed
+            computed, held = (new.computed, held) if fits else (0, [])
+            self.came_with[new.slot] = (seq, self.rows.admissions[new.slot], computed, held)
         step = self.state.apply(message, arrays)
         inputs = self.builder.build(step)
         self.builder.tables.update(inputs.columns)
@@ -96,18 +104,30 @@ class Rank:
                 self.history.confirm(1, seq)
 
     def told(self, state):
-        state.take_back(self.history.has_confirmed)
+        self.builder.tables.restore(state.take_back(self.history.has_confirmed))
         return split(describe_requests(state, self.builder, self.history, 0))
+
+    def expected(self, slot, good, first_bad):
+        """(computed tokens, blocks): those of the last good step, or those that the first bad one
+        admitted the row with."""
+        count, computed, held, _ = good.get(slot, (0, 0, [], 0))
+        if count == self.rows.admissions[slot]:
+            return computed if held else 0, held
+        seq, count, computed, held = self.came_with[slot]
+        assert count == self.rows.admissions[slot]
+        return (computed, held) if seq == first_bad else (0, [])
 
     def check(self, told):
         assert [row.slot for row, _, _ in told] == sorted(self.rows.requests)
         for row, tokens, blocks in told:
             request = self.rows.requests[row.slot]
-            count, computed, held, length = self.good.get(row.slot, (0, 0, [], 0))
+            count, _, _, length = self.good.get(row.slot, (0, 0, [], 0))
             if count != self.rows.admissions[row.slot]:
-                computed, held, length = 0, [], len(request.known)
+                length = len(request.known)
             assert tokens == (request.known + request.sampled)[:length]
-            assert (row.num_computed_tokens, blocks) == (computed if held else 0, held)
+            first_bad = self.late[0][0] if self.late else None
+            expected = self.expected(row.slot, self.good, first_bad)
+            assert (row.num_computed_tokens, blocks) == expected
             assert row.num_prompt_tokens == request.num_prompt
             assert row.sampling == request.sampling
 
@@ -147,10 +167,8 @@ def test_failed_step_and_those_behind_it_do_not_count_on_ranks_without_results(s
             for later in range(seq + 1, seq + int(rng.integers(1, 5))):
                 failing.run(later, draw_ordinary(steps, failing.rows), rng)
             for row, tokens, blocks in failing.told(failing.state):
-                count, computed, held, _ = before.get(row.slot, (0, 0, [], 0))
-                same = count == failing.rows.admissions[row.slot]
-                assert blocks == (held if same else [])
-                assert row.num_computed_tokens == (computed if same and held else 0)
+                expected = failing.expected(row.slot, before, seq)
+                assert (row.num_computed_tokens, blocks) == expected
                 assert tokens == failing.rows.requests[row.slot].known
             assert failing.state.has_failed
 
@@ -198,6 +216,38 @@ def admit(slot, num_tokens, blocks, computed=0, schedule=None):
     new = Admission(slot, [0] * num_tokens, num_tokens, computed, SamplingParams())
     scheduled = num_tokens - computed if schedule is None else schedule
     return Plan(admissions=[new], blocks=[(slot, b) for b in blocks], scheduled={slot: scheduled})
+
+
+def test_row_keeps_the_kv_it_came_with_though_its_step_never_reached_the_device():
+    limits = StepLimits(3, 40, 32, 50, 4, 30)
+    rank, rng = Rank(limits, SampledTokens(4, 32)), np.random.default_rng(0)
+    rank.run(1, admit(1, 6, [2, 3]), rng)
+    rank.run(2, Plan(finished=[1]), rng)
+    rank.deliver(0)
+    plan = admit(1, 6, [5, 6, 7], computed=5)
+    plan.admissions[0].sampling = SamplingParams(seed=8)
+    plan.admissions.append(Admission(2, [0] * 9, 9, 8, SamplingParams()))
+    plan.blocks.append((2, 9))  # too few for its tokens
+    for seq, step in ((3, plan), (4, admit(0, 6, [8, 9], computed=5))):
+        rank.state.apply(*encode(seq, step, rank.rows))
+        rank.rows.apply(seq, step)
+    rank.state.mark_failed(3)
+    told = {row.slot: (row, blocks) for row, _, blocks in rank.told(rank.state)}
+    assert {slot: blocks for slot, (_, blocks) in told.items()} == {0: [], 1: [5, 6], 2: []}
+    assert [told[slot][0].num_computed_tokens for slot in range(3)] == [0, 5, 0]
+    assert told[1][0].sampling.seed == 8
+    assert rank.told(rank.state) == [(row, [0] * row.num_tokens, b) for row, b in told.values()]
+
+
+def test_kv_that_a_refused_step_was_to_compute_is_not_vouched_for():
+    limits = StepLimits(2, 40, 32, 50, 4, 30)
+    rank, rng = Rank(limits, NoHistory()), np.random.default_rng(0)
+    rank.run(1, admit(1, 6, [2, 3]), rng)
+    with pytest.raises(InvalidStepError):
+        rank.state.apply(*encode(2, admit(1, 6, [4, 5]), rank.rows))
+    rank.state.apply(*encode(3, admit(0, 6, [2, 4], computed=4), rank.rows))
+    told = {row.slot: (row.num_computed_tokens, b) for row, _, b in rank.told(rank.state)}
+    assert told == {0: (0, []), 1: (6, [2, 3])}
 
 
 def test_tokens_that_wait_for_their_sampling_are_not_told():
