@@ -235,6 +235,11 @@ class Profiler:
         self._disposal: threading.Thread | None = None
         """Of a link that was left."""
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether a profile or a trace runs."""
+        return self._recording.kind is not None
+
     def start(self, request: ProfileRequest, device: torch.device, parallel: ParallelState) -> None:
         """Begin to record.
 

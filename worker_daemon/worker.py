@@ -549,7 +549,8 @@ class Worker:
         gc.freeze()  # until the next reset; mostly modules
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        self._set_phase("WRITING TRACE", LONG_OPERATION_S)
+        if self._profiler.is_recording:
+            self._set_phase("WRITING TRACE", LONG_OPERATION_S)
         self._profiler.end()
         return reply
 

@@ -8,6 +8,7 @@ half filled: discard it.
 
 import json
 import math
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -393,9 +394,17 @@ def _load_file(path: Path, items: Iterable[Item], meter: _Meter, observer: Write
 
 def _open(path: Path) -> safe_open:
     try:
+        path.open("rb").close()  # safetensors calls a file missing that may not be read
         return safe_open(path, framework="pt", device="cpu")
     except FileNotFoundError as error:
         raise _broken(path, "is missing") from error
+    except PermissionError as error:
+        raise CheckpointError(
+            f"{path} may not be read",
+            field="model",
+            value=str(path.parent),
+            fix=f"let user {os.geteuid()}, who runs the daemon, read it",
+        ) from error
     except (OSError, SafetensorError) as error:
         raise _broken(path, f"is truncated or no safetensors file ({error})") from error
 

@@ -1,7 +1,10 @@
 """Loading: whole and sharded files, every way a checkpoint can be broken, and made-up weights."""
 
+import contextlib
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,6 +134,29 @@ def test_a_damaged_file_is_named(make_checkpoint, damage, named):
     damage(made.path)
     with pytest.raises(CheckpointError, match=named):
         load(made.path, stage)
+
+
+@contextlib.contextmanager
+def as_nobody():
+    """Where we are root, who may read every file."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_a_file_that_may_not_be_read_is_not_called_missing(make_checkpoint, monkeypatch):
+    made = make_checkpoint("LlamaForCausalLM")
+    stage = build(made.path)
+    (made.path / "model.safetensors").chmod(0)
+    made.path.chmod(0o755)
+    monkeypatch.chdir(made.path)  # nobody may come here by the directories above
+    with as_nobody(), pytest.raises(CheckpointError, match="may not be read") as error:
+        load(Path(), stage)
+    assert error.value.fix.startswith("let user ")
 
 
 def edit_index(path, change):
