@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Sequence
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -12,6 +14,7 @@ from client.cli.options import KeyFile, KnownDaemons, split_endpoints
 from client.cli.top_frame import leased
 from client.errors import ClientConfigError
 from client.keys import read_keys
+from client.worker_client import WorkerClient
 from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import KVCacheAdvice, ReplyDelay, Status
 
@@ -24,9 +27,21 @@ DRAIN_WITHIN_S = 90.0
 """More than the default step deadline."""
 
 
+class Probe(StrEnum):
+    """What a supervisor asks."""
+
+    LIVE = "live"
+    """It answers, and nothing is past its deadline."""
+    READY = "ready"
+    """It also has a model that is ready, and takes drivers."""
+
+
 def status(
     endpoints: Endpoints,
     as_json: AsJson = False,
+    probe: Annotated[
+        Probe | None, typer.Option(help="Show nothing: exit with 1 where a daemon is not.")
+    ] = None,
     key_file: KeyFile = "",
     known_daemons: KnownDaemons = None,
 ) -> None:
@@ -35,6 +50,9 @@ def status(
     with connect(named_daemons(endpoints), keys) as clients:
         for client in clients:
             client.hello()
+        if probe is not None:
+            _probe(clients, probe)
+            return
         statuses = [client.get_status() for client in clients]
     if as_json:
         sys.stdout.write(json.dumps(msgspec.to_builtins([_named(s) for s in statuses])) + "\n")
@@ -81,6 +99,27 @@ def named_daemons(endpoints: str) -> tuple[str, ...]:
             "no daemon is named", field="endpoints", value=endpoints, fix="give EP,EP,..."
         )
     return names
+
+
+def _probe(clients: Sequence[WorkerClient], probe: Probe) -> None:
+    amiss = [
+        f"{c.endpoint.control}: {what}\n" for c in clients if (what := _what_is_amiss(c, probe))
+    ]
+    if amiss:
+        sys.stderr.write("".join(amiss))
+        raise typer.Exit(1)
+
+
+def _what_is_amiss(client: WorkerClient, probe: Probe) -> str:
+    health = client.check_health()
+    if not health.healthy:
+        return health.detail
+    if probe is Probe.LIVE:
+        return ""
+    status = client.get_status()
+    if status.serving != "SERVING":
+        return f"it is {status.serving}"
+    return "" if status.load == "READY" else f"its model is not ready: {status.load}"
 
 
 def _named(status: Status) -> dict[str, object]:

@@ -5,6 +5,7 @@ import json
 import shutil
 import signal
 import time
+from contextlib import closing
 
 import pytest
 
@@ -15,7 +16,7 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply
 from rpc_schema.exit_codes import ExitCode
 from rpc_schema.step import ModelRunnerOutput
-from tests.support.command_line import run_client, short_directory, start_client
+from tests.support.command_line import probe, run_client, short_directory, start_client
 from tests.support.driving import random_cases, wait_until
 from tests.support.serving import connect, scheduler_limits, worker_config
 from tests.unit.server.driver import DaemonProcess
@@ -85,6 +86,21 @@ def test_driver_stops_when_its_group_drains_and_goes_on_when_that_is_undone(
         wait_until(lambda: is_served_again(driver, outputs), "the driver goes on")
         outputs += driver.run()
     assert {output.req_id: output.token_ids for output in outputs} == cases.expected
+
+
+def test_probes_tell_a_supervisor_where_a_daemon_is(fake, directory):
+    def answers():
+        return [probe(directory, fake.endpoint, what).returncode for what in ("live", "ready")]
+
+    assert answers() == [0, 1]
+    assert "CREATED" in probe(directory, fake.endpoint, "ready").stderr
+    with closing(BareDriver(fake.endpoint)) as driver:
+        driver.attach()
+        driver.make_ready()
+        assert answers() == [0, 0]
+        run_client(directory, "drain", "--endpoints", fake.endpoint)
+        assert answers() == [0, 1]
+        assert "DRAINING" in probe(directory, fake.endpoint, "ready").stderr
 
 
 def drains(group):

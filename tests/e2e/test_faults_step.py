@@ -3,6 +3,7 @@ on, and every request ends with the tokens that it would have had."""
 
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from client.errors import DeadlineExceeded, GapError, StepFailed, WorkerDied
 from client.scheduler_output import SchedulerOutput
 from client.worker_group import WorkerGroup
 from rpc_schema.errors import ErrorCode
-from tests.support.command_line import short_directory, start_daemon, wait_for_daemons
+from tests.support.command_line import probe, short_directory, start_daemon, wait_for_daemons
 from tests.support.driving import RecordingGroup, assert_serves, random_cases, wait_until
 from tests.support.faulty_daemon import INJECTED, Fault, FaultyDaemons
 from tests.support.serving import connect, generate, worker_config
@@ -130,6 +131,19 @@ def test_hung_step_ends_at_its_deadline(faulty, serving, checkpoint):
         assert links(group) > set() and not links(group) & before
     assert run.tokens == cases.expected
     assert group.failures[0].code in (ErrorCode.COMM, ErrorCode.UPSTREAM_FAILED)
+
+
+def test_daemon_that_hangs_is_not_live(faulty, serving, checkpoint):
+    cases, directory = random_cases(checkpoint(), seed=6), short_directory()
+    with serving(1) as (group, loaded), ThreadPoolExecutor(1) as pool:
+        faulty.faults[0].put(Fault("forward", "hang", 5, seconds=8.0))
+        run = pool.submit(generate, group, loaded, cases.requests)
+        wait_until(
+            lambda: probe(directory, faulty.endpoints[0], "live").returncode == 1, "it hangs", 30
+        )
+        assert run.result().tokens == cases.expected
+        assert probe(directory, faulty.endpoints[0], "ready").returncode == 0
+    shutil.rmtree(directory)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,11 @@ def run_client(
     return done
 
 
+def probe(directory: Path, endpoint: str, what: str) -> "subprocess.CompletedProcess[str]":
+    """Ask as a supervisor does whether a daemon is live or ready."""
+    return run_client(directory, "status", "--endpoints", endpoint, "--probe", what, check=False)
+
+
 def start_client(directory: Path, *words: object, **variables: str) -> "subprocess.Popen[str]":
     """Start `worker-client WORDS`."""
     return subprocess.Popen(

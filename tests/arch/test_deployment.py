@@ -1,16 +1,18 @@
-"""The unit of docker/systemd against the daemon that it starts, and against systemd's own judgement
-of its sandbox. tests/faults/test_systemd_units.py runs it."""
+"""What docker/ has against the daemon that it starts, and against systemd's own judgement of the
+unit's sandbox. tests/faults/test_systemd_units.py runs the unit."""
 
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rpc_schema.exit_codes import ExitCode
 from worker_daemon.settings import ENV_PREFIX, KEYS, build_settings, read_environment
 
-UNIT = Path(__file__).resolve().parents[2] / "docker" / "systemd" / "worker-daemon@.service"
+DOCKER = Path(__file__).resolve().parents[2] / "docker"
+UNIT = DOCKER / "systemd" / "worker-daemon@.service"
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +26,16 @@ def values():
     return found
 
 
-def test_its_environment_is_what_the_daemon_reads(values):
-    environment = dict(setting.split("=", 1) for setting in values["Environment"])
+def settings_of(environment):
+    """What a daemon makes of an environment whose directory of models is there."""
     ours = {name for name in environment if name.startswith(ENV_PREFIX)}
     assert ours <= {ENV_PREFIX + key.upper().replace("-", "_") for key in KEYS}
-    given = read_environment(environment)
-    given["model-root"] = ["/"]  # one that is there
-    settings = build_settings(given)
+    return build_settings(read_environment(environment) | {"model-root": ["/"]})
+
+
+def test_its_environment_is_what_the_daemon_reads(values):
+    environment = dict(setting.split("=", 1) for setting in values["Environment"])
+    settings = settings_of(environment)
     assert (settings.endpoint, settings.device) == (
         "ipc:///run/worker-daemon/3/worker",
         "cuda:3",
@@ -58,3 +63,31 @@ def test_systemd_rates_its_exposure_as_low():
         pytest.skip("needs systemd-analyze 250")
     assert "Overall exposure level" in done.stdout, done.stderr
     assert done.returncode == 0, done.stdout
+
+
+def test_composed_daemons_share_what_they_must():
+    services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+    daemons = [services[name] for name in ("w0", "w1")]
+    settings = [settings_of(daemon["environment"]) for daemon in daemons]
+    assert [found.device for found in settings] == ["cuda:0", "cuda:1"]
+    for field in ("endpoint", "state_dir"):
+        assert len({getattr(found, field) for found in settings}) == 2
+    kept = {volume.split(":")[1] for volume in daemons[0]["volumes"]}
+    for daemon, found in zip(daemons, settings, strict=True):
+        assert daemon["volumes"] == daemons[0]["volumes"]
+        assert daemon["network_mode"] == daemon["ipc"] == "service:namespaces"
+        assert str(found.gpu_lock_dir) in kept
+        assert str(found.state_dir.parent) in kept
+
+
+def test_image_has_every_package():
+    copied = {
+        line.split()[1]
+        for line in (DOCKER / "Dockerfile").read_text().splitlines()
+        if line.startswith("COPY ") and "--from" not in line
+    }
+    ignored = (DOCKER.parent / ".dockerignore").read_text().splitlines()
+    packages = {path.parent.name for path in DOCKER.parent.glob("*/__init__.py")} - {"tests"}
+    packages -= {"benchmarks"}
+    assert packages <= copied
+    assert {f"!{name}" for name in packages} <= set(ignored)
