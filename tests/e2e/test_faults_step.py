@@ -136,7 +136,7 @@ def test_hung_step_ends_at_its_deadline(faulty, serving, checkpoint):
 def test_daemon_that_hangs_is_not_live(faulty, serving, checkpoint):
     cases, directory = random_cases(checkpoint(), seed=6), short_directory()
     with serving(1) as (group, loaded), ThreadPoolExecutor(1) as pool:
-        faulty.faults[0].put(Fault("forward", "hang", 5, seconds=8.0))
+        faulty.faults[0].put(Fault("forward", "hang", 5, seconds=12.0))
         run = pool.submit(generate, group, loaded, cases.requests)
         wait_until(
             lambda: probe(directory, faulty.endpoints[0], "live").returncode == 1, "it hangs", 30
