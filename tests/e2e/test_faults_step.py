@@ -141,9 +141,12 @@ def test_daemon_that_hangs_is_not_live(faulty, serving, checkpoint):
         wait_until(
             lambda: probe(directory, faulty.endpoints[0], "live").returncode == 1, "it hangs", 30
         )
-        assert run.result().tokens == cases.expected
-        assert probe(directory, faulty.endpoints[0], "ready").returncode == 0
+        run.exception()  # its driver may have given up: the hang outlasts three deadlines
+        wait_until(
+            lambda: probe(directory, faulty.endpoints[0], "ready").returncode == 0, "it is over", 30
+        )
     shutil.rmtree(directory)
+    assert_serves(faulty.endpoints[:1], checkpoint())
 
 
 @pytest.mark.parametrize(
