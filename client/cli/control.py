@@ -46,6 +46,10 @@ def status(
     known_daemons: KnownDaemons = None,
 ) -> None:
     """Show what each daemon is and does."""
+    if as_json and probe is not None:
+        raise ClientConfigError(
+            "a probe shows nothing", field="probe", value=probe.value, fix="leave out --json"
+        )
     keys = read_keys(key_file, known_daemons)
     with connect(named_daemons(endpoints), keys) as clients:
         for client in clients:

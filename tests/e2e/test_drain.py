@@ -92,6 +92,8 @@ def test_probes_tell_a_supervisor_where_a_daemon_is(fake, directory):
     def answers():
         return [probe(directory, fake.endpoint, what).returncode for what in ("live", "ready")]
 
+    both = ("--endpoints", fake.endpoint, "--probe", "live", "--json")
+    assert "leave out --json" in run_client(directory, "status", *both, check=False).stderr
     assert answers() == [0, 1]
     assert "CREATED" in probe(directory, fake.endpoint, "ready").stderr
     with closing(BareDriver(fake.endpoint)) as driver:

@@ -1,5 +1,5 @@
-"""A step's columns, filled from the request rows for the device to take. Owns the host's copy of
-how each row is sampled.
+"""A step's columns, filled from the request rows for the device to take. Owns what the host derives
+from how each row is sampled.
 
 Shapes: N tokens, B sequences, R sequences that sample (step_layout.py). Nothing in here waits for
 the device, unless it is as many steps behind as there are buffers.

@@ -123,7 +123,8 @@ def test_requests_without_numbers_fail_alone(
     driver = Driver(group, Scheduler(limits))
     rng = random.Random()
     requests = random_requests(rng, 60)
-    stem = next(r.prompt_token_ids for r in requests if until_poison(r)[1] != "error")
+    prompts = (r.prompt_token_ids for r in requests)
+    stem = max((p for p in prompts if POISON.isdisjoint(p.tolist())), key=len)
     for index, request in enumerate(requests):  # many that share a stem, every fifth one poisoned
         if index % 2:
             tail = [rng.randrange(200, VOCAB_SIZE) for _ in range(3)]
