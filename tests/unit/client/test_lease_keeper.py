@@ -106,7 +106,8 @@ def test_loop_that_gives_no_heartbeat_loses_its_lease_and_may_attach_again(drive
         group.heartbeat()
         time.sleep(0.05)
     assert state_of(drivers.daemons[0]) == "held"
-    wait_until(lambda: state_of(drivers.daemons[0]) == "orphan", "the lease expires")
+    for daemon in drivers.daemons:
+        wait_until(lambda daemon=daemon: state_of(daemon) == "orphan", "the lease expires")
     with pytest.raises(LeaseExpiredError):
         group.execute_dummy_batch().result()
     with pytest.raises(LeaseExpiredError):
