@@ -8,7 +8,7 @@ SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 # Dozens of daemons and commands are started: each would compile its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup run test faults soak check fmt type bench fuzz test-gpu test-multi-gpu golden clean
+.PHONY: help setup run test faults soak check fmt type bench fuzz matrix test-gpu test-multi-gpu golden clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -16,6 +16,7 @@ help:            ## list the targets
 setup: $(STAMP)  ## make .venv with pinned dependencies
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "making $(VENV): torch and the rest are downloaded and installed, once; this takes minutes and prints nothing"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel
 	$(BIN)/python -m pip install -q -c constraints.txt torch
@@ -52,8 +53,12 @@ bench: $(STAMP)  ## measure the wire and, on a GPU, all else: make bench ARGS="-
 fuzz: $(STAMP)   ## hostile frames on every socket, with and without keys: make fuzz ARGS="--frames 10000000"
 	$(BIN)/python -m tests.support.fuzz $(ARGS)
 
+matrix:          ## run the tests on each Python and torch: make matrix ARGS=tests/contract PYTHONS=3.13 TORCHES=newest
+	.ci/matrix $(ARGS)
+
 test-gpu: $(STAMP)        ## tests that need one GPU
-	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python -m pytest tests/gpu -m kernels -n 12 --dist worksteal
+	$(BIN)/python -m pytest tests/gpu -m "not kernels" -p no:xdist
 
 test-multi-gpu: $(STAMP)  ## tests that need several GPUs
 	$(BIN)/python -m pytest tests/multi_gpu

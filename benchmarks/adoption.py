@@ -1,5 +1,6 @@
 """From a killed driver to the next one's tokens: `python -m benchmarks.adoption --model DIR
-[--device cuda|cpu] [--pp P] [--tp T] [--requests N] [--prompt-len N] [--cycles N] [--out FILE]`.
+[--device cuda|cpu] [--pp P] [--tp T] [--requests N] [--prompt-len N]
+[--cycles N] [--out FILE]`.
 
 Local daemons with made-up weights of the shapes in the model's config.json. A driver with N
 requests is killed (SIGKILL) while they decode; another process attaches, adopts them and takes one
@@ -16,6 +17,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
 
 import msgspec
 import numpy as np
@@ -25,6 +28,7 @@ from client.errors import RemoteError
 from client.launcher import LocalDaemons
 from client.requests import GenerationRequest
 from client.scheduler import Scheduler, scheduler_limits
+from client.scheduler_output import StepResult
 from client.worker_group import WorkerGroup
 from rpc_schema.config import (
     CacheConfig,
@@ -36,7 +40,9 @@ from rpc_schema.config import (
 )
 
 MAX_MODEL_LEN = 4096
-WARM_RESULTS = 20
+WARM_TOKENS = 20
+LINES_TOLD = 20
+"""Of what a driver has said last, where it ends too early."""
 ATTACH_TRIES_S = 10.0
 """So long is the dead driver's lease waited for."""
 
@@ -71,10 +77,10 @@ def drive(plan: Plan, started: float) -> None:
         loaded = group.prepare(plan.config)
         prepared = time.monotonic()
         scheduler = Scheduler(scheduler_limits(loaded, plan.config))
-        driver = Driver(group, scheduler)
         if not plan.adopt:
-            serve(driver, plan)
+            serve(Driver(group, scheduler, Warmth(plan.num_requests)), plan)
             return
+        driver = Driver(group, scheduler)
         requests = group.adopt_requests()
         scheduler.adopt_requests(requests)
         adopted = time.monotonic()
@@ -109,8 +115,27 @@ def attach(group: WorkerGroup, plan: Plan) -> None:
             return
 
 
+class Warmth:
+    """Says when every request has decoded for a while. Their steps are not looked at: several
+    stages decode a part of the requests in each."""
+
+    def __init__(self, num_requests: int) -> None:
+        self._missing = {str(index): WARM_TOKENS for index in range(num_requests)}
+
+    def __call__(self, result: StepResult) -> None:
+        if not self._missing:
+            return
+        for req_id in self._missing.keys() & set(result.req_ids):
+            self._missing[req_id] -= 1
+            if not self._missing[req_id]:
+                del self._missing[req_id]
+        if not self._missing:
+            sys.stdout.write("decoding\n")
+            sys.stdout.flush()
+
+
 def serve(driver: Driver, plan: Plan) -> None:
-    """Decode until somebody kills us; say when all do."""
+    """Decode until somebody kills us."""
     rng = np.random.default_rng()
     for index in range(plan.num_requests):
         prompt = rng.integers(3, 1000, plan.prompt_len).astype(np.int32)
@@ -118,17 +143,13 @@ def serve(driver: Driver, plan: Plan) -> None:
         driver.add_request(
             GenerationRequest(str(index), prompt, max_tokens=max_tokens, ignore_eos=True)
         )
-    num_full = 0
     while driver.busy:
         driver.step()
-        num_full += driver.records[-1].num_requests == plan.num_requests
-        if num_full == WARM_RESULTS:
-            sys.stdout.write("decoding\n")
-            sys.stdout.flush()
+    raise SystemExit("all requests have ended, and nobody has killed this driver")
 
 
-def start(plan: Plan) -> "subprocess.Popen[str]":
-    """Start a driver's process."""
+def start(plan: Plan, errors: IO[str]) -> "subprocess.Popen[str]":
+    """Start a driver's process, which writes what goes wrong to `errors`."""
     words = [
         sys.executable,
         "-m",
@@ -136,23 +157,39 @@ def start(plan: Plan) -> "subprocess.Popen[str]":
         "--drive",
         msgspec.json.encode(plan).decode(),
     ]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, text=True)
+
+
+def first_line(which: str, driver: "subprocess.Popen[str]", errors: IO[str]) -> str:
+    """Return the first line that a driver prints.
+
+    Raises:
+        RuntimeError: it ended before; has its exit status and its last words.
+    """
+    assert driver.stdout is not None
+    if line := driver.stdout.readline():
+        return line
+    status = driver.wait()
+    errors.seek(0)
+    said = "".join(errors.readlines()[-LINES_TOLD:]).rstrip() or "nothing"
+    raise RuntimeError(f"the {which} driver has ended with {status}, and said: {said}")
 
 
 def cycle(plan: Plan) -> dict[str, float]:
     """Kill one driver, and let another take over; return seconds."""
-    first = start(plan)
-    assert first.stdout is not None
-    if first.stdout.readline() != "decoding\n":
-        raise RuntimeError("the first driver has ended")
-    time.sleep(random.random() * 0.2)
-    os.kill(first.pid, signal.SIGKILL)
-    killed = time.monotonic()
-    first.wait()
-    second = start(msgspec.structs.replace(plan, adopt=True))
-    assert second.stdout is not None
-    report = msgspec.json.decode(second.stdout.readline(), type=Report)
-    if second.wait() or report.num_requests != plan.num_requests:
+    with TemporaryFile("w+") as errors:
+        first = start(plan, errors)
+        first_line("first", first, errors)
+        time.sleep(random.random() * 0.2)
+        os.kill(first.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        first.wait()
+    with TemporaryFile("w+") as errors:
+        second = start(msgspec.structs.replace(plan, adopt=True), errors)
+        report = msgspec.json.decode(first_line("second", second, errors), type=Report)
+        if status := second.wait():
+            raise RuntimeError(f"the second driver has ended with {status} after its report")
+    if report.num_requests != plan.num_requests:
         raise RuntimeError(f"{report.num_requests} of {plan.num_requests} requests were adopted")
     return {
         "kill_to_tokens": report.first_tokens - killed,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symm_mem
 
-from worker_daemon.distributed.link import Link
+from worker_daemon.distributed.link import Link, Place
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.pp import STATUS_OK, StageInbound, StageOutbound
 from worker_daemon.distributed.rendezvous import RendezvousServer
@@ -60,46 +60,47 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rank", type=int)
-    parser.add_argument("--ports", type=int, nargs=2)
+    parser.add_argument("--places", nargs=2, help="PORT:SECRET")
     options = parser.parse_args()
     if options.rank is None:
         start_ranks(options.out)
         return
-    figures = list(measure(options.rank, torch.cuda.device_count(), options.ports))
+    figures = list(measure(options.rank, torch.cuda.device_count(), options.places))
     if options.rank == 1:  # the second of two stages sees the waits
         report(figures, options.out)
 
 
 def start_ranks(out: Path | None) -> None:
     """Run this module once a device."""
-    servers = [RendezvousServer(HOST) for _ in range(2)]
-    command = [sys.executable, "-m", "benchmarks.collectives", "--ports"]
-    command += [str(server.port) for server in servers]
-    command += [] if out is None else ["--out", str(out)]
     count = torch.cuda.device_count()
+    servers = [RendezvousServer(HOST, size) for size in (count, 2)]
+    command = [sys.executable, "-m", "benchmarks.collectives", "--places"]
+    command += [f"{server.port}:{server.secret.hex()}" for server in servers]
+    command += [] if out is None else ["--out", str(out)]
     ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(count)]
     codes = [rank.wait(300) for rank in ranks]
     if any(codes):
         raise SystemExit(f"the ranks ended with {codes}")
 
 
-def measure(rank: int, size: int, ports: list[int]) -> Iterator[Figure]:
+def measure(rank: int, size: int, places: list[str]) -> Iterator[Figure]:
     """Every figure, on every rank alike."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     with torch.inference_mode():
-        link = open_link(1, ports[0], ParallelState(1, size, rank), device)
+        link = open_link(1, places[0], ParallelState(1, size, rank), device)
         yield from reductions(link, device)
         link.leave()
         if rank < 2:
-            link = open_link(2, ports[1], ParallelState(2, 1, rank), device)
+            link = open_link(2, places[1], ParallelState(2, 1, rank), device)
             yield from hops(link, rank, device)
             link.leave()
 
 
-def open_link(generation: int, port: int, state: ParallelState, device: torch.device) -> Link:
+def open_link(generation: int, place: str, state: ParallelState, device: torch.device) -> Link:
+    port, secret = place.split(":")
     link = Link(generation, device)
-    link.open(state, HOST, port, TIMEOUT_S)
+    link.open(state, Place(HOST, int(port), bytes.fromhex(secret)), TIMEOUT_S)
     return link
 
 

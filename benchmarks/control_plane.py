@@ -11,7 +11,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,12 +28,14 @@ from benchmarks.control_plane_peers import (
     run_pickle,
 )
 from benchmarks.state_worker import ALL_RANKS, BLOCK_SIZE
+from client.first_contact import greet
 from client.keys import NO_KEYS, Keys, OwnKeys
 from client.lease import LeaseKeeper
 from client.lease_terms import LeaseTerms
 from client.liveness import Watch
 from client.scheduler_output import NewRequest, SchedulerOutput
 from client.slots import SlotTable
+from client.step_checks import GroupLimits
 from client.transport import ResultsChannel, new_driver_id, parse_endpoint
 from client.worker_client import StepIds, WorkerClient
 from rpc_schema.codec import Frame, decode_step, decode_step_reply, encode_step
@@ -58,6 +60,8 @@ SIZES = (256, 1024)
 WARM_UP = 20
 SPACING_S = 0.005
 LEASE = LeaseTerms(ttl_s=60.0)
+LIMITS = GroupLimits(num_blocks=1 << 22, block_size=BLOCK_SIZE)
+"""More blocks than all rounds of one table take."""
 Spawn = multiprocessing.get_context("spawn")
 
 
@@ -113,6 +117,16 @@ class Requests:
         first = (-self._step) % BLOCK_SIZE
         blocks = {req_id: (self._block(),) for req_id in self.req_ids[first::BLOCK_SIZE]}
         return SchedulerOutput(decode_req_ids=self.req_ids, new_block_ids=blocks)
+
+    def turnover(self, count: int) -> Iterator[SchedulerOutput]:
+        """Steps in each of which one more request is admitted and the one of the step before ends,
+        while all others decode."""
+        ended: tuple[str, ...] = ()
+        for number in range(count):
+            new = self._new_request(number, f"turnover-{number}")
+            counts = {new.req_id: len(new.token_ids)}
+            yield SchedulerOutput(counts, self.req_ids, [new], finished_req_ids=ended)
+            ended = (new.req_id,)
 
     def _block(self) -> int:
         self._next_block += 1
@@ -182,11 +196,11 @@ class DaemonGroup:
         files = keys.daemon_files if keys else {}
         self.pids = [_spawn_daemon(endpoint, self._read_end, files) for endpoint in endpoints]
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        driver_id = new_driver_id()
+        driver_id, route = new_driver_id(), new_driver_id()
         own = keys.driver_keys(endpoints) if keys else NO_KEYS
         addresses = [parse_endpoint(endpoint, own) for endpoint in endpoints]
         self._watch = Watch([a.results for a in addresses], [a.control for a in addresses])
-        self._results = ResultsChannel(context, addresses, driver_id, self._watch, self._look)
+        self._results = ResultsChannel(context, addresses, route, self._watch, self._look)
         self._clients = [
             WorkerClient(context, address, rank, driver_id)
             for rank, address in enumerate(addresses)
@@ -195,9 +209,9 @@ class DaemonGroup:
         self._link = 0
         self._lease = LeaseKeeper(context, driver_id, LEASE, self)
         for client in self._clients:
-            client.hello(30.0)
+            greet(client, 30.0, time.monotonic() + 30.0)
             client.prepare_attach(1)
-            client.send_commit_attach(1, terms=LEASE).result()
+            client.send_commit_attach(1, route, terms=LEASE).result()
         self._lease.start(1, list(enumerate(addresses)))
         self._lease.confirm()
         self._receive(size)
@@ -212,9 +226,7 @@ class DaemonGroup:
         )
 
         def init(client: WorkerClient, ids: StepIds) -> None:
-            meeting = Rendezvous(
-                link=link, host="127.0.0.1", port=1, rank=client.rank, local_world_size=1
-            )
+            meeting = Rendezvous(link=link, place=None, rank=client.rank, local_world_size=1)
             client.init_device(ids, parallel, meeting, CacheConfig(), scheduler)
 
         self._all(init)
@@ -290,7 +302,7 @@ class Prepared:
     """What one (N, size) measures with: real bytes of a step and of its reply."""
 
     def __init__(self, size: int) -> None:
-        requests, table = Requests(size), SlotTable(size)
+        requests, table = Requests(size), SlotTable(size, LIMITS)
         table.encode(requests.admission(), epoch=1, link=1, seq=1)
         self.steps = [
             table.encode(requests.decode(), epoch=1, link=1, seq=2 + index).frames
@@ -316,7 +328,7 @@ def measure_group(
     floor = Echo(run_echo, size, prepared.reply_frame, directory)
     codec = Echo(run_codec, size, columns, directory)
     peer = Echo(run_pickle, size, bytes(num_requests), directory)
-    table, requests = SlotTable(num_requests), Requests(num_requests)
+    table, requests = SlotTable(num_requests, LIMITS), Requests(num_requests)
     table.encode(requests.admission(), epoch=1, link=1, seq=1)
     peer_scheduler = PeerScheduler(requests.req_ids)
     peer_count = max(count // 3, 20)
@@ -352,7 +364,7 @@ def measure_group(
 def measure_daemons(group: DaemonGroup, num_requests: int, count: int, num_replies: int) -> float:
     """Median us of a whole step through the daemons, answered by the last rank or by all."""
     group.start(num_requests, all_ranks=num_replies > 1)
-    table, requests = SlotTable(num_requests), Requests(num_requests)
+    table, requests = SlotTable(num_requests, LIMITS), Requests(num_requests)
     group.step(table, requests.admission(), num_replies)
     for _ in range(WARM_UP):
         group.step(table, requests.decode(), num_replies)
@@ -434,7 +446,7 @@ def measure_cpu(group: DaemonGroup, quick: bool) -> list[Figure]:
     """CPU of one daemon at one step every SPACING_S, and when idle."""
     count, idle_s = (100, 2.0) if quick else (600, 10.0)
     group.start(256, all_ranks=False)
-    table, requests = SlotTable(256), Requests(256)
+    table, requests = SlotTable(256, LIMITS), Requests(256)
     group.step(table, requests.admission())
     before = cpu_s(group.pids[0])
     for _ in range(count):
@@ -474,15 +486,24 @@ def measure_codec(quick: bool) -> list[Figure]:
             Figure(
                 f"encode + decode, {at}", encode_us + decode_us, "us", 10.0 if size == 256 else None
             ),
+            Figure(f"one comes, one goes, encode, {at}", turnover_us(size, count), "us"),
             Figure(f"full resynchronisation, {at}", resync_bytes(size), "bytes/request", 20.0),
         ]
     figures.append(Figure("prompt tokens", prompt_bytes(8192), "bytes/token", 4.3))
     return figures
 
 
+def turnover_us(size: int, count: int) -> float:
+    """Median us of the driver's part of a step that admits a request and ends another."""
+    requests, table = Requests(size), SlotTable(size + 1, LIMITS)
+    table.encode(requests.admission(), epoch=1, link=1, seq=1)
+    steps = iter(list(requests.turnover(count)))
+    return median_us(lambda: table.encode(next(steps), epoch=1, link=1, seq=2), count)
+
+
 def resync_bytes(size: int) -> float:
     """Bytes a request of a step that is sent in full."""
-    requests, table = Requests(size), SlotTable(size)
+    requests, table = Requests(size), SlotTable(size, LIMITS)
     table.encode(requests.admission(), epoch=1, link=1, seq=1)
     table.require_resync()
     frames = table.encode(requests.decode(), epoch=1, link=1, seq=2).frames

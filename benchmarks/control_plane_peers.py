@@ -217,5 +217,5 @@ def run_daemon(endpoint: str, parent_fd: int, key_files: Mapping[str, str]) -> N
     serve(settings, make_worker, _no_rendezvous)
 
 
-def _no_rendezvous(host: str) -> RendezvousServerLike:
+def _no_rendezvous(host: str, num_ranks: int) -> RendezvousServerLike:
     raise AssertionError("the benchmark's workers have no link")

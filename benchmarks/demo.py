@@ -26,8 +26,13 @@ from rpc_schema.config import (
 )
 
 MODEL = Path("build/demo-model")
-PROMPTS = ("The driver", "A worker daemon", "When the driver dies", "Each stage", "A new driver")
+PROMPTS = ("The driver", "A worker daemon", "When the driver dies", "Each stage", "The")
 SAMPLES_PER_PROMPT = 3
+NEXT = f"""
+What to try next (README.md, "Running it", has more, and daemons that stay up):
+.venv/bin/worker-client generate --model {MODEL} --prompt "The driver"
+.venv/bin/worker-client bench --model {MODEL} --prompt "A request"
+"""
 SCHEDULER = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512)
 
 
@@ -58,6 +63,7 @@ def main() -> None:
         generate(Driver(group, Scheduler(scheduler_limits(model, config))))
         show_memory(group)
     say("stopped")
+    say(NEXT)
 
 
 def pick_devices() -> list[str]:

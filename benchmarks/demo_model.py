@@ -1,32 +1,37 @@
 """Makes a small checkpoint in Hugging Face format: deterministic, in seconds, without downloading
 or training anything.
 
-The weights are written down, not learnt. Token embeddings are orthonormal, and the LM head holds
-the logarithms of how often one token follows another in the sentences below, so that the model
-continues a prompt with words that follow each other there. Attention and MLP weights are random and
-small: every layer computes, none disturbs that.
+The weights are written down, not learned, and know nothing but the sentences below. In the first
+layer attention copies the token before the newest one, by the rotary embedding alone, and each MLP
+unit stands for a pair of tokens that follow each other in the sentences: it votes for what comes
+next there. For other pairs the LM head votes by the newest token alone. So a prompt that begins
+like a sentence is continued like it, which takes every layer, and a KV cache that is right. The
+other layers' weights are random and small: they compute, and disturb nothing.
 """
 
 import argparse
 import itertools
 import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SENTENCES = """\
-A worker daemon keeps the weights of a model on the GPU and waits for a driver.
+A worker daemon keeps the weights of a model on its GPU while drivers come and go.
 The driver decides which requests run in a step and sends one small message to every daemon.
-The daemon runs the step, samples a token for each request and answers with the tokens.
-When the driver dies, the daemon keeps the weights and the cache until a new driver attaches.
+The daemon runs the step, samples a token for each request and answers with all of them.
+When the driver dies, nothing warm is lost: the daemon waits for another one.
 A new driver finds the model loaded and goes on at once.
-Each stage of the pipeline receives hidden states from the stage before and sends them to the next
-stage. The last stage samples the tokens and returns them to the first stage without the driver.
-A request gets a slot when it is admitted and keeps the slot until it is finished.
+Each stage receives hidden states from the stage before it and passes its own on.
+The last stage returns the sampled tokens to the first without asking anybody.
+A request gets a slot at its admission and has it until it is finished.
 The cache is cut into blocks, and a table says which blocks belong to a request.
-Nothing warm is lost, and no message can carry code.
+No message can carry code.
 """
 
 HIDDEN_SIZE = 512
@@ -36,6 +41,19 @@ NUM_KV_HEADS = 4
 INTERMEDIATE_SIZE = 512
 VOCAB_SIZE = 448
 MAX_POSITIONS = 1024
+EOS_TOKEN_ID = 0
+ROPE_THETA = 10_000.0
+SHARPNESS = 96.0
+"""Of the attention to the token before: how far its score is above its neighbours'."""
+ACTIVATION = 16.0
+"""Of an MLP unit that is on."""
+VOTE_LENGTH = 3.0
+"""By how much a vote outweighs the tokens' own codes in the residual stream."""
+VOTE = 20.0
+"""By how much a vote outweighs the newest token's own, in the logits."""
+
+Pair: TypeAlias = tuple[int, int]
+"""Of tokens: one, and the newest."""
 
 
 def make_demo_model(directory: Path) -> None:
@@ -75,14 +93,36 @@ def _config() -> dict[str, object]:
         "num_key_value_heads": NUM_KV_HEADS,
         "max_position_embeddings": MAX_POSITIONS,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
+        "rope_theta": ROPE_THETA,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
-        "eos_token_id": 0,
+        "eos_token_id": EOS_TOKEN_ID,
     }
+
+
+class Followers(NamedTuple):
+    """What follows what in the sentences, and how often."""
+
+    singles: torch.Tensor
+    """float32 [VOCAB_SIZE, VOCAB_SIZE]: after a token; a little more than 0 everywhere."""
+    pairs: Mapping[Pair, Counter[int]]
+    """After a token, and the one before it."""
+
+
+class Codes(NamedTuple):
+    """What the residual stream is made of: unit vectors, nearly orthogonal to each other."""
+
+    tokens: torch.Tensor
+    """float32 [VOCAB_SIZE, HIDDEN_SIZE]: the newest token."""
+    constant: torch.Tensor
+    """float32 [HIDDEN_SIZE]: the same for every token."""
+    before: torch.Tensor
+    """float32 [VOCAB_SIZE, HIDDEN_SIZE]: the token before it."""
+    after: torch.Tensor
+    """float32 [VOCAB_SIZE, HIDDEN_SIZE]: a vote for the next one."""
 
 
 def _weights(tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
@@ -92,13 +132,18 @@ def _weights(tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
         return torch.randn(*shape, generator=generator) * scale
 
     basis = torch.linalg.qr(random(HIDDEN_SIZE, HIDDEN_SIZE, scale=1.0)).Q
-    embedding = basis[:VOCAB_SIZE].contiguous()
-    # The final norm scales a unit vector by sqrt(HIDDEN_SIZE).
-    head = _log_follow(tokenizer).T @ embedding / HIDDEN_SIZE**0.5
+    codes = Codes(
+        tokens=basis[:VOCAB_SIZE],
+        constant=basis[VOCAB_SIZE],
+        before=torch.linalg.qr(random(HIDDEN_SIZE, HIDDEN_SIZE, scale=1.0)).Q[:VOCAB_SIZE],
+        after=torch.linalg.qr(random(HIDDEN_SIZE, HIDDEN_SIZE, scale=1.0)).Q[:VOCAB_SIZE],
+    )
+    follow = _followers(tokenizer)
+    head = _log_shares(follow.singles).T @ codes.tokens + codes.after * VOTE
     weights = {
-        "model.embed_tokens.weight": embedding,
+        "model.embed_tokens.weight": codes.tokens + codes.constant,
         "model.norm.weight": torch.ones(HIDDEN_SIZE),
-        "lm_head.weight": head.contiguous(),
+        "lm_head.weight": head / HIDDEN_SIZE**0.5,
     }
     kv_size = HIDDEN_SIZE // NUM_HEADS * NUM_KV_HEADS
     for layer in range(NUM_LAYERS):
@@ -114,18 +159,80 @@ def _weights(tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
             f"{prefix}.mlp.up_proj.weight": random(INTERMEDIATE_SIZE, HIDDEN_SIZE, scale=0.02),
             f"{prefix}.mlp.down_proj.weight": random(HIDDEN_SIZE, INTERMEDIATE_SIZE, scale=1e-4),
         }
-    return weights
+    names = random(VOCAB_SIZE, kv_size, scale=kv_size**-0.5)
+    weights |= _copying_attention(codes, names) | _voting_mlp(codes, follow.pairs)
+    return {name: weight.contiguous() for name, weight in weights.items()}
 
 
-def _log_follow(tokenizer: Tokenizer) -> torch.Tensor:
-    """Return float32 [VOCAB_SIZE, VOCAB_SIZE]: the logarithm of how likely column follows row,
-    smoothed a little."""
-    counts = torch.full((VOCAB_SIZE, VOCAB_SIZE), 1e-5)
-    end = tokenizer.token_to_id("<eos>")
-    for sentence in SENTENCES.splitlines():
-        ids = [*tokenizer.encode(sentence).ids, end]
-        for first, second in itertools.pairwise(ids):
-            counts[first, second] += 1
+def _copying_attention(codes: Codes, names: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return layer 0's attention: one query head of each group looks one position back. names:
+    float32 [VOCAB_SIZE, kv_size], by which a value tells its token."""
+    head_size = HIDDEN_SIZE // NUM_HEADS
+    group = NUM_HEADS // NUM_KV_HEADS
+    # Of a normed embedding, which has two parts of equal length.
+    constant = codes.constant / (HIDDEN_SIZE / 2) ** 0.5
+    angles = ROPE_THETA ** (-torch.arange(0, head_size, 2) / head_size)
+    # A query turned back by one position meets the key before it at angle 0 in every pair.
+    query = SHARPNESS * torch.cat([angles.cos(), -angles.sin()])
+    key = torch.cat([torch.ones(head_size // 2), torch.zeros(head_size // 2)])
+    first_of_group = (torch.arange(NUM_HEADS) % group == 0).float()
+    values = names.T @ codes.tokens / (HIDDEN_SIZE / 2) ** 0.5
+    told = torch.linalg.pinv(names) @ codes.before  # [kv_size, HIDDEN_SIZE]
+    output = torch.zeros(HIDDEN_SIZE, NUM_KV_HEADS, group, head_size)
+    output[:, :, 0] = told.T.view(HIDDEN_SIZE, NUM_KV_HEADS, head_size)
+    prefix = "model.layers.0.self_attn"
+    return {
+        f"{prefix}.q_proj.weight": torch.outer(
+            torch.outer(first_of_group, query).flatten(), constant
+        ),
+        f"{prefix}.k_proj.weight": torch.outer(key.repeat(NUM_KV_HEADS), constant),
+        f"{prefix}.v_proj.weight": values,
+        f"{prefix}.o_proj.weight": output.reshape(HIDDEN_SIZE, HIDDEN_SIZE),
+    }
+
+
+def _voting_mlp(codes: Codes, pairs: Mapping[Pair, Counter[int]]) -> dict[str, torch.Tensor]:
+    """Return layer 0's MLP: unit i is on where the newest tokens are pair i, and votes for what
+    follows it."""
+    gate = torch.zeros(INTERMEDIATE_SIZE, HIDDEN_SIZE)
+    down = torch.zeros(HIDDEN_SIZE, INTERMEDIATE_SIZE)
+    assert len(pairs) <= INTERMEDIATE_SIZE, "the sentences are too long for the model"
+    told = (HIDDEN_SIZE // NUM_HEADS * NUM_KV_HEADS) / VOCAB_SIZE  # of a token's code, by attention
+    length = (
+        2 + told
+    ) ** 0.5  # of newest token, constant and token before, by which the norm divides
+    for unit, ((before, newest), followers) in enumerate(pairs.items()):
+        both = codes.tokens[newest] + codes.before[before] / told
+        gate[unit] = both - 1.5 * codes.constant
+        shares = [count / followers.total() for count in followers.values()]
+        votes = 1 + torch.tensor(shares).log() / VOTE
+        down[:, unit] = votes @ codes.after[list(followers)]
+    scale = length / HIDDEN_SIZE**0.5
+    prefix = "model.layers.0.mlp"
+    return {
+        f"{prefix}.gate_proj.weight": gate * scale * 2 * ACTIVATION,
+        f"{prefix}.up_proj.weight": codes.constant.repeat(INTERMEDIATE_SIZE, 1) * scale,
+        f"{prefix}.down_proj.weight": down * VOTE_LENGTH / ACTIVATION,
+    }
+
+
+def _followers(tokenizer: Tokenizer) -> Followers:
+    """Count what follows each token, and each pair of tokens, in the sentences. A first token has
+    itself before it, since attention finds nothing else there."""
+    singles = torch.full((VOCAB_SIZE, VOCAB_SIZE), 1e-5)
+    pairs: dict[Pair, Counter[int]] = defaultdict(Counter)
+    sentences = [tokenizer.encode(sentence).ids for sentence in SENTENCES.splitlines()]
+    for ids in sentences:
+        pairs[ids[0], ids[0]][ids[1]] += 1
+    text = [token for ids in sentences for token in (*ids, EOS_TOKEN_ID)]
+    for newest, after in itertools.pairwise(text):
+        singles[newest, after] += 1
+    for before, newest, after in zip(text, text[1:], text[2:], strict=False):
+        pairs[before, newest][after] += 1
+    return Followers(singles, pairs)
+
+
+def _log_shares(counts: torch.Tensor) -> torch.Tensor:
     return torch.log(counts / counts.sum(dim=1, keepdim=True))
 
 

@@ -27,6 +27,9 @@ from worker_daemon.worker import Worker
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 256
 MAX_NUM_BATCHED_TOKENS = 8192
+SCHEDULER = config.SchedulerConfig(
+    max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
+)
 
 Frames = list[bytes]
 """An encoded message and its arrays."""
@@ -67,28 +70,30 @@ class StageDriver:
 
     def load(self) -> None:
         """From nothing to MODEL_LOADED."""
+        self.init_device()
+        self.load_model()
+
+    def init_device(self) -> None:
+        """From nothing to DEVICE_READY."""
         self.worker = Worker(
             self.device,
             [self.model.parent],
             lambda phase, seconds: None,
             profile_dir=self.profile_dir,
         )
-        scheduler = config.SchedulerConfig(
-            max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
-        )
-        cache, worker = self.cache, self.worker
-        worker.init_device(
+        self.worker.init_device(
             lifecycle.InitDevice(
                 **self.ids(),
                 parallel=config.ParallelConfig(),
-                rendezvous=config.Rendezvous(
-                    link=1, host="none", port=1, rank=0, local_world_size=1
-                ),
-                cache=cache,
-                scheduler=scheduler,
+                rendezvous=config.Rendezvous(link=1, place=None, rank=0, local_world_size=1),
+                cache=self.cache,
+                scheduler=SCHEDULER,
             )
         )
-        worker.load_model(
+
+    def load_model(self) -> None:
+        """From DEVICE_READY to MODEL_LOADED."""
+        self.worker.load_model(
             lifecycle.LoadModel(
                 **self.ids(),
                 model=config.ModelConfig(
@@ -98,8 +103,8 @@ class StageDriver:
                     max_model_len=self.max_model_len,
                     enable_sleep_mode=self.enable_sleep_mode,
                 ),
-                scheduler=scheduler,
-                cache=cache,
+                scheduler=SCHEDULER,
+                cache=self.cache,
                 graph=config.GraphConfig(),
             )
         )

@@ -76,6 +76,10 @@ class StateWorker:
     def execute_dummy_batch(self, message: step.ExecuteDummyBatch) -> None:
         return None
 
+    def refuse_step(self, seq: int) -> None:
+        if self._state is not None:
+            self._state.mark_failed(seq)
+
     def init_device(self, message: lc.InitDevice) -> StepReply:
         self.rank = message.rendezvous.rank
         self._is_output_rank = self.rank == message.parallel.world_size - 1

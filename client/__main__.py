@@ -3,28 +3,63 @@
 import signal
 import sys
 from types import FrameType
-from typing import Final
+from typing import Annotated, Final
 
 import typer
 
 from client.cli.control import drain, shutdown, status
+from client.cli.output_file import print_text
 from client.cli.run import bench, generate
 from client.cli.top import top
 from client.cli.trace import trace
-from client.errors import AuthenticationError, ClientError, DrainingError, ForbiddenError
+from client.errors import (
+    AuthenticationError,
+    ClientError,
+    DrainingError,
+    ForbiddenError,
+    OutputError,
+)
 from rpc_schema.errors import WireError
 from rpc_schema.exit_codes import ExitCode
+from rpc_schema.version import version_line
 
 _NOT_ALLOWED: Final = (AuthenticationError, ForbiddenError)
 
+# Without rich, help and errors are plain text: no name of an option is cut, no error wrapped.
 app = typer.Typer(
-    help="Drive worker daemons.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
-for command in (generate, bench, status, top, trace, drain, shutdown):
-    app.command()(command)
+for command, summary in (
+    (generate, "Generate for prompts or for a file of requests."),
+    (bench, "Generate, and measure it."),
+    (status, "Show what each daemon is and does."),
+    (top, "Watch what daemons do, renewed every second."),
+    (trace, "Trace a running group, for Perfetto."),
+    (drain, "Have daemons take no more steps and no more drivers."),
+    (shutdown, "End daemons; a running step is finished first."),
+):
+    app.command(short_help=summary)(command)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print_text(version_line("worker-client"))
+        raise typer.Exit
+
+
+@app.callback()
+def main_options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show versions and end."
+        ),
+    ] = False,
+) -> None:
+    """Drive worker daemons."""
 
 
 def _on_terminate(number: int, frame: FrameType | None) -> None:
@@ -45,6 +80,8 @@ def main() -> None:
 def _exit_code(error: Exception) -> int:
     if isinstance(error, _NOT_ALLOWED):
         return ExitCode.KEY_REFUSED
+    if isinstance(error, OutputError):
+        return ExitCode.OUTPUT
     return ExitCode.RETRY_LATER if isinstance(error, DrainingError) else 2
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from client.errors import ClientError, FencedError, IncompatibleError, LeaseHeldError
+from client.first_contact import greet
 from client.group_channel import GroupChannel
 from client.lease import Patience
 from client.lease_terms import LeaseTerms
@@ -44,9 +45,12 @@ class Attaching:
         wait_for_lease_s: float,
         force: bool,
         keep_requests: bool,
+        wait_s: float = 0.0,
     ) -> list[lc.Status]:
         """See WorkerGroup.attach."""
         agree_s = ATTACH_TIMEOUT_S if timeout_s is None else timeout_s
+        if wait_s:
+            self._await_daemons(agree_s, time.monotonic() + wait_s)
         deadline = time.monotonic() + agree_s
         links = self._channel.links
         links.step_deadline_s = max(map(_step_deadline_s, self._hello(deadline)))
@@ -97,6 +101,11 @@ class Attaching:
             with contextlib.suppress(ClientError, WireError):
                 call.result()
 
+    def _await_daemons(self, timeout_s: float, listen_by: float) -> None:
+        """Wait for daemons that are not started yet."""
+        for client in self._channel.daemons.present:
+            greet(client, timeout_s, listen_by)
+
     def _hello(self, deadline: float) -> list[lc.Status]:
         """Exchange versions with every daemon, then return their states."""
         channel = self._channel
@@ -121,15 +130,19 @@ class Attaching:
 
     def _agree_on_epoch(self, deadline: float, *, force: bool = False) -> int:
         """Return an epoch that no daemon has seen, announced to all. Raises LeaseHeldError."""
-        epoch = 1
+        present = self._channel.daemons.present
+        epoch, known = 1, [0] * len(present)
         while True:
+            # A daemon that is far behind the others comes up to them in several steps.
+            asked = [min(epoch, last + lc.MAX_EPOCH_STEP) for last in known]
             replies = [
-                client.prepare_attach(epoch, _remaining(deadline), force=force)
-                for client in self._channel.daemons.present
+                client.prepare_attach(wanted, _remaining(deadline), force=force)
+                for client, wanted in zip(present, asked, strict=True)
             ]
-            if all(reply.granted for reply in replies):
+            known = [reply.last_epoch for reply in replies]
+            if all(reply.granted for reply in replies) and set(asked) == {epoch}:
                 return epoch
-            epoch = max(epoch, *(reply.last_epoch for reply in replies)) + 1
+            epoch = max(epoch, *known) + 1
 
     def _commit(
         self, epoch: int, deadline: float, timeout_s: float, *, keep_requests: bool = False
@@ -140,20 +153,24 @@ class Attaching:
         channel = self._channel
         channel.begin_epoch(epoch)
         self._is_attached = True
-        channel.lease.start(
-            epoch, [(client.rank, client.endpoint) for client in channel.daemons.present]
-        )
 
         def commit() -> list[lc.CommitAttachReply]:
             pending = [
                 client.send_commit_attach(
-                    epoch, _remaining(deadline), self._terms, keep_requests=keep_requests
+                    epoch,
+                    channel.daemons.results_route,
+                    _remaining(deadline),
+                    self._terms,
+                    keep_requests=keep_requests,
                 )
                 for client in channel.daemons.present
             ]
             return [call.result() for call in pending]
 
         try:
+            channel.lease.start(
+                epoch, [(client.rank, client.endpoint) for client in channel.daemons.present]
+            )
             attached = channel.gather_attached(commit, deadline, timeout_s)
         except BaseException:
             self.leave()

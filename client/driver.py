@@ -7,7 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from client.errors import DrainingError, SchedulerStalled, StepFailed, WorkerDied
+from client.errors import (
+    DrainingError,
+    InvalidSchedulerOutput,
+    SchedulerStalled,
+    StepFailed,
+    WorkerDied,
+)
 from client.requests import GenerationRequest, seeded
 from client.scheduler import RequestOutput, SchedulerInterface
 from client.scheduler_output import SchedulerOutput, StepResult
@@ -37,6 +43,9 @@ class GroupLike(Protocol):
 
     def execute_model(self, output: SchedulerOutput) -> FutureLike:
         """Send a step."""
+
+    def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
+        """Give up a step that was not sent, and drop all rows; return the ids that lost theirs."""
 
 
 Recover: TypeAlias = Callable[[WorkerDied], object]
@@ -103,6 +112,8 @@ class Driver:
         self._in_flight: deque[_InFlight] = deque()
         self._unsent: SchedulerOutput | None = None
         """What the scheduler gave and nobody took: it comes first, once the group takes steps."""
+        self._refusal: InvalidSchedulerOutput | None = None
+        """Why the group refused _unsent; told once no step is in flight."""
         self._added: dict[str, float] = {}
         self._first_token: dict[str, float] = {}
         self._without_token: set[str] = set()
@@ -126,8 +137,10 @@ class Driver:
 
     @property
     def busy(self) -> bool:
-        """Whether a step is in flight or a request unfinished."""
-        return bool(self._in_flight) or self.scheduler.has_unfinished_requests()
+        """Whether a step is in flight, a refusal is yet to be raised, or a request is
+        unfinished."""
+        pending = self._in_flight or self._refusal is not None
+        return bool(pending) or self.scheduler.has_unfinished_requests()
 
     def run(self) -> Iterator[RequestOutput]:
         """Step until nothing is left; yield requests as they finish."""
@@ -136,6 +149,7 @@ class Driver:
         self._fill()
         while self._in_flight:
             yield from self._take_oldest()
+        self._raise_refusal()
 
     def step(self) -> list[RequestOutput]:
         """Fill the pipeline, then take the oldest result; return the requests that it finished.
@@ -146,6 +160,8 @@ class Driver:
             SchedulerStalled: the scheduler has requests, no step, and no result to wait for.
             WorkerDied: a daemon is lost, and `recover` does not replace it, or has done so
                 MAX_CONSECUTIVE_FAILURES times since a step ended well.
+            InvalidSchedulerOutput: the scheduler gave a step that breaks a rule. The steps before
+                it are over, and the scheduler has it back, by step_failed. It may be called again.
             DrainingError: an operator wants no more steps of the group, and those in flight are
                 over. It may be called again, and goes on once the drain is undone.
         """
@@ -156,6 +172,7 @@ class Driver:
                 raise
         if self._in_flight:
             return self._take_oldest()
+        self._raise_refusal()
         if self.scheduler.has_unfinished_requests():
             raise SchedulerStalled(
                 "the scheduler has unfinished requests, but no step for them, and none is in flight"
@@ -163,13 +180,17 @@ class Driver:
         return []
 
     def _fill(self) -> None:
-        while len(self._in_flight) < self.group.max_in_flight:
+        while self._refusal is None and len(self._in_flight) < self.group.max_in_flight:
             output = self._unsent or self.scheduler.schedule()
             if output is None:
                 return
             sent = time.monotonic()
             self._unsent = output
-            future = self._send(output)
+            try:
+                future = self._send(output)
+            except InvalidSchedulerOutput as refusal:
+                self._refusal = refusal
+                return
             self._unsent = None
             self._in_flight.append(_InFlight(output, future, _kind(output), sent))
 
@@ -216,15 +237,31 @@ class Driver:
     def _on_failure(self, error: StepFailed) -> None:
         """The oldest step failed, and so all behind it did."""
         outputs = [flight.output for flight in self._in_flight]
-        if self._unsent is not None:
-            outputs.append(self._unsent)
-            self._unsent = None
         self._in_flight.clear()
         self.num_failures += 1
         self._consecutive_failures += 1
-        self.scheduler.step_failed(outputs, error.lost_req_ids)
+        self._hand_back(outputs, error.lost_req_ids)
         if self._consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
             raise error
+
+    def _raise_refusal(self) -> None:
+        """Raise why a step was refused, if one was, once the scheduler has it back. Its results
+        must not come after that, so no step may be in flight."""
+        if self._refusal is None:
+            return
+        if self._unsent is not None:  # else it went back with steps that failed
+            self._hand_back([], frozenset())
+        refusal, self._refusal = self._refusal, None
+        raise refusal
+
+    def _hand_back(self, outputs: list[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
+        """Give steps without a result back to the scheduler, and with them the one that was not
+        sent: neither its admissions nor the ends that it names have reached the workers."""
+        unsent, self._unsent = self._unsent, None
+        if unsent is not None:
+            outputs = [*outputs, unsent]
+            lost_req_ids |= self.group.withdraw(unsent)
+        self.scheduler.step_failed(outputs, lost_req_ids)
 
     def _record(self, flight: _InFlight, result: StepResult) -> None:
         now = time.monotonic()

@@ -4,14 +4,20 @@ the wire's codes to it.
 ClientError
  +- ClientConfigError         a setting of the driver's is wrong: names field, value and fix
  |   +- EndpointError             an endpoint that this version cannot use
+ |   |   `- UntrustedEndpointError    another user's process may listen there
  |   +- ConfigMismatchError       the daemons hold another configuration: names the differing fields
  |   +- KVPlanError               the KV cache cannot hold what was asked for
- |   `- RequestError              one request or input line: names line, field, value and fix
- +- InvalidSchedulerOutput    a scheduler broke a rule; nothing was sent
+ |   |- RequestError              one request or input line: names line, field, value and fix
+ |   `- OutputError               what a command was to write is not on disk, or not all of it
+ +- InvalidSchedulerOutput    a scheduler broke a rule: names request, field, value and fix
  +- TooManyStepsInFlight      more steps were sent than the group has credits for
  +- DeadlineExceeded          an answer did not come in time
  +- AuthenticationError       a daemon refused our key, or has another key than it should
+ +- OutOfDescriptors          this process has no file descriptor left for a socket
+ +- OutOfThreads              this process can start no thread
+ +- LeaseNotRenewed           the thread that renews the lease has failed
  +- WorkerDied                a daemon is dead, or has been given up
+ |   `- NothingListens            no daemon is at an endpoint: it was not started, or has ended
  +- ReplacementFailed         no daemon took a lost rank's place
  +- LinkGivenUp               the ranks cannot reach each other, again and again
  +- LaunchError               a local daemon did not become ready
@@ -48,10 +54,14 @@ ClientError
      `- RemoteInternalError       INTERNAL
 """
 
+import reprlib
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope
+
+MAX_VALUE_LENGTH = 200
+"""Characters of a request's wrong value that its error shows."""
 
 
 class ClientError(Exception):
@@ -63,6 +73,7 @@ class ClientConfigError(ClientError):
 
     def __init__(self, message: str, *, field: str, value: object, fix: str) -> None:
         super().__init__(f"{message}; field {field} = {value!r}; fix: {fix}")
+        self.message = message
         self.field = field
         self.value = value
         self.fix = fix
@@ -70,6 +81,20 @@ class ClientConfigError(ClientError):
 
 class EndpointError(ClientConfigError):
     """An endpoint that this version cannot use."""
+
+
+class UntrustedEndpointError(EndpointError):
+    """Another user's process may listen at an ipc endpoint, and the daemon there has no key to
+    prove. Nothing was sent."""
+
+    def __init__(self, address: str, why: str) -> None:
+        super().__init__(
+            f"another user's process may listen there: {why}",
+            field="endpoint",
+            value=address,
+            fix="use a directory of your own, as $XDG_RUNTIME_DIR/wd, run as the daemon's user, or "
+            "give --key-file and --known-daemons",
+        )
 
 
 class ConfigMismatchError(ClientConfigError):
@@ -96,9 +121,28 @@ class RequestError(ClientConfigError):
     def __init__(
         self, message: str, *, field: str, value: object, fix: str, line: int | None = None
     ) -> None:
+        super().__init__(message, field=field, value=value, fix=fix)
         where = "" if line is None else f"line {line}: "
-        super().__init__(where + message, field=field, value=value, fix=fix)
+        self.reason = f"{message}; field {field} = {_shortened(value)}; fix: {fix}"
+        """The message without the line."""
+        self.args = (where + self.reason,)
         self.line = line
+
+    def at_line(self, line: int) -> "RequestError":
+        """Return the same error with the line that it is about."""
+        return RequestError(
+            self.message, field=self.field, value=self.value, fix=self.fix, line=line
+        )
+
+
+class OutputError(ClientConfigError):
+    """Output could not be written, or not all of it: the disk is full, or the path names no file
+    that can be made."""
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[: MAX_VALUE_LENGTH - 3]}..."
 
 
 class TraceError(ClientError):
@@ -106,7 +150,19 @@ class TraceError(ClientError):
 
 
 class InvalidSchedulerOutput(ClientError):
-    """A scheduler's output breaks a rule of `client/scheduler_output.py`; nothing was sent."""
+    """A scheduler's output breaks a rule of `client/scheduler_output.py`; nothing was sent, and no
+    row has changed. `req_id`, `field`, `value` and `fix` are attributes and in the message; req_id
+    is None where the step as a whole is at fault."""
+
+    def __init__(
+        self, message: str, *, field: str, value: object, fix: str, req_id: object = None
+    ) -> None:
+        who = "" if req_id is None else f"request {reprlib.repr(req_id)}: "
+        super().__init__(f"{who}{message}; field {field} = {reprlib.repr(value)}; fix: {fix}")
+        self.req_id = req_id
+        self.field = field
+        self.value = value
+        self.fix = fix
 
 
 class SchedulerStalled(ClientError):
@@ -128,6 +184,33 @@ class DeadlineExceeded(ClientError):
         self.timeout_s = timeout_s
 
 
+class OutOfDescriptors(ClientError):
+    """This process has no file descriptor left for a socket; nothing was sent."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no file descriptor is left for a socket; fix: close some, or raise the limit of open "
+            "files (ulimit -n)"
+        )
+
+
+class OutOfThreads(ClientError):
+    """This process can start no thread; nothing was sent."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no thread can be started; fix: end some, free memory, or raise the limit of tasks "
+            "(TasksMax= of the unit, pids.max of the cgroup, ulimit -u)"
+        )
+
+
+class LeaseNotRenewed(ClientError):
+    """The thread that renews the lease has failed: the lease expires. `__cause__` says why."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(f"the lease is not renewed any more: {cause!r}; fix: attach again")
+
+
 class WorkerDied(ClientError):
     """A daemon is lost: it exited, was killed, or has not answered for too long; `detail` says by
     which signal that is known. The group is unusable until replace() has put another in its
@@ -138,6 +221,22 @@ class WorkerDied(ClientError):
         self.rank = rank
         self.endpoint = endpoint
         self.detail = detail
+
+
+class NothingListens(WorkerDied):
+    """No daemon is at an endpoint: its socket is missing, refuses or may not be connected to, or
+    its host does not resolve. `why` says which."""
+
+    def __init__(self, rank: int, endpoint: str, why: str, fix: str = "") -> None:
+        """fix: other than to start the daemon."""
+        fix = fix or f"start it (worker-daemon serve --endpoint {endpoint})"
+        super().__init__(
+            rank,
+            endpoint,
+            f"nothing listens there: {why} (signal: transport); fix: {fix}, or wait for it "
+            "(--wait SECONDS, attach(wait_s=SECONDS))",
+        )
+        self.why = why
 
 
 class LinkGivenUp(ClientError):
@@ -282,8 +381,8 @@ class NotAttachedError(RemoteProtocolError):
 
 
 class LeaseHeldError(RemoteProtocolError):
-    """Another driver holds the lease of a daemon. `holder` is its driver id, `holder_name` its
-    HOST:PID, `remaining_s` how long the lease lasts unless it is renewed."""
+    """Another driver holds the lease of a daemon. `holder` is the driver_digest of its id,
+    `holder_name` its HOST:PID, `remaining_s` how long the lease lasts unless it is renewed."""
 
     def __init__(self, reply: ErrorReply | ControlErrorReply, *, rank: int, endpoint: str) -> None:
         super().__init__(reply, rank=rank, endpoint=endpoint)

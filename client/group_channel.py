@@ -5,8 +5,10 @@ lost on the way sent again. Knows not what an operation means, nor what a step's
 """
 
 import contextlib
+import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -14,7 +16,14 @@ import msgspec
 
 from client.clocks import measure
 from client.draining import DrainNews
-from client.errors import ClientError, DeadlineExceeded, RemoteError, WorkerDied, remote_error
+from client.errors import (
+    ClientError,
+    DeadlineExceeded,
+    LeaseNotRenewed,
+    RemoteError,
+    WorkerDied,
+    remote_error,
+)
 from client.gathering import Gathering
 from client.group_daemons import GroupDaemons
 from client.lease import LeaseKeeper
@@ -51,7 +60,17 @@ ABORT_SEND_S = 0.05
 OBSERVER_TIMEOUT_S = 0.5
 """No longer than this is a daemon waited for in the matters of somebody who watches."""
 
+SLEEP_TIMEOUT_S = 900.0
+"""The first sleep may have to page-lock host memory: seconds for 16 GB."""
+
 OPERATION_TIMEOUT_S = 60.0
+
+MAX_EVENTS_KEPT = 1024
+
+_LOSSES = (WorkerDied, RemoteError, LeaseNotRenewed)
+"""What look() raises that ends a group until it attaches anew, or replaces a rank."""
+_UNREAD = (ErrorCode.BAD_FRAME, ErrorCode.TOO_LARGE)
+_LOG = logging.getLogger(__name__)
 
 ReplyT = TypeVar("ReplyT", bound=StepReplyMessage)
 CommittedT = TypeVar("CommittedT")
@@ -82,7 +101,7 @@ class GroupChannel:
     ) -> None:
         """Connect; nothing is sent yet. steps gets the replies that no operation waits for, and the
         news of deaths. terms: of the lease."""
-        self.daemons = GroupDaemons(endpoints, driver_id, self.look, self._sent)
+        self.daemons = GroupDaemons(endpoints, driver_id, self.look, self._listen, self._sent)
         self.lease = LeaseKeeper(self.daemons.context, driver_id, terms, self)
         self._resending = Resending(self.daemons.clients, steps.output_rank)
         self.epoch = 0
@@ -94,6 +113,8 @@ class GroupChannel:
         self._gather: Gathering | None = None
         self._drains = DrainNews()
         self._next_events = 0.0
+        self._heard: deque[EventMessage] = deque(maxlen=MAX_EVENTS_KEPT)
+        """Events that are to be acted upon; the watch knows them already."""
 
     def close(self) -> None:
         """Close all sockets; the daemons keep what they have, and the lease until it expires."""
@@ -121,7 +142,7 @@ class GroupChannel:
         try:
             self.daemons.results.read_news(within_s)
             self.look()
-        except (WorkerDied, RemoteError) as error:
+        except _LOSSES as error:
             self.lose(error)
             raise
 
@@ -154,7 +175,7 @@ class GroupChannel:
         Raises:
             WorkerDied: one of them is gone. The steps in flight are not failed by this: lose()
             does that.
-            RemoteError: the lease is lost.
+            RemoteError, LeaseNotRenewed: the lease is lost.
             AuthenticationError: a daemon turned us away.
         """
         self.daemons.results.read_news()
@@ -164,7 +185,7 @@ class GroupChannel:
         while self.daemons.watch.returned:
             self._send_lost(self.daemons.watch.returned.pop())
 
-    def lose(self, error: WorkerDied | WireError | RemoteError) -> None:
+    def lose(self, error: WorkerDied | WireError | RemoteError | LeaseNotRenewed) -> None:
         """A daemon, or the lease, is lost: fail all steps, and for a daemon have the other ranks
         leave the link at once."""
         if isinstance(self._steps.dead, WorkerDied):
@@ -210,18 +231,15 @@ class GroupChannel:
         return statuses
 
     def open_rendezvous(self) -> list[Rendezvous]:
-        """Have rank 0 open the meeting place of a new link; return each rank's way there."""
-        link = max(self.links.numbers) + 1
-        opened = self.daemons.clients[0].open_rendezvous(self.epoch, link)
+        """Have rank 0 open the meeting place of a new link, if there are others; return each rank's
+        way there."""
+        link, size = max(self.links.numbers) + 1, len(self.daemons.clients)
+        place = None
+        if size > 1:
+            place = self.daemons.clients[0].open_rendezvous(self.epoch, link, size).place
         return [
-            Rendezvous(
-                link=link,
-                host=opened.host,
-                port=opened.port,
-                rank=rank,
-                local_world_size=len(self.daemons.clients),
-            )
-            for rank in range(len(self.daemons.clients))
+            Rendezvous(link=link, place=place, rank=rank, local_world_size=size)
+            for rank in range(size)
         ]
 
     def use_link(self, rendezvous: Sequence[Rendezvous]) -> None:
@@ -295,7 +313,7 @@ class GroupChannel:
         try:
             for client in self.daemons.present:
                 send(client)
-        except (WorkerDied, RemoteError) as error:
+        except _LOSSES as error:
             self.lose(error)
             raise
         except TooLargeError:  # for the first rank, as it would be for all: nothing was sent
@@ -316,7 +334,7 @@ class GroupChannel:
                 return False
             replayed, own_frames = split_replayed(frames)
             reply = decode_step_reply(own_frames)
-        except (WorkerDied, WireError, RemoteError) as error:
+        except (*_LOSSES, WireError) as error:
             self.lose(error)
             raise
         if reply.epoch == self.epoch:
@@ -365,7 +383,10 @@ class GroupChannel:
             if reply.code is ErrorCode.DRAINING:
                 self.abort_links("a rank drains")  # others may wait for it in that very step
         if isinstance(reply, ErrorReply) and reply.seq == 0:
-            # A daemon could not read a request of ours: it fails what is outstanding.
+            if reply.code in _UNREAD:
+                _LOG.warning("a rank was sent what it cannot read: %s", self._to_error(reply))
+                return  # not known to be of any step: what is lost is sent again
+            # Said of this driver rather than of a request: it goes for all that are outstanding.
             reply = msgspec.structs.replace(reply, seq=self._outstanding)
         if gather is not None and reply.seq == gather.seq:
             if self._resending.knows_ranks and gather.has_heard(reply.rank):
@@ -413,19 +434,35 @@ class GroupChannel:
     def _read_events_now_and_then(self) -> None:
         """Take in what the daemons have published, as often as they do: their queue must not fill
         up."""
-        if time.monotonic() >= self._next_events:
-            self._read_events()
+        self._listen()
+        self._act_on_events()
 
     def _read_events(self) -> None:
+        self._next_events = 0.0
+        self._read_events_now_and_then()
+
+    def _listen(self) -> None:
+        """Tell the watch what the daemons have published, as often as they do. Does nothing else
+        about it, so that it may be called while a reply is waited for."""
+        if time.monotonic() < self._next_events:
+            return
         self._next_events = time.monotonic() + EVENTS_INTERVAL_S
-        with contextlib.suppress(WireError):
-            for event in self.daemons.events.receive_all():
-                self._take_event(event)
+        watch = self.daemons.watch
+        for event in self.daemons.events.receive_all():
+            if isinstance(event, lc.Heartbeat):
+                watch.heard(event, operating=self._gather is not None)
+            elif isinstance(event, lc.Hung | lc.Slow):
+                watch.told(event)
+            self._heard.append(event)
+        watch.listened()
+
+    def _act_on_events(self) -> None:
+        while self._heard:
+            self._take_event(self._heard.popleft())
 
     def _take_event(self, event: EventMessage) -> None:
         match event:
             case lc.Heartbeat():
-                self.daemons.watch.heard(event, operating=self._gather is not None)
                 if event.epoch == self.epoch:
                     self._drains.heard(event)
                     self._resending.heard(event, self._outstanding or self._seq + 1)
@@ -433,8 +470,6 @@ class GroupChannel:
                     self.on_progress(
                         Progress(self._gather.operation, event.rank, event.phase, event.phase_ms)
                     )
-            case lc.Hung() | lc.Slow():
-                self.daemons.watch.told(event)
             case DriverStepsWanted():
                 self._answer_observer(event)
             case _:

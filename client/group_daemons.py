@@ -3,13 +3,19 @@ results and events that all share, and the watch over their lives. Knows no epoc
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 
 from client.errors import WorkerDied
 from client.liveness import Process, Watch, find_process
-from client.transport import CheckDeaths, Endpoint, EventsChannel, ResultsChannel
+from client.transport import (
+    CheckDeaths,
+    Endpoint,
+    EventsChannel,
+    ResultsChannel,
+    new_driver_id,
+)
 from client.worker_client import OnSent, WorkerClient
 
 
@@ -17,19 +23,28 @@ class GroupDaemons:
     """Owned by the group's channel. Belongs to one thread; close() frees the sockets."""
 
     def __init__(
-        self, endpoints: Sequence[Endpoint], driver_id: bytes, look: CheckDeaths, on_sent: OnSent
+        self,
+        endpoints: Sequence[Endpoint],
+        driver_id: bytes,
+        look: CheckDeaths,
+        listen: Callable[[], None],
+        on_sent: OnSent,
     ) -> None:
-        """Connect; nothing is sent yet. look: called by whoever waits for a daemon; see StepChannel
-        and ResultsChannel. on_sent: see WorkerClient."""
+        """Connect; nothing is sent yet. look: called while a daemon's step socket or results are
+        waited for; see StepChannel and ResultsChannel. listen: called while a control reply is; it
+        tells the watch of events. on_sent: see WorkerClient."""
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._driver_id = driver_id
         self._look = look
+        self._listen = listen
         self._on_sent = on_sent
         self._keyed = {endpoint.results for endpoint in endpoints if endpoint.lock.has_keys}
         self.watch = Watch(
             [e.results for e in endpoints], [e.control for e in endpoints], find=self._find_process
         )
-        self.results = ResultsChannel(self.context, endpoints, driver_id, self.watch, look)
+        self.results_route = new_driver_id()
+        """Routing id of the results socket; whoever knows it could take the results."""
+        self.results = ResultsChannel(self.context, endpoints, self.results_route, self.watch, look)
         self.events = EventsChannel(self.context, endpoints)
         self.clients = [self._connect(rank, endpoint) for rank, endpoint in enumerate(endpoints)]
         self.absent: frozenset[int] = frozenset()
@@ -75,6 +90,7 @@ class GroupDaemons:
     def _check_alive(self, rank: int) -> None:
         """Raise WorkerDied if this very rank is dead: the others may be asked things even then."""
         self.results.read_news()
+        self._listen()
         with contextlib.suppress(WorkerDied):
             self.watch.look()
         if self.watch.standings[rank] == "dead":

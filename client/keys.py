@@ -17,8 +17,9 @@ from rpc_schema.key_files import (
 )
 
 CREDENTIAL_PREFIX: Final = "credential:"
-HANDSHAKE_MS: Final = 2000
-"""Less than a daemon's, so that its silence is not taken for its refusal."""
+HANDSHAKE_MS: Final = 700
+"""Less than a daemon's (worker_daemon/server/security.py), so that the silence of a busy one is not
+taken for its refusal."""
 
 
 class Lock(Protocol):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import zmq
 
-from client.errors import ClientError, DeadlineExceeded, LaunchError, Unkillable
+from client.errors import ClientError, DeadlineExceeded, LaunchError, Unkillable, WorkerDied
 from client.transport import new_driver_id, parse_endpoint
 from client.worker_client import AskingClient, WorkerClient
 from rpc_schema.exit_codes import describe_exit
@@ -209,6 +209,7 @@ class LocalDaemons:
         with contextlib.closing(_Asker()) as asker:
             for daemon in self._daemons:
                 while not asker.answers(daemon.endpoint):
+                    time.sleep(SOCKET_POLL_S)
                     self.check_alive()
                     if time.monotonic() >= deadline:
                         message = f"the daemon did not answer within {timeout_s:.3g} s"
@@ -242,7 +243,7 @@ class _Asker:
         client = AskingClient(self._context, parse_endpoint(endpoint), 0, self._driver_id)
         try:
             ask(client)
-        except DeadlineExceeded:
+        except (DeadlineExceeded, WorkerDied):
             return False
         except ClientError:
             return True  # it answered, if not as wished: attach will tell

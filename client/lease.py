@@ -8,17 +8,27 @@ import time
 import weakref
 from collections.abc import Sequence
 
-from client.errors import AuthenticationError, DeadlineExceeded, LeaseHeldError, RemoteError
+from client.errors import (
+    AuthenticationError,
+    DeadlineExceeded,
+    LeaseHeldError,
+    LeaseNotRenewed,
+    OutOfThreads,
+    RemoteError,
+    WorkerDied,
+)
 from client.lease_terms import LeaseTerms
 from client.transport import Context, ControlChannel, Endpoint, PendingCall
 from rpc_schema.errors import WireError
 from rpc_schema.lease import RenewLease, RenewLeaseReply
 
-RENEWALS_PER_TTL = 3
+RENEWALS_PER_TTL = 4
+"""A driver may stand still for the other three quarters, less the way of one renewal."""
 STOP_CHECK_S = 0.05
 """How long a wait for answers goes on before it looks whether it is to end."""
-POLL_S = 0.25
-"""So often a waiting driver looks whether the holder has renewed its lease."""
+POLL_S = 0.1
+"""So often a waiting driver looks whether the holder has renewed its lease: more often than the
+shortest lease is renewed, or each look would find as much left as the one before."""
 EXPIRY_SLACK_S = 0.01
 """Waited beyond the announced expiry, which is rounded to milliseconds."""
 RENEWAL_SLACK_S = 0.02
@@ -27,6 +37,10 @@ shrinks less than time passes tells nothing: a daemon does not count the time in
 from looking at the lease."""
 RENEWALS_OF_THE_LIVING = 2
 """The first may have been under way when its sender died."""
+
+
+_ASK_AGAIN = (DeadlineExceeded, WireError, AuthenticationError, WorkerDied)
+"""What a renewal may fail of while the lease lasts: the group's thread judges who is dead."""
 
 
 class LeaseKeeper:
@@ -45,7 +59,7 @@ class LeaseKeeper:
         group: object,
     ) -> None:
         """group: whose end is the keeper's too, should nobody close it."""
-        self.lost: RemoteError | None = None
+        self.lost: RemoteError | LeaseNotRenewed | None = None
         """Why the lease is not this driver's any more; written by the keeper's thread, once."""
         self._context = context
         self._driver_id = driver_id
@@ -60,7 +74,12 @@ class LeaseKeeper:
 
     def start(self, epoch: int, daemons: Sequence[tuple[int, Endpoint]]) -> None:
         """Begin to renew the lease of `epoch`, which these daemons, each with its rank, are about
-        to grant: until `confirm` their refusals mean nothing."""
+        to grant: until `confirm` their refusals mean nothing.
+
+        Raises:
+            OutOfDescriptors: there is none left for its sockets.
+            OutOfThreads: its thread cannot be started. Either way nothing is left open.
+        """
         self.stop()
         self.lost = None
         self._epoch = epoch
@@ -68,10 +87,26 @@ class LeaseKeeper:
         self._owner = threading.current_thread()
         self.heartbeat()
         self._ended = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(self._ended, tuple(daemons)), name="lease", daemon=True
+        # Opened here, so that the caller hears of a failure; the thread alone uses them.
+        channels = self._open_channels(daemons)
+        thread = threading.Thread(
+            target=self._run, args=(self._ended, channels), name="lease", daemon=True
         )
-        self._thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            _close(channels)
+            raise OutOfThreads from error
+        self._thread = thread
+
+    def _open_channels(self, daemons: Sequence[tuple[int, Endpoint]]) -> list[ControlChannel]:
+        with contextlib.ExitStack() as opened:
+            channels = []
+            for rank, endpoint in daemons:
+                channels.append(ControlChannel(self._context, endpoint, rank))
+                opened.callback(channels[-1].close)
+            opened.pop_all()
+        return channels
 
     def confirm(self) -> None:
         """All daemons have granted it: whoever refuses a renewal from now on ends it."""
@@ -98,20 +133,27 @@ class LeaseKeeper:
         self.stop()
         self.lost = None
 
-    def _run(self, ended: threading.Event, daemons: Sequence[tuple[int, Endpoint]]) -> None:
-        channels = [ControlChannel(self._context, endpoint, rank) for rank, endpoint in daemons]
-        interval_s = self._terms.ttl_s / RENEWALS_PER_TTL
+    def _run(self, ended: threading.Event, channels: Sequence[ControlChannel]) -> None:
         try:
-            while not ended.wait(interval_s) and self._group() is not None:
-                if not self._owner.is_alive():
-                    return
-                if self._is_beating():
-                    self._renew(channels, ended, time.monotonic() + interval_s)
-                if self.lost is not None:
-                    return
+            self._renew_until(ended, channels)
+        except Exception as error:
+            self.lost = LeaseNotRenewed(error)
+            self.lost.__cause__ = error
         finally:
-            for channel in channels:
-                channel.close()
+            _close(channels)
+
+    def _renew_until(self, ended: threading.Event, channels: Sequence[ControlChannel]) -> None:
+        """Renew at even intervals, however long a daemon takes to answer."""
+        interval_s = self._terms.ttl_s / RENEWALS_PER_TTL
+        due = time.monotonic() + interval_s
+        while not ended.wait(max(0.0, due - time.monotonic())) and self._group() is not None:
+            if not self._owner.is_alive():
+                return
+            due = time.monotonic() + interval_s
+            if self._is_beating():
+                self._renew(channels, ended, due)
+            if self.lost is not None:
+                return
 
     def _is_beating(self) -> bool:
         timeout_s = self._terms.heartbeat_timeout_s
@@ -123,7 +165,7 @@ class LeaseKeeper:
         """Ask all daemons, then hear them. One that does not answer is asked again next time."""
         epoch, pending = self._epoch, list[PendingCall[RenewLeaseReply]]()
         for channel in channels:
-            with contextlib.suppress(DeadlineExceeded, AuthenticationError):
+            with contextlib.suppress(*_ASK_AGAIN):
                 pending.append(
                     channel.send(
                         lambda call: RenewLease(call=call, driver_id=self._driver_id, epoch=epoch),
@@ -136,12 +178,17 @@ class LeaseKeeper:
                 while time.monotonic() < deadline and not ended.is_set():
                     if call.poll(min(deadline, time.monotonic() + STOP_CHECK_S)) is not None:
                         break
-            except (WireError, AuthenticationError):
+            except _ASK_AGAIN:
                 continue
             except RemoteError as error:
                 if self._attached and not ended.is_set():
                     self.lost = error
                     return
+
+
+def _close(channels: Sequence[ControlChannel]) -> None:
+    for channel in channels:
+        channel.close()
 
 
 class Patience:

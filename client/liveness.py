@@ -30,7 +30,8 @@ SILENCE_LIMIT_S = 9.9
 announced it. Ten seconds are promised."""
 
 BLIND_AFTER_S = 0.5
-"""Whoever has not looked for so long may have missed heartbeats: that time is not counted."""
+"""Where events were not read for so long, heartbeats may be lost: that time is not counted as
+silence."""
 
 _FENCE_AFTER_CUT_S = FENCE_AFTER_S - 1.0
 """A connection is cut after about a second of silence."""
@@ -140,21 +141,27 @@ def process_behind(peer: socket.socket) -> Process:
 
 
 def nobody_listens(address: str) -> bool:
-    """Whether a connection to an address is refused: a process that is only stopped does not refuse
-    any, and of one beyond a broken network nothing comes back. On ipc the daemon hears nothing of
-    the question: it is asked by a socket of another type, which Linux refuses only once it has
-    found who listens (unix(7), EPROTOTYPE)."""
+    """Tell whether a connection to an address is refused; see connection_error. A name that does
+    not resolve, or a path that may not be looked at, tells nothing of who listens."""
+    return isinstance(connection_error(address), FileNotFoundError | ConnectionRefusedError)
+
+
+def connection_error(address: str) -> OSError | None:
+    """Return the error of a connection to an address; None where there is none. A process that is
+    only stopped does not refuse any, and of one beyond a broken network nothing comes back. On ipc
+    the daemon hears nothing of the question: it is asked by a socket of another type, which Linux
+    refuses only once it has found who listens (unix(7), EPROTOTYPE)."""
     try:
         if address.startswith("tcp://"):
             host, _, port = address.removeprefix("tcp://").rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
         else:
             _connected(address, socket.SOCK_DGRAM).close()
-    except (ConnectionRefusedError, FileNotFoundError):
-        return True
-    except OSError:
-        return False
-    return False
+    except OSError as error:
+        return error
+    except UnicodeError:  # Python's; no such name resolves
+        return socket.gaierror(socket.EAI_NONAME, "it is no host's name")
+    return None
 
 
 def _connected(address: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
@@ -188,7 +195,7 @@ class _Rank:
 
 class Watch:
     """Judges the daemons of a group. Belongs to one thread, which calls look() as often as it
-    can."""
+    can, and listened() each time that it has read their events."""
 
     def __init__(
         self,
@@ -209,7 +216,7 @@ class Watch:
         self._ranks = [
             _Rank(address, control) for address, control in zip(addresses, controls, strict=True)
         ]
-        self._looked_at = clock()
+        self._listened_at = clock()
 
     def close(self) -> None:
         """Close the descriptors."""
@@ -245,8 +252,10 @@ class Watch:
             entry.heard_at = None
 
     def disconnected(self, rank: int) -> None:
-        """Its connection has ended."""
+        """Its connection has ended. Before it was met its ControlChannel sees to that."""
         entry = self._ranks[rank]
+        if not entry.uid:
+            return
         if entry.cut_since is None:
             entry.cut_since = self._clock()
         # On tcp the next attempt to connect tells: whoever asks there is heard, and logged.
@@ -304,19 +313,27 @@ class Watch:
             detail = f"{event.phase} has lasted {event.phase_ms} ms, usually {event.usual_ms} ms"
             self._tell("slow", rank, "progress", detail)
 
+    def listened(self) -> None:
+        """All events that are here have been read: judge who is silent. Only now, since a heartbeat
+        that waits to be read is no silence."""
+        now = self._clock()
+        blind_s = now - self._listened_at
+        if blind_s > BLIND_AFTER_S:
+            for entry in self._ranks:
+                if entry.heard_at is not None:
+                    entry.heard_at = min(now, entry.heard_at + blind_s)
+        self._listened_at = now
+        for rank, entry in enumerate(self._ranks):
+            if entry.heard_at is not None and entry.cut_since is None and entry.standing != "dead":
+                self._judge_silence(rank, entry, now - entry.heard_at)
+
     def look(self) -> None:
-        """Look for ended processes and for silence.
+        """Look for ended processes and for connections that stay cut.
 
         Raises:
             WorkerDied: one of them is dead, now or since the last call; names the first.
         """
         now = self._clock()
-        blind_s = now - self._looked_at
-        if blind_s > BLIND_AFTER_S:
-            for entry in self._ranks:
-                if entry.heard_at is not None:
-                    entry.heard_at = min(now, entry.heard_at + blind_s)
-        self._looked_at = now
         for rank, entry in enumerate(self._ranks):
             if entry.standing != "dead":
                 self._judge(rank, entry, now)
@@ -343,8 +360,6 @@ class Watch:
             self._die(rank, "process", ended + entry.process.cause_of_end())
         elif entry.cut_since is not None and now - entry.cut_since >= _FENCE_AFTER_CUT_S:
             self._die(rank, "transport", f"it has not answered for {FENCE_AFTER_S:g} s: fenced")
-        elif entry.heard_at is not None and entry.cut_since is None:
-            self._judge_silence(rank, entry, now - entry.heard_at)
 
     def _judge_silence(self, rank: int, entry: _Rank, silent_s: float) -> None:
         if silent_s >= entry.allowed_s:

@@ -14,7 +14,8 @@ import msgspec
 
 from client.errors import ClientConfigError, ConfigMismatchError
 from client.kv_planning import choose_num_blocks, fit_max_model_len
-from rpc_schema.config import WorkerConfig
+from client.step_checks import GroupLimits
+from rpc_schema.config import MIN_STEP_DEADLINE_MS, WorkerConfig
 from rpc_schema.kv_cache import build_kv_cache_config, smallest_fitting_blocks
 from rpc_schema.lifecycle import GetModelMetadataReply, Status
 
@@ -89,6 +90,25 @@ def check_config(config: WorkerConfig) -> None:
                     value=value,
                     fix=str(error),
                 ) from None
+    deadline_ms = config.scheduler.step_deadline_ms
+    if deadline_ms < MIN_STEP_DEADLINE_MS:
+        raise ClientConfigError(
+            "steps that are only slow would be taken for hanging ones",
+            field="scheduler.step_deadline_ms",
+            value=deadline_ms,
+            fix=f"use at least {MIN_STEP_DEADLINE_MS}",
+        )
+
+
+def group_limits(config: WorkerConfig, model: LoadedModel) -> GroupLimits:
+    """Return what a group that was loaded with `config` takes in a step."""
+    return GroupLimits(
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+        vocab_size=model.metadata.vocab_size,
+        num_blocks=model.num_blocks,
+        block_size=model.block_size,
+    )
 
 
 def load(

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from client.encoded_step import EncodedStep
 from client.errors import (
     ClientError,
     DeadlineExceeded,
@@ -23,7 +24,8 @@ from client.errors import (
 )
 from client.link_tries import LinkTries
 from client.scheduler_output import StepResult
-from client.slots import EncodedStep, SlotTable
+from client.slots import SlotTable
+from client.step_checks import GroupLimits
 from client.step_times import StepTimes
 from rpc_schema.codec import StepReplyMessage
 from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, ErrorScope, WireError
@@ -195,10 +197,10 @@ class StepsInFlight:
         self._suspect: _Suspect | None = None
         self._link_tries = LinkTries()
 
-    def start(self, max_num_seqs: int, step_deadline_s: float) -> None:
+    def start(self, max_num_seqs: int, limits: GroupLimits, step_deadline_s: float) -> None:
         """Begin with an empty table of slots; no failure of before is told any more."""
         self._timeout_s = step_deadline_s + STEP_SLACK_S
-        self.slots = SlotTable(max_num_seqs)
+        self.slots = SlotTable(max_num_seqs, limits)
         self.slots.require_resync()
         self._failure = None
 

@@ -2,11 +2,11 @@
 with keys: another connection would be turned away there, and logged, while this one has proved by
 its handshake who answers. Knows no daemon and no ZeroMQ socket."""
 
-import os
 import socket
 from contextlib import suppress
 
 from client.liveness import Process, UnknownProcess, process_behind
+from rpc_schema.borrowed_sockets import borrowed
 
 
 class PeerProcesses:
@@ -21,7 +21,7 @@ class PeerProcesses:
         thread's, which may have closed it since: what is there now has to be a connection to that
         very path."""
         self.forget(address)
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as peer:
+        with suppress(OSError), borrowed(descriptor) as peer:
             path = address.removeprefix("ipc://")
             if peer.family == socket.AF_UNIX and peer.getpeername() == path:
                 self._found[address] = process_behind(peer)

@@ -15,6 +15,7 @@ from client.errors import (
     DeadlineExceeded,
     FencedError,
     LeaseExpiredError,
+    LeaseNotRenewed,
     NotAttachedError,
     RemoteCapacityError,
     RemoteDeviceError,
@@ -23,9 +24,10 @@ from client.errors import (
     ReplacementFailed,
     WorkerDied,
 )
-from client.group_channel import OPERATION_TIMEOUT_S, GroupChannel, Send
+from client.group_channel import OPERATION_TIMEOUT_S, SLEEP_TIMEOUT_S, GroupChannel, Send
 from client.load_chain import LoadChain
 from client.loading import LoadedModel
+from client.memory_of_group import Tags, common_tags, is_away, way_back
 from client.outcomes import StepsInFlight
 from client.transport import Endpoint
 from client.worker_client import StepIds, WorkerClient
@@ -53,9 +55,10 @@ class Replaced:
     ranks: tuple[int, ...]
     """Whose daemon is another one now, or the same again after it was given up."""
     loaded_ranks: tuple[int, ...]
-    """Those of them that had to load their shard."""
+    """Those who had to load their shard; also ranks that stayed and were not ready."""
     seconds: dict[str, float]
-    """By phase: fence, wait, attach, link, load, warm_up; of the attempt that succeeded."""
+    """By phase: fence, wait, attach, link, load, warm_up; of the attempt that succeeded. Where
+    ranks had to be reset or woken, clear; where they sleep again, sleep, wake_up or discard."""
     statuses: list[lc.Status] = field(repr=False)
     """As the daemons were attached."""
 
@@ -65,6 +68,7 @@ _PASSING = (
     CommError,
     FencedError,
     LeaseExpiredError,
+    LeaseNotRenewed,
     NotAttachedError,
     DeadlineExceeded,
     RemoteCapacityError,
@@ -93,6 +97,8 @@ class Replacement:
         self._attaching = attaching
         self._seconds: dict[str, float] = {}
         self._vacant: dict[int, Endpoint] = {}
+        self._memory: Tags | None = None
+        """What the memory of those who were there was like."""
 
     def run(self, rank: int, endpoint: Endpoint | None, within_s: float) -> Replaced:
         """See WorkerGroup.replace."""
@@ -129,7 +135,7 @@ class Replacement:
             self._channel.check_deaths()
         except WorkerDied as died:
             error = died
-        except RemoteError:
+        except (RemoteError, LeaseNotRenewed):
             pass  # the lease is lost: the next attempt asks for it again
         if isinstance(error, RemoteCapacityError):
             time.sleep(MEMORY_PAUSE_S)
@@ -163,11 +169,15 @@ class Replacement:
                 channel.links.numbers[rank] = 0
             channel.daemons.absent = frozenset()
             statuses = self._attaching.attach_present()
-        newcomers = tuple(rank for rank in self._vacant if not self._has_all(rank, statuses[rank]))
-        self._reset([rank for rank in newcomers if statuses[rank].load != "CREATED"])
+        newcomers = tuple(
+            rank for rank, status in enumerate(statuses) if not self._can_stay(rank, status)
+        )
+        self._remember_memory(newcomers, statuses)
+        self._clear_the_way(newcomers, statuses)
         self._link(newcomers)
         if newcomers:
             self._load(newcomers)
+        self._put_memory_back()
         return Replaced(
             tuple(self._vacant),
             newcomers,
@@ -194,6 +204,13 @@ class Replacement:
                     )
                 time.sleep(_PAUSE_S)
 
+    def _can_stay(self, rank: int, status: lc.Status) -> bool:
+        """Tell whether a daemon need not load: those who were there all along have what the group
+        serves, unless they were reset."""
+        if rank in self._vacant:
+            return self._has_all(rank, status)
+        return status.load == "READY"
+
     def _has_all(self, rank: int, status: lc.Status) -> bool:
         """Whether a daemon is ready as it is: one that was given up too early, say."""
         return (
@@ -205,10 +222,42 @@ class Replacement:
             and status.kv_cache.num_blocks == self._model.num_blocks
         )
 
-    def _reset(self, ranks: Sequence[int]) -> None:
-        """Have daemons that hold something else give it up."""
-        if ranks:
-            LoadChain(self._channel, ranks).reset("CREATED")
+    def _remember_memory(self, newcomers: Sequence[int], statuses: Sequence[lc.Status]) -> None:
+        """An attempt that fails leaves the others awake: what the first one found counts."""
+        others = [status for rank, status in enumerate(statuses) if rank not in newcomers]
+        if self._memory is None and others:
+            self._memory = common_tags(others)
+
+    def _clear_the_way(self, newcomers: Sequence[int], statuses: Sequence[lc.Status]) -> None:
+        """Have newcomers that hold something else give it up, and the others wake: links, graphs
+        and warm-up need their memory."""
+        occupied = [rank for rank in newcomers if statuses[rank].load != "CREATED"]
+        asleep = [
+            rank
+            for rank, status in enumerate(statuses)
+            if rank not in newcomers and is_away(status.memory_tags)
+        ]
+        if not occupied and not asleep:
+            return
+
+        def send(client: WorkerClient, ids: StepIds) -> None:
+            if client.rank in newcomers:
+                client.reset(ids, "CREATED")
+            elif client.rank in asleep:
+                client.wake_up(ids, None)
+            else:
+                client.get_supported_tasks(ids)
+
+        with self._phase("clear"):
+            timeout_s = self._channel.links.timeout_s + SLEEP_TIMEOUT_S
+            self._channel.exchange("wake_up" if asleep else "reset", send, timeout_s)
+            self._channel.refresh_links()
+
+    def _put_memory_back(self) -> None:
+        """Bring all ranks to where the others were."""
+        for operation, send in way_back(self._memory or {}):
+            with self._phase(operation):
+                self._channel.exchange(operation, send, SLEEP_TIMEOUT_S)
 
     def _link(self, newcomers: Sequence[int]) -> None:
         with self._phase("link"):
@@ -250,6 +299,6 @@ class Replacement:
 def _answers(client: WorkerClient) -> bool:
     try:
         client.hello(_ASK_S)
-    except DeadlineExceeded:
+    except (DeadlineExceeded, WorkerDied):
         return False
     return True

@@ -12,7 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from client.errors import RequestError
-from rpc_schema.sampling import MAX_LOGPROBS, MIN_TEMPERATURE, SamplingParams
+from rpc_schema.plain_text import printable
+from rpc_schema.sampling import (
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    MIN_TEMPERATURE,
+    SamplingParams,
+)
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Encode = Callable[[str], Sequence[int]]
@@ -52,12 +58,15 @@ class GenerationRequest:
         """Return what the workers need to know of it.
 
         Raises:
-            RequestError: it samples and has no seed, which `seeded` would give it.
+            RequestError: it samples and has no seed, which `seeded` would give it, or it has more
+                stop tokens than a request may have.
         """
         if self.seed is None and self.temperature > 0:
             raise RequestError(
                 "the request has no seed yet", field="seed", value=None, fix="use seeded(request)"
             )
+        stop_ids = self.stop_ids(eos_token_ids)
+        _check_num_stop_ids(len(stop_ids))
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -65,7 +74,7 @@ class GenerationRequest:
             min_p=self.min_p,
             seed=self.seed or 0,
             min_tokens=self.min_tokens,
-            stop_token_ids=self.stop_ids(eos_token_ids),
+            stop_token_ids=stop_ids,
             logprobs=self.logprobs,
         )
 
@@ -94,6 +103,8 @@ def validated(request: GenerationRequest) -> GenerationRequest:
     Raises:
         RequestError: a field is out of bounds.
     """
+    _check_unicode("id", request.id)
+    _check_num_stop_ids(len(set(request.stop_token_ids)))
     for field, value, low, high in (
         ("id", len(request.id), 1, MAX_ID_LENGTH),
         ("prompt_token_ids", len(request.prompt_token_ids), 1, MAX_COUNT),
@@ -170,27 +181,27 @@ class RequestParser:
         self._encode = encode
         self._seed = seed
 
-    def parse(self, text: str, index: int) -> GenerationRequest:
-        """Return the request on line index + 1.
+    def parse(self, text: str | bytes, index: int) -> GenerationRequest:
+        """Return the request on line index + 1; bytes are UTF-8.
 
         Raises:
             RequestError: it is no JSON object, or a field is unknown, of the wrong type or out of
                 bounds; names line, field, value and fix.
         """
         try:
-            return self.from_fields(_load_object(text), index)
+            return self.from_fields(_load_object(_decoded(text)), index)
         except RequestError as error:
-            message = str(error).split("; field ")[0]
-            raise RequestError(
-                message, field=error.field, value=error.value, fix=error.fix, line=index + 1
-            ) from None
+            raise error.at_line(index + 1) from None
 
     def from_fields(self, fields: Mapping[str, Json], index: int) -> GenerationRequest:
         """Return the request with these fields. Raises as parse does, without the line."""
         unknown = sorted(fields.keys() - _FIELDS)
         if unknown:
             raise RequestError(
-                "unknown field", field=unknown[0], value=fields[unknown[0]], fix=_known_fields()
+                "unknown field",
+                field=printable(unknown[0][:80]),
+                value=fields[unknown[0]],
+                fix=_known_fields(),
             )
         seed = random_seed() if self._seed is None else derived_seed(self._seed, index)
         request = GenerationRequest(
@@ -225,6 +236,7 @@ class RequestParser:
             return np.array(values, np.int32)
         if not isinstance(text, str):
             raise _wrong_type("prompt", text, "a string")
+        _check_unicode("prompt", text)
         if self._encode is None:
             raise RequestError(
                 "the model has no tokenizer.json",
@@ -256,6 +268,43 @@ _FIELDS = frozenset(
 
 def _known_fields() -> str:
     return "use " + ", ".join(sorted(_FIELDS))
+
+
+def _decoded(text: str | bytes) -> str:
+    if isinstance(text, str):
+        return text
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"not UTF-8: {error.reason} at byte {error.start + 1} of the line",
+            field="line",
+            value=text[max(0, error.start - 20) : error.start + 20],
+            fix="write the file in UTF-8",
+        ) from None
+
+
+def _check_unicode(field: str, text: str) -> None:
+    """Raise RequestError for half of a surrogate pair, which JSON can name and no UTF-8 has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{field} is not Unicode text: character {error.start + 1} is a lone surrogate",
+            field=field,
+            value=text[max(0, error.start - 20) : error.start + 20],
+            fix="write whole characters: both halves of a surrogate pair, or UTF-8",
+        ) from None
+
+
+def _check_num_stop_ids(count: int) -> None:
+    if count > MAX_STOP_TOKEN_IDS:
+        raise RequestError(
+            "too many stop tokens, end of sequence included",
+            field="stop_token_ids",
+            value=count,
+            fix=f"give at most {MAX_STOP_TOKEN_IDS}",
+        )
 
 
 def _load_object(text: str) -> dict[str, Json]:
@@ -292,7 +341,10 @@ def _number(fields: Mapping[str, Json], field: str, kind: type[ValueT], default:
     allowed = int | float if kind is float else int
     if isinstance(value, bool) or not isinstance(value, allowed):
         raise _wrong_type(field, value, "an integer" if kind is int else "a number")
-    return kind(value)
+    try:
+        return kind(value)
+    except OverflowError:
+        raise _wrong_type(field, str(value), "a number that a float can hold") from None
 
 
 def _flag(fields: Mapping[str, Json], field: str) -> bool:

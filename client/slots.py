@@ -6,143 +6,109 @@ A pure decode step with an unchanged set costs nothing per request: bitmap, slot
 reply are kept in a plan, and its rows' counts are brought up to date only when somebody needs them.
 """
 
-import heapq
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from client.block_holders import BlockHolders, BlockTaken, block_indices
+from client.encoded_step import DecodePlan, EncodedStep, decode_reply, pack_bits
 from client.errors import InvalidSchedulerOutput
-from client.scheduler_output import Logprobs, NewRequest, SchedulerOutput, StepResult
-from rpc_schema.codec import MAX_STEP_BYTES, Frame, encode_step
-from rpc_schema.errors import BadFrameError, TooLargeError
+from client.scheduler_output import NewRequest, SchedulerOutput, StepResult
+from client.step_checks import MAX_ADMITTED_TOKENS as MAX_ADMITTED_TOKENS
+from client.step_checks import (
+    WIRE_LIMITS,
+    GroupLimits,
+    check_admissions,
+    check_mask,
+    check_shape,
+    encode_checked,
+    named_ids,
+    not_running,
+    read_blocks,
+    read_counts,
+    read_tokens,
+    repeated,
+    unknown_request,
+    wrong_block,
+    wrong_count,
+    wrong_ids,
+)
+from rpc_schema.codec import Frame, encode_step
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput, NewRequestData
 
 MAX_PLANS = 16
-MAX_NOTE_BYTES = 1024
-MESSAGE_RESERVE_BYTES = 4 << 20
-"""Of a step's bound, what columns other than prompts may take."""
 
 MAX_UNCOUNTED_BYTES = 1 << 16
 """Of appended blocks, two bytes each, before they are counted; their counting is vectorised."""
 
-MAX_ADMITTED_TOKENS = (MAX_STEP_BYTES - MESSAGE_RESERVE_BYTES) // 4
-"""Tokens of all new requests of one step together."""
-
 Int32s = NDArray[np.int32]
+Indices = NDArray[np.int64]
+_NO_INDICES = np.zeros(0, np.int64)
+_NONE_NEW: Mapping[str, int] = {}
 _UINT16 = np.dtype("<u2")
-_INT32 = np.dtype("<i4")
 
 
-class DecodePlan:
-    """A set of requests that all decode one token a step, with everything that stays the same from
-    step to step."""
+class _Blocks(NamedTuple):
+    """Blocks that a step gives to requests."""
 
-    __slots__ = (
-        "bitmap",
-        "bits",
-        "num_pending",
-        "req_ids",
-        "slots",
-        "slots_bytes",
-        "sorted_req_ids",
-    )
-
-    def __init__(self, req_ids: tuple[str, ...], slots: Int32s, capacity: int) -> None:
-        order = np.argsort(slots)
-        self.req_ids = req_ids
-        self.slots: Int32s = slots[order]
-        self.slots_bytes = self.slots.astype("<u2").tobytes()
-        self.sorted_req_ids = tuple(req_ids[i] for i in order.tolist())
-        self.bits = np.zeros(capacity, np.bool_)
-        self.bits[slots] = True
-        self.bitmap = _pack(self.bits)
-        self.num_pending = 0
-        """Steps whose effect on the rows' counts is not in the arrays yet."""
+    slots: bytes
+    """A column of uint16: the request that gets each block."""
+    ids: bytes
+    """A column of int32."""
+    listed: Sequence[int]
+    indices: Indices
+    """Empty where nobody looks after blocks."""
 
 
-class EncodedStep:
-    """A step as sent: its frames, and what is needed to read its reply or to undo it."""
-
-    __slots__ = (
-        "extra_req_ids",
-        "extra_slots",
-        "frames",
-        "num_logprobs",
-        "output",
-        "plan",
-        "resync",
-        "seq",
-    )
-
-    def __init__(
-        self,
-        seq: int,
-        output: SchedulerOutput,
-        frames: list[Frame],
-        plan: DecodePlan | None,
-        extra_slots: Sequence[int],
-        extra_req_ids: Sequence[str],
-        num_logprobs: Mapping[str, int],
-        *,
-        resync: bool = False,
-    ) -> None:
-        self.seq = seq
-        self.output = output
-        self.frames = frames
-        self.plan = plan
-        self.extra_slots = extra_slots
-        """Slots outside the plan that sample in this step."""
-        self.extra_req_ids = extra_req_ids
-        self.num_logprobs = num_logprobs
-        """Of the requests that asked for any, as of this step."""
-        self.resync = resync
-        """Sent in full: if this one fails, the rows it names cannot be trusted either."""
-
-    def sampled_bitmap(self) -> tuple[bytes, Sequence[str]]:
-        """Return the slots that sample as a bitmap, and their request ids, slots ascending."""
-        plan = self.plan
-        if plan is not None and not self.extra_slots:
-            return plan.bitmap, plan.sorted_req_ids
-        slots, req_ids = self.sampled()
-        return _bitmap(slots), req_ids
-
-    def sampled(self) -> tuple[bytes, Sequence[str]]:
-        """Return the slots that sample, ascending, as little-endian uint16, and their request
-        ids."""
-        plan = self.plan
-        if plan is not None and not self.extra_slots:
-            return plan.slots_bytes, plan.sorted_req_ids
-        pairs = list(zip(self.extra_slots, self.extra_req_ids, strict=True))
-        if plan is not None:
-            pairs += zip(plan.slots.tolist(), plan.sorted_req_ids, strict=True)
-        pairs.sort()
-        return array("H", [slot for slot, _ in pairs]).tobytes(), [req_id for _, req_id in pairs]
+_NO_BLOCKS = _Blocks(b"", b"", (), _NO_INDICES)
 
 
-class _Saved(NamedTuple):
-    """A SlotTable's state, for a step that turns out not to fit into a message."""
+class _Rows(NamedTuple):
+    """Scheduled rows, slots ascending, as the step leaves them."""
 
-    slot_of: dict[str, int]
-    free: list[int]
+    slots: Int32s
+    num_scheduled: Int32s
     num_computed: Int32s
     num_tokens: Int32s
-    num_blocks: Int32s
-    num_logprobs: Mapping[str, int]
-    plans: dict[int, DecodePlan]
+    samples: NDArray[np.bool_]
+    sampling_ids: Sequence[str]
+    """Requests of those that sample."""
+
+
+class _Change(NamedTuple):
+    """What a step that was judged does to the table."""
+
+    ended_ids: Sequence[str]
+    ended: Sequence[int]
+    """Their slots, ascending."""
+    slot_of_new: Mapping[str, int]
+    admitted: Sequence[NewRequest]
+    prefixes: Sequence[Indices]
+    """Of each of them, the blocks that it reads only; none where nobody looks after blocks."""
+    blocks: _Blocks
+    written: _Blocks
+    """Those of them that will be written to."""
+    rows: _Rows
+    total: int
+    """Scheduled tokens, decodes included."""
 
 
 class SlotTable:
     """Who has which slot, and how far each row is. One thread; `max_num_seqs` slots, the lowest
     free one first."""
 
-    def __init__(self, max_num_seqs: int) -> None:
+    def __init__(self, max_num_seqs: int, limits: GroupLimits = WIRE_LIMITS) -> None:
+        """limits: what the group takes, where that is less than a message can carry."""
         self.capacity = max_num_seqs
+        self._limits = limits
+        self._holders = BlockHolders(max_num_seqs, limits.num_blocks) if limits.num_blocks else None
         self._slot_of: dict[str, int] = {}
-        self._free: list[int] = list(range(max_num_seqs))
+        self._is_free = np.ones(max_num_seqs, np.bool_)
         self._num_computed = np.zeros(max_num_seqs, np.int32)
         self._num_tokens = np.zeros(max_num_seqs, np.int32)
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
@@ -170,25 +136,48 @@ class SlotTable:
         return self._slot_of[req_id]
 
     def encode(self, output: SchedulerOutput, *, epoch: int, link: int, seq: int) -> EncodedStep:
-        """Encode a step and account for it as applied.
+        """Encode a step and account for it as applied. It is judged and encoded first: the table
+        changes only once nothing can fail any more.
 
         Raises:
             InvalidSchedulerOutput: the output breaks a rule; nothing has changed.
         """
-        plan, counts = self._plan(output), output.num_scheduled_tokens
+        ids = epoch, link, seq
+        plan = self._plans.get(id(output.decode_req_ids))
+        is_known = plan is not None and plan.req_ids is output.decode_req_ids
+        is_steady = self._is_steady(output)
+        if plan is not None and is_known and is_steady:
+            return self._encode_steady(output, plan, ids)
+        check_shape(output)
+        self._flush()
+        if not is_known:
+            plan = self._make_plan(output.decode_req_ids)
+        if plan is not None and is_steady:
+            return self._encode_steady(output, plan, ids)
+        counts = output.num_scheduled_tokens
         if plan is None and output.decode_req_ids:
             counts = {**dict.fromkeys(output.decode_req_ids, 1), **counts}
             if len(counts) != len(output.decode_req_ids) + len(output.num_scheduled_tokens):
-                raise InvalidSchedulerOutput(
-                    "a request is in decode_req_ids twice, or in num_scheduled_tokens too"
-                )
-        steady = not (
-            counts or output.finished_req_ids or output.preempted_req_ids
-            or output.scheduled_new_reqs or self._must_resync
-        )  # fmt: skip
-        if steady and plan is not None:
-            return self._encode_steady(output, plan, epoch, link, seq)
-        return self._encode_changed(output, plan, counts, (epoch, link, seq))
+                both = chain(output.decode_req_ids, output.num_scheduled_tokens)
+                message = "it is in decode_req_ids twice, or in num_scheduled_tokens too"
+                raise wrong_ids(message, "decode_req_ids", repeated(both))
+        return self._encode_changed(output, plan, counts, ids)
+
+    def _is_steady(self, output: SchedulerOutput) -> bool:
+        """Whether a step does nothing but decode and append blocks."""
+        blocks: object = output.new_block_ids
+        if type(blocks) is not dict and not isinstance(blocks, Mapping):
+            return False
+        try:
+            return type(output.defer_sampling) is bool and not (
+                self._must_resync
+                or output.num_scheduled_tokens
+                or output.finished_req_ids
+                or output.preempted_req_ids
+                or output.scheduled_new_reqs
+            )
+        except ValueError:  # an array in the place of a sequence
+            return False
 
     def encode_masks(
         self, step: EncodedStep, masks: Mapping[str, NDArray[np.int32]]
@@ -201,11 +190,13 @@ class SlotTable:
         """
         packed, req_ids = step.sampled()
         slot_of = dict(zip(req_ids, np.frombuffer(packed, "<u2").tolist(), strict=True))
-        for req_id in masks:
+        for req_id, mask in masks.items():
             if req_id not in slot_of:
-                raise InvalidSchedulerOutput(f"masks: step {step.seq} does not sample {req_id!r}")
+                raise wrong_ids(f"step {step.seq} does not sample it", "masks", [req_id])
+            check_mask(req_id, mask)
         if len({mask.shape for mask in masks.values()}) > 1:
-            raise InvalidSchedulerOutput("masks: they differ in length")
+            lengths = sorted({mask.size for mask in masks.values()})
+            raise wrong_ids(f"masks differ in length: {lengths}", "masks", masks)
         staying = [name for name in req_ids if self._slot_of.get(name) == slot_of[name]]
         rows = [(slot_of[req_id], masks[req_id]) for req_id in staying if req_id in masks]
         if not rows:
@@ -215,24 +206,8 @@ class SlotTable:
 
     @staticmethod
     def decode(step: EncodedStep, reply: ModelRunnerOutput, arrays: Sequence[Frame]) -> StepResult:
-        """Turn a reply to `step` into request ids. Requests that finished before the deferred
-        sampling of their step may be missing.
-
-        Raises:
-            BadFrameError: the reply does not fit the step.
-        """
-        slots, req_ids = step.sampled_bitmap()
-        if step.output.defer_sampling and reply.slots != slots:
-            slots, req_ids = _those_left(*step.sampled(), reply.slots)
-        if reply.slots != slots or len(reply.sampled_token_ids) != 4 * len(req_ids):
-            raise BadFrameError(
-                f"step {step.seq} was to sample {len(req_ids)} slots; the reply's columns differ"
-            )
-        token_ids: list[int] = np.frombuffer(reply.sampled_token_ids, _INT32).tolist()
-        if reply.num_logprobs < 0:
-            return StepResult(req_ids, token_ids)
-        logprobs = _logprobs(req_ids, step.num_logprobs, reply.num_logprobs, arrays)
-        return StepResult(req_ids, token_ids, logprobs)
+        """Turn a reply to `step` into request ids. Raises as decode_reply does."""
+        return decode_reply(step, reply, arrays)
 
     def fail(self, outputs: Iterable[SchedulerOutput]) -> frozenset[str]:
         """Undo failed steps: forget every request that took part or was to end in them, and send
@@ -252,57 +227,61 @@ class SlotTable:
 
     def drop_all(self) -> frozenset[str]:
         """Forget every request; the next step is sent in full, with no rows. Return their ids."""
+        self._flush()
         dropped = frozenset(self._slot_of)
         self._release(list(dropped))
         self._must_resync = True
         return dropped
 
+    def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
+        """Drop every request, for a step that was not sent. Return their ids, and those that the
+        step names, whose fields may be of any kind."""
+        return self.drop_all() | named_ids(output)
+
     def require_resync(self) -> None:
         """Send the next step in full."""
         self._must_resync = True
 
-    def _plan(self, output: SchedulerOutput) -> DecodePlan | None:
-        """The plan of output.decode_req_ids; None where not all of them are at their last token."""
-        req_ids = output.decode_req_ids
-        plan = self._plans.get(id(req_ids))
-        if plan is not None and plan.req_ids is req_ids:
-            return plan
+    def _make_plan(self, req_ids: tuple[str, ...]) -> DecodePlan | None:
+        """The plan of decode_req_ids; None where not all of them are at their last token."""
         if not req_ids:
             return None
-        self._flush()
         slots = self._slots(req_ids)
         if np.any(self._num_computed[slots] + 1 != self._num_tokens[slots]):
             return None
         plan = DecodePlan(req_ids, slots, self.capacity)
         if int(np.count_nonzero(plan.bits)) != len(req_ids):
-            raise InvalidSchedulerOutput("a request is in decode_req_ids twice")
+            twice = repeated(req_ids)
+            raise wrong_ids("it is in decode_req_ids twice", "decode_req_ids", twice)
+        self._check_total(len(req_ids))
         if len(self._plans) == MAX_PLANS:
             self._plans.clear()
         self._plans[id(req_ids)] = plan
         return plan
 
     def _encode_steady(
-        self, output: SchedulerOutput, plan: DecodePlan, epoch: int, link: int, seq: int
+        self, output: SchedulerOutput, plan: DecodePlan, ids: tuple[int, int, int]
     ) -> EncodedStep:
-        block_slots, block_ids = self._append_blocks(output.new_block_ids)
-        plan.num_pending += 1
+        epoch, link, seq = ids
+        blocks = _NO_BLOCKS
+        if output.new_block_ids:
+            blocks = self._read_blocks(output.new_block_ids)
+            if self._holders is not None:
+                self._check_written(self._holders, blocks)
         message = ExecuteModel(
             epoch=epoch,
             link=link,
             seq=seq,
             total_num_scheduled_tokens=len(plan.req_ids),
             scheduled=plan.bitmap,
-            new_block_slots=block_slots,
-            new_block_ids=block_ids,
+            new_block_slots=blocks.slots,
+            new_block_ids=blocks.ids,
             defer_sampling=output.defer_sampling,
         )
-        try:
-            frames = encode_step(message)
-        except TooLargeError as error:
-            plan.num_pending -= 1
-            self._count_blocks()
-            np.subtract.at(self._num_blocks, np.frombuffer(block_slots, _UINT16), 1)
-            raise _too_large(error) from None
+        frames = encode_step(message)
+        plan.num_pending += 1
+        if blocks is not _NO_BLOCKS:
+            self._append(blocks.slots, blocks)
         return EncodedStep(seq, output, frames, plan, (), (), self._num_logprobs)
 
     def _encode_changed(
@@ -312,222 +291,354 @@ class SlotTable:
         counts: Mapping[str, int],
         ids: tuple[int, int, int],
     ) -> EncodedStep:
-        self._flush()
-        ending = self._known(output.finished_req_ids, output.preempted_req_ids)
-        self._check(output, plan, counts, ending)
-        saved = self._save()
-        finished = self._release(ending)
-        rows = self._resync_rows() if self._must_resync else None
-        new_reqs = tuple(self._admit(new) for new in output.scheduled_new_reqs)
-        blocks = {new.req_id: new.block_ids for new in output.scheduled_new_reqs}
-        block_slots, block_ids = self._append_blocks({**blocks, **output.new_block_ids})
-        slots, num_tokens, sampled = self._advance(counts)
-        bits = np.zeros(self.capacity, np.bool_) if plan is None else plan.bits.copy()
-        bits[slots] = True
-        num_decodes = 0
+        change = self._judge(output, plan, counts)
+        resync = self._resync_rows(change.ended) if self._must_resync else None
+        frames = self._encode_change(output, plan, change, resync, ids)
+        self._apply(change)
+        self._must_resync = False
         if plan is not None:
             plan.num_pending += 1
-            num_decodes = len(plan.req_ids)
-        several = num_tokens != 1
-        message = ExecuteModel(
-            epoch=ids[0],
-            link=ids[1],
-            seq=ids[2],
-            total_num_scheduled_tokens=num_decodes + int(num_tokens.sum()),
-            scheduled=_pack(bits),
-            num_scheduled_tokens=np.stack([slots[several], num_tokens[several]], axis=1)
-            .astype("<i4")
-            .tobytes(),
-            new_block_slots=block_slots,
-            new_block_ids=block_ids,
-            finished=b"" if rows is not None else array("H", finished).tobytes(),
-            scheduled_new_reqs=new_reqs,
-            resync=rows,
-            defer_sampling=output.defer_sampling,
-        )
-        try:
-            frames = encode_step(message, _token_frames(output.scheduled_new_reqs))
-        except TooLargeError as error:
-            self._restore(saved)
-            if plan is not None:
-                plan.num_pending -= 1
-            raise _too_large(error) from None
-        self._must_resync = False
-        extra_slots = slots[sampled].tolist()
-        names = {self._slot_of[req_id]: req_id for req_id in counts}
-        extra_req_ids = [names[slot] for slot in extra_slots]
+        rows = change.rows
         return EncodedStep(
             ids[2],
             output,
             frames,
             plan,
-            extra_slots,
-            extra_req_ids,
+            rows.slots[rows.samples].tolist(),
+            rows.sampling_ids,
             self._num_logprobs,
-            resync=rows is not None,
+            resync=resync is not None,
         )
 
-    def _save(self) -> _Saved:
-        return _Saved(
-            self._slot_of.copy(),
-            self._free.copy(),
-            self._num_computed.copy(),
-            self._num_tokens.copy(),
-            self._num_blocks.copy(),
-            self._num_logprobs,
-            self._plans,
-        )
+    def _judge(
+        self, output: SchedulerOutput, plan: DecodePlan | None, counts: Mapping[str, int]
+    ) -> _Change:
+        """Check a step whole, and return what it does. Nothing changes."""
+        new = tuple(output.scheduled_new_reqs)
+        ended_ids = self._known(output.finished_req_ids, output.preempted_req_ids)
+        ended = sorted(self._slot_of[req_id] for req_id in ended_ids)
+        new_slots = self._judge_admissions(new, ended_ids, ended)
+        slot_of_new = dict(zip((request.req_id for request in new), new_slots, strict=True))
+        gone = set(ended_ids)
+        self._check_gone(output, gone.difference(slot_of_new), ended, plan, counts)
+        rows = self._judge_rows(counts, new, slot_of_new)
+        num_decodes = 0
+        if plan is not None:
+            num_decodes = len(plan.req_ids)
+            if plan.bits[rows.slots].any():
+                both = counts.keys() & set(plan.req_ids)
+                message = "it is in decode_req_ids and in num_scheduled_tokens"
+                raise wrong_ids(message, "decode_req_ids", both)
+        total = num_decodes + int(rows.num_scheduled.sum())
+        self._check_total(total)
+        self._check_standing(output.new_block_ids, gone, slot_of_new)
+        judged = self._judge_blocks(output.new_block_ids, new, ended, slot_of_new)
+        blocks, written, prefixes = judged
+        return _Change(ended_ids, ended, slot_of_new, new, prefixes, blocks, written, rows, total)
 
-    def _restore(self, saved: _Saved) -> None:
-        self._slot_of, self._free = saved.slot_of, saved.free
-        self._num_computed, self._num_tokens = saved.num_computed, saved.num_tokens
-        self._num_blocks, self._num_logprobs = saved.num_blocks, saved.num_logprobs
-        self._appended.clear()  # of the step that is undone: those before were counted at its start
-        self._plans = saved.plans
+    def _judge_admissions(
+        self, new: Sequence[NewRequest], ended_ids: Sequence[str], ended: Sequence[int]
+    ) -> list[int]:
+        """Check new requests; return their slots, the lowest free ones."""
+        if not new:
+            return []
+        check_admissions(new, self._limits)
+        names = {request.req_id for request in new}
+        if len(names) < len(new):
+            twice = repeated(request.req_id for request in new)
+            raise wrong_ids("it is new twice in one step", "scheduled_new_reqs", twice)
+        gone = set(ended_ids)
+        taken = [name for name in names if name in self._slot_of and name not in gone]
+        if taken:
+            raise wrong_ids("it is new, but has a slot", "scheduled_new_reqs", taken)
+        is_free = self._is_free.copy()
+        is_free[ended] = True
+        slots: list[int] = np.flatnonzero(is_free)[: len(new)].tolist()
+        if len(slots) < len(new):
+            raise InvalidSchedulerOutput(
+                f"only {len(slots)} of max_num_seqs = {self.capacity} slots are free",
+                field="scheduled_new_reqs",
+                value=f"{len(new)} requests",
+                fix="admit some later",
+            )
+        return slots
 
-    def _check(
+    def _check_gone(
+        self,
+        output: SchedulerOutput,
+        gone: set[str],
+        ended: Sequence[int],
+        plan: DecodePlan | None,
+        counts: Mapping[str, int],
+    ) -> None:
+        decodes_on = plan is not None and plan.bits[ended].any()
+        if decodes_on or any(req_id in counts for req_id in gone):
+            scheduled = {*counts, *output.decode_req_ids}
+            message = "it is finished and scheduled in the same step"
+            again = [name for name in output.decode_req_ids if self._slot_of.get(name) in ended]
+            raise wrong_ids(message, "finished_req_ids", gone & scheduled or again)
+
+    def _judge_rows(
+        self, counts: Mapping[str, int], new: Sequence[NewRequest], slot_of_new: Mapping[str, int]
+    ) -> _Rows:
+        """Check the scheduled tokens of requests; return their rows as the step leaves them."""
+        req_ids = list(counts)
+        num_scheduled = read_counts(counts)
+        slots = self._slots(req_ids, slot_of_new)
+        num_computed, num_tokens = self._num_computed[slots], self._num_tokens[slots]
+        if new:
+            place = {req_id: index for index, req_id in enumerate(req_ids)}
+            for request in new:
+                at = place.get(request.req_id, -1)
+                if at >= 0:
+                    num_computed[at] = request.num_computed_tokens
+                    num_tokens[at] = len(request.token_ids)
+        left = num_tokens - num_computed
+        for at in np.flatnonzero((num_scheduled < 1) | (num_scheduled > left))[:1].tolist():
+            fix = f"give 1 to {left[at]}: it has {left[at]} tokens left to compute"
+            raise wrong_count(req_ids[at], int(num_scheduled[at]), fix)
+        order = np.argsort(slots)
+        scheduled = num_scheduled[order].astype(np.int32)
+        num_computed, num_tokens = num_computed[order] + scheduled, num_tokens[order]
+        samples: NDArray[np.bool_] = num_computed == num_tokens
+        names = [req_ids[at] for at in order[samples].tolist()]
+        num_tokens[samples] += 1
+        return _Rows(slots[order], scheduled, num_computed, num_tokens, samples, names)
+
+    def _check_total(self, num_tokens: int) -> None:
+        most = self._limits.max_num_batched_tokens
+        if num_tokens > most:
+            raise InvalidSchedulerOutput(
+                f"the step has more tokens than max_num_batched_tokens = {most}",
+                field="num_scheduled_tokens",
+                value=num_tokens,
+                fix=f"schedule at most {most} tokens, decodes included",
+            )
+
+    def _check_standing(
+        self, given: Mapping[str, object], gone: set[str], slot_of_new: Mapping[str, int]
+    ) -> None:
+        """Check that blocks are appended to requests that run on; new ones bring their own."""
+        for req_id in given:
+            if req_id in slot_of_new or req_id in gone or req_id not in self._slot_of:
+                raise not_running(req_id, given[req_id])
+
+    def _judge_blocks(
+        self,
+        appended: Mapping[str, Sequence[int]],
+        new: Sequence[NewRequest],
+        ended: Sequence[int],
+        slot_of_new: Mapping[str, int],
+    ) -> tuple[_Blocks, _Blocks, Sequence[Indices]]:
+        """Check the blocks that a step gives to requests. Return all of them, those that will be
+        written to, and those that each new request reads only."""
+        given = {request.req_id: request.block_ids for request in new}
+        if appended:
+            given.update(appended)
+        if not given:
+            return _NO_BLOCKS, _NO_BLOCKS, ()
+        blocks = self._read_blocks(given, slot_of_new)
+        if self._holders is None:
+            return blocks, blocks, ()
+        prefixes, written = self._split(blocks, new)
+        with self._holders.without(ended) if ended else nullcontext():
+            self._check_prefixes(self._holders, new, prefixes, written)
+            self._check_written(self._holders, written, slot_of_new)
+        return blocks, written, prefixes
+
+    def _check_prefixes(
+        self,
+        holders: BlockHolders,
+        new: Sequence[NewRequest],
+        prefixes: Sequence[Indices],
+        written: _Blocks,
+    ) -> None:
+        if not any(prefix.size for prefix in prefixes):
+            return
+        filled = frozenset(written.listed)
+        for request, prefix in zip(new, prefixes, strict=True):
+            if prefix.size:
+                self._check_prefix(holders, request, prefix, filled)
+
+    def _split(self, blocks: _Blocks, new: Sequence[NewRequest]) -> tuple[list[Indices], _Blocks]:
+        """Return the blocks that each new request reads only, those that are full of computed
+        tokens; and all others, which the step's requests write to."""
+        if not any(request.num_computed_tokens for request in new):
+            return [_NO_INDICES] * len(new), blocks
+        is_written = np.ones(blocks.indices.size, np.bool_)
+        prefixes, first = [], 0
+        for request in new:
+            num_full = request.num_computed_tokens // self._limits.block_size
+            end = first + len(request.block_ids)
+            prefix = slice(first, min(end, first + num_full))
+            prefixes.append(blocks.indices[prefix])
+            is_written[prefix] = False
+            first = end
+        slots, ids = np.frombuffer(blocks.slots, _UINT16), np.frombuffer(blocks.ids, "<i4")
+        ids = ids[is_written]
+        indices = blocks.indices[is_written]
+        return prefixes, _Blocks(slots[is_written].tobytes(), b"", ids.tolist(), indices)
+
+    def _check_prefix(
+        self, holders: BlockHolders, request: NewRequest, prefix: Indices, filled: frozenset[int]
+    ) -> None:
+        """Check blocks that a request reads only; `filled` are those that this step writes to."""
+        listed: list[int] = prefix.tolist()
+        try:
+            holders.check_prefix(prefix)
+        except BlockTaken as taken:
+            raise self._outside(request.req_id, request.block_ids[taken.index]) from None
+        own = frozenset(listed)
+        if len(own) < len(listed):
+            fix = "name each block once: they hold different tokens"
+            raise wrong_block(request.req_id, listed, fix)
+        both = own & filled
+        if both:
+            fix = "begin with blocks that are full: from the step after the one that fills them"
+            raise wrong_block(request.req_id, min(both), fix)
+
+    def _check_written(
+        self, holders: BlockHolders, blocks: _Blocks, slot_of_new: Mapping[str, int] = _NONE_NEW
+    ) -> None:
+        """Check that the blocks are there, and that nobody else has them."""
+        try:
+            holders.check(blocks.slots, blocks.indices, blocks.listed)
+        except BlockTaken as taken:
+            everybody = chain(self._slot_of.items(), slot_of_new.items())
+            names = {slot: req_id for req_id, slot in everybody}
+            slot = int(np.frombuffer(blocks.slots, _UINT16)[taken.index])
+            block_id, who = blocks.listed[taken.index], "others read it"
+            if not 1 <= block_id < self._limits.num_blocks:
+                raise self._outside(names[slot], block_id) from None
+            if taken.slot is not None:
+                who = f"request {names[taken.slot]!r} writes to it"
+            fix = f"give a block that nobody holds: {who} until it is finished"
+            raise wrong_block(names[slot], block_id, fix) from None
+
+    def _outside(self, req_id: str, block_id: object) -> InvalidSchedulerOutput:
+        most = self._limits.num_blocks - 1
+        return wrong_block(req_id, block_id, f"give block ids from 1 to {most}")
+
+    def _encode_change(
         self,
         output: SchedulerOutput,
         plan: DecodePlan | None,
-        counts: Mapping[str, int],
-        ending: list[str],
-    ) -> None:
-        gone = set(ending)
-        new = {request.req_id: request for request in output.scheduled_new_reqs}
-        self._check_admissions(output.scheduled_new_reqs, new, gone)
-        standing = [req_id for req_id in counts if req_id not in new] if new else list(counts)
-        if gone and not gone.isdisjoint(chain(standing, output.decode_req_ids)):
-            raise InvalidSchedulerOutput("a request is finished and scheduled in the same step")
-        slots = self._slots(standing)
-        if plan is not None and plan.bits[slots].any():
-            raise InvalidSchedulerOutput("a request is in decode_req_ids and num_scheduled_tokens")
-        num_tokens = np.fromiter((counts[req_id] for req_id in standing), np.int64, len(standing))
-        left = self._num_tokens[slots] - self._num_computed[slots]
-        for i in np.flatnonzero((num_tokens < 1) | (num_tokens > left))[:1].tolist():
-            raise _wrong_count(standing[i], int(num_tokens[i]), int(left[i]))
-        for req_id in output.new_block_ids:
-            if req_id in new or req_id in gone or req_id not in self._slot_of:
-                raise InvalidSchedulerOutput(
-                    f"new_block_ids[{req_id!r}]: not a request that runs on (a new one has its own)"
-                )
-        for req_id in counts.keys() & new.keys():
-            left_of_new = len(new[req_id].token_ids) - new[req_id].num_computed_tokens
-            if not 1 <= counts[req_id] <= left_of_new:
-                raise _wrong_count(req_id, counts[req_id], left_of_new)
+        change: _Change,
+        resync: bytes | None,
+        ids: tuple[int, int, int],
+    ) -> list[Frame]:
+        """Encode a step that was judged."""
+        rows, new = change.rows, change.admitted
+        bits = np.zeros(self.capacity, np.bool_) if plan is None else plan.bits.copy()
+        bits[rows.slots] = True
+        several = rows.num_scheduled != 1
+        pairs = np.empty((int(np.count_nonzero(several)), 2), "<i4")
+        pairs[:, 0], pairs[:, 1] = rows.slots[several], rows.num_scheduled[several]
+        tokens = [read_tokens(new, self._limits).astype("<i4", copy=False).tobytes()] if new else []
+        message = ExecuteModel(
+            epoch=ids[0],
+            link=ids[1],
+            seq=ids[2],
+            total_num_scheduled_tokens=change.total,
+            scheduled=pack_bits(bits),
+            num_scheduled_tokens=pairs.tobytes(),
+            new_block_slots=change.blocks.slots,
+            new_block_ids=change.blocks.ids,
+            finished=b"" if resync is not None else array("H", change.ended).tobytes(),
+            scheduled_new_reqs=tuple(
+                _as_message(request, change.slot_of_new[request.req_id]) for request in new
+            ),
+            resync=resync,
+            defer_sampling=output.defer_sampling,
+        )
+        return encode_checked(message, tokens, new, self._limits)
 
-    def _check_admissions(
-        self, requests: Sequence[NewRequest], by_id: Mapping[str, NewRequest], gone: set[str]
-    ) -> None:
-        if len(by_id) != len(requests):
-            raise InvalidSchedulerOutput("a request is new twice in one step")
-        num_free = len(self._free) + len(gone)
-        if len(requests) > num_free:
-            raise InvalidSchedulerOutput(
-                f"{len(requests)} new requests, but only {num_free} of max_num_seqs = "
-                f"{self.capacity} slots are free"
-            )
-        if sum(len(request.token_ids) for request in requests) > MAX_ADMITTED_TOKENS:
-            raise InvalidSchedulerOutput(
-                f"the new requests of one step may have {MAX_ADMITTED_TOKENS} tokens together: "
-                "admit some later"
-            )
-        for request in requests:
-            if request.req_id in self._slot_of and request.req_id not in gone:
-                raise InvalidSchedulerOutput(f"request {request.req_id!r} is new, but has a slot")
-            if not 1 <= len(request.req_id) <= 256:
-                raise InvalidSchedulerOutput("a request id has 1 to 256 characters")
-            if len(request.note) > MAX_NOTE_BYTES:
-                raise InvalidSchedulerOutput(
-                    f"request {request.req_id!r}: its note has {len(request.note)} bytes; "
-                    f"at most {MAX_NOTE_BYTES}"
-                )
-            if not 0 <= request.num_computed_tokens < len(request.token_ids):
-                raise InvalidSchedulerOutput(
-                    f"request {request.req_id!r}: num_computed_tokens = "
-                    f"{request.num_computed_tokens} leaves none of its "
-                    f"{len(request.token_ids)} tokens to compute"
-                )
+    def _apply(self, change: _Change) -> None:
+        """Account for a step that was judged and encoded; nothing here can fail."""
+        self._release(change.ended_ids)
+        slots = list(change.slot_of_new.values())
+        for request, slot in zip(change.admitted, slots, strict=True):
+            self._admit(request, slot)
+        if self._holders is not None and slots:
+            self._holders.admit(slots, change.prefixes)
+        self._append(change.blocks.slots, change.written)
+        rows = change.rows
+        self._num_computed[rows.slots] = rows.num_computed
+        self._num_tokens[rows.slots] = rows.num_tokens
 
-    def _slots(self, req_ids: Sequence[str]) -> Int32s:
+    def _slots(self, req_ids: Sequence[str], slot_of_new: Mapping[str, int] = _NONE_NEW) -> Int32s:
+        slot_of = self._slot_of
+        if slot_of_new:
+            slot_of = {req_id: slot_of[req_id] for req_id in req_ids if req_id in slot_of}
+            slot_of.update(slot_of_new)
         try:
-            return np.fromiter(map(self._slot_of.__getitem__, req_ids), np.int32, len(req_ids))
-        except KeyError as error:
-            raise InvalidSchedulerOutput(
-                f"request {error.args[0]!r} has no slot: put it into scheduled_new_reqs first"
-            ) from None
+            return np.fromiter(map(slot_of.__getitem__, req_ids), np.int32, len(req_ids))
+        except (KeyError, TypeError):
+            unknown = next(r for r in req_ids if not isinstance(r, str) or r not in slot_of)
+            raise unknown_request(unknown) from None
 
     def _known(self, *groups: Iterable[str]) -> list[str]:
-        return list(dict.fromkeys(req_id for req_id in chain(*groups) if req_id in self._slot_of))
+        try:
+            return list(dict.fromkeys(name for name in chain(*groups) if name in self._slot_of))
+        except TypeError:
+            wrong = [name for name in chain(*groups) if not isinstance(name, str)]
+            raise wrong_ids("request ids are strings", "finished_req_ids", wrong) from None
 
-    def _release(self, req_ids: Sequence[str]) -> list[int]:
-        """Free the slots of known requests, and drop the plans that name them; return the slots,
-        ascending."""
-        slots = sorted(self._slot_of.pop(req_id) for req_id in req_ids)
+    def _release(self, req_ids: Sequence[str]) -> None:
+        """Free the slots of known requests, and drop the plans that name them. _flush() comes
+        first: rows and blocks that these count would be lost, or those of the slots' next."""
+        if not req_ids:
+            return
+        slots = [self._slot_of.pop(req_id) for req_id in req_ids]
         if not self._num_logprobs.keys().isdisjoint(req_ids):
             gone = set(req_ids)
             self._num_logprobs = {k: v for k, v in self._num_logprobs.items() if k not in gone}
-        for slot in slots:
-            heapq.heappush(self._free, slot)
-        if slots:
-            self._flush()
-            self._plans = {
-                key: plan for key, plan in self._plans.items() if not plan.bits[slots].any()
-            }
-        return slots
+        self._is_free[slots] = True
+        if self._holders is not None:
+            self._holders.release(slots)
+        self._plans = {key: plan for key, plan in self._plans.items() if not plan.bits[slots].any()}
 
-    def _admit(self, request: NewRequest) -> NewRequestData:
-        slot = heapq.heappop(self._free)
+    def _admit(self, request: NewRequest, slot: int) -> None:
         self._slot_of[request.req_id] = slot
+        self._is_free[slot] = False
         self._num_computed[slot] = request.num_computed_tokens
         self._num_tokens[slot] = len(request.token_ids)
         self._num_blocks[slot] = 0
         if request.sampling.logprobs is not None:
             asked = {request.req_id: request.sampling.logprobs}
             self._num_logprobs = {**self._num_logprobs, **asked}
-        return NewRequestData(
-            slot=slot,
-            req_id=request.req_id,
-            num_tokens=len(request.token_ids),
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=request.num_computed_tokens,
-            sampling=request.sampling,
-            note=request.note,
-        )
 
-    def _append_blocks(self, blocks: Mapping[str, Sequence[int]]) -> tuple[bytes, bytes]:
-        if not blocks:
-            return b"", b""
+    def _read_blocks(
+        self, given: Mapping[str, Sequence[int]], slot_of_new: Mapping[str, int] = _NONE_NEW
+    ) -> _Blocks:
+        """Return blocks for requests as columns, not judged yet."""
+        listed, raw, lengths = read_blocks(given)
         try:
-            slots = array("H", map(self._slot_of.__getitem__, blocks)).tobytes()
+            if slot_of_new:
+                own = [slot_of_new[n] if n in slot_of_new else self._slot_of[n] for n in given]
+                slots = array("H", own).tobytes()
+            else:
+                slots = array("H", map(self._slot_of.__getitem__, given)).tobytes()
         except KeyError as error:
-            raise InvalidSchedulerOutput(f"new_block_ids: {error.args[0]!r} has no slot") from None
-        try:
-            block_ids = [block_id for (block_id,) in blocks.values()]
-        except ValueError:  # not one block each
-            counts = [len(ids) for ids in blocks.values()]
-            slots = np.repeat(np.frombuffer(slots, _UINT16), counts).tobytes()
-            block_ids = list(chain.from_iterable(blocks.values()))
+            raise not_running(error.args[0], given[error.args[0]]) from None
+        if lengths:
+            slots = np.repeat(np.frombuffer(slots, _UINT16), lengths).tobytes()
+        ids = raw.tobytes()
+        indices = _NO_INDICES if self._holders is None else block_indices(ids)
+        return _Blocks(slots, ids, listed, indices)
+
+    def _append(self, slots: bytes, written: _Blocks) -> None:
+        """Account for blocks of the requests in these slots, and for those that are written to."""
         self._appended += slots
         if len(self._appended) > MAX_UNCOUNTED_BYTES:
             self._count_blocks()
-        return slots, array("i", block_ids).tobytes()
+        if self._holders is not None:
+            self._holders.hold(written.slots, written.indices)
 
     def _count_blocks(self) -> None:
         slots = np.frombuffer(bytes(self._appended), _UINT16)
         self._num_blocks += np.bincount(slots, minlength=self.capacity).astype(np.int32)
         self._appended.clear()
-
-    def _advance(self, counts: Mapping[str, int]) -> tuple[Int32s, Int32s, NDArray[np.bool_]]:
-        """Apply scheduled tokens to the rows; return slots (ascending), tokens of each, and which
-        of them sample."""
-        slots = self._slots(list(counts))
-        num_tokens = np.fromiter(counts.values(), np.int32, len(counts))
-        order = np.argsort(slots)
-        slots, num_tokens = slots[order], num_tokens[order]
-        self._num_computed[slots] += num_tokens
-        sampled: NDArray[np.bool_] = self._num_computed[slots] == self._num_tokens[slots]
-        self._num_tokens[slots] += sampled
-        return slots, num_tokens, sampled
 
     def _flush(self) -> None:
         for plan in self._plans.values():
@@ -538,8 +649,10 @@ class SlotTable:
         if self._appended:
             self._count_blocks()
 
-    def _resync_rows(self) -> bytes:
-        slots = np.sort(np.fromiter(self._slot_of.values(), np.int32, len(self._slot_of)))
+    def _resync_rows(self, ended: Sequence[int]) -> bytes:
+        is_live = ~self._is_free
+        is_live[ended] = False
+        slots = np.flatnonzero(is_live).astype(np.int32)
         columns = (
             slots,
             self._num_computed[slots],
@@ -549,63 +662,13 @@ class SlotTable:
         return np.stack(columns, axis=1).astype("<i4").tobytes()
 
 
-def _wrong_count(req_id: str, count: int, left: int) -> InvalidSchedulerOutput:
-    return InvalidSchedulerOutput(
-        f"num_scheduled_tokens[{req_id!r}] = {count}; it has {left} tokens left to compute"
+def _as_message(request: NewRequest, slot: int) -> NewRequestData:
+    return NewRequestData(
+        slot=slot,
+        req_id=request.req_id,
+        num_tokens=len(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        sampling=request.sampling,
+        note=request.note,
     )
-
-
-def _too_large(error: TooLargeError) -> InvalidSchedulerOutput:
-    return InvalidSchedulerOutput(f"the step does not fit into a message: {error}")
-
-
-def _those_left(slots: bytes, req_ids: Sequence[str], named: bytes) -> tuple[bytes, Sequence[str]]:
-    """Those of a step's slots that the bitmap names, as a bitmap too, and their requests."""
-    pairs = zip(np.frombuffer(slots, "<u2").tolist(), req_ids, strict=True)
-    left = [
-        (slot, req_id)
-        for slot, req_id in pairs
-        if slot // 8 < len(named) and named[slot // 8] >> slot % 8 & 1
-    ]
-    return _bitmap(array("H", [slot for slot, _ in left]).tobytes()), [r for _, r in left]
-
-
-def _bitmap(slots: bytes) -> bytes:
-    """Slots, as little-endian uint16, to a bitmap without zero bytes at its end."""
-    numbers = np.frombuffer(slots, "<u2")
-    if not numbers.size:
-        return b""
-    bits = np.zeros(int(numbers.max()) + 1, np.bool_)
-    bits[numbers] = True
-    return _pack(bits)
-
-
-def _pack(bits: NDArray[np.bool_]) -> bytes:
-    """Slots to a bitmap without its trailing zero bytes."""
-    return np.packbits(bits, bitorder="little").tobytes().rstrip(b"\0")
-
-
-def _token_frames(requests: Sequence[NewRequest]) -> list[Frame]:
-    if not requests:
-        return []
-    tokens = np.concatenate([request.token_ids for request in requests])
-    return [tokens.astype("<i4", copy=False).tobytes()]
-
-
-def _logprobs(
-    req_ids: Sequence[str], asked: Mapping[str, int], width: int, arrays: Sequence[Frame]
-) -> dict[str, Logprobs]:
-    """Split the reply's logprob frames over the requests that asked for them, each as wide as it
-    asked."""
-    rows = len(req_ids)
-    if [len(frame) for frame in arrays] != [4 * rows * (width + 1)] * 2 + [4 * rows]:
-        raise BadFrameError(f"the logprobs of {rows} rows, {width} wide, have other frames")
-    token_ids = np.frombuffer(arrays[0], "<i4").reshape(rows, width + 1)
-    logprobs = np.frombuffer(arrays[1], "<f4").reshape(rows, width + 1)
-    ranks = np.frombuffer(arrays[2], "<i4").tolist()
-    result = {}
-    for row, req_id in enumerate(req_ids):
-        if req_id in asked:
-            end = asked[req_id] + 1
-            result[req_id] = Logprobs(token_ids[row, :end], logprobs[row, :end], ranks[row])
-    return result

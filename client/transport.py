@@ -2,8 +2,8 @@
 wait. Knows frames and messages, but nothing of steps, slots or what a daemon does.
 
 One thread owns all sockets of a group. Per daemon: a control and a step DEALER. Per group: one
-results DEALER, whose routing id is the driver's id, and one SUB for events, each connected to every
-daemon.
+results DEALER, whose routing id is a secret of the driver's, and one SUB for events, each connected
+to every daemon.
 """
 
 import contextlib
@@ -11,8 +11,7 @@ import errno
 import ipaddress
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -24,10 +23,13 @@ from client.errors import (
     ClientError,
     DeadlineExceeded,
     EndpointError,
+    OutOfDescriptors,
     WorkerDied,
     remote_error,
 )
+from client.ipc_owner import SCHEME, check_owner
 from client.keys import HANDSHAKE_MS, NO_KEYS, OPEN, Keys, Lock
+from client.listener import Listener
 from client.liveness import Process, Watch
 from client.peer_process import PeerProcesses
 from rpc_schema.codec import (
@@ -42,7 +44,7 @@ from rpc_schema.codec import (
     decode_event,
     encode_control,
 )
-from rpc_schema.errors import BadFrameError, ControlErrorReply
+from rpc_schema.errors import BadFrameError, ControlErrorReply, WireError
 from rpc_schema.lifecycle import (
     CheckHealth,
     CommitAttach,
@@ -69,7 +71,11 @@ _HANDSHAKE_ENDED = int(
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 _CUT_OFF = (errno.EPIPE, errno.ECONNRESET)
-"""With these a handshake ends where the daemon hangs up: for want of the right keys, as a rule."""
+"""With these a handshake ends where the daemon hangs up: for want of the right keys, as a rule, but
+also where it ends, or has too many handshakes to do."""
+CUT_OFF_S = 1.5
+"""A daemon that hangs up in each handshake for so long does not want us. libzmq tries about every
+0.15 s."""
 _NOBLOCK = int(zmq.NOBLOCK)
 _RCVMORE = int(zmq.RCVMORE)
 # As plain numbers: pyzmq's flag enumerations cost a microsecond each time two are combined.
@@ -96,7 +102,8 @@ def parse_endpoint(text: str, keys: Keys = NO_KEYS) -> Endpoint:
 
     Raises:
         EndpointError: another scheme, a relative path, a path too long for a Unix socket, no port,
-            or a daemon whose key is not known.
+            a daemon whose key is not known, or (UntrustedEndpointError) one without a key where
+            another user's process may listen.
     """
     lock = keys.lock(text)
     if text.startswith("tcp://"):
@@ -116,6 +123,7 @@ def parse_endpoint(text: str, keys: Keys = NO_KEYS) -> Endpoint:
             value=text,
             fix="use a directory with a shorter path",
         )
+    _check_owner(text, lock)
     return Endpoint(text, f"{text}.step", f"{text}.results", f"{text}.events", lock)
 
 
@@ -152,14 +160,26 @@ def _is_host(text: str) -> bool:
 
 
 def new_driver_id() -> bytes:
-    """Return 16 random bytes, the first not 0: ZeroMQ keeps routing ids that begin with 0 for
-    itself."""
+    """Return 16 random bytes for a driver's id, or for the routing id of its results socket. The
+    first is not 0: ZeroMQ keeps routing ids that begin with 0 for itself."""
     random = os.urandom(16)
     return bytes([random[0] | 1]) + random[1:]
 
 
+@contextlib.contextmanager
+def _telling_limit() -> Iterator[None]:
+    """Raise OutOfDescriptors in the place of ZeroMQ's error."""
+    try:
+        yield
+    except zmq.ZMQError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise OutOfDescriptors from error
+        raise
+
+
 def _open_socket(context: Context, kind: int, max_bytes: int) -> Socket:
-    socket = context.socket(kind)
+    with _telling_limit():
+        socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
@@ -184,6 +204,12 @@ def _connect(socket: Socket, address: str, lock: Lock, *, is_watched: bool = Fal
     socket.connect(address)
 
 
+def _check_owner(address: str, lock: Lock) -> None:
+    """Check who can listen at the address, unless the daemon proves it by its key."""
+    if not lock.has_keys and address.startswith(SCHEME):
+        check_owner(address)
+
+
 class _News(NamedTuple):
     """What became of a connection: it was opened (not yet made), made, has ended after that, or was
     refused."""
@@ -206,8 +232,14 @@ class _Handshakes:
         """Addresses whose handshake has ended well."""
         self.num_made = 0
         """Connections so far, as far as their events were taken in."""
-        self._num_cut_off: Counter[str] = Counter()
-        self.monitor: Socket = socket.get_monitor_socket(_HANDSHAKE_ENDED | events)
+        self._cut_off_at: dict[str, float] = {}
+        """When each address hung up first, of those that did so in every handshake since."""
+        try:
+            with _telling_limit():
+                self.monitor: Socket = socket.get_monitor_socket(_HANDSHAKE_ENDED | events)
+        except BaseException:
+            socket.close(linger=0)  # else its context could not end
+            raise
 
     def connect(self, rank: int, address: str, lock: Lock, *, is_watched: bool = False) -> None:
         """Connect the socket to one daemon, as _connect does."""
@@ -218,7 +250,7 @@ class _Handshakes:
         """Give up the connection to one daemon, and what is known of it."""
         del self._places[address]
         self._made.discard(address)
-        del self._num_cut_off[address]
+        self._cut_off_at.pop(address, None)
         with contextlib.suppress(zmq.ZMQError):  # it may be disconnected already
             self._socket.disconnect(address)
 
@@ -238,7 +270,7 @@ class _Handshakes:
         if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.num_made += 1
             self._made.add(address)
-            del self._num_cut_off[address]
+            self._cut_off_at.pop(address, None)
             return _News("made", address)
         news = self._of_connection(kind, address, int(event["value"]))
         if news is not None:
@@ -248,12 +280,19 @@ class _Handshakes:
         if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             if event["value"] not in _CUT_OFF:
                 return _News("nothing", address)  # our time is over: a busy daemon has not answered
-            self._num_cut_off[address] += 1
-            if self._num_cut_off[address] < 2:
-                # It may just have ended: libzmq tries again within 0.2 s.
-                return _News("nothing", address)
+            now = time.monotonic()
+            if now < self._cut_off_at.setdefault(address, now) + CUT_OFF_S:
+                return _News("nothing", address)  # libzmq tries again
         rank, lock = self._places[address]
         raise AuthenticationError(rank, address, _why(kind, lock))
+
+    def check_cut_off(self) -> None:
+        """Raise AuthenticationError where the last handshake of a connection was cut off. To be
+        called when there is no time left to try again."""
+        for address in self._cut_off_at:
+            rank, lock = self._places[address]
+            why = _why(int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL), lock)
+            raise AuthenticationError(rank, address, why)
 
     def _of_connection(self, kind: int, address: str, value: int) -> _News | None:
         """What became of a connection, apart from its handshake."""
@@ -276,7 +315,10 @@ def _why(event: int, lock: Lock) -> str:
         return "the daemon does not let our key in: ask for it in its --authorized-keys"
     if not lock.has_keys:
         return "the daemon wants keys: give --key-file and --known-daemons"
-    return "the daemon has not the key that --known-daemons names, or uses none"
+    why = "the daemon has not the key that --known-daemons names, or uses none"
+    if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+        return f"cut off during the handshake, each time: {why}, or has too many connections"
+    return why
 
 
 def _milliseconds_until(deadline: float) -> int:
@@ -339,7 +381,8 @@ _REPEATABLE = (Hello, PrepareAttach, CommitAttach, Detach, CheckHealth, GetStatu
 class ControlChannel:
     """Requests and replies on one daemon's control socket, matched by correlation id. Where the
     connection ends while a reply is waited for, a request of _REPEATABLE is sent again on the next
-    one: it, or the reply, may have gone with the first."""
+    one: it, or the reply, may have gone with the first. Where nothing listens any more, the wait
+    ends at once."""
 
     def __init__(
         self,
@@ -358,9 +401,12 @@ class ControlChannel:
         """The last request, if it may be sent again."""
         self._sent_on = 0
         """The number of the connection that took it."""
+        self._checked_on = 0
+        """The number of the connection whose daemon's owner was checked."""
         self._socket = _open_socket(context, zmq.DEALER, MAX_CONTROL_BYTES)
         self._handshakes = _Handshakes(self._socket)
         self._handshakes.connect(rank, endpoint.control, endpoint.lock)
+        self._listener = Listener(endpoint.control, rank)
 
     def call(
         self, build: Callable[[int], ControlMessage], reply_type: type[ReplyT], timeout_s: float
@@ -376,8 +422,9 @@ class ControlChannel:
 
         Raises:
             DeadlineExceeded: no daemon took the request.
-            WorkerDied: the daemon is known to be gone.
+            WorkerDied: the daemon is known to be gone; NothingListens: it was never there.
             AuthenticationError: the daemon turned us away.
+            UntrustedEndpointError: another user's process may listen there.
         """
         self._last_call += 1
         request = build(self._last_call)
@@ -386,13 +433,24 @@ class ControlChannel:
         frame = encode_control(request)
         self._repeatable = None
         if not self._wait(zmq.POLLOUT, deadline):
+            self._handshakes.check_cut_off()
             raise DeadlineExceeded(what, timeout_s)
         self._handshakes.check()
+        self._check_owner()
         self._socket.send(frame, zmq.NOBLOCK)
+        self._listener.is_there()
         self._sent_on = max(1, self._handshakes.num_made)  # that it was made may be told later
         if isinstance(request, _REPEATABLE):
             self._repeatable = frame
         return PendingCall(self, self._last_call, what, reply_type, timeout_s, deadline)
+
+    def _check_owner(self) -> None:
+        """Once a connection: what listens there may not have been there when we began to
+        connect."""
+        num_made = max(1, self._handshakes.num_made)
+        if num_made != self._checked_on:
+            _check_owner(self.endpoint.control, self.endpoint.lock)
+            self._checked_on = num_made
 
     def receive(self, deadline: float) -> ControlReplyMessage | None:
         """Return the next reply to any call, or None when `deadline` (of time.monotonic) has
@@ -403,7 +461,8 @@ class ControlChannel:
 
     def _wait(self, readiness: int, deadline: float) -> bool:
         """Wait until the socket is ready, or tell that the time is over. Looks for being turned
-        away, and for the daemon's death, while it waits."""
+        away, for the daemon's death, and for an endpoint that nothing listens at, while it
+        waits."""
         if self._socket.poll(0, readiness):
             return True
         poller = zmq.Poller()
@@ -415,9 +474,17 @@ class ControlChannel:
                 return True
             self._handshakes.check()
             self._check_alive()
+            self._check_listener()
             self._send_again()
             if not ready and time.monotonic() >= deadline:
                 return False
+
+    def _check_listener(self) -> None:
+        """Raise WorkerDied if there is no connection, and nothing that takes one."""
+        if self._socket.poll(0, zmq.POLLOUT):
+            self._listener.is_there()
+        else:
+            self._listener.check()
 
     def _send_again(self) -> None:
         """Repeat the request that is waited for, once there is another connection than took it.
@@ -425,6 +492,7 @@ class ControlChannel:
         if self._repeatable is None or self._handshakes.num_made <= self._sent_on:
             return
         if self._socket.poll(0, zmq.POLLOUT):
+            self._check_owner()
             self._sent_on = self._handshakes.num_made
             self._socket.send(self._repeatable, zmq.NOBLOCK)
 
@@ -506,7 +574,7 @@ class ResultsChannel:
         self,
         context: Context,
         endpoints: Sequence[Endpoint],
-        driver_id: bytes,
+        route: bytes,
         watch: Watch,
         look: CheckDeaths,
     ) -> None:
@@ -515,7 +583,7 @@ class ResultsChannel:
         self._watch = watch
         self._look = look
         self._socket = _open_socket(context, zmq.DEALER, MAX_STEP_BYTES)
-        self._socket.setsockopt(zmq.ROUTING_ID, driver_id)
+        self._socket.setsockopt(zmq.ROUTING_ID, route)
         self._ranks = {endpoint.results: rank for rank, endpoint in enumerate(endpoints)}
         self._socket.setsockopt(zmq.RCVTIMEO, DEATH_CHECK_MS)
         self._processes = PeerProcesses()
@@ -609,13 +677,16 @@ class EventsChannel:
         _connect(self._socket, new.events, new.lock)
 
     def receive_all(self) -> list[EventMessage]:
-        """Return the events that are here, oldest first; never waits."""
+        """Return the events that are here, oldest first, but for those that do not decode; never
+        waits."""
         events: list[EventMessage] = []
         while True:
             try:
-                events.append(decode_event(self._socket.recv_multipart(zmq.NOBLOCK)))
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return events
+            with contextlib.suppress(WireError):
+                events.append(decode_event(frames))
 
     def close(self) -> None:
         """Close the socket."""

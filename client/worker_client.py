@@ -135,20 +135,22 @@ class WorkerClient:
     def send_commit_attach(
         self,
         epoch: int,
+        results_route: bytes,
         timeout_s: float = CONTROL_TIMEOUT_S,
         terms: LeaseTerms | None = None,
         *,
         keep_requests: bool = False,
     ) -> PendingCall[lc.CommitAttachReply]:
         """Take the daemon over, without waiting: over gloo a rank may only be done once its peers
-        let go. Requests of earlier drivers are dropped, unless they are to be kept. terms of the
-        lease: the default ones."""
+        let go. Requests of earlier drivers are dropped, unless they are to be kept. results_route:
+        where replies go, see ResultsChannel. terms of the lease: the default ones."""
         lease = LeaseTerms() if terms is None else terms
         return self._control.send(
             lambda call: lc.CommitAttach(
                 call=call,
                 driver_id=self._driver_id,
                 epoch=epoch,
+                results_route=results_route,
                 keep_requests=keep_requests,
                 lease_ttl_ms=round(lease.ttl_s * 1000),
                 orphan_kv_ttl_ms=round(lease.orphan_kv_ttl_s * 1000),
@@ -169,11 +171,11 @@ class WorkerClient:
         )
 
     def open_rendezvous(
-        self, epoch: int, link: int, timeout_s: float = CONTROL_TIMEOUT_S
+        self, epoch: int, link: int, num_ranks: int, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> lc.OpenRendezvousReply:
-        """Have the daemon serve the key-value store at which the ranks of a new link meet."""
+        """Have the daemon serve the meeting of a new link's ranks."""
         return self._control.call(
-            lambda call: lc.OpenRendezvous(call=call, epoch=epoch, link=link),
+            lambda call: lc.OpenRendezvous(call=call, epoch=epoch, link=link, num_ranks=num_ranks),
             lc.OpenRendezvousReply,
             timeout_s,
         )

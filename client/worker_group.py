@@ -20,13 +20,13 @@ from client.errors import (
     TooManyStepsInFlight,
     WorkerDied,
 )
-from client.group_channel import GroupChannel
+from client.group_channel import SLEEP_TIMEOUT_S, GroupChannel
 from client.group_channel import Progress as Progress
 from client.keys import NO_KEYS, Keys
 from client.lease_terms import LeaseTerms
 from client.liveness import LivenessEvent, OnEvent, Standing
 from client.load_chain import LOAD_TIMEOUT_S, LoadChain
-from client.loading import LoadedModel, LoadOptions, check_config, load
+from client.loading import LoadedModel, LoadOptions, check_config, group_limits, load
 from client.outcomes import Failure, StepFuture, StepsInFlight
 from client.replacement import REPLACE_WITHIN_S, Replaced, Replacement
 from client.saves import SHARD_MAX_SIZE_BYTES, SHARD_PATTERN, save_weights
@@ -44,9 +44,6 @@ from rpc_schema.step import Done
 
 CLOSE_WAIT_S = 0.5
 """How long close() waits for steps in flight, so that all ranks are left at the same one."""
-SLEEP_TIMEOUT_S = 900.0
-"""The first sleep may have to page-lock host memory: seconds for 16 GB."""
-
 NO_MORE_SLOTS = 65535
 """No row has this number."""
 
@@ -75,7 +72,7 @@ class WorkerGroup:
             ClientConfigError: the number of endpoints is not the group's size, or one of them is
             unusable.
         """
-        parsed = _parse_endpoints(endpoints, parallel, keys)
+        parsed = parse_endpoints(endpoints, parallel, keys)
         self.parallel = parallel
         self.driver_id = new_driver_id()
         self.max_in_flight = parallel.pipeline_parallel_size + 1
@@ -134,6 +131,7 @@ class WorkerGroup:
         wait_for_lease_s: float = LEASE_WAIT_S,
         force: bool = False,
         keep_requests: bool = False,
+        wait_s: float = 0.0,
     ) -> list[lc.Status]:
         """Take all daemons over, in two phases, and return their states.
 
@@ -146,6 +144,8 @@ class WorkerGroup:
         than it takes to see that the other one lives. force takes it at once: the other driver's
         steps are refused from then on.
 
+        wait_s: how long to wait, before all that, for daemons that are not started yet.
+
         The lease is renewed from here on, by a thread, until close() or detach() gives it back.
 
         Raises:
@@ -154,6 +154,7 @@ class WorkerGroup:
             IncompatibleError: a daemon speaks another protocol version.
             DeadlineExceeded: a daemon does not answer, or its results do not reach this driver.
             WorkerDied: the group has lost a daemon: replace() it, or make a new group.
+            NothingListens: no daemon is at an endpoint.
         """
         if isinstance(self._steps.dead, WorkerDied):
             raise self._steps.dead
@@ -162,6 +163,7 @@ class WorkerGroup:
             wait_for_lease_s=wait_for_lease_s,
             force=force,
             keep_requests=keep_requests,
+            wait_s=wait_s,
         )
         self._weights.learn(statuses)
         return statuses
@@ -202,7 +204,9 @@ class WorkerGroup:
         default the lost one's own, where its supervisor has started it again) within the time.
 
         It loads its own shard only. The others keep their weights, the memory of the KV cache, and
-        graphs without communication. Requests are lost: futures of before, or the next step, fail
+        graphs without communication. Others that are asleep are woken for it, for which they need
+        memory, and then all are brought to where they were; others that were reset load too.
+        Requests are lost: futures of before, or the next step, fail
         with a StepFailed that names them. Ranks that die meanwhile are waited for at their own
         endpoints, REPLACE_ATTEMPTS times in a row.
 
@@ -213,7 +217,10 @@ class WorkerGroup:
             ClientError: nothing was loaded that a new daemon could load.
         """
         if self._loaded is None:
-            raise ClientError("the group has loaded nothing yet: call attach() and prepare()")
+            raise ClientError(
+                "the group has loaded nothing that a new daemon could load: once the lost daemon "
+                "runs again, make a new WorkerGroup, attach() and prepare()"
+            )
         config, model = self._loaded
         replacement = Replacement(self._channel, self._attaching, self._steps, config, model)
         place = None if endpoint is None else parse_endpoint(endpoint, self._keys)
@@ -276,7 +283,7 @@ class WorkerGroup:
         self._loaded = config, model
         if not model.was_loaded:
             self._weights.are_whole()
-        self._steps.start(config.scheduler.max_num_seqs, deadline_s)
+        self._steps.start(config.scheduler.max_num_seqs, group_limits(config, model), deadline_s)
         return model
 
     def adopt_requests(self) -> list[AdoptedRequest]:
@@ -610,6 +617,12 @@ class WorkerGroup:
         self._steps.times.sent(ids.seq, began_ns, output)
         return future
 
+    def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
+        """Give up a step that execute_model did not send. Every row is dropped, since the step
+        may have been meant to change any of them; return the ids that lost theirs, and those that
+        the step names. The next step is sent in full."""
+        return self._steps.slots.withdraw(output)
+
     def sample_tokens(
         self, deferred: StepFuture, masks: Mapping[str, NDArray[np.int32]] | None = None
     ) -> StepFuture:
@@ -736,9 +749,10 @@ def _read_rows(channel: GroupChannel) -> list[list[RankRow]]:
             return rows
 
 
-def _parse_endpoints(
+def parse_endpoints(
     endpoints: Sequence[str], parallel: ParallelConfig, keys: Keys
 ) -> list[Endpoint]:
+    """Return the endpoints of a group's ranks. Raises ClientConfigError as WorkerGroup does."""
     if len(endpoints) != parallel.world_size:
         raise ClientConfigError(
             f"pipeline_parallel_size {parallel.pipeline_parallel_size} x tensor_parallel_size "

@@ -12,6 +12,7 @@ import msgspec
 from rpc_schema import adoption, lease, step, trace
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
+from rpc_schema.base import Unsigned
 from rpc_schema.errors import BadFrameError, ControlErrorReply, ErrorReply, TooLargeError
 
 MAX_FRAMES = 6
@@ -119,8 +120,19 @@ EventMessage: TypeAlias = (
     lc.Heartbeat | lc.StateChanged | lc.Hung | lc.Slow | trace.DriverStepsWanted
 )
 
+
+class StepHead(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What every step request begins with, whatever follows. tag: its type."""
+
+    tag: int
+    epoch: Unsigned
+    link: Unsigned
+    seq: Unsigned
+
+
 _ENCODER = msgspec.msgpack.Encoder()
 _STEP: msgspec.msgpack.Decoder[StepMessage] = msgspec.msgpack.Decoder(StepMessage)
+_STEP_HEAD: msgspec.msgpack.Decoder[StepHead] = msgspec.msgpack.Decoder(StepHead)
 _STEP_REPLY: msgspec.msgpack.Decoder[StepReplyMessage] = msgspec.msgpack.Decoder(StepReplyMessage)
 _CONTROL: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
 _CONTROL_REPLY: msgspec.msgpack.Decoder[ControlReplyMessage] = msgspec.msgpack.Decoder(
@@ -162,6 +174,16 @@ def decode_step(frames: Sequence[Frame]) -> StepMessage:
     """
     _check_bounds(frames, MAX_STEP_BYTES)
     return _decode(_STEP, frames)
+
+
+def decode_step_head(frames: Sequence[Frame]) -> StepHead:
+    """Decode the beginning of a step request that does not decode as a whole, or has too many
+    frames.
+
+    Raises:
+        BadFrameError: frame 0 is no array that begins so.
+    """
+    return _decode(_STEP_HEAD, frames)
 
 
 def mark_replayed(frames: Sequence[Frame]) -> list[Frame]:

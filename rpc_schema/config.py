@@ -16,6 +16,10 @@ FIT_MAX_MODEL_LEN = -1
 """On command lines, a max_model_len that the driver fits to the KV cache. It never travels: the
 model is loaded for its own limit, which UpdateMaxModelLen lowers."""
 
+MIN_STEP_DEADLINE_MS = 1000
+"""A host that is busy keeps a process from running for tenths of a second: a deadline below this
+would take that for a hang, and end daemons."""
+
 _MOST_DIGITS = 9
 
 
@@ -76,7 +80,8 @@ class SchedulerConfig(Value, frozen=True, kw_only=True):
     max_num_seqs: Annotated[int, Meta(ge=1, le=65535)] = 256
     max_num_batched_tokens: Positive = 8192
     step_deadline_ms: Annotated[int, Meta(ge=100, le=3_600_000)] = 60_000
-    """A step that takes longer counts as hung; gloo's own timeout is this plus a second."""
+    """A step that takes longer counts as hung; gloo's own timeout is this plus a second. At least
+    MIN_STEP_DEADLINE_MS, and what the longest step needs."""
 
 
 class CacheConfig(Value, frozen=True, kw_only=True):
@@ -123,13 +128,24 @@ class WorkerConfig(Value, frozen=True, kw_only=True):
         return differences
 
 
-class Rendezvous(Value, frozen=True, kw_only=True):
-    """Where the ranks of one link meet: a key-value store that one of the group's daemons
-    serves."""
+class MeetingAddress(Value, frozen=True, kw_only=True):
+    """Where members of a group meet: a key-value store that serves those alone who prove that they
+    hold its secret (rpc_schema/meeting.py)."""
 
-    link: Annotated[int, Meta(ge=1, le=2**63 - 1)]
     host: Annotated[str, Meta(min_length=1, max_length=256)]
     port: Annotated[int, Meta(ge=1, le=65535)]
+    secret: Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+    def __repr__(self) -> str:
+        return f"MeetingAddress(host={self.host!r}, port={self.port})"
+
+
+class Rendezvous(Value, frozen=True, kw_only=True):
+    """How a rank comes to a link."""
+
+    link: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    place: MeetingAddress | None
+    """Served by one of the group's daemons; None for a group of one, which meets nobody."""
     rank: Count
     local_world_size: Positive
     """Daemons of the group on this host: they share its CPU cores."""

@@ -20,9 +20,11 @@ class ExitCode(IntEnum):
     INTERNAL = 70
     """An invariant of ours is broken."""
     IN_USE = 73
-    """Another daemon has the endpoint."""
+    """Another daemon has the endpoint or the GPU, or the endpoint's files are gone."""
+    OUTPUT = 74
+    """`worker-client` alone: output could not be written, or not all of it."""
     RETRY_LATER = 75
-    """There is not enough memory now; later there may be."""
+    """There is not enough room now (memory, disk, open files); later there may be."""
     KEY_REFUSED = 77
     """A key is not accepted."""
     CONFIG = 78
@@ -48,8 +50,9 @@ MEANINGS: Final[Mapping[ExitCode, str]] = MappingProxyType(
         ExitCode.OK: "it was told to end",
         ExitCode.BAD_DATA: "a checkpoint is missing, truncated or not what its config.json says",
         ExitCode.INTERNAL: "an invariant of the daemon's is broken",
-        ExitCode.IN_USE: "another daemon has the endpoint",
-        ExitCode.RETRY_LATER: "there is not enough memory now",
+        ExitCode.IN_USE: "another daemon has the endpoint or the GPU, or its files are gone",
+        ExitCode.OUTPUT: "output could not be written, or not all of it",
+        ExitCode.RETRY_LATER: "there is not enough memory, disk or open files now",
         ExitCode.KEY_REFUSED: "a key is not accepted",
         ExitCode.CONFIG: "a setting is wrong",
         ExitCode.CONTEXT_LOST: "the CUDA context is lost",

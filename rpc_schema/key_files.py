@@ -121,7 +121,8 @@ def encode_key_file(content: SecretKey | PublicKey) -> bytes:
 def _read(path: Path, field: str, *, forbidden: int, private: bool) -> bytes:
     shown = _shown(path)
     try:
-        with path.open("rb") as file:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # waits for no FIFO's other end
+        with os.fdopen(os.open(path, flags), "rb") as file:
             facts = os.fstat(file.fileno())
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:

@@ -1,7 +1,8 @@
 """Who may step a daemon, and for how long: the lease that attach grants, its renewal, and how it
 looks from outside. Knows neither epochs' order nor steps."""
 
-from typing import Annotated, Literal
+import hashlib
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
@@ -26,7 +27,8 @@ class LeaseStatus(Value, frozen=True, kw_only=True):
 
     state: LeaseState
     holder: Annotated[bytes, Meta(max_length=16)] = b""
-    """Driver id of who holds it, or held it before it expired; empty where it is free."""
+    """driver_digest of the driver that holds it, or held it before it expired; empty where it is
+    free. Never the driver's id itself."""
     holder_name: HolderName = ""
     epoch: Unsigned = 0
     """The holder's."""
@@ -38,6 +40,13 @@ class LeaseStatus(Value, frozen=True, kw_only=True):
 
 
 FREE_LEASE = LeaseStatus(state="free")
+
+DIGEST_BYTES: Final = 8
+
+
+def driver_digest(driver_id: bytes) -> bytes:
+    """Return what others are shown of a driver's id."""
+    return hashlib.sha256(driver_id).digest()[:DIGEST_BYTES]
 
 
 class RenewLease(ControlRequest, frozen=True, tag=9, kw_only=True):

@@ -22,6 +22,7 @@ from rpc_schema.base import (
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
+    MeetingAddress,
     ModelConfig,
     ParallelConfig,
     Rendezvous,
@@ -69,10 +70,15 @@ class HelloReply(msgspec.Struct, array_like=True, frozen=True, tag=1, kw_only=Tr
     Empty: not known."""
 
 
+MAX_EPOCH_STEP = 1 << 20
+"""How far above the last epoch of a daemon the next one may be. A driver whose group has a daemon
+that is further ahead asks the others more than once."""
+
+
 class PrepareAttach(ControlRequest, frozen=True, tag=2, kw_only=True):
-    """First phase of attach: announce an epoch higher than any that this daemon has seen. Refused
-    to a driver that has not said Hello with this daemon's protocol version, and, with LEASE_HELD,
-    while another driver holds the lease."""
+    """First phase of attach: announce an epoch higher than any that this daemon has seen, by at
+    most 2^20 (else CONFIG). Refused to a driver that has not said Hello with this daemon's protocol
+    version, and, with LEASE_HELD, while another driver holds the lease."""
 
     driver_id: Uid
     epoch: Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -89,10 +95,14 @@ class PrepareAttachReply(ControlReply, frozen=True, tag=2, kw_only=True):
 
 class CommitAttach(ControlRequest, frozen=True, tag=3, kw_only=True):
     """Second phase: the daemon's steps belong to this driver from here on, and all requests of
-    earlier ones are dropped. Its lease begins."""
+    earlier ones are dropped. Its lease begins. Only the sender's key (on ipc without keys: its
+    user) may use the epoch from here on; others are FORBIDDEN."""
 
     driver_id: Uid
     epoch: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    results_route: Uid
+    """Routing id of the driver's results socket. A secret: a connection with this id gets the
+    results."""
     keep_requests: bool = False
     """Keep them for AdoptRequests; the first ExecuteModel drops those that it does not name."""
     lease_ttl_ms: Unsigned = DEFAULT_LEASE_TTL_MS
@@ -188,6 +198,8 @@ class Status(Value, frozen=True, kw_only=True):
     usual_step_us: Count = 0
     """A moving average of the time from step to step, idle times apart."""
     gpu_load: GpuLoad | None = None
+    num_kv_blocks_held: Count = 0
+    """KV blocks that running requests have; one that several share is counted for each."""
 
 
 class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):
@@ -209,15 +221,15 @@ class Detach(ControlRequest, frozen=True, tag=4, kw_only=True):
 
 
 class OpenRendezvous(ControlRequest, frozen=True, tag=5, kw_only=True):
-    """Serve a key-value store for the next link on the daemon's data interface."""
+    """Serve the meeting of the next link on the daemon's data interface."""
 
     epoch: Unsigned
     link: Unsigned
+    num_ranks: Positive
 
 
 class OpenRendezvousReply(ControlReply, frozen=True, tag=5, kw_only=True):
-    host: str
-    port: Positive
+    place: MeetingAddress
 
 
 class AbortLink(ControlRequest, frozen=True, tag=30, kw_only=True):

@@ -9,6 +9,9 @@ from rpc_schema.base import Count, Fraction, Unsigned, Value
 
 MAX_LOGPROBS = 20
 
+MAX_STOP_TOKEN_IDS = 1024
+"""Of one request, the model's own end-of-sequence tokens included."""
+
 MIN_TEMPERATURE = 1e-5
 """Logits divided by less than this may leave float32: below it, only 0 is a temperature."""
 
@@ -29,7 +32,8 @@ class SamplingParams(Value, frozen=True, kw_only=True):
     min_tokens: Count = 0
     """No stop token is sampled before this many output tokens."""
     stop_token_ids: tuple[Count, ...] = ()
-    """What min_tokens bans: the request's stop tokens, end of sequence included."""
+    """What min_tokens bans: the request's stop tokens, end of sequence included; at most
+    MAX_STOP_TOKEN_IDS."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """Return the log probability of each sampled token and of the n most likely ones; None returns
     none."""

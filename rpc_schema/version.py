@@ -1,9 +1,17 @@
-"""The protocol's version and its one compatibility rule."""
+"""The package's version, and the protocol's with its one compatibility rule."""
 
-PROTOCOL_VERSION = 1
+SOFTWARE_VERSION = "0.1.0"
+"""The build reads it from here, so that a source tree that is not installed knows it too."""
+
+PROTOCOL_VERSION = 2
 """Rises with every change of bytes. Driver and daemon must have the same number, or attach is
 refused with both named.
 
 Hello and HelloReply alone never change (fields may be appended, never moved), so that two versions
 can tell each other.
 """
+
+
+def version_line(command: str) -> str:
+    """Return what a command's --version prints."""
+    return f"{command} {SOFTWARE_VERSION}, protocol {PROTOCOL_VERSION}\n"

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta
 
 from rpc_schema.base import Count, Name, Positive, StepReply, StepRequest, Text, Unsigned, Value
+from rpc_schema.config import MeetingAddress
 
 TensorDtype = Literal["float64", "float32", "bfloat16", "float16"]
 WeightFormat = Literal["checkpoint", "kernel"]
@@ -22,12 +23,11 @@ Directory = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
 class BroadcastEngine(Value, frozen=True, tag=1, kw_only=True):
-    """A communicator of its own, over torch.distributed: the trainer is rank 0 and serves its
-    TCPStore, a worker is rank_offset + its own world rank."""
+    """A communicator of its own, over torch.distributed: the trainer is rank 0 and serves the
+    meeting, a worker is rank_offset + its own world rank."""
 
     backend: Literal["gloo", "nccl"]
-    master_address: Annotated[str, Meta(min_length=1, max_length=256)]
-    master_port: Annotated[int, Meta(ge=1, le=65535)]
+    place: MeetingAddress
     rank_offset: Positive = 1
     world_size: Annotated[int, Meta(ge=2, le=65536)]
     """Trainer and workers together."""

@@ -20,7 +20,8 @@ from rpc_schema.config import (
     WorkerConfig,
 )
 from rpc_schema.exit_codes import ExitCode
-from worker_daemon.errors import CapacityError, CheckpointError, ConfigError
+from rpc_schema.version import version_line
+from worker_daemon.errors import CapacityError, CheckpointError, ConfigError, StartLaterError
 from worker_daemon.logs import configure_logs
 from worker_daemon.server.assembly import run_daemon
 from worker_daemon.server.endpoints import EndpointInUseError
@@ -28,7 +29,8 @@ from worker_daemon.server.gpu_lock import GpuInUseError
 from worker_daemon.server.keygen import make_key_files
 from worker_daemon.settings import load_settings, prepare_environment, prepare_kernel_cache
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+# Without rich, help and errors are plain text: no name of an option is cut, no error wrapped.
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @contextmanager
@@ -40,12 +42,27 @@ def _exit_codes() -> Iterator[None]:
         logging.getLogger(__name__).error("%s", error)
         if isinstance(error, EndpointInUseError | GpuInUseError):
             raise typer.Exit(ExitCode.IN_USE) from None
+        if isinstance(error, StartLaterError):
+            raise typer.Exit(ExitCode.RETRY_LATER) from None
         is_data = isinstance(error, CheckpointError)
         raise typer.Exit(ExitCode.BAD_DATA if is_data else ExitCode.CONFIG) from None
 
 
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        sys.stdout.write(version_line("worker-daemon"))
+        raise typer.Exit
+
+
 @app.callback()
-def main_options() -> None:
+def main_options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="show versions and end"
+        ),
+    ] = False,
+) -> None:
     """A GPU worker for LLM inference that runs as a daemon."""
 
 
@@ -96,6 +113,12 @@ def serve(
     share_gpu: Annotated[
         bool, typer.Option("--share-gpu", help="another daemon may have the same GPU")
     ] = False,
+    reset_epoch: Annotated[
+        bool,
+        typer.Option(
+            "--reset-epoch", help="replace a stored epoch that is damaged or far too high"
+        ),
+    ] = False,
     exit_with_parent_fd: Annotated[
         int | None, typer.Option(help="end when this descriptor reads end-of-file")
     ] = None,
@@ -121,6 +144,7 @@ def serve(
                 "data-interface": data_interface,
                 "gpu-lock-dir": gpu_lock_dir,
                 "share-gpu": share_gpu,
+                "reset-epoch": reset_epoch,
                 "exit-with-parent-fd": exit_with_parent_fd,
                 "log-level": log_level,
             },
@@ -131,7 +155,7 @@ def serve(
         raise typer.Exit(run_daemon(settings))
 
 
-@app.command()
+@app.command(short_help="Make a key pair for a daemon or a driver.")
 def keygen(
     out: Annotated[Path, typer.Option(help="DIR/NAME: makes NAME.key and NAME.pub there")],
 ) -> None:
@@ -142,7 +166,7 @@ def keygen(
     sys.stdout.write(f"{made.public_key}\n")
 
 
-@app.command()
+@app.command(short_help="Print the memory plan of a group of daemons.")
 def plan(
     model: Annotated[Path, typer.Option(help="checkpoint directory, Hugging Face format")],
     pipeline_parallel_size: Annotated[int, typer.Option(help="pipeline stages")] = 1,

@@ -34,5 +34,7 @@ class WorkerDescription:
     """What serves each part of a step."""
     weights: Callable[[], WeightReport | None] = no_weights
     """Reads what the weights are worth now; None below MODEL_LOADED."""
+    num_kv_blocks_held: Callable[[], int] = int
+    """Reads how many KV blocks running requests have now."""
     input_wait_share: Callable[[], float] = float
     """Reads the share of its time for which the stage now waits for its input."""

@@ -1,14 +1,32 @@
-"""Directories that belong to this user alone, for what nobody else may change. Knows nothing of
-what is kept there."""
+"""Directories that belong to this user alone, and the files in them: the one place that claims
+directories and opens files there. Knows nothing of what is kept."""
 
+import contextlib
+import errno
 import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final, Protocol
 
-from worker_daemon.errors import ConfigError
+from rpc_schema.safe_paths import WRITABLE_BY_OTHERS, why_unsafe
+from worker_daemon.errors import ConfigError, StartLaterError
 
 _APPLICATION = "worker-daemon"
+_TRANSIENT: Final = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO)
+)
+"""With these the same start may succeed later."""
+
+
+class SystemFailure(Protocol):
+    """An OSError, or zmq's error that is none."""
+
+    @property
+    def errno(self) -> int | None: ...
+
+    @property
+    def strerror(self) -> str | None: ...
 
 
 def state_home(state_dir: Path | None, environment: Mapping[str, str]) -> Path | None:
@@ -26,34 +44,110 @@ def state_home(state_dir: Path | None, environment: Mapping[str, str]) -> Path |
         return None
 
 
-def claim_directory(directory: Path, purpose: str, field: str) -> Path:
+def claim_directory(
+    directory: Path, purpose: str, field: str, *, forbidden: int = WRITABLE_BY_OTHERS
+) -> Path:
     """Make the directory and what is missing above it (0700), or check that it is ours and that
-    nobody else may write there.
+    nobody else can change what lies there.
 
-    purpose: what it is for, in the error's words; field: the option that names it.
+    purpose: what it is for, in the error's words; field: the option that names it; forbidden:
+    permission bits that it must not have.
 
     Raises:
-        ConfigError: it cannot be made, is a link, or others may write there.
+        ConfigError: it cannot be made, is a link, or others can change what lies there.
+        StartLaterError: there is no room for it now.
     """
     try:
         for path in (*reversed(directory.parents), directory):
             path.mkdir(mode=0o700, exist_ok=True)
-        facts = directory.lstat()
+        owner = directory.lstat().st_uid
+        why = why_unsafe(directory, forbidden=forbidden)
     except OSError as error:
-        raise _unusable(directory, purpose, field, f"cannot be made: {error.strerror}") from error
-    if not stat.S_ISDIR(facts.st_mode):
-        raise _unusable(directory, purpose, field, "is no directory")
-    if facts.st_uid != os.geteuid():
-        raise _unusable(directory, purpose, field, f"belongs to user {facts.st_uid}")
-    if stat.S_IMODE(facts.st_mode) & 0o022:
-        raise _unusable(directory, purpose, field, f"has mode {stat.S_IMODE(facts.st_mode):04o}")
+        what = f"{directory}, for {purpose}, cannot be made: {error.strerror}"
+        raise unusable(error, what, field, directory) from error
+    if owner != os.geteuid():  # root's is safe, but its owner could not be told to keep it so
+        why = f"belongs to user {owner}"
+    if why:
+        raise ConfigError(
+            f"{directory}, for {purpose}, {why}",
+            field=field,
+            value=str(directory),
+            fix=_fix(directory, why, field, forbidden),
+        )
     return directory
 
 
-def _unusable(directory: Path, purpose: str, field: str, why: str) -> ConfigError:
+def _fix(directory: Path, why: str, field: str, forbidden: int) -> str:
+    other = f"give {_shown(field)} with a directory that only user {os.geteuid()} may write"
+    if not why.startswith("has mode"):
+        return other
+    mode = 0o777 & ~forbidden & ~0o022
+    return f"chmod {mode:04o} {directory} if no other user has put files there, or {other}"
+
+
+def unusable(
+    error: SystemFailure, message: str, field: str, place: Path, fix: str = ""
+) -> ConfigError | StartLaterError:
+    """Return the error to raise when the system refuses a file or directory: StartLaterError where
+    the same start may succeed later, else ConfigError."""
+    if error.errno in _TRANSIENT:
+        return StartLaterError(
+            message,
+            field=field,
+            value=str(place),
+            fix="make room (disk, inodes, memory, open files), then start again",
+        )
     return ConfigError(
-        f"{directory}, for {purpose}, {why}",
+        message,
         field=field,
-        value=str(directory),
-        fix=f"give --{field} with a directory that only this user may write",
+        value=str(place),
+        fix=fix or f"give {_shown(field)} with a directory that user {os.geteuid()} may write",
     )
+
+
+def _shown(field: str) -> str:
+    """An option, or an environment variable as it is."""
+    return field if field.isupper() else f"--{field}"
+
+
+def open_own_file(path: Path, flags: int, mode: int = 0o600) -> int:
+    """Open a regular file in a claimed directory; return its descriptor. Follows no link and never
+    waits for the other end of a FIFO.
+
+    Raises:
+        OSError: as open(2); EPERM for what is no regular file, or another user's.
+    """
+    always = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+    fd = os.open(path, flags | always, mode)
+    facts = os.fstat(fd)
+    if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
+        return fd
+    os.close(fd)
+    raise OSError(errno.EPERM, "it is no regular file of ours", str(path))
+
+
+def replace_own_file(path: Path, content: bytes) -> None:
+    """Put `content` at `path`, all of it or nothing; it is on disk when this returns. For one
+    writer at a time.
+
+    Raises:
+        OSError: it cannot be written; what was there stays.
+    """
+    scratch = path.with_name(f"{path.name}.tmp")
+    scratch.unlink(missing_ok=True)  # of a process that was killed
+    fd = open_own_file(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(fd)
+        scratch.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+        raise
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

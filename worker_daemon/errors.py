@@ -18,7 +18,8 @@ WorkerError
  |   `- CheckpointError      a model's files are missing, truncated or not what config.json says
  +- InvalidStepError     a step holds a value that no kernel may see; nothing of it was applied
  +- CapacityError        not enough device memory, KV blocks, rows or disk space
- |   `- OutOfMemoryError     an allocation failed: says what was asked for and what was free
+ |   +- OutOfMemoryError     an allocation failed: says what was asked for and what was free
+ |   `- StartLaterError      the host has no room for another daemon now: exit code 75
  +- CommError            a peer or a link is lost
  |   `- UpstreamFailedError  an earlier pipeline stage failed in this step
  +- TransferError        a trainer is lost, did not come, or sent what cannot be; the link is whole
@@ -134,6 +135,10 @@ class InvalidStepError(WorkerError):
 
 class CapacityError(WorkerError):
     code = "CAPACITY"
+
+
+class StartLaterError(CapacityError):
+    """A daemon cannot start now, and may later as it is. The process ends with exit code 75."""
 
 
 class OutOfMemoryError(CapacityError):

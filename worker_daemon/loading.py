@@ -55,6 +55,8 @@ from worker_daemon.tagged_memory import TaggedMemory, open_memory
 
 _LOG = logging.getLogger(__name__)
 _PROGRESS_EVERY_S = 1.0
+_MAX_NAMES = 16
+"""Of tensors, in the log."""
 _FIT = "more pipeline stages or tensor ranks, or free memory and load again"
 
 
@@ -381,7 +383,8 @@ def _fill(
         report = load_weights(parameters, resolved.directory, names, progress, observer)
     _LOG.info("loaded %.3f GB in %.1f s", report.bytes_loaded / 1e9, report.seconds)
     if report.ignored_tensors:
-        _LOG.warning("the model does not use %s", ", ".join(report.ignored_tensors))
+        shown = ", ".join(map(repr, report.ignored_tensors[:_MAX_NAMES]))
+        _LOG.warning("the model does not use %d tensors: %s", len(report.ignored_tensors), shown)
     return report
 
 

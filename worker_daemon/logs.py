@@ -1,9 +1,11 @@
-"""Logging to stderr: one line a record, with time, process and rank. Prompts and tokens are never
-logged."""
+"""Logging to stderr: one line a record, with time, process and rank; what a peer wrote can forge
+none. Prompts and tokens are never logged."""
 
 import logging
 import sys
 from typing import Final
+
+from rpc_schema.plain_text import printable
 
 LEVELS: Final = ("debug", "info", "warning", "error")
 
@@ -27,5 +29,19 @@ def set_rank(rank: int) -> None:
         handler.setFormatter(_formatter(str(rank)))
 
 
+class _Lines(logging.Formatter):
+    """Escapes what is not printable; the lines of a traceback, which follow, are indented."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # logging's name
+        """Return the record's one line."""
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: "logging._SysExcInfoType") -> str:  # likewise
+        """Return a traceback."""
+        return "\n".join(
+            f"    {printable(line)}" for line in super().formatException(ei).split("\n")
+        )
+
+
 def _formatter(rank: str) -> logging.Formatter:
-    return logging.Formatter(_FORMAT.format(rank=rank), "%Y-%m-%dT%H:%M:%S")
+    return _Lines(_FORMAT.format(rank=rank), "%Y-%m-%dT%H:%M:%S")

@@ -13,15 +13,18 @@ from torch import Tensor
 from rpc_schema.base import StepRequest
 from rpc_schema.kv_cache import build_kv_cache_config
 from worker_daemon.device.memory import MemoryProfile, profile
-from worker_daemon.errors import CapacityError
+from worker_daemon.errors import CapacityError, CommError
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.loading import LoadedModel
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.rank_device import OpenedDevice
+from worker_daemon.resolve import check_deadline
 from worker_daemon.serving import Serving
 from worker_daemon.tagged_memory import PlainMemory
 
 _LOG = logging.getLogger(__name__)
+SHORT_DEADLINE_MS: Final = 20_000
+"""A deadline below this may be one that a legal step misses."""
 _NUM_BLOCKS: Final = 2
 """The null block, and one that all synthetic requests share: nobody reads their output."""
 
@@ -63,6 +66,32 @@ def rehearse_memory(
     return RehearsedMemory(available, graphs, result)
 
 
+def check_step_deadline(
+    opened: OpenedDevice, model: LoadedModel, message: StepRequest, set_phase: SetPhase
+) -> None:
+    """Time the longest step, where its deadline is short: by the configuration alone, so that all
+    ranks take part. Only on the CPU, where steps take long and can be timed by themselves.
+
+    Raises:
+        ConfigError: a legal step would be taken for a hanging one.
+        CommError: it took so long that a neighbour did not wait for it.
+    """
+    deadline_ms, device = model.config.scheduler.step_deadline_ms, opened.place.device
+    if deadline_ms >= SHORT_DEADLINE_MS or device.type != "cpu":
+        return
+    try:
+        with _rehearsal(opened, model, set_phase, is_timed=True) as serving:
+            step_s = serving.time_longest_step(message)
+    except CommError as error:  # the communicators' own timeout is hardly longer
+        raise CommError(
+            "a rank is lost, or takes longer for the longest step than its deadline",
+            field="scheduler.step_deadline_ms",
+            value=deadline_ms,
+            fix="a longer deadline, or a lower max_num_batched_tokens",
+        ) from error
+    check_deadline(deadline_ms, step_s, opened.place.parallel.pp_size)
+
+
 def _run_largest_step(
     opened: OpenedDevice, model: LoadedModel, message: StepRequest, set_phase: SetPhase
 ) -> None:
@@ -81,12 +110,14 @@ def _estimate_graphs(opened: OpenedDevice, model: LoadedModel, set_phase: SetPha
 
 
 @contextmanager
-def _rehearsal(opened: OpenedDevice, model: LoadedModel, set_phase: SetPhase) -> Iterator[Serving]:
+def _rehearsal(
+    opened: OpenedDevice, model: LoadedModel, set_phase: SetPhase, *, is_timed: bool = False
+) -> Iterator[Serving]:
     """Steps served as they will be, but over a KV cache of one block; on the CPU, where graphs do
-    not need it, without attention, which is slow there."""
+    not need it, without attention, which is slow there, unless they are to be timed."""
     plan = build_kv_cache_config(model.kv_cache_specs, _NUM_BLOCKS, model.config.cache.block_size)
     caches: list[Tensor] = []
-    if opened.place.device.type == "cuda":
+    if is_timed or opened.place.device.type == "cuda":
         caches = model.allocate_kv_caches(plan, PlainMemory(opened.place.device).make_kv_cache)
         model.stage.set_attention(model.attention.backend)
     try:

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.directories import claim_directory
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.errors import CapacityError, ConfigError, StateError
+from worker_daemon.raising import Translation
 
 Kind: TypeAlias = Literal["torch", "cuda"]
 Step: TypeAlias = ExecuteModel | SampleTokens | ExecuteDummyBatch
@@ -150,7 +151,7 @@ class _TorchTrace:
         """End it; return its file, which is not in its place yet. Raises as PlainTrace.pack."""
         _mark_clock()
         self.discard()
-        with _typed_errors(self._target), contextlib.ExitStack() as on_error:
+        with _writing(self._target), contextlib.ExitStack() as on_error:
             scratch = Path(tempfile.mkdtemp(prefix=".", dir=self._target.parent))
             on_error.callback(shutil.rmtree, scratch, ignore_errors=True)
             plain = scratch / "trace.json"
@@ -177,7 +178,7 @@ class PlainTrace:
         """
         packed = self._plain.with_name("trace.json.gz")
         try:
-            with _typed_errors(self._target):
+            with _writing(self._target):
                 with (
                     self._plain.open("rb") as source,
                     gzip.open(packed, "wb", _GZIP_LEVEL) as sink,
@@ -420,18 +421,18 @@ def _check_complete(trace: Path) -> None:
             raise OSError(errno.ENOSPC, "the trace is incomplete")
 
 
-@contextlib.contextmanager
-def _typed_errors(target: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
+def _writing(target: Path) -> Translation:
+    def translate(error: Exception) -> CapacityError | ConfigError:
+        assert isinstance(error, OSError)
         if error.errno in _DISK_FULL:
-            raise CapacityError(
+            return CapacityError(
                 f"the disk of {target.parent} is full", fix="free space, or profile fewer steps"
-            ) from error
-        raise ConfigError(
+            )
+        return ConfigError(
             f"the trace cannot be written: {error.strerror}",
             field="profile-dir",
             value=str(target.parent),
             fix="give --profile-dir with a directory that this user may write",
-        ) from error
+        )
+
+    return Translation((OSError,), translate)

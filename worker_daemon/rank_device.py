@@ -4,25 +4,30 @@ gives both up. Knows no model and no runner.
 Used on the step thread; abort, dump and check are the guard thread's.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
-from rpc_schema.config import Rendezvous
+from rpc_schema.config import MeetingAddress, Rendezvous
 from rpc_schema.lifecycle import InitDevice
 from worker_daemon.device.health import DeviceHealth, NoHealth
 from worker_daemon.device.init import open_capture_stream, open_device
 from worker_daemon.device.memory import MemorySnapshot, MemorySource
+from worker_daemon.device.threads import choose_threads
 from worker_daemon.distributed import flight_recorder
-from worker_daemon.distributed.link import Link, meeting_s
+from worker_daemon.distributed.link import Link, Place, meeting_s
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
+from worker_daemon.errors import ConfigError
 from worker_daemon.layers.reduction_provider import probe_reduction
 from worker_daemon.loading import RankPlace
 from worker_daemon.memory_ledger import MemoryLedger
 from worker_daemon.phases import SetPhase
+
+logger = logging.getLogger(__name__)
 
 _DISPOSAL_S = 0.5
 _PEER_GRACE_S = 0.9
@@ -59,14 +64,16 @@ class RankDevice:
         set_phase: SetPhase,
         open_memory: Callable[[torch.device], MemorySource],
         open_health: Callable[[torch.device], DeviceHealth],
+        num_threads: int | None = None,
     ) -> None:
-        """Touches no device: that is open's."""
+        """Touches no device: that is open's. num_threads: torch's on the CPU, if the user said."""
         self.name = name
         self.opened_or_none: OpenedDevice | None = None
         self._set_phase = set_phase
         self._open_memory = open_memory
         self._open_health = open_health
         self._health: DeviceHealth = NoHealth()
+        self._num_threads = num_threads
         self._max_threads = torch.get_num_threads()
         self._newest_link: Link | None = None
         """Open or not: abort sees it while it is opened."""
@@ -94,7 +101,10 @@ class RankDevice:
             message.parallel.tensor_parallel_size,
             rendezvous.rank,
         )
-        device = open_device(self.name, rendezvous.local_world_size, self._max_threads)
+        threads = choose_threads(self._num_threads, rendezvous.local_world_size, self._max_threads)
+        if self.name == "cpu":
+            logger.info("torch computes with %d threads (%s)", *threads)
+        device = open_device(self.name, threads)
         timeout_s = message.scheduler.step_deadline_ms / 1000 + _PEER_GRACE_S
         tp = tensor_parallel(parallel.tp_rank, parallel.tp_size, probe_reduction(device))
         place = RankPlace(device, message.parallel, parallel, tp)
@@ -164,12 +174,27 @@ class RankDevice:
         return self._health.check()
 
     def _meet(self, rendezvous: Rendezvous, place: RankPlace, timeout_s: float) -> Link:
+        meeting_place = _resolved(rendezvous.place, place.parallel)
         self._set_phase("LINKING", meeting_s(timeout_s) + _DISPOSAL_S)
         link = self._newest_link = Link(rendezvous.link, place.device)
-        link.open(place.parallel, rendezvous.host, rendezvous.port, timeout_s)
+        link.open(place.parallel, meeting_place, timeout_s)
         try:
             place.tp.bind(link.groups.stage, link.peers)
         except BaseException:
             link.leave()
             raise
         return link
+
+
+def _resolved(address: MeetingAddress | None, parallel: ParallelState) -> Place | None:
+    """Raises ConfigError: there is none, and others to meet."""
+    if address is not None:
+        return Place(address.host, address.port, address.secret)
+    if parallel.world_size > 1:
+        raise ConfigError(
+            "a rank of several needs a place to meet the others at",
+            field="rendezvous.place",
+            value=None,
+            fix="name what OpenRendezvous answered",
+        )
+    return None

@@ -1,16 +1,31 @@
 """Pure: what the driver asked for, the checkpoint and the device, resolved to what the worker runs
 with. "auto" ends here."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from rpc_schema.config import CacheConfig, ModelConfig, SchedulerConfig
+from rpc_schema.config import MIN_STEP_DEADLINE_MS, CacheConfig, ModelConfig, SchedulerConfig
 from worker_daemon.errors import CheckpointError, ConfigError
+from worker_daemon.layers.rotary import max_table_length
 from worker_daemon.models.config import DecoderConfig, read_model_config
-from worker_daemon.models.saved_set import CONFIG_FILES, LOAD_FORMATS, SavedSet, read_saved_set
+from worker_daemon.models.saved_set import (
+    CONFIG_FILES,
+    LOAD_FORMATS,
+    SAFETENSORS,
+    TENSORS_SUFFIX,
+    SavedSet,
+    read_saved_set,
+)
+from worker_daemon.regular_file import read_whole
+
+READ_SUFFIXES = (".json", SAFETENSORS.suffix, TENSORS_SUFFIX)
+"""Of all files of a model's directory that are ever read: indices may name no others."""
+DEADLINE_MARGIN = 2
+"""By which a step's deadline is to exceed what the longest step took: a host may be busy."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -79,6 +94,26 @@ def check_cache(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
             value=scheduler.max_num_batched_tokens,
             fix=f"at least max_num_seqs, {scheduler.max_num_seqs}",
         )
+    if scheduler.step_deadline_ms < MIN_STEP_DEADLINE_MS:
+        raise ConfigError(
+            "steps that are only slow would be taken for hanging ones",
+            field="scheduler.step_deadline_ms",
+            value=scheduler.step_deadline_ms,
+            fix=f"at least {MIN_STEP_DEADLINE_MS}",
+        )
+
+
+def check_deadline(deadline_ms: int, step_s: float, num_stages: int) -> None:
+    """Raises ConfigError where a legal step would count as hung. step_s: what the longest one took
+    this stage. A stage waits for those before it, hence num_stages."""
+    needed_ms = math.ceil(DEADLINE_MARGIN * num_stages * step_s * 1000)
+    if deadline_ms < needed_ms:
+        raise ConfigError(
+            f"the longest step takes {step_s:.2f} s on each of {num_stages} stages",
+            field="scheduler.step_deadline_ms",
+            value=deadline_ms,
+            fix=f"at least {needed_ms}, or a lower max_num_batched_tokens",
+        )
 
 
 def _confine(model: str, roots: Sequence[Path]) -> Path:
@@ -107,7 +142,7 @@ def _check_directory(model: str, directory: Path, root: Path) -> None:
         raise CheckpointError(
             "no such directory", field="model", value=model, fix="the directory of config.json"
         )
-    for file in (*directory.glob("*.json"), *directory.glob("*.safetensors")):
+    for file in (file for suffix in READ_SUFFIXES for file in directory.glob(f"*{suffix}")):
         if not file.resolve().is_relative_to(root):
             raise ConfigError(
                 "a file of the model leads out of this daemon's model roots",
@@ -119,7 +154,15 @@ def _check_directory(model: str, directory: Path, root: Path) -> None:
 
 def _read_config_files(directory: Path) -> dict[str, bytes]:
     paths = [directory / name for name in CONFIG_FILES]
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+    try:
+        return {path.name: read_whole(path) for path in paths if path.exists()}
+    except OSError as error:
+        raise CheckpointError(
+            f"a file of the model cannot be read: {error}",
+            field="model",
+            value=str(directory),
+            fix="make it a regular file of at most 16 MiB",
+        ) from error
 
 
 def _resolve_dtype(asked: str, stated: str) -> torch.dtype:
@@ -136,8 +179,17 @@ def _resolve_dtype(asked: str, stated: str) -> torch.dtype:
 
 def _resolve_length(asked: int | None, decoder: DecoderConfig) -> int:
     longest = decoder.max_position_embeddings
-    if asked is None or asked <= longest:
-        return asked or longest
+    length = asked or longest
+    tabled = max_table_length(decoder.head_dim)
+    if tabled < length <= longest:
+        raise ConfigError(
+            "the rotary table of so long a context would be too large",
+            field="max_model_len",
+            value=length,
+            fix=f"give a max_model_len of at most {tabled}",
+        )
+    if length <= longest:
+        return length
     why = "exact only up to" if decoder.max_supported_len is not None else "made for"
     raise ConfigError(
         f"the model is {why} {longest} tokens",

@@ -3,8 +3,9 @@ initialize_from_config, and small ones for a rehearsal (memory_rehearsal.py). Kn
 lifecycle state.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from worker_daemon.distributed.link import Link
 from worker_daemon.errors import CapacityError, CommError
 from worker_daemon.loading import LoadedModel
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
+from worker_daemon.raising import Translation
 from worker_daemon.rank_device import OpenedDevice
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
 from worker_daemon.runner.cuda_graph import NoGraphs, StepGraphs
@@ -23,6 +25,7 @@ from worker_daemon.runner.warmup import (
     SyntheticStep,
     decode_sweep,
     largest_step,
+    longest_step,
     size_sweep,
     warm_up_steps,
 )
@@ -114,6 +117,14 @@ class Serving:
         self._run_all([largest_step(message, self.runner.state.limits)])
         self.runner.settle()
 
+    def time_longest_step(self, message: StepRequest) -> float:
+        """Return the processor time that the longest step takes this thread: where the device is
+        the CPU that is computing, without the waits for other ranks and other processes."""
+        began = time.thread_time()
+        self._run_all([longest_step(message, self.runner.state.limits)])
+        self.runner.settle()
+        return time.thread_time() - began
+
     def compile_graphs(self) -> None:
         """Compile the kernels of what will be captured, many at once."""
         with self._capturing():
@@ -157,19 +168,19 @@ class Serving:
         with self._capturing():
             self._graphs.restore(self.runner)
 
-    @contextmanager
-    def _capturing(self) -> Iterator[None]:
+    def _capturing(self) -> Translation:
         self._set_phase("CAPTURING", LONG_OPERATION_S)
-        try:
-            yield
-        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-            # The driver's own memory for a graph is no allocator's.
-            if "out of memory" not in str(error):
-                raise
-            raise CapacityError(
-                f"the graphs do not fit: {error}",
-                fix="a smaller kv_cache_memory_bytes or max_num_seqs, or enforce_eager",
-            ) from None
+        return Translation((torch.OutOfMemoryError, torch.AcceleratorError), _too_large_graphs)
+
+
+def _too_large_graphs(error: Exception) -> CapacityError | None:
+    # The driver's own memory for a graph is no allocator's.
+    if "out of memory" not in str(error):
+        return None
+    return CapacityError(
+        f"the graphs do not fit: {error}",
+        fix="a smaller kv_cache_memory_bytes or max_num_seqs, or enforce_eager",
+    )
 
 
 def _limits(model: LoadedModel, num_blocks: int) -> StepLimits:

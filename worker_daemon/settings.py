@@ -13,6 +13,7 @@ from worker_daemon.directories import claim_directory, state_home
 from worker_daemon.errors import ConfigError
 from worker_daemon.kernel_cache import kernel_cache
 from worker_daemon.logs import LEVELS
+from worker_daemon.regular_file import read_whole
 
 ENV_PREFIX: Final = "WORKER_DAEMON_"
 KEYS: Final = (
@@ -27,6 +28,7 @@ KEYS: Final = (
     "data-interface",
     "gpu-lock-dir",
     "share-gpu",
+    "reset-epoch",
     "exit-with-parent-fd",
     "log-level",
 )
@@ -54,7 +56,12 @@ _FLIGHT_RECORDER: Final = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUF
 """Operations that torch remembers of each communicator, by its newer and its older name."""
 _FLIGHT_DUMPS: Final = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _SWITCHES: Final = {"true": True, "false": False, "1": True, "0": False}
+_PASSIVE_WAITING: Final = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+"""For GNU's OpenMP and LLVM's: a thread without work sleeps. By default it spins for milliseconds,
+which takes the core from the driver and from the step's next part."""
+_NUM_THREADS: Final = "OMP_NUM_THREADS"
 _KERNEL_CACHE: Final = "TRITON_CACHE_DIR"
+_MAX_FILE_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,8 @@ class ProcessSettings:
     """Where the locks of this host's GPUs lie; None: in the usual place."""
     share_gpu: bool
     """Another daemon may have the same GPU."""
+    reset_epoch: bool
+    """Replace a stored epoch that cannot be used; see epochs.py."""
     log_level: str
     """One of debug, info, warning, error."""
     notify_socket: str = ""
@@ -138,10 +147,29 @@ def prepare_kernel_cache(settings: ProcessSettings) -> None:
     called before torch is imported; does nothing for a daemon on the CPU.
 
     Raises:
-        ConfigError: the directory cannot be used.
+        ConfigError: the directory cannot be used, or others can change what lies there.
+        StartLaterError: there is no room for it now.
     """
-    if settings.device != "cpu" and not os.environ.get(_KERNEL_CACHE):
+    if settings.device == "cpu":
+        return
+    if chosen := os.environ.get(_KERNEL_CACHE):
+        claim_directory(Path(chosen).absolute(), "compiled kernels", _KERNEL_CACHE)
+    else:
         os.environ[_KERNEL_CACHE] = str(kernel_cache(settings.state_dir, os.environ))
+
+
+def prepare_waiting(settings: ProcessSettings) -> None:
+    """Have torch's threads sleep between operations, unless the environment says otherwise. To be
+    called before torch is imported; does nothing for a daemon on a GPU."""
+    if settings.device == "cpu":
+        for name, value in _PASSIVE_WAITING.items():
+            os.environ.setdefault(name, value)
+
+
+def user_threads() -> int | None:
+    """Return the first number of OMP_NUM_THREADS; None where that is not set to one."""
+    first = os.environ.get(_NUM_THREADS, "").partition(",")[0].strip()
+    return int(first) if first.isascii() and first.isdecimal() and int(first) else None
 
 
 def visible_devices() -> str | None:
@@ -178,11 +206,13 @@ def read_file(path: Path) -> Given:
         ConfigError: it cannot be read, is no TOML, or has a key that no option has.
     """
     try:
-        with path.open("rb") as file:
-            given = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        given = tomllib.loads(read_whole(path, _MAX_FILE_BYTES).decode())
+    except (OSError, ValueError, RecursionError) as error:  # of TOML and of UTF-8 too
         raise ConfigError(
-            f"the file cannot be read: {error}", field="config", value=str(path)
+            f"the file cannot be read: {error}",
+            field="config",
+            value=str(path),
+            fix="name a TOML file with the options of this command",
         ) from error
     for key in given:
         if key not in KEYS:
@@ -218,7 +248,7 @@ def build_settings(given: Given) -> ProcessSettings:
     return ProcessSettings(
         endpoint=endpoint,
         device=_matching(_required(given, "device", "cpu or cuda:N"), _DEVICE),
-        state_dir=Path(state_dir).resolve() if state_dir else None,
+        state_dir=Path(state_dir).absolute() if state_dir else None,
         model_roots=_roots(given),
         save_root=_own_directory(given, "save-root", "saved weights"),
         profile_dir=_own_directory(given, "profile-dir", "traces"),
@@ -229,6 +259,7 @@ def build_settings(given: Given) -> ProcessSettings:
         exit_with_parent_fd=None if fd is None else _file_descriptor(fd),
         gpu_lock_dir=_path(_text(given, "gpu-lock-dir", "")),
         share_gpu=_switch(given, "share-gpu"),
+        reset_epoch=_switch(given, "reset-epoch"),
         log_level=_level(_text(given, "log-level", "info")),
     )
 

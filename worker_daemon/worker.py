@@ -34,7 +34,7 @@ from worker_daemon.errors import CommError, ConfigError, StateError
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.loading import LoadedModel, Roots, load, rank_weights, reload
 from worker_daemon.memory_ledger import memory_line
-from worker_daemon.memory_rehearsal import rehearse_memory
+from worker_daemon.memory_rehearsal import check_step_deadline, rehearse_memory
 from worker_daemon.models.saving import Saver, SaveReport, SaveRequest
 from worker_daemon.models.tensor_bytes import checksum
 from worker_daemon.models.tensorized import TENSORIZER_PATTERN, tensorizer_files
@@ -62,15 +62,16 @@ class Worker:
         profile_dir: Path | None = None,
         open_memory: Callable[[torch.device], MemorySource] = memory_source,
         open_health: Callable[[torch.device], DeviceHealth] = open_health,
+        num_threads: int | None = None,
     ) -> None:
         """Touches no device: that is init_device's. Without a save_root nothing can be saved,
         without a profile_dir no trace written. open_memory: what measures a device's memory;
-        open_health: what looks after the device itself."""
+        open_health: what looks after the device itself; num_threads: torch's, if the user said."""
         self._roots = Roots(model_roots, save_root)
         self._saver = Saver(save_root)
         self._profiler = Profiler(profile_dir, self._settle_transfers)
         self._set_phase = set_phase
-        self._device = RankDevice(device, set_phase, open_memory, open_health)
+        self._device = RankDevice(device, set_phase, open_memory, open_health, num_threads)
         self._transfer = WeightTransfer(set_phase)
         self._model_or_none: LoadedModel | None = None
         self._serving_or_none: Serving | None = None
@@ -117,9 +118,13 @@ class Worker:
     def determine_available_memory(
         self, message: lc.DetermineAvailableMemory
     ) -> lc.DetermineAvailableMemoryReply:
-        """Rehearse the largest step and the graphs. Raises: see rehearse_memory."""
+        """Rehearse the largest step and the graphs.
+
+        Raises: see rehearse_memory and check_step_deadline.
+        """
         opened, model = self._device.opened, self._model
         found = rehearse_memory(opened, model, message, self._set_phase)
+        check_step_deadline(opened, model, message, self._set_phase)
         override = model.config.cache.kv_cache_memory_bytes
         return lc.DetermineAvailableMemoryReply(
             **self._identity(message),
@@ -252,6 +257,11 @@ class Worker:
         """See ModelRunner.execute_dummy_batch."""
         with self._profiler.step(message):
             return self._serving.runner.execute_dummy_batch(message)
+
+    def refuse_step(self, seq: int) -> None:
+        """Have the steps behind `seq`, which could not be read, fail until a resynchronisation."""
+        if self._serving_or_none is not None:
+            self._serving_or_none.runner.state.mark_failed(seq)
 
     def get_supported_tasks(self, message: lc.GetSupportedTasks) -> lc.GetSupportedTasksReply:
         """Every architecture of the registry generates."""
@@ -619,7 +629,8 @@ class Worker:
             providers=self._providers(),
             memory_tags=model.memory.states if model else {},
             weights=no_weights if model is None else partial(_weights_report, model.weights),
-            # What is published outlives a reset: it must hold nothing of the runner.
+            # What is published outlives a reset: it must hold nothing of the device.
+            num_kv_blocks_held=serving.runner.state.num_held_blocks if serving else int,
             input_wait_share=partial(_waiting_share, serving.runner.waits) if serving else _no_wait,
         )
 
@@ -639,11 +650,14 @@ class Worker:
         model, serving = self._model_or_none, self._serving_or_none
         if model is None:
             return {}
+        place = self._device.opened.place
+        threads = {"threads": str(torch.get_num_threads())} if place.device.type == "cpu" else {}
         return {
             "attention": model.attention.name,
             "layers": model.stage.ops_name,
-            "all_reduce": self._device.opened.place.tp.all_reduce_name,
+            "all_reduce": place.tp.all_reduce_name,
             "graphs": str(serving.num_graphs if serving else 0),
+            **threads,
         }
 
     # Parts.

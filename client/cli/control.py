@@ -10,13 +10,15 @@ import msgspec
 import typer
 
 from client.cli.daemons import connect
-from client.cli.options import KeyFile, KnownDaemons, split_endpoints
-from client.cli.top_frame import leased
+from client.cli.options import KeyFile, KnownDaemons, Wait, split_endpoints
+from client.cli.output_file import print_text
+from client.cli.top_frame import held_blocks, leased
 from client.errors import ClientConfigError
 from client.keys import read_keys
 from client.worker_client import WorkerClient
 from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import KVCacheAdvice, ReplyDelay, Status
+from rpc_schema.plain_text import printable
 
 Endpoints = Annotated[
     str, typer.Option(envvar="WORKER_CLIENT_ENDPOINTS", help="Running daemons: EP,EP,...")
@@ -44,6 +46,7 @@ def status(
     ] = None,
     key_file: KeyFile = "",
     known_daemons: KnownDaemons = None,
+    wait: Wait = 0.0,
 ) -> None:
     """Show what each daemon is and does."""
     if as_json and probe is not None:
@@ -51,7 +54,7 @@ def status(
             "a probe shows nothing", field="probe", value=probe.value, fix="leave out --json"
         )
     keys = read_keys(key_file, known_daemons)
-    with connect(named_daemons(endpoints), keys) as clients:
+    with connect(named_daemons(endpoints), keys, wait) as clients:
         for client in clients:
             client.hello()
         if probe is not None:
@@ -59,9 +62,9 @@ def status(
             return
         statuses = [client.get_status() for client in clients]
     if as_json:
-        sys.stdout.write(json.dumps(msgspec.to_builtins([_named(s) for s in statuses])) + "\n")
+        print_text(json.dumps(msgspec.to_builtins([_named(s) for s in statuses])) + "\n")
     else:
-        sys.stdout.write("\n".join(map(_block, statuses)))
+        print_text("\n".join(map(_block, statuses)))
 
 
 def drain(
@@ -72,25 +75,29 @@ def drain(
     ] = DRAIN_WITHIN_S,
     key_file: KeyFile = "",
     known_daemons: KnownDaemons = None,
+    wait: Wait = 0.0,
 ) -> None:
     """Have daemons take no more steps and no more drivers; what they have loaded stays. Waits for
     the running steps. Needs the role admin, where there are keys."""
     keys = read_keys(key_file, known_daemons)
-    with connect(named_daemons(endpoints), keys) as clients:
+    with connect(named_daemons(endpoints), keys, wait) as clients:
         for client in clients:
             client.hello()
         for call in [client.send_drain(within, undo=undo) for client in clients]:
             call.result()
         for status in [client.get_status() for client in clients]:
-            sys.stdout.write(f"{status.endpoint}: {status.serving}, {_holder(status.lease)}\n")
+            print_text(f"{status.endpoint}: {status.serving}, {_holder(status.lease)}\n")
 
 
 def shutdown(
-    endpoints: Endpoints, key_file: KeyFile = "", known_daemons: KnownDaemons = None
+    endpoints: Endpoints,
+    key_file: KeyFile = "",
+    known_daemons: KnownDaemons = None,
+    wait: Wait = 0.0,
 ) -> None:
     """End daemons; a running step is finished first. Needs the role admin, where there are keys."""
     keys = read_keys(key_file, known_daemons)
-    with connect(named_daemons(endpoints), keys) as clients:
+    with connect(named_daemons(endpoints), keys, wait) as clients:
         for client in clients:
             client.shutdown()
 
@@ -107,7 +114,9 @@ def named_daemons(endpoints: str) -> tuple[str, ...]:
 
 def _probe(clients: Sequence[WorkerClient], probe: Probe) -> None:
     amiss = [
-        f"{c.endpoint.control}: {what}\n" for c in clients if (what := _what_is_amiss(c, probe))
+        f"{c.endpoint.control}: {printable(what)}\n"
+        for c in clients
+        if (what := _what_is_amiss(c, probe))
     ]
     if amiss:
         sys.stderr.write("".join(amiss))
@@ -154,7 +163,7 @@ def _memory(status: Status) -> str:
 
 def _advice(advice: KVCacheAdvice) -> str:
     return (
-        f"kv_cache_memory_bytes {advice.request_bytes} would fit the request, "
+        f"--kv-cache-memory-bytes {advice.request_bytes} would fit the request, "
         f"{advice.card_bytes} would fill the card"
     )
 
@@ -180,10 +189,12 @@ def _block(status: Status) -> str:
         "model": "none" if status.config is None else status.config.model.model,
         "providers": ", ".join(f"{part} {name}" for part, name in status.providers.items()),
         "memory": _memory(status),
+        "kv cache": "" if status.kv_cache is None else held_blocks(status),
         "advice": "" if status.kv_cache_advice is None else _advice(status.kv_cache_advice),
         "asleep": ", ".join(asleep),
         "replies": _delays(status.reply_delay) if status.reply_delay.num_replies else "",
+        "last event": status.transitions[-1] if status.transitions else "",
         "degraded": status.degraded,
         "failure": status.failure,
     }
-    return "".join(f"{name:<10} {line}\n" for name, line in lines.items() if line)
+    return "".join(f"{name:<10} {printable(line)}\n" for name, line in lines.items() if line)

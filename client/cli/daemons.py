@@ -3,15 +3,17 @@ beside a run. Knows no group."""
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 import zmq
 
 from client.errors import ClientError
+from client.first_contact import greet
 from client.keys import NO_KEYS, Keys
 from client.transport import new_driver_id, parse_endpoint
-from client.worker_client import AskingClient, WorkerClient
+from client.worker_client import CONTROL_TIMEOUT_S, AskingClient, WorkerClient
 from rpc_schema.errors import WireError
 
 SCRAPE_INTERVAL_S: Final = 0.1
@@ -19,11 +21,15 @@ SCRAPE_TIMEOUT_S: Final = 1.0
 
 
 @contextlib.contextmanager
-def connect(endpoints: Sequence[str], keys: Keys = NO_KEYS) -> Iterator[list[WorkerClient]]:
-    """Open a client to each daemon, that asks and does not drive; closed at the end.
+def connect(
+    endpoints: Sequence[str], keys: Keys = NO_KEYS, wait_s: float = 0.0
+) -> Iterator[list[WorkerClient]]:
+    """Open a client to each daemon, that asks and does not drive; closed at the end. wait_s: for
+    daemons that are not started yet.
 
     Raises:
         EndpointError: one is no endpoint.
+        NothingListens: no daemon is at one after wait_s; without wait_s the first request says so.
     """
     parsed = [parse_endpoint(endpoint, keys) for endpoint in endpoints]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -31,7 +37,10 @@ def connect(endpoints: Sequence[str], keys: Keys = NO_KEYS) -> Iterator[list[Wor
     clients: list[WorkerClient] = [
         AskingClient(context, endpoint, rank, driver_id) for rank, endpoint in enumerate(parsed)
     ]
+    listen_by = time.monotonic() + wait_s
     try:
+        for client in clients if wait_s else ():
+            greet(client, CONTROL_TIMEOUT_S, listen_by)
         yield clients
     finally:
         for client in clients:

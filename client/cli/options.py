@@ -136,6 +136,15 @@ GpuMemoryUtilization = Annotated[
     float,
     typer.Option(envvar=_env("GPU_MEMORY_UTILIZATION"), max=1.0, help="Share of the memory."),
 ]
+KVCacheMemoryBytes = Annotated[
+    int | None,
+    typer.Option(
+        envvar=_env("KV_CACHE_MEMORY_BYTES"),
+        min=1,
+        max=2**63 - 1,
+        help="Of each rank's KV cache, instead of what the share leaves; `status` advises.",
+    ),
+]
 EnforceEager = Annotated[
     bool, typer.Option("--enforce-eager", envvar=_env("ENFORCE_EAGER"), help="No CUDA graphs.")
 ]
@@ -161,6 +170,15 @@ ReplaceWithin = Annotated[
         min=0.0,
         metavar="SECONDS",
         help="Wait so long for a daemon that died to be started again; 0: give up at once.",
+    ),
+]
+Wait = Annotated[
+    float,
+    typer.Option(
+        envvar=_env("WAIT"),
+        min=0.0,
+        metavar="SECONDS",
+        help="Wait so long for daemons that are not started yet.",
     ),
 ]
 Restart = Annotated[
@@ -197,6 +215,7 @@ class RunOptions:
     """For the daemons that are named; local ones have none."""
     replace_within_s: float = REPLACE_WITHIN_S
     restart: bool = False
+    wait_s: float = 0.0
 
 
 def build_run_options(
@@ -216,6 +235,7 @@ def build_run_options(
     block_size: BlockSize = 16,
     num_gpu_blocks: NumGpuBlocks = None,
     gpu_memory_utilization: GpuMemoryUtilization = 0.9,
+    kv_cache_memory_bytes: KVCacheMemoryBytes = None,
     enforce_eager: EnforceEager = False,
     enable_sleep_mode: EnableSleepMode = False,
     seed: Seed = None,
@@ -225,6 +245,7 @@ def build_run_options(
     known_daemons: KnownDaemons = None,
     replace_within: ReplaceWithin = REPLACE_WITHIN_S,
     restart: Restart = False,
+    wait: Wait = 0.0,
 ) -> RunOptions:
     """Check the options and put them into a worker configuration.
 
@@ -250,7 +271,11 @@ def build_run_options(
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         ),
-        cache=CacheConfig(block_size=block_size, gpu_memory_utilization=gpu_memory_utilization),
+        cache=CacheConfig(
+            block_size=block_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+        ),
         graph=GraphConfig(enforce_eager=enforce_eager),
     )
     return RunOptions(
@@ -266,6 +291,7 @@ def build_run_options(
         keys=read_keys(key_file, known_daemons) if endpoints else NO_KEYS,
         replace_within_s=replace_within,
         restart=restart,
+        wait_s=wait,
     )
 
 

@@ -1,14 +1,13 @@
 """The result lines of `worker-client generate`: in input order, in a file as soon as all before
-them are there, so that whoever comes after a run that was cut off need not do them again. Knows no
+them are there, so that --adopt need not repeat what a run that was cut off has done. Knows no
 daemon."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
 
 from client.adoption import AdoptedRequest
+from client.cli.output_file import OutputFile, is_special, part_of, write_whole
 from client.cli.report import JsonObject, output_line
 from client.cli.session import InputRequest
 from client.errors import ClientConfigError
@@ -18,7 +17,7 @@ from client.tokenizer import Tokenizer
 
 
 class Results:
-    """What has come of each request so far. To be used by `with`, which ends the file."""
+    """What has come of each request so far. To be used by `with`, which closes the file."""
 
     def __init__(
         self,
@@ -27,25 +26,19 @@ class Results:
         kept: Mapping[str, JsonObject],
         path: Path | None,
     ) -> None:
-        """kept: lines that there are already. path: None writes nowhere."""
-        self._req_ids = req_ids
+        """kept: lines of the run that is gone on with. path: None writes nowhere."""
+        self._req_ids = list(req_ids)
+        self._order = [*kept, *(req_id for req_id in req_ids if req_id not in kept)]
+        """Of the file until the end: what was kept comes first, so that it is there at any time."""
         self._tokenizer = tokenizer
         self._lines = dict(kept)
         self._path = path
-        self._file: TextIO | None = None
+        self._file: OutputFile | None = None
         self._num_written = 0
 
     def __enter__(self) -> "Results":
-        if self._path is None:
-            return self
-        # Not over the lines of a run before, which a kill in between would take along.
-        renewed = self._path.is_file()
-        path = self._path.with_name(f"{self._path.name}.part") if renewed else self._path
-        self._file = path.open("w", encoding="utf-8")
-        self._write()
-        if renewed:
-            os.fsync(self._file.fileno())
-            path.replace(self._path)
+        if self._path is not None:
+            self._file = OutputFile(self._path, self._next_lines())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -53,36 +46,49 @@ class Results:
             self._file.close()
 
     def take(self, req_id: str, outcome: RequestOutput | str) -> None:
-        """A request has ended: its output, or what is wrong with it."""
+        """A request has ended: its output, or what is wrong with it. Raises OutputError."""
         self._lines[req_id] = output_line(req_id, outcome, self._tokenizer)
-        self._write()
+        if self._file is not None:
+            self._file.write(self._next_lines())
 
     def finish(self) -> list[JsonObject]:
-        """Return all lines; of a request that has not ended, one that says so."""
+        """Return all lines, which the file has now; of a request that has not ended, one that says
+        so. Raises OutputError."""
         for req_id in self._req_ids:
             if req_id not in self._lines:
                 self.take(req_id, "was not finished")
-        return [self._lines[req_id] for req_id in self._req_ids]
+        lines = [self._lines[req_id] for req_id in self._req_ids]
+        if self._file is not None and self._path is not None:
+            self._file.finish()
+            self._file.close()
+            self._file = None
+            if self._order != self._req_ids:
+                write_whole(self._path, map(json.dumps, lines))
+        return lines
 
-    def _write(self) -> None:
-        if self._file is None:
-            return
-        while self._num_written < len(self._req_ids):
-            line = self._lines.get(self._req_ids[self._num_written])
+    def _next_lines(self) -> list[str]:
+        """Those not returned before of which all before them are there."""
+        texts: list[str] = []
+        while self._num_written < len(self._order):
+            line = self._lines.get(self._order[self._num_written])
             if line is None:
                 break
-            self._file.write(json.dumps(line) + "\n")
+            texts.append(json.dumps(line))
             self._num_written += 1
-        self._file.flush()
+        return texts
 
 
 def read_finished(path: Path | None) -> dict[str, JsonObject]:
-    """Return the lines of an earlier run's output that hold tokens, by id; a line that was cut off
-    is none."""
-    if path is None or not path.is_file():
+    """Return the lines of an unfinished run's output that hold tokens, by id; a line that was cut
+    off is none."""
+    if path is None or is_special(path):
+        return {}
+    part = part_of(path)
+    source = part if part.is_file() else path
+    if not source.is_file():
         return {}
     found: dict[str, JsonObject] = {}
-    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+    for text in source.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             line = json.loads(text)
         except ValueError:

@@ -2,21 +2,30 @@
 
 import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from client.adoption import AdoptedRequest
 from client.cli import options as opt
 from client.cli.daemons import Scrape
-from client.cli.report import JsonObject, bench_object, output_lines
+from client.cli.output_file import check_output, print_text, write_whole
+from client.cli.report import JsonObject, bench_object, output_line, output_lines
 from client.cli.results import Results, read_finished, with_adopted
-from client.cli.session import InputRequest, Session, open_session, read_inputs, read_lines
+from client.cli.session import (
+    InputRequest,
+    Served,
+    Session,
+    open_session,
+    read_inputs,
+    read_lines,
+)
 from client.errors import ClientConfigError
-from client.worker_group import Progress
+from client.tokenizer import Tokenizer, load_tokenizer
+from client.worker_group import Progress, parse_endpoints
+from rpc_schema.plain_text import printable
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 Profile = Annotated[
@@ -42,21 +51,21 @@ def generate(
     """Generate for prompts or for a file of requests."""
     if adopt:
         _check_adoption(run)
-    lines = _input_lines(prompt or [], input_, max_tokens, may_be_none=adopt)
-    with open_session(run, _ProgressPrinter(), keep_requests=adopt) as session:
-        inputs = read_inputs(lines, session.tokenizer, run.seed)
+    tokenizer, inputs = _prepare(run, prompt, input_, output, max_tokens, may_be_none=adopt)
+    if not adopt:
+        _end_if_all_are_wrong(inputs, output)
+    with open_session(run, _print_progress(), keep_requests=adopt) as session:
         finished = read_finished(output) if adopt else {}
         adopted = _adopted(session, finished) if adopt else []
         inputs = with_adopted(inputs, adopted)
         left = [entry for entry in inputs if entry.id not in finished]
         names = dict.fromkeys([entry.id for entry in inputs] + list(finished))
-        with Results(list(names), session.tokenizer, finished, output) as collected:
+        with Results(list(names), tokenizer, finished, output) as collected:
             served = session.serve(left, adopted, collected.take)
             results = collected.finish()
     if output is None:
         _print_texts(results)
-    for req_id, error in served.errors.items():
-        Console(stderr=True).print(f"{req_id}: {error}", markup=False, highlight=False)
+    _print_errors(inputs, served.errors)
     if results and len(served.errors) == len(results):
         raise typer.Exit(1)
 
@@ -74,21 +83,21 @@ def bench(
     scrape: Scraped = False,
 ) -> None:
     """Generate, and measure it."""
-    lines = _input_lines(prompt or [], input_, max_tokens)
-    with open_session(run, _ProgressPrinter()) as session:
-        inputs = read_inputs(lines, session.tokenizer, run.seed)
-        result, results = _measure(session, inputs, profile, scrape)
+    tokenizer, inputs = _prepare(run, prompt, input_, output, max_tokens)
+    _end_if_all_are_wrong(inputs, output)
+    with open_session(run, _print_progress()) as session:
+        served, result = _measure(session, inputs, profile, scrape)
+    print_text(json.dumps(result, indent=None if as_json else 2) + "\n")
     if output is not None:
-        _write_lines(output, results)
-    if as_json:
-        sys.stdout.write(json.dumps(result) + "\n")
-    else:
-        Console().print_json(json.dumps(result))
+        write_whole(output, map(json.dumps, output_lines(inputs, served, tokenizer)))
+    _print_errors(inputs, served.errors)
+    if inputs and len(served.errors) == len(inputs):
+        raise typer.Exit(1)
 
 
 def _measure(
     session: Session, inputs: Sequence[InputRequest], profile: str, scraped: bool
-) -> tuple[JsonObject, list[JsonObject]]:
+) -> tuple[Served, JsonObject]:
     daemons = [client.endpoint.control for client in session.group.clients]
     with Scrape(daemons if scraped else (), session.options.keys) as scrape:
         served, traces = (
@@ -98,7 +107,38 @@ def _measure(
     result["statuses_scraped"] = scrape.num_statuses
     if profile:
         result["traces"] = traces
-    return result, output_lines(inputs, served, session.tokenizer)
+    return served, result
+
+
+def _prepare(
+    run: opt.RunOptions,
+    prompts: Sequence[str] | None,
+    path: Path | None,
+    output: Path | None,
+    max_tokens: int,
+    *,
+    may_be_none: bool = False,
+) -> tuple[Tokenizer | None, list[InputRequest]]:
+    """Check before anything is loaded what can be checked before."""
+    lines = _input_lines(prompts or [], path, max_tokens, may_be_none=may_be_none)
+    if run.endpoints:
+        parse_endpoints(run.endpoints, run.config.parallel, run.keys)
+    if output is not None:
+        check_output(output)
+    tokenizer = load_tokenizer(run.model)
+    return tokenizer, read_inputs(lines, tokenizer, run.seed)
+
+
+def _end_if_all_are_wrong(inputs: Sequence[InputRequest], output: Path | None) -> None:
+    """Nothing is loaded for an input of which no line can be served."""
+    if not inputs or any(entry.request is not None for entry in inputs):
+        return
+    errors = {entry.id: entry.error for entry in inputs}
+    if output is not None:
+        lines = [output_line(name, error, None) for name, error in errors.items()]
+        write_whole(output, map(json.dumps, lines))
+    _print_errors(inputs, errors)
+    raise typer.Exit(1)
 
 
 def _check_adoption(run: opt.RunOptions) -> None:
@@ -114,13 +154,13 @@ def _check_adoption(run: opt.RunOptions) -> None:
 def _adopted(session: Session, finished: Collection[str]) -> list[AdoptedRequest]:
     """The requests that run; not those whose results are there."""
     adopted = session.group.adopt_requests()
-    Console(stderr=True).print(f"{len(adopted)} requests are running", highlight=False)
+    sys.stderr.write(f"{len(adopted)} requests are running\n")
     return [request for request in adopted if request.req_id not in finished]
 
 
 def _input_lines(
     prompts: Sequence[str], path: Path | None, max_tokens: int, *, may_be_none: bool = False
-) -> list[str]:
+) -> Sequence[str | bytes]:
     if may_be_none and not prompts and path is None:
         return []
     if bool(prompts) == (path is not None):
@@ -140,28 +180,33 @@ def _input_lines(
 
 
 def _print_texts(results: Sequence[JsonObject]) -> None:
+    is_terminal = sys.stdout.isatty()
     for result in results:
         if "error" not in result:
-            sys.stdout.write(f"{result['id']}: {result.get('text', result['token_ids'])}\n")
+            text = str(result.get("text", result["token_ids"]))
+            shown = _for_terminal(text) if is_terminal else text
+            print_text(f"{printable(str(result['id']))}: {shown}\n")
 
 
-def _write_lines(path: Path, results: Sequence[JsonObject]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(result) + "\n" for result in results)
+def _for_terminal(text: str) -> str:
+    return "".join(c if c in "\n\t" else printable(c) for c in text)
 
 
-class _ProgressPrinter:
-    """Prints each phase of each rank once, to standard error, between-times left out. Not the
-    operation: a heartbeat may be older than the one that is under way."""
+def _print_errors(inputs: Sequence[InputRequest], errors: Mapping[str, str]) -> None:
+    names = {entry.id: entry.shown_as for entry in inputs}
+    for req_id, error in errors.items():
+        sys.stderr.write(f"{printable(names.get(req_id, req_id))}: {printable(error)}\n")
 
-    def __init__(self) -> None:
-        self._console = Console(stderr=True)
-        self._seen: set[tuple[int, str]] = set()
 
-    def __call__(self, progress: Progress) -> None:
+def _print_progress() -> Callable[[Progress], None]:
+    """Return what prints each phase of each rank once, to standard error, between-times left out.
+    Not the operation: a heartbeat may be older than the one that is under way."""
+    seen: set[tuple[int, str]] = set()
+
+    def show(progress: Progress) -> None:
         key = (progress.rank, progress.phase)
-        if progress.phase != "IDLE" and key not in self._seen:
-            self._seen.add(key)
-            self._console.print(
-                f"rank {progress.rank}: {progress.phase}", markup=False, highlight=False
-            )
+        if progress.phase != "IDLE" and key not in seen:
+            seen.add(key)
+            sys.stderr.write(f"rank {progress.rank}: {progress.phase}\n")
+
+    return show

@@ -2,27 +2,33 @@
 back as it was. Prints nothing."""
 
 import contextlib
+import itertools
 import os
 import platform
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import TypeAlias
 
 from client.adoption import AdoptedRequest
 from client.cli.options import Device, RunOptions
 from client.driver import Driver, Recover, give_up
-from client.errors import ClientError, IllegalStateError, RequestError, WorkerDied
+from client.errors import (
+    ClientConfigError,
+    ClientError,
+    IllegalStateError,
+    RequestError,
+    WorkerDied,
+)
 from client.launcher import LocalDaemons
 from client.loading import LoadedModel
 from client.requests import GenerationRequest, RequestParser
 from client.scheduler import RequestOutput, Scheduler, scheduler_limits
-from client.tokenizer import Tokenizer, load_tokenizer
+from client.tokenizer import Tokenizer
 from client.worker_group import Progress, WorkerGroup
 from rpc_schema.errors import WireError
-from rpc_schema.version import PROTOCOL_VERSION
+from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,15 @@ class InputRequest:
     id: str
     request: GenerationRequest | None
     error: str = ""
+    line: int | None = None
+    """Counted from 1; None: it is not of the input."""
+
+    @property
+    def shown_as(self) -> str:
+        """Its name in messages."""
+        if self.line is None or self.request is None:
+            return self.id
+        return f"line {self.line}, request {self.id}"
 
 
 OnOutcome: TypeAlias = Callable[[str, RequestOutput | str], None]
@@ -60,7 +75,6 @@ class Session:
 
     group: WorkerGroup
     model: LoadedModel
-    tokenizer: Tokenizer | None
     options: RunOptions
     startup_s: dict[str, float]
     """From the process's start until all was ready, by phase."""
@@ -131,7 +145,7 @@ def _add_all(
         try:
             driver.add_request(entry.request)
         except RequestError as error:
-            errors[entry.id] = str(error)
+            errors[entry.id] = error.reason
     return errors
 
 
@@ -161,7 +175,7 @@ def open_session(
             startup_s |= daemons.seconds
         launched = time.monotonic()
         group = stack.enter_context(WorkerGroup(endpoints, options.config.parallel, options.keys))
-        group.attach(force=options.force, keep_requests=keep_requests)
+        group.attach(force=options.force, keep_requests=keep_requests, wait_s=options.wait_s)
         startup_s["attach"] = time.monotonic() - launched
         model = group.prepare(
             options.config,
@@ -171,10 +185,9 @@ def open_session(
             on_progress=on_progress,
         )
         startup_s |= model.seconds
-        tokenizer = load_tokenizer(options.model)
         ready = time.monotonic()
         recover = _recovery(options, group, daemons)
-        yield Session(group, model, tokenizer, options, startup_s, process_started, ready, recover)
+        yield Session(group, model, options, startup_s, process_started, ready, recover)
         if options.endpoints:
             group.detach()
 
@@ -219,42 +232,67 @@ def _logs_of_the_dead(daemons: LocalDaemons) -> Iterator[None]:
 
 
 def read_inputs(
-    lines: Sequence[str], tokenizer: Tokenizer | None, seed: int | None
+    lines: Sequence[str | bytes], tokenizer: Tokenizer | None, seed: int | None
 ) -> list[InputRequest]:
-    """Parse input lines; blank ones are skipped, wrong ones and repeated ids become errors."""
+    """Parse input lines; blank ones are skipped. A wrong one, or one with an id that was there
+    before, becomes an error under the name "line N"."""
     parser = RequestParser(None if tokenizer is None else tokenizer.encode, seed)
-    entries: list[InputRequest] = []
-    seen: set[str] = set()
+    parsed: list[tuple[int, GenerationRequest | RequestError]] = []
+    ids: set[str] = set()
     for index, line in enumerate(lines):
-        if not line.strip():
-            continue
-        try:
-            request = parser.parse(line, index)
-            if request.id in seen:
-                raise RequestError(
-                    "the id occurs twice",
-                    field="id",
-                    value=request.id,
-                    fix="use each id once",
-                    line=index + 1,
-                )
-        except RequestError as error:
-            entries.append(InputRequest(f"line {index + 1}", None, str(error)))
-            continue
-        seen.add(request.id)
-        entries.append(InputRequest(request.id, request))
-    return entries
+        if line.strip():
+            outcome = _parse(parser, line, index, ids)
+            parsed.append((index, outcome))
+            if not isinstance(outcome, RequestError):
+                ids.add(outcome.id)
+    return [
+        InputRequest(_line_name(index, ids), None, outcome.reason, index + 1)
+        if isinstance(outcome, RequestError)
+        else InputRequest(outcome.id, outcome, line=index + 1)
+        for index, outcome in parsed
+    ]
 
 
-def read_lines(path: Path) -> list[str]:
-    """Return the lines of an input file."""
-    return path.read_text(encoding="utf-8").split("\n")
+def _parse(
+    parser: RequestParser, line: str | bytes, index: int, ids: Collection[str]
+) -> GenerationRequest | RequestError:
+    try:
+        request = parser.parse(line, index)
+        if request.id in ids:
+            raise RequestError(
+                "the id occurs twice", field="id", value=request.id, fix="use each id once"
+            )
+    except RequestError as error:
+        return error
+    return request
+
+
+def _line_name(index: int, ids: Collection[str]) -> str:
+    """Return "line N", or with more words where a request has that for its id."""
+    name = f"line {index + 1}"
+    more = (f"{name} of the input ({number})" for number in itertools.count(2))
+    return next(
+        text for text in itertools.chain([name, f"{name} of the input"], more) if text not in ids
+    )
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """Return the lines of an input file. Raises ClientConfigError where it cannot be read."""
+    try:
+        return path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ClientConfigError(
+            f"it cannot be read: {error.strerror}",
+            field="input",
+            value=str(path),
+            fix="name a JSONL file that you may read",
+        ) from error
 
 
 def versions() -> dict[str, str]:
     """Return what this driver runs on."""
     return {
-        "worker-daemon": version("worker-daemon"),
+        "worker-daemon": SOFTWARE_VERSION,
         "protocol": str(PROTOCOL_VERSION),
         "python": platform.python_version(),
     }

@@ -19,9 +19,10 @@ from rich.live import Live
 from rich.text import Text
 
 from client.cli.control import Endpoints, named_daemons
-from client.cli.options import KeyFile, KnownDaemons
+from client.cli.options import KeyFile, KnownDaemons, Wait
+from client.cli.output_file import print_text
 from client.cli.top_frame import Line, Sample, Seen, frame
-from client.errors import AuthenticationError, ClientError, DeadlineExceeded
+from client.errors import AuthenticationError, ClientError, DeadlineExceeded, NothingListens
 from client.keys import Keys, read_keys
 from client.transport import Endpoint, EventsChannel, new_driver_id, parse_endpoint
 from client.worker_client import AskingClient
@@ -83,6 +84,8 @@ class Feed:
                 self.seen = self.seen._replace(last=sample, before=self.seen.last, error="")
             except AuthenticationError:
                 raise
+            except NothingListens as error:
+                self.seen = self.seen._replace(error=f"nothing listens there: {error.why}")
             except DeadlineExceeded:
                 self.seen = self.seen._replace(error="it does not answer")
             except (ClientError, WireError) as error:
@@ -91,11 +94,10 @@ class Feed:
             self._ended.wait(max(0.0, due - time.monotonic()))
 
     def _hear(self, events: EventsChannel) -> None:
-        with contextlib.suppress(WireError):
-            for event in events.receive_all():
-                text = _told(event)
-                if text:
-                    self.seen = self.seen._replace(event=text, event_at=time.monotonic())
+        for event in events.receive_all():
+            text = _told(event)
+            if text:
+                self.seen = self.seen._replace(event=text, event_at=time.monotonic())
 
 
 def _told(event: EventMessage) -> str:
@@ -114,18 +116,22 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
     key_file: KeyFile = "",
     known_daemons: KnownDaemons = None,
+    wait: Wait = 0.0,
 ) -> None:
-    """Watch what daemons do: state, lease, requests, speed, memory, GPU. q or Ctrl-C ends it."""
+    """Watch what daemons do: state, lease, requests, speed, memory, GPU. q or Ctrl-C ends it.
+    With --once the exit code is 1 where a daemon does not answer."""
     keys = read_keys(key_file, known_daemons)
     with _feeds(named_daemons(endpoints), keys) as feeds, contextlib.suppress(KeyboardInterrupt):
         if once:
-            _wait_for_two_samples(feeds)
+            _wait_for_two_samples(feeds, time.monotonic() + wait)
             _print(feeds)
+            if any(feed.seen.error for feed in feeds):
+                raise typer.Exit(1)
         elif sys.stdout.isatty():
             _show(feeds)
         else:
             while True:
-                _wait_for_two_samples(feeds)
+                _wait_for_two_samples(feeds, time.monotonic())
                 _print(feeds)
                 time.sleep(INTERVAL_S)
 
@@ -142,9 +148,12 @@ def _feeds(endpoints: Sequence[str], keys: Keys) -> Iterator[list[Feed]]:
             feed.stop()
 
 
-def _wait_for_two_samples(feeds: Sequence[Feed]) -> None:
-    """Rates need two; a daemon that does not answer is not waited for any longer."""
-    while any(feed.seen.before is None and not feed.seen.error for feed in feeds):
+def _wait_for_two_samples(feeds: Sequence[Feed], until: float) -> None:
+    """Rates need two; a daemon that does not answer is waited for until then, no longer."""
+    while any(
+        feed.seen.before is None and (not feed.seen.error or time.monotonic() < until)
+        for feed in feeds
+    ):
         _check(feeds)
         time.sleep(KEY_POLL_S)
     _check(feeds)
@@ -160,8 +169,7 @@ def _check(feeds: Sequence[Feed]) -> None:
 def _print(feeds: Sequence[Feed]) -> None:
     seen = [feed.seen for feed in feeds]
     lines = frame(seen, time.monotonic(), PLAIN_WIDTH, None)
-    sys.stdout.write("".join(f"{line.text.rstrip()}\n" for line in lines))
-    sys.stdout.flush()
+    print_text("".join(f"{line.text.rstrip()}\n" for line in lines))
 
 
 def _show(feeds: Sequence[Feed]) -> None:

@@ -1,19 +1,25 @@
 """What `worker-client top` shows at one moment, as lines of text. Pure: knows no terminal, no clock
 and no connection."""
 
+import textwrap
 from collections.abc import Sequence
+from itertools import chain
 from typing import Final, NamedTuple
 
+from rpc_schema.kv_cache import NUM_NULL_BLOCKS
 from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import Status
+from rpc_schema.plain_text import printable
 
 GIB: Final = 1 << 30
 MIB: Final = 1 << 20
 _HEADING: Final = (
     f"{'rank':>4} {'state':<24} {'req':>5} {'steps/s':>8} {'tokens/s':>9} {'ms/step':>8} "
-    f"{'gpu':>5} {'temp':>5}"
+    f"{'gpu':>5} {'temp':>5} {'kv':>4}"
 )
 _INDENT: Final = " " * 5
+_MAX_WRAPPED: Final = 4
+"""Lines that one text takes at most; `status` has the whole of it."""
 _NOT_SHOWN: Final = ("free", "total")
 """Of memory: named behind the uses."""
 
@@ -68,8 +74,9 @@ def rates(seen: Seen) -> Rates:
 
 
 def frame(daemons: Sequence[Seen], now: float, width: int, height: int | None) -> list[Line]:
-    """Return the lines for a terminal of that size, none longer than width; height None: as many as
-    there are. Where the height is short, daemons are shown with less detail, then fewer of them."""
+    """Return the lines for a terminal of that size, none longer than width: texts that are go on in
+    the next line. height None: as many as there are. Where the height is short, daemons are shown
+    with less detail, then fewer of them."""
     title = f"{len(daemons)} daemon{'s' if len(daemons) != 1 else ''}; q quits"
     lines = [Line(title), Line(_HEADING, "bold")]
     room = None if height is None else max(1, height - len(lines))
@@ -78,14 +85,15 @@ def frame(daemons: Sequence[Seen], now: float, width: int, height: int | None) -
         if room is not None and index == room - 1 and len(daemons) > room:
             lines.append(Line(f"{_INDENT}and {len(daemons) - index} more"))
             break
-        lines += _daemon(seen, now)[:each]
+        lines += _daemon(seen, now, width)[:each]
     return [Line(line.text[:width], line.style) for line in lines]
 
 
-def _daemon(seen: Seen, now: float) -> list[Line]:
+def _daemon(seen: Seen, now: float, width: int) -> list[Line]:
     """The most important line first."""
     if seen.last is None:
-        return [Line(f"   ? {seen.endpoint}: {seen.error or 'not asked yet'}", "red")]
+        unknown = Line(f"   ? {seen.endpoint}: {seen.error or 'not asked yet'}", "red")
+        return _wrapped(unknown, width)
     status = seen.last.status
     alarm = "red" if seen.error or status.degraded or status.failure else ""
     lines = [Line(_figures(seen), alarm)]
@@ -101,7 +109,20 @@ def _daemon(seen: Seen, now: float) -> list[Line]:
         lines.append(Line(f"{_INDENT}{now - seen.event_at:.0f} s ago: {seen.event}"))
     lines.append(Line(f"{_INDENT}{_memory(status)}"))
     lines.append(Line(f"{_INDENT}{seen.endpoint}, pid {status.pid}, {status.device}"))
-    return [Line(" ".join(line.text.splitlines()), line.style) for line in lines]
+    return [lines[0], *chain.from_iterable(_wrapped(line, width) for line in lines[1:])]
+
+
+def _wrapped(line: Line, width: int) -> list[Line]:
+    texts = textwrap.wrap(
+        printable(" ".join(line.text.strip().splitlines())),
+        width=max(width, len(_INDENT) + 20),
+        initial_indent=line.text[: len(line.text) - len(line.text.lstrip())],
+        subsequent_indent=_INDENT,
+        max_lines=_MAX_WRAPPED,
+        placeholder=" ...",
+        break_on_hyphens=False,
+    )
+    return [Line(text, line.style) for text in texts]
 
 
 def _figures(seen: Seen) -> str:
@@ -114,13 +135,34 @@ def _figures(seen: Seen) -> str:
     state = f"{status.serving} {status.load}"
     return (
         f"{status.rank:>4} {state:<24} {requests:>5} {_number(speed.steps_per_s):>8} "
-        f"{_number(speed.tokens_per_s):>9} {_step_ms(status, speed):>8} {percent:>5} {celsius:>5}"
+        f"{_number(speed.tokens_per_s):>9} {_step_ms(status, speed):>8} {percent:>5} {celsius:>5} "
+        f"{_kv_share(status):>4}"
     )
 
 
 def _doing(status: Status) -> str:
     phase = status.phase if not status.phase_ms else f"{status.phase} for {_duration(status)}"
-    return f"{phase}, link {status.link_state}, lease: {leased(status.lease)}"
+    kv_cache = f", KV {held_blocks(status)}" if status.kv_cache is not None else ""
+    lease = f"epoch {status.epoch}, lease: {leased(status.lease)}"
+    return f"{phase}, link {status.link_state}, {lease}{kv_cache}"
+
+
+def held_blocks(status: Status) -> str:
+    """Say how much of its KV cache running requests hold. What several share counts for each, but
+    never above the whole."""
+    total = _usable_blocks(status)
+    return f"{min(status.num_kv_blocks_held, total)} of {total} blocks held"
+
+
+def _usable_blocks(status: Status) -> int:
+    return 0 if status.kv_cache is None else status.kv_cache.num_blocks - NUM_NULL_BLOCKS
+
+
+def _kv_share(status: Status) -> str:
+    total = _usable_blocks(status)
+    if not total:
+        return "-"
+    return f"{min(100, -(-100 * status.num_kv_blocks_held // total))}%"
 
 
 def leased(lease: LeaseStatus) -> str:
@@ -162,6 +204,9 @@ def _unit(value: int | None, unit: str) -> str:
 
 
 def _step_ms(status: Status, speed: Rates) -> str:
-    if speed.steps_per_s:
-        return f"{1000 / speed.steps_per_s:.2f}"
-    return f"{status.usual_step_us / 1000:.2f}" if status.usual_step_us else "-"
+    """Of a daemon that has run steps lately; it may have been idle between some of them."""
+    if not speed.steps_per_s:
+        return "-"
+    from_step_to_step = 1000 / speed.steps_per_s
+    usual = status.usual_step_us / 1000 or from_step_to_step
+    return f"{min(usual, from_step_to_step):.2f}"

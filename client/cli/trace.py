@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from client.cli.control import Endpoints, named_daemons
 from client.cli.daemons import connect
-from client.cli.options import KeyFile, KnownDaemons
-from client.errors import ClientConfigError
+from client.cli.options import KeyFile, KnownDaemons, Wait
+from client.cli.output_file import (
+    check_writable,
+    is_special,
+    open_special,
+    output_error,
+    print_text,
+)
 from client.keys import read_keys
 from client.observer import Recorded, record
 from client.trace_merge import Summary, merge_traces
@@ -27,42 +32,37 @@ def trace(
     out: Out = Path("trace.json.gz"),
     key_file: KeyFile = "",
     known_daemons: KnownDaemons = None,
+    wait: Wait = 0.0,
 ) -> None:
     """Trace a running group, whoever drives it, for Perfetto (ui.perfetto.dev). Needs the role
     admin, where there are keys."""
     keys = read_keys(key_file, known_daemons)
-    if not out.parent.is_dir() or out.is_dir():
-        raise ClientConfigError(
-            "no file can be there", field="out", value=str(out), fix="name a file in a directory"
-        )
-    with connect(named_daemons(endpoints), keys) as clients:
+    check_writable(out, "out")
+    with connect(named_daemons(endpoints), keys, wait) as clients:
         recorded = record(clients, seconds)
     summary = _write(recorded, out)
-    console = Console()
-    for line in _lines(summary):
-        console.print(line, markup=False, highlight=False)
-    console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
+    print_text("".join(f"{line}\n" for line in [*_lines(summary), f"wrote {out}"]))
 
 
 def _write(recorded: Recorded, out: Path) -> Summary:
-    """The whole file or none."""
+    """The whole file or none; what is no file is written to as it is."""
     try:
+        if is_special(out):
+            with os.fdopen(open_special(out), "wb") as file:
+                return merge_traces(recorded.ranks, recorded.driver, recorded.begin_ns, file)
         number, name = tempfile.mkstemp(prefix=f".{out.name}.", dir=out.parent)
         try:
             with os.fdopen(number, "wb") as file:
                 summary = merge_traces(recorded.ranks, recorded.driver, recorded.begin_ns, file)
+                file.flush()
+                os.fsync(file.fileno())
             Path(name).replace(out)
         except BaseException:
             with contextlib.suppress(OSError):
                 Path(name).unlink()
             raise
     except OSError as error:
-        raise ClientConfigError(
-            f"it cannot be written: {error.strerror}",
-            field="out",
-            value=str(out),
-            fix="name a file in a directory that you may write, on a disk with space",
-        ) from error
+        raise output_error(out, error, "out") from error
     return summary
 
 

@@ -64,7 +64,7 @@ class SchedulerInterface(Protocol):
         """
 
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
-        """Take back steps that failed; none of them will have a result.
+        """Take back steps that failed, or that the group refused; none will have a result.
 
         The workers know the requests of lost_req_ids no more: those that are to go on must be
         admitted again, from their known tokens. Blocks written by the failed steps hold nothing.

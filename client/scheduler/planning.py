@@ -8,7 +8,7 @@ from client.scheduler.interface import SchedulerLimits
 from client.scheduler.request import Request
 from client.scheduler.request_blocks import RequestBlocks
 from client.scheduler.roster import Roster
-from client.slots import MAX_ADMITTED_TOKENS
+from client.step_checks import MAX_ADMITTED_BYTES, MAX_ADMITTED_TOKENS
 
 PIPELINE_CHUNK = 2048
 """Fewest prompt tokens of several prompts for which a pipeline's step is closed. Later stages wait
@@ -42,6 +42,7 @@ class Step:
         self._budget = limits.max_num_batched_tokens
         self._num_prefill_tokens = 0
         self._num_admitted_tokens = 0
+        self._num_admitted_bytes = 0
 
     @property
     def is_empty(self) -> bool:
@@ -137,12 +138,19 @@ class Step:
         self._budget -= count
 
     def _can_announce(self, request: Request) -> bool:
-        """Whether the tokens of a request, all of which are sent, fit into the step's message."""
-        return self._num_admitted_tokens + len(request.tokens) <= MAX_ADMITTED_TOKENS
+        """Whether a request, all tokens of which are sent, fits into the step's message."""
+        return (
+            self._num_admitted_tokens + len(request.tokens) <= MAX_ADMITTED_TOKENS
+            and self._num_admitted_bytes + self._num_bytes(request) <= MAX_ADMITTED_BYTES
+        )
+
+    def _num_bytes(self, request: Request) -> int:
+        return request.admission_bytes(len(request.tokens), self._limits.block_size)
 
     def _announce(self, request: Request) -> None:
         self.new.append(request)
         self._num_admitted_tokens += len(request.tokens)
+        self._num_admitted_bytes += self._num_bytes(request)
 
     def _extend(self, request: Request, count: int) -> bool:
         """Find blocks for `count` more tokens, preempting the latest admitted where need be.

@@ -11,10 +11,13 @@ from client.errors import RequestError
 from client.requests import GenerationRequest, check_fits
 from client.scheduler.interface import FinishReason, RequestOutput, SchedulerLimits
 from client.scheduler_output import Logprobs, NewRequest
-from client.slots import MAX_ADMITTED_TOKENS
+from client.step_checks import MAX_ADMITTED_BYTES, MAX_ADMITTED_TOKENS, admission_bytes
 from rpc_schema.kv_cache import NUM_NULL_BLOCKS, blocks_for
-from rpc_schema.sampling import SamplingParams
+from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 from rpc_schema.step import NO_TOKEN
+
+MAX_NOTE_BYTES = 64
+"""Of a _Note, encoded."""
 
 
 class _Note(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -116,6 +119,12 @@ class Request:
         self.num_tokens = len(self.tokens)
         self.num_void = num_void
 
+    def admission_bytes(self, num_tokens: int, block_size: int) -> int:
+        """Return what its admission with so many tokens takes of a step's message, at most."""
+        num_blocks = blocks_for(num_tokens, block_size)
+        num_stop_ids = len(self.sampling.stop_token_ids)
+        return admission_bytes(num_tokens, num_blocks, len(self.id), num_stop_ids, MAX_NOTE_BYTES)
+
     def as_new(self) -> NewRequest:
         """Return its admission, as the workers hear of it."""
         note = _Note(self.limit, self.arrival, self.num_cached_tokens, self.num_preemptions)
@@ -160,22 +169,39 @@ def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
             value=request.max_tokens,
             fix="ask for less",
         )
-    if limit - 1 > MAX_ADMITTED_TOKENS:  # after a preemption all of them are sent at once
-        too_long = num_prompt > MAX_ADMITTED_TOKENS
-        raise RequestError(
-            f"{limit} tokens are more than a step can admit",
-            field="prompt_token_ids" if too_long else "max_tokens",
-            value=num_prompt if too_long else request.max_tokens,
-            fix=f"use at most {MAX_ADMITTED_TOKENS} tokens, prompt and output together",
-        )
     size = limits.vocab_size  # what the model cannot produce ends nothing
     eos_token_ids = [token for token in limits.eos_token_ids if size is None or token < size]
-    return Request(
+    made = Request(
         id=request.id,
         tokens=request.prompt_token_ids.tolist(),
         num_prompt_tokens=num_prompt,
         limit=limit,
         sampling=request.sampling(eos_token_ids),
+    )
+    _check_admission(made, limits.block_size)
+    return made
+
+
+def _check_admission(made: Request, block_size: int) -> None:
+    """Check that a step can admit the request by itself: after a preemption with all its tokens."""
+    num_stop_ids = len(made.sampling.stop_token_ids)
+    if num_stop_ids > MAX_STOP_TOKEN_IDS:
+        raise RequestError(
+            f"{num_stop_ids} stop tokens, end of sequence included, are too many",
+            field="stop_token_ids",
+            value=num_stop_ids,
+            fix=f"give at most {MAX_STOP_TOKEN_IDS} in all, or ignore_eos",
+        )
+    num_bytes = made.admission_bytes(made.limit - 1, block_size)
+    if made.limit - 1 <= MAX_ADMITTED_TOKENS and num_bytes <= MAX_ADMITTED_BYTES:
+        return
+    most = min(MAX_ADMITTED_TOKENS, MAX_ADMITTED_BYTES * (made.limit - 1) // num_bytes)
+    too_long = made.num_prompt_tokens > most
+    raise RequestError(
+        f"{made.limit} tokens are more than a step can admit",
+        field="prompt_token_ids" if too_long else "max_tokens",
+        value=made.num_prompt_tokens if too_long else made.limit - made.num_prompt_tokens,
+        fix=f"use at most {most} tokens, prompt and output together",
     )
 
 
@@ -202,7 +228,7 @@ def adopted_request(request: AdoptedRequest, limits: SchedulerLimits) -> Request
             value=note.limit,
             fix="use the limits that it was admitted under",
         )
-    return Request(
+    made = Request(
         id=request.req_id,
         tokens=request.token_ids.tolist(),
         num_prompt_tokens=request.num_prompt_tokens,
@@ -212,3 +238,5 @@ def adopted_request(request: AdoptedRequest, limits: SchedulerLimits) -> Request
         num_cached_tokens=note.num_cached_tokens,
         num_preemptions=note.num_preemptions,
     )
+    _check_admission(made, limits.block_size)
+    return made

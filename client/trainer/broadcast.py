@@ -1,17 +1,17 @@
-"""A trainer's communicator with its workers: the store at which they meet, and broadcasts of
+"""A trainer's communicator with its workers: the meeting at which it begins, and broadcasts of
 tensors to all of them. Knows no RPC: it may live in another process than the driver.
 
 It is made of torch.distributed's backends alone, so that it stands beside whatever process groups
 the trainer has. No object is ever pickled: raw bytes travel.
 """
 
-import socket
+import hmac
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import TracebackType
 from typing import Literal, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
@@ -19,12 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import (  # type: ignore[attr-defined]  # public all the same
     PrefixStore,
-    TCPStore,
+    Store,
     distributed_c10d,
 )
 
 from client.errors import ClientConfigError, ClientError
 from rpc_schema import weight_transfer as wt
+from rpc_schema.config import MeetingAddress
+from rpc_schema.listeners import ListenerWatch
+from rpc_schema.meeting import MeetingError, MeetingPlace, member_proof
 from rpc_schema.weight_packing import Transfer, plan_transfers
 
 Backend: TypeAlias = Literal["gloo", "nccl"]
@@ -53,6 +56,10 @@ class _Group(Protocol):
         self, tensors: list[Tensor], opts: distributed_c10d.BroadcastOptions, /
     ) -> dist.Work: ...
 
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> dist.Work: ...
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> dist.Work: ...
+
     def abort(self) -> None: ...
 
 
@@ -76,7 +83,7 @@ class BroadcastChannel:
         host: str = "127.0.0.1",
         timeout_s: float = 60.0,
     ) -> None:
-        """Serve a store on a free port of `host`, and wait for nobody yet.
+        """Serve a meeting on a free port of `host`, and wait for nobody yet.
 
         device: the GPU whose NCCL communicator it is; gloo sends host memory, whatever is given.
         timeout_s: the longest wait for the workers.
@@ -98,24 +105,15 @@ class BroadcastChannel:
         self._stopped = threading.Event()
         self._group: _Group | None = None
         self._host = host
-        with socket.create_server((host, 0), backlog=128) as listener:
-            self._port: int = listener.getsockname()[1]
-            self._store: TCPStore | None = TCPStore(
-                host,
-                self._port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_s),
-                master_listen_fd=listener.detach(),
-            )
+        self._place = MeetingPlace(host, num_workers)
+        self._store = _TrainerStore(self._place, timeout_s)
 
     @property
     def engine(self) -> wt.BroadcastEngine:
         """What init_weight_transfer_engine is to be told."""
         return wt.BroadcastEngine(
             backend=self._backend,
-            master_address=self._host,
-            master_port=self._port,
+            place=MeetingAddress(host=self._host, port=self._place.port, secret=self._place.secret),
             world_size=self._size,
         )
 
@@ -125,10 +123,9 @@ class BroadcastChannel:
         Raises:
             TransferStopped: they have not come in time, or stop() was called.
         """
-        assert self._store is not None, "not after close()"
-        self._store.set("member/0", "here")
+        self._place.set("member/0", b"here")
         self._until_set([f"member/{rank}" for rank in range(1, self._size)])
-        with _failures("meeting the workers"):
+        with _Failures("meeting the workers"):
             self._group = self._make_group()
             byte = torch.zeros(1, dtype=torch.uint8, device=self._buffer_device)
             self._finish(self._start(byte))
@@ -150,7 +147,7 @@ class BroadcastChannel:
         transfers = plan_transfers([tensor.shape for tensor in tensors], dtypes, packed_bytes)
         buffers = self._buffers(transfers) if packed_bytes else []
         under_way: deque[_Sending] = deque()
-        with _failures("broadcasting"):
+        with _Failures("broadcasting"):
             for number, transfer in enumerate(transfers):
                 if len(under_way) == _NUM_BUFFERS:
                     self._finish(under_way.popleft())
@@ -169,17 +166,16 @@ class BroadcastChannel:
     def close(self) -> None:
         """Leave the workers, whether they live or not."""
         self._stopped.set()
+        self._place.close()
         group, self._group = self._group, None
         if group is not None and self._backend == "nccl":
             group.abort()
         # gloo's threads wait for a lost worker until the timeout: not on this one.
-        left_behind: list[object] = [group, self._store]
-        self._store = None
+        left_behind: list[object] = [group]
         del group
         threading.Thread(target=left_behind.clear, name="channel-disposal", daemon=True).start()
 
     def _make_group(self) -> _Group:
-        assert self._store is not None, "not after close()"
         store = PrefixStore("transfer", self._store)
         timeout = timedelta(seconds=self._timeout_s)
         if self._backend == "nccl":
@@ -189,9 +185,27 @@ class BroadcastChannel:
             options._timeout = timeout + _WATCHDOG_GRACE
             return cast(_Group, dist.ProcessGroupNCCL(store, 0, self._size, options))
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # it has
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
         gloo._timeout = timeout
-        return cast(_Group, dist.ProcessGroupGloo(store, 0, self._size, gloo))
+        with ListenerWatch():
+            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+            group = cast(_Group, dist.ProcessGroupGloo(store, 0, self._size, gloo))
+        self._prove_workers(group)
+        return group
+
+    def _prove_workers(self, group: _Group) -> None:
+        """Exchange proofs with each worker: a stranger may have connected in a worker's place."""
+        secret, ranks = self._place.secret, range(1, self._size)
+        codes = {rank: member_proof(secret, "the transfer", 0, rank) for rank in ranks}
+        sent = [torch.frombuffer(bytearray(code), dtype=torch.uint8) for code in codes.values()]
+        received = [torch.zeros_like(code) for code in sent]
+        works = [group.recv([r], rank, 0) for r, rank in zip(received, ranks, strict=True)]
+        works += [group.send([s], rank, 0) for s, rank in zip(sent, ranks, strict=True)]
+        for work in works:
+            work.wait()
+        for rank, code in zip(ranks, received, strict=True):
+            own = member_proof(secret, "the transfer", rank, 0)
+            if not hmac.compare_digest(code.numpy().tobytes(), own):
+                raise TransferStopped(f"a stranger has connected in the place of worker {rank - 1}")
 
     def _buffers(self, transfers: Sequence[Transfer]) -> list[Tensor]:
         longest = max((transfer.num_bytes for transfer in transfers), default=0)
@@ -215,15 +229,14 @@ class BroadcastChannel:
         """Nothing is sent before every worker has said that it will receive it."""
         keys = {rank: f"round/{round}/{rank}" for rank in range(1, self._size)}
         self._until_set(list(keys.values()))
-        assert self._store is not None, "not after close()"
-        refused = [rank - 1 for rank, key in keys.items() if self._store.get(key) != b"ready"]
+        answers = {rank: self._place.get(key, 0.0) for rank, key in keys.items()}
+        self._place.forget(keys.values())
+        refused = [rank - 1 for rank, answer in answers.items() if answer != b"ready"]
         if refused:
             raise TransferStopped(f"ranks {refused} refused the transfer; nothing was sent")
 
     def _until_set(self, keys: list[str]) -> None:
-        store = self._store
-        assert store is not None, "not after close()"
-        self._until(lambda: bool(store.check(keys)), f"the workers' {keys[0]}")
+        self._until(lambda: self._place.has(keys), f"the workers' {keys[0]}")
 
     def _until(self, is_over: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self._timeout_s
@@ -234,6 +247,28 @@ class BroadcastChannel:
             if time.monotonic() >= deadline:
                 raise TransferStopped(f"{what} did not come within {self._timeout_s:g} s")
             time.sleep(_SHORT_PAUSE_S if time.monotonic() < patience else _LONG_PAUSE_S)
+
+
+class _TrainerStore(Store):
+    """torch's view of the meeting. The channel keeps it, since torch does not."""
+
+    def __init__(self, place: MeetingPlace, timeout_s: float) -> None:
+        super().__init__()
+        self._place = place
+        self._timeout_s = timeout_s
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._place.set(key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._place.get(key, self._timeout_s)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._place.has(keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self._place.get(key, self._timeout_s)
 
 
 def _packed(tensors: Sequence[Tensor], transfer: Transfer, buffer: Tensor) -> Tensor:
@@ -251,9 +286,21 @@ def _raw(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-@contextmanager
-def _failures(what: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise TransferStopped(f"{what} failed: {error}") from error
+class _Failures:
+    """A context that raises TransferStopped where torch or the meeting fails. Not a generator:
+    from Python 3.12 on that would leave a reference cycle, which keeps the group alive."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, (RuntimeError, MeetingError)):
+            raise TransferStopped(f"{self._what} failed: {error}") from error

@@ -20,7 +20,7 @@ def main(root, model):
     worker = Worker("cpu", [Path(root)], lambda phase, seconds: None)
     ids = {"epoch": 1, "link": 1, "seq": 1}
     cache, scheduler = config.CacheConfig(), config.SchedulerConfig(max_num_seqs=4)
-    rendezvous = config.Rendezvous(link=1, host="none", port=1, rank=0, local_world_size=1)
+    rendezvous = config.Rendezvous(link=1, place=None, rank=0, local_world_size=1)
     worker.init_device(
         lifecycle.InitDevice(
             **ids,

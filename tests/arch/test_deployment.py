@@ -55,6 +55,12 @@ def test_what_starting_again_cannot_mend_is_not_started_again(values):
     assert {int(code) for code in codes.split()} == expected
 
 
+def test_it_is_bound_in_what_it_takes_and_leaves_no_core(values):
+    assert values["LimitCORE"] == ["0"]
+    assert values["MemoryMax"][0].endswith("%")
+    assert int(values["TasksMax"][0]) >= 1024, "torch and NCCL start some hundred threads"
+
+
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
 def test_systemd_rates_its_exposure_as_low():
     command = ["systemd-analyze", "security", "--offline=yes", "--threshold=30", "--no-pager"]
@@ -78,6 +84,15 @@ def test_composed_daemons_share_what_they_must():
         assert daemon["network_mode"] == daemon["ipc"] == "service:namespaces"
         assert str(found.gpu_lock_dir) in kept
         assert str(found.state_dir.parent) in kept
+
+
+def test_composed_services_are_bound_in_what_they_take_and_leave_no_core():
+    composed = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    for service in composed["services"].values():
+        assert service["mem_limit"]
+        assert service["pids_limit"] > 0
+        assert service["ulimits"]["core"] == 0
+        assert "BASE_DIGEST" in service["build"]["args"]
 
 
 def test_image_has_every_package():

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from client.errors import ConfigMismatchError
 from client.launcher import LocalDaemons
 from client.worker_group import WorkerGroup
+from rpc_schema.exit_codes import ExitCode
 from tests.support.checkpoints import prompts
 from tests.support.command_line import (
     CLIENT,
@@ -21,6 +22,7 @@ from tests.support.command_line import (
     processes_of,
     run_client,
     short_directory,
+    status_of,
 )
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
 from tests.support.killed_driver import DriverNursery, Plan, begin
@@ -273,13 +275,27 @@ def kill_in_the_middle(directory, options, output):
     assert process.wait() == -signal.SIGKILL, "it has ended too early"
 
 
-def test_killed_run_is_finished_by_the_next(directory, tmp_path, options, input_file):
+def held_blocks(endpoints):
+    """KV blocks that each daemon holds for a dead driver, once the steps in flight have ended."""
+    count = None
+    while (now := [status_of(name) for name in endpoints]) and count != [s.last_seq for s in now]:
+        count = [status.last_seq for status in now]
+        time.sleep(0.1)
+    return [status.num_kv_blocks_held for status in now]
+
+
+def test_killed_run_is_finished_by_the_next(directory, tmp_path, options, input_file, two_daemons):
     source, expected = input_file
     options, output = (*options, "--input", str(source)), tmp_path / "out.jsonl"
     kill_in_the_middle(directory, options, output)
     cut_off = read_lines(output)
     assert [line["id"] for line in cut_off] == ["short"]
+    held = held_blocks(two_daemons.endpoints)
+    assert all(3 <= count <= 127 for count in held)  # of the requests that wait for a driver
+    shown = run_client(directory, "status", "--endpoints", two_daemons.endpoints[0]).stdout
+    assert f"kv cache   {held[0]} of 127 blocks held\n" in shown
     done = run_client(directory, *options, "--adopt", "--output", str(output))
+    assert [status_of(name).num_kv_blocks_held for name in two_daemons.endpoints] == [0, 0]
     # A step that ends one and begins another may have come to one rank alone.
     running = [f"{count} requests are running" for count in (3, 4, 5)]
     assert done.stderr.splitlines()[-1] in running
@@ -287,6 +303,32 @@ def test_killed_run_is_finished_by_the_next(directory, tmp_path, options, input_
     for ours, theirs in zip(read_lines(output), expected, strict=True):
         for field in ("id", "token_ids", "finish_reason", "num_prompt_tokens"):
             assert ours[field] == theirs[field]
+
+
+def test_run_that_a_full_disk_ended_is_finished_by_the_next(
+    directory, tmp_path, options, input_file
+):
+    """A file's limit stands for the disk: the second line fits in part."""
+    source, expected = input_file
+    options, output = (*options, "--input", str(source)), tmp_path / "out.jsonl"
+    output.write_text("of another run\n")
+    words = [*CLIENT, *options, "--output", str(output)]
+    limit = len(json.dumps(expected[0])) + 40
+    done = subprocess.run(
+        ["prlimit", f"--fsize={limit}", *words],
+        env=environment(directory, PYTHONDONTWRITEBYTECODE="1"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == ExitCode.OUTPUT, done.stderr
+    assert [line["id"] for line in read_lines(tmp_path / "out.jsonl.part")] == ["short"]
+    assert output.read_text() == "of another run\n"
+    run_client(directory, *options, "--adopt", "--output", str(output))
+    lines = [(line["id"], line["token_ids"]) for line in read_lines(output)]
+    assert lines == [(line["id"], line["token_ids"]) for line in expected]
+    assert list(tmp_path.iterdir()) == [output]
 
 
 def test_running_requests_are_finished_without_their_input(

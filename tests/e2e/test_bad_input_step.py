@@ -4,14 +4,23 @@ the driver that it serves at the moment."""
 import contextlib
 import random
 import threading
+import time
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
 
-from client.errors import IllegalStateError, InvalidStepError, StepFailed
+from client.errors import (
+    IllegalStateError,
+    InvalidSchedulerOutput,
+    InvalidStepError,
+    StepFailed,
+)
 from client.scheduler_output import NewRequest, SchedulerOutput
+from client.slots import SlotTable
+from client.worker_client import WorkerClient
 from client.worker_group import WorkerGroup
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import MAX_CONTROL_BYTES, MAX_FRAMES, MAX_STEP_BYTES, encode_step
@@ -65,6 +74,13 @@ def admission(token_ids=(1, 2, 3), block_ids=(1,), num_computed=0):
     return SchedulerOutput(num_scheduled_tokens=scheduled, scheduled_new_reqs=(request,))
 
 
+def is_left_to_daemons(output):
+    """Whether blocks and tokens do not fit each other, which the driver library does not look
+    at."""
+    (request,) = output.scheduled_new_reqs
+    return request.block_ids in ((3,), range(1, 25))
+
+
 @pytest.mark.parametrize(
     ("output", "words"),
     [
@@ -82,10 +98,20 @@ def admission(token_ids=(1, 2, 3), block_ids=(1,), num_computed=0):
         (admission((1,) * 4, range(1, 25)), ("at most 16 blocks",)),
     ],
 )
-def test_step_with_a_value_that_no_kernel_may_see(serving, checkpoint, output, words):
+def test_step_with_a_value_that_no_kernel_may_see(serving, checkpoint, monkeypatch, output, words):
     group, loaded = serving
-    with pytest.raises(StepFailed) as raised:
-        group.execute_model(output).result()
+    steps = group._steps
+    if not is_left_to_daemons(output):
+        with pytest.raises(InvalidSchedulerOutput) as refused:
+            group.execute_model(output)
+        assert refused.value.req_id == "a"
+    with monkeypatch.context() as patched:  # a driver library that does not look
+        patched.setattr("client.slots.read_tokens", lambda new, _: new[0].token_ids)
+        patched.setattr(steps, "slots", SlotTable(MAX_NUM_SEQS))
+        steps.slots.require_resync()
+        with pytest.raises(StepFailed) as raised:
+            group.execute_model(output).result()
+    steps.slots.require_resync()
     assert isinstance(raised.value.__cause__, InvalidStepError)
     assert raised.value.code == ErrorCode.INVALID_STEP
     assert raised.value.lost_req_ids == {"a"}
@@ -276,3 +302,54 @@ def test_rubbish_from_others_harms_no_running_request(daemons, checkpoint):
             for thread in threads:
                 thread.join()
     assert daemons.endpoints(2) == endpoints, "a dead daemon was replaced"
+
+
+SEQ, ADMISSIONS, SAMPLING, TEMPERATURE = 3, 10, 5, 0
+"""Places in an ExecuteModel, in its admissions, and in their sampling."""
+
+
+class HostileWire:
+    """Spoils admissions behind the driver library's back: what its checks would have refused."""
+
+    def __init__(self, monkeypatch, *spoiled: int) -> None:
+        """spoiled: which of the steps with admissions, counted from 0."""
+        self.spoiled = spoiled
+        self.seqs: dict[int, int] = {}
+        send = WorkerClient.execute_model
+        monkeypatch.setattr(
+            WorkerClient, "execute_model", lambda client, frames: send(client, self.spoil(frames))
+        )
+
+    def spoil(self, frames):
+        message = msgspec.msgpack.decode(frames[0])
+        if not message[ADMISSIONS]:
+            return frames
+        number = self.seqs.setdefault(message[SEQ], len(self.seqs))
+        if number not in self.spoiled:
+            return frames
+        message[ADMISSIONS][0][SAMPLING][TEMPERATURE] = -1.0
+        return [msgspec.msgpack.encode(message), *frames[1:]]
+
+
+def test_step_that_no_rank_can_decode_costs_nobody_else(serve, checkpoint, monkeypatch):
+    cases = random_cases(checkpoint(), seed=53, count=12, max_tokens=8)
+    with serve(checkpoint().path, 3) as (group, loaded):
+        before = [status.num_bad_frames for status in group.get_status()]
+        with monkeypatch.context() as patched:
+            HostileWire(patched, 1)
+            recording = RecordingGroup(group)
+            run = generate(recording, loaded, cases.requests, max_num_batched_tokens=64)
+        assert run.tokens == cases.expected
+        (failure,) = recording.failures
+        assert failure.code is ErrorCode.INVALID_STEP
+        assert "field scheduled_new_reqs[0].sampling.temperature = -1.0" in failure.message
+        with monkeypatch.context() as patched:
+            HostileWire(patched, *range(6))
+            for _ in range(6):
+                with pytest.raises(StepFailed) as raised:
+                    group.execute_model(admission()).result()
+                assert isinstance(raised.value.__cause__, InvalidStepError)
+        began = time.monotonic()
+        group.execute_model(admission()).result()
+        assert time.monotonic() - began < 10, "it is not listened to"
+        assert [status.num_bad_frames for status in group.get_status()] == before

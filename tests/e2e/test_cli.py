@@ -1,16 +1,23 @@
 """The command lines from end to end, each command a process of its own."""
 
 import json
+import re
+import shlex
 import shutil
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+import typer
 from tokenizers import Tokenizer
 
-from benchmarks.demo_model import make_demo_model
+from benchmarks.demo import NEXT
+from benchmarks.demo import PROMPTS as DEMO_PROMPTS
+from benchmarks.demo_model import SENTENCES, make_demo_model
+from client.__main__ import app
 from tests.support.checkpoints import Checkpoint
 from tests.support.command_line import (
     processes_of,
@@ -21,6 +28,7 @@ from tests.support.command_line import (
     wait_for_daemons,
 )
 
+ROOT = Path(__file__).parents[2]
 PROMPTS = ("The driver decides", "A new driver", "Nothing warm")
 BENCH_KEYS = {
     *("seconds", "tokens_in", "tokens_out", "out_tok_s", "total_tok_s", "ttft_ms", "tpot_ms"),
@@ -106,6 +114,26 @@ def test_generate_prints_the_texts_of_prompts(directory, model_options, demo, to
     ]
     assert done.stdout.splitlines() == lines
     assert not list(directory.iterdir())
+
+
+def test_first_prompt_of_the_readme_is_answered_by_a_sentence(demo, tokenizer):
+    prompts = re.findall(r'--prompt "(.*?)"', (ROOT / "README.md").read_text())
+    assert prompts
+    for prompt in [*prompts, *DEMO_PROMPTS]:
+        answer = greedy(demo, tokenizer.encode(prompt).ids, 40)
+        assert answer[-1] == demo.model.config.eos_token_id
+        assert prompt + tokenizer.decode(answer) in SENTENCES.splitlines()
+
+
+def test_commands_that_make_run_names_can_be_typed():
+    lines = [shlex.split(line) for line in NEXT.splitlines() if line.startswith(".venv/bin/")]
+    assert lines
+    for program, name, *words in lines:
+        assert program.endswith("/worker-client")
+        command = typer.main.get_command(app).commands[name]
+        known = {option for parameter in command.params for option in parameter.opts}
+        assert known.issuperset(word for word in words if word.startswith("--"))
+    assert max(map(len, NEXT.splitlines())) < 80
 
 
 def test_generate_keeps_the_order_of_a_file_and_survives_wrong_lines(

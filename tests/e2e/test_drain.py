@@ -15,10 +15,12 @@ from client.scheduler import Scheduler
 from rpc_schema import lifecycle as lc
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply
 from rpc_schema.exit_codes import ExitCode
+from rpc_schema.lease import driver_digest
 from rpc_schema.step import ModelRunnerOutput
 from tests.support.command_line import probe, run_client, short_directory, start_client
-from tests.support.driving import random_cases, wait_until
+from tests.support.driving import random_cases
 from tests.support.serving import connect, scheduler_limits, worker_config
+from tests.support.waiting import wait_until
 from tests.unit.server.driver import DaemonProcess
 from tests.unit.server.driver import Driver as BareDriver
 
@@ -130,7 +132,7 @@ def test_running_step_ends_and_later_ones_are_refused_until_the_drain_is_undone(
     said, complaints = command.communicate(timeout=20)
     assert command.returncode == 0, complaints
     assert said.startswith(
-        f"{fake.endpoint}: DRAINING, its driver: {bare.driver_id.hex()[:8]} for "
+        f"{fake.endpoint}: DRAINING, its driver: {driver_digest(bare.driver_id).hex()[:8]} for "
     )
     for _ in range(2):
         refused = bare.fault()
@@ -151,7 +153,9 @@ def test_running_step_ends_and_later_ones_are_refused_until_the_drain_is_undone(
 def test_drained_daemon_ends_in_order(fake, bare, directory):
     bare.call(lc.Detach, epoch=bare.epoch)
     run_client(directory, "drain", "--endpoints", fake.endpoint)
-    words = ("--model", str(directory), "--endpoints", fake.endpoint, "--prompt", "x")
+    source = directory / "in.jsonl"
+    source.write_text('{"prompt_token_ids": [1], "max_tokens": 1}\n')
+    words = ("--model", str(directory), "--endpoints", fake.endpoint, "--input", str(source))
     refused = run_client(directory, "generate", *words, check=False)
     assert (refused.returncode, "DrainingError" in refused.stderr) == (ExitCode.RETRY_LATER, True)
     fake.process.send_signal(signal.SIGTERM)

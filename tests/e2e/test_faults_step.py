@@ -14,9 +14,10 @@ from client.scheduler_output import SchedulerOutput
 from client.worker_group import WorkerGroup
 from rpc_schema.errors import ErrorCode
 from tests.support.command_line import probe, short_directory, start_daemon, wait_for_daemons
-from tests.support.driving import RecordingGroup, assert_serves, random_cases, wait_until
+from tests.support.driving import RecordingGroup, assert_serves, random_cases
 from tests.support.faulty_daemon import INJECTED, Fault, FaultyDaemons
 from tests.support.serving import connect, generate, worker_config
+from tests.support.waiting import wait_until
 
 STEP_DEADLINE_MS = 2000
 """gloo ends a wait for a peer that never comes a second after this."""

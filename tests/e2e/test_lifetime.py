@@ -18,7 +18,7 @@ from tests.support.command_line import (
     run_client,
     short_directory,
 )
-from tests.support.driving import wait_until
+from tests.support.waiting import wait_until
 
 NUM_DAEMONS = 2
 

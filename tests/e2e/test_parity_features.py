@@ -1,9 +1,14 @@
 """Greedy tokens are transformers' own while blocks are shared, taken away and fought over."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from client.driver import Driver
 from client.scheduler import Scheduler
+from client.worker_group import WorkerGroup
+from examples.static_batches import StaticBatches
 from tests.support.checkpoints import decisive_prompts
 from tests.support.mock_schedulers import TRACES, RandomScheduler, TraceScheduler, trace_requests
 from tests.support.serving import assert_greedy, generate, greedy_request, scheduler_limits
@@ -101,6 +106,36 @@ def test_recorded_trace(serve, reference, shape):
         run = generate(group, loaded, requests, scheduler)
     assert_greedy(run, reference, requests)
     assert not scheduler.steps
+
+
+def test_static_batches(serve, reference):
+    """The example's scheduler, and another one that goes on with what it left."""
+    requests = make_requests(reference, 3, [9, 22, 5, 31, 14, 18, 27, 11], 24)
+    requests += [replace(request, id=f"{request.id}+", logprobs=2) for request in requests[:2]]
+    config = {"block_size": BLOCK_SIZE, "num_gpu_blocks": 60, "max_num_seqs": 5}
+    with serve(reference.path, 2, **config, max_num_batched_tokens=32) as (group, loaded):
+        limits = scheduler_limits(group, loaded)
+        assert_greedy(generate(group, loaded, requests, StaticBatches(limits)), reference, requests)
+        driver, outputs = Driver(group, StaticBatches(limits)), []
+        for request in requests:
+            driver.add_request(request)
+        while len(outputs) < 6:  # the last one of the first batch ends, then one of the second
+            outputs += driver.step()
+        config = group.get_status()[0].config
+    with WorkerGroup(serve.pool.endpoints(2), config.parallel) as group:
+        group.attach(keep_requests=True)
+        group.prepare(config)
+        adopted, heir = group.adopt_requests(), StaticBatches(limits)
+        assert adopted and any(request.num_computed_tokens for request in adopted)
+        outputs += heir.adopt_requests(adopted)
+        outputs += Driver(group, heir).run()
+    left = {request.id for request in requests} - {output.req_id for output in outputs}
+    assert left.isdisjoint(request.req_id for request in adopted)
+    for output in outputs:
+        (request,) = (request for request in requests if request.id == output.req_id)
+        expected = reference.greedy(request.prompt_token_ids.tolist(), request.max_tokens)
+        assert output.token_ids == expected
+        assert (output.logprobs is None) == (request.logprobs is None)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

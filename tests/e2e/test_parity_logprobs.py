@@ -55,6 +55,28 @@ def test_logprobs_equal_transformers(serve, reference, shape):
     assert min(ranks) == 1
 
 
+def test_logprobs_depend_on_the_batch_by_rounding_alone(serve, reference):
+    """What docs/cli.md says under "The same tokens": alone, and in batches of 2 to 32."""
+    me = greedy_request("me", prompts(8, [14])[0], MAX_TOKENS, logprobs=20)
+    others = [greedy_request(f"o{n}", p, MAX_TOKENS) for n, p in enumerate(prompts(9, [14] * 31))]
+    values = {}
+    with serve(reference.path, max_num_batched_tokens=512) as (group, loaded):
+        for size in (1, 2, 7, 32):
+            run = generate(group, loaded, [*others[: size - 1], me], enable_prefix_caching=False)
+            assert max(record.num_requests for record in run.driver.records) == size
+            values[size] = [by_token(row) for row in run.outputs["me"].logprobs]
+    alone = values.pop(1)
+    for size, rows in values.items():
+        for row, expected in zip(rows, alone, strict=True):
+            common = row.keys() & expected.keys()
+            assert len(common) >= 20, "more than a border moved"
+            assert max(abs(row[token] - expected[token]) for token in common) < 5e-5, size
+
+
+def by_token(ours):
+    return dict(zip(ours.token_ids.tolist(), ours.logprobs.tolist(), strict=True))
+
+
 def check_row(exact, token, num_top, ours):
     """exact: float32 [vocab_size]."""
     assert ours.token_ids.shape == ours.logprobs.shape == (num_top + 1,)

@@ -20,6 +20,7 @@ from client.launcher import LocalDaemons
 from client.observer import record as record_group
 from client.worker_group import WorkerGroup
 from rpc_schema.config import ParallelConfig
+from rpc_schema.exit_codes import ExitCode
 from tests.support.command_line import run_client, short_directory, status_of
 from tests.support.serving import connect, generate, greedy_request, worker_config
 
@@ -240,7 +241,7 @@ def test_trace_is_refused_where_it_cannot_be(pair, directory, tmp_path):
                 record(clients, seconds)
     words = ("--endpoints", pair.endpoints[0], "--out", str(tmp_path))
     refused = run_client(directory, "trace", *words, check=False)
-    assert refused.returncode == 2
+    assert refused.returncode == ExitCode.OUTPUT
     assert "field out" in refused.stderr
 
 

@@ -2,6 +2,7 @@
 ranks' own, equal to a fresh load; and what is left when an update cannot be or breaks off."""
 
 import contextlib
+import os
 import random
 import shutil
 import socket
@@ -28,6 +29,7 @@ from client.trainer.sender import WeightSender
 from client.worker_client import TensorList
 from client.worker_group import WorkerGroup
 from examples import rl_loop
+from rpc_schema.config import MeetingAddress
 from rpc_schema.weight_transfer import (
     BroadcastEngine,
     BroadcastSource,
@@ -44,6 +46,7 @@ from tests.support.serving import (
     scheduler_limits,
     worker_config,
 )
+from tests.support.strangers import gets_in, listening
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 OPTIONS = {"tie_word_embeddings": False, "num_hidden_layers": 2}
@@ -243,7 +246,8 @@ def test_engine_that_cannot_be_leaves_the_group_serving(served, old, old_request
         (WeightTransferError, "trainer", {}),
     ]
     for error, words, changes in cases:
-        fields = {"backend": "gloo", "master_address": "127.0.0.1", "master_port": port}
+        place = MeetingAddress(host="127.0.0.1", port=port, secret=bytes(32))
+        fields = {"backend": "gloo", "place": place}
         with pytest.raises(error, match=words):
             group.init_weight_transfer_engine(
                 BroadcastEngine(**{**fields, "world_size": 3, **changes}), timeout_s=0.5
@@ -251,6 +255,19 @@ def test_engine_that_cannot_be_leaves_the_group_serving(served, old, old_request
     with pytest.raises(RemoteConfigError, match="between GPUs"):
         group.init_weight_transfer_engine(IpcEngine())
     assert_greedy(generate(group, loaded, old_requests), old, old_requests)
+
+
+def test_workers_and_trainer_that_have_met_let_nobody_in(served, old):
+    """Nor does anybody read their meeting, or add to it."""
+    group, _ = served
+    pids = [os.getpid(), *(status.pid for status in group.get_status())]
+    before = {address for pid in pids for address in listening(pid)}
+    with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
+        sender.send(tensors_of(old))
+        doors = [address for pid in pids for address in listening(pid)]
+        assert set(doors) - before
+        assert [door for door in doors if gets_in(door)] == []
+        sender.send(tensors_of(old))
 
 
 @contextlib.contextmanager
@@ -265,13 +282,13 @@ def trainer(num_workers, weights, lifetime):
         text=True,
     )
     try:
-        port = int(process.stdout.readline())
+        port, secret = process.stdout.readline().split()
+        place = MeetingAddress(host="127.0.0.1", port=int(port), secret=bytes.fromhex(secret))
         yield (
             process,
             BroadcastEngine(
                 backend="gloo",
-                master_address="127.0.0.1",
-                master_port=port,
+                place=place,
                 world_size=num_workers + 1,
             ),
         )

@@ -74,7 +74,7 @@ def test_what_a_stopped_daemon_was_asked_is_answered(daemon, ring):
             epoch += 1
             assert client.prepare_attach(epoch).granted
         with stopped_at_first(daemon):
-            committed = client.send_commit_attach(epoch, LIMIT_S).result()
+            committed = client.send_commit_attach(epoch, new_driver_id(), LIMIT_S).result()
         assert (committed.previous_epoch, committed.status.epoch) == (last, epoch)
         with stopped_at_first(daemon):
             client.detach(epoch, LIMIT_S)

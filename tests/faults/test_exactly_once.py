@@ -30,7 +30,7 @@ from tests.support.exactly_once import RANKS, Counts, ExactlyOnce, Parts
 from tests.support.fake_daemon import FakeDaemon, reference_tokens
 from tests.unit.client.conftest import directory, worker_config  # noqa: F401  # a fixture
 from worker_daemon.server.epochs import EpochFile
-from worker_daemon.server.lease import Lease
+from worker_daemon.server.lease import DriverIdentity, Lease
 from worker_daemon.server.reply_channel import ReplyRing
 from worker_daemon.server.sequence import StepGate, Verdict
 
@@ -157,10 +157,10 @@ class NeverEnds(Lease):
 class AnybodyRenews(Lease):
     """Renews the lease for whoever asks."""
 
-    def renew(self, driver_id: bytes, epoch: int) -> float:
+    def renew(self, driver: DriverIdentity, epoch: int) -> float:
         if self._holder is None:
-            return super().renew(driver_id, epoch)
-        return super().renew(self._holder.driver_id, self._holder.epoch)
+            return super().renew(driver, epoch)
+        return super().renew(self._holder.driver, self._holder.epoch)
 
 
 class ForgetsEpochs(EpochFile):

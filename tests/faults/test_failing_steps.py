@@ -22,7 +22,7 @@ from rpc_schema.errors import ErrorCode
 from rpc_schema.exit_codes import ExitCode
 from tests.e2e.conftest import checkpoint, model_root
 from tests.support.checkpoints import Checkpoint, NearTie, decisive_prompts
-from tests.support.driving import assert_serves, random_cases, wait_until
+from tests.support.driving import assert_serves, random_cases
 from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.serving import (
     connect,
@@ -31,6 +31,7 @@ from tests.support.serving import (
     scheduler_limits,
     worker_config,
 )
+from tests.support.waiting import wait_until
 
 __all__ = ["checkpoint", "model_root"]
 

@@ -14,7 +14,7 @@ import pytest
 
 from rpc_schema.exit_codes import ExitCode
 from tests.support.command_line import ask_status, environment, short_directory
-from tests.support.driving import wait_until
+from tests.support.waiting import wait_until
 from worker_daemon.device.gpu_uuid import Nvml, find_uuid
 from worker_daemon.errors import ConfigError
 from worker_daemon.server.gpu_lock import GpuInUseError, GpuLock, lock_directory

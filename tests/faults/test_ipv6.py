@@ -62,11 +62,14 @@ def test_what_is_no_address_is_refused_with_the_form(tmp_path, text):
 
 
 def test_ranks_meet_at_an_ipv6_address(loopback):
-    server = RendezvousServer(loopback)
+    server = RendezvousServer(loopback, 2)
     try:
         value = os.urandom(8)
-        connect_store(server.host, server.port, 10.0).set("key", value)
-        assert connect_store(loopback, server.port, 10.0).get("key") == value
+        way = (server.port, server.secret, 10.0)
+        for store in (connect_store(server.host, *way), connect_store(loopback, *way)):
+            store.set("key", value)
+            assert store.get("key") == value
+            store.end()
         assert server.host == loopback
     finally:
         server.close()

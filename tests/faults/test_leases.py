@@ -27,6 +27,7 @@ from rpc_schema.codec import (
 )
 from rpc_schema.config import ParallelConfig
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply
+from rpc_schema.lease import driver_digest
 from tests.contract.random_messages import fixed_example
 from tests.support.leased_driver import admit, decode, living_driver, make_ready
 from tests.unit.server.driver import DaemonProcess, Driver, wait_for
@@ -108,7 +109,7 @@ def test_row_1_killed_driver_leaves_an_orphan_and_the_next_one_goes_on(
         took_s = time.monotonic() - began
         detection(1, "orphan: next driver attached", ATTACH_S, took_s, "reply")
         assert admit(second) > 1
-        assert observer.status().lease.holder == second.driver_id
+        assert observer.status().lease.holder == driver_digest(second.driver_id)
         assert observer.status().epoch == held.epoch + 1
 
 
@@ -319,7 +320,11 @@ def test_terms_out_of_bounds_are_refused_and_nothing_is_attached(
     before = settled(driver.status())
     for ttl_ms in (0, 999, 60_001, 2**40):
         reply = driver.call(
-            lc.CommitAttach, driver_id=driver.driver_id, epoch=epoch, lease_ttl_ms=ttl_ms
+            lc.CommitAttach,
+            driver_id=driver.driver_id,
+            results_route=driver.results_route,
+            epoch=epoch,
+            lease_ttl_ms=ttl_ms,
         )
         assert isinstance(reply, ControlErrorReply)
         assert reply.code is ErrorCode.CONFIG
@@ -336,7 +341,10 @@ def test_requests_of_an_orphan_are_dropped_in_their_time(
     epoch = driver.status().epoch + 1
     assert driver.prepare(epoch).granted
     ids = {"driver_id": driver.driver_id, "epoch": epoch}
-    driver.call(lc.CommitAttach, **ids, lease_ttl_ms=1000, orphan_kv_ttl_ms=2500)
+    route = driver.results_route
+    driver.call(
+        lc.CommitAttach, **ids, results_route=route, lease_ttl_ms=1000, orphan_kv_ttl_ms=2500
+    )
     leases = [driver.status().lease]
     while leases[-1].state == "held":
         leases.append(driver.status().lease)
@@ -366,7 +374,7 @@ def test_random_contention_leaves_one_holder(
             reply = driver.call(
                 lc.PrepareAttach, driver_id=driver.driver_id, epoch=epoch, force=force
             )
-            others = held.state == "held" and held.holder != driver.driver_id
+            others = held.state == "held" and held.holder != driver_digest(driver.driver_id)
             assert isinstance(reply, ControlErrorReply) == (others and not force)
             if isinstance(reply, lc.PrepareAttachReply) and reply.granted:
                 prepared[index] = epoch
@@ -374,10 +382,12 @@ def test_random_contention_leaves_one_holder(
             reply = driver.call(
                 lc.CommitAttach,
                 driver_id=driver.driver_id,
+                results_route=driver.results_route,
                 epoch=max(1, prepared[index]),
                 lease_ttl_ms=60_000,
             )
             status = driver.status()
             if isinstance(reply, lc.CommitAttachReply):
                 assert prepared[index] == max(prepared.values())
-                assert (status.lease.holder, status.epoch) == (driver.driver_id, prepared[index])
+                assert status.lease.holder == driver_digest(driver.driver_id)
+                assert status.epoch == prepared[index]

@@ -24,7 +24,8 @@ from rpc_schema.lifecycle import Heartbeat
 from tests.contract.random_messages import fixed_example
 from tests.support.command_line import short_directory
 from tests.support.leased_driver import admit, decode, make_ready
-from tests.support.secured import KeyRing, SecuredDaemon, answers, dealer, free_port, wait_until
+from tests.support.secured import KeyRing, SecuredDaemon, answers, dealer, free_port
+from tests.support.waiting import wait_until
 from tests.unit.server.driver import DaemonProcess, Driver
 from worker_daemon.server.endpoints import Endpoint
 from worker_daemon.server.security import DirectorySecurity
@@ -102,12 +103,12 @@ def test_row_36_without_file_descriptors_new_peers_wait_and_the_driver_goes_on(
     limit = process.num_fds() + SPARE_FILES
     process.rlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
     crowd = [knock(secured) for _ in range(3 * SPARE_FILES)]
-    wait_until(lambda: process.num_fds() == limit)
+    wait_until(lambda: process.num_fds() == limit, "descriptors are used up")
     assert not answers(secured.endpoint, ring.keys("observer"))
     steps_on(group, 20)
     for one in crowd:
         one.close()
-    wait_until(lambda: answers(secured.endpoint, ring.keys("observer")))
+    wait_until(lambda: answers(secured.endpoint, ring.keys("observer")), "it answers")
     process.rlimit(resource.RLIMIT_NOFILE, before)
     steps_on(group, 5)
     assert secured.process.poll() is None
@@ -139,7 +140,7 @@ def test_row_37_flood_of_handshakes_leaves_the_driver_served(secured, group, rin
         over.set()
         thread.join()
     assert secured.rss_bytes - rss_before < MAX_GROWTH_BYTES
-    wait_until(lambda: answers(secured.endpoint, ring.keys("observer")))
+    wait_until(lambda: answers(secured.endpoint, ring.keys("observer")), "it answers")
     quiet_s, flooded_s = (statistics.quantiles(each, n=100)[98] for each in (quiet, flooded))
     rate = round(len(counts) / FLOOD_S)
     detection(37, f"p99 of a step, {rate} connections/s", 1.1 * quiet_s, flooded_s, "steps")
@@ -212,7 +213,7 @@ def test_row_39_replies_that_nobody_reads_are_dropped_and_kept_for_asking(plain)
     driver.make_ready()
     rss_before = psutil.Process(plain.process.pid).memory_info().rss
     sent = [driver.send_fault("none") for _ in range(3000)]
-    wait_until(lambda: observer.status().last_seq == driver.seq)
+    wait_until(lambda: observer.status().last_seq == driver.seq, "the step is done")
     assert psutil.Process(plain.process.pid).memory_info().rss - rss_before < MAX_GROWTH_BYTES
     kept: list[tuple[Frame, ...]] = []
 
@@ -225,7 +226,7 @@ def test_row_39_replies_that_nobody_reads_are_dropped_and_kept_for_asking(plain)
             driver.step.send_multipart(sent[-1])
         return bool(kept)
 
-    wait_until(is_asked_for)
+    wait_until(is_asked_for, "it is asked for")
     assert len(set(kept)) == 1 and len(kept[0]) == 1
     driver.step.send_multipart(sent[-1 - REPLAYABLE])
     stale = driver.reply()

@@ -18,9 +18,10 @@ from client.scheduler import Scheduler
 from client.transport import new_driver_id, parse_endpoint
 from client.worker_client import WorkerClient
 from client.worker_group import WorkerGroup
-from tests.support.driving import Cases, random_cases, wait_until
+from tests.support.driving import Cases, random_cases
 from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.serving import connect, generate, scheduler_limits, worker_config
+from tests.support.waiting import wait_until
 from worker_daemon.server.pace import SLOW_AT_LEAST_S, SLOW_FACTOR
 
 STEPS_BEFORE = 8
@@ -137,6 +138,38 @@ def test_stopped_rank_is_fenced_and_rejoins_warm(faulty, serving, cases, detecti
     assert (replaced[0].ranks, replaced[0].loaded_ranks) == ((1,), ())
     assert epochs[0] >= before[0].epoch + 2  # once without the stopped rank, and once with it
     assert [s.worker_uid for s in after] == [s.worker_uid for s in before]
+
+
+class Interrupted(Exception):
+    """Ends a driver that waits for a step."""
+
+
+def test_survivor_is_not_lost_while_its_neighbour_is_replaced(faulty, serving, cases, monkeypatch):
+    """It hangs in a step, so its reply to the attach is waited for longer than it may be silent;
+    its control thread goes on sending heartbeats."""
+    monkeypatch.setattr("client.liveness.SILENCE_LIMIT_S", 3.0)
+    monkeypatch.setattr("client.replacement.REPLACE_ATTEMPTS", 1)
+    stopper = Stopper(faulty.pids[1])
+
+    def act() -> None:
+        faulty.faults[0].put(Fault("forward", "hang", seconds=5.5))
+        stopper()
+
+    def interrupt(event: LivenessEvent) -> None:
+        if (event.kind, event.rank) == ("suspect", 1):
+            raise Interrupted
+
+    with serving(7_000) as (group, loaded):
+        group.on_liveness(interrupt)
+        with pytest.raises(Interrupted):
+            disturbed(group, loaded, cases, act)
+        stopper.go_on_later(3.0)
+        replaced = group.replace(1)
+        stopper.timer.join()
+        assert replaced.ranks == (1,)
+        assert replaced.seconds["fence"] > 3.0
+        assert [e.rank for e in group.liveness_events if e.kind == "dead"] == [1]
+        assert generate(group, loaded, cases.requests).tokens == cases.expected
 
 
 def test_held_interpreter_lock(faulty, serving, cases, detection):

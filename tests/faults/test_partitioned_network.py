@@ -14,9 +14,10 @@ from tests.support.command_line import environment, short_directory
 from tests.support.delayed_daemon import read_journal
 from tests.support.driving import random_cases
 from tests.support.far_driver import FarDriver, Plan
-from tests.support.secured import KeyRing, wait_until
+from tests.support.secured import KeyRing
 from tests.support.serving import worker_config
 from tests.support.two_hosts import FAR_ADDRESS, TwoHosts
+from tests.support.waiting import wait_until
 
 NOTICED_WITHIN_S = 1.5
 SHORT_LEASE_S = 2.0
@@ -163,7 +164,7 @@ def test_row_7_lease_expires_beyond_a_partition_and_the_driver_attaches_again(da
     driver = serving(daemons, 1, SHORT_LEASE_S)
     orphaned = daemons.times_orphaned()
     broken_at, noticed_at = break_network(daemons, driver, 1, "near", "far")
-    wait_until(lambda: daemons.times_orphaned() > orphaned)
+    wait_until(lambda: daemons.times_orphaned() > orphaned, "the lease expires")
     orphan_s = time.monotonic() - broken_at
     daemons.hosts.heal()
     driver.wait_for("LeaseExpiredError")

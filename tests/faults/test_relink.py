@@ -5,6 +5,7 @@ import json
 import time
 from dataclasses import dataclass, field
 
+import psutil
 import pytest
 
 from client.driver import Driver
@@ -13,9 +14,10 @@ from client.replacement import Replaced
 from client.scheduler import Scheduler
 from client.worker_group import WorkerGroup
 from tests.support.command_line import ask_status, start_client
-from tests.support.driving import Cases, random_cases, wait_until
+from tests.support.driving import Cases, random_cases
 from tests.support.serving import connect, generate, scheduler_limits, worker_config
 from tests.support.supervised import Supervised
+from tests.support.waiting import wait_until
 
 STEP_DEADLINE_MS = 2000
 STEPS_BEFORE = 8
@@ -114,6 +116,26 @@ def test_killed_rank_is_replaced_under_load(pair, config, cases, detection, pp, 
     assert survivor.link == after[rank].link > before.link
 
 
+def test_survivor_of_killed_ranks_keeps_no_communicator(pair, config, cases):
+    """Neither threads nor descriptors, whatever the failed step has held."""
+    with connect(pair.endpoints, config(2)) as (group, loaded):
+        survivor = psutil.Process(group.get_status()[0].pid)
+        counts = []
+        for _ in range(3):
+            assert Loss(pair, 1).generate(group, loaded, cases) == cases.expected
+            counts.append(settled(lambda: (survivor.num_threads(), survivor.num_fds())))
+    assert counts == counts[:1] * 3
+
+
+def settled(read, looks=10):
+    """What is read, once it stays as it is: a left link is disposed of in the background."""
+    seen = [read()]
+    while len(seen) < 100 and seen[-looks:] != seen[-1:] * looks:
+        time.sleep(0.05)
+        seen.append(read())
+    return seen[-1]
+
+
 def test_killed_idle_rank_is_known_by_a_look(pair, config, cases, detection):
     with connect(pair.endpoints, config(2)) as (group, loaded):
         assert generate(group, loaded, cases.requests[:1]).tokens
@@ -126,7 +148,9 @@ def test_killed_idle_rank_is_known_by_a_look(pair, config, cases, detection):
             2, "kill -9 of an idle rank", 0.1, time.monotonic() - killed_at, died.value.detail
         )
         assert group.standings == ["alive", "dead"]
-        assert [event.kind for event in group.liveness_events if event.rank == 1] == ["dead"]
+        kinds = [event.kind for event in group.liveness_events if event.rank == 1]
+        # A process that ends may close its connection before its listening socket.
+        assert kinds in (["dead"], ["suspect", "dead"])
         survivor = group.clients[0]
         freed_at = time.monotonic()
         while (status := survivor.get_status()).link_state != "broken":
@@ -214,7 +238,7 @@ def test_generate_outlives_a_daemon(pair, checkpoint, detection):
     words = ("generate", "--endpoints", ",".join(pair.endpoints), "--model", checkpoint().path)
     files = ("--input", source, "--output", target, "--reload")
     with start_client(pair.directory, *words, *sizes, *files) as command:
-        wait_until(lambda: steps_of(pair.endpoints[1]) > 40, "it generates", 60.0)
+        wait_until(lambda: steps_of(pair.endpoints[1], command.pid) > 40, "it generates", 60.0)
         pair.kill(1)
         killed_at = time.monotonic()
         pair.restart(1)
@@ -227,7 +251,10 @@ def test_generate_outlives_a_daemon(pair, checkpoint, detection):
     assert steps_of(pair.endpoints[1]) > 0
 
 
-def steps_of(endpoint: str) -> int:
-    """How many steps a READY daemon has run for its driver."""
+def steps_of(endpoint: str, driver_pid: int | None = None) -> int:
+    """How many steps a READY daemon has run for its driver, or for this one."""
     status = ask_status(endpoint)
-    return status.last_seq if status is not None and status.load == "READY" else 0
+    if status is None or status.load != "READY":
+        return 0
+    is_its = driver_pid is None or status.lease.holder_name.endswith(f":{driver_pid}")
+    return status.last_seq if is_its else 0

@@ -12,8 +12,9 @@ from client.errors import RemoteConfigError, WorkerDied
 from client.worker_group import WorkerGroup
 from tests.e2e.conftest import checkpoint, model_root
 from tests.support.checkpoints import decisive_prompts
-from tests.support.secured import KeyRing, RealDaemons, wait_until
+from tests.support.secured import KeyRing, RealDaemons
 from tests.support.serving import assert_greedy, generate, greedy_request, worker_config
+from tests.support.waiting import wait_until
 
 __all__ = ["checkpoint", "model_root"]
 OWN_LINE = "collections.OrderedDict"
@@ -67,7 +68,7 @@ def test_secured_group_serves_and_nothing_else_gets_in(daemons, ring, checkpoint
             group.prepare(worker_config(Path("../secret"), 2), num_gpu_blocks=64, reload=True)
         loaded = group.prepare(config, num_gpu_blocks=64)
         daemons.kill(1)
-        wait_until(lambda: is_lost(group, 1), 10)
+        wait_until(lambda: is_lost(group, 1), "the loss is noticed", 10)
         daemons.restart(1)
         assert group.replace(1).loaded_ranks == (1,)
         assert_greedy(generate(group, loaded, requests), model, requests)

@@ -20,8 +20,9 @@ from rpc_schema.exit_codes import ExitCode
 from rpc_schema.step import ModelRunnerOutput
 from tests.e2e.conftest import checkpoint, model_root
 from tests.support.command_line import start_daemon, wait_for_daemons
-from tests.support.driving import random_cases, wait_until
+from tests.support.driving import random_cases
 from tests.support.serving import connect, greedy_request, scheduler_limits, worker_config
+from tests.support.waiting import wait_until
 from tests.unit.server.driver import DaemonProcess
 from tests.unit.server.driver import Driver as BareDriver
 

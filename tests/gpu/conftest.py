@@ -1,14 +1,33 @@
-"""What the tests of one GPU share: a model's shape, to fill with made-up weights."""
+"""What the tests of one GPU share: checkpoints that they only read, and one cache of compiled
+kernels for this process and for the daemons that tests start."""
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
+from tests.support.gpu_generation import make_checkpoint
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "benchmarks" / "models"
+KERNEL_CACHE = ROOT / "build" / "test-kernels"
+
+
+def pytest_configure() -> None:
+    """Daemons of tests get cache directories of their own, and would compile every kernel anew."""
+    if "TRITON_CACHE_DIR" not in os.environ:
+        KERNEL_CACHE.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.environ["TRITON_CACHE_DIR"] = str(KERNEL_CACHE)
 
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory):
     """A directory with the configuration of Qwen3-0.6B, alone under its root."""
     return shutil.copytree(MODELS / "qwen3-0.6b", tmp_path_factory.mktemp("models") / "qwen3")
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    """A random Llama in float32 (430 MB), alone under its root. Read it only."""
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "llama")

@@ -21,7 +21,7 @@ from rpc_schema.config import ParallelConfig
 from rpc_schema.kv_cache import blocks_for
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
-from tests.support.gpu_generation import make_checkpoint, worker_config
+from tests.support.gpu_generation import worker_config
 from tests.support.killed_driver import DriverNursery, Plan, begin
 
 pytestmark = [
@@ -137,8 +137,7 @@ def test_rows_go_on_where_their_last_result_left_them(driver, monkeypatch, num_t
     assert len(graphed) >= left - 1
 
 
-def test_killed_driver_s_requests_are_finished_by_the_next(tmp_path):
-    checkpoint = make_checkpoint(tmp_path / "model")
+def test_killed_driver_s_requests_are_finished_by_the_next(llama):
     rng = np.random.default_rng(2)
     lines = [
         json.dumps(
@@ -152,8 +151,8 @@ def test_killed_driver_s_requests_are_finished_by_the_next(tmp_path):
         )
         for index in range(4)
     ]
-    config = worker_config(checkpoint, ParallelConfig(), "float32")
-    with LocalDaemons(["cuda:0"], tmp_path) as daemons:
+    config = worker_config(llama, ParallelConfig(), "float32")
+    with LocalDaemons(["cuda:0"], llama.parent) as daemons:
         plan = Plan(daemons.endpoints, config, lines)
         nursery = DriverNursery()
         try:

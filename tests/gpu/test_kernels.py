@@ -15,6 +15,7 @@ from worker_daemon.kernels.paged_attention import paged_attention
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.kernels,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

@@ -20,6 +20,7 @@ from worker_daemon.layers.torch_ops import TorchOps
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.kernels,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)

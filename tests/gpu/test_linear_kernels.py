@@ -10,6 +10,7 @@ from worker_daemon.kernels.tuning import MatrixTile, Tuning, VectorTile
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.kernels,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

@@ -7,7 +7,6 @@ import torch
 from tests.support.gpu_generation import (
     generate,
     gpu_group,
-    make_checkpoint,
     make_requests,
     reference_logprobs,
 )
@@ -19,11 +18,6 @@ pytestmark = [
 ]
 NUM_REQUESTS = 72
 TOP_N = 20
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("models") / "llama")
 
 
 def top_errors(outputs, exact, other=None):
@@ -40,12 +34,12 @@ def top_errors(outputs, exact, other=None):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_logprobs_are_as_exact_as_transformers(checkpoint, dtype):
+def test_logprobs_are_as_exact_as_transformers(llama, dtype):
     requests = make_requests(NUM_REQUESTS, temperature=1.0, logprobs=TOP_N)
-    with gpu_group(checkpoint, 1, 1, dtype) as (_, group, model):
+    with gpu_group(llama, 1, 1, dtype) as (_, group, model):
         outputs = generate(group, model, requests)
-    exact = reference_logprobs(checkpoint, torch.float32, requests, outputs)
-    theirs = reference_logprobs(checkpoint, getattr(torch, dtype), requests, outputs)
+    exact = reference_logprobs(llama, torch.float32, requests, outputs)
+    theirs = reference_logprobs(llama, getattr(torch, dtype), requests, outputs)
     our_errors, their_errors = top_errors(outputs, exact), top_errors(outputs, exact, theirs)
     rows = our_errors.shape[0]
     ours, other = (float(e.square().mean().sqrt()) for e in (our_errors, their_errors))
@@ -57,10 +51,10 @@ def test_logprobs_are_as_exact_as_transformers(checkpoint, dtype):
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])  # sampled in the graph, and beside it
-def test_float32_greedy_tokens_equal_transformers(checkpoint, logprobs):
+def test_float32_greedy_tokens_equal_transformers(llama, logprobs):
     requests = make_requests(16, seed=1, logprobs=logprobs)
-    with gpu_group(checkpoint, 1, 1, "float32") as (_, group, model):
+    with gpu_group(llama, 1, 1, "float32") as (_, group, model):
         outputs = generate(group, model, requests)
-    exact = reference_logprobs(checkpoint, torch.float32, requests, outputs)
+    exact = reference_logprobs(llama, torch.float32, requests, outputs)
     for request in requests:
         assert outputs[request.id].token_ids == exact[request.id].argmax(dim=-1).tolist()

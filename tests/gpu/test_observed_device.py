@@ -12,7 +12,7 @@ import torch
 from rpc_schema.config import ParallelConfig
 from rpc_schema.exit_codes import ExitCode
 from tests.support.command_line import ask_status, run_client, start_daemon, wait_for_daemons
-from tests.support.gpu_generation import make_checkpoint, make_requests, worker_config
+from tests.support.gpu_generation import make_requests, worker_config
 from tests.support.serving import connect, generate
 from worker_daemon.device.fault_watch import RECOVERY_ACTION
 from worker_daemon.device.gpu_uuid import find_uuid
@@ -24,13 +24,19 @@ pytestmark = [
 ]
 
 
-def test_gpu_has_one_daemon_whose_figures_are_shown(tmp_path):
-    checkpoint = make_checkpoint(tmp_path / "model")
+def test_gpu_has_one_daemon_whose_figures_are_shown(llama, tmp_path):
     locks = tmp_path / "locks"
     locks.mkdir()
     uuid = find_uuid("cuda:0", os.environ.get("CUDA_VISIBLE_DEVICES"))
     assert uuid.startswith(("GPU-", "MIG-"))
-    options = ("--device", "cuda:0", "--model-root", str(tmp_path), "--gpu-lock-dir", str(locks))
+    options = (
+        "--device",
+        "cuda:0",
+        "--model-root",
+        str(llama.parent),
+        "--gpu-lock-dir",
+        str(locks),
+    )
     endpoint = f"ipc://{tmp_path}/d/w"
     free = torch.cuda.mem_get_info()[0]
     process = start_daemon(tmp_path, "--endpoint", endpoint, *options)
@@ -42,7 +48,7 @@ def test_gpu_has_one_daemon_whose_figures_are_shown(tmp_path):
         assert second.wait(60) == ExitCode.IN_USE
         log = (tmp_path / "daemon.log").read_text()
         assert f"pid {process.pid} has the GPU {uuid}" in log
-        config = worker_config(checkpoint, ParallelConfig(), "bfloat16")
+        config = worker_config(llama, ParallelConfig(), "bfloat16")
         with connect([endpoint], config, num_gpu_blocks=None) as (group, loaded):
             run = generate(group, loaded, make_requests(32, max_tokens=200))
             sampled = sum(len(tokens) for tokens in run.tokens.values())

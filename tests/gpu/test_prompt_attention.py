@@ -21,6 +21,7 @@ from worker_daemon.layers.prompt_attention import PromptAttention
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.kernels,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

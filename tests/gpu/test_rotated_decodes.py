@@ -19,6 +19,7 @@ from worker_daemon.kernels.ops import TritonOps
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.kernels,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)

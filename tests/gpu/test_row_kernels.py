@@ -7,6 +7,7 @@ from tests.support.row_checks import check_gather, check_writes
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.kernels,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

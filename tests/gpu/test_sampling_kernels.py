@@ -22,6 +22,7 @@ from worker_daemon.sample.sampling_provider import probe_sampling
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.kernels,
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]

@@ -14,7 +14,7 @@ from client.errors import ClientError
 from client.scheduler import Scheduler
 from rpc_schema.config import ParallelConfig
 from tests.support.command_line import start_daemon, wait_for_daemons
-from tests.support.gpu_generation import make_checkpoint, make_requests, worker_config
+from tests.support.gpu_generation import make_requests, worker_config
 from tests.support.serving import connect, scheduler_limits
 
 pytestmark = [
@@ -42,16 +42,15 @@ def shared_memory() -> set[str]:
     ],
     ids=["SIGTERM", "SIGTERM twice", "SIGKILL"],
 )
-def test_memory_is_back_at_its_baseline(tmp_path, signals, exit_code, busy):
-    checkpoint = make_checkpoint(tmp_path / "model")
+def test_memory_is_back_at_its_baseline(llama, tmp_path, signals, exit_code, busy):
     endpoint = f"ipc://{tmp_path}/d/w"
     free, shared = torch.cuda.mem_get_info()[0], shared_memory()
     process = start_daemon(
-        tmp_path, "--endpoint", endpoint, "--device", "cuda:0", "--model-root", str(tmp_path)
+        tmp_path, "--endpoint", endpoint, "--device", "cuda:0", "--model-root", str(llama.parent)
     )
     try:
         wait_for_daemons([endpoint], [process])
-        config = worker_config(checkpoint, ParallelConfig(), "bfloat16")
+        config = worker_config(llama, ParallelConfig(), "bfloat16")
         with connect([endpoint], config, num_gpu_blocks=None) as (group, loaded):
             driver = Driver(group, Scheduler(scheduler_limits(group, loaded)))
             for request in make_requests(32, max_tokens=400 if busy else 30):

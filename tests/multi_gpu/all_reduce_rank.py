@@ -1,5 +1,5 @@
 """One rank of a tensor-parallel group in the tests of all-reduces; run by test_all_reduce, one
-process a device. argv: what to do, rank, ranks, seed, then a port for each link."""
+process a device. argv: what to do, rank, ranks, seed, then PORT:SECRET for each link."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from worker_daemon.distributed.link import Link
+from worker_daemon.distributed.link import Link, Place
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import CommError
@@ -37,9 +37,11 @@ class Group:
         self.ops = probe_layer_ops(self.device)
         self.link = None
 
-    def open(self, generation, port):
+    def open(self, generation, place):
         self.link = Link(generation, self.device)
-        self.link.open(self.state, HOST, port, TIMEOUT_S)
+        port, secret = place.split(":")
+        place = Place(HOST, int(port), bytes.fromhex(secret))
+        self.link.open(self.state, place, TIMEOUT_S)
         self.tp.bind(self.link.groups.stage, self.link.peers)
         assert "peer memory" in self.tp.all_reduce_name, self.tp.all_reduce_name
 
@@ -142,19 +144,19 @@ def in_graphs(group, seed, digest):
             digest_of(results, digest)
 
 
-def check(group, seed, ports):
-    group.open(1, ports[0])
+def check(group, seed, places):
+    group.open(1, places[0])
     digest = hashlib.sha256()
     eagerly(group, seed, digest)
     in_graphs(group, seed, digest)
     print(digest.hexdigest())
 
 
-def relink(group, seed, ports):
+def relink(group, seed, places):
     """Link after link in the same processes."""
     digest = hashlib.sha256()
-    for generation, port in enumerate(ports, start=1):
-        group.open(generation, port)
+    for generation, place in enumerate(places, start=1):
+        group.open(generation, place)
         eagerly(group, seed, digest)
         disposal = group.link.leave()
         if disposal is not None:
@@ -162,9 +164,9 @@ def relink(group, seed, ports):
     print(digest.hexdigest())
 
 
-def die(group, seed, ports):
+def die(group, seed, places):
     """Ends by a signal between two reductions, while the other ranks go on."""
-    group.open(1, ports[0])
+    group.open(1, places[0])
     graph, _ = capture([Case(group, f"{seed}/{call}") for call in range(9)])
     for _ in range(20):
         graph.replay()
@@ -172,9 +174,9 @@ def die(group, seed, ports):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def survive(group, seed, ports):
+def survive(group, seed, places):
     """Waits for a killed peer in a graph, is freed by an abort, and links anew with a fresh one."""
-    group.open(1, ports[0])
+    group.open(1, places[0])
     graph, _ = capture([Case(group, f"{seed}/{call}") for call in range(9)])
     for _ in range(25):
         graph.replay()
@@ -195,12 +197,12 @@ def survive(group, seed, ports):
     began = time.monotonic()
     group.link.leave()
     left = time.monotonic() - began
-    fresh(group, seed, ports)
+    fresh(group, seed, places)
     print(f"freed after {waited:.2f} s, left in {left:.2f} s", file=sys.stderr)
 
 
-def fresh(group, seed, ports):
-    group.open(2, ports[1])
+def fresh(group, seed, places):
+    group.open(2, places[1])
     digest = hashlib.sha256()
     eagerly(group, seed, digest)
     print(digest.hexdigest())
@@ -210,6 +212,6 @@ ROLES = {"check": check, "relink": relink, "die": die, "survive": survive, "fres
 
 
 if __name__ == "__main__":
-    role, rank, size, seed, *ports = sys.argv[1:]
+    role, rank, size, seed, *places = sys.argv[1:]
     with torch.inference_mode():
-        ROLES[role](Group(int(rank), int(size)), seed, [int(port) for port in ports])
+        ROLES[role](Group(int(rank), int(size)), seed, places)

@@ -16,13 +16,13 @@ ROOT = SCRIPT.parents[2]
 
 
 @pytest.fixture
-def ports():
-    """count -> as many ports where links can meet."""
+def places():
+    """(count, size) -> as many places where links of this size can meet: PORT:SECRET."""
     servers = []
 
-    def make(count):
-        servers.extend(RendezvousServer("127.0.0.1") for _ in range(count))
-        return [server.port for server in servers]
+    def make(count, size):
+        servers.extend(RendezvousServer("127.0.0.1", size) for _ in range(count))
+        return [f"{server.port}:{server.secret.hex()}" for server in servers]
 
     yield make
     for server in servers:
@@ -34,8 +34,8 @@ def needs(count):
         pytest.skip(f"needs {count} CUDA devices")
 
 
-def start(role, rank, size, seed, ports):
-    words = [role, rank, size, seed, *ports]
+def start(role, rank, size, seed, places):
+    words = [role, rank, size, seed, *places]
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), *map(str, words)],
@@ -58,23 +58,23 @@ def finish(*processes):
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_every_rank_gets_the_same_right_bits(ports, size):
+def test_every_rank_gets_the_same_right_bits(places, size):
     needs(size)
-    meetings = ports(1)
+    meetings = places(1, size)
     processes = [start("check", rank, size, "a", meetings) for rank in range(size)]
     assert finish(*processes)
 
 
-def test_links_follow_each_other(ports):
+def test_links_follow_each_other(places):
     needs(2)
-    meetings = ports(3)
+    meetings = places(3, 2)
     processes = [start("relink", rank, 2, "b", meetings) for rank in range(2)]
     assert finish(*processes)
 
 
-def test_survivor_of_a_killed_peer_links_anew_with_a_fresh_process(ports):
+def test_survivor_of_a_killed_peer_links_anew_with_a_fresh_process(places):
     needs(2)
-    meetings = ports(2)
+    meetings = places(2, 2)
     survivor, killed = start("survive", 0, 2, "c", meetings), start("die", 1, 2, "c", meetings)
     killed.communicate(timeout=110)
     fresh = start("fresh", 1, 2, "c", meetings)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from client.errors import WeightsNotWhole, WeightTransferError
 from client.trainer.sender import WeightSender
 from client.worker_client import TensorList
+from rpc_schema.config import MeetingAddress
 from rpc_schema.weight_transfer import BroadcastEngine, BroadcastSource
 from tests.support.gpu_generation import (
     generate,
@@ -88,10 +89,11 @@ def test_killed_trainer_is_a_typed_error_and_the_worker_serves_on(models):
             text=True,
         )
         try:
+            port, secret = process.stdout.readline().split()
+            place = MeetingAddress(host="127.0.0.1", port=int(port), secret=bytes.fromhex(secret))
             engine = BroadcastEngine(
                 backend="nccl",
-                master_address="127.0.0.1",
-                master_port=int(process.stdout.readline()),
+                place=place,
                 world_size=2,
             )
             group.init_weight_transfer_engine(engine, timeout_s=30)

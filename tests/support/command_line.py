@@ -107,6 +107,7 @@ def wait_for_daemons(
         while ask_status(endpoint) is None:
             assert process.poll() is None, f"{endpoint} ended with {process.returncode}"
             assert time.monotonic() < deadline, f"{endpoint} does not answer"
+            time.sleep(0.05)
 
 
 def processes_of(directory: Path) -> list[psutil.Process]:

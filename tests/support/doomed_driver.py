@@ -157,7 +157,7 @@ def run(plan: Plan) -> None:
     """Live and die by the plan."""
     terms = LeaseTerms(ttl_s=plan.lease_ttl_s)
     with WorkerGroup(plan.endpoints, plan.config.parallel, lease=terms) as group:
-        group.attach(force=plan.force)
+        group.attach(force=plan.force, wait_s=30.0)
         loaded = group.prepare(plan.config, num_gpu_blocks=NUM_GPU_BLOCKS)
         tokens = generate_all(group, loaded, plan)
         report = Report(loaded.was_loaded, list(loaded.seconds), tokens)

@@ -1,8 +1,7 @@
 """What the fault tests have in common: requests with the tokens that transformers gives for them, a
 group that remembers its failures, and the proof that daemons still serve."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from client.errors import StepFailed
@@ -73,11 +72,3 @@ def assert_serves(
     config = worker_config(checkpoint.path, pp, tp)
     with connect(endpoints, config) as (group, loaded):
         assert generate(group, loaded, cases.requests).tokens == cases.expected
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
-    """Poll until condition() holds; fail with `what` when it does not in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.02)

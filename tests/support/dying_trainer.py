@@ -1,6 +1,6 @@
 """A trainer in a process of its own, which the test means to lose. argv: backend, number of
 workers, directory of the weights, after how many broadcasts it kills itself (-1: it sends nothing
-at all), round. Prints its port; a line on stdin lets it send."""
+at all), round. Prints its port and secret; a line on stdin lets it send."""
 
 import os
 import signal
@@ -28,7 +28,8 @@ def main(backend, num_workers, directory, lifetime, number):
     tensors = load_file(Path(directory) / "model.safetensors")
     device = "cuda:1" if backend == "nccl" else "cpu"
     channel = DyingChannel(backend, int(num_workers), device=device, timeout_s=60)
-    print(channel.engine.master_port, flush=True)
+    place = channel.engine.place
+    print(place.port, place.secret.hex(), flush=True)
     channel.left = 1  # the byte of the meeting
     channel.open()
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}

@@ -34,7 +34,7 @@ from rpc_schema.errors import ErrorCode, ErrorReply
 from worker_daemon.errors import LeaseHeldError, ProtocolError
 from worker_daemon.server.endpoints import Endpoint
 from worker_daemon.server.epochs import EpochFile
-from worker_daemon.server.lease import Lease, LeaseTerms
+from worker_daemon.server.lease import DriverIdentity, Lease, LeaseTerms
 from worker_daemon.server.replies import error_reply
 from worker_daemon.server.reply_channel import ReplyRing
 from worker_daemon.server.sequence import REPLAYABLE, StepGate, Verdict
@@ -125,24 +125,24 @@ class Daemon:
         self.gate = self._parts.gate()
         self.ring = self._parts.ring()
         self.epochs = self._parts.epochs(self._directory, self._endpoint)
-        self.prepared = (0, b"")
+        self.prepared = (0, DriverIdentity("", b""))
         self.first_replies: dict[tuple[int, int], bytes] = {}
         self.model = Holding(epoch=self.model.epoch)
 
-    def prepare(self, driver_id: bytes, epoch: int, *, force: bool) -> bool:
+    def prepare(self, driver: DriverIdentity, epoch: int, *, force: bool) -> bool:
         """Promise an epoch, unless one as high was promised before; tell whether."""
-        self.lease.check_free_for(driver_id, force=force)
+        self.lease.check_free_for(driver, force=force)
         if epoch <= self.epochs.last:
             return False
         self.epochs.record(epoch)
-        self.prepared = (epoch, driver_id)
+        self.prepared = (epoch, driver)
         return True
 
-    def commit(self, driver_id: bytes, epoch: int) -> bool:
+    def commit(self, driver: DriverIdentity, epoch: int) -> bool:
         """Grant it, if nobody has come between; tell whether."""
-        if self.prepared != (epoch, driver_id) or epoch <= self.gate.epoch:
+        if self.prepared != (epoch, driver) or epoch <= self.gate.epoch:
             return False
-        self.lease.grant(driver_id, epoch, TERMS)
+        self.lease.grant(driver, epoch, TERMS)
         assert epoch > max(self.granted, default=0), "an epoch was granted twice"
         self.granted.append(epoch)
         self.gate.attach(epoch)
@@ -155,9 +155,9 @@ class Daemon:
         if expired:
             self.gate.expire(expired)
 
-    def renew(self, driver_id: bytes, epoch: int) -> bool:
+    def renew(self, driver: DriverIdentity, epoch: int) -> bool:
         try:
-            self.lease.renew(driver_id, epoch)
+            self.lease.renew(driver, epoch)
         except ProtocolError:
             return False
         assert epoch == self.model.epoch and self._clock.now < self.model.until
@@ -255,8 +255,8 @@ class Wire:
 class SimulatedDriver:
     """What a driver knows, around the real bookkeeping of what it may have to send again."""
 
-    def __init__(self, driver_id: bytes, parts: Parts) -> None:
-        self.driver_id = driver_id
+    def __init__(self, identity: DriverIdentity, parts: Parts) -> None:
+        self.identity = identity
         self.epoch = 0
         self.link = 0
         self.seq = 0
@@ -393,13 +393,14 @@ class ExactlyOnce(RuleBasedStateMachine):
     def _attach(self, how: str, ranks: set[int]) -> None:
         """A new driver attaches, as far as it comes."""
         self.num_drivers += 1
-        driver = SimulatedDriver(self.num_drivers.to_bytes(16, "big"), self.parts)
+        identity = DriverIdentity("", self.num_drivers.to_bytes(16, "big"))
+        driver = SimulatedDriver(identity, self.parts)
         if how == "wait":
             self._expire()
         epoch = self._prepare(driver, force=how == "force")
         if not epoch:
             return
-        committed = [self.daemons[rank].commit(driver.driver_id, epoch) for rank in sorted(ranks)]
+        committed = [self.daemons[rank].commit(driver.identity, epoch) for rank in sorted(ranks)]
         if len(committed) == RANKS and all(committed):
             driver.begin(epoch, self.daemons)
             self.counts.attached += 1
@@ -410,7 +411,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         epoch = 1
         while True:
             try:
-                granted = [d.prepare(driver.driver_id, epoch, force=force) for d in self.daemons]
+                granted = [d.prepare(driver.identity, epoch, force=force) for d in self.daemons]
             except LeaseHeldError:
                 return 0
             if all(granted):
@@ -465,7 +466,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         driver.give_up()
         link = max(daemon.gate.link for daemon in self.daemons) + 1
         driver.resending.begin_anew(driver.seq + 1)
-        place = Rendezvous(link=link, host="h", port=1, rank=0, local_world_size=1)
+        place = Rendezvous(link=link, place=None, rank=0, local_world_size=1)
         ids = {"epoch": driver.epoch, "link": driver.link, "seq": driver.seq + 1}
         driver.send(lc.Relink(**ids, rendezvous=place), set(range(RANKS)), self.sent)
         driver.link, driver.link_seq = link, driver.seq
@@ -505,7 +506,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         self._let_time_pass(seconds)
         driver = self._driver(which)
         for daemon in self.daemons:
-            daemon.renew(driver.driver_id, driver.epoch)
+            daemon.renew(driver.identity, driver.epoch)
 
     def _expire(self) -> None:
         """Nobody renews for as long as a lease lasts."""
@@ -594,7 +595,7 @@ class ExactlyOnce(RuleBasedStateMachine):
                 break
             self._let_time_pass(0.5)
             for daemon in self.daemons:
-                daemon.renew(driver.driver_id, driver.epoch)
+                daemon.renew(driver.identity, driver.epoch)
             self._send_overdue(driver)
         assert driver.unseated or not driver.pending, "a step was lost unnoticed"
         applied = [set(daemon.applied) for daemon in self.daemons]

@@ -19,12 +19,12 @@ import zmq
 from rpc_schema import codec, step
 from rpc_schema import lease as ls
 from rpc_schema import lifecycle as lc
-from rpc_schema.config import WorkerConfig
+from rpc_schema.config import MeetingAddress, WorkerConfig
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
 from rpc_schema.version import PROTOCOL_VERSION
 from worker_daemon.errors import WorkerError
-from worker_daemon.server.lease import Lease, lease_terms
+from worker_daemon.server.lease import DriverIdentity, Lease, lease_terms
 from worker_daemon.server.replies import control_error_reply, error_reply
 from worker_daemon.server.reply_channel import ReplyRing
 from worker_daemon.server.sequence import StepGate, Verdict
@@ -93,6 +93,11 @@ class Row:
 
 class Refused(Exception):
     """A step breaks a rule."""
+
+
+def _driver(request) -> DriverIdentity:
+    """All peers of a fake daemon are one user's."""
+    return DriverIdentity("", request.driver_id)
 
 
 class FakeDaemon:
@@ -261,7 +266,7 @@ class FakeDaemon:
                     call=call, protocol_version=self.version, worker_uid=self.uid, software="fake"
                 )
             case lc.PrepareAttach(epoch=epoch):
-                self.lease.check_free_for(request.driver_id, force=request.force)
+                self.lease.check_free_for(_driver(request), force=request.force)
                 granted = epoch > max(self.epoch, self.granted)
                 last = max(self.epoch, self.granted)
                 if granted:
@@ -278,10 +283,10 @@ class FakeDaemon:
                 terms = lease_terms(
                     request.lease_ttl_ms, request.orphan_kv_ttl_ms, request.holder_name
                 )
-                self.lease.grant(request.driver_id, request.epoch, terms)
+                self.lease.grant(_driver(request), request.epoch, terms)
                 self.gate.attach(request.epoch)
                 self.ring = ReplyRing()
-                self.drivers[request.epoch] = request.driver_id
+                self.drivers[request.epoch] = request.results_route
                 self.rows.clear()
                 self.failed = False
                 self._outbox.clear()
@@ -293,12 +298,15 @@ class FakeDaemon:
                 self.gate.detach(epoch)
                 return lc.Acknowledged(call=call)
             case ls.RenewLease():
-                remaining_s = self.lease.renew(request.driver_id, request.epoch)
+                remaining_s = self.lease.renew(_driver(request), request.epoch)
                 return ls.RenewLeaseReply(call=call, remaining_ms=round(remaining_s * 1000))
             case lc.Shutdown():
                 return lc.Acknowledged(call=call)
             case lc.OpenRendezvous():
-                return lc.OpenRendezvousReply(call=call, host="127.0.0.1", port=1234)
+                return lc.OpenRendezvousReply(
+                    call=call,
+                    place=MeetingAddress(host="127.0.0.1", port=1234, secret=bytes(32)),
+                )
             case lc.CheckHealth():
                 return lc.CheckHealthReply(call=call, healthy=True, phase="IDLE", phase_ms=0)
             case lc.GetStatus():

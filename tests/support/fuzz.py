@@ -21,7 +21,8 @@ from client.transport import Endpoint, parse_endpoint
 from rpc_schema.codec import encode_control
 from rpc_schema.lifecycle import Shutdown
 from tests.contract.random_messages import fixed_example, messages
-from tests.support.secured import BareSockets, KeyRing, SecuredDaemon, answers, ask, wait_until
+from tests.support.secured import BareSockets, KeyRing, SecuredDaemon, answers, ask
+from tests.support.waiting import wait_until
 
 MAX_GROWTH_BYTES = 64 << 20
 QUIET_S = 0.3
@@ -168,7 +169,7 @@ def fuzz_daemon(
             assert settled(daemon) == decoded, "something of a stranger's was decoded"
         began = time.monotonic()
         sent = fuzz(addresses, used, num_frames, seconds, seed)
-        wait_until(lambda: answers(endpoint, keys), 60)
+        wait_until(lambda: answers(endpoint, keys), "it answers", 60)
         assert daemon.process.poll() is None, daemon.log.read_text()[-2000:]
         health = ask(endpoint, keys, lambda client: client.check_health())
         assert health.healthy

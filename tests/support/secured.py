@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,10 +18,10 @@ from client.worker_client import AskingClient, WorkerClient
 from rpc_schema.key_files import SecretKey, read_secret_key
 from tests.support.command_line import environment
 from tests.support.counted_serve import decoder_calls
+from tests.support.waiting import wait_until
 from worker_daemon.server.keygen import make_key_files
 
 ROLES = ("driver", "observer", "admin")
-START_LIMIT_S = 20.0
 
 
 def free_port(count: int = 4) -> int:
@@ -103,7 +102,10 @@ class SecuredDaemon:
                 stdout=log,
                 stderr=log,
             )
-        wait_until(lambda: answers(endpoint, keys) or self.process.poll() is not None)
+        wait_until(
+            lambda: answers(endpoint, keys) or self.process.poll() is not None,
+            "it answers or has ended",
+        )
         assert self.process.poll() is None, self.log.read_text()
 
     @property
@@ -136,7 +138,9 @@ class RealDaemons:
         self._options = ("--state-dir", str(directory / "state"), *tcp, *ring.serve_options())
         self.processes = [self._start(rank) for rank in range(len(devices))]
         for endpoint in self.endpoints:
-            wait_until(lambda endpoint=endpoint: answers(endpoint, ring.keys("observer")), 90)
+            wait_until(
+                lambda endpoint=endpoint: answers(endpoint, ring.keys("observer")), "it answers", 90
+            )
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         own = ("--endpoint", self.endpoints[rank], "--device", self._devices[rank])
@@ -200,6 +204,19 @@ def dealer(
     routing_id: bytes = b"",
 ) -> zmq.Socket:
     """A bare socket with a key of the ring, or without any."""
+    made = unconnected(context, ring, name, kind, routing_id)
+    made.connect(address)
+    return made
+
+
+def unconnected(
+    context: zmq.Context,
+    ring: KeyRing | None,
+    name: str,
+    kind: int = zmq.DEALER,
+    routing_id: bytes = b"",
+) -> zmq.Socket:
+    """The same before it connects."""
     made = context.socket(kind)
     made.setsockopt(zmq.LINGER, 0)
     if kind == zmq.SUB:
@@ -211,7 +228,6 @@ def dealer(
         made.setsockopt(zmq.CURVE_PUBLICKEY, own.public_key.encode())
         made.setsockopt(zmq.CURVE_SECRETKEY, own.secret_key.encode())
         made.setsockopt(zmq.CURVE_SERVERKEY, ring.public["daemon"].encode())
-    made.connect(address)
     return made
 
 
@@ -229,15 +245,10 @@ class BareSockets:
         self._made.append(dealer(self._context, address, ring, name, kind))
         return self._made[-1]
 
+    def unconnected(self, ring: KeyRing | None, name: str, kind: int = zmq.DEALER) -> zmq.Socket:
+        """See unconnected()."""
+        self._made.append(unconnected(self._context, ring, name, kind))
+        return self._made[-1]
+
     def close(self) -> None:
-        for made in self._made:
-            made.close(linger=0)
-        self._context.term()
-
-
-def wait_until(condition: Callable[[], object], limit_s: float = START_LIMIT_S) -> None:
-    """Wait until a function returns a true value."""
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.01)
+        self._context.destroy(linger=0)  # monitors of a test that failed, too

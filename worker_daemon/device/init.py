@@ -1,34 +1,42 @@
 """Making the device usable: the context, its numerics and threads. Knows no group and no model."""
 
-import os
-
 import torch
 
+from worker_daemon.device.threads import Threads, use_threads
 from worker_daemon.errors import ConfigError
 
 
-def open_device(name: str, local_world_size: int, max_threads: int) -> torch.device:
+def open_device(name: str, threads: Threads) -> torch.device:
     """Create the device's context and settle what torch does on the calling thread.
-
-    local_world_size is the number of daemons that share this host's cores; max_threads bounds
-    torch's threads besides, as OMP_NUM_THREADS does.
 
     Raises:
         ConfigError: there is no such device here.
     """
-    share = len(os.sched_getaffinity(0)) // local_world_size
-    torch.set_num_threads(max(1, min(share, max_threads)))
+    use_threads(threads)
     torch.set_float32_matmul_precision("highest")
+    device = find_device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        _create_library_handles(device)
+    return device
+
+
+def find_device(name: str) -> torch.device:
+    """Return a device that is here; nothing is created on it.
+
+    Raises:
+        ConfigError: there is no such device here; names those that there are.
+    """
     try:
         device = torch.device(name)
     except RuntimeError:
         raise _no_such_device(name) from None
-    if device.type == "cuda":
-        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-            raise _no_such_device(name)
-        torch.cuda.set_device(device)
-        _create_library_handles(device)
-    elif device.type != "cpu":
+    is_here = device.type == "cpu" or (
+        device.type == "cuda"
+        and torch.cuda.is_available()
+        and (device.index or 0) < torch.cuda.device_count()
+    )
+    if not is_here:
         raise _no_such_device(name)
     return device
 
@@ -72,4 +80,7 @@ def supports(device: torch.device, dtype: torch.dtype) -> bool:
 def _no_such_device(name: str) -> ConfigError:
     count = torch.cuda.device_count()
     known = ["cpu", *(f"cuda:{index}" for index in range(count))]
-    return ConfigError("no such device", field="device", value=name, fix=f"one of {known}")
+    built = "" if torch.version.cuda else "; this torch is built without CUDA"
+    return ConfigError(
+        "no such device", field="device", value=name, fix=f"use one of {known}{built}"
+    )

@@ -5,20 +5,25 @@ Knows no message, no model and no step; what travels over the groups is in tp.py
 tokens.py.
 """
 
+import hmac
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from rpc_schema.listeners import ListenerWatch
+from rpc_schema.meeting import member_proof
 from worker_daemon.distributed.parallel_state import ParallelState
-from worker_daemon.distributed.rendezvous import connect_store
+from worker_daemon.distributed.rendezvous import MeetingStore, connect_store
 from worker_daemon.distributed.symmetric import NoPeers, Peers, open_peers
 from worker_daemon.distributed.tp import all_gather, communication
 from worker_daemon.errors import CommError
+from worker_daemon.raising import Translation
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,16 @@ graph holds the communicator's kernels: no longer is waited for that, or for one
 
 MEETING_SLACK_S = 5.0
 
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the ranks of a link meet, and the secret that proves that they are its ranks."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
 NO_GROUPS = LinkGroups(stage=None, from_previous=None, to_next=None, column=None)
 
 
@@ -57,34 +72,34 @@ class Link:
         self.peers: Peers = NoPeers()
         """Memory that the ranks of this stage share."""
         self._device = device
+        self._store: MeetingStore | None = None
         self._aborted = False
 
-    def open(self, state: ParallelState, host: str, port: int, timeout_s: float) -> None:
-        """Meet the other ranks at host:port, make every group, and pass one message over each pair.
+    def open(self, state: ParallelState, place: Place | None, timeout_s: float) -> None:
+        """Meet the other ranks, make every group, and pass one message over each pair.
 
-        NCCL creates a collective's communicator at its first message, which blocks and takes
-        memory: hence the warm-up, here, before any memory baseline. Blocks until all ranks have
-        come. timeout_s bounds every later wait on gloo.
+        place: None for a world of one, which meets nobody and listens nowhere.
+
+        gloo lets anybody in who connects while groups are made: so that begins once all ranks are
+        here, its listeners are shut when it ends, and each pair proves that it has the secret. NCCL
+        creates a collective's communicator at its first message, which blocks and takes memory:
+        hence the warm-up, here, before any memory baseline. Blocks until all ranks have come.
+        timeout_s bounds every later wait on gloo.
 
         Raises:
-            CommError: they have not come within meeting_s(timeout_s).
+            CommError: they have not come within meeting_s(timeout_s), or a stranger has.
         """
         if state.world_size == 1:
             return
+        assert place is not None, "resolved before"
         try:
-            store = distributed_c10d.PrefixStore(
-                f"link{self.generation}", connect_store(host, port, meeting_s(timeout_s))
-            )
+            self._store = connect_store(place.host, place.port, place.secret, meeting_s(timeout_s))
+            store = distributed_c10d.PrefixStore(f"link{self.generation}", self._store)
+            _await_all(self._store, state)
             with communication("making the process groups"):
-                dist.init_process_group(
-                    self.backend,
-                    store=store,
-                    rank=state.rank,
-                    world_size=state.world_size,
-                    timeout=timedelta(seconds=meeting_s(timeout_s)),
-                    group_name=f"link{self.generation}",
-                )
-                self.groups = _make_groups(state, timedelta(seconds=timeout_s), self._device)
+                self._make_groups(store, state, timeout_s)
+                if self.backend == "gloo":
+                    _prove(self.groups, place.secret)
                 _warm_up(self.groups, state, self._device)
             with communication("mapping the peers' memory"):
                 self.peers = open_peers(
@@ -94,9 +109,34 @@ class Link:
                     self._device,
                     timeout_s,
                 )
+            self._store.end()
         except BaseException:
             self.leave()
             raise
+
+    def _make_groups(
+        self, store: distributed_c10d.PrefixStore, state: ParallelState, timeout_s: float
+    ) -> None:
+        """Have gloo's listeners shut when its groups are made, or when strangers take too much."""
+        if self.backend != "gloo":
+            self._make_open_groups(store, state, timeout_s)
+            return
+        watch = ListenerWatch()
+        with _flooding(watch), watch:
+            self._make_open_groups(store, state, timeout_s)
+
+    def _make_open_groups(
+        self, store: distributed_c10d.PrefixStore, state: ParallelState, timeout_s: float
+    ) -> None:
+        dist.init_process_group(
+            self.backend,
+            store=store,
+            rank=state.rank,
+            world_size=state.world_size,
+            timeout=timedelta(seconds=meeting_s(timeout_s)),
+            group_name=f"link{self.generation}",
+        )
+        self.groups = _make_groups(state, timedelta(seconds=timeout_s), self._device)
 
     def raise_if_aborted(self) -> None:
         """Raises CommError once the link was aborted: what its kernels left means nothing."""
@@ -128,8 +168,11 @@ class Link:
         Returns the thread that disposes of them, which may take until their timeout.
         """
         self.abort()
-        left_behind: list[object] = [*self._members(), dist.group.WORLD]
+        if self._store is not None:
+            self._store.end()
+        left_behind: list[object] = [*self._members(), dist.group.WORLD, self._store]
         self.groups = NO_GROUPS
+        self._store = None
         self.peers.leave()
         self.peers = NoPeers()
         if not _forget_groups(self.backend):
@@ -149,6 +192,12 @@ def meeting_s(timeout_s: float) -> float:
     """Return how long ranks wait for each other at a rendezvous: long enough for a peer to notice
     first, within timeout_s, that its old link is broken."""
     return 2 * timeout_s + MEETING_SLACK_S
+
+
+def _await_all(store: MeetingStore, state: ParallelState) -> None:
+    """Wait until every rank has come."""
+    store.set(f"here/{state.rank}", b"1")
+    store.wait([f"here/{rank}" for rank in range(state.world_size)])
 
 
 def _forget_groups(backend: str) -> bool:
@@ -221,6 +270,80 @@ def _warm_up(groups: LinkGroups, state: ParallelState, device: torch.device) -> 
         dist.broadcast(byte.clone(), group=groups.column, group_src=state.pp_size - 1)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _flooding(watch: ListenerWatch) -> Translation:
+    """Return a context that raises CommError where strangers took too much, so that the ranks
+    could not connect."""
+
+    def translate(error: Exception) -> CommError | None:
+        if not watch.is_flooded:
+            return None
+        return CommError(
+            f"strangers opened too many connections while the ranks met: {error}",
+            fix="see who else uses the data interface, then relink",
+        )
+
+    return Translation((RuntimeError, ValueError), translate)
+
+
+def _prove(groups: LinkGroups, secret: bytes) -> None:
+    """Exchange a proof over each pair of this rank: a stranger who had connected in a rank's place
+    has none.
+
+    Raises:
+        CommError: there is one.
+    """
+    for group in (groups.stage, groups.from_previous, groups.to_next, groups.column):
+        if group is not None:
+            name = f"link ranks {dist.get_process_group_ranks(group)}"
+            prove_members(secret, name, group.rank(), group.size(), _GroupPairs(group))
+
+
+class Pairs(Protocol):
+    """Messages between two members of a group; neither waits for them to arrive."""
+
+    def send(self, message: torch.Tensor, peer: int) -> Callable[[], object]: ...
+    def receive(self, message: torch.Tensor, peer: int) -> Callable[[], object]: ...
+
+
+class _GroupPairs:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def send(self, message: torch.Tensor, peer: int) -> Callable[[], object]:
+        return _waiter(dist.isend(message, group=self._group, group_dst=peer))
+
+    def receive(self, message: torch.Tensor, peer: int) -> Callable[[], object]:
+        return _waiter(dist.irecv(message, group=self._group, group_src=peer))
+
+
+def prove_members(secret: bytes, name: str, rank: int, size: int, pairs: Pairs) -> None:
+    """Exchange proofs with every other member of a group.
+
+    Raises:
+        CommError: a member does not hold the secret.
+    """
+    peers = [peer for peer in range(size) if peer != rank]
+    received = {peer: torch.zeros(32, dtype=torch.uint8) for peer in peers}
+    codes = [member_proof(secret, name, rank, peer) for peer in peers]
+    sent = [torch.frombuffer(bytearray(code), dtype=torch.uint8) for code in codes]
+    waits = [pairs.receive(received[peer], peer) for peer in peers]
+    waits += [pairs.send(message, peer) for message, peer in zip(sent, peers, strict=True)]
+    for wait in waits:
+        wait()
+    strangers = [
+        peer
+        for peer in peers
+        if not hmac.compare_digest(
+            received[peer].numpy().tobytes(), member_proof(secret, name, peer, rank)
+        )
+    ]
+    if strangers:
+        raise CommError(
+            f"a stranger has connected in the place of members {strangers} of {name}",
+            fix="see who else uses the data interface, then relink",
+        )
 
 
 def _waiter(work: dist.Work | None) -> Callable[[], object]:

@@ -1,54 +1,40 @@
-"""Where the ranks of a link meet: a TCPStore on a socket that we bind ourselves, on the data
-interface alone."""
+"""Where the ranks of a link meet, as torch sees it: a store over a meeting place that one of the
+group's daemons serves on its data interface, to ranks alone."""
 
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Final
+from typing import Final, Protocol
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public all the same
+from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
 
+from rpc_schema.meeting import MeetingError, MeetingPlace, Member
 from worker_daemon.errors import CommError
+from worker_daemon.raising import Translation
 
 REACHABLE_S: Final = 0.2
-SELF_TIMEOUT_S: Final = 1.0
 
 
-class RendezvousServer:
-    """Serves one link's store. Owned by the control thread; closed when the next link has replaced
-    it."""
+class RendezvousServer(MeetingPlace):
+    """Serves one link's meeting. Owned by the control thread; ends by itself once all ranks have
+    met and left, or when it is closed."""
 
-    def __init__(self, host: str) -> None:
-        """Bind an ephemeral port of host, an IPv4 or IPv6 address, and serve on it.
-
-        torch's own listener would ignore the host, hence the handed-over file descriptor. torch
-        connects to it, too, and waits for minutes where that is not possible: hence the attempt
-        before that.
+    def __init__(self, host: str, num_ranks: int) -> None:
+        """Serve on a free port of host, an IPv4 or IPv6 address.
 
         Raises:
             CommError: the interface is down.
         """
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, 0), family=family, backlog=128) as listener:
-            self.host = host
-            self.port: int = listener.getsockname()[1]
-            _check_reachable(host, self.port)
-            self._store: TCPStore | None = TCPStore(
-                host,
-                self.port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=SELF_TIMEOUT_S),
-                master_listen_fd=listener.detach(),
-            )
-
-    def close(self) -> None:
-        """Stop serving. Links that are up do not need the store any more."""
-        self._store = None
+        _check_reachable(host)
+        super().__init__(host, num_ranks)
 
 
-def _check_reachable(host: str, port: int) -> None:
+def _check_reachable(host: str) -> None:
+    """A host whose interface is down would have its ranks wait for minutes."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_connection((host, port), REACHABLE_S).close()
+        with socket.create_server((host, 0), family=family) as listener:
+            socket.create_connection((host, listener.getsockname()[1]), REACHABLE_S).close()
     except OSError as error:
         raise CommError(
             f"this host cannot reach its own data interface: {error}",
@@ -58,23 +44,77 @@ def _check_reachable(host: str, port: int) -> None:
         ) from error
 
 
-def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
+class Board(Protocol):
+    """What a store is made of (see rpc_schema/meeting.py)."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+    def get(self, key: str, timeout_s: float) -> bytes: ...
+    def close(self) -> None: ...
+
+
+class MeetingStore(Store):
+    """torch's view of a meeting. What torch asks after the meeting is over finds nothing: groups
+    that are up need it no more. To be kept for as long as they live, since torch does not."""
+
+    def __init__(self, board: Board, timeout_s: float) -> None:
+        """timeout_s: the longest wait for a value, whatever torch would wait."""
+        super().__init__()
+        self._board = board
+        self._timeout_s = timeout_s
+        self._is_over = False
+
+    def set(self, key: str, value: bytes | str) -> None:
+        if self._is_over:
+            return
+        with _meeting():
+            self._board.set(key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._get(key, self._timeout_s)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Nobody waits by looking again and again, so there is nothing to tell."""
+        return False
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        for key in keys:
+            self._get(key, min(limit_s, self._timeout_s))
+
+    def clone(self) -> "MeetingStore":
+        """Return the same store: any thread may use it."""
+        return self
+
+    def end(self) -> None:
+        """Leave the meeting. Idempotent."""
+        self._is_over = True
+        self._board.close()
+
+    def _get(self, key: str, timeout_s: float) -> bytes:
+        if self._is_over:
+            raise CommError("the meeting is over", field="key", value=key, fix="relink the group")
+        with _meeting():
+            return self._board.get(key, timeout_s)
+
+
+def _meeting() -> Translation:
+    def translate(error: Exception) -> CommError:
+        return CommError(f"the ranks did not meet: {error}", fix="open a new rendezvous and relink")
+
+    return Translation((MeetingError,), translate)
+
+
+def connect_store(host: str, port: int, secret: bytes, timeout_s: float) -> MeetingStore:
     """Connect to another daemon's RendezvousServer.
 
     Raises:
-        CommError: nobody answers there within timeout_s.
+        CommError: nobody who holds the secret answers there within timeout_s.
     """
     try:
-        return TCPStore(
-            host,
-            port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-        )
-    except (RuntimeError, ValueError) as error:
+        return MeetingStore(Member(host, port, secret, timeout_s), timeout_s)
+    except MeetingError as error:
         raise CommError(
-            f"no rendezvous store answers: {error}",
+            f"no rendezvous answers: {error}",
             field="rendezvous",
             value=f"{host}:{port}",
             fix="open a new rendezvous and relink",

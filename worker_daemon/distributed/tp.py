@@ -5,8 +5,7 @@ Knows no kernel: what reduces over the windows is given to it.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from worker_daemon.distributed.symmetric import NoPeers, Peers, Window, is_device_done
 from worker_daemon.errors import CommError
+from worker_daemon.raising import Translation
 
 _LOG = logging.getLogger(__name__)
 _TRIALS = 3
@@ -226,16 +226,17 @@ def _reduces(reducer: Reducer, window: Window) -> bool:
     return all(torch.equal(total, expected) for total in sums)
 
 
-@contextmanager
-def communication(what: str) -> Iterator[None]:
-    """Turn torch.distributed's errors into ours: whatever fails in here has broken the link.
+def communication(what: str) -> Translation:
+    """Return a context that turns torch.distributed's errors into ours: whatever fails in it has
+    broken the link.
 
-    Raises:
+    The context raises:
         CommError: a peer is gone, or did not come within the group's timeout.
     """
-    try:
-        yield
-    except (torch.AcceleratorError, torch.OutOfMemoryError):
-        raise  # the device's trouble, not a peer's
-    except (RuntimeError, ValueError) as error:
-        raise CommError(f"{what} failed: {error}", fix="relink the group") from error
+
+    def translate(error: Exception) -> CommError | None:
+        if isinstance(error, (torch.AcceleratorError, torch.OutOfMemoryError)):
+            return None  # the device's trouble, not a peer's
+        return CommError(f"{what} failed: {error}", fix="relink the group")
+
+    return Translation((RuntimeError, ValueError), translate)

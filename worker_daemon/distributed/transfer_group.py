@@ -7,8 +7,8 @@ would be forgotten with the link (`link.py`), and no two of one process could di
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, Protocol, TypeAlias, TypeVar, cast
@@ -19,11 +19,14 @@ from torch import Tensor
 from torch.distributed import (  # type: ignore[attr-defined]  # public all the same
     PrefixStore,
     Store,
-    TCPStore,
     distributed_c10d,
 )
 
-from worker_daemon.errors import TransferError
+from rpc_schema.listeners import ListenerWatch
+from worker_daemon.distributed.link import prove_members
+from worker_daemon.distributed.rendezvous import MeetingStore, connect_store
+from worker_daemon.errors import CommError, TransferError
+from worker_daemon.raising import Translation
 
 TransferBackend: TypeAlias = Literal["gloo", "nccl"]
 _T = TypeVar("_T")
@@ -35,7 +38,7 @@ _LONG_PAUSE_S = 2e-3
 _ABORT_LIMIT_S = 2.0
 _WATCHDOG_GRACE = timedelta(minutes=10)
 _MEETING_GRACE_S = 1.0
-"""The store's own timeout says more than ours."""
+"""The meeting's own timeout says more than ours."""
 
 
 class _Group(Protocol):
@@ -44,6 +47,10 @@ class _Group(Protocol):
     def broadcast(
         self, tensors: list[Tensor], opts: distributed_c10d.BroadcastOptions, /
     ) -> dist.Work: ...
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> dist.Work: ...
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> dist.Work: ...
 
     def abort(self) -> None: ...
 
@@ -55,6 +62,7 @@ class Meeting:
     backend: TransferBackend
     host: str
     port: int
+    secret: bytes
     rank: int
     size: int
     """Members, the trainer included."""
@@ -62,22 +70,11 @@ class Meeting:
     """Of every wait for the trainer or another member."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Arrival:
     """A broadcast that is under way into `buffer`."""
 
-    def __init__(self, work: dist.Work, buffer: Tensor) -> None:
-        self._work = work
-        self.buffer = buffer
-
-    def is_complete(self) -> bool:
-        """Whether the bytes are there, or never will be."""
-        return self._work.is_completed()
-
-    def take(self) -> Tensor:
-        """Return the buffer: the current stream may read it. Raises RuntimeError where the
-        broadcast has failed."""
-        self._work.wait()
-        return self.buffer
+    buffer: Tensor
 
 
 class TransferGroup:
@@ -88,8 +85,11 @@ class TransferGroup:
         self.meeting = meeting
         self._device = device
         self._aborted = threading.Event()
-        self._store: Store | None = None
+        self._store: MeetingStore | None = None
         self._group: _Group | None = None
+        self._works: dict[Arrival, dist.Work] = {}
+        """Those under way. gloo's threads live as long as a work does: so nobody else holds one, as
+        the frames in an error's traceback would."""
 
     def open(self) -> None:
         """Meet the trainer and all other workers, and pass one byte to each.
@@ -100,8 +100,7 @@ class TransferGroup:
         meeting = self.meeting
         try:
             with self._transferring("meeting the trainer"):
-                opened = self._beside(self._meet)
-                self._store, self._group = opened
+                self._store, self._group = self._beside(self._meet)
                 if self._group is None:
                     # On this thread: NCCL's communicator belongs to the device that is current.
                     self._group = _nccl_group(self._prefixed(self._store), meeting)
@@ -112,14 +111,14 @@ class TransferGroup:
             raise
 
     def tell(self, key: str, value: str) -> None:
-        """Write into the trainer's store.
+        """Write a value where the trainer reads it.
 
         Raises:
             TransferError: it is gone.
         """
         with self._transferring("telling the trainer"):
             assert self._store is not None, "after open() only"
-            self._store.set(key, value)
+            self._store.set(key, value.encode())
 
     def receive(self, buffer: Tensor) -> Arrival:
         """Have the trainer's next broadcast, uint8 [n], come into buffer; returns at once.
@@ -131,18 +130,22 @@ class TransferGroup:
         options = distributed_c10d.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
+        arrival = Arrival(buffer)
         with self._transferring("receiving"):
-            return Arrival(self._group.broadcast([buffer], options), buffer)
+            self._works[arrival] = self._group.broadcast([buffer], options)
+        return arrival
 
     def wait(self, arrival: Arrival) -> Tensor:
-        """Wait until a broadcast has come.
+        """Wait until a broadcast has come. Return its buffer: the current stream may read it.
 
         Raises:
             TransferError: it failed, did not come within the timeout, or was aborted.
         """
         with self._transferring("receiving"):
-            self._until(arrival.is_complete)
-            return arrival.take()
+            self._until(lambda: self._works[arrival].is_completed())
+            self._works[arrival].wait()
+        del self._works[arrival]
+        return arrival.buffer
 
     def abort(self) -> None:
         """End the step thread's wait, or its next one: the group is of no use from here on. NCCL's
@@ -155,10 +158,13 @@ class TransferGroup:
         disposes of it, which may take until gloo's timeout."""
         self._aborted.set()
         self._abort_group()
-        left_behind: list[object] = [self._group, self._store]
-        self._group = self._store = None
-        if left_behind == [None, None]:
+        if self._store is not None:
+            self._store.end()
+        if self._group is None and self._store is None:
             return None
+        left_behind: list[object] = [*self._works.values(), self._group, self._store]
+        self._works.clear()
+        self._group = self._store = None
         disposal = threading.Thread(target=left_behind.clear, name="transfer-disposal", daemon=True)
         disposal.start()
         return disposal
@@ -174,18 +180,20 @@ class TransferGroup:
     def _prefixed(self, store: Store) -> Store:
         return PrefixStore("transfer", store)
 
-    def _meet(self) -> tuple[Store, _Group | None]:
+    def _meet(self) -> tuple[MeetingStore, _Group | None]:
         """Off the step thread: what blocks in here cannot be aborted, only left behind."""
         meeting = self.meeting
-        timeout = timedelta(seconds=meeting.timeout_s)
-        store = TCPStore(
-            meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout
-        )
-        store.set(_MEMBERS.format(meeting.rank), "here")
-        store.wait([_MEMBERS.format(rank) for rank in range(meeting.size)], timeout)
+        store = connect_store(meeting.host, meeting.port, meeting.secret, meeting.timeout_s)
+        store.set(_MEMBERS.format(meeting.rank), b"here")
+        store.wait([_MEMBERS.format(rank) for rank in range(meeting.size)])
         if meeting.backend == "nccl":
             return store, None
-        return store, _gloo_group(self._prefixed(store), meeting)
+        with ListenerWatch():
+            group = _gloo_group(self._prefixed(store), meeting)
+        prove_members(
+            meeting.secret, "the transfer", meeting.rank, meeting.size, _BackendPairs(group)
+        )
+        return store, group
 
     def _beside(self, work: Callable[[], _T]) -> _T:
         """Run `work` in a thread; return what it returns, unless the wait for it ends before."""
@@ -197,7 +205,8 @@ class TransferGroup:
                 result = work()
                 if not self._aborted.is_set():
                     done.append(result)
-            except Exception as error:  # handed to the thread that waits
+            except Exception as error:  # handed to the thread that waits, without a group
+                traceback.clear_frames(error.__traceback__)
                 failed.append(error)
 
         thread = threading.Thread(target=run, name="transfer-meeting", daemon=True)
@@ -221,22 +230,31 @@ class TransferGroup:
                 )
             time.sleep(_SHORT_PAUSE_S if time.monotonic() < patience else _LONG_PAUSE_S)
 
-    @contextmanager
-    def _transferring(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except TransferError:
-            raise
-        except (torch.AcceleratorError, torch.OutOfMemoryError):
-            raise  # the device's trouble, not the trainer's
-        except (RuntimeError, ValueError) as error:
-            meeting = self.meeting
-            raise TransferError(
+    def _transferring(self, what: str) -> Translation:
+        meeting = self.meeting
+
+        def translate(error: Exception) -> TransferError | None:
+            if isinstance(error, (torch.AcceleratorError, torch.OutOfMemoryError)):
+                return None  # the device's trouble, not the trainer's
+            return TransferError(
                 f"{what} failed: {error}",
                 field="trainer",
                 value=f"{meeting.host}:{meeting.port}, rank {meeting.rank} of {meeting.size}",
                 fix="see whether the trainer runs, then init_weight_transfer_engine anew",
-            ) from error
+            )
+
+        return Translation((RuntimeError, ValueError, CommError), translate)
+
+
+class _BackendPairs:
+    def __init__(self, group: _Group) -> None:
+        self._group = group
+
+    def send(self, message: Tensor, peer: int) -> Callable[[], object]:
+        return self._group.send([message], peer, 0).wait
+
+    def receive(self, message: Tensor, peer: int) -> Callable[[], object]:
+        return self._group.recv([message], peer, 0).wait
 
 
 def _gloo_group(store: Store, meeting: Meeting) -> _Group:

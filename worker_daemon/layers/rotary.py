@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MAX_TABLE_BYTES = 4 << 30
+"""Eight million positions of heads of 128."""
+
 
 @dataclass(frozen=True, slots=True)
 class DefaultRope:
@@ -151,6 +154,21 @@ class YarnRope:
 
 
 Rope = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope
+
+
+def max_table_length(head_dim: int) -> int:
+    """Return how many positions a table may have: it is held in full."""
+    return MAX_TABLE_BYTES // (head_dim * torch.float32.itemsize)
+
+
+def is_finite(rope: Rope, length: int) -> bool:
+    """Tell whether the table of that many positions has only finite values."""
+    try:
+        fastest = float(rope.inv_freq().abs().max())  # NaN if any is
+        largest = max(fastest, fastest * length, abs(rope.attention_scaling))
+    except (ArithmeticError, ValueError):  # factors beyond what a float holds
+        return False
+    return math.isfinite(fastest) and largest <= torch.finfo(torch.float32).max
 
 
 def rotary_table(rope: Rope, max_model_len: int, device: torch.device) -> Tensor:

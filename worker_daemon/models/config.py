@@ -18,14 +18,27 @@ from worker_daemon.layers.rotary import (
     Llama3Rope,
     Rope,
     YarnRope,
+    is_finite,
+    max_table_length,
 )
 from worker_daemon.models.fields import Fields
 from worker_daemon.models.registry import Architecture, Switch, find_architecture
+from worker_daemon.regular_file import read_whole
 
 DTYPES = ("float32", "float16", "bfloat16")
 _DEFAULT_THETA = 10_000.0
 _DEFAULT_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
+
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_VOCAB = 1 << 24
+_MAX_WIDTH = 1 << 20
+_MAX_LAYERS = 1024
+_MAX_HEADS = 4096
+_MAX_HEAD_DIM = 4096
+"""Bounds on what a config.json can make a daemon build: beyond any model, far below what hurts."""
+_MAX_LENGTH = 1 << 128
+"""What says "no limit". How long a context may be in truth is bound where it is resolved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +98,21 @@ def parse_model_config(hf: Mapping[str, object]) -> DecoderConfig:
     name = _architecture_name(fields)
     architecture = find_architecture(name)
     _refuse_unsupported(fields)
-    num_heads = fields.integer("num_attention_heads")
+    num_heads = fields.integer("num_attention_heads", maximum=_MAX_HEADS)
     head_dim = _head_dim(fields, architecture, num_heads)
+    length = _length(fields)
     return DecoderConfig(
         architecture=name,
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=fields.integer("hidden_size"),
-        intermediate_size=fields.integer("intermediate_size"),
-        num_hidden_layers=fields.integer("num_hidden_layers"),
+        vocab_size=fields.integer("vocab_size", maximum=_MAX_VOCAB),
+        hidden_size=fields.integer("hidden_size", maximum=_MAX_WIDTH),
+        intermediate_size=fields.integer("intermediate_size", maximum=_MAX_WIDTH),
+        num_hidden_layers=_num_layers(fields),
         num_attention_heads=num_heads,
         num_key_value_heads=_num_kv_heads(fields, architecture, num_heads),
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        max_position_embeddings=fields.integer("max_position_embeddings"),
-        rope=_rope(fields, head_dim),
+        max_position_embeddings=length,
+        rope=_rope(fields, head_dim, length),
         layer_windows=_layer_windows(fields, architecture),
         qkv_bias=_switch(fields, architecture.qkv_bias),
         o_bias=_switch(fields, architecture.o_bias),
@@ -112,7 +126,7 @@ def parse_model_config(hf: Mapping[str, object]) -> DecoderConfig:
 
 def _read_object(path: Path) -> Mapping[str, object]:
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_whole(path, _MAX_CONFIG_BYTES))
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read: {error.strerror}",
@@ -125,14 +139,14 @@ def _read_object(path: Path) -> Mapping[str, object]:
             f"{path} is not valid JSON: {error}",
             field="model",
             value=str(path.parent),
-            fix="write config.json anew",
+            fix=f"write {path.name} anew",
         ) from error
     if not isinstance(value, dict):
         raise CheckpointError(
             f"{path} holds no JSON object",
             field="model",
             value=str(path.parent),
-            fix="write config.json anew",
+            fix=f"write {path.name} anew",
         )
     return value
 
@@ -153,8 +167,18 @@ def _refuse_unsupported(fields: Fields) -> None:
         )
 
 
+def _num_layers(fields: Fields) -> int:
+    return fields.integer("num_hidden_layers", maximum=_MAX_LAYERS)
+
+
+def _length(fields: Fields) -> int:
+    return fields.integer("max_position_embeddings", maximum=_MAX_LENGTH)
+
+
 def _head_dim(fields: Fields, architecture: Architecture, num_heads: int) -> int:
-    head_dim = fields.optional_integer("head_dim") or architecture.default_head_dim
+    head_dim = (
+        fields.optional_integer("head_dim", maximum=_MAX_HEAD_DIM) or architecture.default_head_dim
+    )
     if head_dim is None:
         hidden_size = fields.integer("hidden_size")
         if hidden_size % num_heads:
@@ -164,6 +188,8 @@ def _head_dim(fields: Fields, architecture: Architecture, num_heads: int) -> int
                 "add head_dim to config.json",
             )
         head_dim = hidden_size // num_heads
+    if head_dim > _MAX_HEAD_DIM:
+        raise fields.error("num_attention_heads", f"gives heads of more than {_MAX_HEAD_DIM}")
     if head_dim % 2:
         raise ConfigError(
             "rotary embedding needs an even head_dim", field="head_dim", value=head_dim
@@ -173,7 +199,7 @@ def _head_dim(fields: Fields, architecture: Architecture, num_heads: int) -> int
 
 def _num_kv_heads(fields: Fields, architecture: Architecture, num_heads: int) -> int:
     absent = None if fields.has("num_key_value_heads") else architecture.default_num_kv_heads
-    num_kv_heads = fields.integer("num_key_value_heads", absent or num_heads)
+    num_kv_heads = fields.integer("num_key_value_heads", absent or num_heads, maximum=_MAX_HEADS)
     if num_heads % num_kv_heads:
         raise fields.error(
             "num_key_value_heads", f"does not divide num_attention_heads {num_heads}"
@@ -205,7 +231,7 @@ def _eos_token_ids(fields: Fields, architecture: Architecture) -> tuple[int, ...
 
 
 def _layer_windows(fields: Fields, architecture: Architecture) -> tuple[int | None, ...]:
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = _num_layers(fields)
     if architecture.windows == "none":
         return (None,) * num_layers
     window = _sliding_window(fields)
@@ -242,7 +268,7 @@ def _upper_layer_windows(
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
-def _rope(fields: Fields, head_dim: int) -> Rope:
+def _rope(fields: Fields, head_dim: int, length: int) -> Rope:
     """transformers 4 has rope_scaling and a top-level rope_theta, 5 has both in rope_parameters."""
     field = "rope_scaling" if fields.optional_object("rope_scaling") else "rope_parameters"
     values = fields.optional_object(field) or {}
@@ -259,7 +285,12 @@ def _rope(fields: Fields, head_dim: int) -> Rope:
     for source in (fields, rope):
         if source.number("partial_rotary_factor", 1.0) != 1.0:
             raise source.error("partial_rotary_factor", "is not supported", "use 1.0")
-    return build(fields, rope, head_dim, rope.number("rope_theta", theta, above=1))
+    made = build(fields, rope, head_dim, rope.number("rope_theta", theta, above=1))
+    if not is_finite(made, min(length, max_table_length(head_dim))):
+        raise fields.error(
+            field, "gives rotary tables that are not finite", "correct its factors in config.json"
+        )
+    return made
 
 
 def _default_rope(model: Fields, rope: Fields, head_dim: int, theta: float) -> Rope:
@@ -291,7 +322,7 @@ def _yarn_rope(model: Fields, rope: Fields, head_dim: int, theta: float) -> Rope
     return YarnRope(
         head_dim,
         theta,
-        factor=rope.number("factor", model.integer("max_position_embeddings") / original),
+        factor=rope.number("factor", _length(model) / original),
         original_max_position_embeddings=original,
         attention_factor=rope.optional_number("attention_factor"),
         beta_fast=rope.number("beta_fast", 32.0),
@@ -306,7 +337,7 @@ def _original_length(model: Fields, rope: Fields) -> int:
     """The model's own field goes first, as in transformers; last comes max_position_embeddings."""
     name = "original_max_position_embeddings"
     stated = model.optional_integer(name) or rope.optional_integer(name)
-    return stated or model.integer("max_position_embeddings")
+    return stated or _length(model)
 
 
 _ROPE_BUILDERS: Mapping[str, Callable[[Fields, Fields, int, float], Rope]] = MappingProxyType(

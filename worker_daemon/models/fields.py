@@ -1,11 +1,18 @@
 """Typed reading of an untrusted JSON object; every error names the field."""
 
-import math
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Final, TypeVar
 
+from rpc_schema.plain_text import printable
 from worker_daemon.errors import ConfigError
 
+MAX_INTEGER: Final = (1 << 31) - 1
+"""Unless a field has a smaller bound."""
+_MAX_NUMBER: Final = 1e30
+_MAX_CHARS: Final = 1024
+_MAX_ITEMS: Final = 4096
+_MAX_SHOWN: Final = 300
+"""Of a value in an error's message, which has to fit into a reply."""
 _T = TypeVar("_T")
 
 
@@ -24,10 +31,20 @@ class Fields:
         """True when the field is there, even as null."""
         return name in self._values
 
-    def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        return self._required(name, self.optional_integer(name, minimum=minimum), default)
+    def integer(
+        self,
+        name: str,
+        default: int | None = None,
+        *,
+        minimum: int = 1,
+        maximum: int = MAX_INTEGER,
+    ) -> int:
+        value = self.optional_integer(name, minimum=minimum, maximum=maximum)
+        return self._required(name, value, default)
 
-    def optional_integer(self, name: str, *, minimum: int = 1) -> int | None:
+    def optional_integer(
+        self, name: str, *, minimum: int = 1, maximum: int = MAX_INTEGER
+    ) -> int | None:
         value = self._values.get(name)
         if value is None:
             return None
@@ -35,6 +52,8 @@ class Fields:
             raise self.error(name, "must be an integer")
         if value < minimum:
             raise self.error(name, f"must be at least {minimum}")
+        if value > maximum:
+            raise self.error(name, f"must be at most {maximum}")
         return value
 
     def number(self, name: str, default: float | None = None, *, above: float = 0.0) -> float:
@@ -46,8 +65,8 @@ class Fields:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(name, "must be a number")
-        if not math.isfinite(value) or value <= above:
-            raise self.error(name, f"must be finite and greater than {above:g}")
+        if not above < value <= _MAX_NUMBER:  # compares integers of any size, and no NaN
+            raise self.error(name, f"must be greater than {above:g} and at most {_MAX_NUMBER:g}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -63,18 +82,20 @@ class Fields:
 
     def optional_text(self, name: str) -> str | None:
         value = self._values.get(name)
-        if value is None or isinstance(value, str):
-            return value
-        raise self.error(name, "must be a string")
+        if value is None:
+            return None
+        if not isinstance(value, str) or len(value) > _MAX_CHARS:
+            raise self.error(name, f"must be a string of at most {_MAX_CHARS} characters")
+        return value
 
     def optional_texts(self, name: str) -> list[str] | None:
         """A list of strings."""
         value = self._values.get(name)
         if value is None:
             return None
-        if not isinstance(value, list):
-            raise self.error(name, "must be a list of strings")
-        texts = [item for item in value if isinstance(item, str)]
+        if not isinstance(value, list) or len(value) > _MAX_ITEMS:
+            raise self.error(name, f"must be a list of at most {_MAX_ITEMS} strings")
+        texts = [item for item in value if isinstance(item, str) and len(item) <= _MAX_CHARS]
         if len(texts) != len(value):
             raise self.error(name, "must be a list of strings")
         return texts
@@ -90,6 +111,8 @@ class Fields:
         )
         if len(numbers) != len(items) or min(numbers, default=0) < 0:
             raise self.error(name, "must be a non-negative integer or a list of them")
+        if len(numbers) > _MAX_ITEMS or max(numbers, default=0) > MAX_INTEGER:
+            raise self.error(name, f"must be {_MAX_ITEMS} integers of at most {MAX_INTEGER}")
         return numbers
 
     def optional_object(self, name: str) -> Mapping[str, object] | None:
@@ -104,8 +127,12 @@ class Fields:
         """The error to raise about field `name`, with its present value; without a fix, the problem
         says what the value has to be."""
         field = self._prefix + name
+        problem = _shown(problem)
         fix = fix or f"in config.json, {field} {problem}"
-        return ConfigError(f"{field} {problem}", field=field, value=self._values.get(name), fix=fix)
+        value = self._values.get(name)
+        if len(repr(value)) > _MAX_SHOWN:
+            value = _shown(repr(value))
+        return ConfigError(f"{field} {problem}", field=field, value=value, fix=fix)
 
     def _required(self, name: str, value: _T | None, default: _T | None) -> _T:
         if value is not None:
@@ -113,3 +140,8 @@ class Fields:
         if default is None:
             raise self.error(name, "is missing", "add it to config.json")
         return default
+
+
+def _shown(text: str) -> str:
+    """The begin of a text that may hold anything."""
+    return printable(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")

@@ -33,6 +33,7 @@ from worker_daemon.models.weights import (
     check_items,
     load_items,
 )
+from worker_daemon.regular_file import is_plain_name, read_whole
 
 INDEX_FILE = "index.json"
 CONFIG_FILES = ("config.json", "generation_config.json")
@@ -66,6 +67,8 @@ class FileKind:
 
 
 SAFETENSORS = FileKind("safetensors", ".safetensors", write_safetensors)
+TENSORS_SUFFIX = ".tensors"
+"""Of the files of tensorizer."""
 LOAD_FORMATS = {"safetensors": "sharded_state", "tensorizer": "tensorizer"}
 """By the index's word on a set's files, the load_format that reads them."""
 
@@ -302,8 +305,8 @@ def _read_rank_index(path: Path) -> dict[str, SavedTensor]:
 
 def _parse_tensor(entry: Mapping[str, object]) -> SavedTensor:
     file = _take(entry, "file", str)
-    if Path(file).name != file:
-        raise ValueError(f"file is {file!r}, which is no plain name")
+    if not is_plain_name(file, (SAFETENSORS.suffix, TENSORS_SUFFIX)):
+        raise ValueError(f"file is {file[:80]!r}, which is no plain name of a file of tensors")
     shape = tuple(_integers(_take(entry, "shape", list)))
     return SavedTensor(file, shape, bytes.fromhex(_take(entry, "checksum", str)))
 
@@ -324,7 +327,7 @@ def _integers(values: Iterable[object]) -> list[int]:
 
 def _read_object(path: Path) -> dict[str, object]:
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(read_whole(path))
     except FileNotFoundError as error:
         raise _broken(path, "is missing") from error
     except (OSError, ValueError, RecursionError) as error:

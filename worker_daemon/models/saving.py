@@ -37,6 +37,7 @@ from worker_daemon.models.saved_set import (
     read_saved_set,
 )
 from worker_daemon.models.tensor_bytes import num_bytes
+from worker_daemon.raising import Translation
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -102,7 +103,7 @@ class Saver:
         home = self._home(request.name)
         _check_pattern(request.pattern, request.files.suffix)
         self._discard()
-        with _typed_errors(home):
+        with _writing(home):
             pending = self._pending = _PendingSave(home, request, weights)
             try:
                 if weights.rank == 0:
@@ -127,7 +128,7 @@ class Saver:
                     "no such save waits for its end here", field="save", value=save, fix="save anew"
                 )
         elif keep:
-            with _typed_errors(pending.home):
+            with _writing(pending.home):
                 pending.publish()
             pending.release()  # but still known: where rank 0 fails, all are told to remove it
         else:
@@ -350,18 +351,18 @@ def _open_directory(directory: Path) -> int:
     return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
-@contextlib.contextmanager
-def _typed_errors(home: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
+def _writing(home: Path) -> Translation:
+    def translate(error: Exception) -> ConfigError | CapacityError:
+        assert isinstance(error, OSError)
         kind: type[ConfigError | CapacityError] = ConfigError
         fix = "give a --save-root that this user may write"
         if error.errno in _DISK_FULL:
             kind, fix = CapacityError, "free space on that file system, or save elsewhere"
-        raise kind(
+        return kind(
             f"{home} cannot be written: {error.strerror}",
             field="save-root",
             value=str(home.parent),
             fix=fix,
-        ) from error
+        )
+
+    return Translation((OSError,), translate)

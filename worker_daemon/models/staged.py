@@ -1,13 +1,9 @@
 """Reads regions of files into tensors of a device: reader threads fill a few page-locked buffers in
 file order while copies of the full ones run. Knows no checkpoint format.
 
-The calling thread alone talks to the device; the readers only read. Contiguous regions are read by
-`preadv`, strided ones (a rank's columns of a matrix) through a memory map, of which only the pages
-that hold them are touched.
+The calling thread alone talks to the device; the readers only read.
 """
 
-import mmap
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,11 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from worker_daemon.device.pinned import PinnedBuffer, open_uploads
+from worker_daemon.models.row_reader import read_rows
+from worker_daemon.regular_file import RegularFile
 
 BUFFER_BYTES = 8 << 20
 """Large enough for a disk, small enough that locking them takes no time to speak of."""
@@ -28,14 +25,6 @@ MAX_READERS = 12
 _SPARE_BUFFERS = 2
 """Beside one buffer a reader: copies of these are still under way."""
 _ALIGNMENT = 256
-
-
-class TruncatedError(Exception):
-    """A file ends before a region that it should hold."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(f"{path} ends early")
-        self.path = path
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +50,6 @@ class Extent:
         """Bytes that are read."""
         return self.num_rows * self.row_bytes
 
-    @property
-    def is_contiguous(self) -> bool:
-        return self.row_bytes == self.row_stride or self.num_rows == 1
-
     def rows(self, start: int, stop: int) -> "Extent":
         """Return a part of the rows."""
         offset = self.offset + start * self.row_stride
@@ -85,7 +70,7 @@ class _Placed(NamedTuple):
 class _Chunk(NamedTuple):
     """What one buffer takes at a time, all from one file."""
 
-    file: "_File"
+    file: RegularFile
     parts: tuple[_Placed, ...]
 
 
@@ -138,56 +123,12 @@ def read_staged(
             take_oldest()
 
 
-class _File:
-    """One open file. Several threads read it at a time."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._map: mmap.mmap | None = None
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-    def map(self) -> None:
-        """Prepare for strided reads; before any of them."""
-        self._map = self._map or mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
-
-    def read(self, extent: Extent, into: memoryview) -> None:
-        if extent.is_contiguous:
-            self._read_run(extent.offset, into)
-        else:
-            self._read_rows(extent, into)
-
-    def _read_run(self, offset: int, into: memoryview) -> None:
-        done = 0
-        while done < len(into):
-            count = os.preadv(self._fd, [into[done:]], offset + done)
-            if count == 0:
-                raise TruncatedError(self.path)
-            done += count
-
-    def _read_rows(self, extent: Extent, into: memoryview) -> None:
-        assert self._map is not None, "mapped when the chunk was planned"
-        end = extent.offset + (extent.num_rows - 1) * extent.row_stride + extent.row_bytes
-        if end > len(self._map):
-            raise TruncatedError(self.path)
-        shape = (extent.num_rows, extent.row_bytes)
-        source = np.ndarray(
-            shape, np.uint8, self._map, extent.offset, strides=(extent.row_stride, 1)
-        )
-        np.copyto(np.frombuffer(into, np.uint8).reshape(shape), source)
-
-
 def _chunks(
     files: Mapping[Path, Sequence[Extent]], size: int, opened: ExitStack
 ) -> Iterator[_Chunk]:
     """Yield what fits a buffer each, in file order; `opened` closes the files."""
     for path, extents in sorted(files.items()):
-        file = _File(path)
-        opened.callback(file.close)
-        if not all(extent.is_contiguous for extent in extents):
-            file.map()
+        file = opened.enter_context(RegularFile(path))
         for parts in _packed(_split(extents, size), size):
             yield _Chunk(file, parts)
 
@@ -214,7 +155,9 @@ def _packed(extents: Iterable[Extent], size: int) -> Iterator[tuple[_Placed, ...
 
 def _fill(buffer: PinnedBuffer, chunk: _Chunk) -> None:
     for part in chunk.parts:
-        chunk.file.read(part.extent, buffer.view[part.start : part.stop])
+        extent = part.extent
+        into = buffer.view[part.start : part.stop]
+        read_rows(chunk.file, extent.offset, extent.row_bytes, extent.row_stride, into)
 
 
 def _as_tensor(buffer: PinnedBuffer, part: _Placed) -> Tensor:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from worker_daemon.errors import CheckpointError, ConfigError
-from worker_daemon.models.saved_set import FileKind
+from worker_daemon.models.saved_set import TENSORS_SUFFIX, FileKind
 from worker_daemon.models.tensor_bytes import checksum, num_bytes
 from worker_daemon.models.weights import Item
+from worker_daemon.regular_file import RegularFile
 
 TENSORIZER_PATTERN: Final = "model-rank-{rank}-part-{part}.tensors"
 _MALFORMED: Final = (
@@ -68,7 +69,7 @@ def tensorizer_files(field: str, value: object) -> FileKind:
             serializer.close()
         return checksums
 
-    return FileKind("tensorizer", ".tensors", write)
+    return FileKind("tensorizer", TENSORS_SUFFIX, write)
 
 
 def _write(library: Any, serializer: Any, name: str, tensor: Tensor) -> bytes:
@@ -91,6 +92,7 @@ def read_tensorized(path: Path, items: Iterable[Item], advance: Callable[[int], 
         wanted[piece.name].append((parameter, piece))
     malformed = (*_MALFORMED, library.serialization.HashMismatchError)
     try:
+        RegularFile(path).close()  # what is none may be waited for without end
         with (
             path.open("rb") as file,
             contextlib.closing(

@@ -1,51 +1,42 @@
 """Fills the parameters of a stage from safetensors files, or with made-up values. Knows no model.
 
-Each parameter says which regions of which checkpoint tensors it wants; only those are read. On the
-CPU they come through a memory map, straight into place; on a device by way of page-locked buffers
-(`staged.py`). Either way they are converted to the parameter's dtype. An error leaves the stage
-half filled: discard it.
+Each parameter says which regions of which checkpoint tensors it wants; only those are kept. On the
+CPU they are read straight into place, on a device by way of page-locked buffers (`staged.py`);
+either way by position, so that a file that shrinks meanwhile is an error and no signal. They are
+converted to the parameter's dtype. An error leaves the stage half filled: discard it.
 """
 
 import json
-import math
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias, TypedDict
+from typing import Protocol, TypeAlias
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from worker_daemon.errors import CheckpointError
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.models.dummy import fill_dummy
-from worker_daemon.models.staged import MAX_READERS, Extent, TruncatedError, read_staged
+from worker_daemon.models.safetensors_file import (
+    FLOAT_DTYPES,
+    Entry,
+    MalformedError,
+    SafetensorsFile,
+    row_span,
+)
+from worker_daemon.models.staged import MAX_READERS, Extent, read_staged
+from worker_daemon.raising import Translation
+from worker_daemon.regular_file import TruncatedError, is_plain_name, read_whole
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-_FLOAT_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-_LENGTH_BYTES = 8
-"""A safetensors file begins with the length of its header, which is JSON; offsets count from
-there."""
+_SUFFIX = ".safetensors"
 
 Item: TypeAlias = tuple[Parameter, Piece]
-
-
-class _Entry(TypedDict):
-    """A tensor in a safetensors header."""
-
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +176,9 @@ def check_checkpoint(model_dir: Path, shapes: Mapping[str, tuple[int, ...]]) -> 
 def check_items(wanted: Mapping[Path, Sequence[Item]]) -> None:
     """Check the headers of each file's items. Raises as load_weights does, before any byte."""
     for path, items in wanted.items():
-        with _open(path) as handle:
-            present = set(handle.keys())
+        with _open(path) as file:
             for _, piece in items:
-                if piece.name not in present:
-                    raise _missing(path, piece)
-                region = handle.get_slice(piece.name)
-                _checked_dtype(path, piece, tuple(region.get_shape()), region.get_dtype())
+                _checked_entry(file, piece)
 
 
 def read_headers(model_dir: Path, names: Iterable[str] = ()) -> dict[str, TensorHeader]:
@@ -210,31 +197,26 @@ def read_headers(model_dir: Path, names: Iterable[str] = ()) -> dict[str, Tensor
         by_file[files[name]].append(name)
     headers = {}
     for path, held in by_file.items():
-        with _open(path) as handle:
-            present = set(handle.keys())
+        with _open(path) as file:
             for name in held:
-                headers[name] = _header(path, name, handle if name in present else None)
+                headers[name] = _header(path, name, file.entries.get(name))
     return {name: headers[name] for name in wanted}
 
 
-def _header(path: Path, name: str, handle: "_Reader | None") -> TensorHeader:
-    if handle is None:
+def _header(path: Path, name: str, entry: Entry | None) -> TensorHeader:
+    if entry is None:
         raise _broken(path, f"has no tensor {name}, though the index says so")
-    region = handle.get_slice(name)
-    dtype = region.get_dtype()
-    if dtype not in _FLOAT_DTYPES:
-        raise _broken(path, f"has {name} in dtype {dtype}, which is not loaded")
-    return TensorHeader(path, tuple(region.get_shape()), _FLOAT_DTYPES[dtype])
+    if entry.dtype not in FLOAT_DTYPES:
+        raise _broken(path, f"has {name} in dtype {entry.dtype}, which is not loaded")
+    return TensorHeader(path, entry.shape, FLOAT_DTYPES[entry.dtype])
 
 
 def read_tensor(path: Path, name: str) -> Tensor:
     """Return a whole tensor on the CPU. Raises CheckpointError."""
-    with _open(path) as handle:
-        try:
-            tensor: Tensor = handle.get_tensor(name)
-            return tensor
-        except SafetensorError as error:
-            raise _broken(path, f"does not yield {name} ({error})") from error
+    with _open(path) as file:
+        _header(path, name, file.entries.get(name))
+        with _reading(path, name):
+            return file.read(name)
 
 
 def load_dummy_weights(
@@ -256,62 +238,16 @@ def load_dummy_weights(
 
 
 def _extents(path: Path, items: Iterable[Item]) -> Iterator[Extent]:
-    """Where in the file each piece lies. Opening it by the library first checks its structure."""
-    with _open(path) as handle:
-        present = set(handle.keys())
-    header, base = _read_header(path)
-    for parameter, piece in items:
-        if piece.name not in present:
-            raise _missing(path, piece)
-        entry = header[piece.name]
-        shape, name = tuple(entry["shape"]), entry["dtype"]
-        dtype = _checked_dtype(path, piece, shape, name)
-        if parameter.data[piece.target].numel():
-            start = base + entry["data_offsets"][0]
-            yield _extent(piece, dtype, start, parameter.data[piece.target])
-
-
-def _extent(piece: Piece, dtype: torch.dtype, start: int, target: Tensor) -> Extent:
-    """The piece's rows in a tensor that begins at start; a vector is rows of one element."""
-    rows = piece.source[0]
-    num_columns = math.prod(piece.full_shape[1:])
-    columns = piece.source[1] if len(piece.source) > 1 else slice(0, 1)
-    stride = num_columns * dtype.itemsize
-    return Extent(
-        offset=start + rows.start * stride + columns.start * dtype.itemsize,
-        row_bytes=(columns.stop - columns.start) * dtype.itemsize,
-        row_stride=stride,
-        dtype=dtype,
-        target=target,
-    )
-
-
-def _read_header(path: Path) -> tuple[dict[str, _Entry], int]:
-    """The description of each tensor, and where in the file the offsets begin."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            return json.loads(file.read(length)), _LENGTH_BYTES + length
-    except (OSError, ValueError, RecursionError) as error:
-        raise _broken(path, f"has a header that cannot be read ({error})") from error
-
-
-class _Region(Protocol):
-    """safetensors' lazy slice of one tensor."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def get_dtype(self) -> str: ...
-
-    def __getitem__(self, region: tuple[slice, ...], /) -> Tensor: ...
-
-
-class _Reader(Protocol):
-    """What is used of an open safetensors file, whose own stubs leave the types out."""
-
-    def get_slice(self, name: str, /) -> _Region: ...
-
-    def get_tensor(self, name: str, /) -> Tensor: ...
+    """Where in the file each piece lies."""
+    with _open(path) as file:
+        for parameter, piece in items:
+            entry = _checked_entry(file, piece)
+            target = parameter.data[piece.target]
+            if target.numel():
+                dtype = FLOAT_DTYPES[entry.dtype]
+                rows = row_span(entry.shape, piece.source, dtype.itemsize)
+                start = entry.begin + rows.offset
+                yield Extent(start, rows.width, rows.stride, dtype, target)
 
 
 class _Meter:
@@ -341,10 +277,10 @@ def _num_bytes(parameter: Parameter, piece: Piece) -> int:
 def _tensor_files(model_dir: Path) -> Mapping[str, Path]:
     """Tensor name -> the file that holds it."""
     single, index = model_dir / _SINGLE_FILE, model_dir / _INDEX_FILE
-    if single.is_file():
-        with _open(single) as handle:
-            return dict.fromkeys(handle.keys(), single)
-    if index.is_file():
+    if single.exists():
+        with _open(single) as file:
+            return dict.fromkeys(file.entries, single)
+    if index.exists():
         return _read_index(index)
     fix = f"provide {_SINGLE_FILE} or {_INDEX_FILE} with its shards"
     if any(model_dir.glob("*.bin")) or any(model_dir.glob("*.pt")):
@@ -356,14 +292,15 @@ def _tensor_files(model_dir: Path) -> Mapping[str, Path]:
 
 def _read_index(path: Path) -> Mapping[str, Path]:
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
+        weight_map = json.loads(read_whole(path))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _broken(path, f"is no index with a weight_map ({error})") from error
     if not isinstance(weight_map, dict) or not weight_map:
         raise _broken(path, "has a weight_map that is no object or empty")
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise _broken(path, f"maps {tensor} to {file!r}, which is no plain file name")
+        if not isinstance(file, str) or not is_plain_name(file, (_SUFFIX,)):
+            shown = f"{tensor[:80]!r} to {file!r:.80}"
+            raise _broken(path, f"maps {shown}, which is no plain file name that ends in {_SUFFIX}")
     return {tensor: path.parent / file for tensor, file in weight_map.items()}
 
 
@@ -380,22 +317,20 @@ def _group_by_file(
 
 
 def _load_file(path: Path, items: Iterable[Item], meter: _Meter, observer: WriteObserver) -> None:
-    with _open(path) as handle:
-        present = set(handle.keys())
+    with _open(path) as file:
         for parameter, piece in items:
-            if piece.name not in present:
-                raise _missing(path, piece)
-            values = _read(handle, path, piece)
-            observer.writing((piece.name,))
-            parameter.data[piece.target].copy_(values)
+            _checked_entry(file, piece)
+            with _reading(path, piece.name):
+                file.check_whole(piece.name)  # else this tensor would be lost with the file
+                observer.writing((piece.name,))
+                file.read_into(piece.name, piece.source, parameter.data[piece.target])
             observer.written((piece.name,))
             meter.advance(_num_bytes(parameter, piece))
 
 
-def _open(path: Path) -> safe_open:
+def _open(path: Path) -> SafetensorsFile:
     try:
-        path.open("rb").close()  # safetensors calls a file missing that may not be read
-        return safe_open(path, framework="pt", device="cpu")
+        return SafetensorsFile(path)
     except FileNotFoundError as error:
         raise _broken(path, "is missing") from error
     except PermissionError as error:
@@ -405,28 +340,31 @@ def _open(path: Path) -> safe_open:
             value=str(path.parent),
             fix=f"let user {os.geteuid()}, who runs the daemon, read it",
         ) from error
-    except (OSError, SafetensorError) as error:
+    except (OSError, MalformedError) as error:
         raise _broken(path, f"is truncated or no safetensors file ({error})") from error
 
 
-def _read(handle: _Reader, path: Path, piece: Piece) -> Tensor:
-    """The piece's region; bytes outside it are not touched."""
-    region = handle.get_slice(piece.name)
-    _checked_dtype(path, piece, tuple(region.get_shape()), region.get_dtype())
-    try:
-        return handle.get_tensor(piece.name) if piece.is_whole else region[piece.source]
-    except SafetensorError as error:
-        raise _broken(path, f"does not yield {piece.name} ({error})") from error
+def _reading(path: Path, name: str) -> Translation:
+    def translate(error: Exception) -> CheckpointError:
+        if isinstance(error, TruncatedError):
+            return _broken(path, f"is truncated: it ends within {name}")
+        return _broken(path, f"does not yield {name} ({error})")
+
+    return Translation((TruncatedError, OSError), translate)
 
 
-def _checked_dtype(path: Path, piece: Piece, shape: tuple[int, ...], dtype: str) -> torch.dtype:
-    if shape != piece.full_shape:
+def _checked_entry(file: SafetensorsFile, piece: Piece) -> Entry:
+    """What the file says of the piece's tensor, which is of the shape and a dtype that we load."""
+    path, entry = file.path, file.entries.get(piece.name)
+    if entry is None:
+        raise _missing(path, piece)
+    if entry.shape != piece.full_shape:
         raise _broken(
-            path, f"has {piece.name} in shape {shape}, config.json says {piece.full_shape}"
+            path, f"has {piece.name} in shape {entry.shape}, config.json says {piece.full_shape}"
         )
-    if dtype not in _FLOAT_DTYPES:
-        raise _broken(path, f"has {piece.name} in dtype {dtype}, which is not loaded")
-    return _FLOAT_DTYPES[dtype]
+    if entry.dtype not in FLOAT_DTYPES:
+        raise _broken(path, f"has {piece.name} in dtype {entry.dtype}, which is not loaded")
+    return entry
 
 
 def _absent(model_dir: Path, name: str) -> CheckpointError:

@@ -21,6 +21,7 @@ from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.distributed.pp import STATUS_FAILED, Outbound
 from worker_daemon.distributed.tokens import TokenReturn
 from worker_daemon.errors import CommError, DeviceError, OutOfMemoryError
+from worker_daemon.raising import raise_caused
 from worker_daemon.runner.adoption import Page, describe_requests
 from worker_daemon.runner.grammar_input import GrammarMasks, read_masks
 from worker_daemon.runner.input_batch import InputBuilder, SampleRows
@@ -159,13 +160,14 @@ class ModelRunner:
             allowed = masks.for_slots(rows.slots_np, self.inputs.tables.device)
         except Exception as error:
             kept_slots = waiting.rows.slots_np[kept]
-            raise self._failed_at(
-                request.seq, error, lambda: self._bring_no_tokens(kept_slots)
-            ) from error
+            raise_caused(
+                self._failed_at(request.seq, error, lambda: self._bring_no_tokens(kept_slots)),
+                error,
+            )
         try:
             reply = self._sample(chosen, rows, waiting.status, allowed, self._identify(request))
         except Exception as error:
-            raise self._failed_at(request.seq, error) from error
+            raise_caused(self._failed_at(request.seq, error), error)
         self.state.raise_if_failed()
         return reply
 
@@ -173,7 +175,7 @@ class ModelRunner:
         try:
             entering = self._ends.entry.post(step.total_num_tokens, step.seq)
         except Exception as error:
-            raise self._out_of_step(step.seq, error) from error
+            raise_caused(self._out_of_step(step.seq, error), error)
         try:
             inputs = self.inputs.build(step)
             with self._waits.waiting():
@@ -181,17 +183,19 @@ class ModelRunner:
             output = self._program.run(inputs, arrived)
             chosen, rows = _hold(step, output.chosen, inputs.sample_rows)
         except Exception as error:
-            raise self._failed_at(step.seq, error, lambda: self._give_up(step, entering)) from error
+            raise_caused(
+                self._failed_at(step.seq, error, lambda: self._give_up(step, entering)), error
+            )
         try:
             self._ends.outbound.send(
                 output.hidden, inputs.num_tokens, self._status_to_send(status), step.seq
             )
         except Exception as error:
-            raise self._out_of_step(step.seq, error) from error
+            raise_caused(self._out_of_step(step.seq, error), error)
         try:
             reply = self._finish(step, chosen, rows, status, identity)
         except Exception as error:
-            raise self._failed_at(step.seq, error) from error
+            raise_caused(self._failed_at(step.seq, error), error)
         self.state.raise_if_failed()
         return reply
 

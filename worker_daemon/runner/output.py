@@ -14,6 +14,7 @@ from worker_daemon.device.failures import typed_device_error
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.pp import STATUS_MISMATCH, STATUS_OK
 from worker_daemon.errors import CommError, UpstreamFailedError
+from worker_daemon.raising import raise_caused
 from worker_daemon.runner.staging import Delivered
 from worker_daemon.runner.token_history import Sampled, TokenHistory
 from worker_daemon.sample.sampler import NO_LOGPROBS, SamplerOutput
@@ -114,7 +115,7 @@ class DeliveredOutput:
         try:
             token_ids = self._tokens.wait()
         except RuntimeError as error:
-            raise typed_device_error(error) from error
+            raise_caused(typed_device_error(error), error)
         self._link.raise_if_aborted()
         identity = self._identity
         self._history.note(identity.epoch, identity.seq, self._rows, token_ids)
@@ -171,7 +172,7 @@ class _HostCopies:
             if self._copied is not None:
                 self._copied.synchronize()
         except RuntimeError as error:
-            raise typed_device_error(error) from error
+            raise_caused(typed_device_error(error), error)
         self._link.raise_if_aborted()
         status, *columns = self._columns
         _raise_for_status(int(status))

@@ -17,7 +17,7 @@ from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.errors import InvalidStepError, PrecededByError
 from worker_daemon.runner.decode_run import DecodeRun
-from worker_daemon.runner.row_counts import RowCounts, StepRecord
+from worker_daemon.runner.row_counts import FREE_ROW_BLOCKS, RowCounts, StepRecord
 from worker_daemon.runner.scheduled_step import (
     NO_UPDATES,
     BlockUpdates,
@@ -50,7 +50,8 @@ class _Verdict(NamedTuple):
 
 
 class RequestState:
-    """All rows of one rank. Owned by the model runner, used on the step thread only."""
+    """All rows of one rank. Owned by the model runner, used on the step thread only, but for
+    num_held_blocks."""
 
     def __init__(self, limits: StepLimits) -> None:
         num_rows = limits.max_num_seqs + 1
@@ -88,6 +89,12 @@ class RequestState:
         if self._run is not None:
             self._run.write(self._counts)
         return self._counts
+
+    def num_held_blocks(self) -> int:
+        """Return how many blocks the rows have, one that several share counted for each. Any thread
+        may ask: it sees some moment of a step."""
+        num_blocks = self._counts.num_blocks.copy()
+        return int(num_blocks[num_blocks < FREE_ROW_BLOCKS].sum())
 
     @property
     def has_failed(self) -> bool:

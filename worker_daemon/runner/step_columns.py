@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rpc_schema.codec import Frame
-from rpc_schema.sampling import MIN_TEMPERATURE
+from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, MIN_TEMPERATURE
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner.row_counts import RowCounts
@@ -140,6 +140,9 @@ def _check_admitted(request: NewRequestData, limits: StepLimits) -> None:
         fix = "leave at least one token to compute"
         raise invalid(f"{name}.num_computed_tokens", num_computed, fix)
     sampling, vocab_size = request.sampling, limits.vocab_size
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        num, fix = len(sampling.stop_token_ids), f"at most {MAX_STOP_TOKEN_IDS}"
+        raise invalid(f"{name}.sampling.stop_token_ids", f"{num} ids", fix)
     unknown = [token for token in sampling.stop_token_ids if token >= vocab_size]
     if unknown:
         raise invalid(f"{name}.sampling.stop_token_ids", unknown[0], f"below {vocab_size}")

@@ -34,6 +34,13 @@ def largest_step(request: StepRequest, limits: StepLimits) -> SyntheticStep:
     return prefill_step(request, limits, lengths, _EVERY_FEATURE)
 
 
+def longest_step(request: StepRequest, limits: StepLimits) -> SyntheticStep:
+    """Return the step that takes longest: as many tokens of one prompt as a step may have, behind
+    all the context that there can be."""
+    most = min(limits.max_num_batched_tokens, limits.max_model_len)
+    return _admit(request, limits, [limits.max_model_len], [most], SamplingParams())
+
+
 def warm_up_steps(request: StepRequest, limits: StepLimits) -> Iterator[SyntheticStep]:
     """Yield a prefill and a decode of its rows, with greedy and then with random sampling.
 

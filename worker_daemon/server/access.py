@@ -2,12 +2,15 @@
 no socket; of a frame it reads what the handshake left there."""
 
 from collections.abc import Mapping
-from typing import Final, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import zmq
 
+from rpc_schema import adoption, step
+from rpc_schema import lease as ls
 from rpc_schema import lifecycle as lc
 from rpc_schema import trace as tr
+from rpc_schema import weight_transfer as wt
 from rpc_schema.codec import ControlMessage, StepMessage
 from rpc_schema.key_files import Role, fingerprint
 from worker_daemon.errors import ForbiddenError
@@ -15,7 +18,24 @@ from worker_daemon.server.bad_peers import Peer
 
 Request: TypeAlias = ControlMessage | StepMessage
 
+
+class Sender(NamedTuple):
+    """Who sent a control request."""
+
+    owner: str
+    """Whom the handshake named: a public key or, without keys, a user."""
+    drives: bool
+    """Its role lets it attach."""
+
+
 _CONTROL: Final[Mapping[type[Request], Role]] = {
+    lc.PrepareAttach: Role.DRIVER,
+    lc.CommitAttach: Role.DRIVER,
+    lc.Detach: Role.DRIVER,
+    ls.RenewLease: Role.DRIVER,
+    lc.OpenRendezvous: Role.DRIVER,
+    lc.AbortLink: Role.DRIVER,
+    tr.PutDriverSteps: Role.DRIVER,
     lc.Hello: Role.OBSERVER,
     lc.CheckHealth: Role.OBSERVER,
     lc.GetStatus: Role.OBSERVER,
@@ -35,6 +55,32 @@ _STEP: Final[Mapping[type[Request], Role]] = {
     lc.FinishShardedState: Role.ADMIN,
     lc.SaveTensorizedModel: Role.ADMIN,
     lc.Profile: Role.ADMIN,
+    step.ExecuteModel: Role.DRIVER,
+    step.SampleTokens: Role.DRIVER,
+    step.ExecuteDummyBatch: Role.DRIVER,
+    lc.InitDevice: Role.DRIVER,
+    lc.Relink: Role.DRIVER,
+    lc.Reset: Role.DRIVER,
+    lc.LoadModel: Role.DRIVER,
+    lc.GetKVCacheSpec: Role.DRIVER,
+    lc.DetermineAvailableMemory: Role.DRIVER,
+    lc.InitializeFromConfig: Role.DRIVER,
+    lc.InitializeCache: Role.DRIVER,
+    lc.UpdateMaxModelLen: Role.DRIVER,
+    lc.CompileOrWarmUpModel: Role.DRIVER,
+    lc.GetSupportedTasks: Role.DRIVER,
+    lc.GetModelMetadata: Role.DRIVER,
+    lc.ComputeWeightChecksums: Role.DRIVER,
+    lc.Sleep: Role.DRIVER,
+    lc.WakeUp: Role.DRIVER,
+    lc.Discard: Role.DRIVER,
+    wt.InitWeightTransferEngine: Role.DRIVER,
+    wt.StartWeightUpdate: Role.DRIVER,
+    wt.UpdateWeights: Role.DRIVER,
+    wt.FinishWeightUpdate: Role.DRIVER,
+    wt.ReloadWeights: Role.DRIVER,
+    wt.UpdateConfig: Role.DRIVER,
+    adoption.AdoptRequests: Role.DRIVER,
 }
 _NEEDED: Final = {**_CONTROL, **_STEP}
 
@@ -48,11 +94,18 @@ SOCKET_ROLES: Final[Mapping[str, Role]] = {
 
 
 def needed_role(message: Request) -> Role:
-    """Return the role that a request needs: a driver's, unless the tables say otherwise; an
-    admin's to take a daemon from another driver by force."""
+    """Return the role that a request needs; an admin's to take a daemon from another driver by
+    force.
+
+    Raises:
+        ForbiddenError: the tables do not list it, so no role may ask for it.
+    """
     if isinstance(message, lc.PrepareAttach) and message.force:
         return Role.ADMIN
-    return _NEEDED.get(type(message), Role.DRIVER)
+    needed = _NEEDED.get(type(message))
+    if needed is None:
+        raise ForbiddenError(f"{type(message).__name__} is not in the access table")
+    return needed
 
 
 class Roles(Protocol):
@@ -65,8 +118,14 @@ class Roles(Protocol):
 class Access(Protocol):
     """Who a sender is, and what it may do. Any thread may ask."""
 
+    proves_owners: bool
+    """An owner has a key of its own; else all peers may have the same one."""
+
     def peer(self, socket: str, route: bytes, frame: zmq.Frame) -> Peer:
         """Tell senders apart: `frame` is the first of a message that came from `route`."""
+
+    def owner(self, peer: Peer) -> str:
+        """Return whom the handshake named: what epochs and driver ids are bound to."""
 
     def opens(self, peer: Peer, socket: str) -> bool:
         """Tell whether anything that peer sends to this socket may be looked at."""
@@ -79,21 +138,31 @@ class OpenAccess:
     """Without keys: the directory decides who can open the sockets, and those may do
     everything."""
 
+    proves_owners = False
+
     def peer(self, socket: str, route: bytes, frame: zmq.Frame) -> Peer:
-        """See Access: by routing id."""
-        return socket, route
+        """See Access: by routing id, with the user that the kernel says the connection has."""
+        return socket, route, _user(frame)
+
+    def owner(self, peer: Peer) -> str:
+        """See Access: a user."""
+        return peer[2]
 
     def opens(self, peer: Peer, socket: str) -> bool:
         """See Access."""
         return True
 
     def check(self, peer: Peer, message: Request) -> None:
-        """See Access."""
+        """See Access: any role, for what the tables list."""
+        if type(message) not in _NEEDED:
+            needed_role(message)
 
 
 class KeyedAccess:
     """By the key that a peer proved to have in the handshake. Its role is looked up for every
     message, so that a key that was taken out is refused on open connections too."""
+
+    proves_owners = True
 
     def __init__(self, roles: Roles) -> None:
         self._roles = roles
@@ -101,6 +170,10 @@ class KeyedAccess:
     def peer(self, socket: str, route: bytes, frame: zmq.Frame) -> Peer:
         """See Access: by public key, which our answer to the handshake made the user id."""
         return str(frame.get("User-Id"))
+
+    def owner(self, peer: Peer) -> str:
+        """See Access: a public key."""
+        return str(peer)
 
     def opens(self, peer: Peer, socket: str) -> bool:
         """See Access."""
@@ -113,6 +186,22 @@ class KeyedAccess:
         role, needed = self._roles.role(key), needed_role(message)
         if role is None or not role.covers(needed):
             raise forbidden(key, role, needed, type(message).__name__)
+
+
+def sender(access: Access, peer: Peer) -> Sender:
+    """Return who a peer is as a driver."""
+    return Sender(access.owner(peer), drives=access.opens(peer, "step"))
+
+
+def _user(frame: zmq.Frame) -> str:
+    """Return the user at the other end of an ipc connection, which libzmq describes as
+    localhost:UID:GID:PID; empty where the system does not tell."""
+    # Asked for every step: plain statements, no context manager.
+    try:
+        parts = str(frame.get("Peer-Address")).split(":")
+    except zmq.ZMQError:
+        return ""
+    return parts[1] if len(parts) == 4 else ""
 
 
 def forbidden(key: str, role: Role | None, needed: Role, request: str) -> ForbiddenError:

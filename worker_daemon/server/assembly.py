@@ -15,7 +15,9 @@ from worker_daemon.settings import (
     ProcessSettings,
     prepare_environment,
     prepare_flight_recorder,
+    prepare_waiting,
     profile_directory,
+    user_threads,
     visible_devices,
 )
 
@@ -24,6 +26,7 @@ def run_daemon(settings: ProcessSettings) -> int:
     """Serve until the end; return the exit code. Raises what `daemon.serve` does."""
     prepare_environment(settings.data_interface or None)
     prepare_flight_recorder(settings)
+    prepare_waiting(settings)
     make = partial(make_worker, profile_dir=profile_directory(settings))
     return serve(
         settings,
@@ -42,13 +45,18 @@ def make_worker(
     save_root: Path | None,
     profile_dir: Path | None = None,
 ) -> WorkerLike:
-    """Load torch and make the worker; called on the step thread."""
-    from worker_daemon.worker import Worker  # seconds of torch, while sockets are bound already
+    """Load torch and make the worker; called on the step thread. Raises ConfigError where there is
+    no such device."""
+    from worker_daemon.device.init import find_device  # seconds of torch, while sockets are bound
+    from worker_daemon.worker import Worker
 
     # A full collection over all that torch's modules have made takes a tenth of a second.
     gc.collect()
     gc.freeze()
-    return Worker(device, model_roots, set_phase, save_root, profile_dir)
+    find_device(device)
+    return Worker(
+        device, model_roots, set_phase, save_root, profile_dir, num_threads=user_threads()
+    )
 
 
 def open_fault_watch(device: str) -> FaultWatch:
@@ -78,10 +86,10 @@ def open_gauges(device: str) -> Gauges:
     return gpu_gauges.open_gauges(device, visible_devices())
 
 
-def open_rendezvous(host: str) -> RendezvousServerLike:
-    """Serve a key-value store on `host`; called when the worker is there, so torch is loaded."""
+def open_rendezvous(host: str, num_ranks: int) -> RendezvousServerLike:
+    """Serve a meeting on `host`; called when the worker is there, so torch is loaded."""
     from worker_daemon.distributed.rendezvous import (  # loads torch
         RendezvousServer,
     )
 
-    return RendezvousServer(host)
+    return RendezvousServer(host, num_ranks)

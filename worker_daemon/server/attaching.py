@@ -9,18 +9,18 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from importlib import metadata
-from typing import Final
+from typing import Final, TypeAlias
 
 from rpc_schema import lease as ls
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import ControlReplyMessage
-from rpc_schema.version import PROTOCOL_VERSION
+from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
 from worker_daemon.errors import FencedError, IncompatibleError, NotAttachedError, StateError
+from worker_daemon.server.access import Sender
 from worker_daemon.server.draining import Draining
 from worker_daemon.server.epochs import EpochFile
 from worker_daemon.server.guard import Guard
-from worker_daemon.server.lease import Lease, LeaseTerms, lease_terms
+from worker_daemon.server.lease import DriverIdentity, Lease, LeaseTerms, lease_terms
 from worker_daemon.server.link_software import link_software
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.self_report import SelfReport
@@ -31,6 +31,7 @@ from worker_daemon.server.step_thread import (
     Detach,
     DropRequests,
     Orphan,
+    Seat,
     Standing,
 )
 
@@ -38,8 +39,11 @@ BUSY_GRACE_S: Final = 0.2
 """How long attach waits for a running step before it has the link aborted."""
 ATTACH_SLACK_S: Final = 3.0
 """What attach waits beyond the step deadline: a wait on gloo ends one second after that."""
-MAX_GREETED: Final = 256
-"""Drivers whose version is remembered; one that attaches has said Hello just before."""
+MAX_GREETED: Final = 64
+"""Drivers of one key whose version is remembered; one that attaches has said Hello just before."""
+
+_Claim: TypeAlias = tuple[int, DriverIdentity]
+"""An epoch, and the driver that it is for."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,20 +70,23 @@ class Attaching:
         self._guard = guard
         self._report = report
         self._post = post
-        self._software = f"worker-daemon {metadata.version('worker-daemon')}"
+        self._software = f"worker-daemon {SOFTWARE_VERSION}"
         self._link_software = link_software()
-        self._versions: OrderedDict[bytes, int] = OrderedDict()
-        self._prepared: tuple[int, bytes] = (0, b"")
-        self._taken: tuple[tuple[int, bytes], asyncio.Task[Standing]] | None = None
+        self._versions: dict[str, OrderedDict[bytes, int]] = {}
+        """By owner and driver id. Only drivers are remembered: there are no more owners than the
+        operator has given keys of that role."""
+        self._prepared: _Claim = (0, DriverIdentity("", b""))
+        self._taken: tuple[_Claim, asyncio.Task[Standing]] | None = None
         """Who took the daemon over last, or is about to."""
 
-    def hello(self, message: lc.Hello) -> ControlReplyMessage:
+    def hello(self, message: lc.Hello, sender: Sender) -> ControlReplyMessage:
         """Answer whatever the version, and remember it; a driver that attaches has a proper id."""
-        if len(message.driver_id) == UID_BYTES:
-            self._versions[message.driver_id] = message.protocol_version
-            self._versions.move_to_end(message.driver_id)
-        if len(self._versions) > MAX_GREETED:
-            self._versions.popitem(last=False)
+        if sender.drives and len(message.driver_id) == UID_BYTES:
+            versions = self._versions.setdefault(sender.owner, OrderedDict())
+            versions[message.driver_id] = message.protocol_version
+            versions.move_to_end(message.driver_id)
+            if len(versions) > MAX_GREETED:
+                versions.popitem(last=False)
         return lc.HelloReply(
             call=message.call,
             protocol_version=PROTOCOL_VERSION,
@@ -88,29 +95,30 @@ class Attaching:
             link_software=self._link_software,
         )
 
-    def prepare(self, message: lc.PrepareAttach) -> ControlReplyMessage:
+    def prepare(self, message: lc.PrepareAttach, sender: Sender) -> ControlReplyMessage:
         """Grant an epoch above all before it, for good: it is on disk when this returns. Raises
         IncompatibleError, and what the draining, the lease and the epochs have against it."""
+        driver = DriverIdentity(sender.owner, message.driver_id)
         self._draining.check_takes_drivers()
-        self._need_same_version(message.driver_id)
-        self._lease.check_free_for(message.driver_id, force=message.force)
+        self._need_same_version(driver)
+        self._lease.check_free_for(driver, force=message.force)
         last = self._epochs.last
         if message.epoch <= last:
             return lc.PrepareAttachReply(call=message.call, granted=False, last_epoch=last)
         self._epochs.record(message.epoch)
-        self._prepared = (message.epoch, message.driver_id)
+        self._prepared = (message.epoch, driver)
         return lc.PrepareAttachReply(call=message.call, granted=True, last_epoch=message.epoch)
 
-    async def commit(self, message: lc.CommitAttach) -> ControlReplyMessage:
+    async def commit(self, message: lc.CommitAttach, sender: Sender) -> ControlReplyMessage:
         """Take the prepared epoch. An attempt goes on though nobody may wait for it any more.
 
         Raises:
             FencedError: another driver has prepared a higher epoch.
-            NotAttachedError: the epoch was never prepared.
+            NotAttachedError: the epoch was never prepared by this driver.
             ConfigError: the lease's terms are out of bounds.
             StateError: the step thread did not come back in time.
         """
-        standing = await asyncio.shield(self._taking(message))
+        standing = await asyncio.shield(self._taking(message, sender.owner))
         return lc.CommitAttachReply(
             call=message.call,
             previous_epoch=standing.epoch,
@@ -118,6 +126,10 @@ class Attaching:
             previous_clean=standing.clean,
             status=self._report.status(),
         )
+
+    def check_owner(self, epoch: int, sender: Sender) -> None:
+        """Raise ForbiddenError if `epoch` was granted to another key or user."""
+        self._lease.check_owner(sender.owner, epoch)
 
     def detach(self, message: lc.Detach) -> ControlReplyMessage:
         """Also after the lease has expired, or twice: a late goodbye does no harm."""
@@ -127,9 +139,10 @@ class Attaching:
             self.need_attached(message.epoch)
         return lc.Acknowledged(call=message.call)
 
-    def renew_lease(self, message: ls.RenewLease) -> ControlReplyMessage:
+    def renew_lease(self, message: ls.RenewLease, sender: Sender) -> ControlReplyMessage:
         """Let the lease last its full time from now on. Raises as Lease.renew does."""
-        remaining_s = self._lease.renew(message.driver_id, message.epoch)
+        driver = DriverIdentity(sender.owner, message.driver_id)
+        remaining_s = self._lease.renew(driver, message.epoch)
         return ls.RenewLeaseReply(call=message.call, remaining_ms=round(remaining_s * 1000))
 
     def watch_lease(self) -> None:
@@ -157,8 +170,9 @@ class Attaching:
         if self._taken is not None:
             self._taken[1].cancel()
 
-    def _need_same_version(self, driver_id: bytes) -> None:
-        version = self._versions.get(driver_id)
+    def _need_same_version(self, driver: DriverIdentity) -> None:
+        greeted = self._versions.get(driver.owner)
+        version = None if greeted is None else greeted.get(driver.driver_id)
         if version == PROTOCOL_VERSION:
             return
         spoken = "has not said Hello" if version is None else f"speaks protocol version {version}"
@@ -167,10 +181,10 @@ class Attaching:
             fix="say Hello first" if version is None else "use releases of the same version",
         )
 
-    def _taking(self, message: lc.CommitAttach) -> "asyncio.Task[Standing]":
+    def _taking(self, message: lc.CommitAttach, owner: str) -> "asyncio.Task[Standing]":
         """Begin to take the prepared epoch; the same driver's repeated request joins the attempt,
         however far it is."""
-        asked = (message.epoch, message.driver_id)
+        asked = (message.epoch, DriverIdentity(owner, message.driver_id))
         if message.epoch < self._prepared[0]:
             raise FencedError(
                 f"epoch {message.epoch} is fenced by {self._prepared[0]}", fix="prepare again"
@@ -179,17 +193,20 @@ class Attaching:
             raise NotAttachedError(f"epoch {message.epoch} was not prepared", fix="prepare first")
         if self._taken is None or self._taken[0] != asked:
             terms = lease_terms(message.lease_ttl_ms, message.orphan_kv_ttl_ms, message.holder_name)
-            self._taken = asked, asyncio.ensure_future(self._take_epoch(message, terms))
+            taking = self._take_epoch(message, asked[1], terms)
+            self._taken = asked, asyncio.ensure_future(taking)
         return self._taken[1]
 
-    async def _take_epoch(self, message: lc.CommitAttach, terms: LeaseTerms) -> Standing:
+    async def _take_epoch(
+        self, message: lc.CommitAttach, driver: DriverIdentity, terms: LeaseTerms
+    ) -> Standing:
         """Have the step thread take the prepared epoch; free it from a step that hangs on its
         peers. The lease begins at once: whoever waits for a hanging step renews it meanwhile."""
-        epoch, driver_id = message.epoch, message.driver_id
-        self._lease.grant(driver_id, epoch, terms)
+        epoch, seat = message.epoch, Seat(driver.owner, message.results_route)
+        self._lease.grant(driver, epoch, terms)
         self._guard.forgive_hangs()
         told: Future[Standing] = Future()  # on the completion thread
-        self._post(Attach(epoch, driver_id, told.set_result, message.keep_requests))
+        self._post(Attach(epoch, seat, told.set_result, message.keep_requests))
         taken = asyncio.wrap_future(told)
         was_freed = False
         done, _ = await asyncio.wait((taken,), timeout=BUSY_GRACE_S)

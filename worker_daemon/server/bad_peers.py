@@ -10,8 +10,8 @@ from typing import Final, TypeAlias
 
 from rpc_schema.key_files import fingerprint
 
-Peer: TypeAlias = str | tuple[str, bytes]
-"""A public key or, without keys, a socket and the peer's routing id there."""
+Peer: TypeAlias = str | tuple[str, bytes, str]
+"""A public key or, without keys, a socket, the peer's routing id there and its user."""
 
 MAX_BAD_FRAMES: Final = 5
 WINDOW_S: Final = 10.0
@@ -66,12 +66,22 @@ class BadPeers:
             banned = len(times) == MAX_BAD_FRAMES and now - times[0] <= WINDOW_S
             if banned:
                 del self._seen[peer]
-                self._banned[peer] = now + BAN_S
-                self._banned.move_to_end(peer)
-            for kept in (self._seen, self._banned):
-                if len(kept) > MAX_REMEMBERED:
-                    kept.popitem(last=False)
+                self._shut_out(peer, now)
+            if len(self._seen) > MAX_REMEMBERED:
+                self._seen.popitem(last=False)
         return banned
+
+    def ban(self, peer: Peer) -> None:
+        """Ban a peer for something worse than a bad frame, and log it."""
+        with self._lock:
+            self._shut_out(peer, self._clock())
+        _LOG.warning("%s is not listened to for %.0f s", shown(peer), BAN_S)
+
+    def _shut_out(self, peer: Peer, now: float) -> None:
+        self._banned[peer] = now + BAN_S
+        self._banned.move_to_end(peer)
+        if len(self._banned) > MAX_REMEMBERED:
+            self._banned.popitem(last=False)
 
 
 def shown(peer: Peer) -> str:

@@ -43,9 +43,10 @@ def _nothing() -> None:
 
 
 class _Outcome(NamedTuple):
-    """What the step thread hands over. seq is 0 where it has no meaning; link is the one that a
-    pending result was made on, known_ns since when that is on the host (None: not yet); route is a
-    refusal's or an attached driver's; heard is told that an attached driver's turn has come."""
+    """What the step thread hands over. seq is 0 where it has no meaning; began_s is when its step
+    began; link is the one that a pending result was made on, known_ns since when that is on the
+    host (None: not yet); route is a refusal's or an attached driver's; heard is told that an
+    attached driver's turn has come."""
 
     kind: _Kind
     seq: int = 0
@@ -55,6 +56,7 @@ class _Outcome(NamedTuple):
     heard: Callable[[], None] = _nothing
     link: int = 0
     known_ns: int | None = None
+    began_s: float = 0.0
 
 
 _STOP: Final = _Outcome(_Kind.STOP)
@@ -78,8 +80,8 @@ class Completion:
         """on_failure(reply, link) hears of steps whose result failed after the step itself had
         succeeded; it is called on the thread that took the result."""
         self._channel = ReplyChannel(results)
+        self._progress = progress
         self._queue: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
-        self._on_failure = on_failure
         self._waiter = _Waiter(self._channel, self._queue, progress, on_failure)
         self._num_handed_over = 0
         self._thread = threading.Thread(target=self._waiter.run, name="completion", daemon=True)
@@ -116,21 +118,24 @@ class Completion:
             self._hand_over(_Outcome(_Kind.REPLY, reply.seq, reply))
 
     def pending(self, seq: int, pending: PendingReply, link: int) -> None:
-        """Wait for a result of a step that ran on `link`, then as `reply`."""
+        """Wait for a result of the running step, which is on `link`, then as `reply`."""
         known_ns = time.monotonic_ns() if pending.is_ready else None
+        began_s = self._progress.stamp.since
         if known_ns is not None and self._is_idle:
-            _finish(self._channel, seq, pending, link, known_ns, self._on_failure)
+            self._waiter.finish(seq, pending, link, known_ns, began_s)
         else:
             self._hand_over(
-                _Outcome(_Kind.PENDING, seq, None, pending, link=link, known_ns=known_ns)
+                _Outcome(_Kind.PENDING, seq, None, pending, b"", _nothing, link, known_ns, began_s)
             )
 
     def nothing(self, seq: int) -> None:
-        """Keep the fact that this rank owes no reply to `seq`."""
+        """Keep the fact that this rank owes no reply to `seq`, the running step."""
+        began_s = self._progress.stamp.since
         if self._is_idle:
+            self._progress.step_times.add(began_s, time.monotonic())
             self._channel.nothing(seq)
         else:
-            self._hand_over(_Outcome(_Kind.NOTHING, seq))
+            self._hand_over(_Outcome(_Kind.NOTHING, seq, began_s=began_s))
 
     def replay(self, seq: int) -> None:
         """Send the reply to `seq` again."""
@@ -202,6 +207,7 @@ class _Waiter:
             assert outcome.reply is not None
             channel.reply(outcome.reply)
         elif kind is _Kind.NOTHING:
+            self._progress.step_times.add(outcome.began_s, time.monotonic())
             channel.nothing(outcome.seq)
         elif kind is _Kind.REPLAY:
             channel.replay(outcome.seq)
@@ -217,31 +223,23 @@ class _Waiter:
         assert outcome.pending is not None
         self._progress.await_result(outcome.seq)
         try:
-            _finish(
-                self._channel,
-                outcome.seq,
-                outcome.pending,
-                outcome.link,
-                outcome.known_ns,
-                self._on_failure,
+            self.finish(
+                outcome.seq, outcome.pending, outcome.link, outcome.known_ns, outcome.began_s
             )
         finally:
             self._progress.result = NO_RESULT
 
-
-def _finish(
-    channel: ReplyChannel,
-    seq: int,
-    pending: PendingReply,
-    link: int,
-    known_ns: int | None,
-    on_failure: OnFailure,
-) -> None:
-    """Take a result and send it, or what became of it. One that is not known to be on the host
-    (known_ns None) is there once it can be taken."""
-    try:
-        reply, arrays = pending.result()
-    except Exception as error:  # the dispatch boundary, where a result ends a step
-        on_failure(channel.fail(seq, error), link)
-        return
-    channel.reply(reply, arrays, time.monotonic_ns() if known_ns is None else known_ns)
+    def finish(
+        self, seq: int, pending: PendingReply, link: int, known_ns: int | None, began_s: float
+    ) -> None:
+        """Take a pending result, note how long its step took, and send it, or its failure. One that
+        is not known to be on the host (known_ns None) is there once it can be taken. Also for the
+        step thread, while this one is idle."""
+        try:
+            reply, arrays = pending.result()
+        except Exception as error:  # the dispatch boundary, where a result ends a step
+            self._on_failure(self._channel.fail(seq, error), link)
+            return
+        now_ns = time.monotonic_ns()
+        self._progress.step_times.add(began_s, now_ns / 1e9)
+        self._channel.reply(reply, arrays, now_ns if known_ns is None else known_ns)

@@ -16,6 +16,7 @@ from rpc_schema import trace as tr
 from rpc_schema.codec import ControlMessage, ControlReplyMessage, decode_control, encode_control
 from rpc_schema.errors import ControlErrorReply, WireError
 from worker_daemon.errors import ForbiddenError, WorkerError
+from worker_daemon.server.access import sender
 from worker_daemon.server.attaching import Attaching
 from worker_daemon.server.bad_peers import Peer
 from worker_daemon.server.draining import Draining
@@ -25,7 +26,11 @@ from worker_daemon.server.security import Security
 from worker_daemon.server.self_report import SelfReport
 from worker_daemon.server.tracing import Tracing
 
+Handler: TypeAlias = Callable[..., ControlReplyMessage]
 LateHandler: TypeAlias = Callable[..., Awaitable[ControlReplyMessage]]
+
+_ATTACHING: Final = (lc.PrepareAttach, lc.CommitAttach)
+"""They bring an epoch that is nobody's yet."""
 
 _TAKEN_OUT: Final = ForbiddenError("the key is not among the authorized keys any more")
 
@@ -55,11 +60,9 @@ class Control:
         self._begin_shutdown = begin_shutdown
         self._parts = (tracing, attaching, meeting_places)
         self._late: set[asyncio.Task[None]] = set()
-        self._handlers: Mapping[type[ControlMessage], Callable[..., ControlReplyMessage]] = {
-            lc.Hello: attaching.hello,
-            lc.PrepareAttach: attaching.prepare,
+        self._check_owner = attaching.check_owner
+        self._handlers: Mapping[type[ControlMessage], Handler] = {
             lc.Detach: attaching.detach,
-            ls.RenewLease: attaching.renew_lease,
             lc.OpenRendezvous: meeting_places.open,
             lc.AbortLink: meeting_places.abort_link,
             lc.CheckHealth: report.check_health,
@@ -67,8 +70,14 @@ class Control:
             lc.Shutdown: self._shutdown,
             **tracing.handlers,
         }
+        self._driver_handlers: Mapping[type[ControlMessage], Handler] = {
+            lc.Hello: attaching.hello,
+            lc.PrepareAttach: attaching.prepare,
+            ls.RenewLease: attaching.renew_lease,
+        }
+        """They are told who the sender is, as CommitAttach is."""
+        self._commit = attaching.commit
         self._late_handlers: Mapping[type[ControlMessage], LateHandler] = {
-            lc.CommitAttach: attaching.commit,
             lc.Drain: draining.drain_or_undo,
             tr.StartTrace: tracing.start,
             tr.StopTrace: tracing.stop,
@@ -78,18 +87,18 @@ class Control:
         """Answer control requests until cancelled."""
         while True:
             received = await self._socket.recv_multipart(copy=False)
-            sender, frames = received[0].bytes, received[1:]
-            peer = self._access.peer("control", sender, received[-1])
+            route, frames = received[0].bytes, received[1:]
+            peer = self._access.peer("control", route, received[-1])
             if peer in self._bad_peers:
                 continue
-            message = await self._admit(sender, peer, frames)
+            message = await self._admit(route, peer, frames)
             if message is None:
                 continue
-            late = self._late_handlers.get(type(message))
+            late = self._late_answer(message, peer)
             if late is None:
-                await self._reply(sender, self._outcome(message))
+                await self._reply(route, self._outcome(message, peer))
             else:
-                task = asyncio.ensure_future(self._answer_late(sender, message, late))
+                task = asyncio.ensure_future(self._answer_late(route, message, late))
                 self._late.add(task)
                 task.add_done_callback(self._late.discard)
 
@@ -102,40 +111,55 @@ class Control:
         self._socket.close(linger=100)
 
     async def _admit(
-        self, sender: bytes, peer: Peer, frames: Sequence[zmq.Frame]
+        self, route: bytes, peer: Peer, frames: Sequence[zmq.Frame]
     ) -> ControlMessage | None:
         """Return a request that its sender may make; tell it why where it may not."""
         try:
             if not self._access.opens(peer, "control"):  # taken out since it came in
-                await self._reply(sender, control_error_reply(_TAKEN_OUT, call=0))
+                await self._reply(route, control_error_reply(_TAKEN_OUT, call=0))
                 return None
             message = decode_control([frame.buffer for frame in frames])
         except WireError as error:
             self._bad_peers.note(peer, "control", error)
-            await self._reply(sender, control_error_reply(error, call=0))
+            await self._reply(route, control_error_reply(error, call=0))
             return None
         try:
             self._access.check(peer, message)
+            epoch = getattr(message, "epoch", None)
+            if epoch is not None and not isinstance(message, _ATTACHING):
+                self._check_owner(epoch, sender(self._access, peer))
         except ForbiddenError as error:
             reply = control_error_reply(error.with_traceback(None), call=message.call)
-            await self._reply(sender, reply)
+            await self._reply(route, reply)
             return None
         return message
 
-    def _outcome(self, message: ControlMessage) -> ControlReplyMessage:
+    def _late_answer(
+        self, message: ControlMessage, peer: Peer
+    ) -> Awaitable[ControlReplyMessage] | None:
+        """Return the answer to come, of a request that waits for the step thread."""
+        if isinstance(message, lc.CommitAttach):
+            return self._commit(message, sender(self._access, peer))
+        late = self._late_handlers.get(type(message))
+        return None if late is None else late(message)
+
+    def _outcome(self, message: ControlMessage, peer: Peer) -> ControlReplyMessage:
+        kind = type(message)
         try:
-            return self._handlers[type(message)](message)
+            if kind in self._driver_handlers:
+                return self._driver_handlers[kind](message, sender(self._access, peer))
+            return self._handlers[kind](message)
         except Exception as error:  # the dispatch boundary: a request never ends the daemon
             return _failure(message, error)
 
     async def _answer_late(
-        self, sender: bytes, message: ControlMessage, handler: LateHandler
+        self, route: bytes, message: ControlMessage, answer: Awaitable[ControlReplyMessage]
     ) -> None:
         try:
-            reply = await handler(message)
+            reply = await answer
         except Exception as error:  # the dispatch boundary again, for a request that waits
             reply = _failure(message, error)
-        await self._reply(sender, reply)
+        await self._reply(route, reply)
 
     def _shutdown(self, message: lc.Shutdown) -> ControlReplyMessage:
         self._begin_shutdown("a driver asked for it")

@@ -19,7 +19,8 @@ from rpc_schema.errors import ErrorReply
 from rpc_schema.exit_codes import ExitCode
 from worker_daemon.device.gpu_faults import Fault, NoFaultWatch
 from worker_daemon.device.gpu_load import NoGauges
-from worker_daemon.errors import ConfigError
+from worker_daemon.directories import claim_directory
+from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.interfaces import interface_address
 from worker_daemon.server.attaching import Attaching
 from worker_daemon.server.completion import Completion
@@ -28,13 +29,14 @@ from worker_daemon.server.device_watch import DeviceWatch, OpenFaultWatch, OpenG
 from worker_daemon.server.dispatch import MakeWorker, OpenRendezvousServer, WorkerLike
 from worker_daemon.server.draining import Draining
 from worker_daemon.server.endpoints import (
+    CLOSED_TO_OTHERS,
     AnyEndpoint,
     Endpoint,
+    EndpointInUseError,
     EndpointLock,
+    SocketFiles,
     TcpEndpoint,
-    prepare_directory,
     remove_if_empty,
-    remove_sockets,
 )
 from worker_daemon.server.epochs import EpochFile
 from worker_daemon.server.events import Events
@@ -93,9 +95,12 @@ def serve(
 
     Raises:
         GpuInUseError: another daemon has the GPU.
-        ConfigError: the endpoint, the state directory or the parent's pipe cannot be used.
+        ConfigError: the endpoint, the state directory or the parent's pipe cannot be used, or too
+            few files may be open.
         EndpointInUseError: another daemon has the endpoint.
+        StartLaterError: the host has no room for the daemon's files now.
     """
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))  # kept for its handler
     _check_parent_fd(settings.exit_with_parent_fd)
     raise_file_limit()
     premises = Premises(settings, find_gpu)
@@ -129,27 +134,47 @@ class Premises:
         self._directory = self.endpoint.path.parent
         self._state_dir = settings.state_dir or self._directory
         self._dies_with_parent = settings.exit_with_parent_fd is not None
-        prepare_directory(self._directory)
+        claim_directory(self._directory, "the endpoint", "endpoint", forbidden=CLOSED_TO_OTHERS)
         for dead in remove_stale(self._directory):
             logger.info("removed what a daemon left that was killed: %s", dead)
         self._lock = EndpointLock(self.endpoint)
         self._gpu_lock: GpuLockLike = NoGpuLock()
         try:
+            self.sockets = SocketFiles(self.endpoint)
             self._gpu_lock = _lock_gpu(settings, find_gpu)
-            self.epochs = EpochFile(self._state_dir, self.endpoint)
+            self.epochs = EpochFile(self._state_dir, self.endpoint, reset=settings.reset_epoch)
             self.hang_reports = HangReports(self.epochs.path.with_suffix(".stacks"))
-        except ConfigError:
+        except (ConfigError, CapacityError):
             self._gpu_lock.release()
             self._lock.release()
             remove_if_empty(self._directory)
             raise
 
+    def keep(self) -> None:
+        """Make sure that what we hold is still ours; to be called now and then.
+
+        Raises:
+            GpuInUseError: another daemon has locked the GPU.
+            EndpointInUseError: the endpoint's files were removed, or another daemon's are there.
+        """
+        self._gpu_lock.keep()
+        missing = self.sockets.missing()
+        if missing:
+            raise EndpointInUseError(
+                f"{missing[0]} was removed or replaced: nobody can connect to this daemon any more",
+                field="endpoint",
+                value=str(self.endpoint),
+                fix="keep other processes from removing files of the endpoint's directory",
+            )
+        self._lock.keep()
+
     def leave(self) -> None:
         """Remove what is ours; directories too, where nothing else is in them. The epoch file stays
-        unless the endpoint belongs to a launcher and ends with it."""
-        remove_sockets(self.endpoint)
-        self.hang_reports.close()
-        if self._dies_with_parent:
+        unless the endpoint belongs to a launcher, ends with it, and is still ours."""
+        is_ours = self._lock.is_held()
+        self.sockets.remove()
+        self.hang_reports.close(keep=not is_ours)
+        if self._dies_with_parent and is_ours:
             self.epochs.remove()
         self._gpu_lock.release()
         self._lock.release()
@@ -189,6 +214,7 @@ class Daemon:
         data_host = interface_address(settings.data_interface or ONE_HOST)
         self._security = open_security(self._context, settings)
         self._sockets = bind_sockets(self._context, premises.endpoint, self._security)
+        premises.sockets.are_bound()
         self._progress = Progress(settings.device)
         self._notifier = open_notifier(settings.notify_socket)
         self._guard = Guard(self._progress, self._link_aborted, premises.hang_reports, self)
@@ -256,8 +282,8 @@ class Daemon:
         self._end: asyncio.Future[int] = self._loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._signalled, number)
-        if self._settings.authorized_keys is not None:
-            self._loop.add_signal_handler(signal.SIGHUP, self._reload_keys)
+        self._loop.add_signal_handler(signal.SIGHUP, self._reload_keys)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP,))
         parent_fd = self._settings.exit_with_parent_fd
         if parent_fd is not None:
             self._loop.add_reader(parent_fd, self._parent_wrote, parent_fd)
@@ -285,13 +311,24 @@ class Daemon:
         return ExitCode.INTERNAL
 
     async def _beat(self) -> None:
-        """Take notice of the lease's end; tell drivers and the supervisor that we live."""
+        """Take notice of the lease's end and of files that are gone; tell drivers and the
+        supervisor that we live."""
         while True:
+            self._keep_premises()
             self._attaching.watch_lease()
             self._events.tell_heartbeat()
             if not self._progress.overdue():
                 self._notifier.notify("WATCHDOG=1")
             await asyncio.sleep(HEARTBEAT_S)
+
+    def _keep_premises(self) -> None:
+        if self._draining.ends:
+            return
+        try:
+            self._premises.keep()
+        except ConfigError as error:
+            logger.critical("%s", error)
+            self.begin_shutdown("its files are not its own any more", ExitCode.IN_USE)
 
     def _shut_down(self, exit_code: int) -> None:
         """Stop the threads in the order in which they feed each other; leave a stuck one to the end
@@ -345,6 +382,9 @@ class Daemon:
     def _reload_keys(self) -> None:
         """Read the authorized keys again. What comes over open connections is judged by them from
         here on; those who only listen to events are made to come in anew."""
+        if self._settings.authorized_keys is None:
+            logger.info("SIGHUP: this daemon has no authorized keys, so there is nothing to reload")
+            return
         if self._security.reload():
             self._events.close()
             self._spawn(self._reopen_events())
@@ -354,6 +394,7 @@ class Daemon:
         if not await self._events.reopen(bind):
             logger.critical("the events socket cannot be bound again")
             self._finish(ExitCode.INTERNAL)
+        self._premises.sockets.are_bound()
 
     def _parent_wrote(self, fd: int) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -371,23 +412,23 @@ class Daemon:
         with contextlib.suppress(zmq.Again):  # a full doorbell has been heard
             self._sockets.doorbell.send(b"", zmq.NOBLOCK)
 
-    def begin_shutdown(self, cause: str) -> None:
-        """Refuse new steps, let the running one finish, end with exit code 0."""
+    def begin_shutdown(self, cause: str, exit_code: ExitCode = ExitCode.OK) -> None:
+        """Refuse new steps, let the running one finish, end with exit_code."""
         if self._draining.ends:
             return
         logger.info("draining: %s", cause)
         self._notifier.notify("STOPPING=1")
         self._draining.ends = True
-        self._spawn(self._drain())
+        self._spawn(self._drain(exit_code))
 
-    async def _drain(self) -> None:
+    async def _drain(self, exit_code: ExitCode) -> None:
         if self._ready.done():
             idle = asyncio.Event()
             self.post(Drain(lambda: self._to_loop(idle.set)))
             if not await _within(idle, DRAIN_LIMIT_S):
                 self._guard.request_abort("the drain time is over")
                 await _within(idle, 1.0)
-        self._finish(0)
+        self._finish(exit_code)
 
     # What the other threads tell: called there, done on the main thread.
 

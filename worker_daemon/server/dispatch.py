@@ -60,6 +60,9 @@ class WorkerLike(Protocol):
     ) -> PendingReply | None: ...
     def execute_dummy_batch(self, message: step.ExecuteDummyBatch) -> PendingReply | None: ...
 
+    def refuse_step(self, seq: int) -> None:
+        """A step could not be read, on any rank: those behind it fail as after any failed step."""
+
     def init_device(self, message: lc.InitDevice) -> StepReply: ...
     def relink(self, message: lc.Relink) -> StepReply: ...
     def reset(self, message: lc.Reset) -> StepReply: ...
@@ -127,19 +130,21 @@ class WorkerLike(Protocol):
 
 
 class RendezvousServerLike(Protocol):
-    """A key-value store that the ranks of one link meet at."""
+    """What serves the meeting of one link."""
 
     @property
     def host(self) -> str: ...
     @property
     def port(self) -> int: ...
+    @property
+    def secret(self) -> bytes: ...
     def close(self) -> None: ...
 
 
 MakeWorker: TypeAlias = Callable[[str, Sequence[Path], SetPhase, Path | None], WorkerLike]
 """(device, model roots, set_phase, save root)."""
-OpenRendezvousServer: TypeAlias = Callable[[str], RendezvousServerLike]
-"""(host)."""
+OpenRendezvousServer: TypeAlias = Callable[[str, int], RendezvousServerLike]
+"""(host, number of ranks)."""
 
 StepHandler: TypeAlias = Callable[..., PendingReply | None]
 OperationHandler: TypeAlias = Callable[..., StepReply]

@@ -1,7 +1,8 @@
 """The door thread: answers ZeroMQ's question whether a key may come in (ZAP, ZeroMQ RFC 27), writes
-a line for whoever was turned away, and keeps strangers out while they are too many (turnstile.py).
-Owns the ZAP socket and the monitors of the four sockets; never waits for another thread, so that
-handshakes end while the main thread is busy.
+a line for whoever was turned away, and keeps strangers out while they are too many (turnstile.py)
+or shuts them down where they send too much (handshakes.py). Owns the ZAP socket and the monitors of
+the four sockets; never waits for another thread, so that handshakes end while the main thread is
+busy.
 
 libzmq asks only peers that have proved to have their key. Those that speak without a key, or look
 for another daemon's, it turns away itself and tells the monitors; no byte of theirs comes further.
@@ -9,7 +10,6 @@ for another daemon's, it turns away itself and tells the monitors; no byte of th
 
 import errno
 import logging
-import os
 import queue
 import socket
 import threading
@@ -22,9 +22,11 @@ import zmq.asyncio
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from rpc_schema.borrowed_sockets import borrowed
 from rpc_schema.key_files import fingerprint
 from worker_daemon.server.access import SOCKET_ROLES, Roles
 from worker_daemon.server.bad_peers import BadPeers
+from worker_daemon.server.handshakes import Handshakes, PeerName
 from worker_daemon.server.turnstile import Friends, Turnstile
 
 ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
@@ -43,6 +45,7 @@ _WATCH: Final = b"watch"
 _STOP: Final = b"stop"
 MAX_ADDRESSES: Final = 4096
 _SHUT_POLL_MS: Final = 100
+_MAX_EVENTS: Final = 32
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +124,8 @@ class Doorkeeper:
         monitor = self._context.socket(zmq.PAIR)
         monitor.setsockopt(zmq.LINGER, 0)
         monitor.connect(address)
-        self._to_watch.put((monitor, _Watch(name, self._audit, self._floods, self._friends)))
+        watch = _Watch(name, self._audit, self._floods, self._friends, self._bad_peers)
+        self._to_watch.put((monitor, watch))
         if self._thread.ident is not None:
             self._bell.send(_WATCH)
 
@@ -151,18 +155,21 @@ class Doorkeeper:
                     if self._heard.recv() == _STOP:
                         return
                     self._watch_more(poller)
+                # Before the question of a connection's handshake: that it was accepted.
+                for monitor in ready.keys() & self._monitors.keys():
+                    self._take_events(monitor, poller)
                 if self._zap in ready:
                     self._zap.send_multipart(self._answer(self._zap.recv_multipart()))
-                for monitor in ready.keys() & self._monitors.keys():
-                    self._take_event(monitor, poller)
         except Exception:
             logger.exception("the door is shut: nobody can connect any more")
         finally:
             self._close()
 
     def _patience_ms(self) -> int | None:
-        """How long to wait: strangers that are kept out are let in again in time."""
-        return _SHUT_POLL_MS if any(watch.look() for watch in self._monitors.values()) else None
+        """Look after all sockets; return how long to wait until the next look. None: until
+        something happens."""
+        patience = [watch.look() for watch in self._monitors.values()]
+        return min((each for each in patience if each is not None), default=None)
 
     def _watch_more(self, poller: zmq.Poller) -> None:
         while not self._to_watch.empty():
@@ -170,13 +177,17 @@ class Doorkeeper:
             self._monitors[monitor] = watch
             poller.register(monitor, zmq.POLLIN)
 
-    def _take_event(self, monitor: "zmq.Socket[bytes]", poller: zmq.Poller) -> None:
-        event = recv_monitor_message(monitor)
-        if event["event"] == zmq.EVENT_MONITOR_STOPPED:
-            del self._monitors[monitor]
-            poller.unregister(monitor)
-            monitor.close()
-        else:
+    def _take_events(self, monitor: "zmq.Socket[bytes]", poller: zmq.Poller) -> None:
+        """Take in what has happened at one socket, up to a bound: the others wait."""
+        for _ in range(_MAX_EVENTS):
+            if not monitor.poll(0):
+                return
+            event = recv_monitor_message(monitor)
+            if event["event"] == zmq.EVENT_MONITOR_STOPPED:
+                del self._monitors[monitor]
+                poller.unregister(monitor)
+                monitor.close()
+                return
             self._monitors[monitor].take(int(event["event"]), int(event["value"]))
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
@@ -203,15 +214,17 @@ class Doorkeeper:
         elif not role.covers(needed):
             why = f"the key has the role {role}, the {domain} socket needs {needed}"
         elif key in self._bad_peers:
-            why = "the key is banned for its bad frames"
+            why = "the key is banned for a while"
         else:
-            self._befriend(request[3].decode(errors="replace"))
+            self._came_in(domain, request[3].decode(errors="replace"), key)
             return ""
         self._audit.refused(domain, f"{address}, key {fingerprint(key)}", why)
         return why
 
-    def _befriend(self, address: str) -> None:
+    def _came_in(self, domain: str, address: str, key: str) -> None:
         """An authorized key came from there."""
+        for watch in self._monitors.values():
+            watch.came_in(domain, address, key)
         if address not in self._friends:
             self._friends.add(address)
             for watch in self._monitors.values():
@@ -226,11 +239,21 @@ class _Watch:
     """What happens at one socket. A monitor names the peer of a failed handshake only by the end of
     its connection, which follows."""
 
-    def __init__(self, name: str, audit: AuditLog, floods: AuditLog, friends: Friends) -> None:
+    def __init__(
+        self,
+        name: str,
+        audit: AuditLog,
+        floods: AuditLog,
+        friends: Friends,
+        bad_peers: BadPeers,
+    ) -> None:
         self._name = name
         self._audit = audit
         self._floods = floods
         self._friends = friends
+        self._handshakes = Handshakes(
+            listens=name == "events", is_friend=friends.__contains__, ban=bad_peers.ban
+        )
         self._turnstile: Turnstile | None = None
         self._addresses: dict[int, str] = {}
         """Of connections, by file descriptor. A descriptor that was closed and used again before we
@@ -242,35 +265,48 @@ class _Watch:
         if kind == zmq.EVENT_LISTENING:
             self._turnstile = Turnstile(value, self._friends)
         elif kind == zmq.EVENT_ACCEPTED:
-            address = _address(value)
-            if len(self._addresses) < MAX_ADDRESSES:
-                self._addresses[value] = address
-            if self._turnstile is not None and self._turnstile.entered(_host(address)):
-                self._floods.refused(self._name, "strangers", "there are too many: all must wait")
+            self._accepted(value)
         elif kind == zmq.EVENT_DISCONNECTED:
             address = self._addresses.pop(value, "unknown address")
-            if self._failed:
-                self._audit.refused(self._name, address, self._failed)
-                self._failed = ""
+            why = self._handshakes.ended(value) or self._failed
+            if why:
+                self._audit.refused(self._name, address, why)
+            self._failed = ""
         else:
             self._failed = _why(kind, value)
 
-    def look(self) -> bool:
-        """Let strangers in again, if it is time; tell whether they are still kept out."""
+    def _accepted(self, descriptor: int) -> None:
+        address, name = _address(descriptor)
+        if len(self._addresses) < MAX_ADDRESSES:
+            self._addresses[descriptor] = address
+        if name is None or self._turnstile is None:
+            return
+        host = name[0]
+        self._handshakes.began(descriptor, name)
+        if self._turnstile.entered(host):
+            self._floods.refused(self._name, "strangers", "there are too many: all must wait")
+
+    def look(self) -> int | None:
+        """Let strangers in again, if it is time, and look at handshakes; return in how many
+        milliseconds to look again, if at all."""
         if self._turnstile is None:
-            return False
+            return None
         self._turnstile.look()
-        return self._turnstile.is_shut
+        self._handshakes.look()
+        patience = self._handshakes.patience_ms
+        if not self._turnstile.is_shut:
+            return patience
+        return _SHUT_POLL_MS if patience is None else min(patience, _SHUT_POLL_MS)
+
+    def came_in(self, domain: str, address: str, key: str) -> None:
+        """An authorized key was let in at the socket of this domain."""
+        if domain == self._name:
+            self._handshakes.came_in(address, key)
 
     def renew(self) -> None:
         """There is a new friend."""
         if self._turnstile is not None:
             self._turnstile.renew()
-
-
-def _host(address: str) -> str:
-    """Of an internet address and port."""
-    return address.rpartition(":")[0]
 
 
 def _why(kind: int, value: int) -> str:
@@ -289,14 +325,15 @@ def _zap_address(text: str) -> str:
     return f"pid {ids[2]} of user {ids[0]}" if host == "localhost" and len(ids) == 3 else text
 
 
-def _address(descriptor: int) -> str:
-    """Who is at the other end of a connection."""
+def _address(descriptor: int) -> tuple[str, PeerName | None]:
+    """Return who is at the other end of a connection, and its address and port if it has one."""
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as copy:
+        with borrowed(descriptor) as copy:
             if copy.family == socket.AF_UNIX:
                 data = copy.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
                 pid, uid = (int.from_bytes(data[at : at + 4], "little") for at in (0, 4))
-                return f"pid {pid} of user {uid}"
-            return "{}:{}".format(*copy.getpeername()[:2])
+                return f"pid {pid} of user {uid}", None
+            host, port = copy.getpeername()[:2]
+            return f"{host}:{port}", (host, port)
     except (OSError, ValueError):
-        return "unknown address"
+        return "unknown address", None

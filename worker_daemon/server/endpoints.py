@@ -1,9 +1,10 @@
-"""Where a daemon listens: parsing of ipc and tcp endpoints, their directory, lock and socket files.
-Opens no socket."""
+"""Where a daemon listens: parsing of ipc and tcp endpoints, their lock and socket files. Opens no
+socket."""
 
 import contextlib
 import fcntl
 import ipaddress
+import logging
 import os
 import re
 import stat
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from worker_daemon.errors import ConfigError
+from worker_daemon.directories import open_own_file, unusable
+from worker_daemon.errors import ConfigError, WorkerError
+from worker_daemon.server.lock_holder import describe_holder
 
 MAX_PATH_BYTES: Final = 107
 """sockaddr_un's 108 bytes less the final zero."""
@@ -22,7 +25,13 @@ LOCK_PATIENCE_S: Final = 0.1
 """A lock that is held for no longer is one of a daemon that looks for dead ones' files."""
 
 SOCKETS: Final = ("control", "step", "results", "events")
+RESERVED_SUFFIXES: Final = (
+    *(".step", ".results", ".events", ".lock", ".epoch", ".stacks", ".flight.json", ".tmp"),
+)
+"""Of the files beside a control socket: another endpoint's name must not end in one."""
 MAX_PORT: Final = 65535
+
+logger = logging.getLogger(__name__)
 
 
 class EndpointInUseError(ConfigError):
@@ -44,7 +53,8 @@ class Endpoint:
         """Parse an endpoint.
 
         Raises:
-            ConfigError: not ipc, not absolute, or too long for a Unix socket.
+            ConfigError: not ipc, not absolute, too long for a Unix socket, or a name that another
+                endpoint's files may have.
         """
         path = Path(text.removeprefix("ipc://"))
         if not text.startswith("ipc:///") or not path.name or "\0" in text:
@@ -53,6 +63,13 @@ class Endpoint:
                 field="endpoint",
                 value=text,
                 fix="use ipc:///DIR/NAME or, with keys, tcp://ADDRESS:PORT",
+            )
+        if path.name.endswith(RESERVED_SUFFIXES):
+            raise ConfigError(
+                f"its name ends in {path.suffix}, as a file of another endpoint's does",
+                field="endpoint",
+                value=text,
+                fix=f"use a name that does not end in {', '.join(RESERVED_SUFFIXES)}",
             )
         endpoint = cls(path)
         longest = max(len(os.fsencode(endpoint.socket_path(name))) for name in SOCKETS)
@@ -160,37 +177,8 @@ class TcpEndpoint:
 AnyEndpoint: TypeAlias = Endpoint | TcpEndpoint
 
 
-def prepare_directory(directory: Path) -> None:
-    """Make `directory` (0700), or check that it is ours and closed to others.
-
-    Raises:
-        ConfigError: it cannot be made, belongs to somebody else, or is open to others.
-    """
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = directory.stat()
-    except OSError as error:
-        raise ConfigError(
-            f"the endpoint's directory cannot be made: {error.strerror}",
-            field="endpoint",
-            value=str(directory),
-            fix="choose a directory that this user may create",
-        ) from error
-    if facts.st_uid != os.geteuid():
-        raise ConfigError(
-            f"the endpoint's directory belongs to user {facts.st_uid}",
-            field="endpoint",
-            value=str(directory),
-            fix=f"use a directory of user {os.geteuid()}",
-        )
-    mode = stat.S_IMODE(facts.st_mode)
-    if mode & 0o077:
-        raise ConfigError(
-            f"the endpoint's directory has mode {mode:04o}: others could drive the daemon",
-            field="endpoint",
-            value=str(directory),
-            fix=f"chmod 0700 {directory}",
-        )
+CLOSED_TO_OTHERS: Final = 0o077
+"""Bits that an endpoint's directory must not have: who reaches the sockets drives the daemon."""
 
 
 class EndpointLock:
@@ -200,18 +188,63 @@ class EndpointLock:
         """Take the lock.
 
         Raises:
-            EndpointInUseError: another process holds it; the message names its pid.
+            EndpointInUseError: another process holds it; the message names it if it can be told.
+            ConfigError: what is at the lock's path cannot be opened, or is no regular file of ours.
+            StartLaterError: there is no room for the file now.
         """
-        self._path = endpoint.lock_path
-        self._fd = _lock(endpoint)
-        os.ftruncate(self._fd, 0)
-        os.write(self._fd, f"{os.getpid()}\n".encode())
+        self._endpoint = endpoint
+        self._fd = _take(endpoint)
+
+    def keep(self) -> None:
+        """Make sure that the lock still keeps other daemons off: where its file was removed, lock a
+        new one.
+
+        Raises:
+            EndpointInUseError: another process has put its own lock there, or none can be made.
+        """
+        if self.is_held():
+            return
+        try:
+            renewed = _take(self._endpoint)
+        except WorkerError as error:
+            raise EndpointInUseError(
+                f"the endpoint's lock file was removed, and cannot be made again: {error}",
+                field="endpoint",
+                value=str(self._endpoint),
+                fix="keep other processes from removing files of the endpoint's directory",
+            ) from error
+        os.close(self._fd)
+        self._fd = renewed
+        logger.warning("%s was removed, and is there again", self._endpoint.lock_path)
+
+    def is_held(self) -> bool:
+        """Tell whether the lock file is still the one that we locked."""
+        return _is_at(self._fd, self._endpoint.lock_path)
 
     def release(self) -> None:
-        """Remove the file, then let go: in this order nobody locks a file that is about to vanish
-        unnoticed."""
-        self._path.unlink(missing_ok=True)
+        """Remove the file if it is ours, then let go: in this order nobody locks a file that is
+        about to vanish unnoticed."""
+        if self.is_held():
+            with contextlib.suppress(OSError):
+                self._endpoint.lock_path.unlink()
         os.close(self._fd)
+
+
+def _take(endpoint: AnyEndpoint) -> int:
+    try:
+        fd = _lock(endpoint)
+        try:
+            os.ftruncate(fd, 0)
+            os.write(fd, f"{os.getpid()}\n".encode())
+        except OSError:
+            os.close(fd)
+            raise
+    except OSError as error:
+        path = endpoint.lock_path
+        message = f"the endpoint's lock {path} cannot be used: {error.strerror}"
+        fix = f"remove {path} if it is no daemon's, or choose another endpoint"
+        raise unusable(error, message, "endpoint", path, fix) from error
+    return fd
 
 
 def _lock(endpoint: AnyEndpoint) -> int:
@@ -219,31 +252,90 @@ def _lock(endpoint: AnyEndpoint) -> int:
     count."""
     give_up = time.monotonic() + LOCK_PATIENCE_S
     while True:
-        fd = os.open(endpoint.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_own_file(endpoint.lock_path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+            holder = describe_holder(fd)
             os.close(fd)
             if time.monotonic() < give_up:
                 time.sleep(LOCK_PATIENCE_S / 5)
                 continue
             raise EndpointInUseError(
-                f"the daemon with pid {holder} serves this endpoint",
+                f"{holder} serves this endpoint",
                 field="endpoint",
                 value=str(endpoint),
                 fix="choose another endpoint or stop that daemon",
             ) from None
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(fd), endpoint.lock_path.stat()):
-                return fd
+        if _is_at(fd, endpoint.lock_path):
+            return fd
         os.close(fd)
 
 
+def _is_at(fd: int, path: Path) -> bool:
+    """Tell whether the open file is the one at the path."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    return False
+
+
+class SocketFiles:
+    """The files of an endpoint's sockets, by what they were when they were bound: a daemon that has
+    taken the endpoint over has others there, which are left alone. Owned by the main thread, which
+    holds the endpoint's lock."""
+
+    def __init__(self, endpoint: AnyEndpoint) -> None:
+        """Check what is there: libzmq would remove it, whatever it is.
+
+        Raises:
+            ConfigError: something other than a socket is in a socket's place.
+        """
+        self._paths = endpoint.socket_paths
+        self._bound: dict[Path, os.stat_result] = {}
+        for path in self._paths:
+            facts = _facts(path)
+            if facts is not None and not stat.S_ISSOCK(facts.st_mode):
+                raise ConfigError(
+                    f"{path} is there already, and is no socket",
+                    field="endpoint",
+                    value=str(endpoint),
+                    fix=f"remove {path}, or choose another endpoint",
+                )
+
+    def are_bound(self) -> None:
+        """Remember the files that are there now."""
+        self._bound = {path: facts for path in self._paths if (facts := _facts(path)) is not None}
+
+    def missing(self) -> list[Path]:
+        """Return the paths at which our files are no more."""
+        return [path for path in self._paths if path in self._bound and not self._is_ours(path)]
+
+    def remove(self) -> None:
+        """Remove those that are ours."""
+        for path in self._bound:
+            if self._is_ours(path):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        self._bound.clear()
+
+    def _is_ours(self, path: Path) -> bool:
+        facts = _facts(path)
+        return facts is not None and os.path.samestat(facts, self._bound[path])
+
+
+def _facts(path: Path) -> os.stat_result | None:
+    try:
+        return path.lstat()
+    except OSError:
+        return None
+
+
 def remove_sockets(endpoint: AnyEndpoint) -> None:
-    """Remove the socket files; for the holder of the lock."""
+    """Remove the socket files of a dead daemon; for the holder of its lock."""
     for path in endpoint.socket_paths:
-        path.unlink(missing_ok=True)
+        facts = _facts(path)
+        if facts is not None and stat.S_ISSOCK(facts.st_mode):
+            path.unlink(missing_ok=True)
 
 
 def remove_if_empty(directory: Path) -> None:

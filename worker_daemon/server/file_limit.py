@@ -5,6 +5,10 @@ import logging
 import resource
 from typing import Final
 
+from worker_daemon.errors import ConfigError
+
+LEAST: Final = 64
+"""Files that an idle daemon and one driver need, and some to spare."""
 LOW: Final = 1024
 """A hard limit of no more than this deserves a word in the log."""
 
@@ -12,8 +16,19 @@ logger = logging.getLogger(__name__)
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit to the hard one; return it."""
+    """Raise the soft limit to the hard one; return it.
+
+    Raises:
+        ConfigError: it is too low for a daemon.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < LEAST and hard != resource.RLIM_INFINITY:
+        raise ConfigError(
+            "too few files and connections may be open",
+            field="RLIMIT_NOFILE",
+            value=hard,
+            fix=f"raise the hard limit (LimitNOFILE, ulimit -Hn) to {LEAST} at least, better 65536",
+        )
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard <= LOW and hard != resource.RLIM_INFINITY:

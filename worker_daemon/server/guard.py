@@ -70,7 +70,7 @@ class Guard:
         self._on_abort = on_abort
         self._witness = witness or StandardErrorWitness()
         self._listener = listener or NobodyListens()
-        self._pace = Pace()
+        self._pace = Pace(progress.step_times)
         self._hangs = HangHistory()
         self._dump_link: Callable[[], bytes] = _no_record
         self._check_device: Callable[[], str] = str
@@ -87,11 +87,6 @@ class Guard:
         self._hung_phase: Stamp | None = None
         self._hung_result: Stamp | None = None
         self._thread = threading.Thread(target=self._run, name="guard", daemon=True)
-
-    @property
-    def usual_step_s(self) -> float:
-        """Moving average of the time from step to step; any thread may ask."""
-        return self._pace.usual_s
 
     def start(self) -> None:
         """Start the thread."""
@@ -201,14 +196,11 @@ class Guard:
 
     def _watch_pace(self, now: float) -> None:
         """Tell of a step, or of its result, that takes far longer than others did."""
-        stamp = self._progress.stamp
-        if self._has_announced(stamp):  # a load, say
-            self._pace.pause(self._progress.last_seq)
+        if self._has_announced(self._progress.stamp):  # a load, say
             return
-        self._pace.sample(self._progress.last_seq, stamp, now)
         waited_for = self._waited_for()
         if self._pace.is_slow(waited_for, now):
-            usual_ms = int(self._pace.usual_s * 1000)
+            usual_ms = int(self._progress.step_times.usual_s * 1000)
             self._listener.slow(waited_for.phase, waited_for.age_ms(now), usual_ms)
 
     def _waited_for(self) -> Stamp:

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final, Protocol, TextIO
 
-from worker_daemon.errors import ConfigError
+from worker_daemon.directories import open_own_file, replace_own_file, unusable
 
 MAX_STACKS_BYTES: Final = 1 << 20
 """A file that has grown beyond this begins anew."""
@@ -42,17 +42,14 @@ class HangReports:
 
         Raises:
             ConfigError: the file cannot be made.
+            StartLaterError: there is no room for it now.
         """
         self.path = path
         try:
             self._file: TextIO = _open(path)
         except OSError as error:
-            raise ConfigError(
-                f"stacks cannot be written there: {error.strerror}",
-                field="state-dir",
-                value=str(path.parent),
-                fix="choose a directory that this user may write",
-            ) from error
+            message = f"stacks cannot be written there: {error.strerror}"
+            raise unusable(error, message, "state-dir", path.parent) from error
 
     def report(self, heading: str, dump_link: Callable[[], bytes]) -> str:
         """See Witness. A failure is logged: evidence must not stand in the way of the abort."""
@@ -64,7 +61,7 @@ class HangReports:
             faulthandler.dump_traceback(self._file, all_threads=True)
             flight = dump_link()
             if flight:
-                self.path.with_suffix(".flight.json").write_bytes(flight)
+                replace_own_file(self.path.with_suffix(".flight.json"), flight)
         except Exception:
             logger.exception("the stacks cannot be written to %s", self.path)
             faulthandler.dump_traceback(sys.stderr)
@@ -79,11 +76,12 @@ class HangReports:
         """See Witness."""
         faulthandler.cancel_dump_traceback_later()
 
-    def close(self) -> None:
-        """Close the file, and remove it if it is empty. May be repeated."""
+    def close(self, *, keep: bool = False) -> None:
+        """Close the file, and remove it if it is empty; keep: it is another daemon's by now. May be
+        repeated."""
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
-        if self.path.is_file() and not self.path.stat().st_size:
+        if not keep and self.path.is_file() and not self.path.stat().st_size:
             self.path.unlink()
 
 
@@ -106,5 +104,5 @@ class StandardErrorWitness:
 
 def _open(path: Path) -> TextIO:
     """Open for appending, 0600."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    fd = open_own_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     return os.fdopen(fd, "a", encoding="utf-8")

@@ -5,12 +5,14 @@ thread."""
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from rpc_schema import lease as ls
+from rpc_schema.plain_text import one_line
 from worker_daemon.errors import (
     ConfigError,
     FencedError,
+    ForbiddenError,
     LeaseExpiredError,
     LeaseHeldError,
     NotAttachedError,
@@ -24,6 +26,10 @@ MIN_SUSPENSION_S: Final = 0.1
 """Less is only that two clocks were not read at the same moment."""
 
 
+MAX_NAME_BYTES: Final = 128
+"""Of a holder's name, as it is kept."""
+
+
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
     """What a driver asks for as it attaches."""
@@ -33,16 +39,29 @@ class LeaseTerms:
     holder_name: str = ""
 
 
+class DriverIdentity(NamedTuple):
+    """A driver's name, and whom the handshake says it belongs to. The name alone proves nothing."""
+
+    owner: str
+    """A public key or, without keys, a user."""
+    driver_id: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class _Holder:
     """A driver with its lease."""
 
-    driver_id: bytes
+    driver: DriverIdentity
     epoch: int
     terms: LeaseTerms
 
+    @property
+    def digest(self) -> bytes:
+        """What others are shown of its id."""
+        return ls.driver_digest(self.driver.driver_id)
+
     def __str__(self) -> str:
-        return self.terms.holder_name or f"driver {self.driver_id.hex()[:8]}"
+        return self.terms.holder_name or f"driver {self.digest.hex()[:8]}"
 
 
 def lease_terms(ttl_ms: int, orphan_kv_ttl_ms: int, holder_name: str) -> LeaseTerms:
@@ -62,7 +81,8 @@ def lease_terms(ttl_ms: int, orphan_kv_ttl_ms: int, holder_name: str) -> LeaseTe
                 value=value,
                 fix=f"use {low} to {high} milliseconds",
             )
-    return LeaseTerms(ttl_ms / 1000, orphan_kv_ttl_ms / 1000, holder_name)
+    name = one_line(holder_name, MAX_NAME_BYTES)
+    return LeaseTerms(ttl_ms / 1000, orphan_kv_ttl_ms / 1000, name)
 
 
 def never_suspended() -> float:
@@ -108,11 +128,11 @@ class Lease:
         self._unheard_expiry = False
         self._unheard_kv_end = False
 
-    def check_free_for(self, driver_id: bytes, *, force: bool) -> None:
+    def check_free_for(self, driver: DriverIdentity, *, force: bool) -> None:
         """Raise LeaseHeldError if another driver holds the lease, unless it is to be taken."""
         now = self._look()
         holder = self._holder
-        if force or self._state != "held" or holder is None or holder.driver_id == driver_id:
+        if force or self._state != "held" or holder is None or holder.driver == driver:
             return
         remaining_ms = _ms(self._ends - now)
         raise LeaseHeldError(
@@ -122,22 +142,34 @@ class Lease:
             lease=self.status(),
         )
 
-    def grant(self, driver_id: bytes, epoch: int, terms: LeaseTerms) -> None:
+    def grant(self, driver: DriverIdentity, epoch: int, terms: LeaseTerms) -> None:
         """Begin the lease of an epoch above all before it, whoever held it."""
         now = self._look()
-        self._holder = _Holder(driver_id, epoch, terms)
+        self._holder = _Holder(driver, epoch, terms)
         self._state = "held"
         self._ends = now + terms.ttl_s
         self._unheard_expiry = self._unheard_kv_end = False
 
-    def renew(self, driver_id: bytes, epoch: int) -> float:
+    def check_owner(self, owner: str, epoch: int) -> None:
+        """Raise ForbiddenError if the lease of `epoch` was granted to somebody else, also when it
+        has ended."""
+        holder = self._holder
+        if holder is not None and holder.epoch == epoch and holder.driver.owner != owner:
+            raise ForbiddenError(
+                f"{holder} attached with another key, or as another user",
+                field="epoch",
+                value=epoch,
+                fix="attach: an epoch is for the key that it was granted to",
+            )
+
+    def renew(self, driver: DriverIdentity, epoch: int) -> float:
         """Let the lease last its full time from now on; return that time in seconds. Raises as
         `need_held` does."""
         now = self._look()
         self.need_held(epoch)
         holder = self._holder
         assert holder is not None
-        if holder.driver_id != driver_id:
+        if holder.driver != driver:
             raise FencedError(f"{holder} holds the lease of epoch {epoch}", fix="attach")
         self._ends = now + holder.terms.ttl_s
         return holder.terms.ttl_s
@@ -198,7 +230,7 @@ class Lease:
         kept_s = self._kv_ends - now if self._state == "orphan" else 0.0
         return ls.LeaseStatus(
             state=self._state,
-            holder=holder.driver_id,
+            holder=holder.digest,
             holder_name=holder.terms.holder_name,
             epoch=holder.epoch,
             ttl_ms=_ms(holder.terms.ttl_s),

@@ -18,6 +18,7 @@ from rpc_schema.adoption import AdoptRequests
 from rpc_schema.codec import StepMessage
 from rpc_schema.lease import LeaseState
 from rpc_schema.lifecycle import LinkState, LoadState, ServingState, TagState
+from rpc_schema.plain_text import one_line
 from worker_daemon.errors import StateError
 from worker_daemon.memory_tags import ALL_AWAKE, MemoryTags
 
@@ -31,6 +32,8 @@ LOAD_CHAIN: Final[tuple[LoadState, ...]] = (
 LINK_STATES: Final[tuple[LinkState, ...]] = ("none", "up", "broken")
 SERVING_STATES: Final[tuple[ServingState, ...]] = ("SERVING", "DRAINING", "CLOSED", "FAILED")
 HISTORY: Final = 20
+MAX_CAUSE_BYTES: Final = 1024
+"""A driver may have written it; a status has HISTORY of them."""
 TOLD: Final = 3
 """Changes that a refusal names."""
 
@@ -116,9 +119,9 @@ RULES: Final[Mapping[type[StepMessage], Rule]] = MappingProxyType(
         lc.UpdateMaxModelLen: Rule(_only("MODEL_LOADED", "KV_READY"), _ANY),
         lc.InitializeFromConfig: Rule(_only("MODEL_LOADED"), _ANY, "KV_READY", kv_cache=_AWAKE),
         lc.InitializeCache: Rule(_only("KV_READY"), _ANY),
-        # In READY for the sake of another rank that is new.
+        # In READY for the sake of another rank that is new; what the weights hold is no matter.
         lc.CompileOrWarmUpModel: Rule(
-            _only("KV_READY", "READY"), _UP, "READY", weights=_AWAKE, kv_cache=_AWAKE
+            _only("KV_READY", "READY"), _UP, "READY", weights=_THERE, kv_cache=_AWAKE
         ),
         lc.GetSupportedTasks: Rule(_from("MODEL_LOADED"), _ANY),
         lc.GetModelMetadata: Rule(_from("MODEL_LOADED"), _ANY),
@@ -241,7 +244,7 @@ class Lifecycle:
     def _move(self, to: State, cause: str) -> bool:
         if to == self.state:
             return False
-        self._history.append(f"{self.state} -> {to} ({cause})")
+        self._history.append(f"{self.state} -> {to} ({one_line(cause, MAX_CAUSE_BYTES)})")
         self.state = to
         self._legal = legal(to)
         return True

@@ -7,15 +7,18 @@ from collections.abc import Callable
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import ControlReplyMessage
+from rpc_schema.config import MeetingAddress
+from rpc_schema.plain_text import one_line
 from worker_daemon.errors import FencedError
 from worker_daemon.server.dispatch import OpenRendezvousServer, RendezvousServerLike
 from worker_daemon.server.guard import Guard
+from worker_daemon.server.lifecycle import MAX_CAUSE_BYTES
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.step_thread import Command, LinkBroke
 
 
 class MeetingPlaces:
-    """The newest, and the one before it: NCCL's watchdog of the old link still asks there."""
+    """The newest, and the one before it, where ranks may still be."""
 
     def __init__(
         self,
@@ -46,20 +49,21 @@ class MeetingPlaces:
             )
         while len(self._servers) > 1:
             self._servers.popleft().close()
-        server = self._open_rendezvous(self._host)
+        server = self._open_rendezvous(self._host, message.num_ranks)
         self._servers.append(server)
-        return lc.OpenRendezvousReply(call=message.call, host=server.host, port=server.port)
+        place = MeetingAddress(host=server.host, port=server.port, secret=server.secret)
+        return lc.OpenRendezvousReply(call=message.call, place=place)
 
     def abort_link(self, message: lc.AbortLink) -> ControlReplyMessage:
         """Free whoever waits for other ranks: on NCCL by an abort, at a meeting place by closing
         it; on gloo a lost neighbour's connections have ended by themselves. Raises as need_attached
         does."""
         self._need_attached(message.epoch)
-        link = self._progress.link
+        link, cause = self._progress.link, one_line(message.cause, MAX_CAUSE_BYTES)
         self._guard.forgive_hangs()
         if self._progress.snapshot.state.link != "none":
-            self._guard.request_abort(message.cause)
-            self._post(LinkBroke(link, message.cause))
+            self._guard.request_abort(cause)
+            self._post(LinkBroke(link, cause))
         if self._servers:
             self._servers.pop().close()
         return lc.Acknowledged(call=message.call)

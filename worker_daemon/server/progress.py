@@ -9,6 +9,7 @@ import msgspec
 
 from worker_daemon.description import WorkerDescription
 from worker_daemon.server.lifecycle import State
+from worker_daemon.server.step_times import StepTimes
 
 
 class Stamp(msgspec.Struct, frozen=True, gc=False):
@@ -56,7 +57,16 @@ NO_RESULT = Stamp(IDLE, 0.0, math.inf, False)
 class Progress:
     """Written by the step thread (`result` by the completion thread), read by control and guard."""
 
-    __slots__ = ("epoch", "last_seq", "link", "result", "snapshot", "stamp", "step_deadline_s")
+    __slots__ = (
+        "epoch",
+        "last_seq",
+        "link",
+        "result",
+        "snapshot",
+        "stamp",
+        "step_deadline_s",
+        "step_times",
+    )
 
     def __init__(self, device: str) -> None:
         self.stamp = Stamp("STARTING", time.monotonic(), math.inf, False)
@@ -68,6 +78,8 @@ class Progress:
         self.last_seq = 0
         """The last request whose outcome the completion thread has, or is about to have."""
         self.step_deadline_s = 60.0
+        self.step_times = StepTimes()
+        """Written by the thread that takes a step's result, whichever of the two that is."""
 
     def begin(self, phase: str, legal_silence_s: float, on_link: bool) -> None:
         """Enter a phase that may last `legal_silence_s`."""

@@ -16,7 +16,10 @@ from worker_daemon.server.doorkeeper import Doorkeeper
 from worker_daemon.server.keys import AuthorizedKeys, Identity, read_identity
 from worker_daemon.settings import ProcessSettings
 
-HANDSHAKE_MS: Final = 3000
+HANDSHAKE_MS: Final = 1000
+"""Of strangers; doorkeeper.py has the other bounds. More than a driver's (client/keys.py)."""
+LOCAL_HANDSHAKE_MS: Final = 3000
+"""Where nobody but this user can connect."""
 SLOW_CIPHER_MB_S: Final = 300
 _TEST_BYTES: Final = 1 << 20
 _TEST_ROUNDS: Final = 2
@@ -63,7 +66,7 @@ class DirectorySecurity:
 
     def protect(self, socket: AnySocket, name: str) -> None:
         """See Security."""
-        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, LOCAL_HANDSHAKE_MS)
 
     def start(self) -> None:
         """See Security."""

@@ -4,9 +4,13 @@ and the main thread's own parts; owns nothing but the daemon's uid, changes noth
 import os
 import time
 from dataclasses import asdict, dataclass, field
+from typing import Final
+
+from msgspec import msgpack, structs
 
 from rpc_schema import lifecycle as lc
-from rpc_schema.codec import ControlReplyMessage
+from rpc_schema.codec import MAX_CONTROL_BYTES, ControlReplyMessage
+from rpc_schema.plain_text import one_line
 from rpc_schema.weight_transfer import WeightsStatus
 from worker_daemon.device.gpu_load import GpuLoad
 from worker_daemon.models.weight_state import WeightReport
@@ -18,7 +22,10 @@ from worker_daemon.server.guard import Guard
 from worker_daemon.server.lease import Lease
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.security import Security
-from worker_daemon.server.step_thread import UID_BYTES
+from worker_daemon.server.step_thread import MAX_FAILURE_BYTES, UID_BYTES
+
+MAX_STATUS_BYTES: Final = MAX_CONTROL_BYTES // 2
+_ENCODER: Final = msgpack.Encoder()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +60,18 @@ class SelfReport:
         )
 
     def status(self) -> lc.Status:
-        """Return all there is to say."""
+        """Return all there is to say. What a driver has loaded is left out where it would not fit
+        into a reply: who attaches needs one, if only to reset."""
+        status = self._whole_status()
+        num_bytes = len(_ENCODER.encode(status))
+        if num_bytes <= MAX_STATUS_BYTES:
+            return status
+        note = f"config, kv_cache, memory and providers are left out: they have {num_bytes} bytes"
+        return structs.replace(
+            status, config=None, kv_cache=None, memory_bytes={}, providers={}, degraded=note
+        )
+
+    def _whole_status(self) -> lc.Status:
         progress, replied = self.progress, self.completion.reply_counts
         stamp, snapshot = progress.stamp, progress.snapshot
         return lc.Status(
@@ -78,7 +96,7 @@ class SelfReport:
             reply_delay=self.completion.reply_delays.summary(),
             transitions=snapshot.transitions,
             failure=snapshot.failure,
-            degraded=self.guard.degraded,
+            degraded=one_line(self.guard.degraded, MAX_FAILURE_BYTES),
             kv_cache_advice=snapshot.description.kv_cache_advice,
             memory_tags=dict(snapshot.description.memory_tags),
             weights=_weights_status(snapshot.description.weights()),
@@ -87,8 +105,9 @@ class SelfReport:
             num_refused=self.security.num_refused,
             num_tokens=replied.num_tokens,
             num_requests=replied.num_requests,
-            usual_step_us=min(int(self.guard.usual_step_s * 1e6), 2**31 - 1),
+            usual_step_us=min(int(progress.step_times.usual_s * 1e6), 2**31 - 1),
             gpu_load=_gpu_load(self.device_watch.load),
+            num_kv_blocks_held=snapshot.description.num_kv_blocks_held(),
         )
 
     def heartbeat(self) -> lc.Heartbeat:

@@ -6,7 +6,7 @@ from typing import Final
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
-from rpc_schema.codec import StepMessage
+from rpc_schema.codec import StepHead, StepMessage
 from worker_daemon.errors import (
     DrainingError,
     FencedError,
@@ -72,13 +72,14 @@ class StepGate:
         if epoch == self.epoch:
             self.expired = True
 
-    def judge(self, message: StepMessage) -> Verdict:
+    def judge(self, message: StepMessage | StepHead) -> Verdict:
         """Judge a request. Only a RUN may be handed to `accept`.
 
         The next seq runs. Relink, Reset and an ExecuteModel with a resynchronisation close a gap:
         their seq need only be new. InitDevice and Relink name a link above the current one in
         `rendezvous`; all others name the current one. A repeated seq is replayed whatever its link,
-        and after the lease has expired too: that changes nothing.
+        and after the lease has expired too: that changes nothing. A request of which only the head
+        could be read is judged by that: it closes no gap.
         """
         if message.epoch != self.epoch or not self.attached:
             return Verdict.FENCED if message.epoch < self.epoch else Verdict.NOT_ATTACHED
@@ -89,7 +90,7 @@ class StepGate:
             return Verdict.EXPIRED
         return Verdict.DRAINING if self.draining else self._judge_new(message)
 
-    def _judge_new(self, message: StepMessage) -> Verdict:
+    def _judge_new(self, message: StepMessage | StepHead) -> Verdict:
         if message.link != self.link and not isinstance(message, _LINKING):
             return Verdict.FENCED
         if message.seq != self.last_seq + 1 and not closes_gap(message):
@@ -100,7 +101,7 @@ class StepGate:
             return Verdict.FENCED
         return Verdict.RUN
 
-    def accept(self, message: StepMessage) -> None:
+    def accept(self, message: StepMessage | StepHead) -> None:
         """Take a request that may run: its seq is used up, whatever comes of it."""
         self.last_seq = message.seq
 
@@ -109,7 +110,7 @@ class StepGate:
         whatever comes of it."""
         self.link = message.rendezvous.link
 
-    def refusal(self, verdict: Verdict, message: StepMessage) -> ProtocolError:
+    def refusal(self, verdict: Verdict, message: StepMessage | StepHead) -> ProtocolError:
         """Return the error that tells the driver why `message` does not run."""
         if verdict is Verdict.GAP:
             return GapError(self.last_seq + 1, message.seq)
@@ -147,7 +148,7 @@ def drained() -> DrainingError:
     )
 
 
-def closes_gap(message: StepMessage) -> bool:
+def closes_gap(message: StepMessage | StepHead) -> bool:
     """Whether a request stands on no step before it."""
     if isinstance(message, step.ExecuteModel):
         return message.resync is not None

@@ -10,11 +10,16 @@ import zmq
 import zmq.asyncio
 
 from rpc_schema.codec import MAX_CONTROL_BYTES, MAX_STEP_BYTES
-from worker_daemon.errors import ConfigError
+from worker_daemon.directories import unusable
 from worker_daemon.server.endpoints import AnyEndpoint, EndpointInUseError, private_umask
 from worker_daemon.server.security import AnySocket, Security
 
 HIGH_WATER_MARK: Final = 64
+MAX_SILENT_BYTES: Final = 512
+"""Of a frame on the sockets that only send: a handshake's largest (about 320 bytes), or one
+subscription."""
+EVENTS_RECEIVE_BYTES: Final = 16 << 10
+"""Of the kernel, for each subscriber: what it can have sent before anybody looks."""
 DOORBELL: Final = "inproc://step-commands"
 """A second address of the step socket, so that the step thread waits for requests and commands in
 one blocking receive. Whoever else sends an empty message only makes it look for commands."""
@@ -41,7 +46,8 @@ def bind_sockets(
 
     Raises:
         EndpointInUseError: another process listens on one of the ports.
-        ConfigError: this host has no such address.
+        ConfigError: this host has no such address, or the directory cannot be written.
+        StartLaterError: the host has no room for the sockets now.
     """
     loop_context = zmq.asyncio.Context.shadow(context)
     sockets = Sockets(
@@ -53,13 +59,16 @@ def bind_sockets(
     )
     bounded: dict[str, tuple[AnySocket, int]] = {
         "control": (sockets.control, MAX_CONTROL_BYTES),
-        "events": (sockets.events, MAX_CONTROL_BYTES),
+        "events": (sockets.events, MAX_SILENT_BYTES),
         "step": (sockets.step, MAX_STEP_BYTES),
-        "results": (sockets.results, MAX_STEP_BYTES),
+        "results": (sockets.results, MAX_SILENT_BYTES),
     }
     for name, (socket, max_bytes) in bounded.items():
         _bound(socket, max_bytes + security.frame_bytes)
         security.protect(socket, name)
+    # The driver may connect again before its former connection has ended. Nobody else knows the
+    # routing id of its results socket; the other sockets' are given by libzmq.
+    sockets.results.setsockopt(zmq.ROUTER_HANDOVER, 1)
     security.start()
     with private_umask():
         for name, (socket, _) in bounded.items():
@@ -79,7 +88,7 @@ def events_socket(
         EndpointInUseError: the former one is still bound (on tcp; a file is taken over).
     """
     events = context.socket(zmq.PUB)
-    _bound(events, MAX_CONTROL_BYTES + security.frame_bytes)
+    _bound(events, MAX_SILENT_BYTES + security.frame_bytes)
     security.protect(events, "events")
     with private_umask():
         _bind(events, endpoint, "events")
@@ -99,11 +108,12 @@ def _bind(socket: AnySocket, endpoint: AnyEndpoint, name: str) -> None:
                 value=str(endpoint),
                 fix="choose another port, four of which are free, or stop that process",
             ) from None
-        raise ConfigError(
+        raise unusable(
+            error,
             f"{address} cannot be bound: {error.strerror}",
-            field="endpoint",
-            value=str(endpoint),
-            fix="use an address of this host",
+            "endpoint",
+            endpoint.path,
+            "use an address of this host, or a directory that this user may write",
         ) from None
 
 
@@ -113,6 +123,7 @@ def _bound(socket: AnySocket, max_bytes: int) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     # No heartbeats from this side: libzmq 4.3.5 aborts the process when the timer fires for a peer
     # that filled a queue and went away ("!_io_error"). Drivers send them, and libzmq answers.
+    if socket.type == zmq.PUB:
+        socket.setsockopt(zmq.RCVBUF, EVENTS_RECEIVE_BYTES)
     if socket.type == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)

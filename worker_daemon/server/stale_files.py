@@ -10,9 +10,11 @@ import fcntl
 import os
 from pathlib import Path
 
+from worker_daemon.directories import open_own_file
 from worker_daemon.server.endpoints import Endpoint, remove_sockets
 
 _LOCK_SUFFIX = ".lock"
+_PID_BYTES = 32
 
 
 def remove_stale(directory: Path) -> list[str]:
@@ -28,12 +30,12 @@ def remove_stale(directory: Path) -> list[str]:
 
 
 def _remove_if_dead(lock: Path, endpoint: Endpoint) -> bool:
-    if _holder_lives(lock):  # or its number is another's by now: then its files wait for a restart
-        return False
-    fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = open_own_file(lock, os.O_RDWR)
     try:
+        if _holder_lives(fd):  # or its number is another's by now: its files wait for a restart
+            return False
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(fd), lock.stat()):
+        if not os.path.samestat(os.fstat(fd), lock.lstat()):
             return False
         remove_sockets(endpoint)
         lock.unlink()
@@ -44,12 +46,12 @@ def _remove_if_dead(lock: Path, endpoint: Endpoint) -> bool:
     return True
 
 
-def _holder_lives(lock: Path) -> bool:
+def _holder_lives(lock: int) -> bool:
     """Asked before the lock is tried, which for that moment would keep its owner from it."""
-    text = lock.read_text("ascii", errors="replace").strip()
+    text = os.pread(lock, _PID_BYTES, 0).decode("ascii", errors="replace").strip()
     if not text.isdecimal():
         return False
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, OverflowError):
         os.kill(int(text), 0)
         return True
     return False

@@ -14,10 +14,11 @@ from typing import Final, Protocol, TypeAlias
 import zmq
 
 from rpc_schema import lifecycle as lc
-from rpc_schema.codec import MAX_FRAMES, Frame, StepMessage, decode_step
+from rpc_schema.codec import MAX_FRAMES, Frame, StepHead, StepMessage, decode_step
 from rpc_schema.errors import ErrorCode, ErrorReply, WireError
 from rpc_schema.exit_codes import ExitCode
 from rpc_schema.lease import LeaseState
+from rpc_schema.plain_text import one_line
 from worker_daemon.errors import (
     CapacityError,
     ConfigError,
@@ -42,11 +43,14 @@ from worker_daemon.server.progress import Progress
 from worker_daemon.server.replies import error_reply
 from worker_daemon.server.security import Security
 from worker_daemon.server.sequence import StepGate, Verdict
+from worker_daemon.server.unreadable import head_of, is_step, refusal
 
 SWITCH_INTERVAL_S: Final = 0.0002
 """The interpreter's: how long the step thread may keep the completion thread from the
 interpreter."""
 MAX_OLD_DRIVERS: Final = 16
+MAX_FAILURE_BYTES: Final = 4096
+"""Of why the daemon has failed, as it is kept."""
 UID_BYTES: Final = 16
 _RCVMORE: Final = int(zmq.RCVMORE)
 _LOADING: Final = (lc.InitDevice, lc.LoadModel)
@@ -65,12 +69,22 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
+class Seat:
+    """Whose an epoch is, and where its replies go."""
+
+    owner: str
+    """A public key or, without keys, a user."""
+    route: bytes
+    """Routing id of the driver's results socket."""
+
+
+@dataclass(frozen=True, slots=True)
 class Attach:
     """Begin an epoch; `taken` hears (on the completion thread) once steps of the former one can no
     longer run and nobody waits for their results."""
 
     epoch: int
-    driver_id: bytes
+    seat: Seat
     taken: Callable[[Standing], None]
     keep_requests: bool = False
 
@@ -204,7 +218,8 @@ class StepThread:
                 self._device, self._model_roots, self._progress.set_phase, self._save_root
             )
         except Exception as error:
-            logger.exception("the worker cannot be made")
+            if not isinstance(error, ConfigError):  # which says all that there is to know
+                logger.exception("the worker cannot be made")
             self._events.fatal(_start_exit_code(error), str(error))
             return
         loop = _StepLoop(
@@ -250,7 +265,8 @@ class _StepLoop:
         self._bad_peers = security.bad_peers
         self._gate = StepGate()
         self._lifecycle = Lifecycle()
-        self._drivers: dict[int, bytes] = {}
+        self._seats: dict[int, Seat] = {}
+        """By epoch."""
         self._sender = b""
         self._running = True
         self._failed = False
@@ -294,7 +310,7 @@ class _StepLoop:
 
     def _take(self, sender: bytes, peer: Peer, frames: list[bytes]) -> None:
         """Decode and judge one request of a peer that may send any."""
-        if peer in self._bad_peers:
+        if peer in self._bad_peers and sender != self._sender:
             return
         if not self._access.opens(peer, "step"):
             self._tell(sender, ForbiddenError("steps need the role driver", fix="use its key"))
@@ -302,8 +318,12 @@ class _StepLoop:
         try:
             message = decode_step(frames)
         except WireError as error:
-            self._refuse_frames(sender, peer, error)
+            self._refuse_frames(sender, peer, frames, error)
             return
+        seat = self._seats.get(message.epoch)
+        if seat is not None and seat.owner != self._access.owner(peer):
+            self._bad_peers.note(peer, "step", _not_its_epoch(message.epoch))
+            return  # nobody is told: the epoch's replies are its driver's
         verdict = self._gate.judge(message)
         if verdict is Verdict.RUN:
             self._gate.accept(message)
@@ -313,7 +333,7 @@ class _StepLoop:
         elif verdict is Verdict.REPLAY:
             self._completion.replay(message.seq)
         else:
-            self._refuse(sender, message, self._gate.refusal(verdict, message))
+            self._refuse(message, self._gate.refusal(verdict, message))
 
     def _run(self, message: StepMessage, arrays: Sequence[Frame], peer: Peer) -> None:
         """Run an accepted request: exactly one outcome goes to the completion thread, whatever
@@ -384,7 +404,8 @@ class _StepLoop:
         if not self._lifecycle.serve("FAILED", cause):
             return
         self._failed = True
-        self._progress.snapshot = replace(self._progress.snapshot, failure=cause)
+        failure = one_line(cause, MAX_FAILURE_BYTES)
+        self._progress.snapshot = replace(self._progress.snapshot, failure=failure)
         self._publish(self._lifecycle.transitions[-1])
         self._events.fatal(exit_code, cause)
 
@@ -392,25 +413,57 @@ class _StepLoop:
         if self._lifecycle.link_broke(cause):
             self._publish(self._lifecycle.transitions[-1])
 
-    def _refuse(self, sender: bytes, message: StepMessage, error: ProtocolError) -> None:
-        """Answer a request that was not accepted: to the driver of its epoch or, for an epoch that
-        was never granted, to a step socket whose routing id is its driver's."""
-        route = self._drivers.get(message.epoch, sender)
-        if len(route) == UID_BYTES:
+    def _refuse(self, message: StepMessage | StepHead, error: ProtocolError) -> None:
+        """Answer a request that was not accepted, if its epoch is a driver's."""
+        seat = self._seats.get(message.epoch)
+        if seat is not None:
             reply = error_reply(error, epoch=message.epoch, seq=message.seq, rank=self._worker.rank)
-            self._completion.refuse(route, reply)
+            self._completion.refuse(seat.route, reply)
 
-    def _refuse_frames(self, sender: bytes, peer: Peer, error: WireError) -> None:
-        """Count frames that do not decode, and tell a driver that we know."""
-        self._bad_peers.note(peer, "step", error)
-        self._tell(sender, error)
+    def _refuse_frames(
+        self, sender: bytes, peer: Peer, frames: Sequence[Frame], error: WireError
+    ) -> None:
+        """Answer frames that do not decode: to the driver of their epoch as the outcome of their
+        seq, where both can be read. Those of anybody else are counted."""
+        head = head_of(frames)
+        if head is None or not self._is_drivers(sender, peer, head.epoch):
+            if sender != self._sender:
+                self._bad_peers.note(peer, "step", error)
+            self._tell(sender, error)
+            return
+        verdict = self._gate.judge(head)
+        if verdict is Verdict.RUN:
+            self._gate.accept(head)
+            self._sender = sender
+            self._fail_unread(head, refusal(head, frames, error))
+        elif verdict is Verdict.REPLAY:
+            self._completion.replay(head.seq)
+        else:
+            self._refuse(head, self._gate.refusal(verdict, head))
+
+    def _fail_unread(self, head: StepHead, error: Exception) -> None:
+        """Refuse a request that was accepted by its head alone."""
+        if is_step(head):
+            self._worker.refuse_step(head.seq)
+        reply = error_reply(error, epoch=head.epoch, seq=head.seq, rank=self._worker.rank)
+        self._progress.last_seq = head.seq
+        self._completion.reply(reply)
+
+    def _is_drivers(self, sender: bytes, peer: Peer, epoch: int) -> bool:
+        """Tell whether a step socket is that of an epoch's driver, which may have connected again.
+        Without keys all peers have the same owner: then the socket that sent the last request is,
+        or the first that sends one."""
+        seat = self._seats.get(epoch)
+        if seat is None or seat.owner != self._access.owner(peer):
+            return False
+        return self._access.proves_owners or self._sender in (sender, b"")
 
     def _tell(self, sender: bytes, error: Exception) -> None:
         """Answer what was not decoded: to the attached driver, if it comes from its step socket."""
-        driver_id = self._drivers.get(self._gate.epoch)
-        if driver_id is not None and sender in (self._sender, driver_id):
+        seat = self._seats.get(self._gate.epoch)
+        if seat is not None and sender == self._sender:
             reply = error_reply(error, epoch=self._gate.epoch, seq=0, rank=self._worker.rank)
-            self._completion.refuse(driver_id, reply)
+            self._completion.refuse(seat.route, reply)
 
     def _command(self, command: Command) -> None:
         if self._failed and not isinstance(command, Drain | Stop):
@@ -470,12 +523,12 @@ class _StepLoop:
         self._sender = b""
         self._progress.epoch = command.epoch
         self._progress.last_seq = 0
-        self._drivers[command.epoch] = command.driver_id
-        if len(self._drivers) > MAX_OLD_DRIVERS:
-            del self._drivers[min(self._drivers)]
+        self._seats[command.epoch] = command.seat
+        if len(self._seats) > MAX_OLD_DRIVERS:
+            del self._seats[min(self._seats)]
         self._leased(command.epoch, "held", f"epoch {command.epoch} attached")
         self._completion.attached(
-            command.driver_id,
+            command.seat.route,
             lc.Attached(epoch=command.epoch, seq=0, rank=self._worker.rank),
             lambda: command.taken(standing),
         )
@@ -517,6 +570,15 @@ class _StepLoop:
         self._progress.link = self._gate.link
         if transition:
             self._events.state_changed(transition)
+
+
+def _not_its_epoch(epoch: int) -> ForbiddenError:
+    return ForbiddenError(
+        "the epoch was granted to another key or user",
+        field="epoch",
+        value=epoch,
+        fix="attach, and use the epoch that was granted",
+    )
 
 
 def link_failure(reply: ErrorReply, link: int) -> LinkBroke | None:

@@ -8,9 +8,7 @@ BPF, which needs no privilege: socket(7), SO_ATTACH_FILTER). Connections that ar
 of their own, and not touched.
 """
 
-import ctypes
 import ipaddress
-import os
 import socket
 import struct
 import time
@@ -18,6 +16,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, TypeAlias
+
+from rpc_schema.borrowed_sockets import borrowed
+from rpc_schema.listeners import NOBODY, RETURN, Instruction, attach_filter
 
 RATE_PER_S: Final = 20.0
 """Connections of strangers that each socket takes for long."""
@@ -27,11 +28,8 @@ SHUT_S: Final = 1.0
 """The least time for which strangers are kept out: a filter is not put on for each connection."""
 MAX_FRIENDS: Final = 16
 
-_SO_ATTACH_FILTER: Final = 26
 _SO_DETACH_FILTER: Final = 27
-_INSTRUCTION: Final = struct.Struct("HBBI")
-"""linux/filter.h, struct sock_filter: code, jt, jf, k."""
-_LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
+_LOAD, _JUMP_IF_EQUAL = 0x20, 0x15
 _NETWORK_HEADER: Final = -0x100000
 """SKF_NET_OFF: offsets from here on count from the IP header."""
 _SOURCE: Final = {socket.AF_INET: 12, socket.AF_INET6: 8}
@@ -121,7 +119,7 @@ class Turnstile:
 
 def _with_listener(descriptor: int, use: "Callable[[socket.socket], object]") -> object:
     """Call `use` with a listening internet socket; None where the descriptor is of none."""
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
+    with suppress(OSError), borrowed(descriptor) as listener:
         if listener.family in _SOURCE and listener.getsockopt(
             socket.SOL_SOCKET, socket.SO_ACCEPTCONN
         ):
@@ -133,11 +131,7 @@ def _attach(listener: socket.socket, friends: Sequence[Address]) -> None:
     """Replace the socket's filter, at once."""
     version = 4 if listener.family == socket.AF_INET else 6
     wanted = [friend.packed for friend in friends if friend.version == version]
-    instructions = program(wanted, _SOURCE[listener.family])
-    code = b"".join(_INSTRUCTION.pack(*instruction) for instruction in instructions)
-    memory = ctypes.create_string_buffer(code)
-    filter_ = struct.pack("HP", len(instructions), ctypes.addressof(memory))
-    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_)
+    attach_filter(listener, program(wanted, _SOURCE[listener.family]))
 
 
 def _detach(listener: socket.socket) -> None:
@@ -145,16 +139,15 @@ def _detach(listener: socket.socket) -> None:
         listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
-def program(friends: Sequence[bytes], offset: int) -> list[tuple[int, int, int, int]]:
+def program(friends: Sequence[bytes], offset: int) -> list[Instruction]:
     """Return the filter that keeps packets from these addresses alone; they lie at this offset of
     the IP header. Of each address word by word: the next address is tried where one differs."""
-    made: list[tuple[int, int, int, int]] = []
+    made: list[Instruction] = []
     for friend in friends:
         words = struct.unpack(f"!{len(friend) // 4}I", friend)
         for index, word in enumerate(words):
             rest = 2 * (len(words) - 1 - index) + 1  # to the end of this address's instructions
             made.append((_LOAD, 0, 0, (_NETWORK_HEADER + offset + 4 * index) & 0xFFFFFFFF))
             made.append((_JUMP_IF_EQUAL, 0, rest, word))
-        made.append((_RETURN, 0, 0, _KEEP))
-    made.append((_RETURN, 0, 0, 0))
-    return made
+        made.append((RETURN, 0, 0, _KEEP))
+    return [*made, *NOBODY]

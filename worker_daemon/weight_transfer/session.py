@@ -258,8 +258,9 @@ def _meeting(engine: wt.BroadcastEngine, timeout_s: float, place: RankPlace) -> 
         )
     return Meeting(
         engine.backend,
-        engine.master_address,
-        engine.master_port,
+        engine.place.host,
+        engine.place.port,
+        engine.place.secret,
         rank,
         engine.world_size,
         timeout_s,

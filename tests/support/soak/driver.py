@@ -191,7 +191,7 @@ def serve(life: Life) -> int:
     terms = LeaseTerms(ttl_s=LEASE_TTL_S)
     progress = ProgressFile(life.progress)
     with WorkerGroup(life.endpoints, life.config.parallel, lease=terms) as group:
-        group.attach(keep_requests=True)
+        group.attach(keep_requests=True, wait_s=30.0)
         ledger = Ledger(Path(life.ledger))
         before = ledger.begin(group.get_status()[0].epoch)
         wake(group)

@@ -112,6 +112,7 @@ class Scene:
             while ask_status(daemon.endpoint) is None:
                 assert daemon.process.poll() is None, self.log("daemon")[-3000:]
                 assert time.monotonic() < deadline, f"{daemon.endpoint} does not answer"
+                time.sleep(0.05)
 
     def start_drivers(self, life: Life) -> None:
         """Begin to serve."""

@@ -1,11 +1,13 @@
 """Fake daemons, and groups loaded on them."""
 
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from client.__main__ import main
 from client.worker_group import WorkerGroup
 from rpc_schema.config import (
     CacheConfig,
@@ -70,3 +72,28 @@ def connect():
     yield make
     for group in groups:
         group.close()
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run worker-client; returns exit code, standard output, standard error."""
+    handlers = []
+    monkeypatch.setattr("signal.signal", lambda *arguments: handlers.append(arguments))
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["worker-client", *map(str, words)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        captured = capsys.readouterr()
+        return caught.value.code or 0, captured.out, captured.err
+
+    return call
+
+
+def options(daemons, directory):
+    pp = len(daemons.endpoints)
+    endpoints = ",".join(daemons.endpoints)
+    return [
+        "--endpoints", endpoints, "--model", directory, "--pipeline-parallel-size", pp,
+        "--max-num-seqs", 8, "--max-num-batched-tokens", 32,
+    ]  # fmt: skip

@@ -287,6 +287,8 @@ def test_what_cannot_be_adopted_is_refused_and_nothing_is_adopted():
         GenerationRequest("long", prompt, max_tokens=400),
         [1],
     )
+    note = msgspec.msgpack.encode((900_000, 0, 0, 0))
+    vast = replace(good, req_id="vast", note=note, num_computed_tokens=0, block_ids=[])
     taken = replace(good, req_id="taken")
     for bad, field in ((foreign, "note"), (long, "limit"), (taken, "id")):
         scheduler = Scheduler(limits)
@@ -296,6 +298,11 @@ def test_what_cannot_be_adopted_is_refused_and_nothing_is_adopted():
         assert error.value.field == field
         assert scheduler.num_free_blocks == limits.num_blocks - 1
         scheduler.adopt_requests([good])
+    # It fits into the cache, but after a preemption no step could admit it with all its blocks.
+    scheduler = Scheduler(make_limits(max_model_len=900_000, num_blocks=900_001, block_size=1))
+    with pytest.raises(RequestError, match="more than a step can admit") as error:
+        scheduler.adopt_requests([vast])
+    assert error.value.field == "max_tokens"
 
 
 def test_note_that_is_too_long_is_refused():

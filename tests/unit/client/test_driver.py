@@ -1,13 +1,22 @@
-"""When a driver goes on after failures and deaths, and when it gives up, on a scripted group."""
+"""When a driver goes on after failures, deaths and steps that are refused, and when it gives up."""
 
+import random
 from collections import deque
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from client.driver import MAX_CONSECUTIVE_FAILURES, Driver
-from client.errors import StepFailed, WorkerDied
+from client.errors import DrainingError, InvalidSchedulerOutput, StepFailed, WorkerDied
+from client.requests import GenerationRequest
+from client.scheduler import Scheduler, SchedulerInterface
 from client.scheduler_output import SchedulerOutput, StepResult
-from rpc_schema.errors import ErrorCode
+from examples.static_batches import StaticBatches
+from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorScope
+from tests.support.fake_daemon import VOCAB_SIZE, Fault
+from tests.unit.client.conftest import worker_config
+from tests.unit.client.test_scheduler import expected, make_limits, random_requests
 
 DEATHS = ["dies", "dies before it is sent"]
 
@@ -105,3 +114,109 @@ def test_step_that_ends_well_begins_both_counts_anew():
     play.run()
     assert len(play.recovered) == 2 * MAX_CONSECUTIVE_FAILURES
     assert len(play.driver.records) == 4
+
+
+class DrainingGroup(ScriptedGroup):
+    """Takes the first of two steps, which fails, and holds the second back."""
+
+    max_in_flight = 2
+
+    def execute_model(self, output: SchedulerOutput) -> ScriptedFuture:
+        if not self.fates:
+            code, scope = ErrorCode.DRAINING, ErrorScope.GROUP
+            reply = ControlErrorReply(call=0, code=code, scope=scope, message="scripted")
+            raise DrainingError(reply, rank=0, endpoint="scripted")
+        return super().execute_model(output)
+
+    def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
+        return frozenset(output.num_scheduled_tokens)
+
+
+def test_step_that_was_held_back_loses_its_requests_with_the_one_that_failed():
+    class TwoSteps(EndlessScheduler):
+        def __init__(self) -> None:
+            self.steps = [SchedulerOutput({"a": 1}), SchedulerOutput({"b": 1})]
+            self.taken_back = ()
+
+        def schedule(self) -> SchedulerOutput:
+            return self.steps.pop(0)
+
+        def step_failed(self, outputs, lost_req_ids) -> None:
+            self.taken_back = ([*outputs], lost_req_ids)
+
+    scheduler = TwoSteps()
+    both = list(scheduler.steps)
+    Driver(DrainingGroup(["fails"]), scheduler).step()
+    assert scheduler.taken_back == (both, frozenset({"b"}))
+
+
+SPOILT = {
+    4: {"new_block_ids": {"nobody": [1]}},
+    9: {"num_scheduled_tokens": {"nobody": 1}},
+    15: {"decode_req_ids": None},
+    16: {"scheduled_new_reqs": 7},
+    40: {"new_block_ids": [1]},
+}
+
+
+def spoiling(kind: type[SchedulerInterface]) -> type[SchedulerInterface]:
+    """A scheduler some of whose steps break a rule."""
+
+    class Spoiling(kind):
+        num_steps = 0
+
+        def schedule(self):
+            output = super().schedule()
+            if output is None:
+                return None
+            self.num_steps += 1
+            return replace(output, **SPOILT.get(self.num_steps, {}))
+
+    return Spoiling
+
+
+@pytest.mark.parametrize("kind", [Scheduler, StaticBatches])
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("failing", [False, True])
+def test_refused_step_is_told_once_and_the_next_one_runs(fakes, connect, kind, pp, failing):
+    daemons = fakes(pp)
+    group = connect(daemons, pp)
+    group.attach()
+    model = group.prepare(worker_config(pp, max_model_len=128))
+    if failing:  # steps in flight before one that is refused, among others
+        for daemon in daemons.daemons:
+            daemon.faults = [Fault(n, code=ErrorCode.CAPACITY) for n in (3, 8, 14)]
+    limits = make_limits(num_blocks=model.num_blocks, pipeline_parallel_size=pp)
+    driver = Driver(group, spoiling(kind)(limits))
+    requests = random_requests(random.Random(pp), 12)
+    for request in requests:
+        driver.add_request(request)
+    tokens, refusals = {}, []
+    while driver.busy:
+        try:
+            tokens.update((output.req_id, output.token_ids) for output in driver.step())
+        except InvalidSchedulerOutput as refusal:
+            refusals.append(refusal)
+            assert len(refusals) <= len(SPOILT)
+    assert [refusal.field for refusal in refusals]
+    assert len(refusals) == len(SPOILT)
+    assert (driver.num_failures > 0) == failing
+    assert tokens == {request.id: expected(request) for request in requests}
+    assert list(driver.run()) == []
+    assert not daemons.daemons[-1].rows
+
+
+def test_request_that_is_refused_at_admission_can_be_aborted(fakes, connect):
+    group = connect(fakes(1))
+    group.attach()
+    model = group.prepare(worker_config(max_model_len=128))
+    driver = Driver(group, Scheduler(make_limits(num_blocks=model.num_blocks)))
+    good, bad = np.array([1, 2, 3], np.int32), np.array([1, VOCAB_SIZE, 3], np.int32)
+    request = GenerationRequest("good", good, max_tokens=6, seed=0)
+    driver.add_request(request)
+    driver.add_request(GenerationRequest("bad", bad, max_tokens=6, seed=0))
+    with pytest.raises(InvalidSchedulerOutput) as refused:
+        driver.step()
+    assert refused.value.req_id == "bad"
+    driver.abort_request("bad")
+    assert [output.token_ids for output in driver.run()] == [expected(request)]

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -14,6 +13,7 @@ from client.errors import LaunchError
 from client.launcher import LocalDaemons
 from client.worker_group import WorkerGroup
 from rpc_schema.config import ParallelConfig
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 
@@ -23,13 +23,6 @@ def command(mode):
         return [sys.executable, "-m", "tests.support.serve_fake", endpoint, str(fd), mode]
 
     return build
-
-
-def wait_until(condition, timeout_s=20):
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert condition()
 
 
 def test_daemons_become_ready_and_leave_nothing(monkeypatch):
@@ -83,4 +76,5 @@ def test_a_killed_launcher_takes_its_daemons_and_files_along():
         directory, pid = launcher.stdout.readline().decode().split()
         assert Path(directory).is_dir() and psutil.pid_exists(int(pid))
         launcher.kill()
-    wait_until(lambda: not psutil.pid_exists(int(pid)) and not Path(directory).exists())
+    wait_until(lambda: not psutil.pid_exists(int(pid)), "the daemon has ended")
+    wait_until(lambda: not Path(directory).exists(), "its directory is gone")

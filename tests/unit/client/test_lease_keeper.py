@@ -2,9 +2,14 @@
 who notices, and what is sent again."""
 
 import gc
+import os
+import resource
 import threading
 import time
+from contextlib import contextmanager
+from functools import partial
 
+import psutil
 import pytest
 
 from client.errors import (
@@ -12,15 +17,20 @@ from client.errors import (
     FencedError,
     LeaseExpiredError,
     LeaseHeldError,
+    LeaseNotRenewed,
     NotAttachedError,
+    OutOfDescriptors,
+    OutOfThreads,
 )
+from client.lease import RENEWALS_PER_TTL
 from client.lease_terms import LeaseTerms, holder_name
 from client.worker_group import WorkerGroup
 from rpc_schema import codec
 from rpc_schema.config import ParallelConfig
+from rpc_schema.lease import driver_digest
 from rpc_schema.step import ModelRunnerOutput
-from tests.support.driving import wait_until
 from tests.support.fake_daemon import Fault, next_token
+from tests.support.waiting import wait_until
 from tests.unit.client.conftest import worker_config
 from tests.unit.client.test_worker_group import admit, ready, serve
 
@@ -54,7 +64,7 @@ def test_polite_driver_is_refused_while_the_holder_lives(drivers):
     model = first.prepare(worker_config(2))
     with pytest.raises(LeaseHeldError, match=f"{holder_name()} holds the lease") as caught:
         second.attach(wait_for_lease_s=0)
-    assert (caught.value.rank, caught.value.holder) == (0, first.driver_id)
+    assert (caught.value.rank, caught.value.holder) == (0, driver_digest(first.driver_id))
     assert 0 < caught.value.remaining_s <= 1
     assert "Traceback" not in str(caught.value)
     with pytest.raises(LeaseHeldError):
@@ -81,20 +91,109 @@ def test_dead_driver_is_waited_for_and_no_longer(drivers):
     first.attach()
     first._channel.lease.stop()  # as a killed process stops
     second.attach()
-    assert [daemon.lease.status().holder for daemon in drivers.daemons] == [second.driver_id] * 2
+    holder = driver_digest(second.driver_id)
+    assert [daemon.lease.status().holder for daemon in drivers.daemons] == [holder] * 2
     with pytest.raises(FencedError):
         first.get_status() and first.execute_dummy_batch().result()
 
 
 def test_lease_is_renewed_while_nothing_else_happens(drivers):
-    group = drivers()
+    group = drivers(LeaseTerms(ttl_s=4.0))
     group.attach()
-    time.sleep(1.5)
+    for daemon in drivers.daemons:
+        is_outlasted = partial(has_renewed, daemon, RENEWALS_PER_TTL + 1)
+        wait_until(is_outlasted, "renewals for longer than the lease lasts", 30.0)
     assert [state_of(daemon) for daemon in drivers.daemons] == ["held", "held"]
     group.detach()
     assert [state_of(daemon) for daemon in drivers.daemons] == ["free", "free"]
     with pytest.raises(NotAttachedError):
         group.execute_dummy_batch().result()
+
+
+def test_rank_that_does_not_answer_delays_no_renewal(drivers):
+    group = drivers()
+    group.attach()
+    silent, other = drivers.daemons
+    silent.mute = True
+    wait_until(
+        lambda: renewals_within(other, 2.0) >= 6,
+        "a renewal every quarter of a second, on a busy host a few less",
+        30.0,
+    )
+
+
+def has_renewed(daemon, count: int) -> bool:
+    return daemon.operations.count("RenewLease") >= count
+
+
+def renewals_within(daemon, seconds: float) -> int:
+    before = daemon.operations.count("RenewLease")
+    time.sleep(seconds)
+    return daemon.operations.count("RenewLease") - before
+
+
+@contextmanager
+def no_file_descriptors():
+    """None is left for this process."""
+    lowest = os.dup(0)
+    os.close(lowest)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_lease_that_cannot_be_renewed_for_want_of_descriptors_is_not_taken(drivers):
+    group = drivers()
+    group.attach()
+    group.detach()  # the connections stay: only the lease needs new ones
+    with no_file_descriptors(), pytest.raises(OutOfDescriptors, match="ulimit -n"):
+        group.attach()
+    assert [state_of(daemon) for daemon in drivers.daemons] == ["free", "free"]
+    group.attach()
+    serve(group, group.prepare(worker_config(2)), pp=2)
+
+
+@contextmanager
+def no_threads():
+    """None can be started: no memory holds its stack."""
+    size = threading.stack_size(1 << 46)
+    try:
+        yield
+    finally:
+        threading.stack_size(size)
+
+
+def test_lease_that_no_thread_can_renew_is_not_taken_and_leaks_nothing(drivers):
+    group = drivers()
+    group.attach()
+    group.detach()
+    num_open = psutil.Process().num_fds()
+    with no_threads(), pytest.raises(OutOfThreads, match="TasksMax"):
+        group.attach()
+    wait_until(lambda: psutil.Process().num_fds() <= num_open, "its sockets are closed")
+    assert [state_of(daemon) for daemon in drivers.daemons] == ["free", "free"]
+    group.attach()
+    serve(group, group.prepare(worker_config(2)), pp=2)
+
+
+def test_thread_that_fails_says_so_to_the_driver(drivers, monkeypatch):
+    group = drivers()
+    group.attach()
+    group.prepare(worker_config(2))
+
+    def fail(*_: object) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(group._channel.lease, "_renew", fail)
+    wait_until(lambda: not group._channel.lease._thread.is_alive(), "the thread has ended")
+    with pytest.raises(LeaseNotRenewed, match="none left"):
+        group.execute_model(admit("a"))
+    monkeypatch.undo()
+    group.attach()
+    serve(group, group.prepare(worker_config(2)), pp=2)
 
 
 def test_loop_that_gives_no_heartbeat_loses_its_lease_and_may_attach_again(drivers):

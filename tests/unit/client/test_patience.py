@@ -69,5 +69,5 @@ def test_lease_that_lasts_too_long_is_not_waited_for(clock: Clock) -> None:
     patience = Patience(1.0)
     wait_through(patience, 0.9)
     with pytest.raises(LeaseHeldError):
-        wait_through(patience, 0.9)
+        wait_through(patience, 0.9, 0.9)
     assert clock.now < 51.0

@@ -16,7 +16,7 @@ def test_lines_of_a_run_before_are_never_out_of_the_file(tmp_path):
     kept = read_finished(path)
     with path.open() as old, Results(["a", "b", "c", "d"], None, kept, path):
         assert [json.loads(text)["id"] for text in old] == ["a", "b", "d"]
-        assert list(read_finished(path)) == ["a", "b"]
+        assert list(read_finished(path)) == ["a", "b", "d"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["out.jsonl"]
 
 

@@ -7,38 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from client.__main__ import main
 from client.cli.options import build_run_options
 from client.errors import ClientConfigError
 from client.launcher import LocalDaemons
 from tests.support.fake_daemon import next_token
+from tests.unit.client.conftest import options
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run worker-client; returns exit code, standard output, standard error."""
-    handlers = []
-    monkeypatch.setattr("signal.signal", lambda *arguments: handlers.append(arguments))
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["worker-client", *map(str, words)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        captured = capsys.readouterr()
-        return caught.value.code or 0, captured.out, captured.err
-
-    return call
-
-
-def options(daemons, directory):
-    pp = len(daemons.endpoints)
-    endpoints = ",".join(daemons.endpoints)
-    return [
-        "--endpoints", endpoints, "--model", directory, "--pipeline-parallel-size", pp,
-        "--max-num-seqs", 8, "--max-num-batched-tokens", 32,
-    ]  # fmt: skip
 
 
 def test_generate_writes_lines_in_input_order(fakes, directory, run):
@@ -162,7 +137,7 @@ def test_status_and_shutdown(fakes, run):
     assert all(f"daemon     {endpoint}, pid " in shown for endpoint in daemons.endpoints)
     assert "CREATED" in shown and "80 us (p99)" in shown
     assert "kv_cache 0 MiB" in shown
-    assert "123456 would fit the request, 234567 would fill the card" in shown
+    assert "--kv-cache-memory-bytes 123456 would fit the request, 234567 would" in shown
     assert run("shutdown", "--endpoints", endpoints)[0] == 0
     assert [daemon.operations[-1] for daemon in daemons.daemons] == ["Shutdown"] * 2
 
@@ -170,8 +145,9 @@ def test_status_and_shutdown(fakes, run):
 def test_the_documented_example_runs(fakes, capsys):
     daemons = fakes(1)
     text = (ROOT / "docs" / "scheduler.md").read_text()
-    (source,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    source = source.replace('"ipc:///tmp/wd/w0"', repr(daemons.endpoints[0]))
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (source,) = (block for block in blocks if "ENDPOINTS" in block)
+    source = source.replace('f"ipc://{Path.home()}/.cache/wd/w0"', repr(daemons.endpoints[0]))
     exec(compile(source, "docs/scheduler.md", "exec"), {})  # noqa: S102
     tokens = [1, 2, 3, 4, 5]
     for _ in range(10):
@@ -229,3 +205,13 @@ def test_sleep_mode_is_asked_for_by_name(directory):
         for wanted in (True, False)
     )
     assert (asleep.enable_sleep_mode, awake.enable_sleep_mode) == (True, False)
+
+
+def test_advised_size_of_the_kv_cache_is_an_option(fakes, directory, run):
+    daemons = fakes(1)
+    (directory / "in.jsonl").write_text('{"prompt_token_ids": [1]}\n')
+    words = [*options(daemons, directory), "--input", directory / "in.jsonl"]
+    code, _, errors = run("generate", *words, "--kv-cache-memory-bytes", 1 << 33)
+    assert code == 0, errors
+    assert daemons.daemons[0].config.cache.kv_cache_memory_bytes == 1 << 33
+    assert build_run_options(model=directory).config.cache.kv_cache_memory_bytes is None

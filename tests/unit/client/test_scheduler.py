@@ -122,9 +122,12 @@ def test_requests_without_numbers_fail_alone(
     )
     driver = Driver(group, Scheduler(limits))
     rng = random.Random()
-    requests = random_requests(rng, 60)
-    prompts = (r.prompt_token_ids for r in requests)
-    stem = max((p for p in prompts if POISON.isdisjoint(p.tolist())), key=len)
+    requests, good = [], []
+    while not good:  # all may begin alike, with poison in it
+        requests = random_requests(rng, 60)
+        prompts = [request.prompt_token_ids for request in requests]
+        good = [prompt for prompt in prompts if POISON.isdisjoint(prompt.tolist())]
+    stem = max(good, key=len)
     for index, request in enumerate(requests):  # many that share a stem, every fifth one poisoned
         if index % 2:
             tail = [rng.randrange(200, VOCAB_SIZE) for _ in range(3)]

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from client.cli.top_frame import Sample, Seen, frame, rates
+from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import GpuLoad, ReplyDelay, Status
 
@@ -52,7 +53,7 @@ def test_rates_are_those_between_two_samples():
     busy = seen({"last_seq": 60, "num_tokens": 200})
     assert rates(busy) == (20.0, 400.0)
     row = text(busy).splitlines()[2].split()
-    assert row == ["1", "SERVING", "READY", "8", "20.0", "400", "50.00", "87%", "61C"]
+    assert row == ["1", "SERVING", "READY", "8", "20.0", "400", "50.00", "87%", "61C", "-"]
 
 
 @pytest.mark.parametrize(
@@ -95,3 +96,30 @@ def test_frame_fits_its_terminal(count, width, height):
     shown = sum("SERVING READY" in line.text for line in lines)
     rest = next((int(line.text.split()[1]) for line in lines if line.text.endswith("more")), 0)
     assert shown + rest == count
+
+
+def test_idle_daemon_shows_no_step_time():
+    row = ["1", "SERVING", "READY", "8", "0.0", "0.0", "-", "87%", "61C", "-"]
+    assert text(seen({}, usual_step_us=4000)).splitlines()[2].split() == row
+    assert text(seen(None, usual_step_us=4000)).splitlines()[2].split()[6] == "-"
+    mostly_idle = seen({"last_seq": 98, "num_tokens": 984}, usual_step_us=4000)
+    assert mostly_idle.last.status.last_seq == 100
+    assert text(mostly_idle).splitlines()[2].split()[4:7] == ["1.0", "8.0", "4.00"]
+
+
+def test_epoch_and_use_of_the_kv_cache_are_shown():
+    cache = KVCacheConfig(num_blocks=129, block_size=16, groups=(), size_bytes=1)
+    shown = text(seen(kv_cache=cache, num_kv_blocks_held=31), width=200)
+    assert shown.splitlines()[2].split()[-1] == "25%"
+    assert "epoch 4, lease: host:7 for 2.1 s, KV 31 of 128 blocks held" in shown
+    assert "100%" in text(seen(kv_cache=cache, num_kv_blocks_held=300))
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_long_texts_go_on_in_the_next_line(width):
+    event = "READY.up.held -> READY.broken.held (the link to rank 1 of 2 at 10.0.0.7 has ended)"
+    shown = text(seen()._replace(event=event, event_at=11.0), width=width)
+    assert event in " ".join(shown.split())
+    assert "ipc:///d/w0, pid 12, cuda:0" in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= width
+    assert "..." in text(seen()._replace(event="so " * 500), width=width)

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 import zmq
@@ -40,6 +41,29 @@ def test_daemon_that_does_not_answer_has_not_refused(context, directory):
         channel = ControlChannel(context, parse_endpoint(f"ipc://{directory}/w0"), 0)
         with pytest.raises(DeadlineExceeded):
             channel.call(lambda call: lc.GetStatus(call=call), lc.GetStatusReply, 2.2)
+        channel.close()
+
+
+def test_daemon_that_hangs_up_in_some_handshakes_has_not_refused(context, directory):
+    address = Path(f"{directory}/w0")
+    with socket.socket(socket.AF_UNIX) as hanging_up, context.socket(zmq.ROUTER) as daemon:
+        daemon.linger = 0
+        hanging_up.bind(str(address))
+        hanging_up.listen()
+        hanging_up.settimeout(5.0)
+
+        def hang_up():
+            for _ in range(3):
+                hanging_up.accept()[0].close()
+            address.unlink()
+            daemon.bind(f"ipc://{address}")
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        channel = ControlChannel(context, parse_endpoint(f"ipc://{address}"), 0)
+        channel.send(lambda call: lc.GetStatus(call=call), lc.GetStatusReply, 5.0)
+        thread.join()
+        assert daemon.poll(5000)
         channel.close()
 
 

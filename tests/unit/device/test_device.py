@@ -16,6 +16,7 @@ from worker_daemon.device.memory import (
     profile,
     request_memory,
 )
+from worker_daemon.device.threads import choose_threads, usable_cores
 from worker_daemon.errors import CapacityError, ConfigError
 
 CPU = torch.device("cpu")
@@ -34,19 +35,39 @@ def threads():
 def test_daemons_of_a_host_share_its_cores():
     cores = len(os.sched_getaffinity(0))
     for sharing in (1, 2, cores, 4 * cores):
-        assert open_device("cpu", sharing, max_threads=cores) == CPU
-        assert torch.get_num_threads() == max(1, cores // sharing)
-    open_device("cpu", 1, max_threads=1)
+        assert open_device("cpu", choose_threads(None, sharing, cores)) == CPU
+        assert torch.get_num_threads() == max(1, min(usable_cores(), cores) // sharing)
+    open_device("cpu", choose_threads(None, 1, 1))
     assert torch.get_num_threads() == 1
+    assert choose_threads(7, 4, 1) == (7, "OMP_NUM_THREADS=7")
     assert torch.get_float32_matmul_precision() == "highest"
     assert device_name(CPU) == "CPU"
+
+
+@pytest.mark.parametrize(
+    ("quotas", "cores"),
+    [
+        ({"a/b": "max 100000", "a": "150000 100000"}, 2),
+        ({"a/b": "50000 100000", "a": "max 100000"}, 1),
+        ({"": "100000 100000"}, 1),
+        ({"a/b": "nonsense", "other": "1 100000"}, 3),
+    ],
+)
+def test_cores_are_those_of_the_container(tmp_path, monkeypatch, quotas, cores):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
+    own = tmp_path / "own"
+    own.write_text("1:cpu:/x\n0::/a/b\n")
+    for path, quota in quotas.items():
+        (tmp_path / "fs" / path).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fs" / path / "cpu.max").write_text(f"{quota}\n")
+    assert usable_cores(tmp_path / "fs", own) == cores
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("name", ["", "cpu:x", "gpu", "mps", "meta", "cuda:999", "CPU"])
 def test_unknown_devices_are_refused_with_the_known_ones(name):
     with pytest.raises(ConfigError, match="'cpu'") as caught:
-        open_device(name, 1, max_threads=1)
+        open_device(name, choose_threads(1, 1, 1))
     assert (caught.value.field, caught.value.value) == ("device", name)
 
 

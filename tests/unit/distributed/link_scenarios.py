@@ -3,14 +3,17 @@ process's one link kept between calls.
 """
 
 import random
+import resource
 import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
-from worker_daemon.distributed.link import Link
+from worker_daemon.distributed import link
+from worker_daemon.distributed.link import Link, Place
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.pp import StageInbound, StageOutbound
 from worker_daemon.distributed.symmetric import BLANK, NoPeers, Window
@@ -57,16 +60,30 @@ class Member:
     tp: object
 
 
-def open_member(rank, pp_size, tp_size, generation, port, timeout_s=20.0):
+def open_member(rank, pp_size, tp_size, generation, address, timeout_s=20.0):
     """Opens a link in the place of the last one."""
     leave()
     Member.state = ParallelState(pp_size, tp_size, rank)
     with no_unpickling():
         Member.link = Link(generation, CPU)
-        Member.link.open(Member.state, "127.0.0.1", port, timeout_s)
+        Member.link.open(Member.state, Place(*address), timeout_s)
     Member.tp = tensor_parallel(Member.state.tp_rank, tp_size)
     Member.tp.bind(Member.link.groups.stage)
     return Member.link.backend
+
+
+def open_without_the_secret(rank, stranger, *args):
+    """Opens a link like open_member; the stranger's messages to the others prove nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == stranger:
+            patch.setattr(link, "member_proof", lambda secret, *names: bytes(32))
+        open_member(rank, *args)
+
+
+def limit_descriptors(rank, count):
+    """Lets this process have so many open."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
 def leave(rank=0, wait=True):

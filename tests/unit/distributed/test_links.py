@@ -1,11 +1,14 @@
 """Links between real processes over gloo: hops, token return, failures, links anew."""
 
+import contextlib
 import socket
+import threading
 import time
 
 import pytest
 from group_processes import Pool
 
+from tests.support.strangers import flood, listening
 from worker_daemon.distributed.pp import STATUS_FAILED, STATUS_MISMATCH, STATUS_OK
 from worker_daemon.distributed.rendezvous import RendezvousServer, connect_store
 from worker_daemon.errors import CommError
@@ -20,17 +23,21 @@ def pool():
     pool.close()
 
 
+def way_to(server):
+    return server.host, server.port, server.secret
+
+
 @pytest.fixture
 def connected(pool):
     """(pp, tp) -> the pool with a fresh link between its first pp * tp ranks; left at the end."""
     servers, sizes = [], []
 
     def connect(pp_size, tp_size, generation=1, timeout_s=20.0):
-        servers.append(RendezvousServer("127.0.0.1"))
         size = pp_size * tp_size
         sizes.append(size)
-        port = servers[-1].port
-        backends = pool.run(size, "open_member", pp_size, tp_size, generation, port, timeout_s)
+        servers.append(RendezvousServer("127.0.0.1", size))
+        address = way_to(servers[-1])
+        backends = pool.run(size, "open_member", pp_size, tp_size, generation, address, timeout_s)
         assert backends == ["gloo"] * size
         return pool
 
@@ -134,25 +141,82 @@ def test_linking_again_and_again_leaves_no_threads_behind(connected, pool):
 
 def test_a_link_that_not_everybody_joins_is_a_comm_error(pool):
     pool.grow(1)
-    server = RendezvousServer("127.0.0.1")
-    pool.ranks[0].start("open_member", 0, 2, 1, 9, server.port, 1.0)
+    server = RendezvousServer("127.0.0.1", 2)
+    pool.ranks[0].start("open_member", 0, 2, 1, 9, way_to(server), 1.0)
     outcome, (error, text, _) = pool.ranks[0].outcome()
     assert (outcome, error) == ("raised", "CommError")
     assert "relink" in text
     server.close()
 
 
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_stranger_in_a_ranks_place_is_noticed(pool, shape):
+    pool.grow(2)
+    server = RendezvousServer("127.0.0.1", 2)
+    args = (*shape, 3, way_to(server), 5.0)
+    for rank in range(2):
+        pool.ranks[rank].start("open_without_the_secret", rank, 1, *args)
+    kind, (error, text, _) = pool.ranks[0].outcome()
+    assert (kind, error) == ("raised", "CommError")
+    assert "a stranger has connected in the place of members [1]" in text
+    pool.ranks[1].outcome()
+    server.close()
+
+
+def test_flood_while_ranks_meet_ends_none_of_them(connected, pool):
+    """Whatever the flood hits; without it they meet again."""
+    pool.grow(2)
+    assert pool.run(2, "limit_descriptors", 300) == [None] * 2
+    flooding = Flood([rank.process.pid for rank in pool.ranks[:2]])
+    outcomes = []
+    for generation in range(20, 24):
+        server = RendezvousServer("127.0.0.1", 2)
+        args = (2, 1, generation, way_to(server), 1.0)
+        for rank in range(2):
+            pool.ranks[rank].start("open_member", rank, *args)
+        outcomes += [pool.ranks[rank].outcome() for rank in range(2)]
+        server.close()
+    flooding.end()
+    errors = {value[0] for kind, value in outcomes if kind == "raised"}
+    assert errors <= {"CommError"}, outcomes
+    connected(2, 1, generation=30)
+    steps = [(seq, 4, STATUS_OK) for seq in range(1, 6)]
+    assert pool.run(2, "hop", 16, "float32", 5, steps)[1] == [(True, STATUS_OK)] * 5
+
+
+class Flood:
+    """Opens connections to wherever some processes listen, until end()."""
+
+    def __init__(self, pids):
+        self._pids = pids
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def end(self):
+        self._over.set()
+        self._thread.join()
+
+    def _run(self):
+        while not self._over.is_set():
+            with contextlib.suppress(OSError):  # what it looks at is closed meanwhile
+                for address in {address for pid in self._pids for address in listening(pid)}:
+                    flood(address, 1000)
+
+
 def test_store_that_nobody_serves_is_a_comm_error():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(CommError) as caught:
-        connect_store("127.0.0.1", port, 0.5)
+        connect_store("127.0.0.1", port, bytes(32), 0.5)
     assert (caught.value.field, caught.value.value) == ("rendezvous", f"127.0.0.1:{port}")
 
 
 def test_rendezvous_listens_on_its_own_interface_until_it_is_closed():
-    server = RendezvousServer("127.0.0.1")
-    connect_store("127.0.0.1", server.port, 5.0).set("key", "value")
+    server = RendezvousServer("127.0.0.1", 2)
+    store = connect_store(*way_to(server), 5.0)
+    store.set("key", "value")
+    store.end()
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", server.port), 1).close()
     port = server.port

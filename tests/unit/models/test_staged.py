@@ -1,6 +1,7 @@
 """Reading through buffers: every cut of every region arrives, from any file, and errors are
 named."""
 
+import os
 import threading
 
 import numpy as np
@@ -13,8 +14,9 @@ from worker_daemon.errors import CheckpointError
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage
-from worker_daemon.models.staged import Extent, TruncatedError, read_staged
+from worker_daemon.models.staged import Extent, read_staged
 from worker_daemon.models.weights import load_through_buffers
+from worker_daemon.regular_file import TruncatedError
 
 CPU = torch.device("cpu")
 
@@ -57,6 +59,35 @@ def test_a_file_that_ends_early_is_named(tmp_path, stride):
     with pytest.raises(TruncatedError) as caught:
         read_staged({path: [extent]}, CPU, lambda count: None)
     assert caught.value.path == path
+
+
+@pytest.mark.parametrize("row_bytes", [1024, 4096, 8192, 16384])
+def test_columns_of_wide_rows_are_read_to_the_end_of_the_file(tmp_path, row_bytes):
+    """Of a quarter of a row or less, and of more; the last row ends with the file."""
+    values = torch.arange(64 * 4096, dtype=torch.float32).view(64, 4096)
+    path = tmp_path / "rows"
+    path.write_bytes(values.numpy().tobytes())
+    columns = slice(4096 - row_bytes // 4, 4096)
+    target = torch.zeros(64, row_bytes // 4)
+    extent = Extent(16384 - row_bytes, row_bytes, 16384, torch.float32, target)
+    read_staged({path: [extent]}, CPU, lambda count: None)
+    assert torch.equal(target, values[:, columns])
+
+
+@pytest.mark.parametrize("row_bytes", [4096, 2048])
+def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_no_signal(tmp_path, row_bytes):
+    """Whole rows, and the columns of a rank."""
+    path = tmp_path / "shrinking"
+    path.write_bytes(bytes(1 << 20))
+    extents = [Extent(0, row_bytes, 4096, torch.float32, torch.zeros(256, row_bytes // 4))]
+    with pytest.raises(TruncatedError):
+        read_staged(
+            {path: extents},
+            CPU,
+            lambda count: os.truncate(path, 0),
+            num_readers=1,
+            buffer_bytes=8192,
+        )
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])

@@ -136,6 +136,16 @@ def test_a_damaged_file_is_named(make_checkpoint, damage, named):
         load(made.path, stage)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_file_that_shrinks_while_it_is_loaded_is_an_error_and_no_signal(make_checkpoint, size):
+    """It is cut once the first tensor is there; a rank of two reads columns of some."""
+    made = make_checkpoint("LlamaForCausalLM")
+    stage = build(made.path, tp=Rank(1, 2) if size == 2 else SingleRank())
+    file = made.path / "model.safetensors"
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated: it ends within"):
+        load(made.path, stage, lambda progress: os.truncate(file, 4096))
+
+
 @contextlib.contextmanager
 def as_nobody():
     """Where we are root, who may read every file."""
@@ -195,7 +205,7 @@ def swap_shard(path):
             lambda path: edit_index(
                 path, lambda i: i["weight_map"].update({"model.norm.weight": "../x.safetensors"})
             ),
-            r"index\.json maps model\.norm\.weight",
+            r"index\.json maps 'model\.norm\.weight'",
         ),
         (
             lambda path: (path / "model.safetensors.index.json").write_text("{"),

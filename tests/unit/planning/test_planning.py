@@ -271,8 +271,8 @@ def test_what_cannot_be_is_refused(write_model, options, error, field):
     [
         ({"architectures": ["BertForMaskedLM"]}, "architectures"),
         ({"hidden_size": "48"}, "hidden_size"),
-        ({"intermediate_size": 8 * 10**30}, "model"),
-        ({"vocab_size": 2**62}, "model"),
+        ({"intermediate_size": 8 * 10**30}, "intermediate_size"),
+        ({"vocab_size": 2**62}, "vocab_size"),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(write_model, fields, field):

@@ -26,6 +26,7 @@ from rpc_schema.codec import (
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
+    MeetingAddress,
     ModelConfig,
     ParallelConfig,
     Rendezvous,
@@ -64,6 +65,14 @@ class DaemonProcess:
                 pass_fds=tuple(pass_fds),
                 stderr=stderr,
             )
+        self._wait_for(directory / "w0.events")
+
+    def _wait_for(self, last_socket: Path) -> None:
+        """Wait until it listens, or has ended."""
+        deadline = time.monotonic() + START_LIMIT_S
+        while self.process.poll() is None and not last_socket.exists():
+            assert time.monotonic() < deadline, f"{last_socket} is not there"
+            time.sleep(0.01)
 
     def wait(self, timeout_s: float = START_LIMIT_S) -> int:
         return self.process.wait(timeout_s)
@@ -85,7 +94,8 @@ class Driver:
         self.driver_id = b"\x01" + os.urandom(15)
         self.control = self._connect(zmq.DEALER, endpoint)
         self.step = self._connect(zmq.DEALER, f"{endpoint}.step")
-        self.results = self._connect(zmq.DEALER, f"{endpoint}.results", self.driver_id)
+        self.results_route = b"\x01" + os.urandom(15)
+        self.results = self._connect(zmq.DEALER, f"{endpoint}.results", self.results_route)
         self.events = self._connect(zmq.SUB, f"{endpoint}.events")
         self.events.subscribe(b"")
         self.epoch = 0
@@ -132,6 +142,7 @@ class Driver:
             lc.CommitAttach,
             driver_id=self.driver_id,
             epoch=self.epoch,
+            results_route=self.results_route,
             lease_ttl_ms=lease_ttl_ms,
         )
         assert isinstance(committed, lc.CommitAttachReply), committed
@@ -247,7 +258,8 @@ def new_request(req_id: str) -> step.NewRequestData:
 
 
 def rendezvous(link: int, host: str = "127.0.0.1") -> Rendezvous:
-    return Rendezvous(link=link, host=host, port=1, rank=0, local_world_size=1)
+    place = MeetingAddress(host=host, port=1, secret=bytes(32))
+    return Rendezvous(link=link, place=place, rank=0, local_world_size=1)
 
 
 def wait_for(condition: object, limit_s: float = 10.0) -> None:

@@ -10,8 +10,9 @@ from worker_daemon.server import assembly
 
 class FakeRendezvous:
     port = 4242
+    secret = bytes(32)
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, num_ranks: int) -> None:
         self.host = host
 
     def close(self) -> None:

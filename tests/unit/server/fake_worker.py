@@ -80,6 +80,7 @@ class FakeWorker:
         self.device = device
         self.rank = 0
         self.steps = 0
+        self.refused: list[int] = []
         self.descriptions = 0
         self.config: WorkerConfig | None = None
         self.tracing = False
@@ -136,6 +137,9 @@ class FakeWorker:
     def execute_dummy_batch(self, message: step.ExecuteDummyBatch) -> FakePending | None:
         return None
 
+    def refuse_step(self, seq: int) -> None:
+        self.refused.append(seq)
+
     def init_device(self, message: lc.InitDevice) -> StepReply:
         self._set_phase("CONNECTING", 5.0)
         self.rank = message.rendezvous.rank
@@ -150,7 +154,7 @@ class FakeWorker:
 
     def relink(self, message: lc.Relink) -> StepReply:
         self._relinked.set()
-        if message.rendezvous.host == "nowhere":
+        if message.rendezvous.place.host == "nowhere":
             raise errors.CommError("nobody there")
         return self._done(message)
 

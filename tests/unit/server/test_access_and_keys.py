@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 import zmq
 
+from client import keys as client_keys
 from rpc_schema import key_files as kf
+from rpc_schema.base import ControlRequest
 from rpc_schema.codec import ControlMessage, StepMessage
 from rpc_schema.key_files import KeyFileError, Role
 from tests.contract.random_messages import fixed_example
 from worker_daemon.errors import ConfigError, ForbiddenError
 from worker_daemon.interfaces import interface_address
-from worker_daemon.server.access import KeyedAccess, OpenAccess, needed_role
+from worker_daemon.server import security
+from worker_daemon.server.access import Access, KeyedAccess, OpenAccess, needed_role
 from worker_daemon.server.bad_peers import (
     BAN_S,
     MAX_BAD_FRAMES,
@@ -202,6 +205,15 @@ def test_each_request_is_allowed_to_its_role_and_those_above(role: Role | None) 
         OpenAccess().check(("step", b"anybody"), message)
 
 
+@pytest.mark.parametrize("access", [KeyedAccess(FixedRole(Role.ADMIN)), OpenAccess()])
+def test_request_that_the_table_does_not_list_is_forbidden(access: Access) -> None:
+    class Unlisted(ControlRequest, frozen=True, tag=99):
+        """One that somebody added to the wire alone."""
+
+    with pytest.raises(ForbiddenError, match="Unlisted is not in the access table"):
+        access.check("key", Unlisted(call=1))
+
+
 def test_only_what_changes_nothing_is_for_observers() -> None:
     names = {k.__name__ for k in every_request() if needed_role(fixed_example(k)) is Role.OBSERVER}
     assert names == {
@@ -261,6 +273,21 @@ def test_number_of_peers_that_are_remembered_is_bounded() -> None:
             bad.count(("step", number.to_bytes(4, "big")))
     held = sum(("step", n.to_bytes(4, "big")) in bad for n in range(3 * MAX_REMEMBERED))
     assert held == MAX_REMEMBERED
+
+
+def test_driver_gives_a_handshake_up_well_before_the_daemon_does() -> None:
+    """Else the daemon's end of it would be taken for a refusal."""
+    daemon_s = min(security.HANDSHAKE_MS, security.LOCAL_HANDSHAKE_MS)
+    assert 0.75 * daemon_s >= client_keys.HANDSHAKE_MS
+
+
+def test_ban_without_a_bad_frame_lasts_as_long() -> None:
+    clock = Clock()
+    bad = BadPeers(clock)
+    bad.ban("a")
+    assert "a" in bad and "b" not in bad and bad.num_bad_frames == 0
+    clock.now += BAN_S + 0.1
+    assert "a" not in bad
 
 
 def test_audit_writes_some_lines_and_counts_the_rest() -> None:

@@ -145,7 +145,7 @@ def test_second_driver_fences_the_first(
     assert committed.status.config is not None
     assert_error(driver.fault(), ErrorCode.FENCED)
     assert isinstance(second.fault(), step.ModelRunnerOutput)
-    reply = driver.call(lc.OpenRendezvous, epoch=driver.epoch, link=99)
+    reply = driver.call(lc.OpenRendezvous, epoch=driver.epoch, link=99, num_ranks=2)
     assert isinstance(reply, ControlErrorReply)
     assert reply.code is ErrorCode.FENCED
 
@@ -153,7 +153,8 @@ def test_second_driver_fences_the_first(
 def test_lower_epoch_is_not_granted_and_commit_needs_prepare(driver: Driver) -> None:
     refused = driver.prepare(driver.epoch)
     assert (refused.granted, refused.last_epoch) == (False, driver.epoch)
-    commit = driver.call(lc.CommitAttach, driver_id=driver.driver_id, epoch=driver.epoch + 5)
+    ids = {"driver_id": driver.driver_id, "results_route": driver.results_route}
+    commit = driver.call(lc.CommitAttach, **ids, epoch=driver.epoch + 5)
     assert isinstance(commit, ControlErrorReply)
     assert commit.code is ErrorCode.NOT_ATTACHED
 
@@ -164,7 +165,7 @@ def test_repeated_commit_is_answered_as_the_first(driver: Driver) -> None:
     driver.attach()
     assert driver.epoch == epoch + 1
     assert isinstance(driver.fault(), step.ModelRunnerOutput)
-    ids = {"driver_id": driver.driver_id, "epoch": driver.epoch}
+    ids = {"driver_id": driver.driver_id, "results_route": bytes(16), "epoch": driver.epoch}
     again = driver.call(lc.CommitAttach, **ids)
     assert isinstance(again, lc.CommitAttachReply)
     assert (again.previous_epoch, again.previous_seq) == (epoch, before)
@@ -210,7 +211,7 @@ def test_lost_peer_breaks_the_link_until_relink(driver: Driver, when: str) -> No
     )
     driver.link += 1
     new_link = driver.link + 1
-    opened = driver.call(lc.OpenRendezvous, epoch=driver.epoch, link=new_link)
+    opened = driver.call(lc.OpenRendezvous, epoch=driver.epoch, link=new_link, num_ranks=2)
     assert isinstance(opened, lc.OpenRendezvousReply)
     assert isinstance(driver.run(lc.Relink, rendezvous=rendezvous(new_link)), step.Done)
     assert_error(driver.fault(), ErrorCode.FENCED)
@@ -225,6 +226,19 @@ def test_replies_keep_their_order_behind_a_slow_result(driver: Driver) -> None:
     replies = [driver.reply() for _ in range(driver.seq - first + 1)]
     assert [reply.seq for reply in replies] == list(range(first, driver.seq + 1))
     assert [isinstance(reply, ErrorReply) for reply in replies].index(True) == 3
+
+
+def test_short_run_has_its_step_time_at_once(start, connect) -> None:
+    """A run that is over before the guard thread looks a second time, and idle time around it."""
+    driver = connect(start())
+    driver.attach()
+    driver.make_ready()
+    assert driver.status().usual_step_us == 0
+    num_steps, slow_us, began = 12, 5_000, time.monotonic()
+    for _ in range(num_steps):
+        driver.fault(f"slow:{slow_us / 1e6}")
+    took_us = (time.monotonic() - began) * 1e6
+    assert slow_us <= driver.status().usual_step_us <= took_us / num_steps
 
 
 def test_illegal_request_names_the_state_and_changes_nothing(driver: Driver) -> None:
@@ -380,6 +394,51 @@ def test_bad_frames_are_answered_and_harm_nothing(driver: Driver) -> None:
     assert isinstance(driver.fault(), step.ModelRunnerOutput)
 
 
+def spoiled(driver: Driver, kind: type = step.ExecuteModel, **fields: object) -> list[bytes]:
+    """A request with a seq that is due, and a field that no decoder takes."""
+    frames = encode_step(driver.build(kind, **fields))
+    return [frames[0].replace(b"\xce\x12\x34\x56\x78", b"\xa4text"), *frames[1:]]
+
+
+SPOILED = 0x12345678
+"""Becomes a text of as many bytes."""
+
+
+def test_request_that_does_not_decode_is_an_outcome_of_its_seq(
+    driver: Driver, shared: DaemonProcess
+) -> None:
+    before = driver.status().num_bad_frames
+    for number in range(7):
+        sent = spoiled(driver, total_num_scheduled_tokens=SPOILED)
+        driver.step.send_multipart(sent)
+        frames = driver.frames()
+        refused = assert_error(decode_step_reply(frames), ErrorCode.INVALID_STEP)
+        assert (refused.epoch, refused.seq) == (driver.epoch, driver.seq)
+        assert "field total_num_scheduled_tokens = \"'text'\"" in refused.message
+        driver.step.send_multipart(sent)
+        assert driver.replay() == frames, f"number {number}"
+    operation = spoiled(driver, lc.UpdateMaxModelLen, max_model_len=SPOILED)
+    driver.step.send_multipart(operation)
+    assert assert_error(driver.reply(), ErrorCode.BAD_FRAME).seq == driver.seq
+    driver.step.send_multipart([*encode_step(driver.build(step.ExecuteDummyBatch)), *[b"x"] * 7])
+    assert assert_error(driver.reply(), ErrorCode.INVALID_STEP).seq == driver.seq
+    driver.seq += 3
+    driver.step.send_multipart(spoiled(driver, total_num_scheduled_tokens=SPOILED))
+    driver.seq -= 4
+    assert assert_error(driver.reply(), ErrorCode.GAP).expected_seq == driver.seq + 1
+    assert isinstance(driver.fault(), step.ModelRunnerOutput)
+    assert driver.status().num_bad_frames == before
+    # Whoever else says the same is a stranger: counted, and not answered.
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(f"{shared.endpoint}.step")
+        for _ in range(6):
+            stranger.send_multipart(sent)
+        wait_for(lambda: driver.status().num_bad_frames == before + 5)  # banned by then
+        assert not stranger.poll(0)
+    assert isinstance(driver.fault(), step.ModelRunnerOutput)
+
+
 def test_hello_of_another_version_is_answered_with_ours(driver: Driver) -> None:
     reply = driver.call(lc.Hello, protocol_version=999, driver_id=b"any length")
     assert isinstance(reply, lc.HelloReply)
@@ -407,7 +466,7 @@ def test_driver_of_another_version_is_not_attached(
     assert driver.epoch == last + 1
 
 
-def test_reply_over_the_bound_is_answered_with_an_error(
+def test_status_over_the_bound_is_told_without_what_is_loaded(
     driver: Driver, shared: DaemonProcess, connect: Callable[[DaemonProcess], Driver]
 ) -> None:
     driver.run(lc.Reset, to="DEVICE_READY")
@@ -416,12 +475,16 @@ def test_reply_over_the_bound_is_answered_with_an_error(
     second.hello()
     prepared = second.prepare(driver.epoch + 1, force=True)
     assert prepared.granted
-    for reply in (
-        second.call(lc.GetStatus),
-        second.call(lc.CommitAttach, driver_id=second.driver_id, epoch=prepared.last_epoch),
-    ):
-        assert isinstance(reply, ControlErrorReply)
-        assert reply.code is ErrorCode.TOO_LARGE
+    committed = second.call(
+        lc.CommitAttach,
+        driver_id=second.driver_id,
+        results_route=second.results_route,
+        epoch=prepared.last_epoch,
+    )
+    assert isinstance(committed, lc.CommitAttachReply), committed
+    for status in (second.status(), committed.status):
+        assert (status.config, status.kv_cache) == (None, None)
+        assert "are left out: they have" in status.degraded
     assert isinstance(second.call(lc.CheckHealth), lc.CheckHealthReply)
     assert isinstance(second.reply(), lc.Attached)
     second.epoch, second.link = prepared.last_epoch, driver.link

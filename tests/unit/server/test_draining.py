@@ -8,7 +8,7 @@ import pytest
 from worker_daemon.errors import StateError
 from worker_daemon.server import draining as drains_module
 from worker_daemon.server.draining import Draining
-from worker_daemon.server.lease import Lease, LeaseTerms
+from worker_daemon.server.lease import DriverIdentity, Lease, LeaseTerms
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.step_thread import Drain, Resume
 
@@ -69,7 +69,7 @@ def test_holder_that_leaves_ends_its_notice() -> None:
 
     side = StepThreadSide(busy=False)
     lease = Lease(time.monotonic)
-    lease.grant(b"d", 1, LeaseTerms(60.0, 60.0))
+    lease.grant(DriverIdentity("", b"d"), 1, LeaseTerms(60.0, 60.0))
     drains = Draining(side.post, lambda: None, lease, Progress("cpu"))
     asyncio.run(leave_while_draining())
 

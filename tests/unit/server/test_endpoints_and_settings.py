@@ -1,17 +1,21 @@
 """Endpoints, locks, epochs and settings, without a process."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
+from rpc_schema.lifecycle import MAX_EPOCH_STEP
+from worker_daemon.directories import claim_directory
 from worker_daemon.errors import ConfigError
 from worker_daemon.server.endpoints import (
+    CLOSED_TO_OTHERS,
     MAX_PATH_BYTES,
+    RESERVED_SUFFIXES,
     Endpoint,
     EndpointInUseError,
     EndpointLock,
-    prepare_directory,
 )
 from worker_daemon.server.epochs import EpochFile
 from worker_daemon.settings import load_settings, prepare_environment, read_environment, read_file
@@ -48,13 +52,24 @@ def test_addresses() -> None:
     assert endpoint.lock_path == Path("/run/x/w.0.lock")
 
 
+def claim(directory: Path) -> Path:
+    """As a daemon claims its endpoint's directory."""
+    return claim_directory(directory, "the endpoint", "endpoint", forbidden=CLOSED_TO_OTHERS)
+
+
+@pytest.mark.parametrize("suffix", RESERVED_SUFFIXES)
+def test_name_that_a_file_of_another_endpoint_may_have_is_refused(suffix: str) -> None:
+    with pytest.raises(ConfigError, match=r"a file of another endpoint's.*w0.*does not end in"):
+        Endpoint.parse(f"ipc:///run/x/w0{suffix}")
+
+
 def test_directory_is_made_private_and_an_open_one_refused(tmp_path: Path) -> None:
     made = tmp_path / "a"
-    prepare_directory(made)
+    claim(made)
     assert made.stat().st_mode & 0o777 == 0o700
     made.chmod(0o750)
     with pytest.raises(ConfigError, match="chmod 0700"):
-        prepare_directory(made)
+        claim(made)
 
 
 def test_directory_of_somebody_else_is_refused(
@@ -63,7 +78,7 @@ def test_directory_of_somebody_else_is_refused(
     tmp_path.chmod(0o700)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(ConfigError, match="belongs to user"):
-        prepare_directory(tmp_path)
+        claim(tmp_path)
 
 
 def test_second_lock_names_the_holder_and_release_frees(tmp_path: Path) -> None:
@@ -91,6 +106,38 @@ def test_unreadable_epoch_is_not_taken_for_zero(tmp_path: Path) -> None:
     epochs.path.write_text("x")
     with pytest.raises(ConfigError, match="does not hold a number"):
         EpochFile(tmp_path, endpoint)
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", str(2**62 + 1), "9" * 10_000])
+def test_unusable_epoch_names_its_reset_and_is_reset_on_demand(tmp_path: Path, text: str) -> None:
+    endpoint = Endpoint.parse("ipc:///run/a/w0")
+    stored = EpochFile(tmp_path, endpoint).path
+    stored.write_text(text)
+    with pytest.raises(ConfigError, match="--reset-epoch"):
+        EpochFile(tmp_path, endpoint)
+    assert stored.read_text() == text
+    last = EpochFile(tmp_path, endpoint, reset=True).last
+    assert abs(last - time.time() / 60) < 10
+    assert EpochFile(tmp_path, endpoint).last == last
+
+
+@pytest.mark.parametrize(("stored", "stays"), [(7, True), (2**32, True), (2**32 + 1, False)])
+def test_only_an_epoch_that_nobody_counted_up_to_is_reset(
+    tmp_path: Path, stored: int, stays: bool
+) -> None:
+    endpoint = Endpoint.parse("ipc:///run/a/w0")
+    EpochFile(tmp_path, endpoint).path.write_text(f"{stored}\n")
+    assert EpochFile(tmp_path, endpoint).last == stored
+    assert (EpochFile(tmp_path, endpoint, reset=True).last == stored) == stays
+
+
+def test_epoch_goes_up_by_bounded_steps(tmp_path: Path) -> None:
+    epochs = EpochFile(tmp_path, Endpoint.parse("ipc:///run/a/w0"))
+    with pytest.raises(ConfigError, match=r"epoch = 1048577; fix: ask for one of 1 to 1048576"):
+        epochs.record(MAX_EPOCH_STEP + 1)
+    assert epochs.last == 0
+    epochs.record(MAX_EPOCH_STEP)
+    assert EpochFile(tmp_path, Endpoint.parse("ipc:///run/a/w0")).last == MAX_EPOCH_STEP
 
 
 def test_epoch_that_cannot_be_written_is_not_granted(tmp_path: Path) -> None:

@@ -2,17 +2,19 @@
 
 import pytest
 
-from rpc_schema.lease import FREE_LEASE
+from rpc_schema.lease import FREE_LEASE, driver_digest
 from worker_daemon.errors import (
     ConfigError,
     FencedError,
+    ForbiddenError,
     LeaseExpiredError,
     LeaseHeldError,
     NotAttachedError,
 )
-from worker_daemon.server.lease import Lease, LeaseTerms, lease_terms
+from worker_daemon.server.lease import DriverIdentity, Lease, LeaseTerms, lease_terms
 
-A, B = b"a" * 16, b"b" * 16
+A, B = DriverIdentity("key", b"a" * 16), DriverIdentity("key", b"b" * 16)
+THIEF = DriverIdentity("another key", A.driver_id)
 TERMS = LeaseTerms(3.0, 60.0, "host:1")
 
 
@@ -61,14 +63,17 @@ def watched() -> Watched:
         ("held", A, False, True),
         ("held", B, False, False),
         ("held", B, True, True),
+        ("held", THIEF, False, False),
+        ("held", THIEF, True, True),
         ("orphan", A, False, True),
         ("orphan", B, False, True),
+        ("orphan", THIEF, False, True),
         ("free", A, False, True),
         ("free", B, False, True),
     ],
 )
 def test_who_may_attach(
-    watched: Watched, state: str, driver: bytes, force: bool, free: bool
+    watched: Watched, state: str, driver: DriverIdentity, force: bool, free: bool
 ) -> None:
     lease = watched.to(state)
     before = lease.status()
@@ -90,6 +95,7 @@ def test_who_may_attach(
         ("held", A, 6, NotAttachedError),
         ("held", A, 0, FencedError),
         ("held", B, 5, FencedError),
+        ("held", THIEF, 5, FencedError),
         ("orphan", A, 5, LeaseExpiredError),
         ("orphan", A, 4, FencedError),
         ("orphan", A, 6, NotAttachedError),
@@ -98,7 +104,7 @@ def test_who_may_attach(
     ],
 )
 def test_who_may_renew(
-    watched: Watched, state: str, driver: bytes, epoch: int, error: type[Exception] | None
+    watched: Watched, state: str, driver: DriverIdentity, epoch: int, error: type[Exception] | None
 ) -> None:
     lease = watched.to(state)
     before = lease.status()
@@ -163,13 +169,22 @@ def test_given_back_it_is_free_at_once(watched: Watched, state: str) -> None:
     assert (lease.take_expiry(), lease.take_kv_end()) == (0, 0)
 
 
+@pytest.mark.parametrize("state", ["held", "orphan", "free"])
+def test_epoch_is_its_owner_s_also_once_its_lease_has_ended(watched: Watched, state: str) -> None:
+    lease = watched.to(state)
+    lease.check_owner(A.owner, 5)
+    lease.check_owner(THIEF.owner, 4)
+    with pytest.raises(ForbiddenError, match=r"host:1 attached with another key.*epoch = 5"):
+        lease.check_owner(THIEF.owner, 5)
+
+
 def test_status_tells_the_holder_and_the_time_left(watched: Watched) -> None:
     lease = watched.to("held")
     watched.wait(1)
     status = lease.status()
     assert (status.state, status.holder, status.holder_name, status.epoch) == (
         "held",
-        A,
+        driver_digest(A.driver_id),
         "host:1",
         5,
     )

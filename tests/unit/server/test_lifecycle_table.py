@@ -129,15 +129,15 @@ NEEDS_WEIGHTS = {
     lc.ComputeWeightChecksums,
 }
 NEEDS_THEIR_MEMORY = {
+    lc.CompileOrWarmUpModel,
     lc.Relink,
     wt.StartWeightUpdate,
     wt.UpdateWeights,
     wt.FinishWeightUpdate,
     wt.ReloadWeights,
 }
-NEEDS_KV_CACHE = {lc.Relink, lc.InitializeFromConfig}
+NEEDS_KV_CACHE = {lc.CompileOrWarmUpModel, lc.Relink, lc.InitializeFromConfig}
 NEEDS_BOTH = {
-    lc.CompileOrWarmUpModel,
     step.ExecuteModel,
     step.SampleTokens,
     step.ExecuteDummyBatch,

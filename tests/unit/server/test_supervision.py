@@ -8,6 +8,7 @@ from worker_daemon.errors import ConfigError
 from worker_daemon.server.hang_reports import MAX_STACKS_BYTES, HangReports
 from worker_daemon.server.pace import SLOW_AT_LEAST_S, SLOW_FACTOR, Pace
 from worker_daemon.server.progress import NO_RESULT, Stamp
+from worker_daemon.server.step_times import MAX_STEPS, StepTimes
 from worker_daemon.server.systemd import open_notifier
 
 
@@ -67,45 +68,55 @@ def test_nothing_written_leaves_nothing_behind(tmp_path) -> None:
         HangReports(tmp_path / "missing" / "w.stacks")
 
 
-def paced(interval_s: float) -> tuple[Pace, float]:
-    """A pace after two seconds of steps, and the time."""
-    pace, now = Pace(), 10.0
-    for tick in range(9):
-        pace.sample(int(tick * 0.25 / interval_s), Stamp("ExecuteModel", now, now + 60, True), now)
-        now += 0.25
-    return pace, now
+def paced(interval_s: float) -> tuple[Pace, StepTimes, float]:
+    """A pace after two seconds of steps, their times, and the time."""
+    times, now = StepTimes(), 10.0
+    for _ in range(int(2.0 / interval_s)):
+        times.add(now, now + interval_s)
+        now += interval_s
+    return Pace(times), times, now
 
 
 @pytest.mark.parametrize("interval_s", [0.005, 0.25])
 def test_step_far_slower_than_others_is_told_once(interval_s) -> None:
-    pace, now = paced(interval_s)
-    assert pace.usual_s == pytest.approx(interval_s, rel=0.05)
+    pace, times, now = paced(interval_s)
+    assert times.usual_s == pytest.approx(interval_s)
     stamp = Stamp("ExecuteModel", now, now + 60, True)
-    limit_s = max(SLOW_AT_LEAST_S, SLOW_FACTOR * pace.usual_s)
+    limit_s = max(SLOW_AT_LEAST_S, SLOW_FACTOR * times.usual_s)
     assert not pace.is_slow(stamp, now + limit_s - 0.01)
     assert pace.is_slow(stamp, now + limit_s + 0.01)
     assert not pace.is_slow(stamp, now + limit_s + 5.0)
 
 
 def test_nobody_is_slow_before_the_first_step_or_while_idle() -> None:
-    pace, now = paced(0.01)
+    pace, _, now = paced(0.01)
     assert not pace.is_slow(NO_RESULT, now + 3600)
-    assert not Pace().is_slow(Stamp("ExecuteModel", now, now + 60, True), now + 59)
+    first = Pace(StepTimes())
+    assert not first.is_slow(Stamp("ExecuteModel", now, now + 60, True), now + 59)
 
 
 def test_idle_time_is_no_step_s() -> None:
-    pace, now = paced(0.01)
+    _, times, now = paced(0.01)
     for _ in range(40):
-        pace.sample(200, NO_RESULT, now)
-        now += 0.25
-    pace.sample(225, Stamp("ExecuteModel", now, now + 60, True), now)
-    assert pace.usual_s == pytest.approx(0.01, rel=0.2)
+        now += 30.0
+        times.add(now, now + 0.01)
+    assert times.usual_s == pytest.approx(0.01)
 
 
-def test_a_pause_is_no_step_s() -> None:
-    pace, now = paced(0.01)
-    pace.pause(201)
-    stamp = Stamp("ExecuteModel", now, now + 60, True)
-    pace.sample(202, stamp, now + 30.0)
-    pace.sample(227, stamp, now + 30.25)
-    assert pace.usual_s == pytest.approx(0.01, rel=0.2)
+def test_steps_that_overlap_count_from_the_end_of_the_one_before() -> None:
+    """Four in flight, each known to be over 10 ms after the one before."""
+    times = StepTimes()
+    for number in range(4, 40):
+        times.add(0.01 * (number - 3), 0.01 * (number + 1))
+    assert times.usual_s == pytest.approx((0.04 + 35 * 0.01) / 36)
+
+
+def test_step_times_follow_a_change() -> None:
+    """What was usual is forgotten in a few hundred steps, and one slow step does not become it."""
+    _, times, now = paced(0.01)
+    times.add(now, now + 3.0)
+    assert times.usual_s < 0.1
+    for _ in range(5 * MAX_STEPS):
+        times.add(now + 3.0, now + 3.1)
+        now += 0.1
+    assert times.usual_s == pytest.approx(0.1, rel=0.05)

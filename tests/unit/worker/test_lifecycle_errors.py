@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 import torch
 from worker_driver import GREEDY, WorkerDriver
@@ -194,11 +195,15 @@ def test_rank_outside_of_the_group_is_refused(make_worker):
         link=1,
         seq=1,
         parallel=config.ParallelConfig(pipeline_parallel_size=2),
-        rendezvous=config.Rendezvous(link=1, host="x", port=1, rank=2, local_world_size=1),
+        rendezvous=config.Rendezvous(link=1, place=None, rank=2, local_world_size=1),
         cache=config.CacheConfig(),
         scheduler=config.SchedulerConfig(),
     )
     refused(ConfigError, "rendezvous.rank", worker.init_device, message)
+    message = msgspec.structs.replace(
+        message, rendezvous=msgspec.structs.replace(message.rendezvous, rank=1)
+    )
+    refused(ConfigError, "rendezvous.place", worker.init_device, message)
 
 
 # Plans.

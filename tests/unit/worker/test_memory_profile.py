@@ -1,7 +1,9 @@
 """What a KV cache may take, on a device whose every byte the test drives: the number, and the cases
 in which it goes wrong elsewhere."""
 
+import contextlib
 import logging
+import time
 
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ from worker_driver import GREEDY, WorkerDriver
 from rpc_schema import config
 from tests.support.driven_memory import GIB, MIB, DrivenMemory
 from worker_daemon.device.memory import HOST_KV_CACHE_LIMIT_BYTES, HostMemory
-from worker_daemon.errors import CapacityError
+from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.memory_ledger import CUSHION_BYTES
+from worker_daemon.resolve import check_deadline
 from worker_daemon.runner.cuda_graph import NoGraphs
 from worker_daemon.worker import Worker
 
@@ -68,6 +71,31 @@ def start(model_root, llama):
     yield make
     for entry in started:
         entry.worker.close()
+
+
+def burn(seconds):
+    """Compute for so long."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def test_deadline_that_the_longest_step_would_miss_is_refused(start):
+    slow = start(DrivenMemory())
+    slow.during_step = lambda: burn(0.51)
+    slow.driver.scheduler = config.SchedulerConfig(max_num_seqs=4, step_deadline_ms=1000)
+    with pytest.raises(ConfigError, match=r"field scheduler.step_deadline_ms = 1000") as refused:
+        slow.load().profile()
+    assert int(refused.value.fix.split()[2].rstrip(",")) in range(1020, 5000)
+    slow.driver.scheduler = config.SchedulerConfig(step_deadline_ms=999)
+    with pytest.raises(ConfigError, match="at least 1000"):
+        slow.driver.load_model("llama")
+
+
+@pytest.mark.parametrize(("num_stages", "refused"), [(1, False), (2, True), (4, True)])
+def test_stages_wait_for_each_other(num_stages, refused):
+    with pytest.raises(ConfigError) if refused else contextlib.nullcontext():
+        check_deadline(1000, 0.4, num_stages)
 
 
 def test_weights_and_the_largest_step_come_out_of_the_request(start):

@@ -1,6 +1,7 @@
 """A worker's weights replaced under it: where they lie, what a half-way failure leaves, and what a
 step is told. In this process, from disk; broadcasts are in tests/e2e."""
 
+import os
 import shutil
 
 import pytest
@@ -12,7 +13,7 @@ from rpc_schema import lifecycle
 from rpc_schema import weight_transfer as wt
 from tests.unit.worker.conftest import SIZES, randomise
 from worker_daemon.errors import CheckpointError, StateError
-from worker_daemon.models import weights as loader
+from worker_daemon.models.safetensors_file import SafetensorsFile
 
 
 @pytest.fixture(scope="module")
@@ -77,19 +78,23 @@ def test_new_weights_lie_where_the_old_ones_did(driver, other, prompts, referenc
     assert driver.worker.describe().weights().state == "whole"
 
 
-def test_reload_that_fails_half_way_names_what_it_has_written(driver, other, monkeypatch):
-    """A file that goes bad after its header was checked: the third tensor cannot be read."""
-    read, count = loader._read, iter(range(100))
+def test_reload_whose_file_is_cut_half_way_names_what_it_has_written(
+    driver, other, model_root, monkeypatch
+):
+    """The file is whole as its header is checked, and is cut before the third tensor is read."""
+    path = model_root / "cut"
+    shutil.copytree(model_root / "other", path)
+    read, count = SafetensorsFile.check_whole, iter(range(100))
 
-    def failing(handle, path, piece):
+    def cut(file, name):
         if next(count) == 2:
-            raise CheckpointError(f"{path} does not yield {piece.name}", field="model")
-        return read(handle, path, piece)
+            os.truncate(file.path, 4096)
+        read(file, name)
 
     before = checksums(driver)
-    monkeypatch.setattr(loader, "_read", failing)
-    with pytest.raises(CheckpointError, match="does not yield"):
-        reload(driver, "other")
+    monkeypatch.setattr(SafetensorsFile, "check_whole", cut)
+    with pytest.raises(CheckpointError, match="is truncated: it ends within"):
+        reload(driver, "cut")
     report = driver.worker.describe().weights()
     assert report.state == "dirty"
     assert "CheckpointError in reload_weights" in report.cause

@@ -40,7 +40,7 @@ class WorkerDriver:
     # Start-up.
 
     def init_device(self, **parallel):
-        rendezvous = config.Rendezvous(link=1, host="none", port=1, rank=0, local_world_size=2)
+        rendezvous = config.Rendezvous(link=1, place=None, rank=0, local_world_size=2)
         return self.worker.init_device(
             lifecycle.InitDevice(
                 **self.ids(),

@@ -1,0 +1,134 @@
+"""Listening TCP sockets that gloo opened in this process: found, and closed to everybody by a
+packet filter, since gloo itself neither closes them nor asks who connects. Also the filter itself,
+for other listening sockets.
+
+It is classic BPF, which needs no privilege (socket(7), SO_ATTACH_FILTER). It drops what comes for
+the listening socket; connections that were accepted before are sockets of their own.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import resource
+import socket
+import stat
+import struct
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from rpc_schema.borrowed_sockets import borrowed
+
+Instruction: TypeAlias = tuple[int, int, int, int]
+"""linux/filter.h, struct sock_filter: code, jt, jf, k."""
+
+RETURN: Final = 0x06
+NOBODY: Final[tuple[Instruction, ...]] = ((RETURN, 0, 0, 0),)
+"""The filter that drops everything."""
+MAX_STRAYS: Final = 1024
+"""Descriptors that a meeting may take in all before it is shut."""
+
+_SO_ATTACH_FILTER: Final = 26
+_INSTRUCTION: Final = struct.Struct("HBBI")
+_FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
+_LOOK_S: Final = 0.005
+_DESCRIPTORS: Final = Path("/proc/self/fd")
+
+_LOG = logging.getLogger(__name__)
+
+Listeners: TypeAlias = frozenset[tuple[int, int]]
+"""(file descriptor, inode) of each."""
+
+
+def attach_filter(listener: socket.socket, instructions: Sequence[Instruction]) -> None:
+    """Replace the socket's packet filter, at once. Raises OSError."""
+    code = b"".join(_INSTRUCTION.pack(*instruction) for instruction in instructions)
+    memory = ctypes.create_string_buffer(code)
+    filter_ = struct.pack("HP", len(instructions), ctypes.addressof(memory))
+    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_)
+
+
+def inheritable_listeners() -> Listeners:
+    """Return the listening TCP sockets that a child process would inherit: those of gloo. Python
+    and libzmq make theirs close-on-exec, gloo does not."""
+    found = set()
+    for descriptor in _descriptors():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.get_inheritable(descriptor) and _is_listener(descriptor):
+                found.add((descriptor, os.fstat(descriptor).st_ino))
+    return frozenset(found)
+
+
+def shut(listeners: Listeners) -> None:
+    """Let nobody connect to these any more. Those that are closed already are left out."""
+    for descriptor, inode in listeners:
+        with contextlib.suppress(OSError):
+            if os.fstat(descriptor).st_ino == inode:
+                with borrowed(descriptor) as listener:
+                    attach_filter(listener, NOBODY)
+
+
+def _descriptors() -> list[int]:
+    return [int(entry.name) for entry in _DESCRIPTORS.iterdir()]
+
+
+def _is_listener(descriptor: int) -> bool:
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        return False
+    with borrowed(descriptor) as listener:
+        return listener.family in _FAMILIES and bool(
+            listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        )
+
+
+class ListenerWatch:
+    """A context in which gloo connects the members of its groups: at its end the listeners that it
+    opened are shut. gloo aborts the process when it runs out of descriptors, and keeps one for each
+    connection that strangers open: so they are shut before that too, and the meeting fails."""
+
+    def __init__(self, max_strays: int = MAX_STRAYS) -> None:
+        self.is_flooded = False
+        self._max_strays = max_strays
+        self._before: Listeners = frozenset()
+        self._highest = 0
+        self._over = threading.Event()
+        self._watch = threading.Thread(target=self._look, name="listener-watch", daemon=True)
+
+    def __enter__(self) -> "ListenerWatch":
+        self._before = inheritable_listeners()
+        used, (limit, _) = len(_descriptors()), resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._highest = used + min(self._max_strays, (limit - used) // 2)
+        self._watch.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._over.set()
+        self._watch.join()
+        if not self._shut() and kind is None:
+            _LOG.error("gloo's listening sockets were not found, and stay open to everybody")
+
+    def _look(self) -> None:
+        while not self._over.wait(_LOOK_S):
+            if _next_descriptor() > self._highest:
+                self._shut()
+                self.is_flooded = True
+                return
+
+    def _shut(self) -> bool:
+        """Shut the listeners that gloo has opened; tell whether there are any."""
+        opened = inheritable_listeners() - self._before
+        shut(opened)
+        return bool(opened)
+
+
+def _next_descriptor() -> int:
+    """The lowest number that is free: how many are in use, for the price of two system calls."""
+    try:
+        descriptor = os.open(os.devnull, os.O_RDONLY)
+    except OSError:  # none is free
+        return sys.maxsize
+    os.close(descriptor)
+    return descriptor

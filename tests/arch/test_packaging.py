@@ -1,0 +1,63 @@
+"""What is installed: the wheel's files and metadata, and the versions that it claims."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email import message_from_string
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PACKAGES = ("client", "rpc_schema", "worker_daemon")
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The names in a wheel that was built from a copy of the sources, and its metadata."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in (*PACKAGES, "examples"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-c", BUILD, str(source)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    with zipfile.ZipFile(next(source.glob("*.whl"))) as archive:
+        names = archive.namelist()
+        (metadata,) = (name for name in names if name.endswith("/METADATA"))
+        return names, message_from_string(archive.read(metadata).decode())
+
+
+def test_wheel_has_types_data_and_licence(wheel: tuple[list[str], Message]):
+    names, _ = wheel
+    tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert tops == set(PACKAGES)
+    assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    for path in (ROOT / "worker_daemon" / "kernels" / "tuned").iterdir():
+        assert path.relative_to(ROOT).as_posix() in names
+
+
+def test_metadata_names_licence_and_no_address(wheel: tuple[list[str], Message]):
+    _, metadata = wheel
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert not {"Author", "Author-email", "Home-page", "Project-URL"} & set(metadata.keys())
+
+
+def test_claimed_versions_are_those_of_the_matrix():
+    """So that no classifier names what nobody can test."""
+    matrix = (ROOT / ".ci" / "matrix").read_text()
+    (pythons,) = re.findall(r"^PYTHONS=\$\{PYTHONS:-(.*)\}$", matrix, re.MULTILINE)
+    (torches,) = re.findall(r"^TORCHES=\$\{TORCHES:-(.*)\}$", matrix, re.MULTILINE)
+    python = "Programming Language :: Python :: "
+    claimed = [name.removeprefix(python) for name in PROJECT["classifiers"] if python in name]
+    assert claimed == ["3", *pythons.split()]
+    assert PROJECT["requires-python"] == f">={claimed[1]}"
+    (oldest,) = re.findall(r"^torch>=(.*)$", "\n".join(PROJECT["dependencies"]), re.MULTILINE)
+    assert torches.split() == [f"{oldest}.0", "newest"]

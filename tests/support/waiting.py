@@ -1,0 +1,12 @@
+"""Waits for what a test expects, instead of sleeping."""
+
+import time
+from collections.abc import Callable
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
+    """Poll until condition() returns a true value; fail with `what` when it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)

@@ -1,0 +1,406 @@
+"""Steps that a scheduler must not send: one field of a valid step is given a hostile value. Each is
+refused by name, and costs nobody anything: requests that run go on with the right tokens."""
+
+import math
+import time
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from client.errors import InvalidSchedulerOutput, RequestError
+from client.requests import GenerationRequest
+from client.scheduler import Scheduler, SchedulerLimits
+from client.scheduler_output import NewRequest, SchedulerOutput
+from client.slots import SlotTable
+from client.step_checks import GroupLimits
+from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
+from tests.support.fake_daemon import VOCAB_SIZE, next_token
+from tests.unit.client.conftest import worker_config
+
+SURROGATE = "\ud800"
+PROMPT = (5, 6, 7)
+HOSTILE = {
+    "req_id": ["", "x" * 257, SURROGATE, None, 7, b"x", "runs"],
+    "token_ids": [
+        np.array([1, 2, 2**32 + 3], np.int64),
+        np.array([1, 2, -1], np.int64),
+        np.array([1, 2, 3.7]),
+        np.array([1, 2, VOCAB_SIZE], np.int32),
+        np.array([[1], [2], [3]], np.int32),
+        np.array([True, False, True]),
+        [1, 2, 2**70],
+        [1, 2, None],
+        ["1", "2", "3"],
+        np.zeros(0, np.int32),
+        np.zeros(513, np.int32),
+        None,
+        7,
+    ],
+    "num_prompt_tokens": [0, -1, 4, 2**70, 1.5, None, "3", np.int64(3)],
+    "num_computed_tokens": [-1, 3, 2**70, 0.5, None],
+    "block_ids": [
+        [2**31],
+        [2**70],
+        [-5],
+        [0],
+        [8192],
+        [1.5],
+        [None],
+        None,
+        5,
+        "12",
+        [[9]],
+        [9, 9],
+        [1],
+        np.array([9.0]),
+        np.array(9),
+        np.array([[9]]),
+        b"\x09",
+        {9},
+        {9: 1},
+    ],
+    "note": [b"x" * 1025, "text", None],
+    "sampling": [None, {"temperature": 0.0}],
+    "temperature": [-1.0, math.nan, math.inf, 1e7, 1e-9, "hot", None, np.float32(1.0)],
+    "top_k": [-1, 2**31, 1.5, None],
+    "top_p": [0.0, 7.0, math.nan, -1.0],
+    "min_p": [-0.1, 1.1, math.nan],
+    "seed": [-1, 2**63, 2**64, 1.5, None, True],
+    "min_tokens": [-1, 2**31],
+    "logprobs": [-1, 21, 500, 1.5],
+    "stop_token_ids": [
+        (-1,),
+        (VOCAB_SIZE,),
+        (2**31,),
+        (1.0,),
+        (None,),
+        tuple(range(MAX_STOP_TOKEN_IDS + 1)),
+        None,
+        "12",
+    ],
+    "count": [0, -1, 4, 1.5, 2**70, None, "1", True],
+}
+CASES = [(field, value) for field, values in HOSTILE.items() for value in values]
+WHOLE = [
+    {"num_scheduled_tokens": {"nobody": 1}},
+    {"num_scheduled_tokens": {7: 1}},
+    {"num_scheduled_tokens": [("runs", 1)]},
+    {"decode_req_ids": ("runs", "runs")},
+    {"decode_req_ids": (["runs"],)},
+    {"decode_req_ids": ["runs"]},
+    {"finished_req_ids": "runs"},
+    {"finished_req_ids": [["runs"]]},
+    {"finished_req_ids": 3},
+    {"finished_req_ids": ["runs"], "decode_req_ids": ("runs",)},
+    {"new_block_ids": {"nobody": [9]}},
+    {"new_block_ids": {"runs": [2]}, "decode_req_ids": ("runs",)},
+    {"new_block_ids": {"runs": [9.5]}, "decode_req_ids": ("runs",)},
+    {"new_block_ids": [9], "decode_req_ids": ("runs",)},
+    {"new_block_ids": {"runs": [9, 9]}, "decode_req_ids": ("runs",)},
+    {"new_block_ids": {"runs": [2**31]}, "decode_req_ids": ("runs",)},
+    {"scheduled_new_reqs": ["runs"]},
+    {"scheduled_new_reqs": None},
+    {"defer_sampling": 1, "decode_req_ids": ("runs",)},
+]
+
+
+def new_request(req_id="new", block_ids=(9,), **fields):
+    sampling = SamplingParams(temperature=0.5, seed=3)
+    tokens = np.array(PROMPT, np.int32)
+    return replace(NewRequest(req_id, tokens, len(tokens), 0, list(block_ids), sampling), **fields)
+
+
+def hostile(field, value):
+    """A step in which the request "new" has that value."""
+    request, count = new_request(), len(PROMPT)
+    if field == "count":
+        count = value
+    elif field in SamplingParams.__struct_fields__:
+        sampling = msgspec.structs.replace(request.sampling, **{field: value})
+        request = replace(request, sampling=sampling)
+    else:
+        request = replace(request, **{field: value})
+    return SchedulerOutput({request.req_id: count}, scheduled_new_reqs=[request])
+
+
+class Running:
+    """A group with a request that decodes for ever."""
+
+    def __init__(self, group):
+        self.group = group
+        self.tokens = list(PROMPT)
+        self.blocks = 1
+        self.req_ids = ("runs",)
+        request = new_request("runs", [1], sampling=SamplingParams())
+        step = SchedulerOutput({"runs": len(PROMPT)}, scheduled_new_reqs=[request])
+        group.execute_model(step).result()
+        self.tokens.append(next_token(self.tokens))
+
+    def go_on(self):
+        """One more token, which is the right one."""
+        more = {}
+        if len(self.tokens) > 4 * self.blocks:
+            self.blocks += 1
+            more = {"runs": [99 + self.blocks]}
+        step = SchedulerOutput(decode_req_ids=self.req_ids, new_block_ids=more)
+        self.tokens.append(next_token(self.tokens))
+        assert self.group.execute_model(step).result().sampled == {"runs": self.tokens[-1]}
+
+
+@pytest.fixture
+def running(fakes, connect):
+    group = connect(fakes(1))
+    group.attach()
+    group.prepare(worker_config(max_num_seqs=4))
+    request = new_request("other", [2, 3], sampling=SamplingParams())
+    group.execute_model(SchedulerOutput({"other": 1}, scheduled_new_reqs=[request])).result()
+    return Running(group)
+
+
+def test_hostile_value_is_refused_by_name_and_costs_nobody_anything(running):
+    for field, value in CASES:
+        with pytest.raises(InvalidSchedulerOutput) as refused:
+            running.group.execute_model(hostile(field, value))
+        wanted = value if field == "req_id" else "new"
+        assert refused.value.req_id == wanted, (field, value)
+        whose = "num_scheduled_tokens" if field == "count" else field
+        assert whose in refused.value.field or refused.value.field == "scheduled_new_reqs"
+        assert refused.value.fix in str(refused.value)
+        str(refused.value).encode()
+        assert set(running.group.slots.req_ids) == {"other", "runs"}
+    running.go_on()
+    for fields in WHOLE:
+        with pytest.raises(InvalidSchedulerOutput) as refused:
+            running.group.execute_model(SchedulerOutput(**fields))
+        assert refused.value.field
+        assert refused.value.fix
+    for _ in range(6):
+        running.go_on()
+
+
+KINDS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**80), 2**80),
+    st.floats(),
+    st.text(max_size=3),
+    st.binary(max_size=3),
+    st.lists(st.one_of(st.none(), st.floats(), st.integers(-(2**40), 2**40)), max_size=3),
+)
+
+
+@settings(max_examples=100, deadline=None, database=None)
+@given(field=st.sampled_from(sorted(HOSTILE)), value=KINDS)
+@example(field="block_ids", value=[2])
+def test_any_value_is_taken_or_refused_with_nothing_changed(field, value):
+    table = SlotTable(4, GroupLimits(64, 512, VOCAB_SIZE, 64, 4))
+    request = new_request("runs", [1])
+    table.encode(SchedulerOutput({"runs": 3}, scheduled_new_reqs=[request]), epoch=1, link=1, seq=1)
+    before = table_state(table)
+    try:
+        step = hostile(field, value)
+    except TypeError:  # no such value can even be put into a request
+        return
+    try:
+        table.encode(step, epoch=1, link=1, seq=2)
+    except InvalidSchedulerOutput as refused:
+        str(refused).encode()
+        assert table_state(table) == before
+    good = SchedulerOutput(
+        decode_req_ids=("runs",),
+        new_block_ids={"runs": [2]},
+        finished_req_ids=["new"],  # which may have been given block 2
+    )
+    table.encode(good, epoch=1, link=1, seq=3)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "req_id"),
+    [
+        (np.array([1, 2]), None),
+        (np.zeros(0), None),
+        ([9], None),
+        ({"runs": np.array(9)}, "runs"),
+        ({"runs": b"\x09"}, "runs"),
+        ({"runs": {9}}, "runs"),
+        ({"runs": np.array([9.0])}, "runs"),
+    ],
+)
+def test_blocks_of_another_kind_are_refused_while_the_same_requests_decode(blocks, req_id):
+    table, pair = limited(), ("runs", "other")
+    admit(table, "runs", [1, 2])
+    admit(table, "other", [3, 4])
+    table.encode(SchedulerOutput(decode_req_ids=pair), epoch=1, link=1, seq=2)
+    before = table_state(table)
+    with pytest.raises(InvalidSchedulerOutput, match="fix: give") as refused:
+        step = SchedulerOutput(decode_req_ids=pair, new_block_ids=blocks)
+        table.encode(step, epoch=1, link=1, seq=3)
+    assert (refused.value.req_id or None) == req_id
+    assert table_state(table) == before
+    good = SchedulerOutput(decode_req_ids=pair, new_block_ids={"runs": np.array([9]), "other": [7]})
+    table.encode(good, epoch=1, link=1, seq=3)
+
+
+def test_request_that_ends_begins_and_decodes_in_one_step_is_named():
+    table, pair = limited(), ("runs", "other")
+    admit(table, "other", [3, 4])
+    admit(table, "runs", [1, 2])
+    again = SchedulerOutput(
+        decode_req_ids=pair,
+        scheduled_new_reqs=[new_request("runs", [5])],
+        finished_req_ids=["runs"],
+    )
+    with pytest.raises(InvalidSchedulerOutput, match="scheduled in the same step") as refused:
+        table.encode(again, epoch=1, link=1, seq=3)
+    assert refused.value.req_id == "runs"
+
+
+def table_state(table):
+    """Everything that later steps are judged by."""
+    names = sorted(table.req_ids)
+    return names, [table.slot_of(name) for name in names], table._resync_rows(())
+
+
+def limited(num_blocks=64, block_size=4):
+    return SlotTable(8, GroupLimits(256, 512, VOCAB_SIZE, num_blocks, block_size))
+
+
+def admit(table, req_id, block_ids, num_computed=0, num_tokens=6, seq=1, **fields):
+    request = NewRequest(
+        req_id,
+        np.arange(num_tokens, dtype=np.int32),
+        num_tokens,
+        num_computed,
+        block_ids,
+        SamplingParams(),
+    )
+    output = SchedulerOutput(
+        {req_id: num_tokens - num_computed}, scheduled_new_reqs=[request], **fields
+    )
+    return table.encode(output, epoch=1, link=1, seq=seq)
+
+
+def test_two_requests_never_write_to_one_block():
+    table = limited()
+    admit(table, "a", [1, 2])
+    with pytest.raises(InvalidSchedulerOutput, match="request 'a' writes to it") as refused:
+        admit(table, "b", [3, 2])
+    assert (refused.value.req_id, refused.value.value) == ("b", 2)
+    admit(table, "b", [3, 4])
+    pair = ("a", "b")
+    for blocks in ({"a": [4]}, {"a": [5], "b": [5]}, {"a": [1]}):
+        with pytest.raises(InvalidSchedulerOutput, match="writes to it"):
+            table.encode(SchedulerOutput({}, pair, (), blocks), epoch=1, link=1, seq=2)
+    table.encode(SchedulerOutput({}, pair, (), {"a": [5], "b": [6]}), epoch=1, link=1, seq=2)
+    # In the step in which its owner finishes a block may go to another.
+    admit(table, "c", [5, 1], finished_req_ids=["a"])
+    with pytest.raises(InvalidSchedulerOutput, match="request 'c' writes to it"):
+        admit(table, "d", [7, 5])
+    admit(table, "d", [7, 2])
+
+
+def test_blocks_that_others_read_are_not_written_to():
+    table = limited()
+    admit(table, "a", [1, 2])
+    admit(table, "b", [1, 3], num_computed=4)  # shares the full block 1
+    table.encode(SchedulerOutput(finished_req_ids=["a"]), epoch=1, link=1, seq=3)
+    with pytest.raises(InvalidSchedulerOutput, match="others read it") as refused:
+        admit(table, "c", [1, 4])
+    assert refused.value.value == 1
+    admit(table, "c", [1, 4], num_computed=4)
+    table.encode(SchedulerOutput(finished_req_ids=["b"]), epoch=1, link=1, seq=4)
+    with pytest.raises(InvalidSchedulerOutput, match="others read it"):
+        admit(table, "d", [1, 5])
+    admit(table, "d", [1, 5], finished_req_ids=["c"])
+    with pytest.raises(InvalidSchedulerOutput, match="each block once"):
+        admit(table, "e", [7, 7, 8], num_computed=8, num_tokens=9)
+    # The block that is being filled in this step is read by nobody in it.
+    twice = [
+        NewRequest("e", np.arange(6, dtype=np.int32), 6, 0, [9, 10], SamplingParams()),
+        NewRequest("f", np.arange(6, dtype=np.int32), 6, 4, [9, 11], SamplingParams()),
+    ]
+    step = SchedulerOutput({"e": 6, "f": 2}, scheduled_new_reqs=twice)
+    with pytest.raises(InvalidSchedulerOutput, match="that are full"):
+        table.encode(step, epoch=1, link=1, seq=5)
+
+
+def behind_a_prefix(prefix, count=1024, own=64):
+    """A step that admits requests which begin with these blocks, and write to others."""
+    num_computed = 4 * len(prefix)
+    new, first = [], 100
+    for index in range(count):
+        blocks = [*prefix, *range(first, first + own)]
+        tokens = np.zeros(num_computed + 1, np.int32)
+        params = SamplingParams()
+        new.append(NewRequest(f"n{index}", tokens, len(tokens), num_computed, blocks, params))
+        first += own
+    return SchedulerOutput({request.req_id: 1 for request in new}, scheduled_new_reqs=new)
+
+
+def test_check_of_shared_blocks_does_not_grow_with_the_requests_that_share_them():
+    """It took more than 100 times as long where each is compared with every block of the step."""
+    steps = [behind_a_prefix([]), behind_a_prefix(list(range(1, 61)))]
+    seconds = [[], []]
+    for _ in range(3):
+        for step, durations in zip(steps, seconds, strict=True):
+            table = SlotTable(1024, GroupLimits(num_blocks=1 << 17, block_size=4))
+            began = time.perf_counter()
+            table.encode(step, epoch=1, link=1, seq=1)
+            durations.append(time.perf_counter() - began)
+    assert min(seconds[1]) < 8 * min(seconds[0])
+
+
+def test_blocks_are_free_again_after_a_failure_and_after_many_admissions(monkeypatch):
+    monkeypatch.setattr("client.block_holders.NUM_SERIALS", 5)
+    table = limited(num_blocks=8)
+    admit(table, "stays", [1, 2])
+    for number in range(40):
+        admit(table, "reader", [1, 3], num_computed=4)
+        with pytest.raises(InvalidSchedulerOutput, match="request 'stays' writes to it"):
+            admit(table, f"n{number}", [2, 4])
+        admit(table, f"n{number}", [4, 5])
+        with pytest.raises(InvalidSchedulerOutput, match=f"request 'n{number}' writes to it"):
+            admit(table, "more", [6, 5])
+        gone = SchedulerOutput(finished_req_ids=["reader", f"n{number}"])
+        if number % 2:
+            table.fail([SchedulerOutput({f"n{number}": 1, "reader": 1})])
+        else:
+            table.encode(gone, epoch=1, link=1, seq=2)
+    table.drop_all()
+    admit(table, "last", [1, 2])
+
+
+def stopping(req_id, num_stop_ids, num_tokens=3):
+    stop_ids = tuple(range(2**30, 2**30 + num_stop_ids))
+    prompt = np.arange(num_tokens, dtype=np.int32)
+    return GenerationRequest(req_id, prompt, 4, stop_token_ids=stop_ids)
+
+
+def test_admissions_that_outgrow_a_message_are_split_over_steps():
+    size = SchedulerLimits(8, 1 << 21, 600_000, 1 << 22, 1, enable_prefix_caching=False)
+    scheduler = Scheduler(size)
+    for name in "abcd":
+        scheduler.add_request(stopping(name, MAX_STOP_TOKEN_IDS, num_tokens=500_000))
+    table = SlotTable(8, GroupLimits(1 << 21, 600_000, 2**31, 1 << 22, 1))
+    for seq, name in enumerate("abcd"):
+        step = scheduler.schedule()
+        assert [request.req_id for request in step.scheduled_new_reqs] == [name]
+        table.encode(step, epoch=1, link=1, seq=1 + seq)
+
+
+def test_request_that_fits_into_no_step_is_refused_alone():
+    scheduler = Scheduler(SchedulerLimits(8, 1 << 20, 4_000_000, 1 << 22, 1))
+    scheduler.add_request(stopping("good", MAX_STOP_TOKEN_IDS))
+    with pytest.raises(RequestError) as refused:
+        scheduler.add_request(stopping("many", MAX_STOP_TOKEN_IDS + 1))
+    assert refused.value.field == "stop_token_ids"
+    with pytest.raises(RequestError) as refused:
+        scheduler.add_request(stopping("long", 1, num_tokens=1_000_000))
+    assert refused.value.field == "prompt_token_ids"
+    table = SlotTable(8)
+    table.encode(scheduler.schedule(), epoch=1, link=1, seq=1)
+    assert table.req_ids == ["good"]

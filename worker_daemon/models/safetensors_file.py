@@ -1,0 +1,243 @@
+"""A safetensors file, open for reading: its header, checked in full before anything is read of the
+tensors, and their bytes. Knows no model and no parameter.
+
+The format: eight bytes with the length of the header (little-endian), the header (a JSON object:
+name -> dtype, shape, data_offsets; `__metadata__` is for people), then the tensors' bytes without
+gaps, at offsets that count from there.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from worker_daemon.models.row_reader import read_rows
+from worker_daemon.regular_file import RegularFile, TruncatedError
+
+FLOAT_DTYPES: Final = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+    }
+)
+"""Those that are loaded, by the format's words."""
+_OTHER_SIZES: Final = MappingProxyType(
+    {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8}
+)
+"""Bytes of an element of some that are not; of further ones the size is not checked."""
+_LENGTH_BYTES: Final = 8
+_MAX_HEADER_BYTES: Final = 16 << 20
+_MAX_ENTRIES: Final = 1 << 16
+"""Of the header, and of its metadata."""
+_MAX_VALUES: Final = 16 * _MAX_ENTRIES
+"""Of the header's JSON, by its brackets and commas: a tensor of eight dimensions has 14. Counted
+before the text is parsed, which holds the interpreter's lock."""
+_METADATA: Final = "__metadata__"
+_MAX_NAME_CHARS: Final = 4096
+_BLOCK_BYTES: Final = 1 << 20
+"""What is converted at a time: it stays in the processor's cache."""
+
+
+class MalformedError(Exception):
+    """It is no safetensors file, or not a whole one."""
+
+
+class Entry(NamedTuple):
+    """A tensor in the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    """From the start of the file."""
+    end: int
+
+
+class SafetensorsFile:
+    """Owns the open file until close()."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file and check its header against its size.
+
+        Raises:
+            OSError: it cannot be read, or is no regular file.
+            MalformedError: it is truncated or no safetensors file.
+        """
+        self.path = path
+        self._file = RegularFile(path)
+        try:
+            self.entries = _read_entries(self._file)
+        except TruncatedError as error:
+            self.close()
+            raise MalformedError("it ends within its header") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "SafetensorsFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def check_whole(self, name: str) -> None:
+        """Raise TruncatedError if the file does not reach to a tensor's end any more."""
+        self._file.check_reaches(self.entries[name].end)
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor on the CPU. Raises as read_into()."""
+        entry = self.entries[name]
+        values = torch.empty(entry.shape, dtype=FLOAT_DTYPES[entry.dtype])
+        self.read_into(name, tuple(slice(0, size) for size in entry.shape), values)
+        return values
+
+    def read_into(self, name: str, region: tuple[slice, ...], target: Tensor) -> None:
+        """Fill a target on the CPU with a region of a tensor (slices with explicit bounds) of its
+        shape, converted to its dtype.
+
+        Raises:
+            OSError: the file cannot be read. After either the target is neither old nor new.
+            TruncatedError: the file has become shorter.
+        """
+        entry = self.entries[name]
+        dtype = FLOAT_DTYPES[entry.dtype]
+        rows = row_span(entry.shape, region, dtype.itemsize)
+        start = entry.begin + rows.offset
+        if not target.numel():
+            return
+        if target.dtype == dtype and target.is_contiguous():
+            read_rows(self._file, start, rows.width, rows.stride, _bytes_of(target))
+            return
+        matrix = target.unsqueeze(0) if target.dim() == 0 else target
+        at_once = max(1, _BLOCK_BYTES // rows.width)
+        block = torch.empty((at_once, *matrix.shape[1:]), dtype=dtype)
+        for first in range(0, len(matrix), at_once):
+            part = block[: len(matrix) - first]
+            offset = start + first * rows.stride
+            read_rows(self._file, offset, rows.width, rows.stride, _bytes_of(part))
+            matrix[first : first + at_once].copy_(part)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    flat: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return flat
+
+
+class RowSpan(NamedTuple):
+    """Where the rows of a region lie in a tensor's bytes."""
+
+    offset: int
+    """Of the first row."""
+    width: int
+    stride: int
+
+
+def row_span(shape: tuple[int, ...], region: tuple[slice, ...], itemsize: int) -> RowSpan:
+    """Return the rows of a region of a tensor in row-major order; a vector is rows of one element,
+    and dimensions beyond the second are taken whole."""
+    if not region:
+        return RowSpan(0, itemsize, itemsize)
+    stride = math.prod(shape[1:]) * itemsize
+    column_bytes = math.prod(shape[2:]) * itemsize
+    columns = region[1] if len(region) > 1 else slice(0, 1)
+    return RowSpan(
+        offset=region[0].start * stride + columns.start * column_bytes,
+        width=(columns.stop - columns.start) * column_bytes,
+        stride=stride,
+    )
+
+
+def _read_entries(file: RegularFile) -> dict[str, Entry]:
+    length = bytearray(_LENGTH_BYTES)
+    file.read(0, memoryview(length))
+    num_bytes = int.from_bytes(length, "little")
+    base = _LENGTH_BYTES + num_bytes
+    if num_bytes > _MAX_HEADER_BYTES or base > file.num_bytes:
+        raise MalformedError(f"its header would have {num_bytes} bytes")
+    text = bytearray(num_bytes)
+    file.read(_LENGTH_BYTES, memoryview(text))
+    header = _parse(text)
+    _check_metadata(header.pop(_METADATA, None))
+    _check_number(header)
+    entries = {name: _entry(name, value, base) for name, value in header.items()}
+    _check_layout(entries.values(), base, file.num_bytes)
+    return entries
+
+
+def _parse(text: bytearray) -> dict[str, object]:
+    if sum(text.count(sign) for sign in b"[{,") > _MAX_VALUES:
+        raise MalformedError(f"its header has more than {_MAX_VALUES} values")
+    try:
+        header = json.loads(text.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise MalformedError(f"its header is no JSON object ({error})") from error
+    if not isinstance(header, dict):
+        raise MalformedError("its header is no JSON object")
+    return header
+
+
+def _check_metadata(metadata: object) -> None:
+    """Raise MalformedError unless it maps names to texts, or is null."""
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict) or not all(type(text) is str for text in metadata.values()):
+        raise MalformedError(f"its {_METADATA} maps names to something other than texts")
+    _check_number(metadata)
+
+
+def _check_number(entries: dict[str, object]) -> None:
+    if len(entries) > _MAX_ENTRIES:
+        raise MalformedError(f"its header has more than {_MAX_ENTRIES} entries")
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a name comes twice")
+    return values
+
+
+def _entry(name: str, value: object, base: int) -> Entry:
+    shown = repr(name[:80])
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise MalformedError(f"its header does not describe {shown}")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or not _are_sizes(shape) or not _are_sizes(offsets):
+        raise MalformedError(f"its header has a wrong dtype, shape or offset of {shown}")
+    if len(offsets) != 2 or len(name) > _MAX_NAME_CHARS:
+        raise MalformedError(f"its header has wrong offsets of {shown}, or a name too long")
+    begin, end = offsets
+    known = FLOAT_DTYPES[dtype].itemsize if dtype in FLOAT_DTYPES else _OTHER_SIZES.get(dtype)
+    if known is not None and math.prod(shape) * known != end - begin:
+        raise MalformedError(f"{shown} has {end - begin} bytes, not those of its shape")
+    return Entry(dtype, tuple(shape), base + begin, base + end)
+
+
+def _are_sizes(values: object) -> bool:
+    """A list of up to eight integers that a file's size could be."""
+    return (
+        isinstance(values, list)
+        and len(values) <= 8
+        and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+    )
+
+
+def _check_layout(entries: Iterable[Entry], base: int, num_bytes: int) -> None:
+    """Raise MalformedError unless the tensors follow each other without gaps, to the file's end."""
+    at = base
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != at or entry.end < entry.begin:
+            raise MalformedError("its tensors overlap, or leave a gap")
+        at = entry.end
+    if at != num_bytes:
+        raise MalformedError(f"it has {num_bytes} bytes, and should have {at}")

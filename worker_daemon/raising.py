@@ -1,0 +1,50 @@
+"""Raises an error of ours in place of another, without a reference cycle. A cycle keeps every frame
+of the failure and what their locals hold (works, groups, tensors) until the garbage collector runs,
+on any thread. Hence a class where a generator would do: from Python 3.12 on, a @contextmanager that
+raises another exception leaves a cycle, through its generator's frame."""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import NoReturn
+
+
+class Translation:
+    """A context that replaces exceptions. May be used once."""
+
+    def __init__(
+        self,
+        kinds: tuple[type[Exception], ...],
+        translate: Callable[[Exception], Exception | None],
+    ) -> None:
+        """translate: returns what is raised from one of those kinds; None lets it pass."""
+        self._kinds = kinds
+        self._translate = translate
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not isinstance(error, self._kinds):
+            return
+        ours = self._translate(error)
+        if ours is not None:
+            try:
+                raise ours from error
+            finally:
+                del ours  # this frame is in its traceback
+
+
+def raise_caused(failure: Exception, cause: Exception) -> NoReturn:
+    """Raise the failure from its cause, or as it is where both are the same exception: one that is
+    its own cause would be a reference cycle as well."""
+    try:
+        if failure is cause:
+            raise failure
+        raise failure from cause
+    finally:
+        del failure, cause  # this frame is in their traceback

@@ -1,0 +1,93 @@
+"""Reads files that somebody else may have made, or changes meanwhile: regular ones alone, by
+position, never through a memory map (a file that shrinks under one ends the process by SIGBUS).
+Knows no format."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+MAX_TEXT_BYTES: Final = 16 << 20
+"""Of config.json and everything else that is read whole."""
+
+
+class TruncatedError(Exception):
+    """A file ends before a region that it should hold."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path} ends early")
+        self.path = path
+
+
+class RegularFile:
+    """One open file. Several threads may read it at a time; close() is for the one that opened
+    it."""
+
+    def __init__(self, path: Path) -> None:
+        """Open it. Never waits, as for the other end of a FIFO.
+
+        Raises:
+            OSError: it cannot be opened, or is no regular file (EINVAL, also for a path that holds
+                a null character).
+        """
+        self.path = path
+        if "\0" in str(path):
+            raise OSError(errno.EINVAL, "its name holds a null character")
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+        self._fd = os.open(path, flags)
+        facts = os.fstat(self._fd)
+        self.num_bytes = facts.st_size
+        if not stat.S_ISREG(facts.st_mode):
+            self.close()
+            raise OSError(errno.EINVAL, "it is no regular file")
+
+    def __enter__(self) -> "RegularFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def check_reaches(self, end: int) -> None:
+        """Raise TruncatedError if the file is now shorter than that."""
+        if os.fstat(self._fd).st_size < end:
+            raise TruncatedError(self.path)
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from offset on.
+
+        Raises:
+            OSError: they cannot be read.
+            TruncatedError: the file ends before.
+        """
+        done = 0
+        while done < len(into):
+            count = os.preadv(self._fd, [into[done:]], offset + done)
+            if count == 0:
+                raise TruncatedError(self.path)
+            done += count
+
+
+def is_plain_name(name: str, suffixes: tuple[str, ...]) -> bool:
+    """Tell whether a name that a file gave us is one of a file beside it, with such an ending."""
+    return name.isprintable() and Path(name).name == name and name.endswith(suffixes)
+
+
+def read_whole(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """Return the content of a small regular file.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger than that (EFBIG).
+    """
+    with RegularFile(path) as file:
+        if file.num_bytes > max_bytes:
+            raise OSError(errno.EFBIG, f"it has {file.num_bytes} bytes, more than {max_bytes}")
+        content = bytearray(file.num_bytes)
+        try:
+            file.read(0, memoryview(content))
+        except TruncatedError:
+            raise OSError(errno.EIO, "it shrank while it was read") from None
+        return bytes(content)

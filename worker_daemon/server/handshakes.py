@@ -1,0 +1,212 @@
+"""Handshakes at one tcp socket that are not finished: how many there may be, and how much each may
+send. A connection over a bound is shut down. Belongs to the door thread; knows no key.
+
+libzmq bounds the frames of a handshake only by ZMQ_MAXMSGSIZE, which has to be that of the largest
+message, and says of no connection when its handshake ended. TCP_INFO says how much went each way:
+without an authorized key a peer is sent a greeting, WELCOME and an error, and no more.
+"""
+
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, TypeAlias
+
+from rpc_schema.borrowed_sockets import borrowed
+
+MAX_STRANGERS: Final = 8
+"""Unfinished handshakes of strangers at a socket."""
+MAX_FRIENDS: Final = 64
+"""And of addresses from which an authorized key has come."""
+MAX_HANDSHAKE_BYTES: Final = 4096
+"""A driver's takes about 600 (ZeroMQ RFC 26)."""
+MAX_LISTENER_BYTES: Final = 4096
+"""What a peer of the events socket may send in all: a handshake and some subscriptions."""
+
+LOOK_S: Final = 0.005
+"""How often unfinished handshakes are looked at."""
+LISTENER_LOOK_S: Final = 0.05
+"""And peers of the events socket, once their first subscriptions have had time to come."""
+YOUNG_S: Final = 3.0
+"""For so long after their handshake they are looked at as often as in it."""
+_HAS_WELCOME: Final = 64 + 170
+"""Bytes of greeting and WELCOME: who is sent these knows the daemon's public key."""
+_SENT_INITIATE: Final = 64 + 202 + 259
+"""Greeting, HELLO and the shortest INITIATE: who has sent these may be asked about by its key."""
+_HAS_READY: Final = _HAS_WELCOME + 12 + 1
+"""More than the error, of 12 bytes, that a refused key is sent; READY has at least 60."""
+_TRAFFIC: Final = struct.Struct("=120xQQ")
+"""tcpi_bytes_acked and tcpi_bytes_received in struct tcp_info (Linux 4.2)."""
+
+PeerName: TypeAlias = tuple[str, int]
+"""Address and port."""
+
+
+class Traffic(NamedTuple):
+    """Bytes that a connection has carried."""
+
+    sent: int
+    """And acknowledged by the peer."""
+    received: int
+
+
+@dataclass(slots=True)
+class _Connection:
+    name: PeerName
+    keys: set[str] = field(default_factory=set)
+    """Public keys that have come in from its address during its handshake: one of them is its."""
+    young_until: float = 0.0
+
+
+class Handshakes:
+    """Of one listening socket; connections are told apart by their file descriptor."""
+
+    def __init__(
+        self,
+        *,
+        listens: bool = False,
+        is_friend: Callable[[str], bool] = lambda host: False,
+        ban: Callable[[str], None] = lambda key: None,
+        measure: "Callable[[int, PeerName], Traffic | None] | None" = None,
+        hang_up: "Callable[[int, PeerName], None] | None" = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """listens: peers of this socket have nothing to say after their handshake. is_friend tells
+        of an address whether an authorized key has come from there; ban hears of the key of a
+        listener that was shut down."""
+        self._listens = listens
+        self._is_friend = is_friend
+        self._ban = ban
+        self._measure = measure or _traffic
+        self._hang_up = hang_up or _hang_up
+        self._clock = clock
+        self._look_at = self._listeners_at = 0.0
+        self._has_young = False
+        self._unfinished: dict[int, _Connection] = {}
+        """Oldest first."""
+        self._listeners: dict[int, _Connection] = {}
+        self._cut: dict[int, str] = {}
+        """Why, of connections that were shut down and have not ended yet."""
+
+    @property
+    def patience_ms(self) -> int | None:
+        """How long until look() has something to do; None where there are no connections."""
+        if self._unfinished or self._has_young:
+            return int(LOOK_S * 1000)
+        return int(LISTENER_LOOK_S * 1000) if self._listeners else None
+
+    def began(self, descriptor: int, name: PeerName) -> None:
+        """A connection was accepted. Shut another one down if there are too many: the oldest from
+        the address that has the most. That one knows the daemon's public key says nothing, since a
+        recorded HELLO does too; an honest handshake is over long before it is the oldest."""
+        self.ended(descriptor)
+        self._unfinished[descriptor] = _Connection(name)
+        is_friend = self._is_friend(name[0])
+        limit = MAX_FRIENDS if is_friend else MAX_STRANGERS
+        while len(alike := self._alike(is_friend)) > limit:
+            crowds = Counter(connection.name[0] for connection in alike.values())
+            victim = max(alike, key=lambda each: crowds[alike[each].name[0]])  # the first of these
+            self._examine(victim, alike[victim])
+            if victim in self._unfinished:
+                self._cut_off(victim, "too many handshakes are unfinished")
+
+    def _alike(self, is_friend: bool) -> dict[int, _Connection]:
+        """Return the unfinished handshakes of friends, or of strangers, as they are known now."""
+        return {
+            descriptor: connection
+            for descriptor, connection in self._unfinished.items()
+            if self._is_friend(connection.name[0]) == is_friend
+        }
+
+    def came_in(self, host: str, key: str) -> None:
+        """An authorized key was let in from this address: on one of the connections whose handshake
+        is that far."""
+        for descriptor, connection in self._unfinished.items():
+            if connection.name[0] == host:
+                traffic = self._measure(descriptor, connection.name)
+                if traffic is not None and traffic.received >= _SENT_INITIATE:
+                    connection.keys.add(key)
+
+    def look(self) -> None:
+        """Take notice of handshakes that are finished, and shut down whoever has sent too much, if
+        the last look was not just now."""
+        now = self._clock()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_S
+            for descriptor, connection in list(self._unfinished.items()):
+                self._examine(descriptor, connection)
+            self._look_at_listeners(now)
+
+    def _look_at_listeners(self, now: float) -> None:
+        """Shut down listeners that have sent too much: young ones now, others if it is time."""
+        is_time = now >= self._listeners_at
+        if is_time:
+            self._listeners_at = now + LISTENER_LOOK_S
+        self._has_young = False
+        for descriptor, connection in list(self._listeners.items()):
+            is_young = now < connection.young_until
+            self._has_young |= is_young
+            if not is_young and not is_time:
+                continue
+            traffic = self._measure(descriptor, connection.name)
+            if traffic is not None and traffic.received > MAX_LISTENER_BYTES:
+                self._cut_off(descriptor, "it has sent too much to a socket that only tells")
+                if len(connection.keys) == 1:
+                    self._ban(next(iter(connection.keys)))
+
+    def ended(self, descriptor: int) -> str:
+        """A connection has ended; return why it was shut down, if it was."""
+        self._unfinished.pop(descriptor, None)
+        self._listeners.pop(descriptor, None)
+        return self._cut.pop(descriptor, "")
+
+    def _examine(self, descriptor: int, connection: _Connection) -> None:
+        """Look at an unfinished handshake."""
+        traffic = self._measure(descriptor, connection.name)
+        if traffic is None:
+            del self._unfinished[descriptor]  # it has ended, or this kernel does not tell
+            return
+        if traffic.sent >= _HAS_READY:
+            del self._unfinished[descriptor]
+            if self._listens:
+                connection.young_until = self._clock() + YOUNG_S
+                self._listeners[descriptor] = connection
+                self._has_young = True
+        elif traffic.received > MAX_HANDSHAKE_BYTES:
+            self._cut_off(descriptor, "its handshake is too long")
+
+    def _cut_off(self, descriptor: int, why: str) -> None:
+        connection = self._unfinished.pop(descriptor, None) or self._listeners.pop(descriptor)
+        self._cut[descriptor] = why
+        self._hang_up(descriptor, connection.name)
+
+
+def _with_connection(
+    descriptor: int, name: PeerName, use: "Callable[[socket.socket], object]"
+) -> object:
+    """Call `use` with the connection to this peer; None where the descriptor, which is another
+    thread's, has become something else since."""
+    with suppress(OSError), borrowed(descriptor) as connection:
+        if connection.getpeername()[:2] == name:
+            return use(connection)
+    return None
+
+
+def _traffic(descriptor: int, name: PeerName) -> Traffic | None:
+    """Return what a connection has carried; None where there is no such connection any more, or an
+    old kernel does not tell."""
+
+    def read(connection: socket.socket) -> Traffic | None:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TRAFFIC.size)
+        return Traffic(*_TRAFFIC.unpack(info)) if len(info) == _TRAFFIC.size else None
+
+    found = _with_connection(descriptor, name, read)
+    return found if isinstance(found, Traffic) else None
+
+
+def _hang_up(descriptor: int, name: PeerName) -> None:
+    """End a connection; libzmq finds it ended and closes it."""
+    _with_connection(descriptor, name, lambda connection: connection.shutdown(socket.SHUT_RDWR))

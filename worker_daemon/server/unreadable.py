@@ -1,0 +1,80 @@
+"""Requests of the lease's holder that do not decode: which seq such a request has, and what is
+answered. A pure function of the bytes, so that all ranks refuse it alike. Knows no socket."""
+
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+from msgspec import inspect
+
+from rpc_schema import step
+from rpc_schema.codec import Frame, StepHead, decode_step_head
+from rpc_schema.errors import TooLargeError, WireError
+from worker_daemon.errors import InvalidStepError
+
+_STEPS: Final[Mapping[object, type[msgspec.Struct]]] = {
+    kind.__struct_config__.tag: kind
+    for kind in (step.ExecuteModel, step.SampleTokens, step.ExecuteDummyBatch)
+}
+_PLACE: Final = re.compile(r"no known message: (.*) - at `\$((?:\[\d+\])+)`$")
+"""How the decoder says what is wrong, and where."""
+
+
+def head_of(frames: Sequence[Frame]) -> StepHead | None:
+    """Return whose epoch, link and seq a request has; None where not even that can be read."""
+    try:
+        return decode_step_head(frames)
+    except WireError:
+        return None
+
+
+def is_step(head: StepHead) -> bool:
+    """Return whether the request is a step, on which those behind it stand."""
+    return head.tag in _STEPS
+
+
+def refusal(head: StepHead, frames: Sequence[Frame], error: WireError) -> Exception:
+    """Return the outcome of the request: for a step INVALID_STEP, with field and value."""
+    kind = _STEPS.get(head.tag)
+    if kind is None:
+        return error
+    message, field, value = str(error), kind.__name__, f"{len(frames)} frames"
+    match = _PLACE.search(message)
+    if match is not None and not isinstance(error, TooLargeError):
+        path = [int(index) for index in re.findall(r"\d+", match[2])]
+        message, field, value = match[1], _name(kind, path), _value(frames[0], path)
+    return InvalidStepError(
+        f"the step is refused, nothing of it was applied: {message}",
+        field=field,
+        value=value,
+        fix="keep to the bounds in docs/protocol.md",
+    )
+
+
+def _name(kind: type[msgspec.Struct], path: Sequence[int]) -> str:
+    """Return the name of a place in a message; a struct has its tag, if any, in front."""
+    where: inspect.Type = inspect.type_info(kind)
+    name = ""
+    for index in path:
+        if isinstance(where, inspect.StructType):
+            place = index - (where.tag is not None)
+            if not 0 <= place < len(where.fields):
+                break
+            field = where.fields[place]
+            name, where = f"{name}.{field.name}", field.type
+        else:
+            name, where = f"{name}[{index}]", getattr(where, "item_type", where)
+    return name.lstrip(".") or kind.__name__
+
+
+def _value(frame: Frame, path: Sequence[int]) -> Any:
+    """Return what is at a place in a message, cut short."""
+    try:
+        value = msgspec.msgpack.decode(frame)
+        for index in path:
+            value = value[index]
+    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError, RecursionError):
+        return "unreadable"
+    return value if value is None or isinstance(value, int | float) else reprlib.repr(value)
