@@ -1,6 +1,6 @@
 """A pipeline on real GPUs, over NCCL, whose first stage lives and does not send: where nothing more
 comes the link is aborted and made anew, and where that hangs too, the ranks that waited end with 88
-and their successors serve."""
+and their successors serve. A stage that is only slow, before the group serves, is waited for."""
 
 import msgspec
 import pytest
@@ -82,3 +82,24 @@ def test_sends_that_are_left_out(tmp_path, case):
     assert (ExitCode.LINK_UNUSABLE in codes) == (case == "relapse")
     same = sum(outputs[r.id].token_ids == expected[r.id].token_ids for r in requests)
     assert same >= len(requests) - 1, "a near-tie may turn one request, not more"
+
+
+@pytest.mark.parametrize("rank", range(PP))
+def test_rank_that_warms_up_for_longer_than_a_step_may_take(tmp_path, rank):
+    """As one that compiles its kernels does on a new host, where its neighbour has them."""
+    checkpoint = make_checkpoint(tmp_path / "models" / "llama")
+    parallel = ParallelConfig(pipeline_parallel_size=PP)
+    config = worker_config(checkpoint, parallel, "float32")
+    scheduler_config = msgspec.structs.replace(config.scheduler, step_deadline_ms=DEADLINE_MS)
+    config = msgspec.structs.replace(config, scheduler=scheduler_config)
+    devices = [f"cuda:{rank}" for rank in range(PP)]
+    with (
+        FaultyDaemons(PP, checkpoint.parent, tmp_path, device=devices) as daemons,
+        WorkerGroup(daemons.endpoints, parallel) as group,
+    ):
+        group.attach()
+        daemons.faults[rank].put(Fault("forward", "hang", seconds=3 * DEADLINE_MS / 1000))
+        model = group.prepare(config)
+        assert not daemons.faults[rank].armed
+        outputs = generate(group, model, make_requests(4, seed=7))
+    assert all(len(output.token_ids) == 64 for output in outputs.values())

@@ -47,6 +47,11 @@ graph holds the communicator's kernels: no longer is waited for that, or for one
 
 MEETING_SLACK_S = 5.0
 
+_NCCL_NEVER = timedelta(days=30)
+"""NCCL's own timeout, which must never pass. The guard aborts what hangs, by the deadline of its
+phase: a peer may compile kernels for longer than a step may take. A communicator whose watchdog has
+timed out blocks whoever uses it next, for good."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -84,7 +89,7 @@ class Link:
         here, its listeners are shut when it ends, and each pair proves that it has the secret. NCCL
         creates a collective's communicator at its first message, which blocks and takes memory:
         hence the warm-up, here, before any memory baseline. Blocks until all ranks have come.
-        timeout_s bounds every later wait on gloo.
+        timeout_s bounds every later wait on gloo; on NCCL only abort() ends one.
 
         Raises:
             CommError: they have not come within meeting_s(timeout_s), or a stranger has.
@@ -133,10 +138,13 @@ class Link:
             store=store,
             rank=state.rank,
             world_size=state.world_size,
-            timeout=timedelta(seconds=meeting_s(timeout_s)),
+            timeout=self._longest_wait(meeting_s(timeout_s)),
             group_name=f"link{self.generation}",
         )
-        self.groups = _make_groups(state, timedelta(seconds=timeout_s), self._device)
+        self.groups = _make_groups(state, self._longest_wait(timeout_s), self._device)
+
+    def _longest_wait(self, timeout_s: float) -> timedelta:
+        return _NCCL_NEVER if self.backend == "nccl" else timedelta(seconds=timeout_s)
 
     def raise_if_aborted(self) -> None:
         """Raises CommError once the link was aborted: what its kernels left means nothing."""
