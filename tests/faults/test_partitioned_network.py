@@ -22,6 +22,9 @@ from tests.support.waiting import wait_until
 NOTICED_WITHIN_S = 1.5
 SHORT_LEASE_S = 2.0
 LONG_LEASE_S = 20.0
+FIRST_PORT = 7000
+PORTS_APART = 10
+RESULTS_PORTS = {FIRST_PORT + PORTS_APART * rank + 2 for rank in range(2)}
 MAX_TOKENS = 16
 STEPS_BEFORE = 6
 
@@ -44,7 +47,9 @@ class FarDaemons:
         self.journals = [self.directory / f"{rank}.jsonl" for rank in range(2)]
         self._model = model.path
         self._ring = KeyRing(self.directory / "keys")
-        self._endpoints = [f"tcp://{FAR_ADDRESS}:{7000 + 10 * rank}" for rank in range(2)]
+        self._endpoints = [
+            f"tcp://{FAR_ADDRESS}:{FIRST_PORT + PORTS_APART * rank}" for rank in range(2)
+        ]
         self._ring.trust(dict.fromkeys(self._endpoints, self._ring.public["daemon"]))
         self._drivers: list[FarDriver] = []
         self.processes = [self._start(rank, model_root) for rank in range(2)]
@@ -146,6 +151,11 @@ def assert_ran_once(daemons):
 def test_row_8_lost_replies_are_replayed_and_nothing_runs_twice(daemons, detection):
     driver = serving(daemons, 2, LONG_LEASE_S)
     broken_at, noticed_at = break_network(daemons, driver, 2, "far")
+    # A connection that lasts until the network is whole again brings its replies after all.
+    wait_until(
+        lambda: daemons.hosts.connected_ports().isdisjoint(RESULTS_PORTS),
+        "the driver gives the results' connections up",
+    )
     before = daemons.runs()
     daemons.hosts.heal()
     backs: set[int] = set()

@@ -11,7 +11,7 @@ import pytest
 NEAR_ADDRESS = "10.231.0.1"
 FAR_ADDRESS = "10.231.0.2"
 LIFETIME_S = 600
-_COMMANDS = ("unshare", "nsenter", "ip", "tc")
+_COMMANDS = ("unshare", "nsenter", "ip", "ss", "tc")
 
 Side = Literal["near", "far"]
 
@@ -50,6 +50,11 @@ class TwoHosts:
             queue = self._run(side, "tc", "qdisc", "show", "dev", f"veth-{side}")
             if "pfifo" in queue:
                 self._run(side, "tc", "qdisc", "del", "dev", f"veth-{side}", "root")
+
+    def connected_ports(self) -> set[int]:
+        """The ports of `far` to which `near` holds a TCP connection."""
+        lines = self._run("near", "ss", "-tnH", "state", "established", "dst", FAR_ADDRESS)
+        return {int(line.split()[3].rpartition(":")[2]) for line in lines.splitlines()}
 
     def close(self) -> None:
         """End both."""
