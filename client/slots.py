@@ -15,13 +15,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from client.block_holders import BlockHolders, BlockTaken, block_indices
+from client.block_holders import BlockHolders, BlockTaken
 from client.encoded_step import DecodePlan, EncodedStep, decode_reply, pack_bits
 from client.errors import InvalidSchedulerOutput
 from client.scheduler_output import NewRequest, SchedulerOutput, StepResult
-from client.step_checks import MAX_ADMITTED_TOKENS as MAX_ADMITTED_TOKENS
 from client.step_checks import (
+    BLOCK_KINDS,
     WIRE_LIMITS,
+    WRONG_TYPE,
     GroupLimits,
     check_admissions,
     check_mask,
@@ -38,6 +39,7 @@ from client.step_checks import (
     wrong_count,
     wrong_ids,
 )
+from client.step_checks import MAX_ADMITTED_TOKENS as MAX_ADMITTED_TOKENS
 from rpc_schema.codec import Frame, encode_step
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput, NewRequestData
 
@@ -47,8 +49,7 @@ MAX_UNCOUNTED_BYTES = 1 << 16
 """Of appended blocks, two bytes each, before they are counted; their counting is vectorised."""
 
 Int32s = NDArray[np.int32]
-Indices = NDArray[np.int64]
-_NO_INDICES = np.zeros(0, np.int64)
+_NO_PREFIX = np.zeros(0, np.int32)
 _NONE_NEW: Mapping[str, int] = {}
 _UINT16 = np.dtype("<u2")
 
@@ -61,11 +62,9 @@ class _Blocks(NamedTuple):
     ids: bytes
     """A column of int32."""
     listed: Sequence[int]
-    indices: Indices
-    """Empty where nobody looks after blocks."""
 
 
-_NO_BLOCKS = _Blocks(b"", b"", (), _NO_INDICES)
+_NO_BLOCKS = _Blocks(b"", b"", ())
 
 
 class _Rows(NamedTuple):
@@ -88,7 +87,7 @@ class _Change(NamedTuple):
     """Their slots, ascending."""
     slot_of_new: Mapping[str, int]
     admitted: Sequence[NewRequest]
-    prefixes: Sequence[Indices]
+    prefixes: Sequence[Int32s]
     """Of each of them, the blocks that it reads only; none where nobody looks after blocks."""
     blocks: _Blocks
     written: _Blocks
@@ -114,6 +113,8 @@ class SlotTable:
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
         self._appended = bytearray()
         """Slots (uint16) of blocks that are not counted in _num_blocks yet, one each."""
+        self._taken_slots, self._taken_ids = bytearray(), bytearray()
+        """Of those, slots (uint16) and ids (int32) of blocks that were taken, but not held yet."""
         self._num_logprobs: Mapping[
             str, int
         ] = {}  # replaced, never changed: steps in flight share it
@@ -263,26 +264,54 @@ class SlotTable:
         self, output: SchedulerOutput, plan: DecodePlan, ids: tuple[int, int, int]
     ) -> EncodedStep:
         epoch, link, seq = ids
-        blocks = _NO_BLOCKS
-        if output.new_block_ids:
-            blocks = self._read_blocks(output.new_block_ids)
-            if self._holders is not None:
-                self._check_written(self._holders, blocks)
+        block_slots, block_ids = self._take_blocks(output.new_block_ids)
         message = ExecuteModel(
             epoch=epoch,
             link=link,
             seq=seq,
             total_num_scheduled_tokens=len(plan.req_ids),
             scheduled=plan.bitmap,
-            new_block_slots=blocks.slots,
-            new_block_ids=blocks.ids,
+            new_block_slots=block_slots,
+            new_block_ids=block_ids,
             defer_sampling=output.defer_sampling,
         )
-        frames = encode_step(message)
+        try:
+            frames = encode_step(message)
+        except BaseException:
+            if self._holders is not None:
+                self._holders.give_back(array("i", block_ids))
+            raise
         plan.num_pending += 1
-        if blocks is not _NO_BLOCKS:
-            self._append(blocks.slots, blocks)
+        if block_slots:
+            self._appended += block_slots
+            if self._holders is not None:
+                self._taken_slots += block_slots
+                self._taken_ids += block_ids
+            if len(self._appended) > MAX_UNCOUNTED_BYTES:
+                self._count_blocks()
         return EncodedStep(seq, output, frames, plan, (), (), self._num_logprobs)
+
+    def _take_blocks(self, given: Mapping[str, Sequence[int]]) -> tuple[bytes, bytes]:
+        """Return blocks for running requests as columns of slots and ids, judged, and taken from
+        all others. Nearly always it is one each, and all are free: no other question is asked."""
+        if not given:
+            return b"", b""
+        holders = self._holders
+        if holders is not None and BLOCK_KINDS.issuperset(map(type, given.values())):
+            try:
+                listed = [block_id for (block_id,) in given.values()]
+                slots = array("H", map(self._slot_of.__getitem__, given)).tobytes()
+                ids = array("I", listed).tobytes()  # none is negative
+                if holders.take(listed):
+                    return slots, ids
+            except (*WRONG_TYPE, LookupError):  # what is wrong is found below
+                pass
+        blocks = self._read_blocks(given)
+        if holders is not None:
+            self._flush()
+            self._check_written(holders, blocks)
+            holders.take(blocks.listed)
+        return blocks.slots, blocks.ids
 
     def _encode_changed(
         self,
@@ -429,7 +458,7 @@ class SlotTable:
         new: Sequence[NewRequest],
         ended: Sequence[int],
         slot_of_new: Mapping[str, int],
-    ) -> tuple[_Blocks, _Blocks, Sequence[Indices]]:
+    ) -> tuple[_Blocks, _Blocks, Sequence[Int32s]]:
         """Check the blocks that a step gives to requests. Return all of them, those that will be
         written to, and those that each new request reads only."""
         given = {request.req_id: request.block_ids for request in new}
@@ -450,7 +479,7 @@ class SlotTable:
         self,
         holders: BlockHolders,
         new: Sequence[NewRequest],
-        prefixes: Sequence[Indices],
+        prefixes: Sequence[Int32s],
         written: _Blocks,
     ) -> None:
         if not any(prefix.size for prefix in prefixes):
@@ -460,27 +489,26 @@ class SlotTable:
             if prefix.size:
                 self._check_prefix(holders, request, prefix, filled)
 
-    def _split(self, blocks: _Blocks, new: Sequence[NewRequest]) -> tuple[list[Indices], _Blocks]:
+    def _split(self, blocks: _Blocks, new: Sequence[NewRequest]) -> tuple[list[Int32s], _Blocks]:
         """Return the blocks that each new request reads only, those that are full of computed
         tokens; and all others, which the step's requests write to."""
         if not any(request.num_computed_tokens for request in new):
-            return [_NO_INDICES] * len(new), blocks
-        is_written = np.ones(blocks.indices.size, np.bool_)
+            return [_NO_PREFIX] * len(new), blocks
+        slots, ids = np.frombuffer(blocks.slots, _UINT16), np.frombuffer(blocks.ids, "<i4")
+        is_written = np.ones(ids.size, np.bool_)
         prefixes, first = [], 0
         for request in new:
             num_full = request.num_computed_tokens // self._limits.block_size
             end = first + len(request.block_ids)
             prefix = slice(first, min(end, first + num_full))
-            prefixes.append(blocks.indices[prefix])
+            prefixes.append(ids[prefix])
             is_written[prefix] = False
             first = end
-        slots, ids = np.frombuffer(blocks.slots, _UINT16), np.frombuffer(blocks.ids, "<i4")
         ids = ids[is_written]
-        indices = blocks.indices[is_written]
-        return prefixes, _Blocks(slots[is_written].tobytes(), b"", ids.tolist(), indices)
+        return prefixes, _Blocks(slots[is_written].tobytes(), ids.tobytes(), ids.tolist())
 
     def _check_prefix(
-        self, holders: BlockHolders, request: NewRequest, prefix: Indices, filled: frozenset[int]
+        self, holders: BlockHolders, request: NewRequest, prefix: Int32s, filled: frozenset[int]
     ) -> None:
         """Check blocks that a request reads only; `filled` are those that this step writes to."""
         listed: list[int] = prefix.tolist()
@@ -502,7 +530,7 @@ class SlotTable:
     ) -> None:
         """Check that the blocks are there, and that nobody else has them."""
         try:
-            holders.check(blocks.slots, blocks.indices, blocks.listed)
+            holders.check(blocks.slots, blocks.listed)
         except BlockTaken as taken:
             everybody = chain(self._slot_of.items(), slot_of_new.items())
             names = {slot: req_id for req_id, slot in everybody}
@@ -561,7 +589,7 @@ class SlotTable:
             self._admit(request, slot)
         if self._holders is not None and slots:
             self._holders.admit(slots, change.prefixes)
-        self._append(change.blocks.slots, change.written)
+        self._append(change.blocks, change.written)
         rows = change.rows
         self._num_computed[rows.slots] = rows.num_computed
         self._num_tokens[rows.slots] = rows.num_tokens
@@ -623,22 +651,22 @@ class SlotTable:
             raise not_running(error.args[0], given[error.args[0]]) from None
         if lengths:
             slots = np.repeat(np.frombuffer(slots, _UINT16), lengths).tobytes()
-        ids = raw.tobytes()
-        indices = _NO_INDICES if self._holders is None else block_indices(ids)
-        return _Blocks(slots, ids, listed, indices)
+        return _Blocks(slots, raw.tobytes(), listed)
 
-    def _append(self, slots: bytes, written: _Blocks) -> None:
-        """Account for blocks of the requests in these slots, and for those that are written to."""
-        self._appended += slots
-        if len(self._appended) > MAX_UNCOUNTED_BYTES:
-            self._count_blocks()
+    def _append(self, blocks: _Blocks, written: _Blocks) -> None:
+        """Account for a step's blocks, and for those of them that are written to."""
+        self._appended += blocks.slots
         if self._holders is not None:
-            self._holders.hold(written.slots, written.indices)
+            self._holders.hold(written.slots, written.ids)
 
     def _count_blocks(self) -> None:
         slots = np.frombuffer(bytes(self._appended), _UINT16)
         self._num_blocks += np.bincount(slots, minlength=self.capacity).astype(np.int32)
         self._appended.clear()
+        if self._taken_ids and self._holders is not None:
+            self._holders.hold(bytes(self._taken_slots), bytes(self._taken_ids))
+            self._taken_slots.clear()
+            self._taken_ids.clear()
 
     def _flush(self) -> None:
         for plan in self._plans.values():

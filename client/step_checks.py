@@ -42,10 +42,10 @@ _BLOCK_BYTES = MAX_ADMITTED_BYTES // MAX_STEP_BLOCKS
 _ADMISSION_BYTES = 128
 """The fields of a new request that have a fixed size, and all headers."""
 
-_WRONG_TYPE = (TypeError, ValueError, OverflowError, AttributeError)
+WRONG_TYPE = (TypeError, ValueError, OverflowError, AttributeError)
 """What Python and numpy raise where a value is of another kind."""
 
-_BLOCK_KINDS = frozenset((list, tuple, range, array, np.ndarray))
+BLOCK_KINDS = frozenset((list, tuple, range, array, np.ndarray))
 """What block ids come in. Bytes and sets would do as iterables, but were meant otherwise."""
 
 _MASK_DTYPES = (np.int32, np.uint32)
@@ -136,7 +136,7 @@ def read_counts(counts: Mapping[str, int]) -> Int64s:
     try:
         if bool not in map(type, counts.values()):
             return np.frombuffer(array("q", counts.values()), np.int64)
-    except _WRONG_TYPE:
+    except WRONG_TYPE:
         pass
     for req_id, count in counts.items():
         if type(count) is bool or not _is_integer(count, -MAX_COUNT, MAX_COUNT):
@@ -159,7 +159,7 @@ def read_blocks(blocks: Mapping[str, Sequence[int]]) -> tuple[list[int], "array[
     """Return the blocks of all requests, also as int32, and how many each request has; the last is
     empty where each has one."""
     try:
-        if not _BLOCK_KINDS.issuperset(map(type, blocks.values())):
+        if not BLOCK_KINDS.issuperset(map(type, blocks.values())):
             raise _wrong_blocks(blocks)
         try:
             ids, lengths = [block_id for (block_id,) in blocks.values()], []
@@ -167,7 +167,7 @@ def read_blocks(blocks: Mapping[str, Sequence[int]]) -> tuple[list[int], "array[
             lengths = [len(own) for own in blocks.values()]
             ids = list(chain.from_iterable(blocks.values()))
         raw = array("i", ids)
-    except _WRONG_TYPE:
+    except WRONG_TYPE:
         raise _wrong_blocks(blocks) from None
     if len(ids) > MAX_STEP_BLOCKS:
         raise InvalidSchedulerOutput(
@@ -181,7 +181,7 @@ def read_blocks(blocks: Mapping[str, Sequence[int]]) -> tuple[list[int], "array[
 
 def _wrong_blocks(blocks: Mapping[str, Any]) -> InvalidSchedulerOutput:
     for req_id, own in blocks.items() if isinstance(blocks, Mapping) else ():
-        if type(own) not in _BLOCK_KINDS or (type(own) is np.ndarray and own.ndim != 1):
+        if type(own) not in BLOCK_KINDS or (type(own) is np.ndarray and own.ndim != 1):
             fix = "give a list, a tuple, a range or a row of integers"
             return wrong_block(req_id, own, fix)
         for block_id in own:
@@ -333,7 +333,7 @@ def _check_fields(req_id: str, prefix: str, value: msgspec.Struct) -> None:
         own = getattr(value, entry.name)
         try:
             msgspec.convert(own, entry.type)
-        except (msgspec.ValidationError, *_WRONG_TYPE) as error:
+        except (msgspec.ValidationError, *WRONG_TYPE) as error:
             raise _refused(req_id, prefix + entry.name, own, str(error)) from None
 
 
@@ -364,7 +364,7 @@ def encode_checked(
             decode_step(frames)
     except TooLargeError as error:
         raise _too_large(error) from None
-    except (WireError, *_WRONG_TYPE) as error:
+    except (WireError, *WRONG_TYPE) as error:
         for request in new:
             check_values(request, limits)
         raise _too_large(error) from None
@@ -403,7 +403,7 @@ def _int32(request: NewRequest) -> Int32s:
     given: NDArray[Any]
     try:
         given = np.asarray(tokens)
-    except _WRONG_TYPE:
+    except WRONG_TYPE:
         given = np.zeros(0)
     if given.dtype.kind not in "iu" or given.ndim != 1:
         value = f"{given.dtype} {list(given.shape)}"

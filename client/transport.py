@@ -614,9 +614,12 @@ class ResultsChannel:
                 return None
 
     def _receive(self, flags: int) -> list[bytes]:
-        frames = [self._socket.recv(flags)]
-        while self._socket.getsockopt(_RCVMORE):
-            frames.append(self._socket.recv(flags))
+        # A frame of libzmq's knows whether more follow: to ask the socket takes longer.
+        frame = self._socket.recv(flags, copy=False)
+        frames = [frame.bytes]
+        while frame.more:
+            frame = self._socket.recv(flags, copy=False)
+            frames.append(frame.bytes)
         return frames
 
     def read_news(self, within_s: float = 0.0) -> None:

@@ -49,6 +49,7 @@ SWITCH_INTERVAL_S: Final = 0.0002
 """The interpreter's: how long the step thread may keep the completion thread from the
 interpreter."""
 MAX_OLD_DRIVERS: Final = 16
+MAX_KNOWN_PEERS: Final = 256
 MAX_FAILURE_BYTES: Final = 4096
 """Of why the daemon has failed, as it is kept."""
 UID_BYTES: Final = 16
@@ -267,6 +268,8 @@ class _StepLoop:
         self._lifecycle = Lifecycle()
         self._seats: dict[int, Seat] = {}
         """By epoch."""
+        self._peers: dict[bytes, Peer] = {}
+        """By routing id, as far as that is nobody else's."""
         self._sender = b""
         self._running = True
         self._failed = False
@@ -306,11 +309,21 @@ class _StepLoop:
             while not commands.empty():
                 self._command(commands.get())
             if len(frames) > 1 or frames[0]:  # else the doorbell, or somebody who rings it
-                self._take(sender, self._access.peer("step", sender, first), frames)
+                self._take(sender, self._peers.get(sender) or self._meet(sender, first), frames)
+
+    def _meet(self, sender: bytes, frame: zmq.Frame) -> Peer:
+        """Return whose a step socket is; asked once where its routing id is ZeroMQ's own, which
+        counts connections from 32 random bits on and tells nobody."""
+        peer = self._access.peer("step", sender, frame)
+        if sender[:1] == b"\0":
+            if len(self._peers) == MAX_KNOWN_PEERS:
+                self._peers.clear()
+            self._peers[sender] = peer
+        return peer
 
     def _take(self, sender: bytes, peer: Peer, frames: list[bytes]) -> None:
         """Decode and judge one request of a peer that may send any."""
-        if peer in self._bad_peers and sender != self._sender:
+        if sender != self._sender and peer in self._bad_peers:
             return
         if not self._access.opens(peer, "step"):
             self._tell(sender, ForbiddenError("steps need the role driver", fix="use its key"))

@@ -21,7 +21,10 @@ class StepTimes:
     def add(self, began_s: float, ended_s: float) -> None:
         """Note a step, in seconds of time.monotonic. Steps overlap: a step counts from its begin or
         from the end of the one before it, whichever is later, so that idle time never counts."""
-        took_s = max(0.0, ended_s - max(began_s, self._last_s))
+        # Plain comparisons: every step comes by here.
+        begin_s = self._last_s if self._last_s > began_s else began_s
+        took_s = ended_s - begin_s if ended_s > begin_s else 0.0
         self._last_s = ended_s
-        self._num_steps = min(self._num_steps + 1, MAX_STEPS)
+        if self._num_steps < MAX_STEPS:
+            self._num_steps += 1
         self.usual_s += (took_s - self.usual_s) / self._num_steps

@@ -354,8 +354,7 @@ def test_check_of_shared_blocks_does_not_grow_with_the_requests_that_share_them(
     assert min(seconds[1]) < 8 * min(seconds[0])
 
 
-def test_blocks_are_free_again_after_a_failure_and_after_many_admissions(monkeypatch):
-    monkeypatch.setattr("client.block_holders.NUM_SERIALS", 5)
+def test_blocks_are_free_again_after_a_failure_and_after_many_admissions():
     table = limited(num_blocks=8)
     admit(table, "stays", [1, 2])
     for number in range(40):
@@ -372,6 +371,73 @@ def test_blocks_are_free_again_after_a_failure_and_after_many_admissions(monkeyp
             table.encode(gone, epoch=1, link=1, seq=2)
     table.drop_all()
     admit(table, "last", [1, 2])
+
+
+class BlocksAsSets:
+    """Who has which block, by the rule alone: nobody may write to one that a running request writes
+    to or reads."""
+
+    def __init__(self, num_blocks):
+        self.num_blocks = num_blocks
+        self.written, self.read = {}, {}
+
+    def may_write(self, ended, blocks):
+        living = [name for name in self.written if name not in ended]
+        taken = {block for name in living for block in self.written[name] | self.read[name]}
+        inside = all(1 <= block < self.num_blocks for block in blocks)
+        return inside and len(set(blocks)) == len(blocks) and taken.isdisjoint(blocks)
+
+    def end(self, names):
+        for name in names:
+            del self.written[name], self.read[name]
+
+
+@settings(max_examples=60)
+@given(st.randoms(use_true_random=False))
+def test_blocks_belong_to_whom_a_plain_account_gives_them(random):
+    table, account, names = limited(num_blocks=24), BlocksAsSets(24), ()
+    for number in range(40):
+        count = random.choice((1, 1, 1, 2))
+        blocks = [
+            random.choice((random.randint(1, 23), random.randint(-2, 25))) for _ in range(count)
+        ]
+        ended = random.sample(names, random.randint(0, 1)) if names else []
+        accepted = account.may_write(ended, blocks)
+        if len(names) - len(ended) < 6 and random.random() < 0.4:
+            kept = [block for own in account.written.values() for block in own]
+            prefix = random.sample(sorted(kept), 1) if kept and random.random() < 0.5 else []
+            accepted = accepted and not set(prefix) & set(blocks)
+            name, fields = f"r{number}", {"finished_req_ids": ended}
+
+            def encode(name=name, prefix=prefix, fields=fields, blocks=blocks):
+                admit(
+                    table, name, [*prefix, *blocks], 4 * len(prefix), 4 * len(prefix) + 1, **fields
+                )
+
+            added = {name: (set(blocks), set(prefix))}
+        elif names:
+            receiver = random.choice(names)
+            accepted = accepted and receiver not in ended
+            output = SchedulerOutput(new_block_ids={receiver: blocks}, finished_req_ids=ended)
+            if not ended:
+                output = SchedulerOutput(decode_req_ids=names, new_block_ids={receiver: blocks})
+
+            def encode(output=output):
+                table.encode(output, epoch=1, link=1, seq=1)
+
+            added = {receiver: (account.written[receiver] | set(blocks), account.read[receiver])}
+        else:
+            continue
+        if not accepted:
+            with pytest.raises(InvalidSchedulerOutput):
+                encode()
+            continue
+        encode()
+        account.end(ended)
+        for name, (written, read) in added.items():
+            account.written[name], account.read[name] = written, read
+        if set(account.written) != set(names):
+            names = tuple(account.written)
 
 
 def stopping(req_id, num_stop_ids, num_tokens=3):
