@@ -416,16 +416,21 @@ def test_blocks_belong_to_whom_a_plain_account_gives_them(random):
 
             added = {name: (set(blocks), set(prefix))}
         elif names:
-            receiver = random.choice(names)
-            accepted = accepted and receiver not in ended
-            output = SchedulerOutput(new_block_ids={receiver: blocks}, finished_req_ids=ended)
+            receivers = random.sample(names, min(len(blocks), len(names)))
+            given = {name: [block] for name, block in zip(receivers, blocks, strict=False)}
+            given[receivers[-1]] += blocks[len(receivers) :]
+            accepted = accepted and not set(receivers) & set(ended)
+            output = SchedulerOutput(new_block_ids=given, finished_req_ids=ended)
             if not ended:
-                output = SchedulerOutput(decode_req_ids=names, new_block_ids={receiver: blocks})
+                output = SchedulerOutput(decode_req_ids=names, new_block_ids=given)
 
             def encode(output=output):
                 table.encode(output, epoch=1, link=1, seq=1)
 
-            added = {receiver: (account.written[receiver] | set(blocks), account.read[receiver])}
+            added = {
+                name: (account.written[name] | set(own), account.read[name])
+                for name, own in given.items()
+            }
         else:
             continue
         if not accepted:
