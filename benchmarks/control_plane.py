@@ -37,7 +37,8 @@ from client.scheduler_output import NewRequest, SchedulerOutput
 from client.slots import SlotTable
 from client.step_checks import GroupLimits
 from client.transport import ResultsChannel, new_driver_id, parse_endpoint
-from client.worker_client import StepIds, WorkerClient
+from client.worker_client import WorkerClient
+from rpc_schema import lifecycle as lc
 from rpc_schema.codec import Frame, decode_step, decode_step_reply, encode_step
 from rpc_schema.config import (
     CacheConfig,
@@ -50,6 +51,7 @@ from rpc_schema.config import (
 from rpc_schema.errors import ErrorReply
 from rpc_schema.key_files import read_secret_key
 from rpc_schema.kv_cache import KVCacheConfig
+from rpc_schema.operations import StepMessage
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput
 from worker_daemon.server.keygen import make_key_files
@@ -218,24 +220,35 @@ class DaemonGroup:
 
     def start(self, max_num_seqs: int, *, all_ranks: bool) -> None:
         """Bring the group to READY with empty rows; every rank answers steps, or the last only."""
-        self._all(lambda client, ids: client.reset(ids, "CREATED"))
+        self._all(lambda _: partial(lc.Reset, to="CREATED"))
         link = self._link + 1
         parallel = ParallelConfig(pipeline_parallel_size=self.size)
         scheduler = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs * BLOCK_SIZE
         )
-
-        def init(client: WorkerClient, ids: StepIds) -> None:
-            meeting = Rendezvous(link=link, place=None, rank=client.rank, local_world_size=1)
-            client.init_device(ids, parallel, meeting, CacheConfig(), scheduler)
-
-        self._all(init)
+        self._all(
+            lambda rank: partial(
+                lc.InitDevice,
+                parallel=parallel,
+                rendezvous=Rendezvous(link=link, place=None, rank=rank, local_world_size=1),
+                cache=CacheConfig(),
+                scheduler=scheduler,
+            )
+        )
         self._link = link
         model = ModelConfig(model=ALL_RANKS if all_ranks else "output-rank")
-        self._all(lambda c, ids: c.load_model(ids, model, scheduler, CacheConfig(), GraphConfig()))
+        self._all(
+            lambda _: partial(
+                lc.LoadModel,
+                model=model,
+                scheduler=scheduler,
+                cache=CacheConfig(),
+                graph=GraphConfig(),
+            )
+        )
         plan = (KVCacheConfig(num_blocks=2, block_size=16, groups=(), size_bytes=0),)
-        self._all(lambda client, ids: client.initialize_from_config(ids, plan))
-        self._all(lambda client, ids: client.compile_or_warm_up_model(ids))
+        self._all(lambda _: partial(lc.InitializeFromConfig, kv_cache_configs=plan))
+        self._all(lambda _: lc.CompileOrWarmUpModel)
 
     def step(
         self, table: SlotTable, output: SchedulerOutput, num_replies: int = 1
@@ -261,10 +274,10 @@ class DaemonGroup:
         for pid in self.pids:
             os.waitpid(pid, 0)
 
-    def _all(self, send: Callable[[WorkerClient, StepIds], None]) -> None:
+    def _all(self, build_for: Callable[[int], Callable[..., StepMessage]]) -> None:
         self._seq += 1
         for client in self._clients:
-            send(client, StepIds(1, self._link, self._seq))
+            client.send(build_for(client.rank)(epoch=1, link=self._link, seq=self._seq))
         for _ in self._clients:
             reply = decode_step_reply(self._receive(1))
             assert not isinstance(reply, ErrorReply), reply

@@ -43,7 +43,7 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from rpc_schema.lifecycle import Status
+from rpc_schema.lifecycle import Profile, Status
 
 NUM_REQUESTS = 32
 PROMPT_LEN = 200
@@ -223,7 +223,8 @@ def abort_inside_cuda(
             return
         status = waiting.get_status()  # its device waits for rank 1 by now
         ids = StepIds(status.epoch, status.link, status.last_seq + 1)
-        waiting.profile(ids, "start", "", "cuda")  # which begins with torch.cuda.synchronize
+        # It begins with torch.cuda.synchronize.
+        waiting.send(Profile(**ids._asdict(), action="start", kind="cuda", prefix=""))
         time.sleep(SETTLE_S)
         stuck = waiting.get_status()
         began = time.monotonic()

@@ -9,8 +9,9 @@ import numpy as np
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
 from rpc_schema.adoption import AdoptRequests
-from rpc_schema.base import StepReply, StepRequest
+from rpc_schema.base import StepReply
 from rpc_schema.codec import Frame
+from rpc_schema.operations import StepMessage
 from worker_daemon.description import WorkerDescription
 from worker_daemon.errors import ConfigError
 from worker_daemon.phases import SetPhase
@@ -117,7 +118,7 @@ class StateWorker:
     def update_max_model_len(self, message: lc.UpdateMaxModelLen) -> StepReply:
         return self._done(message)
 
-    def _no_model(self, message: StepRequest) -> StepReply:
+    def _no_model(self, message: StepMessage) -> StepReply:
         raise ConfigError("this worker has no model")
 
     get_kv_cache_spec = determine_available_memory = get_supported_tasks = _no_model
@@ -160,7 +161,7 @@ class StateWorker:
     def close(self) -> None:
         pass
 
-    def _done(self, message: StepRequest) -> step.Done:
+    def _done(self, message: StepMessage) -> step.Done:
         return step.Done(epoch=message.epoch, seq=message.seq, rank=self.rank)
 
 

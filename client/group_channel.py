@@ -34,6 +34,7 @@ from client.resending import Resending
 from client.transport import Endpoint
 from client.worker_client import StepIds, WorkerClient
 from rpc_schema import lifecycle as lc
+from rpc_schema.base import StepRequest
 from rpc_schema.codec import (
     EventMessage,
     Frame,
@@ -43,6 +44,7 @@ from rpc_schema.codec import (
 )
 from rpc_schema.config import Rendezvous
 from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, TooLargeError, WireError
+from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
 from rpc_schema.trace import DriverStepsWanted
 
 DEATH_NEWS_S = 0.1
@@ -60,8 +62,6 @@ ABORT_SEND_S = 0.05
 OBSERVER_TIMEOUT_S = 0.5
 """No longer than this is a daemon waited for in the matters of somebody who watches."""
 
-SLEEP_TIMEOUT_S = 900.0
-"""The first sleep may have to page-lock host memory: seconds for 16 GB."""
 
 OPERATION_TIMEOUT_S = 60.0
 
@@ -74,7 +74,6 @@ _LOG = logging.getLogger(__name__)
 
 ReplyT = TypeVar("ReplyT", bound=StepReplyMessage)
 CommittedT = TypeVar("CommittedT")
-Send = Callable[[WorkerClient, StepIds], None]
 
 
 class Progress(NamedTuple):
@@ -265,39 +264,61 @@ class GroupChannel:
             self._resending.begin_anew(ids.seq)
         self._send_to_all(send)
 
-    def fan_out(
+    def ask(
         self,
-        operation: str,
-        send: Send,
-        reply_type: type[ReplyT],
+        build: Callable[..., StepRequest[ReplyT]],
         *,
-        timeout_s: float = OPERATION_TIMEOUT_S,
+        timeout_s: float | None = None,
         stands_alone: bool = False,
     ) -> list[ReplyT]:
-        """Send one operation to every rank under one seq and return the replies in rank order.
-        stands_alone: it closes gaps."""
-        replies = self.exchange(operation, send, timeout_s, stands_alone=stands_alone)
-        typed: list[ReplyT] = [reply for reply in replies if isinstance(reply, reply_type)]
+        """Have every rank do one operation, under one seq, and return the replies in rank order.
+
+        build: makes the request of epoch, link and seq; the request's class itself, or a partial of
+        it. timeout_s: by default what the table of operations allows. stands_alone: it closes gaps.
+        """
+        return self.ask_each(lambda _: build, timeout_s=timeout_s, stands_alone=stands_alone)
+
+    def ask_each(
+        self,
+        build_for: Callable[[int], Callable[..., StepRequest[ReplyT]]],
+        *,
+        timeout_s: float | None = None,
+        stands_alone: bool = False,
+    ) -> list[ReplyT]:
+        """As ask, for a request that is not the same for all: build_for(rank) returns `build`."""
+        replies = self.exchange(build_for, timeout_s, stands_alone=stands_alone)
+        kind = type(build_for(self.daemons.present[0].rank)(epoch=0, link=0, seq=1))
+        reply_type: type[ReplyT] = STEP_OPERATIONS[kind].reply
+        typed = [reply for reply in replies if isinstance(reply, reply_type)]
         if len(typed) != len(replies):
-            raise BadFrameError(f"{operation} was answered with a reply of another operation")
+            raise BadFrameError(f"{kind.__name__} was answered with a reply of another operation")
         return typed
 
     def exchange(
-        self, operation: str, send: Send, timeout_s: float, *, stands_alone: bool = False
+        self,
+        build_for: Callable[[int], Callable[..., StepMessage]],
+        timeout_s: float | None = None,
+        *,
+        stands_alone: bool = False,
     ) -> list[StepReplyMessage]:
-        """As fan_out, for operations that are not the same on all ranks: send(client, ids) is
-        called for each."""
+        """As ask_each, for operations that are not the same on all ranks. It is told by the name of
+        the first rank's."""
         self.check_usable()
         self._read_events_now_and_then()
         self._seq += 1
         if stands_alone:
             self._resending.begin_anew(self._seq)
-        gather = self._gather = Gathering(operation, self._seq, len(self.daemons.present))
-        self._send_to_all(
-            lambda client: send(
-                client, StepIds(self.epoch, self.links.numbers[client.rank], gather.seq)
+        requests = {
+            client.rank: build_for(client.rank)(
+                epoch=self.epoch, link=self.links.numbers[client.rank], seq=self._seq
             )
-        )
+            for client in self.daemons.present
+        }
+        kinds = [type(request) for request in requests.values()]
+        if timeout_s is None:
+            timeout_s = max(map(self._timeout_s, kinds))
+        gather = self._gather = Gathering(operation_name(kinds[0]), self._seq, len(requests))
+        self._send_to_all(lambda client: client.send(requests[client.rank]))
         try:
             self._collect(gather, time.monotonic() + timeout_s, timeout_s)
         except (RemoteError, DeadlineExceeded):
@@ -308,6 +329,12 @@ class GroupChannel:
             self._gather = None
         self.daemons.watch.begin_steps()
         return sorted(gather.replies, key=lambda reply: reply.rank)
+
+    def _timeout_s(self, kind: type[StepMessage]) -> float:
+        """How long all ranks may take: longer than each daemon allows itself, which then tells."""
+        row = STEP_OPERATIONS[kind]
+        own_s = OPERATION_TIMEOUT_S + (row.deadline_s or 0.0)
+        return own_s + (self.links.timeout_s if row.meets else 0.0)
 
     def _send_to_all(self, send: Callable[[WorkerClient], None]) -> None:
         try:

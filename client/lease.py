@@ -169,7 +169,6 @@ class LeaseKeeper:
                 pending.append(
                     channel.send(
                         lambda call: RenewLease(call=call, driver_id=self._driver_id, epoch=epoch),
-                        RenewLeaseReply,
                         0.0,
                     )
                 )

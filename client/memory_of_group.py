@@ -2,13 +2,20 @@
 Knows no socket."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
-from client.group_channel import Send
-from client.worker_client import StepIds, WorkerClient
-from rpc_schema.lifecycle import MemoryTag, Status, TagState
+from rpc_schema.lifecycle import (
+    Discard,
+    MemoryTag,
+    Sleep,
+    Status,
+    TagState,
+    WakeUp,
+)
 
 Tags: TypeAlias = Mapping[MemoryTag, TagState]
+Build: TypeAlias = partial[Sleep] | partial[WakeUp] | partial[Discard]
 _AWAY = ("asleep", "discarded")
 
 
@@ -24,25 +31,13 @@ def common_tags(statuses: Sequence[Status]) -> Tags:
     return tags[0] if tags and all(each == tags[0] for each in tags) else {}
 
 
-def way_back(tags: Tags) -> list[tuple[str, Send]]:
-    """Return the operations that bring ranks that are awake to these tags. A KV cache that was
-    asleep is discarded: it had no content to keep."""
+def way_back(tags: Tags) -> list[tuple[str, Build]]:
+    """Return the operations, by name, that bring ranks that are awake to these tags. A KV cache
+    that was asleep is discarded: it had no content to keep."""
     if tags.get("weights") == "asleep":
-        operations: list[tuple[str, Send]] = [("sleep", _sleep)]
+        operations: list[tuple[str, Build]] = [("sleep", partial(Sleep, level=1))]
         if tags["kv_cache"] not in _AWAY:
-            operations.append(("wake_up", _wake_kv_cache))
+            operations.append(("wake_up", partial(WakeUp, tags=("kv_cache",))))
         return operations
     gone = tuple(tag for tag, state in tags.items() if state in _AWAY)
-
-    def discard(client: WorkerClient, ids: StepIds) -> None:
-        client.discard(ids, gone)
-
-    return [("discard", discard)] if gone else []
-
-
-def _sleep(client: WorkerClient, ids: StepIds) -> None:
-    client.sleep(ids, 1)
-
-
-def _wake_kv_cache(client: WorkerClient, ids: StepIds) -> None:
-    client.wake_up(ids, ("kv_cache",))
+    return [("discard", partial(Discard, tags=gone))] if gone else []

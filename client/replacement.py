@@ -4,9 +4,10 @@ with the rank, `client/outcomes.py` tells.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from client.attaching import Attaching
 from client.errors import (
@@ -24,16 +25,17 @@ from client.errors import (
     ReplacementFailed,
     WorkerDied,
 )
-from client.group_channel import OPERATION_TIMEOUT_S, SLEEP_TIMEOUT_S, GroupChannel, Send
+from client.group_channel import GroupChannel
 from client.load_chain import LoadChain
 from client.loading import LoadedModel
 from client.memory_of_group import Tags, common_tags, is_away, way_back
 from client.outcomes import StepsInFlight
 from client.transport import Endpoint
-from client.worker_client import StepIds, WorkerClient
+from client.worker_client import WorkerClient
 from rpc_schema import lifecycle as lc
-from rpc_schema.config import Rendezvous, WorkerConfig
+from rpc_schema.config import WorkerConfig
 from rpc_schema.kv_cache import build_kv_cache_config
+from rpc_schema.operations import StepMessage
 
 REPLACE_WITHIN_S = 60.0
 """A supervisor starts a daemon again, and it loads torch, in far less."""
@@ -240,44 +242,42 @@ class Replacement:
         if not occupied and not asleep:
             return
 
-        def send(client: WorkerClient, ids: StepIds) -> None:
-            if client.rank in newcomers:
-                client.reset(ids, "CREATED")
-            elif client.rank in asleep:
-                client.wake_up(ids, None)
-            else:
-                client.get_supported_tasks(ids)
+        def build_for(rank: int) -> Callable[..., StepMessage]:
+            if rank in newcomers:
+                return partial(lc.Reset, to="CREATED")
+            return partial(lc.WakeUp, tags=None) if rank in asleep else lc.GetSupportedTasks
 
         with self._phase("clear"):
-            timeout_s = self._channel.links.timeout_s + SLEEP_TIMEOUT_S
-            self._channel.exchange("wake_up" if asleep else "reset", send, timeout_s)
+            self._channel.exchange(build_for)
             self._channel.refresh_links()
 
     def _put_memory_back(self) -> None:
         """Bring all ranks to where the others were."""
-        for operation, send in way_back(self._memory or {}):
+        for operation, build in way_back(self._memory or {}):
             with self._phase(operation):
-                self._channel.exchange(operation, send, SLEEP_TIMEOUT_S)
+                self._channel.ask(build)
 
     def _link(self, newcomers: Sequence[int]) -> None:
+        """InitDevice and Relink bring a rank to the same meeting place."""
+        config = self._config
         with self._phase("link"):
             rendezvous = self._channel.open_rendezvous()
-            timeout_s = self._channel.links.timeout_s + OPERATION_TIMEOUT_S
-            self._channel.exchange("relink", self._linking(newcomers, rendezvous), timeout_s)
+
+            def build_for(rank: int) -> Callable[..., StepMessage]:
+                if rank not in newcomers:
+                    return partial(
+                        lc.Relink, rendezvous=rendezvous[rank], warm_up_follows=bool(newcomers)
+                    )
+                return partial(
+                    lc.InitDevice,
+                    parallel=config.parallel,
+                    rendezvous=rendezvous[rank],
+                    cache=config.cache,
+                    scheduler=config.scheduler,
+                )
+
+            self._channel.exchange(build_for)
             self._channel.use_link(rendezvous)
-
-    def _linking(self, newcomers: Sequence[int], rendezvous: Sequence[Rendezvous]) -> Send:
-        """Either operation brings a rank to the same meeting place."""
-        config = self._config
-
-        def send(client: WorkerClient, ids: StepIds) -> None:
-            place = rendezvous[client.rank]
-            if client.rank in newcomers:
-                client.init_device(ids, config.parallel, place, config.cache, config.scheduler)
-            else:
-                client.relink(ids, place, warm_up_follows=bool(newcomers))
-
-        return send
 
     def _load(self, newcomers: Sequence[int]) -> None:
         """Load the new ranks alone; then all warm up, for which they compute together."""

@@ -4,40 +4,31 @@ or removed. Knows neither what is written nor where."""
 import contextlib
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from client.errors import ClientError, DeadlineExceeded, RemoteError
 from client.group_channel import GroupChannel
-from client.load_chain import LOAD_TIMEOUT_S
-from client.worker_client import StepIds, WorkerClient
-from rpc_schema.codec import StepReplyMessage
+from rpc_schema.base import StepReply, StepRequest
 from rpc_schema.errors import WireError
-from rpc_schema.step import Done
+from rpc_schema.lifecycle import FinishShardedState
 
 SHARD_PATTERN = "model-rank-{rank}-part-{part}.safetensors"
 SHARD_MAX_SIZE_BYTES = 5 << 30
-FINISH_SAVE_TIMEOUT_S = 600.0
-"""Removing the files of a large set takes a while."""
 
-ReplyT = TypeVar("ReplyT", bound=StepReplyMessage)
+ReplyT = TypeVar("ReplyT", bound=StepReply)
 
 
 def save_weights(
     channel: GroupChannel,
-    operation: str,
-    write: Callable[[WorkerClient, StepIds, bytes], None],
-    reply_type: type[ReplyT],
+    build: Callable[..., StepRequest[ReplyT]],
 ) -> list[ReplyT]:
-    """Have each rank write(client, ids, the save's id), and keep that where all have; else nothing
-    is left of it, as far as ranks can be reached. Raises what GroupChannel.fan_out does."""
+    """Have each rank write, and keep that where all have; else nothing is left of it, as far as
+    ranks can be reached. build: makes the request, with the save's id as `save`. Raises what
+    GroupChannel.ask does."""
     save = secrets.token_bytes(16)
     try:
-        replies = channel.fan_out(
-            operation,
-            lambda client, ids: write(client, ids, save),
-            reply_type,
-            timeout_s=LOAD_TIMEOUT_S,
-        )
+        replies = channel.ask(partial(build, save=save))
     except (RemoteError, DeadlineExceeded):
         _discard(channel, save)
         raise
@@ -56,9 +47,4 @@ def _discard(channel: GroupChannel, save: bytes) -> None:
 
 
 def _finish(channel: GroupChannel, save: bytes, *, keep: bool) -> None:
-    channel.fan_out(
-        "finish_sharded_state",
-        lambda client, ids: client.finish_sharded_state(ids, save, keep=keep),
-        Done,
-        timeout_s=FINISH_SAVE_TIMEOUT_S,
-    )
+    channel.ask(partial(FinishShardedState, save=save, keep=keep))

@@ -32,11 +32,11 @@ from client.keys import HANDSHAKE_MS, NO_KEYS, OPEN, Keys, Lock
 from client.listener import Listener
 from client.liveness import Process, Watch
 from client.peer_process import PeerProcesses
+from rpc_schema.base import Answered
 from rpc_schema.codec import (
     CURVE_BYTES,
     MAX_CONTROL_BYTES,
     MAX_STEP_BYTES,
-    ControlMessage,
     ControlReplyMessage,
     EventMessage,
     Frame,
@@ -45,15 +45,7 @@ from rpc_schema.codec import (
     encode_control,
 )
 from rpc_schema.errors import BadFrameError, ControlErrorReply, WireError
-from rpc_schema.lifecycle import (
-    CheckHealth,
-    CommitAttach,
-    Detach,
-    Drain,
-    GetStatus,
-    Hello,
-    PrepareAttach,
-)
+from rpc_schema.operations import CONTROL_OPERATIONS
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -374,15 +366,11 @@ class PendingCall(Generic[ReplyT]):
         return None
 
 
-_REPEATABLE = (Hello, PrepareAttach, CommitAttach, Detach, CheckHealth, GetStatus, Drain)
-"""Control requests that do no more where they come twice, or to the daemon that is started next."""
-
-
 class ControlChannel:
     """Requests and replies on one daemon's control socket, matched by correlation id. Where the
-    connection ends while a reply is waited for, a request of _REPEATABLE is sent again on the next
-    one: it, or the reply, may have gone with the first. Where nothing listens any more, the wait
-    ends at once."""
+    connection ends while a reply is waited for, a repeatable request (see rpc_schema/operations.py)
+    is sent again on the next one: it, or the reply, may have gone with the first. Where nothing
+    listens any more, the wait ends at once."""
 
     def __init__(
         self,
@@ -408,15 +396,13 @@ class ControlChannel:
         self._handshakes.connect(rank, endpoint.control, endpoint.lock)
         self._listener = Listener(endpoint.control, rank)
 
-    def call(
-        self, build: Callable[[int], ControlMessage], reply_type: type[ReplyT], timeout_s: float
-    ) -> ReplyT:
+    def call(self, build: Callable[[int], Answered[ReplyT]], timeout_s: float) -> ReplyT:
         """Send build(correlation id) and return its reply. Raises as send() and
         PendingCall.result() do."""
-        return self.send(build, reply_type, timeout_s).result()
+        return self.send(build, timeout_s).result()
 
     def send(
-        self, build: Callable[[int], ControlMessage], reply_type: type[ReplyT], timeout_s: float
+        self, build: Callable[[int], Answered[ReplyT]], timeout_s: float
     ) -> PendingCall[ReplyT]:
         """Send build(correlation id); the reply is waited for by result().
 
@@ -428,6 +414,7 @@ class ControlChannel:
         """
         self._last_call += 1
         request = build(self._last_call)
+        row = CONTROL_OPERATIONS[type(request)]
         what = f"{type(request).__name__} to rank {self.rank} at {self.endpoint.control}"
         deadline = time.monotonic() + timeout_s
         frame = encode_control(request)
@@ -440,9 +427,9 @@ class ControlChannel:
         self._socket.send(frame, zmq.NOBLOCK)
         self._listener.is_there()
         self._sent_on = max(1, self._handshakes.num_made)  # that it was made may be told later
-        if isinstance(request, _REPEATABLE):
+        if row.repeatable:
             self._repeatable = frame
-        return PendingCall(self, self._last_call, what, reply_type, timeout_s, deadline)
+        return PendingCall(self, self._last_call, what, row.reply, timeout_s, deadline)
 
     def _check_owner(self) -> None:
         """Once a connection: what listens there may not have been there when we began to

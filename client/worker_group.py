@@ -4,6 +4,7 @@ takes with it (`client/outcomes.py`), nor the operations of start-up (`client/lo
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -20,12 +21,12 @@ from client.errors import (
     TooManyStepsInFlight,
     WorkerDied,
 )
-from client.group_channel import SLEEP_TIMEOUT_S, GroupChannel
+from client.group_channel import GroupChannel
 from client.group_channel import Progress as Progress
 from client.keys import NO_KEYS, Keys
 from client.lease_terms import LeaseTerms
 from client.liveness import LivenessEvent, OnEvent, Standing
-from client.load_chain import LOAD_TIMEOUT_S, LoadChain
+from client.load_chain import LoadChain
 from client.loading import LoadedModel, LoadOptions, check_config, group_limits, load
 from client.outcomes import Failure, StepFuture, StepsInFlight
 from client.replacement import REPLACE_WITHIN_S, Replaced, Replacement
@@ -34,13 +35,13 @@ from client.scheduler_output import SchedulerOutput
 from client.slots import SlotTable
 from client.transport import Endpoint, new_driver_id, parse_endpoint
 from client.weights_state import WeightsState
-from client.worker_client import StepIds, TensorList, WorkerClient
+from client.worker_client import TensorList
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
-from rpc_schema.adoption import AdoptRequestsReply
+from rpc_schema.adoption import AdoptRequests
 from rpc_schema.config import ParallelConfig, WorkerConfig
 from rpc_schema.errors import WireError
-from rpc_schema.step import Done
+from rpc_schema.step import ExecuteDummyBatch, SampleTokens
 
 CLOSE_WAIT_S = 0.5
 """How long close() waits for steps in flight, so that all ranks are left at the same one."""
@@ -335,12 +336,7 @@ class WorkerGroup:
 
     def compute_weight_checksums(self) -> list[lc.ComputeWeightChecksumsReply]:
         """Hash every rank's weights, tensor by tensor, as they are now."""
-        return self._channel.fan_out(
-            "compute_weight_checksums",
-            WorkerClient.compute_weight_checksums,
-            lc.ComputeWeightChecksumsReply,
-            timeout_s=LOAD_TIMEOUT_S,
-        )
+        return self._channel.ask(lc.ComputeWeightChecksums)
 
     def save_sharded_state(
         self,
@@ -362,11 +358,9 @@ class WorkerGroup:
         """
         return save_weights(
             self._channel,
-            "save_sharded_state",
-            lambda client, ids, save: client.save_sharded_state(
-                ids, save, name, pattern, max_size_bytes
+            functools.partial(
+                lc.SaveShardedState, name=name, pattern=pattern, max_size_bytes=max_size_bytes
             ),
-            lc.SaveShardedStateReply,
         )
 
     def save_tensorized_model(self, name: str) -> list[lc.SaveTensorizedModelReply]:
@@ -376,12 +370,7 @@ class WorkerGroup:
         Raises: as save_sharded_state does, and
             RemoteConfigError: a daemon does not have the library.
         """
-        return save_weights(
-            self._channel,
-            "save_tensorized_model",
-            lambda client, ids, save: client.save_tensorized_model(ids, save, name),
-            lc.SaveTensorizedModelReply,
-        )
+        return save_weights(self._channel, functools.partial(lc.SaveTensorizedModel, name=name))
 
     # ------------------------------------------------------------------ sleep
 
@@ -400,12 +389,7 @@ class WorkerGroup:
         """
         self._drain()
         self._steps.lose_rows("the group was put to sleep")
-        return self._channel.fan_out(
-            "sleep",
-            lambda client, ids: client.sleep(ids, level),
-            lc.MemoryTagsReply,
-            timeout_s=SLEEP_TIMEOUT_S,
-        )
+        return self._channel.ask(functools.partial(lc.Sleep, level=level))
 
     def wake_up(self, tags: Sequence[lc.MemoryTag] | None = None) -> list[lc.MemoryTagsReply]:
         """Take memory for tags again on every rank, by default for all; in any order. Steps are
@@ -417,12 +401,7 @@ class WorkerGroup:
             RemoteConfigError: as sleep() does.
         """
         wanted = None if tags is None else tuple(tags)
-        return self._channel.fan_out(
-            "wake_up",
-            lambda client, ids: client.wake_up(ids, wanted),
-            lc.MemoryTagsReply,
-            timeout_s=SLEEP_TIMEOUT_S,
-        )
+        return self._channel.ask(functools.partial(lc.WakeUp, tags=wanted))
 
     def discard(self, tags: Sequence[lc.MemoryTag]) -> list[lc.MemoryTagsReply]:
         """Give up the memory of tags on every rank, and keep nothing of them, awake or asleep. With
@@ -434,12 +413,7 @@ class WorkerGroup:
         self._drain()
         if "kv_cache" in tags:
             self._steps.lose_rows("the group's KV cache was discarded")
-        return self._channel.fan_out(
-            "discard",
-            lambda client, ids: client.discard(ids, tuple(tags)),
-            lc.MemoryTagsReply,
-            timeout_s=SLEEP_TIMEOUT_S,
-        )
+        return self._channel.ask(functools.partial(lc.Discard, tags=tuple(tags)))
 
     # ------------------------------------------------------------------ weights
 
@@ -455,12 +429,12 @@ class WorkerGroup:
             WeightTransferError: the trainer has not come. RemoteConfigError: the engine is not for
             this group. The daemons serve on, without an engine.
         """
-        return self._channel.fan_out(
-            "init_weight_transfer_engine",
-            lambda client, ids: client.init_weight_transfer_engine(
-                ids, engine, max(100, int(timeout_s * 1000))
+        return self._channel.ask(
+            functools.partial(
+                wt.InitWeightTransferEngine,
+                engine=engine,
+                timeout_ms=max(100, int(timeout_s * 1000)),
             ),
-            wt.InitWeightTransferEngineReply,
             timeout_s=timeout_s + TRANSFER_SLACK_S,
         )
 
@@ -475,11 +449,7 @@ class WorkerGroup:
         them. partial: tensors that do not come stay as they are.
         """
         self._give_up_weights("a weight update is open")
-        self._channel.fan_out(
-            "start_weight_update",
-            lambda client, ids: client.start_weight_update(ids, format, partial=partial),
-            Done,
-        )
+        self._channel.ask(functools.partial(wt.StartWeightUpdate, format=format, partial=partial))
 
     def update_weights(self, tensors: TensorList, source: wt.Source) -> list[wt.UpdateWeightsReply]:
         """Take tensors on every rank, from where the engine has them. A trainer's broadcasts must
@@ -492,11 +462,8 @@ class WorkerGroup:
             WeightTransferError: the trainer is lost. The weights are dirty: begin again with
                 init_weight_transfer_engine and start_weight_update, or reload_weights.
         """
-        return self._channel.fan_out(
-            "update_weights",
-            lambda client, ids: client.update_weights(ids, tensors, source),
-            wt.UpdateWeightsReply,
-            timeout_s=LOAD_TIMEOUT_S,
+        return self._channel.ask(
+            functools.partial(wt.UpdateWeights, **tensors._asdict(), source=source)
         )
 
     def finish_weight_update(self) -> list[wt.FinishWeightUpdateReply]:
@@ -505,12 +472,7 @@ class WorkerGroup:
         Raises:
             RemoteConfigError: tensors have not come; the update is still open.
         """
-        replies = self._channel.fan_out(
-            "finish_weight_update",
-            WorkerClient.finish_weight_update,
-            wt.FinishWeightUpdateReply,
-            timeout_s=LOAD_TIMEOUT_S,
-        )
+        replies = self._channel.ask(wt.FinishWeightUpdate)
         self._weights.are_whole()
         return replies
 
@@ -525,12 +487,7 @@ class WorkerGroup:
         before = self._weights.cause
         self._give_up_weights("reload_weights has failed on some rank")
         try:
-            replies = self._channel.fan_out(
-                "reload_weights",
-                lambda client, ids: client.reload_weights(ids, model),
-                wt.ReloadWeightsReply,
-                timeout_s=LOAD_TIMEOUT_S,
-            )
+            replies = self._channel.ask(functools.partial(wt.ReloadWeights, model=model))
         except RemoteError:
             self._weights.cause = before
             if not before:  # refused before the first byte, mostly
@@ -546,9 +503,7 @@ class WorkerGroup:
         Raises:
             RemoteConfigError: a field is not one of these, or its value is not allowed.
         """
-        self._channel.fan_out(
-            "update_config", lambda client, ids: client.update_config(ids, overrides), Done
-        )
+        self._channel.ask(functools.partial(wt.UpdateConfig, overrides=dict(overrides)))
 
     def _give_up_weights(self, cause: str) -> None:
         """No step runs on weights that are being replaced, nor goes on from their KV cache."""
@@ -574,11 +529,8 @@ class WorkerGroup:
             RemoteConfigError: the prefix is no plain name, or traces cannot be written.
             RemoteCapacityError: the disk is full.
         """
-        return self._channel.fan_out(
-            "profile",
-            lambda client, ids: client.profile(ids, action, prefix, kind),
-            lc.ProfileReply,
-            timeout_s=LOAD_TIMEOUT_S,
+        return self._channel.ask(
+            functools.partial(lc.Profile, action=action, kind=kind, prefix=prefix)
         )
 
     # ------------------------------------------------------------------ steps
@@ -646,10 +598,9 @@ class WorkerGroup:
         began_ns = time.monotonic_ns()
         slots, frames = self._steps.slots.encode_masks(step, masks or {})
         ids = self._channel.next_ids()
+        request = SampleTokens(**ids._asdict(), step_seq=step.seq, mask_slots=slots)
         future = self._steps.expect(self, ids.seq, step, samples=True)
-        self._channel.send_step(
-            ids, lambda client: client.sample_tokens(ids, step.seq, slots, frames)
-        )
+        self._channel.send_step(ids, lambda client: client.send(request, frames))
         self._steps.times.sent(ids.seq, began_ns, None)
         return future
 
@@ -663,7 +614,8 @@ class WorkerGroup:
         self._check_credit()
         ids = self._channel.next_ids()
         future = self._steps.expect(self, ids.seq, None, samples=False)
-        self._channel.send_step(ids, lambda client: client.execute_dummy_batch(ids))
+        request = ExecuteDummyBatch(**ids._asdict())
+        self._channel.send_step(ids, lambda client: client.send(request))
         return future
 
     def take_replies(self, future: StepFuture) -> None:
@@ -737,11 +689,10 @@ def _read_rows(channel: GroupChannel) -> list[list[RankRow]]:
     rows: list[list[RankRow]] = [[] for _ in channel.daemons.clients]
     next_slots = [0] * len(channel.daemons.clients)
 
-    def ask(client: WorkerClient, ids: StepIds) -> None:
-        client.adopt_requests(ids, next_slots[client.rank])
-
     while True:
-        replies = channel.fan_out("adopt_requests", ask, AdoptRequestsReply)
+        replies = channel.ask_each(
+            lambda rank: functools.partial(AdoptRequests, first_slot=next_slots[rank])
+        )
         for rank, reply in enumerate(replies):
             rows[rank] += read_page(reply)
             next_slots[rank] = reply.next_slot or NO_MORE_SLOTS

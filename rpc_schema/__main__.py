@@ -21,14 +21,23 @@ from rpc_schema import (
     trace,
     weight_transfer,
 )
+from rpc_schema.operations import (
+    CONTROL_OPERATIONS,
+    LINK_STATES,
+    LOAD_CHAIN,
+    STEP_OPERATIONS,
+    Rule,
+)
 from rpc_schema.version import PROTOCOL_VERSION
 
+TAG_STATES = typing.get_args(lifecycle.TagState)
+
 _DIRECTIONS = (
-    ("Control socket, driver to daemon", codec.ControlMessage),
-    ("Control socket, daemon to driver", codec.ControlReplyMessage),
-    ("Step socket, driver to daemon", codec.StepMessage),
-    ("Results socket, daemon to driver", codec.StepReplyMessage),
-    ("Events socket, daemon to everybody", codec.EventMessage),
+    ("Control socket, driver to daemon", codec.CONTROL_REQUESTS),
+    ("Control socket, daemon to driver", codec.CONTROL_REPLIES),
+    ("Step socket, driver to daemon", codec.STEP_REQUESTS),
+    ("Results socket, daemon to driver", codec.STEP_REPLIES),
+    ("Events socket, daemon to everybody", codec.EVENTS),
 )
 _MODULES = (
     config,
@@ -48,8 +57,8 @@ def render() -> str:
     """Return the reference: every message with its tag and fields, then the values inside them."""
     parts = [_introduction()]
     messages: list[type[msgspec.Struct]] = []
-    for title, union in _DIRECTIONS:
-        members = sorted(typing.get_args(union), key=_tag)
+    for title, direction in _DIRECTIONS:
+        members = sorted(direction, key=_tag)
         messages += members
         parts += [f"## {title}\n", *(_describe(member) for member in members)]
     parts += ["## Values\n", *(_describe(value) for value in _values(messages))]
@@ -70,9 +79,12 @@ def _introduction() -> str:
         {codec.MAX_CONTROL_BYTES} on the others. Unknown tags, missing and extra fields and values
         out of bounds are refused before anything is done; Hello and HelloReply alone tolerate extra
         fields. A step reply that is sent again (its seq was repeated) has the same frames behind
-        an empty one. Of the control requests Hello, PrepareAttach, CommitAttach, Detach,
-        CheckHealth, GetStatus and Drain may be sent again, with the same `call`, where their
-        connection ends before the reply: coming twice, they do no more than once.
+        an empty one. A control request that may be sent again, with the same `call` where its
+        connection ends before the reply, does no more than once.
+
+        A step request is legal in the states that it names, and only while the daemon serves; else
+        it is refused, and nothing changes. The daemon reports it as hung when it has been silent
+        for longer than it is allowed.
         """
     )
 
@@ -100,7 +112,43 @@ def _describe(member: type[msgspec.Struct]) -> str:
         f"| `{field.name}` | {_type_name(field.type)} | {_default(field)} |" for field in fields
     ]
     table = ["| field | type | default |", "|---|---|---|", *rows] if rows else ["No fields."]
-    return "\n".join([head, "", inspect.cleandoc(member.__doc__ or ""), "", *table, ""])
+    text = [inspect.cleandoc(member.__doc__ or ""), "", *_operation(member), *table, ""]
+    return "\n".join([head, "", *text])
+
+
+def _operation(member: type[msgspec.Struct]) -> list[str]:
+    """Return what the table of operations has of a request; nothing for other messages."""
+    for request, control in CONTROL_OPERATIONS.items():
+        if request is member:
+            again = "; may be sent again" if control.repeatable else ""
+            return [f"Reply: `{control.reply.__name__}`. Role: {control.role}{again}.", ""]
+    for request, row in STEP_OPERATIONS.items():
+        if request is member:
+            silence = "a step's deadline" if row.deadline_s is None else f"{row.deadline_s:g} s"
+            meeting = " and the meeting of the ranks" if row.meets else ""
+            return [
+                f"Reply: `{row.reply.__name__}`. Role: {row.role}. Legal: {_states(row.rule)}. "
+                f"Silence allowed: {silence}{meeting}.",
+                "",
+            ]
+    return []
+
+
+def _states(rule: Rule) -> str:
+    lowest = next(state for state in LOAD_CHAIN if state in rule.load)
+    load = [state for state in LOAD_CHAIN if state in rule.load]
+    above = load == list(LOAD_CHAIN[LOAD_CHAIN.index(lowest) :]) and len(load) > 1
+    parts = [f"from {lowest} on" if above else f"in {' or '.join(load)}"]
+    parts += [
+        f"{name} {' or '.join(value for value in values if value in allowed)}"
+        for name, allowed, values in (
+            ("link", rule.link, LINK_STATES),
+            ("weights", rule.weights, TAG_STATES),
+            ("KV cache", rule.kv_cache, TAG_STATES),
+        )
+        if len(allowed) < len(values)
+    ]
+    return ", ".join(parts)
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:

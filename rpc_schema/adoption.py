@@ -43,7 +43,7 @@ class RequestRow(Value, frozen=True, kw_only=True):
     note: SchedulerNote
 
 
-class AdoptRequests(StepRequest, frozen=True, tag=70, kw_only=True):
+class AdoptRequests(StepRequest["AdoptRequestsReply"], frozen=True, tag=70, kw_only=True):
     """Tell which requests there are, from first_slot on. Steps that failed, or whose result never
     came about, are taken back first. For a driver that attached with keep_requests, before its
     first step."""

@@ -1,7 +1,7 @@
 """The Struct bases and the bounded field types that every message is made of; size and GC flags are
 decided here, once."""
 
-from typing import Annotated
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -38,7 +38,17 @@ class Value(
     """A part of a message: immutable, positional on the wire, unknown fields refused."""
 
 
-class ControlRequest(Value, frozen=True, kw_only=True):
+ReplyT = TypeVar("ReplyT")
+
+
+class Answered(Generic[ReplyT]):
+    """A request that is answered with a ReplyT, or refused. It has no fields: it is for type
+    checkers, and rpc_schema/operations.py must agree with it."""
+
+    __slots__ = ()
+
+
+class ControlRequest(Value, Answered[ReplyT], frozen=True, kw_only=True):
     """A request on the control socket. `call` is the caller's correlation id and comes back in the
     reply."""
 
@@ -51,7 +61,7 @@ class ControlReply(Value, frozen=True, kw_only=True):
     call: Unsigned
 
 
-class StepRequest(Value, frozen=True, kw_only=True):
+class StepRequest(Value, Answered[ReplyT], frozen=True, kw_only=True):
     """A request that touches device state, run in seq order.
 
     epoch is the fencing token that attach granted, link the generation of the communicators (0:

@@ -4,16 +4,23 @@ A message is one msgpack frame, then raw little-endian array frames. There is on
 one decoder, a direction.
 """
 
-from collections.abc import Sequence
-from typing import TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias, TypeVar, Union, get_args
 
 import msgspec
 
-from rpc_schema import adoption, lease, step, trace
 from rpc_schema import lifecycle as lc
-from rpc_schema import weight_transfer as wt
-from rpc_schema.base import Unsigned
+from rpc_schema import trace
+from rpc_schema.base import Answered, ControlReply, StepReply, Unsigned
 from rpc_schema.errors import BadFrameError, ControlErrorReply, ErrorReply, TooLargeError
+from rpc_schema.operations import (
+    CONTROL_OPERATIONS,
+    STEP_OPERATIONS,
+    ControlOperation,
+    StepOperation,
+)
+from rpc_schema.operations import ControlMessage as ControlMessage
+from rpc_schema.operations import StepMessage as StepMessage
 
 MAX_FRAMES = 6
 MAX_STEP_BYTES = 16 << 20
@@ -26,96 +33,8 @@ MessageT = TypeVar("MessageT")
 Frame: TypeAlias = bytes | memoryview | bytearray
 FrameT = TypeVar("FrameT", bound=bytes | memoryview | bytearray)
 
-StepMessage: TypeAlias = (
-    step.ExecuteModel
-    | step.SampleTokens
-    | step.ExecuteDummyBatch
-    | lc.InitDevice
-    | lc.Relink
-    | lc.Reset
-    | lc.LoadModel
-    | lc.GetKVCacheSpec
-    | lc.DetermineAvailableMemory
-    | lc.InitializeFromConfig
-    | lc.InitializeCache
-    | lc.UpdateMaxModelLen
-    | lc.CompileOrWarmUpModel
-    | lc.GetSupportedTasks
-    | lc.GetModelMetadata
-    | lc.SaveShardedState
-    | lc.FinishShardedState
-    | lc.ComputeWeightChecksums
-    | lc.Profile
-    | lc.SaveTensorizedModel
-    | lc.Sleep
-    | lc.WakeUp
-    | lc.Discard
-    | wt.InitWeightTransferEngine
-    | wt.StartWeightUpdate
-    | wt.UpdateWeights
-    | wt.FinishWeightUpdate
-    | wt.ReloadWeights
-    | wt.UpdateConfig
-    | adoption.AdoptRequests
-)
-StepReplyMessage: TypeAlias = (
-    ErrorReply
-    | step.ModelRunnerOutput
-    | step.Done
-    | lc.Attached
-    | lc.InitDeviceReply
-    | lc.LoadModelReply
-    | lc.GetKVCacheSpecReply
-    | lc.DetermineAvailableMemoryReply
-    | lc.CompileOrWarmUpModelReply
-    | lc.GetSupportedTasksReply
-    | lc.GetModelMetadataReply
-    | lc.SaveShardedStateReply
-    | lc.ComputeWeightChecksumsReply
-    | lc.ProfileReply
-    | lc.SaveTensorizedModelReply
-    | lc.MemoryTagsReply
-    | wt.InitWeightTransferEngineReply
-    | wt.UpdateWeightsReply
-    | wt.FinishWeightUpdateReply
-    | wt.ReloadWeightsReply
-    | adoption.AdoptRequestsReply
-)
-ControlMessage: TypeAlias = (
-    lc.Hello
-    | lc.PrepareAttach
-    | lc.CommitAttach
-    | lc.Detach
-    | lc.OpenRendezvous
-    | lc.AbortLink
-    | lc.CheckHealth
-    | lc.GetStatus
-    | lc.Shutdown
-    | lc.Drain
-    | lease.RenewLease
-    | trace.ReadClock
-    | trace.StartTrace
-    | trace.StopTrace
-    | trace.ReadTrace
-    | trace.AskDriver
-    | trace.PutDriverSteps
-    | trace.ReadDriverSteps
-)
-ControlReplyMessage: TypeAlias = (
-    ControlErrorReply
-    | lc.HelloReply
-    | lc.PrepareAttachReply
-    | lc.CommitAttachReply
-    | lc.OpenRendezvousReply
-    | lc.CheckHealthReply
-    | lc.GetStatusReply
-    | lc.Acknowledged
-    | lease.RenewLeaseReply
-    | trace.ReadClockReply
-    | trace.StopTraceReply
-    | trace.ReadTraceReply
-    | trace.ReadDriverStepsReply
-)
+StepReplyMessage: TypeAlias = StepReply
+ControlReplyMessage: TypeAlias = ControlReply | lc.HelloReply
 EventMessage: TypeAlias = (
     lc.Heartbeat | lc.StateChanged | lc.Hung | lc.Slow | trace.DriverStepsWanted
 )
@@ -130,14 +49,30 @@ class StepHead(msgspec.Struct, array_like=True, frozen=True, gc=False):
     seq: Unsigned
 
 
+def _unique(
+    rows: Mapping[type[Any], StepOperation[Any] | ControlOperation[Any]],
+) -> tuple[type[Any], ...]:
+    return tuple(dict.fromkeys(row.reply for row in rows.values()))
+
+
+def _decoder(messages: tuple[type[Any], ...]) -> "msgspec.msgpack.Decoder[Any]":
+    """One closed union. It is made of the table, so that a request without a row is unknown."""
+    return msgspec.msgpack.Decoder(Union[messages])  # noqa: UP007  # made while running
+
+
+STEP_REQUESTS: Final = tuple(STEP_OPERATIONS)
+STEP_REPLIES: Final[tuple[type[Any], ...]] = (ErrorReply, lc.Attached, *_unique(STEP_OPERATIONS))
+CONTROL_REQUESTS: Final = tuple(CONTROL_OPERATIONS)
+CONTROL_REPLIES: Final[tuple[type[Any], ...]] = (ControlErrorReply, *_unique(CONTROL_OPERATIONS))
+EVENTS: Final = get_args(EventMessage)
+"""The messages of each direction."""
+
 _ENCODER = msgspec.msgpack.Encoder()
-_STEP: msgspec.msgpack.Decoder[StepMessage] = msgspec.msgpack.Decoder(StepMessage)
+_STEP: msgspec.msgpack.Decoder[StepMessage] = _decoder(STEP_REQUESTS)
 _STEP_HEAD: msgspec.msgpack.Decoder[StepHead] = msgspec.msgpack.Decoder(StepHead)
-_STEP_REPLY: msgspec.msgpack.Decoder[StepReplyMessage] = msgspec.msgpack.Decoder(StepReplyMessage)
-_CONTROL: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
-_CONTROL_REPLY: msgspec.msgpack.Decoder[ControlReplyMessage] = msgspec.msgpack.Decoder(
-    ControlReplyMessage
-)
+_STEP_REPLY: msgspec.msgpack.Decoder[StepReplyMessage] = _decoder(STEP_REPLIES)
+_CONTROL: msgspec.msgpack.Decoder[ControlMessage] = _decoder(CONTROL_REQUESTS)
+_CONTROL_REPLY: msgspec.msgpack.Decoder[ControlReplyMessage] = _decoder(CONTROL_REPLIES)
 _EVENT: msgspec.msgpack.Decoder[EventMessage] = msgspec.msgpack.Decoder(EventMessage)
 
 
@@ -154,7 +89,7 @@ def encode_step(
     return frames
 
 
-def encode_control(message: ControlMessage | ControlReplyMessage | EventMessage) -> bytes:
+def encode_control(message: Answered[Any] | ControlReplyMessage | EventMessage) -> bytes:
     """Encode a control request, its reply, or an event: always one frame.
 
     Raises:

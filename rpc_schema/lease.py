@@ -49,7 +49,7 @@ def driver_digest(driver_id: bytes) -> bytes:
     return hashlib.sha256(driver_id).digest()[:DIGEST_BYTES]
 
 
-class RenewLease(ControlRequest, frozen=True, tag=9, kw_only=True):
+class RenewLease(ControlRequest["RenewLeaseReply"], frozen=True, tag=9, kw_only=True):
     """The holder is alive: its lease lasts its full time from now on. Nobody else can renew it, nor
     can the holder once it has expired."""
 

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from rpc_schema.base import (
+    Answered,
     ControlReply,
     ControlRequest,
     Count,
@@ -38,6 +39,7 @@ from rpc_schema.lease import (
     LeaseState,
     LeaseStatus,
 )
+from rpc_schema.step import Done
 from rpc_schema.weight_transfer import WeightsStatus
 
 LoadState = Literal["CREATED", "DEVICE_READY", "MODEL_LOADED", "KV_READY", "READY"]
@@ -50,7 +52,9 @@ there, and no content to bring back. lost: there, but these weights must be load
 SleepLevel = Literal[1, 2]
 
 
-class Hello(msgspec.Struct, array_like=True, frozen=True, tag=1, kw_only=True):
+class Hello(
+    msgspec.Struct, Answered["HelloReply"], array_like=True, frozen=True, tag=1, kw_only=True
+):
     """The first message on a control socket. Frozen for ever; fields may only be appended."""
 
     call: Unsigned
@@ -75,7 +79,7 @@ MAX_EPOCH_STEP = 1 << 20
 that is further ahead asks the others more than once."""
 
 
-class PrepareAttach(ControlRequest, frozen=True, tag=2, kw_only=True):
+class PrepareAttach(ControlRequest["PrepareAttachReply"], frozen=True, tag=2, kw_only=True):
     """First phase of attach: announce an epoch higher than any that this daemon has seen, by at
     most 2^20 (else CONFIG). Refused to a driver that has not said Hello with this daemon's protocol
     version, and, with LEASE_HELD, while another driver holds the lease."""
@@ -93,7 +97,7 @@ class PrepareAttachReply(ControlReply, frozen=True, tag=2, kw_only=True):
     last_epoch: Unsigned
 
 
-class CommitAttach(ControlRequest, frozen=True, tag=3, kw_only=True):
+class CommitAttach(ControlRequest["CommitAttachReply"], frozen=True, tag=3, kw_only=True):
     """Second phase: the daemon's steps belong to this driver from here on, and all requests of
     earlier ones are dropped. Its lease begins. Only the sender's key (on ipc without keys: its
     user) may use the epoch from here on; others are FORBIDDEN."""
@@ -213,14 +217,14 @@ class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):
     status: Status
 
 
-class Detach(ControlRequest, frozen=True, tag=4, kw_only=True):
+class Detach(ControlRequest["Acknowledged"], frozen=True, tag=4, kw_only=True):
     """The driver leaves in order; the model stays loaded, its requests are dropped at the next
     attach."""
 
     epoch: Unsigned
 
 
-class OpenRendezvous(ControlRequest, frozen=True, tag=5, kw_only=True):
+class OpenRendezvous(ControlRequest["OpenRendezvousReply"], frozen=True, tag=5, kw_only=True):
     """Serve the meeting of the next link on the daemon's data interface."""
 
     epoch: Unsigned
@@ -232,7 +236,7 @@ class OpenRendezvousReply(ControlReply, frozen=True, tag=5, kw_only=True):
     place: MeetingAddress
 
 
-class AbortLink(ControlRequest, frozen=True, tag=30, kw_only=True):
+class AbortLink(ControlRequest["Acknowledged"], frozen=True, tag=30, kw_only=True):
     """A rank is lost: leave its link. Whoever waits for other ranks is freed, and steps are refused
     until a Relink; weights, KV cache and graphs stay."""
 
@@ -240,7 +244,7 @@ class AbortLink(ControlRequest, frozen=True, tag=30, kw_only=True):
     cause: Text
 
 
-class CheckHealth(ControlRequest, frozen=True, tag=6, kw_only=True):
+class CheckHealth(ControlRequest["CheckHealthReply"], frozen=True, tag=6, kw_only=True):
     """Is the daemon alive, and is its step thread making progress?"""
 
 
@@ -251,7 +255,7 @@ class CheckHealthReply(ControlReply, frozen=True, tag=6, kw_only=True):
     detail: Text = ""
 
 
-class GetStatus(ControlRequest, frozen=True, tag=7, kw_only=True):
+class GetStatus(ControlRequest["GetStatusReply"], frozen=True, tag=7, kw_only=True):
     """Everything that the daemon knows of itself."""
 
 
@@ -259,11 +263,11 @@ class GetStatusReply(ControlReply, frozen=True, tag=7, kw_only=True):
     status: Status
 
 
-class Shutdown(ControlRequest, frozen=True, tag=8, kw_only=True):
+class Shutdown(ControlRequest["Acknowledged"], frozen=True, tag=8, kw_only=True):
     """End the daemon: the running step is finished first, within its drain time."""
 
 
-class Drain(ControlRequest, frozen=True, tag=31, kw_only=True):
+class Drain(ControlRequest["Acknowledged"], frozen=True, tag=31, kw_only=True):
     """Take no more steps and no more drivers, and stay: weights, KV cache, link and lease are kept.
     The lease's holder is told by the heartbeat, and has a second to stop of its own accord; the
     running step is finished. Answered once no step runs or will. Repeating it changes nothing."""
@@ -280,7 +284,7 @@ class Attached(StepReply, frozen=True, tag=3, kw_only=True):
     """seq 0 of an epoch: the results socket reaches this driver."""
 
 
-class InitDevice(StepRequest, frozen=True, tag=10, kw_only=True):
+class InitDevice(StepRequest["InitDeviceReply"], frozen=True, tag=10, kw_only=True):
     """Create the device context, the link and the baseline memory snapshot. Legal in CREATED."""
 
     parallel: ParallelConfig
@@ -298,7 +302,7 @@ class InitDeviceReply(StepReply, frozen=True, tag=10, kw_only=True):
     """nccl or gloo."""
 
 
-class Relink(StepRequest, frozen=True, tag=11, kw_only=True):
+class Relink(StepRequest[Done], frozen=True, tag=11, kw_only=True):
     """Leave the communicators behind and build new ones; weights, KV cache and plan stay."""
 
     rendezvous: Rendezvous
@@ -307,13 +311,13 @@ class Relink(StepRequest, frozen=True, tag=11, kw_only=True):
     graphs that went with the link are captured there."""
 
 
-class Reset(StepRequest, frozen=True, tag=12, kw_only=True):
+class Reset(StepRequest[Done], frozen=True, tag=12, kw_only=True):
     """Go back down the load chain; memory returns to that state's baseline."""
 
     to: Literal["CREATED", "DEVICE_READY", "MODEL_LOADED"]
 
 
-class LoadModel(StepRequest, frozen=True, tag=13, kw_only=True):
+class LoadModel(StepRequest["LoadModelReply"], frozen=True, tag=13, kw_only=True):
     """Build this rank's stage and shard and fill it with weights."""
 
     model: ModelConfig
@@ -329,7 +333,7 @@ class LoadModelReply(StepReply, frozen=True, tag=13, kw_only=True):
     """As resolved: the model's own limit where the driver gave none."""
 
 
-class GetKVCacheSpec(StepRequest, frozen=True, tag=14, kw_only=True):
+class GetKVCacheSpec(StepRequest["GetKVCacheSpecReply"], frozen=True, tag=14, kw_only=True):
     """What this rank's layers keep per token."""
 
 
@@ -337,7 +341,9 @@ class GetKVCacheSpecReply(StepReply, frozen=True, tag=14, kw_only=True):
     layers: tuple[KVCacheSpec, ...]
 
 
-class DetermineAvailableMemory(StepRequest, frozen=True, tag=15, kw_only=True):
+class DetermineAvailableMemory(
+    StepRequest["DetermineAvailableMemoryReply"], frozen=True, tag=15, kw_only=True
+):
     """Run the largest step once, capture some of the graphs, and say how many bytes the KV cache
     may take beside them. All ranks take part; it may be repeated."""
 
@@ -363,26 +369,28 @@ class DetermineAvailableMemoryReply(StepReply, frozen=True, tag=15, kw_only=True
     known; the driver does better to ask all ranks again."""
 
 
-class InitializeFromConfig(StepRequest, frozen=True, tag=16, kw_only=True):
+class InitializeFromConfig(StepRequest[Done], frozen=True, tag=16, kw_only=True):
     """Allocate the KV cache. One entry a rank, in rank order; each rank takes its own."""
 
     kv_cache_configs: Annotated[tuple[KVCacheConfig, ...], Meta(min_length=1, max_length=4096)]
 
 
-class InitializeCache(StepRequest, frozen=True, tag=17, kw_only=True):
+class InitializeCache(StepRequest[Done], frozen=True, tag=17, kw_only=True):
     """Record the block counts that the driver settled on."""
 
     num_gpu_blocks: Positive
     num_cpu_blocks: Count = 0
 
 
-class UpdateMaxModelLen(StepRequest, frozen=True, tag=18, kw_only=True):
+class UpdateMaxModelLen(StepRequest[Done], frozen=True, tag=18, kw_only=True):
     """Lower (or restore) the longest context after the driver fitted it to the KV cache."""
 
     max_model_len: Positive
 
 
-class CompileOrWarmUpModel(StepRequest, frozen=True, tag=19, kw_only=True):
+class CompileOrWarmUpModel(
+    StepRequest["CompileOrWarmUpModelReply"], frozen=True, tag=19, kw_only=True
+):
     """Run synthetic steps through the normal entry, so that nothing is compiled or allocated while
     serving. All ranks take part: also those that are READY, when another one is new. They keep the
     graphs that they have."""
@@ -392,7 +400,7 @@ class CompileOrWarmUpModelReply(StepReply, frozen=True, tag=19, kw_only=True):
     seconds: float
 
 
-class GetSupportedTasks(StepRequest, frozen=True, tag=20, kw_only=True):
+class GetSupportedTasks(StepRequest["GetSupportedTasksReply"], frozen=True, tag=20, kw_only=True):
     """What the loaded model can do."""
 
 
@@ -400,7 +408,7 @@ class GetSupportedTasksReply(StepReply, frozen=True, tag=20, kw_only=True):
     tasks: tuple[Name, ...]
 
 
-class GetModelMetadata(StepRequest, frozen=True, tag=21, kw_only=True):
+class GetModelMetadata(StepRequest["GetModelMetadataReply"], frozen=True, tag=21, kw_only=True):
     """What a driver needs to know of the loaded model."""
 
 
@@ -416,7 +424,7 @@ class GetModelMetadataReply(StepReply, frozen=True, tag=21, kw_only=True):
     """Which provider the start-up probe chose."""
 
 
-class SaveShardedState(StepRequest, frozen=True, tag=22, kw_only=True):
+class SaveShardedState(StepRequest["SaveShardedStateReply"], frozen=True, tag=22, kw_only=True):
     """Write this rank's weights under the daemon's save root, beside the set of that name that is
     in use. Nothing changes for readers before FinishShardedState."""
 
@@ -436,7 +444,7 @@ class SaveShardedStateReply(StepReply, frozen=True, tag=22, kw_only=True):
     seconds: float
 
 
-class FinishShardedState(StepRequest, frozen=True, tag=23, kw_only=True):
+class FinishShardedState(StepRequest[Done], frozen=True, tag=23, kw_only=True):
     """End a save: make what all ranks have written the set of its name, or throw it away."""
 
     save: Uid
@@ -444,7 +452,9 @@ class FinishShardedState(StepRequest, frozen=True, tag=23, kw_only=True):
     """True only after every rank has answered SaveShardedState: rank 0 then replaces the set."""
 
 
-class SaveTensorizedModel(StepRequest, frozen=True, tag=60, kw_only=True):
+class SaveTensorizedModel(
+    StepRequest["SaveTensorizedModelReply"], frozen=True, tag=60, kw_only=True
+):
     """SaveShardedState through the tensorizer library: one file a rank. Ended by FinishShardedState
     too."""
 
@@ -460,7 +470,9 @@ class SaveTensorizedModelReply(StepReply, frozen=True, tag=60, kw_only=True):
     seconds: float
 
 
-class ComputeWeightChecksums(StepRequest, frozen=True, tag=24, kw_only=True):
+class ComputeWeightChecksums(
+    StepRequest["ComputeWeightChecksumsReply"], frozen=True, tag=24, kw_only=True
+):
     """Hash this rank's weights as they are now."""
 
 
@@ -470,7 +482,7 @@ class ComputeWeightChecksumsReply(StepReply, frozen=True, tag=24, kw_only=True):
     part's elements in row-major order, little-endian."""
 
 
-class Profile(StepRequest, frozen=True, tag=25, kw_only=True):
+class Profile(StepRequest["ProfileReply"], frozen=True, tag=25, kw_only=True):
     """Begin or end a profile of this rank's steps; one runs at a time. Ending none is no error: the
     daemon warns in its log."""
 
@@ -488,7 +500,7 @@ class ProfileReply(StepReply, frozen=True, tag=25, kw_only=True):
     empty where none was."""
 
 
-class Sleep(StepRequest, frozen=True, tag=40, kw_only=True):
+class Sleep(StepRequest["MemoryTagsReply"], frozen=True, tag=40, kw_only=True):
     """Give the memory of weights and KV cache back, at addresses that stay. All requests are
     dropped. Level 1 keeps the weights in host memory, level 2 nothing. Repeating it changes
     nothing."""
@@ -496,13 +508,13 @@ class Sleep(StepRequest, frozen=True, tag=40, kw_only=True):
     level: SleepLevel = 1
 
 
-class WakeUp(StepRequest, frozen=True, tag=41, kw_only=True):
+class WakeUp(StepRequest["MemoryTagsReply"], frozen=True, tag=41, kw_only=True):
     """Take memory again for the tags (None: all), in any order. The KV cache comes back empty."""
 
     tags: tuple[MemoryTag, ...] | None = None
 
 
-class Discard(StepRequest, frozen=True, tag=42, kw_only=True):
+class Discard(StepRequest["MemoryTagsReply"], frozen=True, tag=42, kw_only=True):
     """Give the tags' memory back and keep nothing of them, host copies included. Without the KV
     cache all requests are dropped."""
 

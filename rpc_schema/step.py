@@ -54,7 +54,7 @@ class NewRequestData(Value, frozen=True, kw_only=True):
     note: SchedulerNote = b""
 
 
-class ExecuteModel(StepRequest, frozen=True, tag=1, kw_only=True):
+class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only=True):
     """One step: the scheduler's output, as a difference to the step before (seq - 1), or in full.
 
     Order of application: finished, resync, scheduled_new_reqs, new blocks, then the scheduled
@@ -82,7 +82,7 @@ class ExecuteModel(StepRequest, frozen=True, tag=1, kw_only=True):
     """Sampling waits for a SampleTokens that names this seq."""
 
 
-class SampleTokens(StepRequest, frozen=True, tag=2, kw_only=True):
+class SampleTokens(StepRequest["ModelRunnerOutput"], frozen=True, tag=2, kw_only=True):
     """Complete the sampling of a step that deferred it. Frame 0, if any, holds the grammar
     masks."""
 
@@ -92,7 +92,7 @@ class SampleTokens(StepRequest, frozen=True, tag=2, kw_only=True):
     32)], bit 1 = allowed."""
 
 
-class ExecuteDummyBatch(StepRequest, frozen=True, tag=3, kw_only=True):
+class ExecuteDummyBatch(StepRequest["ModelRunnerOutput"], frozen=True, tag=3, kw_only=True):
     """A one-token forward without effect on any request."""
 
 

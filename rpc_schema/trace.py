@@ -6,6 +6,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from rpc_schema.base import ControlReply, ControlRequest, Count, Uid, Unsigned, Value
+from rpc_schema.lifecycle import Acknowledged
 
 TRACE_CHUNK_BYTES = 512 << 10
 """Of a trace, in one ReadTraceReply."""
@@ -47,7 +48,7 @@ class DriverSteps(Value, frozen=True, kw_only=True):
     """Of the others."""
 
 
-class ReadClock(ControlRequest, frozen=True, tag=20, kw_only=True):
+class ReadClock(ControlRequest["ReadClockReply"], frozen=True, tag=20, kw_only=True):
     """What time is it there?"""
 
 
@@ -57,7 +58,7 @@ class ReadClockReply(ControlReply, frozen=True, tag=20, kw_only=True):
     monotonic_ns: Unsigned
 
 
-class StartTrace(ControlRequest, frozen=True, tag=21, kw_only=True):
+class StartTrace(ControlRequest[Acknowledged], frozen=True, tag=21, kw_only=True):
     """Record the steps of whichever driver is attached. Between two steps, and without a part in
     the driver's epoch, seqs or lease. Answered once it records."""
 
@@ -67,7 +68,7 @@ class StartTrace(ControlRequest, frozen=True, tag=21, kw_only=True):
     """It is thrown away unless it is stopped by then."""
 
 
-class StopTrace(ControlRequest, frozen=True, tag=22, kw_only=True):
+class StopTrace(ControlRequest["StopTraceReply"], frozen=True, tag=22, kw_only=True):
     """End a trace. Answered once its file can be read; a trace that is not kept leaves none."""
 
     trace: Uid
@@ -79,7 +80,7 @@ class StopTraceReply(ControlReply, frozen=True, tag=22, kw_only=True):
     """Of the file: Chrome's trace-event JSON, compressed by gzip."""
 
 
-class ReadTrace(ControlRequest, frozen=True, tag=23, kw_only=True):
+class ReadTrace(ControlRequest["ReadTraceReply"], frozen=True, tag=23, kw_only=True):
     """Read from the file of the last trace that was stopped."""
 
     trace: Uid
@@ -92,7 +93,7 @@ class ReadTraceReply(ControlReply, frozen=True, tag=23, kw_only=True):
     data: Annotated[bytes, Meta(max_length=TRACE_CHUNK_BYTES)]
 
 
-class AskDriver(ControlRequest, frozen=True, tag=24, kw_only=True):
+class AskDriver(ControlRequest[Acknowledged], frozen=True, tag=24, kw_only=True):
     """Have the attached driver say what it did: the daemon publishes DriverStepsWanted."""
 
     trace: Uid
@@ -101,7 +102,7 @@ class AskDriver(ControlRequest, frozen=True, tag=24, kw_only=True):
     end_ns: Unsigned
 
 
-class PutDriverSteps(ControlRequest, frozen=True, tag=25, kw_only=True):
+class PutDriverSteps(ControlRequest[Acknowledged], frozen=True, tag=25, kw_only=True):
     """The attached driver's answer to DriverStepsWanted."""
 
     epoch: Unsigned
@@ -109,7 +110,7 @@ class PutDriverSteps(ControlRequest, frozen=True, tag=25, kw_only=True):
     steps: DriverSteps
 
 
-class ReadDriverSteps(ControlRequest, frozen=True, tag=26, kw_only=True):
+class ReadDriverSteps(ControlRequest["ReadDriverStepsReply"], frozen=True, tag=26, kw_only=True):
     """What has the driver answered?"""
 
     trace: Uid

@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from rpc_schema.base import Count, Name, Positive, StepReply, StepRequest, Text, Unsigned, Value
 from rpc_schema.config import MeetingAddress
+from rpc_schema.step import Done
 
 TensorDtype = Literal["float64", "float32", "bfloat16", "float16"]
 WeightFormat = Literal["checkpoint", "kernel"]
@@ -44,7 +45,9 @@ class DiskEngine(Value, frozen=True, tag=3, kw_only=True):
 Engine: TypeAlias = BroadcastEngine | IpcEngine | DiskEngine
 
 
-class InitWeightTransferEngine(StepRequest, frozen=True, tag=50, kw_only=True):
+class InitWeightTransferEngine(
+    StepRequest["InitWeightTransferEngineReply"], frozen=True, tag=50, kw_only=True
+):
     """Choose where the weights of later updates come from. With broadcasts: wait for the trainer
     and all other workers; an engine of before is given up first."""
 
@@ -57,7 +60,7 @@ class InitWeightTransferEngineReply(StepReply, frozen=True, tag=50, kw_only=True
     """In the communicator; 0 where there is none."""
 
 
-class StartWeightUpdate(StepRequest, frozen=True, tag=51, kw_only=True):
+class StartWeightUpdate(StepRequest[Done], frozen=True, tag=51, kw_only=True):
     """Begin an update: no step is run until it is finished, or the weights are loaded anew."""
 
     format: WeightFormat
@@ -103,7 +106,7 @@ class DiskSource(Value, frozen=True, tag=3, kw_only=True):
 Source: TypeAlias = BroadcastSource | IpcSource | DiskSource
 
 
-class UpdateWeights(StepRequest, frozen=True, tag=52, kw_only=True):
+class UpdateWeights(StepRequest["UpdateWeightsReply"], frozen=True, tag=52, kw_only=True):
     """Take some tensors of an update. Names, dtypes and shapes are of equal length; where all three
     are empty, those of the former round are meant."""
 
@@ -123,7 +126,7 @@ class UpdateWeightsReply(StepReply, frozen=True, tag=52, kw_only=True):
     seconds: float
 
 
-class FinishWeightUpdate(StepRequest, frozen=True, tag=53, kw_only=True):
+class FinishWeightUpdate(StepRequest["FinishWeightUpdateReply"], frozen=True, tag=53, kw_only=True):
     """End an update: steps are legal again. Refused, and still open, while tensors are missing."""
 
 
@@ -132,7 +135,7 @@ class FinishWeightUpdateReply(StepReply, frozen=True, tag=53, kw_only=True):
     """Finished since the model was loaded, reloads included."""
 
 
-class ReloadWeights(StepRequest, frozen=True, tag=54, kw_only=True):
+class ReloadWeights(StepRequest["ReloadWeightsReply"], frozen=True, tag=54, kw_only=True):
     """Read the weights again, in place: tensor addresses stay. All headers are checked before the
     first byte is written."""
 
@@ -147,7 +150,7 @@ class ReloadWeightsReply(StepReply, frozen=True, tag=54, kw_only=True):
     num_updates: Unsigned
 
 
-class UpdateConfig(StepRequest, frozen=True, tag=55, kw_only=True):
+class UpdateConfig(StepRequest[Done], frozen=True, tag=55, kw_only=True):
     """Change what the next ReloadWeights reads, and how."""
 
     overrides: Annotated[dict[Name, str | int | bool], Meta(max_length=64)]

@@ -10,8 +10,8 @@ from typing import Final
 
 from torch import Tensor
 
-from rpc_schema.base import StepRequest
 from rpc_schema.kv_cache import build_kv_cache_config
+from rpc_schema.operations import StepMessage
 from worker_daemon.device.memory import MemoryProfile, profile
 from worker_daemon.errors import CapacityError, CommError
 from worker_daemon.layers.attention import NullAttention
@@ -40,7 +40,7 @@ class RehearsedMemory:
 
 
 def rehearse_memory(
-    opened: OpenedDevice, model: LoadedModel, message: StepRequest, set_phase: SetPhase
+    opened: OpenedDevice, model: LoadedModel, message: StepMessage, set_phase: SetPhase
 ) -> RehearsedMemory:
     """Run the largest step over a KV cache of next to nothing, capture some of the graphs, and see
     what that leaves of the budget, and of the device.
@@ -67,7 +67,7 @@ def rehearse_memory(
 
 
 def check_step_deadline(
-    opened: OpenedDevice, model: LoadedModel, message: StepRequest, set_phase: SetPhase
+    opened: OpenedDevice, model: LoadedModel, message: StepMessage, set_phase: SetPhase
 ) -> None:
     """Time the longest step, where its deadline is short: by the configuration alone, so that all
     ranks take part. Only on the CPU, where steps take long and can be timed by themselves.
@@ -93,7 +93,7 @@ def check_step_deadline(
 
 
 def _run_largest_step(
-    opened: OpenedDevice, model: LoadedModel, message: StepRequest, set_phase: SetPhase
+    opened: OpenedDevice, model: LoadedModel, message: StepMessage, set_phase: SetPhase
 ) -> None:
     """All of it is freed on return, for the profile to see what the step alone took."""
     with _rehearsal(opened, model, set_phase) as serving:

@@ -10,8 +10,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from rpc_schema.base import StepRequest
 from rpc_schema.kv_cache import KVCacheConfig
+from rpc_schema.operations import StepMessage
 from worker_daemon.distributed.link import Link
 from worker_daemon.errors import CapacityError, CommError
 from worker_daemon.loading import LoadedModel
@@ -69,7 +69,7 @@ class Serving:
         """How many are replayed."""
         return self._graphs.count
 
-    def warm_up(self, message: StepRequest) -> None:
+    def warm_up(self, message: StepMessage) -> None:
         """Run synthetic steps through the normal entry, and leave no trace of them in the rows."""
         self._set_phase("COMPILING", LONG_OPERATION_S)
         runner = self.runner
@@ -97,7 +97,7 @@ class Serving:
         self._graphs = graphs
         self.is_warm = True
 
-    def warm_up_again(self, message: StepRequest) -> None:
+    def warm_up_again(self, message: StepMessage) -> None:
         """Take part in a new rank's warm-up, which runs kernel by kernel and unpadded: so must we,
         for what is passed between ranks to agree. Keeps the graphs that are there."""
         self._graphs.set_aside(self.runner)
@@ -105,19 +105,19 @@ class Serving:
         self._restore_graphs()
         self.take_memory_of_steps(message)
 
-    def take_memory_of_steps(self, message: StepRequest) -> None:
+    def take_memory_of_steps(self, message: StepMessage) -> None:
         """Have the allocator hold what the largest step takes when all else has its place: among
         what smaller steps have left, that is more than it takes by itself."""
         if self._parts.device.type == "cuda":  # elsewhere nobody keeps it
             self.run_largest_step(message)
             self.runner.forget_requests()
 
-    def run_largest_step(self, message: StepRequest) -> None:
+    def run_largest_step(self, message: StepMessage) -> None:
         """Run a step as large as any can be."""
         self._run_all([largest_step(message, self.runner.state.limits)])
         self.runner.settle()
 
-    def time_longest_step(self, message: StepRequest) -> float:
+    def time_longest_step(self, message: StepMessage) -> float:
         """Return the processor time that the longest step takes this thread: where the device is
         the CPU that is computing, without the waits for other ranks and other processes."""
         began = time.thread_time()

@@ -20,9 +20,9 @@ import torch
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
 from rpc_schema.adoption import AdoptRequests, AdoptRequestsReply
-from rpc_schema.base import StepRequest
 from rpc_schema.codec import Frame
 from rpc_schema.kv_cache import KVCacheConfig
+from rpc_schema.operations import StepMessage
 from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.description import WorkerDescription, no_weights
 from worker_daemon.device.failures import Verdict, drop_scratch, judge, typed_device_error
@@ -326,7 +326,7 @@ class Worker:
             seconds=report.seconds,
         )
 
-    def _save(self, message: StepRequest, request: SaveRequest) -> SaveReport:
+    def _save(self, message: StepMessage, request: SaveRequest) -> SaveReport:
         model = self._model
         model.weights.require_whole(type(message).__name__)
         report = self._saver.write(
@@ -677,7 +677,7 @@ class Worker:
             self._device.opened, self._model, plan, kv_caches, self._set_phase
         )
 
-    def _identity(self, message: StepRequest) -> dict[str, int]:
+    def _identity(self, message: StepMessage) -> dict[str, int]:
         return {"epoch": message.epoch, "seq": message.seq, "rank": self.rank}
 
 

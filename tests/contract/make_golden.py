@@ -1,7 +1,10 @@
-"""`python -m tests.contract.make_golden`: write the golden bytes of every message anew. For a
-change of bytes that is meant, together with a higher PROTOCOL_VERSION."""
+"""`python -m tests.contract.make_golden`: write the golden bytes of every message anew, for a
+change that is meant. It wants a PROTOCOL_VERSION that no other bytes have had: golden/versions.json
+keeps a digest for each."""
 
+import hashlib
 import json
+import sys
 from pathlib import Path
 
 import msgspec
@@ -10,6 +13,7 @@ from rpc_schema.version import PROTOCOL_VERSION
 from tests.contract.random_messages import DIRECTIONS, fixed_example, messages
 
 GOLDEN = Path(__file__).parent / "golden"
+VERSIONS = GOLDEN / "versions.json"
 
 
 def golden(direction: str) -> dict[str, object]:
@@ -21,9 +25,18 @@ def golden(direction: str) -> dict[str, object]:
     return {"protocol_version": PROTOCOL_VERSION, "messages": encoded}
 
 
+def digest_of_bytes() -> str:
+    """A digest of the fixed example of every message, as it is encoded now."""
+    encoded = {direction: golden(direction)["messages"] for direction in DIRECTIONS}
+    return hashlib.sha256(json.dumps(encoded, sort_keys=True).encode()).hexdigest()
+
+
 def main() -> None:
     """Write all files."""
-    GOLDEN.mkdir(exist_ok=True)
+    versions = json.loads(VERSIONS.read_text())
+    if versions.setdefault(str(PROTOCOL_VERSION), digest_of_bytes()) != digest_of_bytes():
+        sys.exit(f"protocol {PROTOCOL_VERSION} had other bytes: raise PROTOCOL_VERSION")
+    VERSIONS.write_text(json.dumps(versions, indent=1) + "\n")
     for direction in DIRECTIONS:
         text = json.dumps(golden(direction), indent=1)
         (GOLDEN / f"{direction}.json").write_text(text + "\n")

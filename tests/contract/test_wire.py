@@ -14,7 +14,9 @@ from rpc_schema import codec, step
 from rpc_schema.base import Value
 from rpc_schema.errors import BadFrameError, TooLargeError
 from rpc_schema.lifecycle import Hello, HelloReply
-from tests.contract.make_golden import GOLDEN, golden
+from rpc_schema.version import PROTOCOL_VERSION
+from tests.contract import make_golden
+from tests.contract.make_golden import GOLDEN, VERSIONS, digest_of_bytes, golden
 from tests.contract.random_messages import DIRECTIONS, fixed_example, messages, strategy
 
 DECODE: dict[str, Callable[[Sequence[codec.Frame]], Any]] = {
@@ -36,6 +38,22 @@ def name(value: object) -> str:
 def test_bytes_are_the_golden_ones(direction: str) -> None:
     """A difference is a change of protocol: raise PROTOCOL_VERSION and run make_golden."""
     assert json.loads((GOLDEN / f"{direction}.json").read_text()) == golden(direction)
+
+
+def test_bytes_are_those_of_the_protocols_version() -> None:
+    """No version has ever had two kinds of bytes, so that drivers and daemons can go by its
+    number."""
+    assert json.loads(VERSIONS.read_text())[str(PROTOCOL_VERSION)] == digest_of_bytes()
+
+
+def test_changed_bytes_are_written_under_a_new_version_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tests.contract.make_golden.digest_of_bytes", lambda: "of other bytes")
+    before = VERSIONS.read_text()
+    with pytest.raises(SystemExit, match="raise PROTOCOL_VERSION"):
+        make_golden.main()
+    assert VERSIONS.read_text() == before
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -36,6 +36,7 @@ from rpc_schema.weight_transfer import (
     DiskEngine,
     DiskSource,
     IpcEngine,
+    UpdateWeights,
 )
 from tests.support.checkpoints import Checkpoint, decisive_prompts
 from tests.support.kernel_weights import kernel_tensors
@@ -340,7 +341,8 @@ def test_new_driver_is_not_kept_waiting_by_a_trainer_that_never_sends(served, ol
         group.start_weight_update()
         ids = group._channel.next_ids()
         for client in group.clients:
-            client.update_weights(ids, listed(tensors_in_file(new)), BroadcastSource(round=1))
+            tensors = listed(tensors_in_file(new))._asdict()
+            client.send(UpdateWeights(**ids._asdict(), **tensors, source=BroadcastSource(round=1)))
         endpoints = [status.endpoint for status in group.get_status()]
         with WorkerGroup(endpoints, config.parallel) as other:
             statuses = other.attach(timeout_s=30, force=True)

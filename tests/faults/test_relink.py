@@ -13,6 +13,7 @@ from client.errors import ReplacementFailed, WorkerDied
 from client.replacement import Replaced
 from client.scheduler import Scheduler
 from client.worker_group import WorkerGroup
+from rpc_schema.lifecycle import Relink
 from tests.support.command_line import ask_status, start_client
 from tests.support.driving import Cases, random_cases
 from tests.support.serving import connect, generate, scheduler_limits, worker_config
@@ -192,15 +193,15 @@ def test_new_rank_killed_while_it_is_linked(pair, config, cases):
 
     def recover(group: WorkerGroup, died: WorkerDied) -> Replaced:
         client = group.clients[0]
-        relink = client.relink
+        send = client.send
 
-        def relink_and_kill(*args, **options) -> None:
-            relink(*args, **options)
-            if not killed:
+        def relink_and_kill(message, *arrays) -> None:
+            send(message, *arrays)
+            if isinstance(message, Relink) and not killed:
                 killed.append(pair.kill(1))
                 pair.restart_later(1)
 
-        client.relink = relink_and_kill
+        client.send = relink_and_kill
         pair.restart(1)
         return group.replace(died.rank)
 

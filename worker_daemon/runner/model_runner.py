@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rpc_schema.base import StepRequest
 from rpc_schema.codec import Frame
+from rpc_schema.operations import StepMessage
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.device.failures import drop_scratch, typed_device_error
 from worker_daemon.device.pinned import upload
@@ -288,7 +288,7 @@ class ModelRunner:
     def _read_masks(self, request: SampleTokens, arrays: Sequence[Frame]) -> GrammarMasks:
         return read_masks(request.mask_slots, arrays, self.state.limits.vocab_size)
 
-    def _identify(self, request: StepRequest) -> ReplyIdentity:
+    def _identify(self, request: StepMessage) -> ReplyIdentity:
         return ReplyIdentity(request.epoch, request.seq, self._rank)
 
 

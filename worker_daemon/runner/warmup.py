@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rpc_schema.base import StepRequest
+from rpc_schema.operations import StepMessage
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.layers.prompt_attention import PLAN_TOKENS
@@ -25,7 +25,7 @@ class SyntheticStep:
     arrays: tuple[bytes, ...]
 
 
-def largest_step(request: StepRequest, limits: StepLimits) -> SyntheticStep:
+def largest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
     """Return the step with the most tokens and the most rows that sample, however few blocks there
     are."""
     num_seqs = limits.max_num_seqs
@@ -34,14 +34,14 @@ def largest_step(request: StepRequest, limits: StepLimits) -> SyntheticStep:
     return prefill_step(request, limits, lengths, _EVERY_FEATURE)
 
 
-def longest_step(request: StepRequest, limits: StepLimits) -> SyntheticStep:
+def longest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
     """Return the step that takes longest: as many tokens of one prompt as a step may have, behind
     all the context that there can be."""
     most = min(limits.max_num_batched_tokens, limits.max_model_len)
     return _admit(request, limits, [limits.max_model_len], [most], SamplingParams())
 
 
-def warm_up_steps(request: StepRequest, limits: StepLimits) -> Iterator[SyntheticStep]:
+def warm_up_steps(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticStep]:
     """Yield a prefill and a decode of its rows, with greedy and then with random sampling.
 
     Each prefill frees the rows before it; the caller frees the last ones.
@@ -61,7 +61,7 @@ def warm_up_steps(request: StepRequest, limits: StepLimits) -> Iterator[Syntheti
             yield _decode_step(request, num_seqs)
 
 
-def size_sweep(request: StepRequest, limits: StepLimits) -> Iterator[SyntheticStep]:
+def size_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticStep]:
     """Yield prefills of every order of magnitude, as one prompt and as many: whatever a kernel
     chooses by size is chosen here once, so that no step of a request is the first to compile it.
     The largest first: what the allocator takes for them serves the smaller ones too.
@@ -78,7 +78,7 @@ def size_sweep(request: StepRequest, limits: StepLimits) -> Iterator[SyntheticSt
             yield prefill_step(request, limits, lengths, SamplingParams())
 
 
-def decode_sweep(request: StepRequest, limits: StepLimits) -> Iterator[SyntheticStep]:
+def decode_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticStep]:
     """Yield decodes of every order of magnitude, by sequences and by context length, for daemons
     that capture no graphs: what else they run is chosen by the length at hand.
 
@@ -101,7 +101,7 @@ _EVERY_FEATURE = SamplingParams(
 
 
 def prefill_step(
-    request: StepRequest,
+    request: StepMessage,
     limits: StepLimits,
     lengths: list[int],
     params: SamplingParams,
@@ -111,7 +111,7 @@ def prefill_step(
 
 
 def _admit(
-    request: StepRequest,
+    request: StepMessage,
     limits: StepLimits,
     lengths: list[int],
     num_scheduled: list[int],
@@ -160,7 +160,7 @@ def _ladder_up_to(largest: int) -> list[int]:
     return sorted(size for size in rungs if size <= largest)
 
 
-def _decode_step(request: StepRequest, num_seqs: int) -> SyntheticStep:
+def _decode_step(request: StepMessage, num_seqs: int) -> SyntheticStep:
     message = ExecuteModel(
         epoch=request.epoch,
         link=request.link,

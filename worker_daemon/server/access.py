@@ -6,13 +6,14 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import zmq
 
-from rpc_schema import adoption, step
-from rpc_schema import lease as ls
 from rpc_schema import lifecycle as lc
-from rpc_schema import trace as tr
-from rpc_schema import weight_transfer as wt
-from rpc_schema.codec import ControlMessage, StepMessage
 from rpc_schema.key_files import Role, fingerprint
+from rpc_schema.operations import (
+    CONTROL_OPERATIONS,
+    STEP_OPERATIONS,
+    ControlMessage,
+    StepMessage,
+)
 from worker_daemon.errors import ForbiddenError
 from worker_daemon.server.bad_peers import Peer
 
@@ -28,61 +29,10 @@ class Sender(NamedTuple):
     """Its role lets it attach."""
 
 
-_CONTROL: Final[Mapping[type[Request], Role]] = {
-    lc.PrepareAttach: Role.DRIVER,
-    lc.CommitAttach: Role.DRIVER,
-    lc.Detach: Role.DRIVER,
-    ls.RenewLease: Role.DRIVER,
-    lc.OpenRendezvous: Role.DRIVER,
-    lc.AbortLink: Role.DRIVER,
-    tr.PutDriverSteps: Role.DRIVER,
-    lc.Hello: Role.OBSERVER,
-    lc.CheckHealth: Role.OBSERVER,
-    lc.GetStatus: Role.OBSERVER,
-    tr.ReadClock: Role.OBSERVER,
-    tr.ReadTrace: Role.OBSERVER,
-    tr.ReadDriverSteps: Role.OBSERVER,
-    lc.Shutdown: Role.ADMIN,
-    lc.Drain: Role.ADMIN,
-    # They hold up the steps of a group that somebody else may drive.
-    tr.StartTrace: Role.ADMIN,
-    tr.StopTrace: Role.ADMIN,
-    tr.AskDriver: Role.ADMIN,
+_NEEDED: Final[Mapping[type[Request], Role]] = {
+    **{request: row.role for request, row in CONTROL_OPERATIONS.items()},
+    **{request: row.role for request, row in STEP_OPERATIONS.items()},
 }
-_STEP: Final[Mapping[type[Request], Role]] = {
-    # They write files on the daemon's host.
-    lc.SaveShardedState: Role.ADMIN,
-    lc.FinishShardedState: Role.ADMIN,
-    lc.SaveTensorizedModel: Role.ADMIN,
-    lc.Profile: Role.ADMIN,
-    step.ExecuteModel: Role.DRIVER,
-    step.SampleTokens: Role.DRIVER,
-    step.ExecuteDummyBatch: Role.DRIVER,
-    lc.InitDevice: Role.DRIVER,
-    lc.Relink: Role.DRIVER,
-    lc.Reset: Role.DRIVER,
-    lc.LoadModel: Role.DRIVER,
-    lc.GetKVCacheSpec: Role.DRIVER,
-    lc.DetermineAvailableMemory: Role.DRIVER,
-    lc.InitializeFromConfig: Role.DRIVER,
-    lc.InitializeCache: Role.DRIVER,
-    lc.UpdateMaxModelLen: Role.DRIVER,
-    lc.CompileOrWarmUpModel: Role.DRIVER,
-    lc.GetSupportedTasks: Role.DRIVER,
-    lc.GetModelMetadata: Role.DRIVER,
-    lc.ComputeWeightChecksums: Role.DRIVER,
-    lc.Sleep: Role.DRIVER,
-    lc.WakeUp: Role.DRIVER,
-    lc.Discard: Role.DRIVER,
-    wt.InitWeightTransferEngine: Role.DRIVER,
-    wt.StartWeightUpdate: Role.DRIVER,
-    wt.UpdateWeights: Role.DRIVER,
-    wt.FinishWeightUpdate: Role.DRIVER,
-    wt.ReloadWeights: Role.DRIVER,
-    wt.UpdateConfig: Role.DRIVER,
-    adoption.AdoptRequests: Role.DRIVER,
-}
-_NEEDED: Final = {**_CONTROL, **_STEP}
 
 SOCKET_ROLES: Final[Mapping[str, Role]] = {
     "control": Role.OBSERVER,
@@ -98,13 +48,13 @@ def needed_role(message: Request) -> Role:
     force.
 
     Raises:
-        ForbiddenError: the tables do not list it, so no role may ask for it.
+        ForbiddenError: it is no operation, so no role may ask for it.
     """
     if isinstance(message, lc.PrepareAttach) and message.force:
         return Role.ADMIN
     needed = _NEEDED.get(type(message))
     if needed is None:
-        raise ForbiddenError(f"{type(message).__name__} is not in the access table")
+        raise ForbiddenError(f"{type(message).__name__} is not in the table of operations")
     return needed
 
 

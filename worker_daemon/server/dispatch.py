@@ -1,16 +1,14 @@
-"""The static table from message type to worker method, and the interfaces of what the server is
-built around. Knows no socket and no thread."""
+"""From an operation to the worker's method, and the interfaces of what the server is built around.
+Knows no socket and no thread."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
-from rpc_schema import lifecycle as lc
 from rpc_schema import step
-from rpc_schema import weight_transfer as wt
-from rpc_schema.adoption import AdoptRequests
 from rpc_schema.base import StepReply
-from rpc_schema.codec import Frame, StepMessage, StepReplyMessage
+from rpc_schema.codec import Frame, StepReplyMessage
+from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
 from worker_daemon.description import WorkerDescription
 from worker_daemon.phases import SetPhase
 
@@ -44,8 +42,9 @@ class PlainTraceLike(Protocol):
 class WorkerLike(Protocol):
     """What runs the operations. Made and used on the step thread only, `abort_link` apart.
 
-    Each operation takes its message and returns its complete reply, or raises a WorkerError with
-    nothing applied. The three step methods return None where no reply is due from this rank.
+    Beside what is named here it has a method for each other step operation, found by its name: that
+    takes the message and returns the complete reply, or raises a WorkerError with nothing applied.
+    The three step methods return None where no reply is due from this rank.
     """
 
     @property
@@ -63,41 +62,11 @@ class WorkerLike(Protocol):
     def refuse_step(self, seq: int) -> None:
         """A step could not be read, on any rank: those behind it fail as after any failed step."""
 
-    def init_device(self, message: lc.InitDevice) -> StepReply: ...
-    def relink(self, message: lc.Relink) -> StepReply: ...
-    def reset(self, message: lc.Reset) -> StepReply: ...
-    def load_model(self, message: lc.LoadModel) -> StepReply: ...
-    def get_kv_cache_spec(self, message: lc.GetKVCacheSpec) -> StepReply: ...
-    def determine_available_memory(self, message: lc.DetermineAvailableMemory) -> StepReply: ...
-    def initialize_from_config(self, message: lc.InitializeFromConfig) -> StepReply: ...
-    def initialize_cache(self, message: lc.InitializeCache) -> StepReply: ...
-    def update_max_model_len(self, message: lc.UpdateMaxModelLen) -> StepReply: ...
-    def compile_or_warm_up_model(self, message: lc.CompileOrWarmUpModel) -> StepReply: ...
-    def get_supported_tasks(self, message: lc.GetSupportedTasks) -> StepReply: ...
-    def get_model_metadata(self, message: lc.GetModelMetadata) -> StepReply: ...
-    def save_sharded_state(self, message: lc.SaveShardedState) -> StepReply: ...
-    def finish_sharded_state(self, message: lc.FinishShardedState) -> StepReply: ...
-    def save_tensorized_model(self, message: lc.SaveTensorizedModel) -> StepReply: ...
-    def compute_weight_checksums(self, message: lc.ComputeWeightChecksums) -> StepReply: ...
-    def profile(self, message: lc.Profile) -> StepReply: ...
-    def sleep(self, message: lc.Sleep) -> StepReply: ...
-    def wake_up(self, message: lc.WakeUp) -> StepReply: ...
-    def discard(self, message: lc.Discard) -> StepReply: ...
-
     def start_trace(self) -> None:
         """Record the steps to come for an observer, whoever drives."""
 
     def stop_trace(self, *, keep: bool) -> "PlainTraceLike | None":
         """End that; the trace, if it is to be kept."""
-
-    def init_weight_transfer_engine(self, message: wt.InitWeightTransferEngine) -> StepReply: ...
-    def start_weight_update(self, message: wt.StartWeightUpdate) -> StepReply: ...
-    def update_weights(self, message: wt.UpdateWeights) -> StepReply: ...
-    def finish_weight_update(self, message: wt.FinishWeightUpdate) -> StepReply: ...
-    def reload_weights(self, message: wt.ReloadWeights) -> StepReply: ...
-    def update_config(self, message: wt.UpdateConfig) -> StepReply: ...
-
-    def adopt_requests(self, message: AdoptRequests) -> StepReply: ...
 
     def on_attach(self, *, keep_requests: bool) -> bool:
         """Drop all requests, unless they are to be kept; True if nothing was cut off and all sends
@@ -146,11 +115,12 @@ MakeWorker: TypeAlias = Callable[[str, Sequence[Path], SetPhase, Path | None], W
 OpenRendezvousServer: TypeAlias = Callable[[str, int], RendezvousServerLike]
 """(host, number of ranks)."""
 
-StepHandler: TypeAlias = Callable[..., PendingReply | None]
-OperationHandler: TypeAlias = Callable[..., StepReply]
+ArrayStepHandler: TypeAlias = Callable[[Any, Sequence[Frame]], PendingReply | None]
+StepHandler: TypeAlias = Callable[[Any], PendingReply | None]
+OperationHandler: TypeAlias = Callable[[Any], StepReply]
 
 
-def array_step_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], StepHandler]:
+def array_step_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], ArrayStepHandler]:
     """Bind the requests whose handler takes (message, arrays)."""
     return {
         step.ExecuteModel: worker.execute_model,
@@ -164,63 +134,18 @@ def step_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], StepHandler]
     return {step.ExecuteDummyBatch: worker.execute_dummy_batch}
 
 
+STEPS: Final = (step.ExecuteModel, step.SampleTokens, step.ExecuteDummyBatch)
+
+
 def operation_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], OperationHandler]:
-    """Bind the lifecycle operations: every rank answers them."""
+    """Bind all other rows of the table, each to the worker's method of its name (see
+    rpc_schema.operations.operation_name): every rank answers them. Raises AttributeError: the
+    worker lacks one."""
     return {
-        lc.InitDevice: worker.init_device,
-        lc.Relink: worker.relink,
-        lc.Reset: worker.reset,
-        lc.LoadModel: worker.load_model,
-        lc.GetKVCacheSpec: worker.get_kv_cache_spec,
-        lc.DetermineAvailableMemory: worker.determine_available_memory,
-        lc.InitializeFromConfig: worker.initialize_from_config,
-        lc.InitializeCache: worker.initialize_cache,
-        lc.UpdateMaxModelLen: worker.update_max_model_len,
-        lc.CompileOrWarmUpModel: worker.compile_or_warm_up_model,
-        lc.GetSupportedTasks: worker.get_supported_tasks,
-        lc.GetModelMetadata: worker.get_model_metadata,
-        lc.SaveShardedState: worker.save_sharded_state,
-        lc.FinishShardedState: worker.finish_sharded_state,
-        lc.SaveTensorizedModel: worker.save_tensorized_model,
-        lc.ComputeWeightChecksums: worker.compute_weight_checksums,
-        lc.Profile: worker.profile,
-        lc.Sleep: worker.sleep,
-        lc.WakeUp: worker.wake_up,
-        lc.Discard: worker.discard,
-        wt.InitWeightTransferEngine: worker.init_weight_transfer_engine,
-        wt.StartWeightUpdate: worker.start_weight_update,
-        wt.UpdateWeights: worker.update_weights,
-        wt.FinishWeightUpdate: worker.finish_weight_update,
-        wt.ReloadWeights: worker.reload_weights,
-        wt.UpdateConfig: worker.update_config,
-        AdoptRequests: worker.adopt_requests,
+        request: getattr(worker, operation_name(request))
+        for request in STEP_OPERATIONS
+        if request not in STEPS
     }
-
-
-_OWN_WORK_S: Final[Mapping[type[StepMessage], float]] = {
-    lc.LoadModel: 3600.0,
-    lc.DetermineAvailableMemory: 900.0,
-    lc.InitializeFromConfig: 300.0,
-    lc.CompileOrWarmUpModel: 1800.0,
-    lc.SaveShardedState: 3600.0,
-    lc.SaveTensorizedModel: 3600.0,
-    lc.FinishShardedState: 600.0,
-    lc.ComputeWeightChecksums: 1800.0,
-    lc.Sleep: 600.0,  # its first at level 1 may have to page-lock host memory
-    lc.WakeUp: 120.0,
-    lc.Discard: 120.0,
-    wt.InitWeightTransferEngine: 600.0,  # their handlers set what the driver allows
-    wt.StartWeightUpdate: 120.0,
-    wt.UpdateWeights: 600.0,
-    wt.FinishWeightUpdate: 600.0,
-    wt.ReloadWeights: 3600.0,
-}
-_BESIDE_MEETING_S: Final[Mapping[type[StepMessage], float]] = {
-    lc.InitDevice: 120.0,
-    lc.Relink: 30.0,
-    lc.Reset: 30.0,
-}
-"""What these take apart from the wait for ranks that are still stuck in their last step."""
 
 
 def legal_silence_s(kind: type[StepMessage], step_deadline_s: float) -> float:
@@ -230,27 +155,12 @@ def legal_silence_s(kind: type[StepMessage], step_deadline_s: float) -> float:
     Ranks meet for at most 2 * (step deadline + 1) + 5 seconds: time enough for a peer to notice
     that its old link is broken. What meets them must be allowed more.
     """
-    if kind in _BESIDE_MEETING_S:
-        return 2 * (step_deadline_s + 1) + 5 + _BESIDE_MEETING_S[kind]
-    return _OWN_WORK_S.get(kind, step_deadline_s)
+    row = STEP_OPERATIONS[kind]
+    own_s = step_deadline_s if row.deadline_s is None else row.deadline_s
+    return own_s + (2 * (step_deadline_s + 1) + 5 if row.meets else 0.0)
 
 
 WAITS_FOR_PEERS: Final[frozenset[type[StepMessage]]] = frozenset(
-    (
-        lc.InitDevice,
-        lc.Relink,
-        lc.Reset,
-        lc.DetermineAvailableMemory,
-        lc.CompileOrWarmUpModel,
-        lc.Profile,  # for the steps before it, on the device
-        lc.Sleep,
-        lc.WakeUp,
-        lc.Discard,
-        wt.InitWeightTransferEngine,  # for a trainer, and so does the next; the link stays
-        wt.UpdateWeights,
-        step.ExecuteModel,
-        step.SampleTokens,
-        step.ExecuteDummyBatch,
-    )
+    request for request, row in STEP_OPERATIONS.items() if row.waits_for_peers
 )
 """Requests that aborting the link can end."""

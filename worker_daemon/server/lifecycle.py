@@ -1,5 +1,5 @@
-"""Which request is legal in which state, and what it makes of the state: a table and a cursor in
-it. No torch, no sockets, no event loop, no clock.
+"""Which request is legal in which state, and what it makes of the state: the rules of
+rpc_schema/operations.py, and a cursor in them. No torch, no sockets, no event loop, no clock.
 
 The state is a product of axes. An operation names what it needs of each axis; a new axis is a field
 of State and a column of Rule.
@@ -12,24 +12,13 @@ from types import MappingProxyType
 from typing import Final
 
 from rpc_schema import lifecycle as lc
-from rpc_schema import step
-from rpc_schema import weight_transfer as wt
-from rpc_schema.adoption import AdoptRequests
-from rpc_schema.codec import StepMessage
 from rpc_schema.lease import LeaseState
 from rpc_schema.lifecycle import LinkState, LoadState, ServingState, TagState
+from rpc_schema.operations import LOAD_CHAIN, STEP_OPERATIONS, Rule, StepMessage
 from rpc_schema.plain_text import one_line
 from worker_daemon.errors import StateError
 from worker_daemon.memory_tags import ALL_AWAKE, MemoryTags
 
-LOAD_CHAIN: Final[tuple[LoadState, ...]] = (
-    "CREATED",
-    "DEVICE_READY",
-    "MODEL_LOADED",
-    "KV_READY",
-    "READY",
-)
-LINK_STATES: Final[tuple[LinkState, ...]] = ("none", "up", "broken")
 SERVING_STATES: Final[tuple[ServingState, ...]] = ("SERVING", "DRAINING", "CLOSED", "FAILED")
 HISTORY: Final = 20
 MAX_CAUSE_BYTES: Final = 1024
@@ -64,95 +53,23 @@ class State:
         return f"{self.load}/link {self.link}/{self.serving}{asleep}{leased}"
 
 
-_ANY_TAG: Final[frozenset[TagState]] = frozenset(("awake", "asleep", "discarded", "lost"))
-_AWAKE: Final[frozenset[TagState]] = frozenset(("awake",))
 _THERE: Final[frozenset[TagState]] = frozenset(("awake", "lost"))
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What an operation needs of each axis, and what its success makes of them (None:
-    unchanged)."""
-
-    load: frozenset[LoadState]
-    link: frozenset[LinkState]
-    load_after: LoadState | None = None
-    link_after: LinkState | None = None
-    weights: frozenset[TagState] = _ANY_TAG
-    kv_cache: frozenset[TagState] = _ANY_TAG
-    fills_weights: bool = False
-    """Its success has written every weight."""
-
-    def allows(self, state: State) -> bool:
-        """Whether the operation is legal in `state`. Every operation needs SERVING."""
-        return (
-            state.serving == "SERVING"
-            and state.load in self.load
-            and state.link in self.link
-            and state.memory.weights in self.weights
-            and state.memory.kv_cache in self.kv_cache
-        )
-
-
-def _only(*states: LoadState) -> frozenset[LoadState]:
-    return frozenset(states)
-
-
-def _from(lowest: LoadState) -> frozenset[LoadState]:
-    return frozenset(LOAD_CHAIN[LOAD_CHAIN.index(lowest) :])
-
-
-_ANY: Final = frozenset(LINK_STATES)
-_UP: Final[frozenset[LinkState]] = frozenset(("up",))
-_DOWN: Final[frozenset[LinkState]] = frozenset(("none", "broken"))
-_MADE: Final[frozenset[LinkState]] = frozenset(("up", "broken"))
-
-RULES: Final[Mapping[type[StepMessage], Rule]] = MappingProxyType(
-    {
-        lc.InitDevice: Rule(_only("CREATED"), _DOWN, "DEVICE_READY", "up"),
-        # May capture graphs anew, which run on weights and KV cache.
-        lc.Relink: Rule(_from("DEVICE_READY"), _MADE, None, "up", weights=_THERE, kv_cache=_AWAKE),
-        lc.Reset: Rule(_from("CREATED"), _ANY),
-        lc.LoadModel: Rule(_only("DEVICE_READY"), _ANY, "MODEL_LOADED"),
-        lc.GetKVCacheSpec: Rule(_from("MODEL_LOADED"), _ANY),
-        lc.DetermineAvailableMemory: Rule(_only("MODEL_LOADED"), _UP, weights=_AWAKE),
-        lc.UpdateMaxModelLen: Rule(_only("MODEL_LOADED", "KV_READY"), _ANY),
-        lc.InitializeFromConfig: Rule(_only("MODEL_LOADED"), _ANY, "KV_READY", kv_cache=_AWAKE),
-        lc.InitializeCache: Rule(_only("KV_READY"), _ANY),
-        # In READY for the sake of another rank that is new; what the weights hold is no matter.
-        lc.CompileOrWarmUpModel: Rule(
-            _only("KV_READY", "READY"), _UP, "READY", weights=_THERE, kv_cache=_AWAKE
-        ),
-        lc.GetSupportedTasks: Rule(_from("MODEL_LOADED"), _ANY),
-        lc.GetModelMetadata: Rule(_from("MODEL_LOADED"), _ANY),
-        lc.SaveShardedState: Rule(_from("MODEL_LOADED"), _ANY, weights=_AWAKE),
-        lc.FinishShardedState: Rule(_from("MODEL_LOADED"), _ANY),
-        lc.SaveTensorizedModel: Rule(_from("MODEL_LOADED"), _ANY, weights=_AWAKE),
-        lc.ComputeWeightChecksums: Rule(_from("MODEL_LOADED"), _ANY, weights=_AWAKE),
-        lc.Profile: Rule(_from("DEVICE_READY"), _ANY),
-        lc.Sleep: Rule(_from("MODEL_LOADED"), _ANY),
-        lc.WakeUp: Rule(_from("MODEL_LOADED"), _ANY),
-        lc.Discard: Rule(_from("MODEL_LOADED"), _ANY),
-        wt.InitWeightTransferEngine: Rule(_from("DEVICE_READY"), _ANY),
-        wt.StartWeightUpdate: Rule(_from("MODEL_LOADED"), _ANY, weights=_THERE),
-        wt.UpdateWeights: Rule(_from("MODEL_LOADED"), _ANY, weights=_THERE),
-        wt.FinishWeightUpdate: Rule(
-            _from("MODEL_LOADED"), _ANY, weights=_THERE, fills_weights=True
-        ),
-        wt.ReloadWeights: Rule(_from("MODEL_LOADED"), _ANY, weights=_THERE, fills_weights=True),
-        wt.UpdateConfig: Rule(_from("MODEL_LOADED"), _ANY),
-        AdoptRequests: Rule(_only("READY"), _ANY),
-        step.ExecuteModel: Rule(_only("READY"), _UP, weights=_AWAKE, kv_cache=_AWAKE),
-        step.SampleTokens: Rule(_only("READY"), _UP, weights=_AWAKE, kv_cache=_AWAKE),
-        step.ExecuteDummyBatch: Rule(_only("READY"), _UP, weights=_AWAKE, kv_cache=_AWAKE),
-    }
-)
-"""Every step message, once. Reset also needs a target that is not above the present state."""
+def allows(rule: Rule, state: State) -> bool:
+    """Whether an operation with this rule is legal in `state`. Every operation needs SERVING."""
+    return (
+        state.serving == "SERVING"
+        and state.load in rule.load
+        and state.link in rule.link
+        and state.memory.weights in rule.weights
+        and state.memory.kv_cache in rule.kv_cache
+    )
 
 
 def legal(state: State) -> frozenset[type[StepMessage]]:
     """Return the operations that `state` allows."""
-    return frozenset(kind for kind, rule in RULES.items() if rule.allows(state))
+    return frozenset(kind for kind, row in STEP_OPERATIONS.items() if allows(row.rule, state))
 
 
 def reset_targets(state: State) -> tuple[LoadState, ...]:
@@ -167,7 +84,7 @@ def after(state: State, message: StepMessage) -> State:
     """Return the state that the success of `message` makes of `state`."""
     if isinstance(message, lc.Reset):
         return _after_reset(state, message)
-    rule = RULES[type(message)]
+    rule = STEP_OPERATIONS[type(message)].rule
     return replace(
         state,
         load=rule.load_after or state.load,
@@ -265,7 +182,8 @@ class Lifecycle:
 
 def _way_to_wake(state: State, message: StepMessage) -> str | None:
     """What makes `message` legal, if it is sleep that forbids it."""
-    if not RULES[type(message)].allows(replace(state, memory=ALL_AWAKE)):
+    rule = STEP_OPERATIONS[type(message)].rule
+    if not allows(rule, replace(state, memory=ALL_AWAKE)):
         return None
     steps = []
     away = [tag for tag, held in state.memory.states.items() if held not in _THERE]

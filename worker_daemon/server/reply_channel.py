@@ -99,7 +99,7 @@ class ReplyChannel:
         is an outcome of its seq too. known_ns: since when the result that it carries was known to
         be on the host, of time.monotonic_ns."""
         try:
-            frames = encode_step(reply, arrays)  # type: ignore[arg-type]  # every StepReply is in the union
+            frames = encode_step(reply, arrays)
         except Exception as error:
             frames = encode_step(
                 error_reply(error, epoch=reply.epoch, seq=reply.seq, rank=reply.rank)

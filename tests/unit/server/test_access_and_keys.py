@@ -2,7 +2,6 @@
 
 import json
 import os
-import typing
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,8 @@ import zmq
 from client import keys as client_keys
 from rpc_schema import key_files as kf
 from rpc_schema.base import ControlRequest
-from rpc_schema.codec import ControlMessage, StepMessage
 from rpc_schema.key_files import KeyFileError, Role
+from rpc_schema.operations import CONTROL_OPERATIONS, STEP_OPERATIONS
 from tests.contract.random_messages import fixed_example
 from worker_daemon.errors import ConfigError, ForbiddenError
 from worker_daemon.interfaces import interface_address
@@ -188,7 +187,7 @@ class FixedRole:
 
 
 def every_request() -> list[type]:
-    return [*typing.get_args(ControlMessage), *typing.get_args(StepMessage)]
+    return [*CONTROL_OPERATIONS, *STEP_OPERATIONS]
 
 
 @pytest.mark.parametrize("role", [None, *Role])

@@ -1,0 +1,255 @@
+"""The table of operations: everything that may be asked of a daemon, once. A row has the request,
+its reply, the role that may ask, the states in which it is legal and how long it may take. The
+codec, the daemon's dispatch, its access and lifecycle rules, the driver's library and
+docs/protocol.md read it. A request that is not in it does not decode.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, Generic, TypeAlias, TypeVar
+
+from rpc_schema import adoption, lease, step, trace
+from rpc_schema import lifecycle as lc
+from rpc_schema import weight_transfer as wt
+from rpc_schema.base import Answered, ControlReply, ControlRequest, StepReply, StepRequest
+from rpc_schema.key_files import Role
+from rpc_schema.lifecycle import LinkState, LoadState, TagState
+
+StepReplyT = TypeVar("StepReplyT", bound=StepReply)
+ControlReplyT = TypeVar("ControlReplyT", bound=ControlReply | lc.HelloReply)
+
+StepMessage: TypeAlias = StepRequest[Any]
+ControlMessage: TypeAlias = ControlRequest[Any] | lc.Hello
+
+LOAD_CHAIN: Final[tuple[LoadState, ...]] = (
+    "CREATED",
+    "DEVICE_READY",
+    "MODEL_LOADED",
+    "KV_READY",
+    "READY",
+)
+LINK_STATES: Final[tuple[LinkState, ...]] = ("none", "up", "broken")
+
+_WORD: Final = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+
+_ANY_TAG: Final[frozenset[TagState]] = frozenset(("awake", "asleep", "discarded", "lost"))
+_AWAKE: Final[frozenset[TagState]] = frozenset(("awake",))
+_THERE: Final[frozenset[TagState]] = frozenset(("awake", "lost"))
+
+
+def _only(*states: LoadState) -> frozenset[LoadState]:
+    return frozenset(states)
+
+
+def _from(lowest: LoadState) -> frozenset[LoadState]:
+    return frozenset(LOAD_CHAIN[LOAD_CHAIN.index(lowest) :])
+
+
+_ANY: Final = frozenset(LINK_STATES)
+_UP: Final[frozenset[LinkState]] = frozenset(("up",))
+_DOWN: Final[frozenset[LinkState]] = frozenset(("none", "broken"))
+_MADE: Final[frozenset[LinkState]] = frozenset(("up", "broken"))
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What an operation needs of each axis of a daemon's state, and what its success makes of them
+    (None: unchanged). All need SERVING."""
+
+    load: frozenset[LoadState]
+    link: frozenset[LinkState] = _ANY
+    load_after: LoadState | None = None
+    link_after: LinkState | None = None
+    weights: frozenset[TagState] = _ANY_TAG
+    kv_cache: frozenset[TagState] = _ANY_TAG
+    fills_weights: bool = False
+    """Its success has written every weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOperation(Generic[StepReplyT]):
+    """A request on the step socket, run in order."""
+
+    request: type[StepRequest[StepReplyT]]
+    reply: type[StepReplyT]
+    rule: Rule
+    role: Role = Role.DRIVER
+    deadline_s: float | None = None
+    """How long a rank may be silent at it, a meeting with the other ranks apart; a worker may set
+    finer phases. None: a step's deadline."""
+    meets: bool = False
+    """The ranks meet in it, for which they may have to wait until an old link lets go."""
+    waits_for_peers: bool = False
+    """Aborting the link, or a trainer's communicator, ends its wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlOperation(Generic[ControlReplyT]):
+    """A request on the control socket, answered at any time."""
+
+    request: type[Answered[ControlReplyT]]
+    reply: type[ControlReplyT]
+    role: Role
+    repeatable: bool = False
+    """May come twice, with the same `call`: it does no more than once. A driver sends it again
+    where the connection ends before the reply."""
+
+
+_STEP = Rule(_only("READY"), _UP, weights=_AWAKE, kv_cache=_AWAKE)
+_LOADED = Rule(_from("MODEL_LOADED"))
+_WEIGHTS_AWAKE = Rule(_from("MODEL_LOADED"), weights=_AWAKE)
+_WEIGHTS_THERE = Rule(_from("MODEL_LOADED"), weights=_THERE)
+_WEIGHTS_FILLED = Rule(_from("MODEL_LOADED"), weights=_THERE, fills_weights=True)
+
+_STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
+    # Steps. The output rank answers.
+    StepOperation(step.ExecuteModel, step.ModelRunnerOutput, _STEP, waits_for_peers=True),
+    StepOperation(step.SampleTokens, step.ModelRunnerOutput, _STEP, waits_for_peers=True),
+    StepOperation(step.ExecuteDummyBatch, step.ModelRunnerOutput, _STEP, waits_for_peers=True),
+    # The load chain.
+    StepOperation(
+        lc.InitDevice,
+        lc.InitDeviceReply,
+        Rule(_only("CREATED"), _DOWN, "DEVICE_READY", "up"),
+        deadline_s=120.0,
+        meets=True,
+        waits_for_peers=True,
+    ),
+    StepOperation(
+        lc.LoadModel,
+        lc.LoadModelReply,
+        Rule(_only("DEVICE_READY"), load_after="MODEL_LOADED"),
+        deadline_s=3600.0,
+    ),
+    StepOperation(lc.GetKVCacheSpec, lc.GetKVCacheSpecReply, _LOADED),
+    StepOperation(
+        lc.DetermineAvailableMemory,
+        lc.DetermineAvailableMemoryReply,
+        Rule(_only("MODEL_LOADED"), _UP, weights=_AWAKE),
+        deadline_s=900.0,
+        waits_for_peers=True,
+    ),
+    StepOperation(lc.UpdateMaxModelLen, step.Done, Rule(_only("MODEL_LOADED", "KV_READY"))),
+    StepOperation(
+        lc.InitializeFromConfig,
+        step.Done,
+        Rule(_only("MODEL_LOADED"), load_after="KV_READY", kv_cache=_AWAKE),
+        deadline_s=300.0,
+    ),
+    StepOperation(lc.InitializeCache, step.Done, Rule(_only("KV_READY"))),
+    StepOperation(
+        lc.CompileOrWarmUpModel,
+        lc.CompileOrWarmUpModelReply,
+        # In READY for the sake of another rank that is new; what the weights hold is no matter.
+        Rule(_only("KV_READY", "READY"), _UP, "READY", weights=_THERE, kv_cache=_AWAKE),
+        deadline_s=1800.0,
+        waits_for_peers=True,
+    ),
+    StepOperation(lc.GetSupportedTasks, lc.GetSupportedTasksReply, _LOADED),
+    StepOperation(lc.GetModelMetadata, lc.GetModelMetadataReply, _LOADED),
+    StepOperation(
+        lc.Relink,
+        step.Done,
+        # May capture graphs anew, which run on weights and KV cache.
+        Rule(_from("DEVICE_READY"), _MADE, link_after="up", weights=_THERE, kv_cache=_AWAKE),
+        deadline_s=30.0,
+        meets=True,
+        waits_for_peers=True,
+    ),
+    StepOperation(  # its target must not be above the present state
+        lc.Reset,
+        step.Done,
+        Rule(_from("CREATED")),
+        deadline_s=30.0,
+        meets=True,
+        waits_for_peers=True,
+    ),
+    # Saves and profiles write files on the daemon's host.
+    StepOperation(
+        lc.SaveShardedState, lc.SaveShardedStateReply, _WEIGHTS_AWAKE, Role.ADMIN, 3600.0
+    ),
+    StepOperation(
+        lc.SaveTensorizedModel, lc.SaveTensorizedModelReply, _WEIGHTS_AWAKE, Role.ADMIN, 3600.0
+    ),
+    StepOperation(lc.FinishShardedState, step.Done, _LOADED, Role.ADMIN, 600.0),
+    StepOperation(
+        lc.Profile,
+        lc.ProfileReply,
+        Rule(_from("DEVICE_READY")),
+        Role.ADMIN,
+        waits_for_peers=True,  # for the steps before it, on the device
+    ),
+    # Weights.
+    StepOperation(
+        lc.ComputeWeightChecksums,
+        lc.ComputeWeightChecksumsReply,
+        _WEIGHTS_AWAKE,
+        deadline_s=1800.0,
+    ),
+    StepOperation(  # waits for a trainer as long as the driver allows, and so does UpdateWeights
+        wt.InitWeightTransferEngine,
+        wt.InitWeightTransferEngineReply,
+        Rule(_from("DEVICE_READY")),
+        deadline_s=600.0,
+        waits_for_peers=True,
+    ),
+    StepOperation(wt.StartWeightUpdate, step.Done, _WEIGHTS_THERE, deadline_s=120.0),
+    StepOperation(
+        wt.UpdateWeights,
+        wt.UpdateWeightsReply,
+        _WEIGHTS_THERE,
+        deadline_s=600.0,
+        waits_for_peers=True,
+    ),
+    StepOperation(
+        wt.FinishWeightUpdate, wt.FinishWeightUpdateReply, _WEIGHTS_FILLED, deadline_s=600.0
+    ),
+    StepOperation(wt.ReloadWeights, wt.ReloadWeightsReply, _WEIGHTS_FILLED, deadline_s=3600.0),
+    StepOperation(wt.UpdateConfig, step.Done, _LOADED),
+    # Sleep. The first at level 1 may have to page-lock host memory.
+    StepOperation(lc.Sleep, lc.MemoryTagsReply, _LOADED, deadline_s=600.0, waits_for_peers=True),
+    StepOperation(lc.WakeUp, lc.MemoryTagsReply, _LOADED, deadline_s=120.0, waits_for_peers=True),
+    StepOperation(lc.Discard, lc.MemoryTagsReply, _LOADED, deadline_s=120.0, waits_for_peers=True),
+    # Adoption.
+    StepOperation(adoption.AdoptRequests, adoption.AdoptRequestsReply, Rule(_only("READY"))),
+)
+
+_CONTROL_ROWS: Final[tuple[ControlOperation[Any], ...]] = (
+    ControlOperation(lc.Hello, lc.HelloReply, Role.OBSERVER, repeatable=True),
+    ControlOperation(lc.CheckHealth, lc.CheckHealthReply, Role.OBSERVER, repeatable=True),
+    ControlOperation(lc.GetStatus, lc.GetStatusReply, Role.OBSERVER, repeatable=True),
+    # Attach and lease. PrepareAttach by force needs an admin.
+    ControlOperation(lc.PrepareAttach, lc.PrepareAttachReply, Role.DRIVER, repeatable=True),
+    ControlOperation(lc.CommitAttach, lc.CommitAttachReply, Role.DRIVER, repeatable=True),
+    ControlOperation(lc.Detach, lc.Acknowledged, Role.DRIVER, repeatable=True),
+    ControlOperation(lease.RenewLease, lease.RenewLeaseReply, Role.DRIVER),
+    # Links.
+    ControlOperation(lc.OpenRendezvous, lc.OpenRendezvousReply, Role.DRIVER),
+    ControlOperation(lc.AbortLink, lc.Acknowledged, Role.DRIVER),
+    # The daemon's end.
+    ControlOperation(lc.Drain, lc.Acknowledged, Role.ADMIN, repeatable=True),
+    ControlOperation(lc.Shutdown, lc.Acknowledged, Role.ADMIN),
+    # Traces. Recording holds up the steps of a group that somebody else may drive.
+    ControlOperation(trace.ReadClock, trace.ReadClockReply, Role.OBSERVER),
+    ControlOperation(trace.StartTrace, lc.Acknowledged, Role.ADMIN),
+    ControlOperation(trace.StopTrace, trace.StopTraceReply, Role.ADMIN),
+    ControlOperation(trace.ReadTrace, trace.ReadTraceReply, Role.OBSERVER),
+    ControlOperation(trace.AskDriver, lc.Acknowledged, Role.ADMIN),
+    ControlOperation(trace.PutDriverSteps, lc.Acknowledged, Role.DRIVER),
+    ControlOperation(trace.ReadDriverSteps, trace.ReadDriverStepsReply, Role.OBSERVER),
+)
+
+STEP_OPERATIONS: Final[Mapping[type[StepMessage], StepOperation[Any]]] = MappingProxyType(
+    {row.request: row for row in _STEP_ROWS}
+)
+CONTROL_OPERATIONS: Final[Mapping[type[Any], ControlOperation[Any]]] = MappingProxyType(
+    {row.request: row for row in _CONTROL_ROWS}
+)
+
+
+def operation_name(request: type[object]) -> str:
+    """Return the name of the methods for a request, on the worker and on the group: init_device for
+    InitDevice, get_kv_cache_spec for GetKVCacheSpec."""
+    return _WORD.sub("_", request.__name__).lower()
