@@ -419,17 +419,28 @@ class ControlChannel:
         deadline = time.monotonic() + timeout_s
         frame = encode_control(request)
         self._repeatable = None
-        if not self._wait(zmq.POLLOUT, deadline):
-            self._handshakes.check_cut_off()
-            raise DeadlineExceeded(what, timeout_s)
-        self._handshakes.check()
-        self._check_owner()
-        self._socket.send(frame, zmq.NOBLOCK)
+        while not self._try_to_send(frame, deadline):
+            if time.monotonic() >= deadline:
+                self._handshakes.check_cut_off()
+                raise DeadlineExceeded(what, timeout_s)
         self._listener.is_there()
         self._sent_on = max(1, self._handshakes.num_made)  # that it was made may be told later
         if row.repeatable:
             self._repeatable = frame
         return PendingCall(self, self._last_call, what, row.reply, timeout_s, deadline)
+
+    def _try_to_send(self, frame: bytes, deadline: float) -> bool:
+        """Send it once there is a connection; tell whether one took it by the deadline. It may end
+        while we look at it."""
+        if not self._wait(zmq.POLLOUT, deadline):
+            return False
+        self._handshakes.check()
+        self._check_owner()
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     def _check_owner(self) -> None:
         """Once a connection: what listens there may not have been there when we began to
@@ -480,8 +491,9 @@ class ControlChannel:
             return
         if self._socket.poll(0, zmq.POLLOUT):
             self._check_owner()
-            self._sent_on = self._handshakes.num_made
-            self._socket.send(self._repeatable, zmq.NOBLOCK)
+            with contextlib.suppress(zmq.Again):  # the connection has ended: on the next one
+                self._socket.send(self._repeatable, zmq.NOBLOCK)
+                self._sent_on = self._handshakes.num_made
 
     def close(self) -> None:
         """Close the socket."""

@@ -46,7 +46,7 @@ def call(address: str, timeout_s: float) -> None:
     with zmq.Context() as context:
         channel = ControlChannel(context, Endpoint(address, "", "", "", OPEN), 0)
         with closing(channel):
-            channel.call(lambda call: lc.GetStatus(call=call), lc.GetStatusReply, timeout_s)
+            channel.call(lambda call: lc.GetStatus(call=call), timeout_s)
 
 
 FIRST_WORDS = pytest.mark.parametrize("say", [attach, ask])

@@ -40,7 +40,7 @@ def test_daemon_that_does_not_answer_has_not_refused(context, directory):
         silent.listen()
         channel = ControlChannel(context, parse_endpoint(f"ipc://{directory}/w0"), 0)
         with pytest.raises(DeadlineExceeded):
-            channel.call(lambda call: lc.GetStatus(call=call), lc.GetStatusReply, 2.2)
+            channel.call(lambda call: lc.GetStatus(call=call), 2.2)
         channel.close()
 
 
@@ -61,7 +61,7 @@ def test_daemon_that_hangs_up_in_some_handshakes_has_not_refused(context, direct
         thread = threading.Thread(target=hang_up)
         thread.start()
         channel = ControlChannel(context, parse_endpoint(f"ipc://{address}"), 0)
-        channel.send(lambda call: lc.GetStatus(call=call), lc.GetStatusReply, 5.0)
+        channel.send(lambda call: lc.GetStatus(call=call), 5.0)
         thread.join()
         assert daemon.poll(5000)
         channel.close()
@@ -83,7 +83,29 @@ def test_daemon_that_hangs_up_in_every_handshake_has_refused(context, directory)
         thread.start()
         channel = ControlChannel(context, parse_endpoint(f"ipc://{directory}/w0"), 0)
         with pytest.raises(AuthenticationError, match="wants keys"):
-            channel.call(lambda call: lc.GetStatus(call=call), lc.GetStatusReply, 5.0)
+            channel.call(lambda call: lc.GetStatus(call=call), 5.0)
         channel.close()
         ended.set()
         thread.join()
+
+
+def test_connection_that_ends_while_a_request_is_about_to_leave(context, directory, monkeypatch):
+    """As a daemon's does that is killed: the request waits for the next one."""
+    daemon, address = context.socket(zmq.ROUTER), f"ipc://{directory}/w0"
+    daemon.bind(address)
+    channel = ControlChannel(context, parse_endpoint(address), 0)
+    successors = []
+
+    def end_once(self) -> None:
+        if not successors:
+            daemon.close(linger=0)
+            while self._socket.poll(0, zmq.POLLOUT):
+                pass
+            successors.append(context.socket(zmq.ROUTER))
+            successors[0].bind(address)
+
+    monkeypatch.setattr(ControlChannel, "_check_owner", end_once)
+    channel.send(lambda call: lc.GetStatus(call=call), 10.0)
+    assert successors[0].poll(5000)
+    channel.close()
+    successors[0].close(linger=0)

@@ -209,7 +209,7 @@ def test_request_that_the_table_does_not_list_is_forbidden(access: Access) -> No
     class Unlisted(ControlRequest, frozen=True, tag=99):
         """One that somebody added to the wire alone."""
 
-    with pytest.raises(ForbiddenError, match="Unlisted is not in the access table"):
+    with pytest.raises(ForbiddenError, match="Unlisted is not in the table of operations"):
         access.check("key", Unlisted(call=1))
 
 
