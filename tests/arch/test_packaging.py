@@ -50,6 +50,6 @@ def test_claimed_versions_are_those_of_the_matrix():
     assert claimed == ["3", *pythons.split()]
     assert PROJECT["requires-python"] == f">={claimed[1]}"
     (oldest,) = re.findall(
-        r"^torch>=(.*)$", "\n".join(PROJECT["dependencies"]), re.MULTILINE
+        r"^torch>=(.*)$", "\n".join(PROJECT["optional-dependencies"]["worker"]), re.MULTILINE
     )
     assert torches.split() == [f"{oldest}.0", "newest"]
