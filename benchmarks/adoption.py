@@ -23,13 +23,6 @@ from typing import IO
 import msgspec
 import numpy as np
 
-from client.driver import Driver
-from client.errors import RemoteError
-from client.launcher import LocalDaemons
-from client.requests import GenerationRequest
-from client.scheduler import Scheduler, scheduler_limits
-from client.scheduler_output import StepResult
-from client.worker_group import WorkerGroup
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
@@ -38,6 +31,13 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from worker_client.driver import Driver
+from worker_client.errors import RemoteError
+from worker_client.launcher import LocalDaemons
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import Scheduler, scheduler_limits
+from worker_client.scheduler_output import StepResult
+from worker_client.worker_group import WorkerGroup
 
 MAX_MODEL_LEN = 4096
 WARM_TOKENS = 20

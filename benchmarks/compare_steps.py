@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from benchmarks.control_plane import LIMITS, DaemonGroup, Requests, median_us
-from client.slots import SlotTable
+from worker_client.slots import SlotTable
 
 COUNT = 300
 
@@ -56,7 +56,7 @@ class Side:
             stdout=subprocess.PIPE,
             text=True,
             cwd=tree,
-            env={**os.environ, "PYTHONPATH": str(tree)},
+            env={**os.environ, "PYTHONPATH": f"{tree}:{tree / 'client'}"},
         )
         assert self._read() == "ready", f"{tree} does not start"
 

@@ -28,16 +28,6 @@ from benchmarks.control_plane_peers import (
     run_pickle,
 )
 from benchmarks.state_worker import ALL_RANKS, BLOCK_SIZE
-from client.first_contact import greet
-from client.keys import NO_KEYS, Keys, OwnKeys
-from client.lease import LeaseKeeper
-from client.lease_terms import LeaseTerms
-from client.liveness import Watch
-from client.scheduler_output import NewRequest, SchedulerOutput
-from client.slots import SlotTable
-from client.step_checks import GroupLimits
-from client.transport import ResultsChannel, new_driver_id, parse_endpoint
-from client.worker_client import WorkerClient
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import Frame, decode_step, decode_step_reply, encode_step
 from rpc_schema.config import (
@@ -54,6 +44,16 @@ from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.operations import StepMessage
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput
+from worker_client.first_contact import greet
+from worker_client.keys import NO_KEYS, Keys, OwnKeys
+from worker_client.lease import LeaseKeeper
+from worker_client.lease_terms import LeaseTerms
+from worker_client.liveness import Watch
+from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.slots import SlotTable
+from worker_client.step_checks import GroupLimits
+from worker_client.transport import ResultsChannel, new_driver_id, parse_endpoint
+from worker_client.worker_client import WorkerClient
 from worker_daemon.server.keygen import make_key_files
 from worker_daemon.server.security import SLOW_CIPHER_MB_S, cipher_mb_s
 

@@ -11,11 +11,6 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.demo_model import make_demo_model
-from client.driver import Driver
-from client.launcher import LocalDaemons
-from client.requests import GenerationRequest
-from client.scheduler import RequestOutput, Scheduler, scheduler_limits
-from client.worker_group import WorkerGroup
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
@@ -24,6 +19,11 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from worker_client.driver import Driver
+from worker_client.launcher import LocalDaemons
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
+from worker_client.worker_group import WorkerGroup
 
 MODEL = Path("build/demo-model")
 PROMPTS = ("The driver", "A worker daemon", "When the driver dies", "Each stage", "The")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import workloads
-from client.launcher import LocalDaemons
+from worker_client.launcher import LocalDaemons
 
 OPTIONS = ("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "16384")
 TIMEOUT_S = 300
@@ -60,7 +60,16 @@ def slowest_reply_us(result: dict[str, Any]) -> float:
 
 def bench(model: Path, endpoints: list[str], requests: Path, options: list[str]) -> dict[str, Any]:
     """Run `worker-client bench` once, with the daemons' metrics scraped, and return its object."""
-    command = [sys.executable, "-m", "client", "bench", "--model", str(model), "--json", "--scrape"]
+    command = [
+        sys.executable,
+        "-m",
+        "worker_client",
+        "bench",
+        "--model",
+        str(model),
+        "--json",
+        "--scrape",
+    ]
     command += ["--endpoints", ",".join(endpoints), "--input", str(requests), *options]
     done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, text=True)
     if done.returncode:

@@ -25,16 +25,6 @@ from typing import Literal
 
 import numpy as np
 
-from client.driver import Driver
-from client.errors import StepFailed, WorkerDied
-from client.launcher import LocalDaemons
-from client.liveness import LivenessEvent
-from client.loading import LoadedModel
-from client.replacement import Replaced
-from client.requests import GenerationRequest
-from client.scheduler import Scheduler, scheduler_limits
-from client.worker_client import StepIds, WorkerClient
-from client.worker_group import WorkerGroup
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
@@ -44,6 +34,16 @@ from rpc_schema.config import (
     WorkerConfig,
 )
 from rpc_schema.lifecycle import Profile, Status
+from worker_client.driver import Driver
+from worker_client.errors import StepFailed, WorkerDied
+from worker_client.launcher import LocalDaemons
+from worker_client.liveness import LivenessEvent
+from worker_client.loading import LoadedModel
+from worker_client.replacement import Replaced
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import Scheduler, scheduler_limits
+from worker_client.worker_client import StepIds, WorkerClient
+from worker_client.worker_group import WorkerGroup
 
 NUM_REQUESTS = 32
 PROMPT_LEN = 200

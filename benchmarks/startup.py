@@ -38,7 +38,7 @@ def start(model: Path, cache: Path, kind: str, device: str, pp: int, tp: int) ->
     """Run worker-client once, with XDG_CACHE_HOME at cache."""
     environment = {name: value for name, value in os.environ.items() if name != UNSET}
     before = count_files(cache)
-    command = [sys.executable, "-m", "client", "bench", "--model", str(model), "--json"]
+    command = [sys.executable, "-m", "worker_client", "bench", "--model", str(model), "--json"]
     command += [*OPTIONS, "--device", device]
     command += ["--pipeline-parallel-size", str(pp), "--tensor-parallel-size", str(tp)]
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as requests:

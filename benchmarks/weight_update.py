@@ -22,9 +22,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.loading import Figure, make_stage, read_rate, report, synchronize, write_checkpoint
-from client.launcher import LocalDaemons
-from client.trainer.sender import PACKED_BYTES, SendBackend, WeightSender
-from client.worker_group import WorkerGroup
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
@@ -34,6 +31,9 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from worker_client.launcher import LocalDaemons
+from worker_client.trainer.sender import PACKED_BYTES, SendBackend, WeightSender
+from worker_client.worker_group import WorkerGroup
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import checkpoint_shapes
 

@@ -28,8 +28,9 @@ HEADER: Final = """\
 
 def main() -> None:
     """Ask pip, and write the file."""
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    found = resolve([*wanted, *BUILD_NEEDS])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    worker = project["optional-dependencies"]["worker"]
+    found = resolve([*project["dependencies"], *worker, *BUILD_NEEDS])
     TARGET.write_text(HEADER + "".join(map(line, sorted(found, key=name))))
 
 

@@ -17,12 +17,6 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from client.driver import Driver
-from client.launcher import LocalDaemons
-from client.requests import GenerationRequest
-from client.scheduler import Scheduler, scheduler_limits
-from client.trainer.sender import WeightSender
-from client.worker_group import WorkerGroup
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
@@ -31,6 +25,12 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from worker_client.driver import Driver
+from worker_client.launcher import LocalDaemons
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import Scheduler, scheduler_limits
+from worker_client.trainer.sender import WeightSender
+from worker_client.worker_group import WorkerGroup
 
 PROMPT = (1, 2, 3, 4)
 NUM_SAMPLES = 32

@@ -12,15 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from client.adoption import AdoptedRequest
-from client.driver import Driver
-from client.errors import RequestError
-from client.launcher import LocalDaemons
-from client.requests import GenerationRequest, check_fits, validated
-from client.scheduler import FinishReason, RequestOutput, SchedulerLimits, scheduler_limits
-from client.scheduler_output import Logprobs, NewRequest, SchedulerOutput, StepResult
-from client.step_checks import MAX_ADMITTED_BYTES, MAX_ADMITTED_TOKENS, admission_bytes
-from client.worker_group import WorkerGroup
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
@@ -32,6 +23,15 @@ from rpc_schema.config import (
 from rpc_schema.kv_cache import blocks_for
 from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 from rpc_schema.step import NO_TOKEN
+from worker_client.adoption import AdoptedRequest
+from worker_client.driver import Driver
+from worker_client.errors import RequestError
+from worker_client.launcher import LocalDaemons
+from worker_client.requests import GenerationRequest, check_fits, validated
+from worker_client.scheduler import FinishReason, RequestOutput, SchedulerLimits, scheduler_limits
+from worker_client.scheduler_output import Logprobs, NewRequest, SchedulerOutput, StepResult
+from worker_client.step_checks import MAX_ADMITTED_BYTES, MAX_ADMITTED_TOKENS, admission_bytes
+from worker_client.worker_group import WorkerGroup
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""The steady state: a step names slots, and only what changed. `client/slots.py` writes these,
-`runner/` reads them.
+"""The steady state: a step names slots, and only what changed. A driver's
+`client/worker_client/slots.py` writes these, `runner/` reads them.
 
 A request gets a slot at admission and keeps it until it finishes. Preemption is a finish;
 resumption is a new admission with all tokens so far. Integer columns travel as raw little-endian

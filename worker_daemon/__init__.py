@@ -1,1 +1,1 @@
-"""The daemon: one process per device, controlled over ZeroMQ. Never imports client."""
+"""The daemon: one process per device, controlled over ZeroMQ. Never imports worker_client."""

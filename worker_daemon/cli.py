@@ -23,11 +23,11 @@ from rpc_schema.exit_codes import ExitCode
 from rpc_schema.version import version_line
 from worker_daemon.errors import CapacityError, CheckpointError, ConfigError, StartLaterError
 from worker_daemon.logs import configure_logs
-from worker_daemon.server.assembly import run_daemon
 from worker_daemon.server.endpoints import EndpointInUseError
 from worker_daemon.server.gpu_lock import GpuInUseError
 from worker_daemon.server.keygen import make_key_files
 from worker_daemon.settings import load_settings, prepare_environment, prepare_kernel_cache
+from worker_daemon.worker_extra import check_worker_extra
 
 # Without rich, help and errors are plain text: no name of an option is cut, no error wrapped.
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -131,6 +131,9 @@ def serve(
     """
     configure_logs("info")
     with _exit_codes():
+        check_worker_extra()
+        from worker_daemon.server.assembly import run_daemon  # it needs the extra
+
         settings = load_settings(
             {
                 "endpoint": endpoint,
@@ -197,6 +200,8 @@ def plan(
 ) -> None:
     """Print the memory plan that a group of daemons would arrive at; loads nothing."""
     configure_logs("info")
+    with _exit_codes():
+        check_worker_extra()
     prepare_environment()
     # Seconds of torch, which `serve` does not wait for either.
     from worker_daemon.device.total_memory import total_memory_bytes

@@ -26,18 +26,29 @@ def import_all(package, leave_out="no such module"):
 
 
 def test_rpc_schema_needs_msgspec_and_the_standard_library_only():
-    suspects = ("torch", "zmq", "numpy", "triton", "uvloop", "client", "worker_daemon", "msgspec")
+    suspects = (
+        "torch",
+        "zmq",
+        "numpy",
+        "triton",
+        "uvloop",
+        "worker_client",
+        "worker_daemon",
+        "msgspec",
+    )
     assert loaded_by(import_all("rpc_schema"), *suspects) == ["msgspec"]
 
 
 def test_client_brings_neither_torch_nor_the_daemon():
     suspects = ("torch", "triton", "safetensors", "uvloop", "worker_daemon", "zmq")
-    assert loaded_by(import_all("client", leave_out="client.trainer."), *suspects) == ["zmq"]
+    assert loaded_by(
+        import_all("worker_client", leave_out="worker_client.trainer."), *suspects
+    ) == ["zmq"]
 
 
 def test_the_trainers_side_brings_torch_alone():
     suspects = ("torch", "safetensors", "uvloop", "worker_daemon")
-    assert loaded_by(import_all("client.trainer"), *suspects) == ["torch"]
+    assert loaded_by(import_all("worker_client.trainer"), *suspects) == ["torch"]
 
 
 def test_numeric_packages_bring_no_wire_and_no_socket():
@@ -47,7 +58,7 @@ def test_numeric_packages_bring_no_wire_and_no_socket():
         "msgspec",
         "zmq",
         "uvloop",
-        "client",
+        "worker_client",
         "torch",
     )
     packages = ("models", "layers", "distributed", "device")

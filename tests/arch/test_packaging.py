@@ -1,9 +1,6 @@
 """What is installed: the wheel's files and metadata, and the versions that it claims."""
 
 import re
-import shutil
-import subprocess
-import sys
 import tomllib
 import zipfile
 from email import message_from_string
@@ -12,23 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.wheel import PACKAGES, build_wheel
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PACKAGES = ("client", "rpc_schema", "worker_daemon")
-BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The names in a wheel that was built from a copy of the sources, and its metadata."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for name in (*PACKAGES, "examples"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-c", BUILD, str(source)]
-    subprocess.run(command, cwd=source, check=True, capture_output=True)
-    with zipfile.ZipFile(next(source.glob("*.whl"))) as archive:
+    """The names in a wheel, and its metadata."""
+    with zipfile.ZipFile(build_wheel(tmp_path_factory.mktemp("source"))) as archive:
         names = archive.namelist()
         (metadata,) = (name for name in names if name.endswith("/METADATA"))
         return names, message_from_string(archive.read(metadata).decode())
@@ -59,5 +49,7 @@ def test_claimed_versions_are_those_of_the_matrix():
     claimed = [name.removeprefix(python) for name in PROJECT["classifiers"] if python in name]
     assert claimed == ["3", *pythons.split()]
     assert PROJECT["requires-python"] == f">={claimed[1]}"
-    (oldest,) = re.findall(r"^torch>=(.*)$", "\n".join(PROJECT["dependencies"]), re.MULTILINE)
+    (oldest,) = re.findall(
+        r"^torch>=(.*)$", "\n".join(PROJECT["optional-dependencies"]["worker"]), re.MULTILINE
+    )
     assert torches.split() == [f"{oldest}.0", "newest"]

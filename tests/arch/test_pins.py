@@ -49,6 +49,7 @@ def test_pins_are_the_versions_that_are_tested():
 def test_everything_that_the_packages_need_is_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     needed = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    needed += project["project"]["optional-dependencies"]["worker"]
     pinned = pins()
     for requirement in map(Requirement, needed):
         version, _ = pinned[canonicalize_name(requirement.name)]
@@ -60,7 +61,7 @@ def test_image_takes_nothing_without_a_hash_and_its_base_by_content():
     installs = [line for line in text.splitlines() if "pip install" in line]
     assert len(installs) == 2
     assert "--require-hashes" in installs[0] and "--only-binary=:all:" in installs[0]
-    assert "--no-index" in installs[1] and "--no-deps" in installs[1]
+    assert "--no-index" in installs[1] and "'.[worker]'" in installs[1]
     bases = [line for line in text.splitlines() if line.startswith("FROM ")]
     assert all(line.startswith("FROM ${BASE}@${BASE_DIGEST") for line in bases)
     assert "\nARG BASE_DIGEST\n" in text, "no default: nobody invents one"

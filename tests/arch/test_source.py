@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from client.errors import REMOTE_ERRORS, RemoteError, remote_error
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope, WireError
+from worker_client.errors import REMOTE_ERRORS, RemoteError, remote_error
 from worker_daemon.errors import WorkerError
 
 ROOT = Path(__file__).parents[2]

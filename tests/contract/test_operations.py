@@ -7,8 +7,6 @@ import typing
 import msgspec
 import pytest
 
-from client.load_chain import LoadChain
-from client.worker_group import WorkerGroup
 from rpc_schema import codec
 from rpc_schema import lifecycle as lc
 from rpc_schema.base import StepReply, StepRequest
@@ -20,6 +18,8 @@ from rpc_schema.operations import (
     StepOperation,
     operation_name,
 )
+from worker_client.load_chain import LoadChain
+from worker_client.worker_group import WorkerGroup
 from worker_daemon.errors import ForbiddenError
 from worker_daemon.server.access import OpenAccess
 from worker_daemon.server.dispatch import STEPS

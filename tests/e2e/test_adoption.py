@@ -11,9 +11,6 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from client.errors import ConfigMismatchError
-from client.launcher import LocalDaemons
-from client.worker_group import WorkerGroup
 from rpc_schema.exit_codes import ExitCode
 from tests.support.checkpoints import prompts
 from tests.support.command_line import (
@@ -27,6 +24,9 @@ from tests.support.command_line import (
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.serving import worker_config
+from worker_client.errors import ConfigMismatchError
+from worker_client.launcher import LocalDaemons
+from worker_client.worker_group import WorkerGroup
 
 STEP_DEADLINE_MS = 1000
 """gloo ends a wait for a peer that never comes a second after this."""

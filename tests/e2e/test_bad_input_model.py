@@ -8,7 +8,14 @@ from subprocess import run
 
 import pytest
 
-from client.errors import (
+from rpc_schema.config import ParallelConfig
+from rpc_schema.exit_codes import ExitCode
+from rpc_schema.version import PROTOCOL_VERSION
+from tests.support.checkpoints import DYNAMIC
+from tests.support.driving import assert_serves
+from tests.support.faulty_daemon import INJECTED, Fault, FaultyDaemons
+from tests.support.serving import connect, generate, greedy_request, worker_config
+from worker_client.errors import (
     ClientError,
     ConfigMismatchError,
     EndpointError,
@@ -20,15 +27,8 @@ from client.errors import (
     RemoteConfigError,
     RequestError,
 )
-from client.launcher import LocalDaemons
-from client.worker_group import WorkerGroup
-from rpc_schema.config import ParallelConfig
-from rpc_schema.exit_codes import ExitCode
-from rpc_schema.version import PROTOCOL_VERSION
-from tests.support.checkpoints import DYNAMIC
-from tests.support.driving import assert_serves
-from tests.support.faulty_daemon import INJECTED, Fault, FaultyDaemons
-from tests.support.serving import connect, generate, greedy_request, worker_config
+from worker_client.launcher import LocalDaemons
+from worker_client.worker_group import WorkerGroup
 
 
 def set_fields(**fields):
@@ -286,7 +286,7 @@ def test_other_protocol_version_names_both(daemons, checkpoint, monkeypatch):
     endpoints = daemons.endpoints(1)
     config = worker_config(checkpoint().path)
     with monkeypatch.context() as patch:
-        patch.setattr("client.worker_client.PROTOCOL_VERSION", 4711)
+        patch.setattr("worker_client.worker_client.PROTOCOL_VERSION", 4711)
         with pytest.raises(IncompatibleError) as raised, connect(endpoints, config):
             pass
     assert f"version {PROTOCOL_VERSION}," in str(raised.value)

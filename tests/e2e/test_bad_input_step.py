@@ -12,16 +12,6 @@ import numpy as np
 import pytest
 import zmq
 
-from client.errors import (
-    IllegalStateError,
-    InvalidSchedulerOutput,
-    InvalidStepError,
-    StepFailed,
-)
-from client.scheduler_output import NewRequest, SchedulerOutput
-from client.slots import SlotTable
-from client.worker_client import WorkerClient
-from client.worker_group import WorkerGroup
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import MAX_CONTROL_BYTES, MAX_FRAMES, MAX_STEP_BYTES, encode_step
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply
@@ -30,6 +20,16 @@ from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, NewRequestData
 from tests.support.driving import RecordingGroup, assert_serves, random_cases
 from tests.support.serving import connect, generate, worker_config
 from tests.unit.server.driver import Driver
+from worker_client.errors import (
+    IllegalStateError,
+    InvalidSchedulerOutput,
+    InvalidStepError,
+    StepFailed,
+)
+from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.slots import SlotTable
+from worker_client.worker_client import WorkerClient
+from worker_client.worker_group import WorkerGroup
 
 NUM_BLOCKS = 32
 BLOCK_SIZE = 4
@@ -106,7 +106,7 @@ def test_step_with_a_value_that_no_kernel_may_see(serving, checkpoint, monkeypat
             group.execute_model(output)
         assert refused.value.req_id == "a"
     with monkeypatch.context() as patched:  # a driver library that does not look
-        patched.setattr("client.slots.read_tokens", lambda new, _: new[0].token_ids)
+        patched.setattr("worker_client.slots.read_tokens", lambda new, _: new[0].token_ids)
         patched.setattr(steps, "slots", SlotTable(MAX_NUM_SEQS))
         steps.slots.require_resync()
         with pytest.raises(StepFailed) as raised:

@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 from benchmarks.demo import NEXT
 from benchmarks.demo import PROMPTS as DEMO_PROMPTS
 from benchmarks.demo_model import SENTENCES, make_demo_model
-from client.__main__ import app
 from tests.support.checkpoints import Checkpoint
 from tests.support.command_line import (
     processes_of,
@@ -27,6 +26,7 @@ from tests.support.command_line import (
     status_of,
     wait_for_daemons,
 )
+from worker_client.__main__ import app
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ("The driver decides", "A new driver", "Nothing warm")

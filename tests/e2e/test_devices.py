@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from client.launcher import LocalDaemons
 from rpc_schema.exit_codes import ExitCode
 from tests.support.command_line import COMMAND_LIMIT_S, DAEMON, environment, short_directory
 from tests.support.serving import connect, worker_config
+from worker_client.launcher import LocalDaemons
 from worker_daemon.device.threads import usable_cores
 
 

@@ -9,9 +9,6 @@ from contextlib import closing
 
 import pytest
 
-from client.driver import Driver
-from client.errors import DrainingError
-from client.scheduler import Scheduler
 from rpc_schema import lifecycle as lc
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply
 from rpc_schema.exit_codes import ExitCode
@@ -23,6 +20,9 @@ from tests.support.serving import connect, scheduler_limits, worker_config
 from tests.support.waiting import wait_until
 from tests.unit.server.driver import DaemonProcess
 from tests.unit.server.driver import Driver as BareDriver
+from worker_client.driver import Driver
+from worker_client.errors import DrainingError
+from worker_client.scheduler import Scheduler
 
 
 @pytest.fixture

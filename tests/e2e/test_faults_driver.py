@@ -8,13 +8,13 @@ import signal
 import pytest
 from msgspec.structs import replace
 
-from client.launcher import LocalDaemons
-from client.worker_group import WorkerGroup
 from rpc_schema.config import WorkerConfig
 from rpc_schema.lifecycle import Status
 from tests.support.doomed_driver import Death, DriverNursery, Plan, read_report, start
 from tests.support.driving import Cases, random_cases
 from tests.support.serving import connect, generate, worker_config
+from worker_client.launcher import LocalDaemons
+from worker_client.worker_group import WorkerGroup
 
 STEP_DEADLINE_MS = 2000
 """gloo ends a wait for a peer that never comes a second after this."""

@@ -9,15 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from client.errors import DeadlineExceeded, GapError, StepFailed, WorkerDied
-from client.scheduler_output import SchedulerOutput
-from client.worker_group import WorkerGroup
 from rpc_schema.errors import ErrorCode
 from tests.support.command_line import probe, short_directory, start_daemon, wait_for_daemons
 from tests.support.driving import RecordingGroup, assert_serves, random_cases
 from tests.support.faulty_daemon import INJECTED, Fault, FaultyDaemons
 from tests.support.serving import connect, generate, worker_config
 from tests.support.waiting import wait_until
+from worker_client.errors import DeadlineExceeded, GapError, StepFailed, WorkerDied
+from worker_client.scheduler_output import SchedulerOutput
+from worker_client.worker_group import WorkerGroup
 
 STEP_DEADLINE_MS = 2000
 """gloo ends a wait for a peer that never comes a second after this."""

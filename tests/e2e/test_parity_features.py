@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from client.driver import Driver
-from client.scheduler import Scheduler
-from client.worker_group import WorkerGroup
 from examples.static_batches import StaticBatches
 from tests.support.checkpoints import decisive_prompts
 from tests.support.mock_schedulers import TRACES, RandomScheduler, TraceScheduler, trace_requests
 from tests.support.serving import assert_greedy, generate, greedy_request, scheduler_limits
+from worker_client.driver import Driver
+from worker_client.scheduler import Scheduler
+from worker_client.worker_group import WorkerGroup
 
 BLOCK_SIZE = 4
 TRACE = TRACES / "chunks_and_preemption.json"

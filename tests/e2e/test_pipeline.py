@@ -3,10 +3,6 @@
 import numpy as np
 import pytest
 
-from client.outcomes import StepFuture
-from client.requests import GenerationRequest
-from client.scheduler_output import NewRequest, SchedulerOutput
-from client.worker_group import WorkerGroup
 from tests.support.checkpoints import VOCAB_SIZE, decisive_prompts, prompts
 from tests.support.delayed_daemon import DelayedDaemons, most_steps_at_once
 from tests.support.mock_schedulers import RandomScheduler
@@ -18,6 +14,10 @@ from tests.support.serving import (
     scheduler_limits,
     worker_config,
 )
+from worker_client.outcomes import StepFuture
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.worker_group import WorkerGroup
 
 BLOCK_SIZE = 4
 ATOL = 1e-4

@@ -12,12 +12,12 @@ import pytest
 
 from benchmarks.demo_model import make_demo_model
 from benchmarks.timeline import LEGEND, timeline
-from client.errors import IllegalStateError, RemoteConfigError
-from client.launcher import LocalDaemons
-from client.worker_group import WorkerGroup
 from rpc_schema.config import ParallelConfig
 from tests.support.command_line import run_client, short_directory, status_of
 from tests.support.serving import connect, generate, greedy_request, worker_config
+from worker_client.errors import IllegalStateError, RemoteConfigError
+from worker_client.launcher import LocalDaemons
+from worker_client.worker_group import WorkerGroup
 
 NAMES = [f"-pp{stage}-tp0-rank{stage}.json.gz" for stage in range(2)]
 

@@ -11,13 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from client.errors import IllegalStateError, RemoteCheckpointError, RemoteConfigError, WorkerDied
-from client.launcher import LocalDaemons
-from client.worker_group import WorkerGroup
 from rpc_schema.config import ParallelConfig
 from tests.support.checkpoints import decisive_prompts
 from tests.support.command_line import run_client, short_directory
 from tests.support.serving import assert_greedy, connect, generate, greedy_request, worker_config
+from worker_client.errors import (
+    IllegalStateError,
+    RemoteCheckpointError,
+    RemoteConfigError,
+    WorkerDied,
+)
+from worker_client.launcher import LocalDaemons
+from worker_client.worker_group import WorkerGroup
 
 
 @contextmanager

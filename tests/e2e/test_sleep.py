@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client.errors import (
-    IllegalStateError,
-    RemoteCapacityError,
-    RemoteConfigError,
-    StepFailed,
-)
-from client.scheduler_output import NewRequest, SchedulerOutput
 from rpc_schema.errors import ErrorCode
 from rpc_schema.sampling import SamplingParams
 from tests.support.checkpoints import decisive_prompts
 from tests.support.command_line import run_client
 from tests.support.serving import assert_greedy, generate, greedy_request
+from worker_client.errors import (
+    IllegalStateError,
+    RemoteCapacityError,
+    RemoteConfigError,
+    StepFailed,
+)
+from worker_client.scheduler_output import NewRequest, SchedulerOutput
 
 AWAKE = {"weights": "awake", "kv_cache": "awake"}
 ASLEEP = {"weights": "asleep", "kv_cache": "asleep"}

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from client.cli.daemons import connect as observe
-from client.errors import ClientConfigError, IllegalStateError, RemoteConfigError
-from client.launcher import LocalDaemons
-from client.observer import record as record_group
-from client.worker_group import WorkerGroup
 from rpc_schema.config import ParallelConfig
 from rpc_schema.exit_codes import ExitCode
 from tests.support.command_line import run_client, short_directory, status_of
 from tests.support.serving import connect, generate, greedy_request, worker_config
+from worker_client.cli.daemons import connect as observe
+from worker_client.errors import ClientConfigError, IllegalStateError, RemoteConfigError
+from worker_client.launcher import LocalDaemons
+from worker_client.observer import record as record_group
+from worker_client.worker_group import WorkerGroup
 
 SKEWS_S = (0, 4000)
 """How far each daemon's clock is ahead: whole hours, as between hosts."""

@@ -16,18 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from client.driver import Driver
-from client.errors import (
-    IllegalStateError,
-    RemoteCheckpointError,
-    RemoteConfigError,
-    WeightsNotWhole,
-    WeightTransferError,
-)
-from client.scheduler import Scheduler
-from client.trainer.sender import WeightSender
-from client.worker_client import TensorList
-from client.worker_group import WorkerGroup
 from examples import rl_loop
 from rpc_schema.config import MeetingAddress
 from rpc_schema.weight_transfer import (
@@ -48,6 +36,18 @@ from tests.support.serving import (
     worker_config,
 )
 from tests.support.strangers import gets_in, listening
+from worker_client.driver import Driver
+from worker_client.errors import (
+    IllegalStateError,
+    RemoteCheckpointError,
+    RemoteConfigError,
+    WeightsNotWhole,
+    WeightTransferError,
+)
+from worker_client.scheduler import Scheduler
+from worker_client.trainer.sender import WeightSender
+from worker_client.worker_client import TensorList
+from worker_client.worker_group import WorkerGroup
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 OPTIONS = {"tie_word_embeddings": False, "num_hidden_layers": 2}

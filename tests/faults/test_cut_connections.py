@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from client.transport import new_driver_id, parse_endpoint
-from client.worker_client import WorkerClient
 from tests.support.secured import KeyRing, SecuredDaemon, free_port
+from worker_client.transport import new_driver_id, parse_endpoint
+from worker_client.worker_client import WorkerClient
 
 STOPPED_S = 1.8
 """Twice as long as heartbeats may go unanswered."""

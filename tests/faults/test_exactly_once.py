@@ -18,17 +18,17 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from client.driver import Driver
-from client.requests import GenerationRequest
-from client.resending import Resending
-from client.scheduler import Scheduler, SchedulerLimits
-from client.worker_group import WorkerGroup
 from rpc_schema.codec import Frame, StepMessage
 from rpc_schema.config import ParallelConfig
 from tests.support.driving import RecordingGroup
 from tests.support.exactly_once import RANKS, Counts, ExactlyOnce, Parts
 from tests.support.fake_daemon import FakeDaemon, reference_tokens
 from tests.unit.client.conftest import directory, worker_config  # noqa: F401  # a fixture
+from worker_client.driver import Driver
+from worker_client.requests import GenerationRequest
+from worker_client.resending import Resending
+from worker_client.scheduler import Scheduler, SchedulerLimits
+from worker_client.worker_group import WorkerGroup
 from worker_daemon.server.epochs import EpochFile
 from worker_daemon.server.lease import DriverIdentity, Lease
 from worker_daemon.server.reply_channel import ReplyRing
@@ -259,9 +259,9 @@ def faulty(directory):  # noqa: F811
 
 
 def test_generation_over_a_faulty_network_gives_the_right_tokens(faulty, monkeypatch):
-    monkeypatch.setattr("client.resending.RESEND_AFTER_S", 0.01)
-    monkeypatch.setattr("client.resending.MEND_AGAIN_S", 0.002)
-    monkeypatch.setattr("client.resending.MAX_MENDS", 1000)
+    monkeypatch.setattr("worker_client.resending.RESEND_AFTER_S", 0.01)
+    monkeypatch.setattr("worker_client.resending.MEND_AGAIN_S", 0.002)
+    monkeypatch.setattr("worker_client.resending.MAX_MENDS", 1000)
     randomness = random.Random(3)
     parallel = ParallelConfig(pipeline_parallel_size=RANKS)
     with WorkerGroup([daemon.endpoint for daemon in faulty], parallel) as group:

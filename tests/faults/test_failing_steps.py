@@ -12,12 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from client.driver import Driver
-from client.errors import LaunchError, RemoteCapacityError, StepFailed, WorkerDied
-from client.launcher import LocalDaemons
-from client.requests import GenerationRequest
-from client.scheduler import Scheduler
-from client.worker_group import WorkerGroup
 from rpc_schema.errors import ErrorCode
 from rpc_schema.exit_codes import ExitCode
 from tests.e2e.conftest import checkpoint, model_root
@@ -32,6 +26,12 @@ from tests.support.serving import (
     worker_config,
 )
 from tests.support.waiting import wait_until
+from worker_client.driver import Driver
+from worker_client.errors import LaunchError, RemoteCapacityError, StepFailed, WorkerDied
+from worker_client.launcher import LocalDaemons
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import Scheduler
+from worker_client.worker_group import WorkerGroup
 
 __all__ = ["checkpoint", "model_root"]
 

@@ -17,7 +17,6 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from client.transport import parse_endpoint
 from rpc_schema.borrowed_sockets import borrowed
 from tests.support.command_line import short_directory
 from tests.support.secured import (
@@ -29,6 +28,7 @@ from tests.support.secured import (
     free_port,
 )
 from tests.support.waiting import wait_until
+from worker_client.transport import parse_endpoint
 from worker_daemon.server.handshakes import (
     MAX_HANDSHAKE_BYTES,
     MAX_STRANGERS,

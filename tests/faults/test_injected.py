@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from client import oom_kills
-from client.errors import LeaseExpiredError, Unkillable, WorkerDied
-from client.launcher import LocalDaemons
-from client.lease_terms import LeaseTerms
-from client.worker_group import WorkerGroup
 from rpc_schema.config import ParallelConfig
 from tests.support.leased_driver import admit, decode, make_ready
 from tests.unit.server.driver import DaemonProcess
+from worker_client import oom_kills
+from worker_client.errors import LeaseExpiredError, Unkillable, WorkerDied
+from worker_client.launcher import LocalDaemons
+from worker_client.lease_terms import LeaseTerms
+from worker_client.worker_group import WorkerGroup
 
 TTL_S = 20.0
 HOUR_S = 3600.0
@@ -94,7 +94,7 @@ class Stuck:
 
 
 def test_row_19_process_that_no_signal_ends_is_reported_with_its_device(detection, monkeypatch):
-    monkeypatch.setattr("client.launcher.TERMINATE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("worker_client.launcher.TERMINATE_TIMEOUT_S", 0.1)
     devices = iter(("cuda:0", "cuda:1"))
 
     def command(endpoint, device, pipe):

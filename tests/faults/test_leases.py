@@ -11,9 +11,6 @@ from typing import get_args
 import msgspec
 import pytest
 
-from client.errors import LeaseExpiredError, LeaseHeldError
-from client.lease_terms import LeaseTerms
-from client.worker_group import WorkerGroup
 from rpc_schema import lease as ls
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
@@ -31,6 +28,9 @@ from rpc_schema.lease import driver_digest
 from tests.contract.random_messages import fixed_example
 from tests.support.leased_driver import admit, decode, living_driver, make_ready
 from tests.unit.server.driver import DaemonProcess, Driver, wait_for
+from worker_client.errors import LeaseExpiredError, LeaseHeldError
+from worker_client.lease_terms import LeaseTerms
+from worker_client.worker_group import WorkerGroup
 
 TTL_S = 1.0
 """Of the drivers that are to lose it."""

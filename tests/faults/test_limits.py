@@ -13,9 +13,6 @@ import psutil
 import pytest
 import zmq
 
-from client.errors import TooManyStepsInFlight
-from client.scheduler_output import SchedulerOutput
-from client.worker_group import WorkerGroup
 from rpc_schema import step
 from rpc_schema.codec import Frame, encode_control, split_replayed
 from rpc_schema.config import ParallelConfig
@@ -27,6 +24,9 @@ from tests.support.leased_driver import admit, decode, make_ready
 from tests.support.secured import KeyRing, SecuredDaemon, answers, dealer, free_port
 from tests.support.waiting import wait_until
 from tests.unit.server.driver import DaemonProcess, Driver
+from worker_client.errors import TooManyStepsInFlight
+from worker_client.scheduler_output import SchedulerOutput
+from worker_client.worker_group import WorkerGroup
 from worker_daemon.server.endpoints import Endpoint
 from worker_daemon.server.security import DirectorySecurity
 from worker_daemon.server.sequence import REPLAYABLE

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import zmq
 
-from client.driver import Driver, Recover, give_up
-from client.liveness import FENCE_AFTER_S, SILENCE_LIMIT_S, LivenessEvent
-from client.scheduler import Scheduler
-from client.transport import new_driver_id, parse_endpoint
-from client.worker_client import WorkerClient
-from client.worker_group import WorkerGroup
 from tests.support.driving import Cases, random_cases
 from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.serving import connect, generate, scheduler_limits, worker_config
 from tests.support.waiting import wait_until
+from worker_client.driver import Driver, Recover, give_up
+from worker_client.liveness import FENCE_AFTER_S, SILENCE_LIMIT_S, LivenessEvent
+from worker_client.scheduler import Scheduler
+from worker_client.transport import new_driver_id, parse_endpoint
+from worker_client.worker_client import WorkerClient
+from worker_client.worker_group import WorkerGroup
 from worker_daemon.server.pace import SLOW_AT_LEAST_S, SLOW_FACTOR
 
 STEPS_BEFORE = 8
@@ -147,8 +147,8 @@ class Interrupted(Exception):
 def test_survivor_is_not_lost_while_its_neighbour_is_replaced(faulty, serving, cases, monkeypatch):
     """It hangs in a step, so its reply to the attach is waited for longer than it may be silent;
     its control thread goes on sending heartbeats."""
-    monkeypatch.setattr("client.liveness.SILENCE_LIMIT_S", 3.0)
-    monkeypatch.setattr("client.replacement.REPLACE_ATTEMPTS", 1)
+    monkeypatch.setattr("worker_client.liveness.SILENCE_LIMIT_S", 3.0)
+    monkeypatch.setattr("worker_client.replacement.REPLACE_ATTEMPTS", 1)
     stopper = Stopper(faulty.pids[1])
     interrupted = []
 

@@ -10,9 +10,6 @@ from importlib import metadata
 
 import pytest
 
-from client.errors import CommError, ConfigMismatchError, IncompatibleError
-from client.launcher import LocalDaemons
-from client.worker_group import WorkerGroup
 from rpc_schema import lifecycle as lc
 from rpc_schema.config import ParallelConfig
 from rpc_schema.errors import ControlErrorReply, ErrorCode
@@ -21,6 +18,9 @@ from tests.support.driving import random_cases
 from tests.support.serving import connect, generate, worker_config
 from tests.unit.server.driver import DaemonProcess
 from tests.unit.server.driver import Driver as BareDriver
+from worker_client.errors import CommError, ConfigMismatchError, IncompatibleError
+from worker_client.launcher import LocalDaemons
+from worker_client.worker_group import WorkerGroup
 
 OTHER_VERSION = PROTOCOL_VERSION + 1
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from client.driver import Driver
-from client.errors import LinkGivenUp
-from client.link_tries import MAX_LINK_FAILURES
-from client.scheduler import Scheduler
 from tests.support.command_line import short_directory
 from tests.support.driving import random_cases
 from tests.support.serving import connect, generate, scheduler_limits, worker_config
 from tests.support.supervised import Supervised
+from worker_client.driver import Driver
+from worker_client.errors import LinkGivenUp
+from worker_client.link_tries import MAX_LINK_FAILURES
+from worker_client.scheduler import Scheduler
 
 STEP_DEADLINE_S = 1.0
 STEPS_BEFORE = 8

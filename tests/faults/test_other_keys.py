@@ -9,8 +9,6 @@ import subprocess
 import pytest
 import zmq
 
-from client.transport import parse_endpoint
-from client.worker_group import WorkerGroup
 from rpc_schema import lease as ls
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
@@ -24,6 +22,8 @@ from tests.support.secured import KeyRing, SecuredDaemon, dealer, unconnected
 from tests.support.waiting import wait_until
 from tests.unit.server.driver import SERVE, DaemonProcess, rendezvous
 from tests.unit.server.test_daemon_process import SPOILED, spoiled
+from worker_client.transport import parse_endpoint
+from worker_client.worker_group import WorkerGroup
 from worker_daemon.server.endpoints import Endpoint
 from worker_daemon.server.epochs import EpochFile
 from worker_daemon.server.keygen import make_key_files

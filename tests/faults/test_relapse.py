@@ -4,12 +4,12 @@ take the places of those that waited."""
 
 import time
 
-from client.driver import Driver
-from client.scheduler import Scheduler
 from rpc_schema.exit_codes import ExitCode
 from tests.support.driving import random_cases
 from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.serving import connect, scheduler_limits, worker_config
+from worker_client.driver import Driver
+from worker_client.scheduler import Scheduler
 
 DEADLINE_S = 1.0
 STEPS_BEFORE = 4

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
-from client.driver import Driver
-from client.errors import ReplacementFailed, WorkerDied
-from client.replacement import Replaced
-from client.scheduler import Scheduler
-from client.worker_group import WorkerGroup
 from rpc_schema.lifecycle import Relink
 from tests.support.command_line import ask_status, start_client
 from tests.support.driving import Cases, random_cases
 from tests.support.serving import connect, generate, scheduler_limits, worker_config
 from tests.support.supervised import Supervised
 from tests.support.waiting import wait_until
+from worker_client.driver import Driver
+from worker_client.errors import ReplacementFailed, WorkerDied
+from worker_client.replacement import Replaced
+from worker_client.scheduler import Scheduler
+from worker_client.worker_group import WorkerGroup
 
 STEP_DEADLINE_MS = 2000
 STEPS_BEFORE = 8

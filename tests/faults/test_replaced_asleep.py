@@ -3,11 +3,11 @@ from there, and the group serves again by the way that its state asks for."""
 
 import pytest
 
-from client.errors import ClientError, WeightsNotWhole, WorkerDied
-from client.worker_group import WorkerGroup
 from tests.support.driving import random_cases
 from tests.support.serving import connect, generate, worker_config
 from tests.support.strangers import gets_in, listening
+from worker_client.errors import ClientError, WeightsNotWhole, WorkerDied
+from worker_client.worker_group import WorkerGroup
 
 LONG = pytest.mark.long_fault
 AWAKE = {"weights": "awake", "kv_cache": "awake"}

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from client.errors import RemoteConfigError, WorkerDied
-from client.worker_group import WorkerGroup
 from tests.e2e.conftest import checkpoint, model_root
 from tests.support.checkpoints import decisive_prompts
 from tests.support.secured import KeyRing, RealDaemons
 from tests.support.serving import assert_greedy, generate, greedy_request, worker_config
 from tests.support.waiting import wait_until
+from worker_client.errors import RemoteConfigError, WorkerDied
+from worker_client.worker_group import WorkerGroup
 
 __all__ = ["checkpoint", "model_root"]
 OWN_LINE = "collections.OrderedDict"

@@ -16,11 +16,6 @@ from pathlib import Path
 import pytest
 import zmq
 
-from client.errors import AuthenticationError, ForbiddenError, WorkerDied
-from client.keys import NO_KEYS
-from client.liveness import Watch
-from client.transport import CUT_OFF_S, ResultsChannel, parse_endpoint
-from client.worker_group import WorkerGroup
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
 from rpc_schema.codec import (
@@ -43,6 +38,11 @@ from tests.support.secured import (
 )
 from tests.support.waiting import wait_until
 from tests.unit.server.driver import Driver
+from worker_client.errors import AuthenticationError, ForbiddenError, WorkerDied
+from worker_client.keys import NO_KEYS
+from worker_client.liveness import Watch
+from worker_client.transport import CUT_OFF_S, ResultsChannel, parse_endpoint
+from worker_client.worker_group import WorkerGroup
 
 TOLD_WITHIN_S = 1.0
 SOCKETS = {".step": "step", ".results": "results", ".events": "events"}

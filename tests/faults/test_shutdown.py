@@ -12,9 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from client.driver import Driver
-from client.errors import ClientError
-from client.scheduler import Scheduler
 from rpc_schema import lifecycle as lc
 from rpc_schema.exit_codes import ExitCode
 from rpc_schema.step import ModelRunnerOutput
@@ -25,6 +22,9 @@ from tests.support.serving import connect, greedy_request, scheduler_limits, wor
 from tests.support.waiting import wait_until
 from tests.unit.server.driver import DaemonProcess
 from tests.unit.server.driver import Driver as BareDriver
+from worker_client.driver import Driver
+from worker_client.errors import ClientError
+from worker_client.scheduler import Scheduler
 
 __all__ = ["checkpoint", "model_root"]
 

@@ -13,9 +13,6 @@ import torch
 from msgspec.structs import replace
 
 from benchmarks.stage_driver import BLOCK_SIZE, StageDriver, bitmap
-from client.adoption import merge, read_page
-from client.launcher import LocalDaemons
-from client.worker_group import WorkerGroup
 from rpc_schema.adoption import AdoptRequests
 from rpc_schema.config import ParallelConfig
 from rpc_schema.kv_cache import blocks_for
@@ -23,6 +20,9 @@ from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from tests.support.gpu_generation import worker_config
 from tests.support.killed_driver import DriverNursery, Plan, begin
+from worker_client.adoption import merge, read_page
+from worker_client.launcher import LocalDaemons
+from worker_client.worker_group import WorkerGroup
 
 pytestmark = [
     pytest.mark.gpu,

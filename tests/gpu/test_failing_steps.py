@@ -15,9 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.stage_driver import StageDriver
-from client.driver import Driver
-from client.errors import LaunchError, StepFailed, WorkerDied
-from client.scheduler import Scheduler
 from rpc_schema.config import ParallelConfig
 from rpc_schema.exit_codes import ExitCode
 from rpc_schema.step import ExecuteModel
@@ -30,6 +27,9 @@ from tests.support.gpu_generation import (
 )
 from tests.support.sampling_checks import on, random_logits, random_metadata
 from tests.support.serving import connect, scheduler_limits
+from worker_client.driver import Driver
+from worker_client.errors import LaunchError, StepFailed, WorkerDied
+from worker_client.scheduler import Scheduler
 from worker_daemon.errors import CapacityError, OutOfMemoryError
 from worker_daemon.kernels.argmax import greedy_tokens
 from worker_daemon.kernels.sampling import TritonSampling

@@ -13,10 +13,10 @@ import torch
 
 from benchmarks.stage_driver import StageDriver, pipelined
 from benchmarks.timeline import timeline
-from client.clocks import ClockMap, Offset
-from client.trace_merge import RankTrace, merge_traces
 from rpc_schema.codec import decode_step
 from rpc_schema.lifecycle import Profile
+from worker_client.clocks import ClockMap, Offset
+from worker_client.trace_merge import RankTrace, merge_traces
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from client.driver import Driver
-from client.errors import ClientError
-from client.scheduler import Scheduler
 from rpc_schema.config import ParallelConfig
 from tests.support.command_line import start_daemon, wait_for_daemons
 from tests.support.gpu_generation import make_requests, worker_config
 from tests.support.serving import connect, scheduler_limits
+from worker_client.driver import Driver
+from worker_client.errors import ClientError
+from worker_client.scheduler import Scheduler
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,9 +5,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from client.errors import RemoteConfigError, WeightsNotWhole, WeightTransferError
-from client.trainer.sender import WeightSender
-from client.worker_client import TensorList
 from rpc_schema.weight_transfer import IpcEngine, IpcSource
 from tests.support.gpu_generation import (
     generate,
@@ -17,6 +14,9 @@ from tests.support.gpu_generation import (
     reference_logprobs,
 )
 from tests.support.waiting import wait_until
+from worker_client.errors import RemoteConfigError, WeightsNotWhole, WeightTransferError
+from worker_client.trainer.sender import WeightSender
+from worker_client.worker_client import TensorList
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,9 +8,6 @@ import time
 import pytest
 import torch
 
-from client.driver import Driver
-from client.errors import WorkerDied
-from client.scheduler import Scheduler, scheduler_limits
 from tests.support.gpu_generation import (
     generate,
     gpu_group,
@@ -18,6 +15,9 @@ from tests.support.gpu_generation import (
     make_requests,
     worker_config,
 )
+from worker_client.driver import Driver
+from worker_client.errors import WorkerDied
+from worker_client.scheduler import Scheduler, scheduler_limits
 
 pytestmark = [
     pytest.mark.multi_gpu,

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from client.worker_group import WorkerGroup
 from rpc_schema.config import ParallelConfig
 from tests.support.gpu_generation import (
     generate,
@@ -13,6 +12,7 @@ from tests.support.gpu_generation import (
     worker_config,
 )
 from tests.support.secured import KeyRing, RealDaemons
+from worker_client.worker_group import WorkerGroup
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(400)]
 

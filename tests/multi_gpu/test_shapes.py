@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from client.worker_group import WorkerGroup
 from rpc_schema.config import ParallelConfig
 from tests.support.gpu_generation import (
     generate,
@@ -20,6 +19,7 @@ from tests.support.gpu_generation import (
     reference_logprobs,
     worker_config,
 )
+from worker_client.worker_group import WorkerGroup
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(400)]
 SHAPES = [(2, 1), (1, 2), (2, 2), (4, 1)]
@@ -61,9 +61,9 @@ def test_seeded_sampling_does_not_depend_on_the_shape(checkpoint, pp, tp):
 DYING_DRIVER = """
 import os, signal, sys, time
 from pathlib import Path
-from client.driver import Driver
-from client.worker_client import WorkerClient
-from client.worker_group import WorkerGroup
+from worker_client.driver import Driver
+from worker_client.worker_client import WorkerClient
+from worker_client.worker_group import WorkerGroup
 from rpc_schema.config import ParallelConfig
 from tests.support.gpu_generation import generate, make_requests, worker_config
 endpoints, checkpoint = sys.argv[1].split(","), Path(sys.argv[2])

@@ -8,9 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from client.errors import WeightsNotWhole, WeightTransferError
-from client.trainer.sender import WeightSender
-from client.worker_client import TensorList
 from rpc_schema.config import MeetingAddress
 from rpc_schema.weight_transfer import BroadcastEngine, BroadcastSource
 from tests.support.gpu_generation import (
@@ -20,6 +17,9 @@ from tests.support.gpu_generation import (
     make_requests,
     reference_logprobs,
 )
+from worker_client.errors import WeightsNotWhole, WeightTransferError
+from worker_client.trainer.sender import WeightSender
+from worker_client.worker_client import TensorList
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[2]

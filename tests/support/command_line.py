@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import zmq
 
-from client.errors import ClientError
-from client.transport import new_driver_id, parse_endpoint
-from client.worker_client import WorkerClient
 from rpc_schema.lifecycle import Status
+from worker_client.errors import ClientError
+from worker_client.transport import new_driver_id, parse_endpoint
+from worker_client.worker_client import WorkerClient
 
-CLIENT = (sys.executable, "-m", "client")
+CLIENT = (sys.executable, "-m", "worker_client")
 DAEMON = (sys.executable, "-m", "worker_daemon")
 COMMAND_LIMIT_S = 60.0
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from client.launcher import LocalDaemons
 from rpc_schema.step import ExecuteModel, SampleTokens
+from worker_client.launcher import LocalDaemons
 from worker_daemon.phases import SetPhase
 from worker_daemon.server.assembly import make_worker, open_rendezvous
 from worker_daemon.server.daemon import serve

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from client.driver import Driver
-from client.lease_terms import LeaseTerms
-from client.loading import LoadedModel
-from client.requests import GenerationRequest
-from client.scheduler import Scheduler, SchedulerLimits
-from client.worker_client import WorkerClient
-from client.worker_group import WorkerGroup
 from rpc_schema.codec import decode_step
 from rpc_schema.config import WorkerConfig
 from rpc_schema.step import ExecuteModel
+from worker_client.driver import Driver
+from worker_client.lease_terms import LeaseTerms
+from worker_client.loading import LoadedModel
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import Scheduler, SchedulerLimits
+from worker_client.worker_client import WorkerClient
+from worker_client.worker_group import WorkerGroup
 
 NUM_GPU_BLOCKS = 256
 

@@ -4,13 +4,13 @@ group that remembers its failures, and the proof that daemons still serve."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from client.errors import StepFailed
-from client.outcomes import StepFuture
-from client.requests import GenerationRequest
-from client.scheduler_output import SchedulerOutput, StepResult
-from client.worker_group import WorkerGroup
 from tests.support.checkpoints import Checkpoint, NearTie, prompts
 from tests.support.serving import connect, generate, greedy_request, worker_config
+from worker_client.errors import StepFailed
+from worker_client.outcomes import StepFuture
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler_output import SchedulerOutput, StepResult
+from worker_client.worker_group import WorkerGroup
 
 
 @dataclass(frozen=True)

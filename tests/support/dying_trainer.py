@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from client.trainer.broadcast import BroadcastChannel
+from worker_client.trainer.broadcast import BroadcastChannel
 
 
 class DyingChannel(BroadcastChannel):

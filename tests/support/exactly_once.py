@@ -25,12 +25,12 @@ from unittest import mock
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from client.resending import Resending
 from rpc_schema import codec, step
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import StepMessage
 from rpc_schema.config import Rendezvous
 from rpc_schema.errors import ErrorCode, ErrorReply
+from worker_client.resending import Resending
 from worker_daemon.errors import LeaseHeldError, ProtocolError
 from worker_daemon.server.endpoints import Endpoint
 from worker_daemon.server.epochs import EpochFile
@@ -351,7 +351,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         super().__init__()
         self.clock = Clock()
         patched = {"time": self.clock, "MAX_MENDS": 10**6}
-        self._patch = mock.patch.multiple("client.resending", **patched)
+        self._patch = mock.patch.multiple("worker_client.resending", **patched)
         self._patch.start()
         self._directory = tempfile.TemporaryDirectory(prefix="eo-")
         path = Path(self._directory.name)

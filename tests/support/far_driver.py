@@ -15,18 +15,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from client.driver import Driver
-from client.errors import ClientError
-from client.keys import read_keys
-from client.lease_terms import LeaseTerms
-from client.liveness import LivenessEvent
-from client.loading import LoadedModel
-from client.outcomes import StepFuture
-from client.scheduler import Scheduler
-from client.scheduler_output import SchedulerOutput
-from client.worker_group import WorkerGroup
 from rpc_schema.config import WorkerConfig
 from tests.support.serving import greedy_request, scheduler_limits
+from worker_client.driver import Driver
+from worker_client.errors import ClientError
+from worker_client.keys import read_keys
+from worker_client.lease_terms import LeaseTerms
+from worker_client.liveness import LivenessEvent
+from worker_client.loading import LoadedModel
+from worker_client.outcomes import StepFuture
+from worker_client.scheduler import Scheduler
+from worker_client.scheduler_output import SchedulerOutput
+from worker_client.worker_group import WorkerGroup
 
 NUM_GPU_BLOCKS = 128
 WAIT_S = 60.0

@@ -18,7 +18,7 @@ from typing import Literal
 
 import pytest
 
-from client.launcher import LocalDaemons
+from worker_client.launcher import LocalDaemons
 from worker_daemon.cli import app
 from worker_daemon.device.gpu_faults import Fault as GpuFault
 from worker_daemon.device.gpu_faults import fault_of

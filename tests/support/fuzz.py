@@ -16,13 +16,13 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from client.keys import NO_KEYS
-from client.transport import Endpoint, parse_endpoint
 from rpc_schema.codec import encode_control
 from rpc_schema.lifecycle import Shutdown
 from tests.contract.random_messages import fixed_example, messages
 from tests.support.secured import BareSockets, KeyRing, SecuredDaemon, answers, ask
 from tests.support.waiting import wait_until
+from worker_client.keys import NO_KEYS
+from worker_client.transport import Endpoint, parse_endpoint
 
 MAX_GROWTH_BYTES = 64 << 20
 QUIET_S = 0.3

@@ -8,12 +8,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from client.driver import Driver
-from client.launcher import LocalDaemons
-from client.loading import LoadedModel
-from client.requests import GenerationRequest
-from client.scheduler import RequestOutput, Scheduler, SchedulerLimits
-from client.worker_group import WorkerGroup
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
@@ -22,6 +16,12 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from worker_client.driver import Driver
+from worker_client.launcher import LocalDaemons
+from worker_client.loading import LoadedModel
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import RequestOutput, Scheduler, SchedulerLimits
+from worker_client.worker_group import WorkerGroup
 
 SCHEDULER = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512, step_deadline_ms=20_000)
 

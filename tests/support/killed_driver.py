@@ -13,15 +13,15 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from client.adoption import AdoptedRequest
-from client.driver import Driver
-from client.loading import LoadedModel
-from client.requests import RequestParser
-from client.scheduler import RequestOutput, Scheduler, scheduler_limits
-from client.worker_group import WorkerGroup
 from rpc_schema.config import WorkerConfig
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death, Executioner
 from tests.support.mock_schedulers import RandomScheduler
+from worker_client.adoption import AdoptedRequest
+from worker_client.driver import Driver
+from worker_client.loading import LoadedModel
+from worker_client.requests import RequestParser
+from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
+from worker_client.worker_group import WorkerGroup
 
 
 class Plan(msgspec.Struct, frozen=True):

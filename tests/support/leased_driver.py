@@ -10,10 +10,6 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from client.errors import ClientError
-from client.lease_terms import LeaseTerms
-from client.scheduler_output import NewRequest, SchedulerOutput
-from client.worker_group import WorkerGroup
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
@@ -24,6 +20,10 @@ from rpc_schema.config import (
 )
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.sampling import SamplingParams
+from worker_client.errors import ClientError
+from worker_client.lease_terms import LeaseTerms
+from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.worker_group import WorkerGroup
 
 CONFIG = WorkerConfig(
     parallel=ParallelConfig(),

@@ -1,5 +1,5 @@
-"""Two schedulers written against client.scheduler.SchedulerInterface alone: one replays a recorded
-trace, one is random within the rules. Neither knows slots or the wire."""
+"""Two schedulers written against worker_client.scheduler.SchedulerInterface alone: one replays a
+recorded trace, one is random within the rules. Neither knows slots or the wire."""
 
 import json
 import random
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from client.adoption import AdoptedRequest
-from client.requests import GenerationRequest
-from client.scheduler import RequestOutput, SchedulerLimits
-from client.scheduler_output import NewRequest, SchedulerOutput, StepResult
+from worker_client.adoption import AdoptedRequest
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import RequestOutput, SchedulerLimits
+from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
 
 TRACES = Path(__file__).parent / "traces"
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import psutil
 import zmq
 
-from client.errors import ClientError
-from client.keys import NO_KEYS, Keys, read_keys
-from client.transport import new_driver_id, parse_endpoint
-from client.worker_client import AskingClient, WorkerClient
 from rpc_schema.key_files import SecretKey, read_secret_key
 from tests.support.command_line import environment
 from tests.support.counted_serve import decoder_calls
 from tests.support.waiting import wait_until
+from worker_client.errors import ClientError
+from worker_client.keys import NO_KEYS, Keys, read_keys
+from worker_client.transport import new_driver_id, parse_endpoint
+from worker_client.worker_client import AskingClient, WorkerClient
 from worker_daemon.server.keygen import make_key_files
 
 ROLES = ("driver", "observer", "admin")

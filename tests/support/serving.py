@@ -5,7 +5,7 @@ tests/e2e/conftest.py:
     with serve(path, pp=2, tp=1, block_size=4, num_gpu_blocks=64) as (group, loaded):
         run = generate(group, loaded, [greedy_request("a", [1, 2, 3], 16)])
         run.tokens["a"]                       # list[int]
-        run.outputs["a"]                      # client.scheduler.RequestOutput
+        run.outputs["a"]                      # worker_client.scheduler.RequestOutput
         run.driver.records                    # one for each step
 
 serve() attaches to the pool's first pp * tp daemons and loads anew, whatever they had loaded; dead
@@ -21,21 +21,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from client.driver import Driver
-from client.errors import LaunchError
-from client.launcher import LocalDaemons
-from client.lease_terms import LeaseTerms
-from client.loading import LoadedModel
-from client.outcomes import StepFuture
-from client.requests import GenerationRequest
-from client.scheduler import (
-    RequestOutput,
-    Scheduler,
-    SchedulerInterface,
-    SchedulerLimits,
-)
-from client.scheduler_output import SchedulerOutput
-from client.worker_group import WorkerGroup
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
@@ -45,6 +30,21 @@ from rpc_schema.config import (
     WorkerConfig,
 )
 from tests.support.checkpoints import Checkpoint
+from worker_client.driver import Driver
+from worker_client.errors import LaunchError
+from worker_client.launcher import LocalDaemons
+from worker_client.lease_terms import LeaseTerms
+from worker_client.loading import LoadedModel
+from worker_client.outcomes import StepFuture
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import (
+    RequestOutput,
+    Scheduler,
+    SchedulerInterface,
+    SchedulerLimits,
+)
+from worker_client.scheduler_output import SchedulerOutput
+from worker_client.worker_group import WorkerGroup
 
 MAX_DAEMONS = 4
 STEP_DEADLINE_MS = 20_000

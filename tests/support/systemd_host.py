@@ -38,7 +38,7 @@ exec /lib/systemd/systemd --system --unit=rescue.target --show-status=no
 
 _PROGRAM: Final = """#!/bin/sh
 export LD_LIBRARY_PATH=/opt/python/lib PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1
-export PYTHONPATH={repository}:{packages}
+export PYTHONPATH={repository}:{repository}/client:{packages}
 exec /opt/python/bin/{python} -m {module} "$@"
 """
 
@@ -123,7 +123,10 @@ class SystemdHost:
         base, python = sys.base_prefix, Path(sys.executable).resolve().name
         self.run(f"mkdir -p /opt/python {PREFIX}/bin && mount --bind {base} /opt/python")
         packages = sysconfig.get_path("purelib")
-        for name, module in (("worker-daemon", "worker_daemon"), ("worker-client", "client")):
+        for name, module in (
+            ("worker-daemon", "worker_daemon"),
+            ("worker-client", "worker_client"),
+        ):
             program = _PROGRAM.format(
                 repository=REPOSITORY, packages=packages, python=python, module=module
             )

@@ -11,9 +11,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from client.__main__ import app as client_app
 from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
 from tests.unit.server.driver import DaemonProcess, Driver
+from worker_client.__main__ import app as client_app
 from worker_daemon.cli import app as daemon_app
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def test_source_tree_that_is_not_installed_serves(tmp_path, monkeypatch):
     for path in Path(msgspec.__file__).parents[1].iterdir():
         if "worker_daemon" not in path.name and path.suffix != ".pth":
             (packages / path.name).symlink_to(path)
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{packages}")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'client'}:{packages}")
     python = (sys.executable, "-S")  # without the .pth files by which we are installed
     missing = "from importlib.metadata import version; version('worker-daemon')"
     assert subprocess.run([*python, "-c", missing], capture_output=True, check=False).returncode

@@ -17,7 +17,8 @@ from worker_daemon.server.keys import AuthorizedKeys, Identity, read_identity
 from worker_daemon.settings import ProcessSettings
 
 HANDSHAKE_MS: Final = 1000
-"""Of strangers; doorkeeper.py has the other bounds. More than a driver's (client/keys.py)."""
+"""Of strangers; doorkeeper.py has the other bounds. More than a driver's:
+client/worker_client/keys.py."""
 LOCAL_HANDSHAKE_MS: Final = 3000
 """Where nobody but this user can connect."""
 SLOW_CIPHER_MB_S: Final = 300

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from client.worker_group import WorkerGroup
 from rpc_schema.config import WorkerConfig
 from tests.support.checkpoints import VOCAB_SIZE, Checkpoint, NearTie, make_checkpoint
 from tests.support.command_line import short_directory
@@ -37,6 +36,7 @@ from tests.support.soak.verdict import (
     leftovers,
     shared_memory,
 )
+from worker_client.worker_group import WorkerGroup
 
 NUM_GPU_BLOCKS = 700
 STEP_DEADLINE_MS = 2000

@@ -15,8 +15,12 @@ from pathlib import Path
 
 import msgspec
 
-from client.driver import Driver
-from client.errors import (
+from rpc_schema.config import WorkerConfig
+from rpc_schema.errors import WireError
+from tests.support.soak.ledger import Entry, Ledger, LedgerFenced
+from tests.support.soak.plan import PlannedRequest
+from worker_client.driver import Driver
+from worker_client.errors import (
     ClientError,
     FencedError,
     LeaseExpiredError,
@@ -24,14 +28,10 @@ from client.errors import (
     NotAttachedError,
     WorkerDied,
 )
-from client.lease_terms import LeaseTerms
-from client.scheduler import RequestOutput, Scheduler, scheduler_limits
-from client.scheduler_output import StepResult
-from client.worker_group import WorkerGroup
-from rpc_schema.config import WorkerConfig
-from rpc_schema.errors import WireError
-from tests.support.soak.ledger import Entry, Ledger, LedgerFenced
-from tests.support.soak.plan import PlannedRequest
+from worker_client.lease_terms import LeaseTerms
+from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
+from worker_client.scheduler_output import StepResult
+from worker_client.worker_group import WorkerGroup
 
 LEASE_TTL_S = 2.0
 REPLACE_WITHIN_S = 180.0

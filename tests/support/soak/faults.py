@@ -6,9 +6,6 @@ import signal
 import subprocess
 from collections.abc import Callable
 
-from client.errors import ClientError, LeaseHeldError
-from client.transport import parse_endpoint
-from client.worker_group import WorkerGroup
 from rpc_schema import step
 from rpc_schema.codec import encode_step
 from rpc_schema.config import ParallelConfig
@@ -16,6 +13,9 @@ from tests.support.faulty_daemon import Fault as InjectedFault
 from tests.support.secured import BareSockets
 from tests.support.soak.plan import Fault, FaultKind
 from tests.support.soak.scene import Scene
+from worker_client.errors import ClientError, LeaseHeldError
+from worker_client.transport import parse_endpoint
+from worker_client.worker_group import WorkerGroup
 
 STRANGE_MESSAGES = 60
 

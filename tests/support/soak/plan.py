@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest
 
 POISON = 7
 """The checkpoint's embedding of this token is not a number."""

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from client.scheduler import RequestOutput
 from tests.support.checkpoints import Checkpoint
 from tests.support.command_line import processes_of
 from tests.support.sampling_checks import make_metadata
 from tests.support.soak.ledger import Entry
 from tests.support.soak.plan import PlannedRequest
+from worker_client.scheduler import RequestOutput
 from worker_daemon.sample.sampler import TorchSampling
 
 SHARED_MEMORY = Path("/dev/shm")

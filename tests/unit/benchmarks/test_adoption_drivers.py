@@ -8,7 +8,7 @@ from tempfile import TemporaryFile
 import pytest
 
 from benchmarks.adoption import WARM_TOKENS, Warmth, first_line
-from client.scheduler_output import StepResult
+from worker_client.scheduler_output import StepResult
 
 
 def test_driver_is_warm_though_no_step_holds_all_requests(capsys):

@@ -16,9 +16,9 @@ from benchmarks.floors import (
     step_floor_s,
     workload_floor_s,
 )
-from client.requests import GenerationRequest
-from client.scheduler import Scheduler, SchedulerLimits
-from client.scheduler_output import StepResult
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import Scheduler, SchedulerLimits
+from worker_client.scheduler_output import StepResult
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.models.config import read_model_config

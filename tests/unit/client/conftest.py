@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from client.__main__ import main
-from client.worker_group import WorkerGroup
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
@@ -18,6 +16,8 @@ from rpc_schema.config import (
     WorkerConfig,
 )
 from tests.support.fake_daemon import FakeGroup
+from worker_client.__main__ import main
+from worker_client.worker_group import WorkerGroup
 
 
 def worker_config(pp: int = 1, tp: int = 1, **fields) -> WorkerConfig:

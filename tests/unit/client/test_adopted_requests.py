@@ -10,16 +10,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from client.adoption import AdoptedRequest, RankRow, merge, read_page
-from client.errors import AdoptionMismatch, InvalidSchedulerOutput, RequestError
-from client.requests import GenerationRequest
-from client.scheduler import Scheduler
-from client.scheduler_output import NewRequest, SchedulerOutput
-from client.slots import SlotTable
 from rpc_schema.adoption import AdoptRequestsReply, RequestRow
 from rpc_schema.errors import BadFrameError
 from rpc_schema.sampling import SamplingParams
 from tests.unit.client.test_scheduler import Model, expected, make_limits, random_requests
+from worker_client.adoption import AdoptedRequest, RankRow, merge, read_page
+from worker_client.errors import AdoptionMismatch, InvalidSchedulerOutput, RequestError
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import Scheduler
+from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.slots import SlotTable
 
 
 class TwoRanks(Model):

@@ -7,16 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from client.driver import MAX_CONSECUTIVE_FAILURES, Driver
-from client.errors import DrainingError, InvalidSchedulerOutput, StepFailed, WorkerDied
-from client.requests import GenerationRequest
-from client.scheduler import Scheduler, SchedulerInterface
-from client.scheduler_output import SchedulerOutput, StepResult
 from examples.static_batches import StaticBatches
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorScope
 from tests.support.fake_daemon import VOCAB_SIZE, Fault
 from tests.unit.client.conftest import worker_config
 from tests.unit.client.test_scheduler import expected, make_limits, random_requests
+from worker_client.driver import MAX_CONSECUTIVE_FAILURES, Driver
+from worker_client.errors import DrainingError, InvalidSchedulerOutput, StepFailed, WorkerDied
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import Scheduler, SchedulerInterface
+from worker_client.scheduler_output import SchedulerOutput, StepResult
 
 DEATHS = ["dies", "dies before it is sent"]
 

@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 import zmq
 
-from client.cli.daemons import connect
-from client.errors import NothingListens, WorkerDied
-from client.keys import OPEN
-from client.listener import Listener
-from client.liveness import nobody_listens
-from client.transport import ControlChannel, Endpoint
-from client.worker_group import WorkerGroup
 from rpc_schema import lifecycle as lc
 from rpc_schema.config import ParallelConfig
 from tests.support.command_line import run_client, start_client
 from tests.support.fake_daemon import FakeDaemon
 from tests.support.waiting import wait_until
 from tests.unit.server.driver import DaemonProcess
+from worker_client.cli.daemons import connect
+from worker_client.errors import NothingListens, WorkerDied
+from worker_client.keys import OPEN
+from worker_client.listener import Listener
+from worker_client.liveness import nobody_listens
+from worker_client.transport import ControlChannel, Endpoint
+from worker_client.worker_group import WorkerGroup
 
 AT_ONCE_S = 10.0
 """However busy the host is; answers are waited for three times as long."""
@@ -157,9 +157,9 @@ def test_socket_that_may_not_be_connected_to_is_told_at_once(directory, say):
 def test_daemon_once_met_is_not_lost_by_a_failure_to_look_for_it(directory, monkeypatch, failure):
     listener = Listener(f"ipc://{directory}/w0", 0)
     listener.is_there()
-    monkeypatch.setattr("client.listener.connection_error", lambda _: failure)
+    monkeypatch.setattr("worker_client.listener.connection_error", lambda _: failure)
     listener.check()
-    monkeypatch.setattr("client.liveness.connection_error", lambda _: failure)
+    monkeypatch.setattr("worker_client.liveness.connection_error", lambda _: failure)
     assert not nobody_listens(f"ipc://{directory}/w0")
 
 

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from client.errors import InvalidSchedulerOutput, RequestError
-from client.requests import GenerationRequest
-from client.scheduler import Scheduler, SchedulerLimits
-from client.scheduler_output import NewRequest, SchedulerOutput
-from client.slots import SlotTable
-from client.step_checks import GroupLimits
 from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 from tests.support.fake_daemon import VOCAB_SIZE, next_token
 from tests.unit.client.conftest import worker_config
+from worker_client.errors import InvalidSchedulerOutput, RequestError
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import Scheduler, SchedulerLimits
+from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.slots import SlotTable
+from worker_client.step_checks import GroupLimits
 
 SURROGATE = "\ud800"
 PROMPT = (5, 6, 7)

@@ -8,11 +8,11 @@ import sys
 import pytest
 
 from benchmarks.demo_model import make_demo_model
-from client.cli.run import _print_texts
-from client.errors import RequestError
-from client.requests import GenerationRequest, RequestParser, validated
 from rpc_schema.sampling import MAX_STOP_TOKEN_IDS
 from tests.unit.client.conftest import options
+from worker_client.cli.run import _print_texts
+from worker_client.errors import RequestError
+from worker_client.requests import GenerationRequest, RequestParser, validated
 
 GOOD = b'{"id": "%s", "prompt_token_ids": [1, 2, 3], "max_tokens": 4, "ignore_eos": true}'
 MANY = json.dumps(list(range(MAX_STOP_TOKEN_IDS + 1))).encode()

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import zmq
 
-from client.errors import NothingListens, UntrustedEndpointError
-from client.ipc_owner import check_owner
-from client.transport import new_driver_id, parse_endpoint
-from client.worker_client import AskingClient
-from client.worker_group import WorkerGroup
 from rpc_schema.config import ParallelConfig
 from tests.support.command_line import short_directory
+from worker_client.errors import NothingListens, UntrustedEndpointError
+from worker_client.ipc_owner import check_owner
+from worker_client.transport import new_driver_id, parse_endpoint
+from worker_client.worker_client import AskingClient
+from worker_client.worker_group import WorkerGroup
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for other users' files")

@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from client.errors import LaunchError
-from client.launcher import LocalDaemons
-from client.worker_group import WorkerGroup
 from rpc_schema.config import ParallelConfig
 from tests.support.waiting import wait_until
+from worker_client.errors import LaunchError
+from worker_client.launcher import LocalDaemons
+from worker_client.worker_group import WorkerGroup
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,7 +29,7 @@ def test_daemons_become_ready_and_leave_nothing(monkeypatch):
     monkeypatch.chdir(ROOT)
     before = {child.pid for child in psutil.Process().children()}
     fds = psutil.Process().num_fds()
-    monkeypatch.setattr("client.launcher.STOP_TIMEOUT_S", 1)
+    monkeypatch.setattr("worker_client.launcher.STOP_TIMEOUT_S", 1)
     with LocalDaemons(["cpu", "cpu"], ROOT, command=command("serve")) as daemons:
         assert daemons.directory.stat().st_mode & 0o777 == 0o700
         assert daemons.seconds.keys() == {"spawn", "import"}
@@ -55,7 +55,7 @@ def test_daemons_that_do_not_get_ready(monkeypatch, mode, message):
     monkeypatch.chdir(ROOT)
     before = {child.pid for child in psutil.Process().children()}
     timeout_s = 1 if mode == "silent" else 20
-    monkeypatch.setattr("client.launcher.STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("worker_client.launcher.STOP_TIMEOUT_S", 0.2)
     monkeypatch.setattr(LocalDaemons.stop, "__defaults__", (0.2,))
     with pytest.raises(LaunchError, match=message):
         LocalDaemons(["cpu"], ROOT, ready_timeout_s=timeout_s, command=command(mode))
@@ -65,7 +65,7 @@ def test_daemons_that_do_not_get_ready(monkeypatch, mode, message):
 def test_a_killed_launcher_takes_its_daemons_and_files_along():
     script = (
         "import sys, time; from pathlib import Path\n"
-        "from client.launcher import LocalDaemons\n"
+        "from worker_client.launcher import LocalDaemons\n"
         "from tests.unit.client.test_launcher import command\n"
         "daemons = LocalDaemons(['cpu'], Path('.'), command=command('serve'))\n"
         "print(daemons.directory, *daemons.pids, flush=True)\n"

@@ -12,7 +12,15 @@ from functools import partial
 import psutil
 import pytest
 
-from client.errors import (
+from rpc_schema import codec
+from rpc_schema.config import ParallelConfig
+from rpc_schema.lease import driver_digest
+from rpc_schema.step import ModelRunnerOutput
+from tests.support.fake_daemon import Fault, next_token
+from tests.support.waiting import wait_until
+from tests.unit.client.conftest import worker_config
+from tests.unit.client.test_worker_group import admit, ready, serve
+from worker_client.errors import (
     ClientConfigError,
     FencedError,
     LeaseExpiredError,
@@ -22,17 +30,9 @@ from client.errors import (
     OutOfDescriptors,
     OutOfThreads,
 )
-from client.lease import RENEWALS_PER_TTL
-from client.lease_terms import LeaseTerms, holder_name
-from client.worker_group import WorkerGroup
-from rpc_schema import codec
-from rpc_schema.config import ParallelConfig
-from rpc_schema.lease import driver_digest
-from rpc_schema.step import ModelRunnerOutput
-from tests.support.fake_daemon import Fault, next_token
-from tests.support.waiting import wait_until
-from tests.unit.client.conftest import worker_config
-from tests.unit.client.test_worker_group import admit, ready, serve
+from worker_client.lease import RENEWALS_PER_TTL
+from worker_client.lease_terms import LeaseTerms, holder_name
+from worker_client.worker_group import WorkerGroup
 
 SHORT = LeaseTerms(ttl_s=1.0)
 
@@ -74,7 +74,7 @@ def test_polite_driver_is_refused_while_the_holder_lives(drivers):
 
 
 def test_next_driver_need_not_wait_for_one_that_left_in_order(drivers, monkeypatch):
-    monkeypatch.setattr("client.attaching.LEAVE_TIMEOUT_S", 20.0)  # however busy the host is
+    monkeypatch.setattr("worker_client.attaching.LEAVE_TIMEOUT_S", 20.0)  # however busy the host is
     for _ in range(3):
         with WorkerGroup(
             [daemon.endpoint for daemon in drivers.daemons],

@@ -1,7 +1,7 @@
 """When a link that fails is given up, by what came in which order."""
 
-from client.errors import ClientError, LinkGivenUp
-from client.link_tries import LinkTries
+from worker_client.errors import ClientError, LinkGivenUp
+from worker_client.link_tries import LinkTries
 
 
 def fail(tries, *seqs):

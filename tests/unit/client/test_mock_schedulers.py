@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from client.driver import Driver
-from client.scheduler import SchedulerLimits
 from rpc_schema.errors import ErrorCode
 from tests.support.fake_daemon import EOS, VOCAB_SIZE, Fault, reference_tokens
 from tests.support.mock_schedulers import TRACES, RandomScheduler, TraceScheduler, trace_requests
 from tests.unit.client.conftest import worker_config
 from tests.unit.client.test_scheduler import expected, random_requests
+from worker_client.driver import Driver
+from worker_client.scheduler import SchedulerLimits
 
 
 def start(fakes, connect, pp):

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from client.cli.output_file import OutputFile, check_output, is_special, output_error
-from client.cli.trace import _write as write_trace
-from client.errors import OutputError
-from client.observer import Recorded
 from rpc_schema.exit_codes import ExitCode
 from tests.support.command_line import CLIENT
 from tests.unit.client.conftest import options
+from worker_client.cli.output_file import OutputFile, check_output, is_special, output_error
+from worker_client.cli.trace import _write as write_trace
+from worker_client.errors import OutputError
+from worker_client.observer import Recorded
 
 LINE = '{{"id": "r{}", "prompt_token_ids": [1, 2, {}], "max_tokens": 8, "ignore_eos": true}}\n'
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from client.errors import LeaseHeldError
-from client.lease import Patience
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorScope
 from rpc_schema.lease import LeaseStatus
+from worker_client.errors import LeaseHeldError
+from worker_client.lease import Patience
 
 
 class Clock:
@@ -24,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("client.lease.time", made)
+    monkeypatch.setattr("worker_client.lease.time", made)
     return made
 
 

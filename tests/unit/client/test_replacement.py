@@ -6,14 +6,14 @@ import threading
 import numpy as np
 import pytest
 
-from client.driver import Driver
-from client.errors import ReplacementFailed, WorkerDied
-from client.replacement import REPLACE_ATTEMPTS
-from client.requests import GenerationRequest
-from client.scheduler import Scheduler, SchedulerLimits
 from rpc_schema.errors import ErrorCode, ErrorScope
 from tests.support.fake_daemon import FakeDaemon, Fault, reference_tokens
 from tests.unit.client.conftest import worker_config
+from worker_client.driver import Driver
+from worker_client.errors import ReplacementFailed, WorkerDied
+from worker_client.replacement import REPLACE_ATTEMPTS
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import Scheduler, SchedulerLimits
 
 PROMPT = [3, 1, 4, 1, 5]
 

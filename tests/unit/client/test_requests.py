@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from client.cli.session import read_inputs
-from client.errors import RequestError
-from client.requests import RequestParser, check_fits, derived_seed
+from worker_client.cli.session import read_inputs
+from worker_client.errors import RequestError
+from worker_client.requests import RequestParser, check_fits, derived_seed
 
 
 def parse(fields, **options):

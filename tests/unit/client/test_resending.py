@@ -2,8 +2,8 @@
 
 import pytest
 
-from client.resending import Resending
 from rpc_schema.lifecycle import Heartbeat
+from worker_client.resending import Resending
 
 
 class Rank:

@@ -2,7 +2,7 @@
 
 import json
 
-from client.cli.results import Results, read_finished
+from worker_client.cli.results import Results, read_finished
 
 
 def line(name):

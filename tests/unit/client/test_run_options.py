@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from client.cli.options import build_run_options
-from client.errors import ClientConfigError
-from client.launcher import LocalDaemons
 from tests.support.fake_daemon import next_token
 from tests.unit.client.conftest import options
+from worker_client.cli.options import build_run_options
+from worker_client.errors import ClientConfigError
+from worker_client.launcher import LocalDaemons
 
 ROOT = Path(__file__).parents[3]
 
@@ -180,7 +180,7 @@ def test_a_local_daemon_that_dies_leaves_its_last_words(directory, run, monkeypa
 
     command = (sys.executable, "-c", DYING)
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("client.cli.session.LocalDaemons", start)
+    monkeypatch.setattr("worker_client.cli.session.LocalDaemons", start)
     source = directory / "in.jsonl"
     source.write_text('{"prompt_token_ids": [1, 2, 3]}\n')
     code, _, errors = run("generate", "--model", directory, "--input", source)

@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from client.driver import Driver
-from client.errors import RequestError, SchedulerStalled
-from client.requests import GenerationRequest
-from client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
-from client.scheduler_output import StepResult
-from client.slots import MAX_ADMITTED_TOKENS
 from tests.support.fake_daemon import EOS, VOCAB_SIZE, next_token, reference_tokens
 from tests.unit.client.conftest import worker_config
+from worker_client.driver import Driver
+from worker_client.errors import RequestError, SchedulerStalled
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
+from worker_client.scheduler_output import StepResult
+from worker_client.slots import MAX_ADMITTED_TOKENS
 
 
 def make_limits(**fields) -> SchedulerLimits:

@@ -6,13 +6,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from client.errors import InvalidSchedulerOutput
-from client.scheduler_output import NewRequest, SchedulerOutput
-from client.slots import MAX_ADMITTED_TOKENS, SlotTable
 from rpc_schema import codec, step
 from rpc_schema.errors import BadFrameError
 from rpc_schema.sampling import SamplingParams
 from tests.support.fake_daemon import bitmap
+from worker_client.errors import InvalidSchedulerOutput
+from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.slots import MAX_ADMITTED_TOKENS, SlotTable
 
 IDS = {"epoch": 3, "link": 2}
 
@@ -274,7 +274,7 @@ def test_logprobs_are_cut_to_what_each_request_asked_for():
 
 @pytest.mark.parametrize("uncounted", [0, 1 << 16, 1 << 30])
 def test_a_step_that_no_message_can_carry_changes_nothing(monkeypatch, uncounted):
-    monkeypatch.setattr("client.slots.MAX_UNCOUNTED_BYTES", uncounted)
+    monkeypatch.setattr("worker_client.slots.MAX_UNCOUNTED_BYTES", uncounted)
     table, worker = SlotTable(4), NaiveWorker()
     start = SchedulerOutput(
         {"a": 4, "b": 4}, scheduled_new_reqs=[new_request("a", 4), new_request("b", 4)]

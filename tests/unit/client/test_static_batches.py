@@ -10,13 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client.adoption import AdoptedRequest
-from client.driver import Driver
-from client.errors import RequestError
-from client.requests import GenerationRequest
-from client.scheduler import RequestOutput, SchedulerInterface, SchedulerLimits
-from client.scheduler_output import Logprobs, NewRequest, SchedulerOutput, StepResult
-from client.slots import SlotTable
 from examples import static_batches
 from examples.static_batches import StaticBatches
 from rpc_schema.errors import ErrorCode
@@ -24,6 +17,13 @@ from rpc_schema.sampling import MAX_STOP_TOKEN_IDS
 from tests.support.fake_daemon import EOS, VOCAB_SIZE, Fault
 from tests.unit.client.conftest import worker_config
 from tests.unit.client.test_scheduler import expected, make_limits, random_requests
+from worker_client.adoption import AdoptedRequest
+from worker_client.driver import Driver
+from worker_client.errors import RequestError
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import RequestOutput, SchedulerInterface, SchedulerLimits
+from worker_client.scheduler_output import Logprobs, NewRequest, SchedulerOutput, StepResult
+from worker_client.slots import SlotTable
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "scheduler.md").read_text()
 CODE = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)

@@ -4,11 +4,11 @@ import time
 
 import numpy as np
 
-from client.clocks import Offset
-from client.scheduler_output import SchedulerOutput
-from client.step_times import StepTimes
 from rpc_schema.codec import MAX_CONTROL_BYTES, encode_control
 from rpc_schema.trace import MAX_DRIVER_STEPS, PutDriverSteps
+from worker_client.clocks import Offset
+from worker_client.scheduler_output import SchedulerOutput
+from worker_client.step_times import StepTimes
 
 AHEAD = 10**15
 CLOCK = Offset(5, AHEAD, 3)

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from client.cli.top_frame import Sample, Seen, frame, rates
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import GpuLoad, ReplyDelay, Status
+from worker_client.cli.top_frame import Sample, Seen, frame, rates
 
 STATUS = Status(
     worker_uid=b"u" * 16,

@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from client.clocks import ClockMap, Offset
-from client.errors import TraceError
-from client.trace_merge import DriverTrace, RankTrace, merge_traces
 from rpc_schema.trace import DriverSteps
+from worker_client.clocks import ClockMap, Offset
+from worker_client.errors import TraceError
+from worker_client.trace_merge import DriverTrace, RankTrace, merge_traces
 
 ORIGIN = 7 * 10**12
 PID = 4321

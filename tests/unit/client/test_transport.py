@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from client.errors import AuthenticationError, DeadlineExceeded, WorkerDied
-from client.transport import ControlChannel, StepChannel, parse_endpoint
 from rpc_schema import lifecycle as lc
+from worker_client.errors import AuthenticationError, DeadlineExceeded, WorkerDied
+from worker_client.transport import ControlChannel, StepChannel, parse_endpoint
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def test_a_request_that_nobody_takes_asks_who_died(context, directory, monkeypat
     def check_deaths() -> None:
         raise WorkerDied(3, "there")
 
-    monkeypatch.setattr("client.transport.CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("worker_client.transport.CONNECT_TIMEOUT_S", 0.1)
     endpoint = parse_endpoint(f"ipc://{directory}/w0")
     for check, rank in ((check_deaths, 3), (lambda: None, 7)):
         channel = StepChannel(context, endpoint, 7, check)

@@ -6,9 +6,16 @@ import time
 import numpy as np
 import pytest
 
-from client.cli.options import build_run_options
-from client.driver import Driver
-from client.errors import (
+from rpc_schema.config import ParallelConfig
+from rpc_schema.errors import ErrorCode, ErrorReply, ErrorScope, TooLargeError
+from rpc_schema.lifecycle import MemoryChange
+from rpc_schema.sampling import SamplingParams
+from tests.support.fake_daemon import HELD, FakeDaemon, Fault, next_token
+from tests.support.waiting import wait_until
+from tests.unit.client.conftest import worker_config
+from worker_client.cli.options import build_run_options
+from worker_client.driver import Driver
+from worker_client.errors import (
     REMOTE_ERRORS,
     ClientConfigError,
     ConfigMismatchError,
@@ -25,19 +32,12 @@ from client.errors import (
     TooManyStepsInFlight,
     WorkerDied,
 )
-from client.links import LINK_SLACK_S, link_timeout_s
-from client.loading import PROFILE_ATTEMPTS
-from client.requests import GenerationRequest
-from client.scheduler import Scheduler, SchedulerLimits
-from client.scheduler_output import NewRequest, SchedulerOutput
-from client.worker_group import WorkerGroup
-from rpc_schema.config import ParallelConfig
-from rpc_schema.errors import ErrorCode, ErrorReply, ErrorScope, TooLargeError
-from rpc_schema.lifecycle import MemoryChange
-from rpc_schema.sampling import SamplingParams
-from tests.support.fake_daemon import HELD, FakeDaemon, Fault, next_token
-from tests.support.waiting import wait_until
-from tests.unit.client.conftest import worker_config
+from worker_client.links import LINK_SLACK_S, link_timeout_s
+from worker_client.loading import PROFILE_ATTEMPTS
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import Scheduler, SchedulerLimits
+from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.worker_group import WorkerGroup
 
 
 def admit(req_id: str, num_tokens: int = 3, first_block: int = 1) -> SchedulerOutput:
@@ -295,7 +295,7 @@ def test_a_step_sent_before_the_failure_was_heard_of_fails_with_it(fakes, connec
 
 
 def test_the_root_cause_is_preferred_to_its_consequence(fakes, connect, monkeypatch):
-    monkeypatch.setattr("client.outcomes.ROOT_CAUSE_WAIT_S", 20.0)
+    monkeypatch.setattr("worker_client.outcomes.ROOT_CAUSE_WAIT_S", 20.0)
     daemons, group, _ = ready(fakes, connect, 2)
     daemons.daemons[0].faults = [Fault(0, code=ErrorCode.DEVICE, message="cause", delay_s=0.2)]
     daemons.daemons[1].faults = [Fault(0, code=ErrorCode.UPSTREAM_FAILED)]
@@ -549,7 +549,9 @@ def test_a_later_failure_of_an_earlier_step_keeps_what_the_first_one_lost(fakes,
 @pytest.mark.parametrize("kind", ["error", "hang"])
 def test_a_relink_that_fails_fails_the_step_that_it_was_for(fakes, connect, monkeypatch, kind):
     daemons, group, model = ready(fakes, connect, 2)
-    monkeypatch.setattr("client.links.LINK_SLACK_S", 2.5 - link_timeout_s(5.0) + LINK_SLACK_S)
+    monkeypatch.setattr(
+        "worker_client.links.LINK_SLACK_S", 2.5 - link_timeout_s(5.0) + LINK_SLACK_S
+    )
     for daemon in daemons.daemons:
         daemon.faults = [Fault(5, code=ErrorCode.COMM, scope=ErrorScope.GROUP)]
     daemons.daemons[1].relink_faults = [Fault(0, kind, code=ErrorCode.COMM)]
@@ -588,7 +590,7 @@ def test_rank_that_ends_as_the_link_is_given_up_is_what_is_told(fakes, connect):
 def test_link_that_fails_again_and_again_is_given_up_until_attached_anew(
     fakes, connect, monkeypatch
 ):
-    monkeypatch.setattr("client.group_channel.DOOM_WAIT_S", 0.2)
+    monkeypatch.setattr("worker_client.group_channel.DOOM_WAIT_S", 0.2)
     daemons, group, model = ready(fakes, connect, 2)
     break_the_link_for_ever(daemons)
     with pytest.raises(LinkGivenUp, match="3 times in a row") as given_up:
@@ -618,7 +620,7 @@ def test_ranks_get_the_time_that_they_may_take_to_meet(fakes, connect, monkeypat
     for deadline_s in (0.1, 60.0, 3600.0):
         assert link_timeout_s(deadline_s) > 2 * (deadline_s + 1) + 5
     daemons, group, _ = ready(fakes, connect, 2, step_deadline_ms=1000)
-    monkeypatch.setattr("client.links.LINK_SLACK_S", -7.3)
+    monkeypatch.setattr("worker_client.links.LINK_SLACK_S", -7.3)
     daemons.daemons[0].relink_faults = [Fault(0, "hang")]
     with pytest.raises(DeadlineExceeded, match="relink") as caught:
         group.relink()
@@ -641,8 +643,10 @@ def test_all_ranks_are_told_to_attach_before_one_is_waited_for(fakes, connect, m
 
     thread = threading.Thread(target=release)
     thread.start()
-    monkeypatch.setattr("client.attaching.ATTACH_TIMEOUT_S", agree_s)
-    monkeypatch.setattr("client.attaching.ATTACH_SLACK_S", 3.0)  # less than the gate's own 10 s
+    monkeypatch.setattr("worker_client.attaching.ATTACH_TIMEOUT_S", agree_s)
+    monkeypatch.setattr(
+        "worker_client.attaching.ATTACH_SLACK_S", 3.0
+    )  # less than the gate's own 10 s
     other = connect(daemons, 2)
     other.attach(force=True)
     thread.join()
@@ -717,7 +721,7 @@ def test_requests_may_finish_before_their_deferred_sampling(fakes, connect):
 
 def test_events_are_cleared_away_while_steps_run(fakes, connect, monkeypatch):
     _, group, model = ready(fakes, connect)
-    monkeypatch.setattr("client.group_channel.EVENTS_INTERVAL_S", 0.0)
+    monkeypatch.setattr("worker_client.group_channel.EVENTS_INTERVAL_S", 0.0)
     monkeypatch.setattr(group._channel, "_next_events", 0.0)
     discarded = []
     receive_all = group._channel.daemons.events.receive_all

@@ -8,8 +8,6 @@ import msgspec
 import pytest
 import torch
 
-from client import kv_planning
-from client.errors import KVPlanError
 from rpc_schema import kv_cache
 from rpc_schema.config import (
     CacheConfig,
@@ -19,6 +17,8 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from worker_client import kv_planning
+from worker_client.errors import KVPlanError
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import CapacityError, CheckpointError, ConfigError
 from worker_daemon.kv_cache.spec import describe_layers

@@ -6,11 +6,11 @@ import logging
 import pytest
 from msgspec import structs
 
-from client.cli.control import _block
-from client.cli.top_frame import Sample, Seen, frame
 from rpc_schema.lifecycle import Status
 from rpc_schema.plain_text import bounded, one_line, printable
 from tests.contract.random_messages import fixed_example
+from worker_client.cli.control import _block
+from worker_client.cli.top_frame import Sample, Seen, frame
 from worker_daemon import logs
 
 HOSTILE = "a\x1b[31m\r\nb\x00\x85\u2028\u202e\ud800\x7f"

@@ -1,2 +1,0 @@
-"""A trainer's side of weight updates. The only part of the client that needs torch: nothing else of
-it imports this package."""

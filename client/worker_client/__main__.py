@@ -1,0 +1,89 @@
+"""Entry point of `worker-client`: the commands, signals, and errors as one line each."""
+
+import signal
+import sys
+from types import FrameType
+from typing import Annotated, Final
+
+import typer
+
+from rpc_schema.errors import WireError
+from rpc_schema.exit_codes import ExitCode
+from rpc_schema.version import version_line
+from worker_client.cli.control import drain, shutdown, status
+from worker_client.cli.output_file import print_text
+from worker_client.cli.run import bench, generate
+from worker_client.cli.top import top
+from worker_client.cli.trace import trace
+from worker_client.errors import (
+    AuthenticationError,
+    ClientError,
+    DrainingError,
+    ForbiddenError,
+    OutputError,
+)
+
+_NOT_ALLOWED: Final = (AuthenticationError, ForbiddenError)
+
+# Without rich, help and errors are plain text: no name of an option is cut, no error wrapped.
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for command, summary in (
+    (generate, "Generate for prompts or for a file of requests."),
+    (bench, "Generate, and measure it."),
+    (status, "Show what each daemon is and does."),
+    (top, "Watch what daemons do, renewed every second."),
+    (trace, "Trace a running group, for Perfetto."),
+    (drain, "Have daemons take no more steps and no more drivers."),
+    (shutdown, "End daemons; a running step is finished first."),
+):
+    app.command(short_help=summary)(command)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print_text(version_line("worker-client"))
+        raise typer.Exit
+
+
+@app.callback()
+def main_options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show versions and end."
+        ),
+    ] = False,
+) -> None:
+    """Drive worker daemons."""
+
+
+def _on_terminate(number: int, frame: FrameType | None) -> None:
+    """End as after Ctrl-C, so that what was started gets stopped."""
+    raise SystemExit(128 + number)
+
+
+def main() -> None:
+    """Run the command line."""
+    signal.signal(signal.SIGTERM, _on_terminate)
+    try:
+        app()
+    except (ClientError, WireError) as error:
+        sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
+        sys.exit(_exit_code(error))
+
+
+def _exit_code(error: Exception) -> int:
+    if isinstance(error, _NOT_ALLOWED):
+        return ExitCode.KEY_REFUSED
+    if isinstance(error, OutputError):
+        return ExitCode.OUTPUT
+    return ExitCode.RETRY_LATER if isinstance(error, DrainingError) else 2
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Taking a group's daemons over, and leaving them: versions, an epoch in two phases, patience with
+the driver before. Knows not what is loaded, nor what becomes of requests.
+"""
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+from rpc_schema import lifecycle as lc
+from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorScope, WireError
+from rpc_schema.lease import MAX_LEASE_TTL_MS
+from worker_client.errors import ClientError, FencedError, IncompatibleError, LeaseHeldError
+from worker_client.first_contact import greet
+from worker_client.group_channel import GroupChannel
+from worker_client.lease import Patience
+from worker_client.lease_terms import LeaseTerms
+from worker_client.outcomes import DEFAULT_STEP_DEADLINE_S, StepsInFlight
+from worker_client.worker_client import WorkerClient
+
+ATTACH_TIMEOUT_S = 30.0
+ATTACH_ATTEMPTS = 5
+"""So often another driver that attaches at the same time may come first."""
+LEASE_WAIT_S = MAX_LEASE_TTL_MS / 1000 + 5.0
+"""A dead driver's lease is waited for to its end, whatever its time."""
+ATTACH_SLACK_S = 15.0
+"""Daemons let go of a hung step within its deadline and a few seconds; then they attach."""
+LEAVE_TIMEOUT_S = 0.3
+"""How long daemons may take to hear that their driver leaves; after that the lease expires."""
+
+
+class Attaching:
+    """One group's, over its channel. Belongs to the group's thread."""
+
+    def __init__(self, channel: GroupChannel, steps: StepsInFlight, terms: LeaseTerms) -> None:
+        """terms: of the lease."""
+        self._channel = channel
+        self._steps = steps
+        self._terms = terms
+        self._is_attached = False
+
+    def attach(
+        self,
+        timeout_s: float | None,
+        *,
+        wait_for_lease_s: float,
+        force: bool,
+        keep_requests: bool,
+        wait_s: float = 0.0,
+    ) -> list[lc.Status]:
+        """See WorkerGroup.attach."""
+        agree_s = ATTACH_TIMEOUT_S if timeout_s is None else timeout_s
+        if wait_s:
+            self._await_daemons(agree_s, time.monotonic() + wait_s)
+        deadline = time.monotonic() + agree_s
+        links = self._channel.links
+        links.step_deadline_s = max(map(_step_deadline_s, self._hello(deadline)))
+        patience = Patience(
+            wait_for_lease_s if timeout_s is None else min(wait_for_lease_s, agree_s)
+        )
+        attempts_left = ATTACH_ATTEMPTS
+        while True:
+            attempts_left -= 1
+            epoch = self._agree_patiently(timeout_s, deadline, patience, force=force)
+            self._steps.abandon()
+            if timeout_s is None:
+                agree_s = links.step_deadline_s + ATTACH_SLACK_S
+                deadline = time.monotonic() + agree_s
+            try:
+                return self._commit(epoch, deadline, agree_s, keep_requests=keep_requests)
+            except FencedError:  # another driver came between: it may have the lease now
+                if not attempts_left:
+                    raise
+
+    def attach_present(self) -> list[lc.Status]:
+        """Attach to the daemons that are there, under a new epoch: the lost ones are fenced."""
+        deadline = time.monotonic() + ATTACH_TIMEOUT_S
+        self._hello(deadline)
+        epoch = self._agree_on_epoch(deadline)
+        agree_s = self._channel.links.step_deadline_s + ATTACH_SLACK_S
+        return self._commit(epoch, time.monotonic() + agree_s, agree_s)
+
+    def detach(self) -> None:
+        """Give the lease back on all daemons, each of which says so."""
+        self._channel.lease.stop()
+        self._is_attached = False
+        for client in self._channel.daemons.present:
+            client.detach(self._channel.epoch)
+
+    def leave(self) -> None:
+        """Give the lease back on all daemons that hear it in time; nothing where there is none."""
+        channel = self._channel
+        channel.lease.stop()
+        if not self._is_attached or channel.lease.lost is not None:
+            return
+        self._is_attached = False
+        pending = []
+        for client in channel.daemons.present:
+            with contextlib.suppress(ClientError):
+                pending.append(client.send_detach(channel.epoch, LEAVE_TIMEOUT_S))
+        for call in pending:
+            with contextlib.suppress(ClientError, WireError):
+                call.result()
+
+    def _await_daemons(self, timeout_s: float, listen_by: float) -> None:
+        """Wait for daemons that are not started yet."""
+        for client in self._channel.daemons.present:
+            greet(client, timeout_s, listen_by)
+
+    def _hello(self, deadline: float) -> list[lc.Status]:
+        """Exchange versions with every daemon, then return their states."""
+        channel = self._channel
+        greetings = []
+        for client in channel.daemons.present:
+            greeting = client.hello(_remaining(deadline))
+            channel.daemons.watch.met(client.rank, greeting.worker_uid)
+            greetings.append((client, greeting.link_software))
+        _check_alike(greetings)
+        return [client.get_status(_remaining(deadline)) for client in channel.daemons.present]
+
+    def _agree_patiently(
+        self, timeout_s: float | None, deadline: float, patience: Patience, *, force: bool
+    ) -> int:
+        while True:
+            try:
+                return self._agree_on_epoch(deadline, force=force)
+            except LeaseHeldError as refusal:
+                patience.wait(refusal)
+            if timeout_s is None:
+                deadline = time.monotonic() + ATTACH_TIMEOUT_S
+
+    def _agree_on_epoch(self, deadline: float, *, force: bool = False) -> int:
+        """Return an epoch that no daemon has seen, announced to all. Raises LeaseHeldError."""
+        present = self._channel.daemons.present
+        epoch, known = 1, [0] * len(present)
+        while True:
+            # A daemon that is far behind the others comes up to them in several steps.
+            asked = [min(epoch, last + lc.MAX_EPOCH_STEP) for last in known]
+            replies = [
+                client.prepare_attach(wanted, _remaining(deadline), force=force)
+                for client, wanted in zip(present, asked, strict=True)
+            ]
+            known = [reply.last_epoch for reply in replies]
+            if all(reply.granted for reply in replies) and set(asked) == {epoch}:
+                return epoch
+            epoch = max(epoch, *known) + 1
+
+    def _commit(
+        self, epoch: int, deadline: float, timeout_s: float, *, keep_requests: bool = False
+    ) -> list[lc.Status]:
+        """Begin an epoch and return the daemons' states. It is sent to all ranks before any is
+        waited for: gloo has no abort, so a rank that hangs in a step is let go by its peers'. After
+        an error no daemon is attached, as far as they can be reached."""
+        channel = self._channel
+        channel.begin_epoch(epoch)
+        self._is_attached = True
+
+        def commit() -> list[lc.CommitAttachReply]:
+            pending = [
+                client.send_commit_attach(
+                    epoch,
+                    channel.daemons.results_route,
+                    _remaining(deadline),
+                    self._terms,
+                    keep_requests=keep_requests,
+                )
+                for client in channel.daemons.present
+            ]
+            return [call.result() for call in pending]
+
+        try:
+            channel.lease.start(
+                epoch, [(client.rank, client.endpoint) for client in channel.daemons.present]
+            )
+            attached = channel.gather_attached(commit, deadline, timeout_s)
+        except BaseException:
+            self.leave()
+            raise
+        channel.lease.confirm()
+        self._steps.last_given_up = 0
+        self._steps.needs_relink = _must_relink(attached)
+        return channel.take_statuses([reply.status for reply in attached])
+
+
+def _check_alike(greetings: Sequence[tuple[WorkerClient, str]]) -> None:
+    """Raise IncompatibleError for a daemon whose link software differs from the first one's."""
+    known = [(client, software) for client, software in greetings if software]
+    for client, software in known:
+        first, expected = known[0]
+        if software != expected:
+            refusal = ControlErrorReply(
+                call=0,
+                code=ErrorCode.INCOMPATIBLE,
+                scope=ErrorScope.WORKER,
+                message=(
+                    f"the daemon has {software}, that of rank {first.rank} {expected}; fix: give "
+                    "all ranks of a group the same versions"
+                ),
+            )
+            raise IncompatibleError(refusal, rank=client.rank, endpoint=client.endpoint.control)
+
+
+def _remaining(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+def _step_deadline_s(status: lc.Status) -> float:
+    if status.config is None:
+        return DEFAULT_STEP_DEADLINE_S
+    return status.config.scheduler.step_deadline_ms / 1000
+
+
+def _must_relink(attached: Sequence[lc.CommitAttachReply]) -> bool:
+    """A link is kept only if every rank is idle at the same step of the same link."""
+    stand = {(r.previous_epoch, r.previous_seq, r.status.link) for r in attached}
+    clean = all(r.previous_clean and r.status.link_state == "up" for r in attached)
+    linked = any(r.status.link for r in attached)
+    return len(attached) > 1 and linked and not (clean and len(stand) == 1)

@@ -1,0 +1,200 @@
+"""`worker-client status`, `drain` and `shutdown`: they talk to daemons without attaching."""
+
+import json
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+import typer
+
+from rpc_schema.lease import LeaseStatus
+from rpc_schema.lifecycle import KVCacheAdvice, ReplyDelay, Status
+from rpc_schema.plain_text import printable
+from worker_client.cli.daemons import connect
+from worker_client.cli.options import KeyFile, KnownDaemons, Wait, split_endpoints
+from worker_client.cli.output_file import print_text
+from worker_client.cli.top_frame import held_blocks, leased
+from worker_client.errors import ClientConfigError
+from worker_client.keys import read_keys
+from worker_client.worker_client import WorkerClient
+
+Endpoints = Annotated[
+    str, typer.Option(envvar="WORKER_CLIENT_ENDPOINTS", help="Running daemons: EP,EP,...")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON array on standard output.")]
+MIB = 1 << 20
+DRAIN_WITHIN_S = 90.0
+"""More than the default step deadline."""
+
+
+class Probe(StrEnum):
+    """What a supervisor asks."""
+
+    LIVE = "live"
+    """It answers, and nothing is past its deadline."""
+    READY = "ready"
+    """It also has a model that is ready, and takes drivers."""
+
+
+def status(
+    endpoints: Endpoints,
+    as_json: AsJson = False,
+    probe: Annotated[
+        Probe | None, typer.Option(help="Show nothing: exit with 1 where a daemon is not.")
+    ] = None,
+    key_file: KeyFile = "",
+    known_daemons: KnownDaemons = None,
+    wait: Wait = 0.0,
+) -> None:
+    """Show what each daemon is and does."""
+    if as_json and probe is not None:
+        raise ClientConfigError(
+            "a probe shows nothing", field="probe", value=probe.value, fix="leave out --json"
+        )
+    keys = read_keys(key_file, known_daemons)
+    with connect(named_daemons(endpoints), keys, wait) as clients:
+        for client in clients:
+            client.hello()
+        if probe is not None:
+            _probe(clients, probe)
+            return
+        statuses = [client.get_status() for client in clients]
+    if as_json:
+        print_text(json.dumps(msgspec.to_builtins([_named(s) for s in statuses])) + "\n")
+    else:
+        print_text("\n".join(map(_block, statuses)))
+
+
+def drain(
+    endpoints: Endpoints,
+    undo: Annotated[bool, typer.Option("--undo", help="Take steps and drivers again.")] = False,
+    within: Annotated[
+        float, typer.Option(help="Seconds for the running steps to end.", min=0.0)
+    ] = DRAIN_WITHIN_S,
+    key_file: KeyFile = "",
+    known_daemons: KnownDaemons = None,
+    wait: Wait = 0.0,
+) -> None:
+    """Have daemons take no more steps and no more drivers; what they have loaded stays. Waits for
+    the running steps. Needs the role admin, where there are keys."""
+    keys = read_keys(key_file, known_daemons)
+    with connect(named_daemons(endpoints), keys, wait) as clients:
+        for client in clients:
+            client.hello()
+        for call in [client.send_drain(within, undo=undo) for client in clients]:
+            call.result()
+        for status in [client.get_status() for client in clients]:
+            print_text(f"{status.endpoint}: {status.serving}, {_holder(status.lease)}\n")
+
+
+def shutdown(
+    endpoints: Endpoints,
+    key_file: KeyFile = "",
+    known_daemons: KnownDaemons = None,
+    wait: Wait = 0.0,
+) -> None:
+    """End daemons; a running step is finished first. Needs the role admin, where there are keys."""
+    keys = read_keys(key_file, known_daemons)
+    with connect(named_daemons(endpoints), keys, wait) as clients:
+        for client in clients:
+            client.shutdown()
+
+
+def named_daemons(endpoints: str) -> tuple[str, ...]:
+    """Return the endpoints of "EP,EP,...". Raises ClientConfigError without any."""
+    names = split_endpoints(endpoints)
+    if not names:
+        raise ClientConfigError(
+            "no daemon is named", field="endpoints", value=endpoints, fix="give EP,EP,..."
+        )
+    return names
+
+
+def _probe(clients: Sequence[WorkerClient], probe: Probe) -> None:
+    amiss = [
+        f"{c.endpoint.control}: {printable(what)}\n"
+        for c in clients
+        if (what := _what_is_amiss(c, probe))
+    ]
+    if amiss:
+        sys.stderr.write("".join(amiss))
+        raise typer.Exit(1)
+
+
+def _what_is_amiss(client: WorkerClient, probe: Probe) -> str:
+    health = client.check_health()
+    if not health.healthy:
+        return health.detail
+    if probe is Probe.LIVE:
+        return ""
+    status = client.get_status()
+    if status.serving != "SERVING":
+        return f"it is {status.serving}"
+    return "" if status.load == "READY" else f"its model is not ready: {status.load}"
+
+
+def _named(status: Status) -> dict[str, object]:
+    fields: dict[str, object] = {
+        name: value
+        for name, value in zip(
+            status.__struct_fields__, msgspec.structs.astuple(status), strict=True
+        )
+        if name not in ("worker_uid", "config", "kv_cache")
+    }
+    fields["reply_delay"] = msgspec.structs.asdict(status.reply_delay)
+    load = status.gpu_load
+    fields["gpu_load"] = None if load is None else msgspec.structs.asdict(load)
+    advice = status.kv_cache_advice
+    fields["kv_cache_advice"] = None if advice is None else msgspec.structs.asdict(advice)
+    fields["lease"] = msgspec.structs.asdict(status.lease) | {"holder": status.lease.holder.hex()}
+    fields["worker_uid"] = status.worker_uid.hex()
+    fields["config"] = None if status.config is None else status.config.fingerprint()
+    fields["model"] = None if status.config is None else status.config.model.model
+    fields["num_blocks"] = None if status.kv_cache is None else status.kv_cache.num_blocks
+    return fields
+
+
+def _memory(status: Status) -> str:
+    uses = status.memory_bytes.items()
+    return ", ".join(f"{use} {num_bytes // MIB} MiB" for use, num_bytes in uses)
+
+
+def _advice(advice: KVCacheAdvice) -> str:
+    return (
+        f"--kv-cache-memory-bytes {advice.request_bytes} would fit the request, "
+        f"{advice.card_bytes} would fill the card"
+    )
+
+
+def _delays(delay: ReplyDelay) -> str:
+    return (
+        f"the last {delay.num_replies} results were sent within {delay.p50_us:.0f} us (p50), "
+        f"{delay.p99_us:.0f} us (p99) of being on the host"
+    )
+
+
+def _holder(lease: LeaseStatus) -> str:
+    return f"its driver: {leased(lease)}" if lease.state == "held" else "no driver"
+
+
+def _block(status: Status) -> str:
+    """A daemon, a line for each thing that there is to say of it."""
+    asleep = [f"{tag} {held}" for tag, held in status.memory_tags.items() if held != "awake"]
+    lines = {
+        "daemon": f"{status.endpoint}, pid {status.pid}, {status.device}, rank {status.rank}",
+        "state": f"{status.serving}, {status.load}, link {status.link_state}",
+        "driver": f"{leased(status.lease)}; epoch {status.epoch}, step {status.last_seq}",
+        "model": "none" if status.config is None else status.config.model.model,
+        "providers": ", ".join(f"{part} {name}" for part, name in status.providers.items()),
+        "memory": _memory(status),
+        "kv cache": "" if status.kv_cache is None else held_blocks(status),
+        "advice": "" if status.kv_cache_advice is None else _advice(status.kv_cache_advice),
+        "asleep": ", ".join(asleep),
+        "replies": _delays(status.reply_delay) if status.reply_delay.num_replies else "",
+        "last event": status.transitions[-1] if status.transitions else "",
+        "degraded": status.degraded,
+        "failure": status.failure,
+    }
+    return "".join(f"{name:<10} {printable(line)}\n" for name, line in lines.items() if line)

@@ -1,0 +1,80 @@
+"""Daemons that are asked, not driven: connections without attaching, and a scrape of their status
+beside a run. Knows no group."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import zmq
+
+from rpc_schema.errors import WireError
+from worker_client.errors import ClientError
+from worker_client.first_contact import greet
+from worker_client.keys import NO_KEYS, Keys
+from worker_client.transport import new_driver_id, parse_endpoint
+from worker_client.worker_client import CONTROL_TIMEOUT_S, AskingClient, WorkerClient
+
+SCRAPE_INTERVAL_S: Final = 0.1
+SCRAPE_TIMEOUT_S: Final = 1.0
+
+
+@contextlib.contextmanager
+def connect(
+    endpoints: Sequence[str], keys: Keys = NO_KEYS, wait_s: float = 0.0
+) -> Iterator[list[WorkerClient]]:
+    """Open a client to each daemon, that asks and does not drive; closed at the end. wait_s: for
+    daemons that are not started yet.
+
+    Raises:
+        EndpointError: one is no endpoint.
+        NothingListens: no daemon is at one after wait_s; without wait_s the first request says so.
+    """
+    parsed = [parse_endpoint(endpoint, keys) for endpoint in endpoints]
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    driver_id = new_driver_id()
+    clients: list[WorkerClient] = [
+        AskingClient(context, endpoint, rank, driver_id) for rank, endpoint in enumerate(parsed)
+    ]
+    listen_by = time.monotonic() + wait_s
+    try:
+        for client in clients if wait_s else ():
+            greet(client, CONTROL_TIMEOUT_S, listen_by)
+        yield clients
+    finally:
+        for client in clients:
+            client.close()
+        context.term()
+
+
+class Scrape:
+    """Asks each daemon for its status every SCRAPE_INTERVAL_S on a thread of its own, as a metrics
+    collector would, from `with` on until its end, and at least once. One that does not answer is
+    asked again."""
+
+    def __init__(self, endpoints: Sequence[str], keys: Keys = NO_KEYS) -> None:
+        self.num_statuses = 0
+        """Answers so far."""
+        self._endpoints = endpoints
+        self._keys = keys
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="scrape", daemon=True)
+
+    def __enter__(self) -> "Scrape":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with connect(self._endpoints, self._keys) as clients:
+            while clients:
+                for client in clients:
+                    with contextlib.suppress(ClientError, WireError):
+                        client.get_status(SCRAPE_TIMEOUT_S)
+                        self.num_statuses += 1
+                if self._ended.wait(SCRAPE_INTERVAL_S):
+                    return

@@ -1,0 +1,368 @@
+"""The options of `generate` and `bench`, once for both, and where their defaults come from: command
+line, then environment (WORKER_CLIENT_*), then the TOML file of --config."""
+
+import functools
+import inspect
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from rpc_schema.config import (
+    FIT_MAX_MODEL_LEN,
+    CacheConfig,
+    Dtype,
+    GraphConfig,
+    LoadFormat,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+    read_layer_partition,
+)
+from worker_client.errors import ClientConfigError
+from worker_client.keys import NO_KEYS, Keys, read_keys
+from worker_client.replacement import REPLACE_WITHIN_S
+
+
+class Device(StrEnum):
+    """What local daemons run on."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+def default_device() -> Device:
+    """Return cuda where an NVIDIA device node exists."""
+    found = any(Path("/dev").glob("nvidia[0-9]*"))
+    return Device.CUDA if found else Device.CPU
+
+
+def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
+    """Make a TOML file's keys (`max_num_seqs = 64`) the defaults of a command's options."""
+    if path is None:
+        return None
+    try:
+        values = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise typer.BadParameter(f"cannot read {path}: {error}") from None
+    known = {parameter.name for parameter in context.command.params}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise typer.BadParameter(f"{path} sets {unknown[0]!r}, which is no option of this command")
+    context.default_map = {**values, **(context.default_map or {})}
+    return path
+
+
+def _env(name: str) -> str:
+    return f"WORKER_CLIENT_{name}"
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", is_eager=True, callback=read_config_file, help="TOML file with defaults."
+    ),
+]
+Endpoints = Annotated[
+    str, typer.Option(envvar=_env("ENDPOINTS"), help="Running daemons, in rank order: EP,EP,...")
+]
+KeyFile = Annotated[
+    str,
+    typer.Option(
+        envvar=_env("KEY_FILE"), help="Our secret file, or credential:NAME; needed on tcp."
+    ),
+]
+KnownDaemons = Annotated[
+    Path | None,
+    typer.Option(envvar=_env("KNOWN_DAEMONS"), help="JSON file of the daemons' public keys."),
+]
+Model = Annotated[
+    Path, typer.Option(envvar=_env("MODEL"), help="Checkpoint directory, Hugging Face format.")
+]
+PipelineParallelSize = Annotated[
+    int, typer.Option(envvar=_env("PIPELINE_PARALLEL_SIZE"), min=1, help="Pipeline stages.")
+]
+TensorParallelSize = Annotated[
+    int, typer.Option(envvar=_env("TENSOR_PARALLEL_SIZE"), min=1, help="Ranks of a stage.")
+]
+LayerPartition = Annotated[
+    str,
+    typer.Option(
+        envvar=_env("LAYER_PARTITION"), help="Layers of each stage: N,N,...; default: even."
+    ),
+]
+DeviceOption = Annotated[
+    Device | None,
+    typer.Option("--device", envvar=_env("DEVICE"), help="Default: cuda where there is one."),
+]
+DtypeOption = Annotated[
+    str, typer.Option("--dtype", envvar=_env("DTYPE"), help=", ".join(get_args(Dtype)))
+]
+LoadFormatOption = Annotated[
+    str,
+    typer.Option("--load-format", envvar=_env("LOAD_FORMAT"), help=", ".join(get_args(LoadFormat))),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        envvar=_env("MAX_MODEL_LEN"),
+        min=FIT_MAX_MODEL_LEN,
+        help="Default: the model's own limit; -1: as much of it as the cache holds.",
+    ),
+]
+FitMaxModelLen = Annotated[
+    bool, typer.Option(envvar=_env("FIT_MAX_MODEL_LEN"), help="Lower it to what the cache holds.")
+]
+MaxNumSeqs = Annotated[
+    int,
+    typer.Option(envvar=_env("MAX_NUM_SEQS"), min=1, max=65535, help="Requests running at once."),
+]
+MaxNumBatchedTokens = Annotated[
+    int, typer.Option(envvar=_env("MAX_NUM_BATCHED_TOKENS"), min=1, help="Tokens in a step.")
+]
+BlockSize = Annotated[
+    int, typer.Option(envvar=_env("BLOCK_SIZE"), min=1, max=1024, help="Tokens in a KV block.")
+]
+NumGpuBlocks = Annotated[
+    int | None,
+    typer.Option(envvar=_env("NUM_GPU_BLOCKS"), min=2, help="KV blocks; default: what fits."),
+]
+GpuMemoryUtilization = Annotated[
+    float,
+    typer.Option(envvar=_env("GPU_MEMORY_UTILIZATION"), max=1.0, help="Share of the memory."),
+]
+KVCacheMemoryBytes = Annotated[
+    int | None,
+    typer.Option(
+        envvar=_env("KV_CACHE_MEMORY_BYTES"),
+        min=1,
+        max=2**63 - 1,
+        help="Of each rank's KV cache, instead of what the share leaves; `status` advises.",
+    ),
+]
+EnforceEager = Annotated[
+    bool, typer.Option("--enforce-eager", envvar=_env("ENFORCE_EAGER"), help="No CUDA graphs.")
+]
+EnableSleepMode = Annotated[
+    bool,
+    typer.Option(
+        "--enable-sleep-mode",
+        envvar=_env("ENABLE_SLEEP_MODE"),
+        help="Lay memory out so that a driver can put the group to sleep.",
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(envvar=_env("SEED"), min=0, help="Seeds dummy weights and requests without one."),
+]
+Reload = Annotated[
+    bool, typer.Option("--reload", envvar=_env("RELOAD"), help="Load anew, whatever is loaded.")
+]
+ReplaceWithin = Annotated[
+    float,
+    typer.Option(
+        envvar=_env("REPLACE_WITHIN"),
+        min=0.0,
+        metavar="SECONDS",
+        help="Wait so long for a daemon that died to be started again; 0: give up at once.",
+    ),
+]
+Wait = Annotated[
+    float,
+    typer.Option(
+        envvar=_env("WAIT"),
+        min=0.0,
+        metavar="SECONDS",
+        help="Wait so long for daemons that are not started yet.",
+    ),
+]
+Restart = Annotated[
+    bool, typer.Option("--restart", envvar=_env("RESTART"), help="Start local daemons that died.")
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="Take daemons from a driver that lives (role admin).")
+]
+Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="A prompt; may be repeated.")]
+Input = Annotated[
+    Path | None, typer.Option("--input", help="Requests, one JSON object a line (JSONL).")
+]
+Output = Annotated[Path | None, typer.Option("--output", help="Where results go, as JSONL.")]
+Adopt = Annotated[
+    bool, typer.Option("--adopt", help="Go on with the requests that a driver before has left.")
+]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Of each --prompt.")]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What generate and bench run with."""
+
+    model: Path
+    endpoints: tuple[str, ...]
+    device: Device
+    config: WorkerConfig
+    num_gpu_blocks: int | None
+    fit_max_model_len: bool
+    seed: int | None
+    reload: bool
+    force: bool
+    keys: Keys = NO_KEYS
+    """For the daemons that are named; local ones have none."""
+    replace_within_s: float = REPLACE_WITHIN_S
+    restart: bool = False
+    wait_s: float = 0.0
+
+
+def build_run_options(
+    *,
+    model: Model,
+    endpoints: Endpoints = "",
+    pipeline_parallel_size: PipelineParallelSize = 1,
+    tensor_parallel_size: TensorParallelSize = 1,
+    layer_partition: LayerPartition = "",
+    device: DeviceOption = None,
+    dtype: DtypeOption = "auto",
+    load_format: LoadFormatOption = "auto",
+    max_model_len: MaxModelLen = None,
+    fit_max_model_len: FitMaxModelLen = False,
+    max_num_seqs: MaxNumSeqs = 256,
+    max_num_batched_tokens: MaxNumBatchedTokens = 8192,
+    block_size: BlockSize = 16,
+    num_gpu_blocks: NumGpuBlocks = None,
+    gpu_memory_utilization: GpuMemoryUtilization = 0.9,
+    kv_cache_memory_bytes: KVCacheMemoryBytes = None,
+    enforce_eager: EnforceEager = False,
+    enable_sleep_mode: EnableSleepMode = False,
+    seed: Seed = None,
+    reload: Reload = False,
+    force: Force = False,
+    key_file: KeyFile = "",
+    known_daemons: KnownDaemons = None,
+    replace_within: ReplaceWithin = REPLACE_WITHIN_S,
+    restart: Restart = False,
+    wait: Wait = 0.0,
+) -> RunOptions:
+    """Check the options and put them into a worker configuration.
+
+    Raises:
+        ClientConfigError: one of them cannot be.
+    """
+    _check_bounds(model, gpu_memory_utilization, max_model_len)
+    is_fitted = max_model_len == FIT_MAX_MODEL_LEN
+    config = WorkerConfig(
+        parallel=ParallelConfig(
+            pipeline_parallel_size=pipeline_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            layer_partition=_counts(layer_partition) if layer_partition else None,
+        ),
+        model=ModelConfig(
+            model=str(model.resolve()),
+            dtype=_dtype(dtype),
+            load_format=_load_format(load_format),
+            max_model_len=None if is_fitted else max_model_len,
+            seed=seed or 0,
+            enable_sleep_mode=enable_sleep_mode,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        ),
+        cache=CacheConfig(
+            block_size=block_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+        ),
+        graph=GraphConfig(enforce_eager=enforce_eager),
+    )
+    return RunOptions(
+        model=model.resolve(),
+        endpoints=split_endpoints(endpoints),
+        device=device or default_device(),
+        config=config,
+        num_gpu_blocks=num_gpu_blocks,
+        fit_max_model_len=fit_max_model_len or is_fitted,
+        seed=seed,
+        reload=reload,
+        force=force,
+        keys=read_keys(key_file, known_daemons) if endpoints else NO_KEYS,
+        replace_within_s=replace_within,
+        restart=restart,
+        wait_s=wait,
+    )
+
+
+def _check_bounds(model: Path, gpu_memory_utilization: float, max_model_len: int | None) -> None:
+    if not model.is_dir():
+        raise ClientConfigError(
+            "no such directory", field="model", value=str(model), fix="name a checkpoint directory"
+        )
+    if not 0.0 < gpu_memory_utilization <= 1.0:
+        raise ClientConfigError(
+            "out of bounds",
+            field="gpu_memory_utilization",
+            value=gpu_memory_utilization,
+            fix="use more than 0, at most 1",
+        )
+    if max_model_len == 0:
+        raise ClientConfigError(
+            "out of bounds", field="max_model_len", value=0, fix="use at least 1, or -1 to fit it"
+        )
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """The counts of "N,N,...". Whether they suit the model, the daemons say."""
+    try:
+        return read_layer_partition(text)
+    except ValueError as error:
+        raise ClientConfigError(
+            str(error),
+            field="layer_partition",
+            value=text,
+            fix="give each stage's number of layers, as in 17,15",
+        ) from None
+
+
+def takes_run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Make a command of the command line that has the parameters of build_run_options and its own,
+    and is called with the former as one RunOptions in front."""
+    shared = list(inspect.signature(build_run_options).parameters.values())
+    own = list(inspect.signature(command).parameters.values())[1:]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        options = build_run_options(**{entry.name: values.pop(entry.name) for entry in shared})
+        command(options, **values)
+
+    keyword_only = [entry.replace(kind=inspect.Parameter.KEYWORD_ONLY) for entry in own]
+    vars(run)["__signature__"] = inspect.Signature([*shared, *keyword_only])
+    run.__annotations__ = {entry.name: entry.annotation for entry in (*shared, *own)}
+    return run
+
+
+def split_endpoints(text: str) -> tuple[str, ...]:
+    """Return the endpoints of `EP,EP,...`."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _dtype(text: str) -> Dtype:
+    for value in ("auto", "float32", "bfloat16", "float16"):
+        if text == value:
+            return value
+    raise _not_one_of("dtype", text, get_args(Dtype))
+
+
+def _load_format(text: str) -> LoadFormat:
+    for value in ("auto", "dummy", "sharded_state", "tensorizer"):
+        if text == value:
+            return value
+    raise _not_one_of("load_format", text, get_args(LoadFormat))
+
+
+def _not_one_of(field: str, value: str, allowed: tuple[str, ...]) -> ClientConfigError:
+    return ClientConfigError(
+        "unknown value", field=field, value=value, fix="use " + ", ".join(allowed)
+    )

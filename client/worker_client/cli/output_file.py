@@ -1,0 +1,424 @@
+"""Where a command's output goes: files of whole lines, of which an old one is replaced only by a
+complete one, and standard output. Turns every failure to write into an OutputError. Knows nothing
+of what the lines say, but how those of a run begin."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import select
+import stat
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from worker_client.errors import OutputError
+
+_NO_ROOM: Final = "make room, or name a file on another disk"
+_NOT_ALLOWED: Final = (
+    "name a file that you may read and write, in a directory that you may write: a new file is "
+    "made beside the old one"
+)
+_NO_DIRECTORY: Final = "name a file in a directory that exists"
+_FIXES: Final = {
+    errno.ENOSPC: _NO_ROOM,
+    errno.EDQUOT: _NO_ROOM,
+    errno.EFBIG: _NO_ROOM,
+    errno.EISDIR: "name a file",
+    errno.ENOENT: _NO_DIRECTORY,
+    errno.ENOTDIR: _NO_DIRECTORY,
+    errno.EACCES: _NOT_ALLOWED,
+    errno.EPERM: _NOT_ALLOWED,
+    errno.EROFS: _NOT_ALLOWED,
+    errno.EBADF: "name a descriptor that is open for writing",
+    errno.EBUSY: "mount the directory it is in, or name another file",
+    errno.EEXIST: "move it away, or name another file",
+    errno.ETXTBSY: "wait until that run has ended, or name another file",
+}
+_RESULT: Final = b'{"id": '
+"""How every line of a run begins."""
+_CANNOT_SYNC: Final = (errno.EINVAL, errno.ENOTSUP)
+"""What fsync says of pipes, terminals and devices."""
+_MAX_LINKS: Final = 40
+
+
+class LineFile:
+    """A file that grows by whole lines: what a failed write has left of a line is cut off."""
+
+    def __init__(self, file: int, *, shown: Path, is_ours: bool) -> None:
+        """file: its descriptor, which is closed with this. shown: the path for error messages.
+        is_ours: nobody else writes to it, and it was empty; otherwise nothing is cut off."""
+        self._file = file
+        self._shown = shown
+        self._is_ours = is_ours
+        self._size = 0
+
+    def write(self, lines: Iterable[str]) -> None:
+        """Append lines, without their line ends, and hand them to the system.
+
+        Raises:
+            OutputError: not all of them fit; those before are whole.
+        """
+        for line in lines:
+            left = memoryview(f"{line}\n".encode())
+            size = len(left)
+            try:
+                while left:
+                    left = left[_write_some(self._file, left) :]
+            except OSError as error:
+                if self._is_ours:
+                    with contextlib.suppress(OSError):
+                        os.ftruncate(self._file, self._size)
+                raise output_error(self._shown, error) from error
+            self._size += size
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk. Raises OutputError."""
+        try:
+            _sync(self._file)
+        except OSError as error:
+            raise output_error(self._shown, error) from error
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._file)
+
+
+class OutputFile:
+    """The output file of one run. Where no file was, or a run that was cut off is gone on with, it
+    has the run's lines as they come. Otherwise they go to NAME.part beside the old file until
+    `finish`, which replaces that. What grows is locked, so that no other run takes it. What is no
+    file (a pipe, a device, a descriptor) is written to as it is."""
+
+    def __init__(self, path: Path, kept: Iterable[str] = ()) -> None:
+        """kept: lines of the run that is gone on with.
+
+        Raises:
+            OutputError: it cannot be written, or another run writes to it.
+        """
+        self._shown = path
+        self._is_special = is_special(path)
+        self._final = path if self._is_special else _target(path)
+        self._live = self._final
+        try:
+            if self._is_special:
+                self._file = LineFile(open_special(path), shown=path, is_ours=False)
+                return
+            with _claimed(path) as (has_old, has_part):
+                self._begin(list(kept), has_old, has_part)
+        except OSError as error:
+            raise output_error(path, error) from error
+
+    def _begin(self, lines: list[str], has_old: bool, has_part: bool) -> None:
+        part = part_of(self._shown)
+        goes_on_elsewhere = has_part if lines else has_old
+        self._live = part if goes_on_elsewhere else self._final
+        is_there = has_part if goes_on_elsewhere else has_old
+        new = _new_beside(self._live) if is_there else self._live
+        self._file = LineFile(self._create(new, has_old), shown=self._shown, is_ours=True)
+        try:
+            self._file.write(lines)
+            self._file.sync()
+            if is_there:
+                new.replace(self._live)
+            _sync_directory(self._live.parent)
+        except BaseException:
+            self._file.close()
+            _remove(new)
+            raise
+        if has_part and not goes_on_elsewhere:
+            _remove(part)
+
+    def _create(self, path: Path, has_old: bool) -> int:
+        """Return a new file, locked, that those may read who may read the old one."""
+        try:
+            file = _open_new(path, 0o600 if has_old else 0o666)
+        except FileExistsError:  # since it was claimed
+            raise _another_run() from None
+        try:
+            _lock(file)
+            if has_old:
+                with contextlib.suppress(PermissionError):  # a file system without modes
+                    os.fchmod(file, stat.S_IMODE(self._final.stat().st_mode))
+        except BaseException:
+            os.close(file)
+            _remove(path)
+            raise
+        return file
+
+    def write(self, lines: Iterable[str]) -> None:
+        """Append lines. Raises OutputError, which says where the lines before them are."""
+        try:
+            self._file.write(lines)
+        except OutputError as error:
+            if self._is_special:
+                raise
+            raise OutputError(
+                f"{error.message}; what was finished before is in {self._live}",
+                field=error.field,
+                value=error.value,
+                fix=f"{error.fix}; with --endpoints, --adopt goes on from there",
+            ) from error
+
+    def finish(self) -> None:
+        """All lines are written: have them on the disk, under the file's own name. Raises
+        OutputError."""
+        self._file.sync()
+        if self._live == self._final:
+            return
+        try:
+            self._live.replace(self._final)
+            _sync_directory(self._final.parent)
+        except OSError as error:
+            raise output_error(self._shown, error) from error
+        self._live = self._final
+
+    def close(self) -> None:
+        """Close it, finished or not."""
+        self._file.close()
+
+
+def part_of(path: Path) -> Path:
+    """Return where the lines of an unfinished run are that is to replace the file."""
+    target = _target(path)
+    return target.parent / f"{target.name}.part"
+
+
+def write_whole(path: Path, lines: Iterable[str]) -> None:
+    """Write a file, or replace it, at once. Raises OutputError: the old one is as it was then."""
+    file = OutputFile(path)
+    try:
+        file.write(lines)
+        file.finish()
+    finally:
+        file.close()
+
+
+def check_output(path: Path) -> None:
+    """Raise OutputError where an OutputFile cannot be written, as far as that is known before."""
+    check_writable(path)
+    if not is_special(path):
+        try:
+            with _claimed(path):
+                pass
+        except OSError as error:
+            raise output_error(path, error) from error
+
+
+def check_writable(path: Path, field: str = "output") -> None:
+    """Raise OutputError where a file cannot be written, as far as that is known before: by writing
+    a byte beside it. The file itself stays as it is. field: the option that names it."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if is_special(path):
+            _check_special(path)
+        else:
+            _try_beside(_target(path))
+    except OSError as error:
+        raise output_error(path, error, field) from error
+
+
+def _try_beside(path: Path) -> None:
+    if path.exists() and _mount_id(path) != _mount_id(path.parent):
+        raise OSError(errno.EBUSY, "it is a mount point, which cannot be replaced")
+    new = _new_beside(path)
+    file = _open_new(new, 0o600)
+    try:
+        os.write(file, b"\n")
+        _sync(file)
+    finally:
+        os.close(file)
+        _remove(new)
+
+
+def print_text(text: str) -> None:
+    """Write to standard output, now; what its encoding lacks is escaped. Raises OutputError where
+    that is a full disk, and BrokenPipeError where nobody reads any more."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_standard_output()
+        raise
+    except OSError as error:
+        _drop_standard_output()
+        raise output_error(Path("standard output"), error) from error
+
+
+def output_error(path: Path, error: OSError, field: str = "output") -> OutputError:
+    """Return the typed error for a failure to write."""
+    fix = _FIXES.get(error.errno or 0, "name another file")
+    return OutputError(
+        f"it cannot be written: {error.strerror}", field=field, value=str(path), fix=fix
+    )
+
+
+def _drop_standard_output() -> None:
+    """Have what is left in the buffer go nowhere, so that the interpreter's end does not fail
+    too."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def is_special(path: Path) -> bool:
+    """Return whether a path names no file to replace, but a pipe, a device or a descriptor."""
+    if _descriptor(path) is not None:
+        return True
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
+def open_special(path: Path) -> int:
+    """Open it for writing; a descriptor of ours is shared, with its position."""
+    match _descriptor(path):
+        case (pid, number) if pid == os.getpid():
+            return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 0)
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+
+
+def _check_special(path: Path) -> None:
+    match _descriptor(path):
+        case (pid, number) if pid == os.getpid():
+            if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        case _ if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def _descriptor(path: Path) -> tuple[int, int] | None:
+    """Return process and number of the descriptor that a path names, as /dev/stdout does. What is
+    open there may be a file, but the path is no name of it."""
+    for _ in range(_MAX_LINKS):
+        parent = Path(os.path.realpath(path.parent))
+        found = re.fullmatch(r"/proc/(\d+)(?:/task/\d+)?/fd/(\d+)", str(parent / path.name))
+        if found is not None:
+            return int(found[1]), int(found[2])
+        if not path.is_symlink():
+            return None
+        path = parent / path.readlink()
+    return None
+
+
+@contextlib.contextmanager
+def _claimed(path: Path) -> Iterator[tuple[bool, bool]]:
+    """Hold the locks of the old file and of what an unfinished run left; yield which of the two
+    there are. What was not there may come meanwhile, and is another run's then. Raises OSError:
+    another run has one, or what has the name NAME.part is somebody else's."""
+    with contextlib.ExitStack() as stack:
+        old, part = _claim(_target(path), stack), part_of(path)
+        left = _claim(part, stack)
+        if left is not None:
+            _check_left_by_run(left, part)
+        yield old is not None, left is not None
+
+
+def _claim(path: Path, stack: contextlib.ExitStack) -> int | None:
+    """Return a file, locked until the stack is closed; None where there is none."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    while True:
+        try:
+            file = os.open(path, flags)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _in_the_way(path) if error.errno == errno.ELOOP else error from None
+        stack.callback(os.close, file)
+        _lock(file)
+        if _is_at(file, path):  # not replaced before it was locked
+            return file
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _lock(file: int) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _another_run() from None
+    except OSError:  # a file system without locks
+        return
+
+
+def _another_run() -> OSError:
+    return OSError(errno.ETXTBSY, "another run writes to it")
+
+
+def _in_the_way(path: Path) -> OSError:
+    return OSError(errno.EEXIST, f"{path} is in its way, which no run has left")
+
+
+def _check_left_by_run(file: int, path: Path) -> None:
+    is_file = stat.S_ISREG(os.fstat(file).st_mode)
+    start = os.pread(file, len(_RESULT), 0) if is_file else b""
+    if not is_file or not _RESULT.startswith(start):
+        raise _in_the_way(path)
+
+
+def _mount_id(path: Path) -> str:
+    """Return which mount it is on. Other than st_dev, this tells mounts of one file system."""
+    file = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        lines = Path(f"/proc/self/fdinfo/{file}").read_text().splitlines()
+    finally:
+        os.close(file)
+    return next((line for line in lines if line.startswith("mnt_id:")), "")
+
+
+def _open_new(path: Path, mode: int) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+
+
+def _new_beside(path: Path) -> Path:
+    """Return a name that nothing has."""
+    return path.parent / f".worker-client-{secrets.token_hex(8)}.new"
+
+
+def _target(path: Path) -> Path:
+    """Return the file itself where the path is a link to it: the link stays."""
+    return Path(os.path.realpath(path))
+
+
+def _write_some(file: int, data: memoryview) -> int:
+    """Write, and wait where a descriptor that somebody gave us does not."""
+    while True:
+        try:
+            return os.write(file, data)
+        except BlockingIOError:
+            poll = select.poll()
+            poll.register(file, select.POLLOUT)
+            poll.poll()
+
+
+def _sync(file: int) -> None:
+    try:
+        os.fsync(file)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
+
+
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _sync(directory)
+    finally:
+        os.close(directory)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()

@@ -1,0 +1,128 @@
+"""What generate and bench say: output lines, and the bench object. Pure functions of a run."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+from rpc_schema.lifecycle import Status
+from worker_client.cli.session import InputRequest, Served, versions
+from worker_client.driver import StepRecord
+from worker_client.scheduler import RequestOutput
+from worker_client.scheduler_output import Logprobs
+from worker_client.tokenizer import Tokenizer
+
+JsonValue: TypeAlias = "int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
+JsonObject: TypeAlias = dict[str, JsonValue]
+
+
+def output_lines(
+    inputs: Sequence[InputRequest], served: Served, tokenizer: Tokenizer | None
+) -> list[JsonObject]:
+    """Return one object for each request, in input order."""
+    outcomes: dict[str, RequestOutput | str] = {**served.outputs, **served.errors}
+    return [
+        output_line(entry.id, outcomes.get(entry.id, "was not finished"), tokenizer)
+        for entry in inputs
+    ]
+
+
+def output_line(
+    req_id: str, output: RequestOutput | str, tokenizer: Tokenizer | None
+) -> JsonObject:
+    """Return the object for a request: of its output, or of what is wrong with it."""
+    if isinstance(output, str):
+        return {"id": req_id, "error": output}
+    line: JsonObject = {"id": req_id, "token_ids": output.token_ids}
+    if tokenizer is not None:
+        line["text"] = tokenizer.decode(output.token_ids)
+    line["finish_reason"] = output.finish_reason
+    if output.error:
+        line["error"] = output.error
+    line["num_prompt_tokens"] = output.num_prompt_tokens
+    line["num_cached_tokens"] = output.num_cached_tokens
+    if output.logprobs is not None:
+        line["logprobs"] = [_logprobs(entry_) for entry_ in output.logprobs]
+    return line
+
+
+def _logprobs(logprobs: Logprobs) -> JsonObject:
+    return {
+        "token_id": int(logprobs.token_ids[0]),
+        "logprob": float(logprobs.logprobs[0]),
+        "rank": logprobs.rank,
+        "top_token_ids": logprobs.token_ids[1:].tolist(),
+        "top_logprobs": logprobs.logprobs[1:].tolist(),
+    }
+
+
+def bench_object(served: Served, daemons: Sequence[Status]) -> JsonObject:
+    """Return the object that bench prints; gpu_memory_bytes is summed over the daemons."""
+    memory = [status.memory_bytes for status in daemons]
+    outputs = list(served.outputs.values())
+    tokens_in = sum(output.num_prompt_tokens for output in outputs)
+    tokens_out = sum(len(output.token_ids) for output in outputs)
+    seconds = max(served.seconds, 1e-9)
+    uses = {
+        use: sum(entry.get(use, 0) for entry in memory) for use in (memory[0] if memory else ())
+    }
+    return {
+        "requests": len(outputs),
+        "failed": len(served.errors),
+        "seconds": served.seconds,
+        "tokens_in": tokens_in,
+        "tokens_out": tokens_out,
+        "out_tok_s": tokens_out / seconds,
+        "total_tok_s": (tokens_in + tokens_out) / seconds,
+        "ttft_ms": percentiles(_ttft_ms(served)),
+        "tpot_ms": percentiles(_tpot_ms(served, outputs)),
+        "step_ms": step_times(served.driver.records),
+        "startup_s": served.startup_s,
+        "gpu_memory_bytes": uses,
+        "reply_delay": [msgspec.structs.asdict(status.reply_delay) for status in daemons],
+        "input_wait_share": [status.input_wait_share for status in daemons],
+        "providers": daemons[0].providers,
+        "device": daemons[0].device,
+        "versions": versions(),
+    }
+
+
+def percentiles(values: Sequence[float]) -> JsonObject:
+    """Return median and 99th percentile; None where there are no values."""
+    if not values:
+        return {"p50": None, "p99": None}
+    return {"p50": float(np.percentile(values, 50)), "p99": float(np.percentile(values, 99))}
+
+
+def step_times(records: Sequence[StepRecord]) -> dict[str, JsonObject]:
+    """Return count, mean and percentiles in ms of the steps, by kind: from result to result."""
+    kinds = sorted({record.kind for record in records})
+    by_kind = {
+        kind: [record.interval_s * 1e3 for record in records if record.kind == kind]
+        for kind in kinds
+    }
+    return {
+        kind: {
+            "count": len(times),
+            "mean": sum(times) / len(times),
+            "p10": float(np.percentile(times, 10)),
+            "p90": float(np.percentile(times, 90)),
+            **percentiles(times),
+        }
+        for kind, times in by_kind.items()
+    }
+
+
+def _ttft_ms(served: Served) -> list[float]:
+    timings = served.driver.timings.values()
+    return [(timing.first_token - timing.added) * 1e3 for timing in timings]
+
+
+def _tpot_ms(served: Served, outputs: Sequence[RequestOutput]) -> list[float]:
+    times = []
+    for output in outputs:
+        timing, num = served.driver.timings[output.req_id], len(output.token_ids)
+        if num > 1:
+            times.append((timing.finished - timing.first_token) * 1e3 / (num - 1))
+    return times

@@ -1,0 +1,128 @@
+"""The result lines of `worker-client generate`: in input order, in a file as soon as all before
+them are there, so that --adopt need not repeat what a run that was cut off has done. Knows no
+daemon."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from worker_client.adoption import AdoptedRequest
+from worker_client.cli.output_file import OutputFile, is_special, part_of, write_whole
+from worker_client.cli.report import JsonObject, output_line
+from worker_client.cli.session import InputRequest
+from worker_client.errors import ClientConfigError
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import RequestOutput
+from worker_client.tokenizer import Tokenizer
+
+
+class Results:
+    """What has come of each request so far. To be used by `with`, which closes the file."""
+
+    def __init__(
+        self,
+        req_ids: Sequence[str],
+        tokenizer: Tokenizer | None,
+        kept: Mapping[str, JsonObject],
+        path: Path | None,
+    ) -> None:
+        """kept: lines of the run that is gone on with. path: None writes nowhere."""
+        self._req_ids = list(req_ids)
+        self._order = [*kept, *(req_id for req_id in req_ids if req_id not in kept)]
+        """Of the file until the end: what was kept comes first, so that it is there at any time."""
+        self._tokenizer = tokenizer
+        self._lines = dict(kept)
+        self._path = path
+        self._file: OutputFile | None = None
+        self._num_written = 0
+
+    def __enter__(self) -> "Results":
+        if self._path is not None:
+            self._file = OutputFile(self._path, self._next_lines())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def take(self, req_id: str, outcome: RequestOutput | str) -> None:
+        """A request has ended: its output, or what is wrong with it. Raises OutputError."""
+        self._lines[req_id] = output_line(req_id, outcome, self._tokenizer)
+        if self._file is not None:
+            self._file.write(self._next_lines())
+
+    def finish(self) -> list[JsonObject]:
+        """Return all lines, which the file has now; of a request that has not ended, one that says
+        so. Raises OutputError."""
+        for req_id in self._req_ids:
+            if req_id not in self._lines:
+                self.take(req_id, "was not finished")
+        lines = [self._lines[req_id] for req_id in self._req_ids]
+        if self._file is not None and self._path is not None:
+            self._file.finish()
+            self._file.close()
+            self._file = None
+            if self._order != self._req_ids:
+                write_whole(self._path, map(json.dumps, lines))
+        return lines
+
+    def _next_lines(self) -> list[str]:
+        """Those not returned before of which all before them are there."""
+        texts: list[str] = []
+        while self._num_written < len(self._order):
+            line = self._lines.get(self._order[self._num_written])
+            if line is None:
+                break
+            texts.append(json.dumps(line))
+            self._num_written += 1
+        return texts
+
+
+def read_finished(path: Path | None) -> dict[str, JsonObject]:
+    """Return the lines of an unfinished run's output that hold tokens, by id; a line that was cut
+    off is none."""
+    if path is None or is_special(path):
+        return {}
+    part = part_of(path)
+    source = part if part.is_file() else path
+    if not source.is_file():
+        return {}
+    found: dict[str, JsonObject] = {}
+    for text in source.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("token_ids"), list):
+            found[str(line.get("id"))] = line
+    return found
+
+
+def with_adopted(
+    inputs: Sequence[InputRequest], adopted: Sequence[AdoptedRequest]
+) -> list[InputRequest]:
+    """Return the input's requests, then those that run without being in it.
+
+    Raises:
+        ClientConfigError: a request runs under the id of another one of the input.
+    """
+    running = {request.req_id: request for request in adopted}
+    for entry in inputs:
+        if entry.request is not None and entry.id in running:
+            _check_same_prompt(entry.request, running.pop(entry.id))
+    strangers = [
+        InputRequest(name, GenerationRequest(name, request.token_ids[: request.num_prompt_tokens]))
+        for name, request in running.items()
+    ]
+    return [*inputs, *strangers]
+
+
+def _check_same_prompt(request: GenerationRequest, running: AdoptedRequest) -> None:
+    prompt = running.token_ids[: running.num_prompt_tokens].tolist()
+    if request.prompt_token_ids.tolist() != prompt:
+        raise ClientConfigError(
+            "a request of this id is running with another prompt",
+            field="id",
+            value=request.id,
+            fix="give the input that it came from, or run without --adopt, which drops it",
+        )

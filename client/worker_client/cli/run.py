@@ -1,0 +1,212 @@
+"""`worker-client generate` and `worker-client bench`."""
+
+import json
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rpc_schema.plain_text import printable
+from worker_client.adoption import AdoptedRequest
+from worker_client.cli import options as opt
+from worker_client.cli.daemons import Scrape
+from worker_client.cli.output_file import check_output, print_text, write_whole
+from worker_client.cli.report import JsonObject, bench_object, output_line, output_lines
+from worker_client.cli.results import Results, read_finished, with_adopted
+from worker_client.cli.session import (
+    InputRequest,
+    Served,
+    Session,
+    open_session,
+    read_inputs,
+    read_lines,
+)
+from worker_client.errors import ClientConfigError
+from worker_client.tokenizer import Tokenizer, load_tokenizer
+from worker_client.worker_group import Progress, parse_endpoints
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
+Profile = Annotated[
+    str, typer.Option(metavar="NAME", help="Write a trace NAME-ppP-tpT-rankR.json.gz of each rank.")
+]
+Scraped = Annotated[
+    bool, typer.Option("--scrape", help="Ask each daemon for its status 10 times a second.")
+]
+
+_DEFAULT_MAX_TOKENS = 64
+
+
+@opt.takes_run_options
+def generate(
+    run: opt.RunOptions,
+    config: opt.ConfigFile = None,
+    prompt: opt.Prompts = None,
+    input_: opt.Input = None,
+    output: opt.Output = None,
+    max_tokens: opt.MaxTokens = _DEFAULT_MAX_TOKENS,
+    adopt: opt.Adopt = False,
+) -> None:
+    """Generate for prompts or for a file of requests."""
+    if adopt:
+        _check_adoption(run)
+    tokenizer, inputs = _prepare(run, prompt, input_, output, max_tokens, may_be_none=adopt)
+    if not adopt:
+        _end_if_all_are_wrong(inputs, output)
+    with open_session(run, _print_progress(), keep_requests=adopt) as session:
+        finished = read_finished(output) if adopt else {}
+        adopted = _adopted(session, finished) if adopt else []
+        inputs = with_adopted(inputs, adopted)
+        left = [entry for entry in inputs if entry.id not in finished]
+        names = dict.fromkeys([entry.id for entry in inputs] + list(finished))
+        with Results(list(names), tokenizer, finished, output) as collected:
+            served = session.serve(left, adopted, collected.take)
+            results = collected.finish()
+    if output is None:
+        _print_texts(results)
+    _print_errors(inputs, served.errors)
+    if results and len(served.errors) == len(results):
+        raise typer.Exit(1)
+
+
+@opt.takes_run_options
+def bench(
+    run: opt.RunOptions,
+    config: opt.ConfigFile = None,
+    prompt: opt.Prompts = None,
+    input_: opt.Input = None,
+    output: opt.Output = None,
+    max_tokens: opt.MaxTokens = _DEFAULT_MAX_TOKENS,
+    as_json: AsJson = False,
+    profile: Profile = "",
+    scrape: Scraped = False,
+) -> None:
+    """Generate, and measure it."""
+    tokenizer, inputs = _prepare(run, prompt, input_, output, max_tokens)
+    _end_if_all_are_wrong(inputs, output)
+    with open_session(run, _print_progress()) as session:
+        served, result = _measure(session, inputs, profile, scrape)
+    print_text(json.dumps(result, indent=None if as_json else 2) + "\n")
+    if output is not None:
+        write_whole(output, map(json.dumps, output_lines(inputs, served, tokenizer)))
+    _print_errors(inputs, served.errors)
+    if inputs and len(served.errors) == len(inputs):
+        raise typer.Exit(1)
+
+
+def _measure(
+    session: Session, inputs: Sequence[InputRequest], profile: str, scraped: bool
+) -> tuple[Served, JsonObject]:
+    daemons = [client.endpoint.control for client in session.group.clients]
+    with Scrape(daemons if scraped else (), session.options.keys) as scrape:
+        served, traces = (
+            session.serve_profiled(inputs, profile) if profile else (session.serve(inputs), [])
+        )
+    result = bench_object(served, session.group.get_status())
+    result["statuses_scraped"] = scrape.num_statuses
+    if profile:
+        result["traces"] = traces
+    return served, result
+
+
+def _prepare(
+    run: opt.RunOptions,
+    prompts: Sequence[str] | None,
+    path: Path | None,
+    output: Path | None,
+    max_tokens: int,
+    *,
+    may_be_none: bool = False,
+) -> tuple[Tokenizer | None, list[InputRequest]]:
+    """Check before anything is loaded what can be checked before."""
+    lines = _input_lines(prompts or [], path, max_tokens, may_be_none=may_be_none)
+    if run.endpoints:
+        parse_endpoints(run.endpoints, run.config.parallel, run.keys)
+    if output is not None:
+        check_output(output)
+    tokenizer = load_tokenizer(run.model)
+    return tokenizer, read_inputs(lines, tokenizer, run.seed)
+
+
+def _end_if_all_are_wrong(inputs: Sequence[InputRequest], output: Path | None) -> None:
+    """Nothing is loaded for an input of which no line can be served."""
+    if not inputs or any(entry.request is not None for entry in inputs):
+        return
+    errors = {entry.id: entry.error for entry in inputs}
+    if output is not None:
+        lines = [output_line(name, error, None) for name, error in errors.items()]
+        write_whole(output, map(json.dumps, lines))
+    _print_errors(inputs, errors)
+    raise typer.Exit(1)
+
+
+def _check_adoption(run: opt.RunOptions) -> None:
+    if not run.endpoints or run.reload:
+        raise ClientConfigError(
+            "only running daemons have requests to adopt, and loading anew drops them",
+            field="adopt",
+            value=True,
+            fix="give --endpoints, and no --reload",
+        )
+
+
+def _adopted(session: Session, finished: Collection[str]) -> list[AdoptedRequest]:
+    """The requests that run; not those whose results are there."""
+    adopted = session.group.adopt_requests()
+    sys.stderr.write(f"{len(adopted)} requests are running\n")
+    return [request for request in adopted if request.req_id not in finished]
+
+
+def _input_lines(
+    prompts: Sequence[str], path: Path | None, max_tokens: int, *, may_be_none: bool = False
+) -> Sequence[str | bytes]:
+    if may_be_none and not prompts and path is None:
+        return []
+    if bool(prompts) == (path is not None):
+        raise ClientConfigError(
+            "there is nothing to generate for, or two sources of it",
+            field="input",
+            value=None if path is None else str(path),
+            fix="give either --prompt or --input",
+        )
+    if path is None:
+        return [json.dumps({"prompt": text, "max_tokens": max_tokens}) for text in prompts]
+    if not path.exists() or path.is_dir():
+        raise ClientConfigError(
+            "no such file", field="input", value=str(path), fix="name a JSONL file"
+        )
+    return read_lines(path)
+
+
+def _print_texts(results: Sequence[JsonObject]) -> None:
+    is_terminal = sys.stdout.isatty()
+    for result in results:
+        if "error" not in result:
+            text = str(result.get("text", result["token_ids"]))
+            shown = _for_terminal(text) if is_terminal else text
+            print_text(f"{printable(str(result['id']))}: {shown}\n")
+
+
+def _for_terminal(text: str) -> str:
+    return "".join(c if c in "\n\t" else printable(c) for c in text)
+
+
+def _print_errors(inputs: Sequence[InputRequest], errors: Mapping[str, str]) -> None:
+    names = {entry.id: entry.shown_as for entry in inputs}
+    for req_id, error in errors.items():
+        sys.stderr.write(f"{printable(names.get(req_id, req_id))}: {printable(error)}\n")
+
+
+def _print_progress() -> Callable[[Progress], None]:
+    """Return what prints each phase of each rank once, to standard error, between-times left out.
+    Not the operation: a heartbeat may be older than the one that is under way."""
+    seen: set[tuple[int, str]] = set()
+
+    def show(progress: Progress) -> None:
+        key = (progress.rank, progress.phase)
+        if progress.phase != "IDLE" and key not in seen:
+            seen.add(key)
+            sys.stderr.write(f"rank {progress.rank}: {progress.phase}\n")
+
+    return show

@@ -1,0 +1,298 @@
+"""One run of generate or bench: daemons found or started, model loaded, requests served, all put
+back as it was. Prints nothing."""
+
+import contextlib
+import itertools
+import os
+import platform
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from rpc_schema.errors import WireError
+from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
+from worker_client.adoption import AdoptedRequest
+from worker_client.cli.options import Device, RunOptions
+from worker_client.driver import Driver, Recover, give_up
+from worker_client.errors import (
+    ClientConfigError,
+    ClientError,
+    IllegalStateError,
+    RequestError,
+    WorkerDied,
+)
+from worker_client.launcher import LocalDaemons
+from worker_client.loading import LoadedModel
+from worker_client.requests import GenerationRequest, RequestParser
+from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
+from worker_client.tokenizer import Tokenizer
+from worker_client.worker_group import Progress, WorkerGroup
+
+
+@dataclass(frozen=True, slots=True)
+class InputRequest:
+    """One request of the input, in its place: parsed, or what is wrong with it."""
+
+    id: str
+    request: GenerationRequest | None
+    error: str = ""
+    line: int | None = None
+    """Counted from 1; None: it is not of the input."""
+
+    @property
+    def shown_as(self) -> str:
+        """Its name in messages."""
+        if self.line is None or self.request is None:
+            return self.id
+        return f"line {self.line}, request {self.id}"
+
+
+OnOutcome: TypeAlias = Callable[[str, RequestOutput | str], None]
+"""(request id, its output or what is wrong with it)"""
+
+
+def _ignore(req_id: str, outcome: RequestOutput | str) -> None:
+    return None
+
+
+@dataclass(slots=True)
+class Served:
+    """What came of a run."""
+
+    outputs: dict[str, RequestOutput]
+    errors: dict[str, str]
+    seconds: float
+    driver: Driver
+    startup_s: dict[str, float] = field(default_factory=dict)
+    """From the process's start to the first token, by phase; `total` is the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A loaded group, ready to serve."""
+
+    group: WorkerGroup
+    model: LoadedModel
+    options: RunOptions
+    startup_s: dict[str, float]
+    """From the process's start until all was ready, by phase."""
+    process_started: float
+    """Of time.monotonic()."""
+    ready: float
+    """Of time.monotonic()."""
+    recover: Recover = give_up
+    """What to do about a daemon that has died."""
+
+    def serve(
+        self,
+        inputs: Sequence[InputRequest],
+        adopted: Sequence[AdoptedRequest] = (),
+        on_outcome: OnOutcome = _ignore,
+    ) -> Served:
+        """Generate for all requests that can be served, those that are adopted included.
+        on_outcome hears of each as it ends."""
+        scheduler = Scheduler(scheduler_limits(self.model, self.options.config))
+        driver = Driver(self.group, scheduler, max_history=None, recover=self.recover)
+        start = time.monotonic()
+        outputs = {output.req_id: output for output in scheduler.adopt_requests(adopted)}
+        for output in outputs.values():
+            on_outcome(output.req_id, output)
+        errors = _add_all(driver, inputs, {request.req_id for request in adopted})
+        for req_id, error in errors.items():
+            on_outcome(req_id, error)
+        for output in driver.run():
+            outputs[output.req_id] = output
+            on_outcome(output.req_id, output)
+        seconds = time.monotonic() - start
+        errors |= {output.req_id: output.error for output in outputs.values() if output.error}
+        return Served(outputs, errors, seconds, driver, self._startup_s(driver))
+
+    def serve_profiled(self, inputs: Sequence[InputRequest], name: str) -> tuple[Served, list[str]]:
+        """Generate with a profile of every rank, from before the first step to after the last;
+        return the traces' files too, in rank order, each with its path on its daemon's host."""
+        try:
+            self.group.profile("start", name)
+            served = self.serve(inputs)
+        except BaseException as error:  # an interruption too: the daemons would go on recording
+            if not isinstance(error, IllegalStateError):  # somebody else's profile runs
+                with contextlib.suppress(ClientError, WireError):
+                    self.group.profile("stop")
+            raise
+        return served, [reply.file for reply in self.group.profile("stop")]
+
+    def _startup_s(self, driver: Driver) -> dict[str, float]:
+        first = min((timing.first_token for timing in driver.timings.values()), default=self.ready)
+        return {
+            **self.startup_s,
+            "first_token": first - self.ready,
+            "total": first - self.process_started,
+        }
+
+
+def _add_all(
+    driver: Driver, inputs: Sequence[InputRequest], running: Collection[str]
+) -> dict[str, str]:
+    """Queue the requests that do not run already; return what is wrong with the others."""
+    errors = {}
+    for entry in inputs:
+        if entry.id in running:
+            continue
+        if entry.request is None:
+            errors[entry.id] = entry.error
+            continue
+        try:
+            driver.add_request(entry.request)
+        except RequestError as error:
+            errors[entry.id] = error.reason
+    return errors
+
+
+@contextlib.contextmanager
+def open_session(
+    options: RunOptions,
+    on_progress: Callable[[Progress], None] | None = None,
+    *,
+    keep_requests: bool = False,
+) -> Iterator[Session]:
+    """Attach to the given daemons, or start local ones, and load the model. keep_requests: of the
+    driver before, for WorkerGroup.adopt_requests.
+
+    At the end daemons that were given are left running and loaded, and local ones are stopped. The
+    WorkerDied of a local one ends with the end of its log, which goes with it.
+    """
+    with contextlib.ExitStack() as stack:
+        began = time.monotonic()
+        process_started = began - _process_age_s()
+        startup_s = {"client": began - process_started}
+        endpoints = options.endpoints
+        daemons: LocalDaemons | None = None
+        if not endpoints:
+            daemons = stack.enter_context(_start_local(options))
+            stack.enter_context(_logs_of_the_dead(daemons))
+            endpoints = tuple(daemons.endpoints)
+            startup_s |= daemons.seconds
+        launched = time.monotonic()
+        group = stack.enter_context(WorkerGroup(endpoints, options.config.parallel, options.keys))
+        group.attach(force=options.force, keep_requests=keep_requests, wait_s=options.wait_s)
+        startup_s["attach"] = time.monotonic() - launched
+        model = group.prepare(
+            options.config,
+            num_gpu_blocks=options.num_gpu_blocks,
+            fit_max_model_len=options.fit_max_model_len,
+            reload=options.reload,
+            on_progress=on_progress,
+        )
+        startup_s |= model.seconds
+        ready = time.monotonic()
+        recover = _recovery(options, group, daemons)
+        yield Session(group, model, options, startup_s, process_started, ready, recover)
+        if options.endpoints:
+            group.detach()
+
+
+def _recovery(options: RunOptions, group: WorkerGroup, daemons: LocalDaemons | None) -> Recover:
+    """What to do about a dead daemon: wait for whoever starts it again, or do that ourselves."""
+    within_s = options.replace_within_s
+    if daemons is None:
+        return give_up if not within_s else lambda died: group.replace(died.rank, None, within_s)
+    if not options.restart:
+        return give_up
+    local = daemons
+
+    def restart(died: WorkerDied) -> None:
+        local.restart_dead()
+        group.replace(died.rank, None, within_s)
+
+    return restart
+
+
+def _process_age_s() -> float:
+    """Seconds since this process began, from Linux's process table (proc_pid_stat(5), field 22)."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
+
+
+def _start_local(options: RunOptions) -> LocalDaemons:
+    world_size = options.config.parallel.world_size
+    cuda = options.device is Device.CUDA
+    devices = [f"cuda:{index}" if cuda else "cpu" for index in range(world_size)]
+    return LocalDaemons(devices, options.model.parent)
+
+
+@contextlib.contextmanager
+def _logs_of_the_dead(daemons: LocalDaemons) -> Iterator[None]:
+    try:
+        yield
+    except WorkerDied as error:
+        detail = f"{error.detail}; its log ends with\n{daemons.log_tail(error.rank)}".rstrip()
+        raise WorkerDied(error.rank, error.endpoint, detail) from error
+
+
+def read_inputs(
+    lines: Sequence[str | bytes], tokenizer: Tokenizer | None, seed: int | None
+) -> list[InputRequest]:
+    """Parse input lines; blank ones are skipped. A wrong one, or one with an id that was there
+    before, becomes an error under the name "line N"."""
+    parser = RequestParser(None if tokenizer is None else tokenizer.encode, seed)
+    parsed: list[tuple[int, GenerationRequest | RequestError]] = []
+    ids: set[str] = set()
+    for index, line in enumerate(lines):
+        if line.strip():
+            outcome = _parse(parser, line, index, ids)
+            parsed.append((index, outcome))
+            if not isinstance(outcome, RequestError):
+                ids.add(outcome.id)
+    return [
+        InputRequest(_line_name(index, ids), None, outcome.reason, index + 1)
+        if isinstance(outcome, RequestError)
+        else InputRequest(outcome.id, outcome, line=index + 1)
+        for index, outcome in parsed
+    ]
+
+
+def _parse(
+    parser: RequestParser, line: str | bytes, index: int, ids: Collection[str]
+) -> GenerationRequest | RequestError:
+    try:
+        request = parser.parse(line, index)
+        if request.id in ids:
+            raise RequestError(
+                "the id occurs twice", field="id", value=request.id, fix="use each id once"
+            )
+    except RequestError as error:
+        return error
+    return request
+
+
+def _line_name(index: int, ids: Collection[str]) -> str:
+    """Return "line N", or with more words where a request has that for its id."""
+    name = f"line {index + 1}"
+    more = (f"{name} of the input ({number})" for number in itertools.count(2))
+    return next(
+        text for text in itertools.chain([name, f"{name} of the input"], more) if text not in ids
+    )
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """Return the lines of an input file. Raises ClientConfigError where it cannot be read."""
+    try:
+        return path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ClientConfigError(
+            f"it cannot be read: {error.strerror}",
+            field="input",
+            value=str(path),
+            fix="name a JSONL file that you may read",
+        ) from error
+
+
+def versions() -> dict[str, str]:
+    """Return what this driver runs on."""
+    return {
+        "worker-daemon": SOFTWARE_VERSION,
+        "protocol": str(PROTOCOL_VERSION),
+        "python": platform.python_version(),
+    }

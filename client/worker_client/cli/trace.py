@@ -1,0 +1,78 @@
+"""`worker-client trace`: one trace of all ranks and the driver of a running group."""
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from worker_client.cli.control import Endpoints, named_daemons
+from worker_client.cli.daemons import connect
+from worker_client.cli.options import KeyFile, KnownDaemons, Wait
+from worker_client.cli.output_file import (
+    check_writable,
+    is_special,
+    open_special,
+    output_error,
+    print_text,
+)
+from worker_client.keys import read_keys
+from worker_client.observer import Recorded, record
+from worker_client.trace_merge import Summary, merge_traces
+
+Seconds = Annotated[float, typer.Option(help="How long the steps are recorded.")]
+Out = Annotated[Path, typer.Option(help="Where the trace goes; a file there is replaced.")]
+
+
+def trace(
+    endpoints: Endpoints,
+    seconds: Seconds = 5.0,
+    out: Out = Path("trace.json.gz"),
+    key_file: KeyFile = "",
+    known_daemons: KnownDaemons = None,
+    wait: Wait = 0.0,
+) -> None:
+    """Trace a running group, whoever drives it, for Perfetto (ui.perfetto.dev). Needs the role
+    admin, where there are keys."""
+    keys = read_keys(key_file, known_daemons)
+    check_writable(out, "out")
+    with connect(named_daemons(endpoints), keys, wait) as clients:
+        recorded = record(clients, seconds)
+    summary = _write(recorded, out)
+    print_text("".join(f"{line}\n" for line in [*_lines(summary), f"wrote {out}"]))
+
+
+def _write(recorded: Recorded, out: Path) -> Summary:
+    """The whole file or none; what is no file is written to as it is."""
+    try:
+        if is_special(out):
+            with os.fdopen(open_special(out), "wb") as file:
+                return merge_traces(recorded.ranks, recorded.driver, recorded.begin_ns, file)
+        number, name = tempfile.mkstemp(prefix=f".{out.name}.", dir=out.parent)
+        try:
+            with os.fdopen(number, "wb") as file:
+                summary = merge_traces(recorded.ranks, recorded.driver, recorded.begin_ns, file)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).replace(out)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                Path(name).unlink()
+            raise
+    except OSError as error:
+        raise output_error(out, error, "out") from error
+    return summary
+
+
+def _lines(summary: Summary) -> list[str]:
+    lines = [
+        f"rank {entry.rank}: {entry.num_steps} steps, {entry.num_events} events, "
+        f"times within {entry.clock_bound_ns / 1000:.0f} us"
+        for entry in summary.ranks
+    ]
+    if summary.driver_clock_bound_ns is None:
+        return [*lines, "driver: it did not answer (it answers while it waits for steps)"]
+    bound_us = summary.driver_clock_bound_ns / 1000
+    return [*lines, f"driver: {summary.num_driver_steps} steps, times within {bound_us:.0f} us"]

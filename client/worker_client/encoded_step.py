@@ -1,0 +1,170 @@
+"""A step as sent: its plan and its frames, and its reply turned back into request ids. Knows no
+scheduling and no rows."""
+
+from array import array
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rpc_schema.codec import Frame
+from rpc_schema.errors import BadFrameError
+from rpc_schema.step import ModelRunnerOutput
+from worker_client.scheduler_output import Logprobs, SchedulerOutput, StepResult
+
+Int32s = NDArray[np.int32]
+_INT32 = np.dtype("<i4")
+
+
+class DecodePlan:
+    """A set of requests that all decode one token a step, with everything that stays the same from
+    step to step."""
+
+    __slots__ = (
+        "bitmap",
+        "bits",
+        "num_pending",
+        "req_ids",
+        "slots",
+        "slots_bytes",
+        "sorted_req_ids",
+    )
+
+    def __init__(self, req_ids: tuple[str, ...], slots: Int32s, capacity: int) -> None:
+        order = np.argsort(slots)
+        self.req_ids = req_ids
+        self.slots: Int32s = slots[order]
+        self.slots_bytes = self.slots.astype("<u2").tobytes()
+        self.sorted_req_ids = tuple(req_ids[i] for i in order.tolist())
+        self.bits = np.zeros(capacity, np.bool_)
+        self.bits[slots] = True
+        self.bitmap = pack_bits(self.bits)
+        self.num_pending = 0
+        """Steps whose effect on the rows' counts is not in the arrays yet."""
+
+
+class EncodedStep:
+    """A step as sent: its frames, and what is needed to read its reply or to undo it."""
+
+    __slots__ = (
+        "extra_req_ids",
+        "extra_slots",
+        "frames",
+        "num_logprobs",
+        "output",
+        "plan",
+        "resync",
+        "seq",
+    )
+
+    def __init__(
+        self,
+        seq: int,
+        output: SchedulerOutput,
+        frames: list[Frame],
+        plan: DecodePlan | None,
+        extra_slots: Sequence[int],
+        extra_req_ids: Sequence[str],
+        num_logprobs: Mapping[str, int],
+        *,
+        resync: bool = False,
+    ) -> None:
+        self.seq = seq
+        self.output = output
+        self.frames = frames
+        self.plan = plan
+        self.extra_slots = extra_slots
+        """Slots outside the plan that sample in this step."""
+        self.extra_req_ids = extra_req_ids
+        self.num_logprobs = num_logprobs
+        """Of the requests that asked for any, as of this step."""
+        self.resync = resync
+        """Sent in full: if this one fails, the rows it names cannot be trusted either."""
+
+    def sampled_bitmap(self) -> tuple[bytes, Sequence[str]]:
+        """Return the slots that sample as a bitmap, and their request ids, slots ascending."""
+        plan = self.plan
+        if plan is not None and not self.extra_slots:
+            return plan.bitmap, plan.sorted_req_ids
+        slots, req_ids = self.sampled()
+        return _bitmap(slots), req_ids
+
+    def sampled(self) -> tuple[bytes, Sequence[str]]:
+        """Return the slots that sample, ascending, as little-endian uint16, and their request
+        ids."""
+        plan = self.plan
+        if plan is not None and not self.extra_slots:
+            return plan.slots_bytes, plan.sorted_req_ids
+        pairs = list(zip(self.extra_slots, self.extra_req_ids, strict=True))
+        if plan is not None:
+            pairs += zip(plan.slots.tolist(), plan.sorted_req_ids, strict=True)
+        pairs.sort()
+        return array("H", [slot for slot, _ in pairs]).tobytes(), [req_id for _, req_id in pairs]
+
+
+def decode_reply(
+    step: EncodedStep, reply: ModelRunnerOutput, arrays: Sequence[Frame]
+) -> StepResult:
+    """Turn a reply to `step` into request ids. Requests that finished before the deferred
+    sampling of their step may be missing.
+
+    Raises:
+        BadFrameError: the reply does not fit the step.
+    """
+    slots, req_ids = step.sampled_bitmap()
+    if step.output.defer_sampling and reply.slots != slots:
+        slots, req_ids = _those_left(*step.sampled(), reply.slots)
+    if reply.slots != slots or len(reply.sampled_token_ids) != 4 * len(req_ids):
+        raise BadFrameError(
+            f"step {step.seq} was to sample {len(req_ids)} slots; the reply's columns differ"
+        )
+    token_ids: list[int] = np.frombuffer(reply.sampled_token_ids, _INT32).tolist()
+    if reply.num_logprobs < 0:
+        return StepResult(req_ids, token_ids)
+    logprobs = _logprobs(req_ids, step.num_logprobs, reply.num_logprobs, arrays)
+    return StepResult(req_ids, token_ids, logprobs)
+
+
+def _those_left(slots: bytes, req_ids: Sequence[str], named: bytes) -> tuple[bytes, Sequence[str]]:
+    """Those of a step's slots that the bitmap names, as a bitmap too, and their requests."""
+    pairs = zip(np.frombuffer(slots, "<u2").tolist(), req_ids, strict=True)
+    left = [
+        (slot, req_id)
+        for slot, req_id in pairs
+        if slot // 8 < len(named) and named[slot // 8] >> slot % 8 & 1
+    ]
+    return _bitmap(array("H", [slot for slot, _ in left]).tobytes()), [r for _, r in left]
+
+
+def _bitmap(slots: bytes) -> bytes:
+    """Slots, as little-endian uint16, to a bitmap without zero bytes at its end."""
+    numbers = np.frombuffer(slots, "<u2")
+    if not numbers.size:
+        return b""
+    bits = np.zeros(int(numbers.max()) + 1, np.bool_)
+    bits[numbers] = True
+    return pack_bits(bits)
+
+
+def pack_bits(bits: NDArray[np.bool_]) -> bytes:
+    """Slots to a bitmap without its trailing zero bytes."""
+    return np.packbits(bits, bitorder="little").tobytes().rstrip(b"\0")
+
+
+def _logprobs(
+    req_ids: Sequence[str], asked: Mapping[str, int], width: int, arrays: Sequence[Frame]
+) -> dict[str, Logprobs]:
+    """Split the reply's logprob frames over the requests that asked for them, each as wide as it
+    asked."""
+    rows = len(req_ids)
+    if [len(frame) for frame in arrays] != [4 * rows * (width + 1)] * 2 + [4 * rows]:
+        raise BadFrameError(f"the logprobs of {rows} rows, {width} wide, have other frames")
+    token_ids = np.frombuffer(arrays[0], "<i4").reshape(rows, width + 1)
+    logprobs = np.frombuffer(arrays[1], "<f4").reshape(rows, width + 1)
+    ranks = np.frombuffer(arrays[2], "<i4").tolist()
+    result = {}
+    for row, req_id in enumerate(req_ids):
+        if req_id in asked:
+            end = asked[req_id] + 1
+            result[req_id] = Logprobs(token_ids[row, :end], logprobs[row, :end], ranks[row])
+    return result

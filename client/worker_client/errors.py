@@ -1,0 +1,499 @@
+"""Every error that the driver library raises on purpose, as one tree, and the total mapping from
+the wire's codes to it.
+
+ClientError
+ +- ClientConfigError         a setting of the driver's is wrong: names field, value and fix
+ |   +- EndpointError             an endpoint that this version cannot use
+ |   |   `- UntrustedEndpointError    another user's process may listen there
+ |   +- ConfigMismatchError       the daemons hold another configuration: names the differing fields
+ |   +- KVPlanError               the KV cache cannot hold what was asked for
+ |   |- RequestError              one request or input line: names line, field, value and fix
+ |   `- OutputError               what a command was to write is not on disk, or not all of it
+ +- InvalidSchedulerOutput    a scheduler broke a rule: names request, field, value and fix
+ +- TooManyStepsInFlight      more steps were sent than the group has credits for
+ +- DeadlineExceeded          an answer did not come in time
+ +- AuthenticationError       a daemon refused our key, or has another key than it should
+ +- OutOfDescriptors          this process has no file descriptor left for a socket
+ +- OutOfThreads              this process can start no thread
+ +- LeaseNotRenewed           the thread that renews the lease has failed
+ +- WorkerDied                a daemon is dead, or has been given up
+ |   `- NothingListens            no daemon is at an endpoint: it was not started, or has ended
+ +- ReplacementFailed         no daemon took a lost rank's place
+ +- LinkGivenUp               the ranks cannot reach each other, again and again
+ +- LaunchError               a local daemon did not become ready
+ +- Unkillable                a local daemon's process does not end by SIGKILL
+ +- TraceError                a trace cannot be read, or is no trace
+ +- SchedulerStalled          a scheduler has requests, but nothing to send, and nothing is to come
+ +- WeightsNotWhole           a weight update is open or has failed: no step can be sent
+ +- AdoptionMismatch          ranks disagree about a request that was to be adopted
+ +- StepFailed                a step failed on a rank; carries the traceback and what was lost
+ `- RemoteError               a daemon refused or failed a request: one class for each ErrorCode
+     +- RemoteProtocolError       PROTOCOL
+     |   +- RemoteBadFrameError       BAD_FRAME
+     |   +- RemoteTooLargeError       TOO_LARGE
+     |   +- IncompatibleError         INCOMPATIBLE
+     |   +- FencedError               FENCED
+     |   +- NotAttachedError          NOT_ATTACHED
+     |   +- LeaseHeldError            LEASE_HELD
+     |   +- LeaseExpiredError         LEASE_EXPIRED
+     |   +- DrainingError             DRAINING
+     |   +- ForbiddenError            FORBIDDEN
+     |   +- StaleError                STALE
+     |   `- GapError                  GAP
+     +- IllegalStateError         ILLEGAL_STATE
+     +- RemoteConfigError         CONFIG
+     |   `- RemoteCheckpointError     CHECKPOINT
+     +- InvalidStepError          INVALID_STEP
+     +- RemoteCapacityError       CAPACITY
+     |   `- RemoteOutOfMemoryError    OUT_OF_MEMORY
+     +- CommError                 COMM
+     |   `- UpstreamFailedError       UPSTREAM_FAILED
+     +- WeightTransferError       TRANSFER
+     +- PrecededByError           PRECEDED_BY
+     +- RemoteDeviceError         DEVICE
+     `- RemoteInternalError       INTERNAL
+"""
+
+import reprlib
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope
+
+MAX_VALUE_LENGTH = 200
+"""Characters of a request's wrong value that its error shows."""
+
+
+class ClientError(Exception):
+    """Base of the tree."""
+
+
+class ClientConfigError(ClientError):
+    """A setting is wrong. `field`, `value` and `fix` are attributes and end the message."""
+
+    def __init__(self, message: str, *, field: str, value: object, fix: str) -> None:
+        super().__init__(f"{message}; field {field} = {value!r}; fix: {fix}")
+        self.message = message
+        self.field = field
+        self.value = value
+        self.fix = fix
+
+
+class EndpointError(ClientConfigError):
+    """An endpoint that this version cannot use."""
+
+
+class UntrustedEndpointError(EndpointError):
+    """Another user's process may listen at an ipc endpoint, and the daemon there has no key to
+    prove. Nothing was sent."""
+
+    def __init__(self, address: str, why: str) -> None:
+        super().__init__(
+            f"another user's process may listen there: {why}",
+            field="endpoint",
+            value=address,
+            fix="use a directory of your own, as $XDG_RUNTIME_DIR/wd, run as the daemon's user, or "
+            "give --key-file and --known-daemons",
+        )
+
+
+class ConfigMismatchError(ClientConfigError):
+    """The daemons are loaded with another configuration. `differences` names each field that
+    differs."""
+
+    def __init__(self, differences: list[str]) -> None:
+        super().__init__(
+            "the daemons hold another configuration (asked for != loaded)",
+            field="config",
+            value=differences,
+            fix="ask for what is loaded, or load anew with reload=True (--reload)",
+        )
+        self.differences = tuple(differences)
+
+
+class KVPlanError(ClientConfigError):
+    """The KV cache cannot hold what was asked for."""
+
+
+class RequestError(ClientConfigError):
+    """One request is wrong. `line` is the input line it came from, counted from 1, if any."""
+
+    def __init__(
+        self, message: str, *, field: str, value: object, fix: str, line: int | None = None
+    ) -> None:
+        super().__init__(message, field=field, value=value, fix=fix)
+        where = "" if line is None else f"line {line}: "
+        self.reason = f"{message}; field {field} = {_shortened(value)}; fix: {fix}"
+        """The message without the line."""
+        self.args = (where + self.reason,)
+        self.line = line
+
+    def at_line(self, line: int) -> "RequestError":
+        """Return the same error with the line that it is about."""
+        return RequestError(
+            self.message, field=self.field, value=self.value, fix=self.fix, line=line
+        )
+
+
+class OutputError(ClientConfigError):
+    """Output could not be written, or not all of it: the disk is full, or the path names no file
+    that can be made."""
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[: MAX_VALUE_LENGTH - 3]}..."
+
+
+class TraceError(ClientError):
+    """A trace cannot be read, or is no trace."""
+
+
+class InvalidSchedulerOutput(ClientError):
+    """A scheduler's output breaks a rule of `scheduler_output.py`; nothing was sent, and no
+    row has changed. `req_id`, `field`, `value` and `fix` are attributes and in the message; req_id
+    is None where the step as a whole is at fault."""
+
+    def __init__(
+        self, message: str, *, field: str, value: object, fix: str, req_id: object = None
+    ) -> None:
+        who = "" if req_id is None else f"request {reprlib.repr(req_id)}: "
+        super().__init__(f"{who}{message}; field {field} = {reprlib.repr(value)}; fix: {fix}")
+        self.req_id = req_id
+        self.field = field
+        self.value = value
+        self.fix = fix
+
+
+class SchedulerStalled(ClientError):
+    """A scheduler with unfinished requests gave no step while none was in flight: no result will
+    ever come to change its mind."""
+
+
+class TooManyStepsInFlight(ClientError):
+    """execute_model was called with every credit (pipeline size + 1) in use: take a result
+    first."""
+
+
+class DeadlineExceeded(ClientError):
+    """`what` did not happen within `timeout_s` seconds."""
+
+    def __init__(self, what: str, timeout_s: float) -> None:
+        super().__init__(f"{what}: no answer within {timeout_s:.3g} s")
+        self.what = what
+        self.timeout_s = timeout_s
+
+
+class OutOfDescriptors(ClientError):
+    """This process has no file descriptor left for a socket; nothing was sent."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no file descriptor is left for a socket; fix: close some, or raise the limit of open "
+            "files (ulimit -n)"
+        )
+
+
+class OutOfThreads(ClientError):
+    """This process can start no thread; nothing was sent."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no thread can be started; fix: end some, free memory, or raise the limit of tasks "
+            "(TasksMax= of the unit, pids.max of the cgroup, ulimit -u)"
+        )
+
+
+class LeaseNotRenewed(ClientError):
+    """The thread that renews the lease has failed: the lease expires. `__cause__` says why."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(f"the lease is not renewed any more: {cause!r}; fix: attach again")
+
+
+class WorkerDied(ClientError):
+    """A daemon is lost: it exited, was killed, or has not answered for too long; `detail` says by
+    which signal that is known. The group is unusable until replace() has put another in its
+    place."""
+
+    def __init__(self, rank: int, endpoint: str, detail: str = "the connection ended") -> None:
+        super().__init__(f"rank {rank} at {endpoint}: {detail}")
+        self.rank = rank
+        self.endpoint = endpoint
+        self.detail = detail
+
+
+class NothingListens(WorkerDied):
+    """No daemon is at an endpoint: its socket is missing, refuses or may not be connected to, or
+    its host does not resolve. `why` says which."""
+
+    def __init__(self, rank: int, endpoint: str, why: str, fix: str = "") -> None:
+        """fix: other than to start the daemon."""
+        fix = fix or f"start it (worker-daemon serve --endpoint {endpoint})"
+        super().__init__(
+            rank,
+            endpoint,
+            f"nothing listens there: {why} (signal: transport); fix: {fix}, or wait for it "
+            "(--wait SECONDS, attach(wait_s=SECONDS))",
+        )
+        self.why = why
+
+
+class LinkGivenUp(ClientError):
+    """Link after link failed without a step between them that ended well, though all daemons live:
+    `ranks` are those that said so, each of an edge to a neighbour. Nothing more is sent; attach()
+    begins anew."""
+
+    def __init__(self, ranks: tuple[int, ...], num_failures: int, last: str) -> None:
+        who = ", ".join(map(str, ranks)) or "none"
+        super().__init__(
+            f"the link has failed {num_failures} times in a row (told by ranks: {who}); the last "
+            f"time: {last}; fix: see to the network between the ranks, then attach again"
+        )
+        self.ranks = ranks
+        self.num_failures = num_failures
+
+
+class ReplacementFailed(ClientError):
+    """No daemon took the place of a lost rank. `rank` is the one that was waited for last."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class AuthenticationError(ClientError):
+    """A connection was refused while its ends made each other's acquaintance. Nothing is tried
+    again: the next attempt would end alike."""
+
+    def __init__(self, rank: int, address: str, why: str) -> None:
+        super().__init__(f"rank {rank} at {address}: {why}")
+        self.rank = rank
+        self.address = address
+        self.why = why
+
+
+class WeightsNotWhole(ClientError):
+    """A weight update is open or has failed on some rank: finish a complete update, or call
+    reload_weights()."""
+
+
+class AdoptionMismatch(ClientError):
+    """Two ranks say different things of a request that an earlier driver has left: none can be
+    adopted."""
+
+    def __init__(self, req_id: str, slot: int, field: str, ranks: tuple[int, int]) -> None:
+        super().__init__(
+            f"ranks {ranks[0]} and {ranks[1]} disagree about {field} of request {req_id!r} in slot "
+            f"{slot}; fix: attach without keep_requests, and submit the requests again"
+        )
+        self.req_id = req_id
+        self.slot = slot
+        self.field = field
+        self.ranks = ranks
+
+
+class Unkillable(ClientError):
+    """UNKILLABLE: processes of daemons have not ended long after SIGKILL. `devices` says by process
+    id what they hold."""
+
+    def __init__(self, devices: Mapping[int, str], seconds: float) -> None:
+        who = ", ".join(f"process {pid} on {device}" for pid, device in sorted(devices.items()))
+        super().__init__(
+            f"UNKILLABLE: {who}: it has not ended {seconds:g} s after SIGKILL, so it waits in the "
+            "kernel; fix: do not use the device before it, or the node, has been reset"
+        )
+        self.devices = MappingProxyType(dict(devices))
+
+
+class LaunchError(ClientError):
+    """A local daemon did not become ready. `exit_code` is None while it still runs; `log_tail` ends
+    its log."""
+
+    def __init__(self, message: str, *, exit_code: int | None, log_tail: str) -> None:
+        super().__init__(f"{message}\n{log_tail}".rstrip())
+        self.exit_code = exit_code
+        self.log_tail = log_tail
+
+
+class StepFailed(ClientError):
+    """A step failed, and with it every step sent after it.
+
+    `lost_req_ids` are the requests that took part in any of them: their rows are gone, so they must
+    be admitted again from their known tokens. `__cause__` is the typed error of the rank (or of the
+    transport).
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        code: ErrorCode,
+        message: str,
+        remote_traceback: str = "",
+        lost_req_ids: frozenset[str] = frozenset(),
+    ) -> None:
+        text = f"rank {rank} failed the step: {code}: {message}"
+        super().__init__(f"{text}\n{remote_traceback}".rstrip())
+        self.rank = rank
+        self.code = code
+        self.message = message
+        self.remote_traceback = remote_traceback
+        self.lost_req_ids = lost_req_ids
+
+
+class RemoteError(ClientError):
+    """A daemon answered with an error. `remote_traceback` is text for people."""
+
+    def __init__(self, reply: ErrorReply | ControlErrorReply, *, rank: int, endpoint: str) -> None:
+        text = f"rank {rank} at {endpoint}: {reply.code}: {reply.message}"
+        super().__init__(f"{text}\n{reply.traceback}".rstrip())
+        self.rank = rank
+        self.endpoint = endpoint
+        self.code: ErrorCode = reply.code
+        self.scope: ErrorScope = reply.scope
+        self.message = reply.message
+        self.remote_traceback = reply.traceback
+
+
+class RemoteProtocolError(RemoteError):
+    """The daemon says that this driver broke a rule of the wire."""
+
+
+class RemoteBadFrameError(RemoteProtocolError):
+    """The daemon could not decode a message."""
+
+
+class RemoteTooLargeError(RemoteProtocolError):
+    """The daemon refused a message for its size."""
+
+
+class IncompatibleError(RemoteProtocolError):
+    """Protocol versions differ; the message names both."""
+
+
+class FencedError(RemoteProtocolError):
+    """Another driver has attached since, or the link is an old one."""
+
+
+class NotAttachedError(RemoteProtocolError):
+    """The daemon never granted this epoch."""
+
+
+class LeaseHeldError(RemoteProtocolError):
+    """Another driver holds the lease of a daemon. `holder` is the driver_digest of its id,
+    `holder_name` its HOST:PID, `remaining_s` how long the lease lasts unless it is renewed."""
+
+    def __init__(self, reply: ErrorReply | ControlErrorReply, *, rank: int, endpoint: str) -> None:
+        super().__init__(reply, rank=rank, endpoint=endpoint)
+        lease = reply.lease if isinstance(reply, ControlErrorReply) else None
+        self.holder = b"" if lease is None else lease.holder
+        self.holder_name = "" if lease is None else lease.holder_name
+        self.remaining_s = 0.0 if lease is None else lease.remaining_ms / 1000
+
+
+class LeaseExpiredError(RemoteProtocolError):
+    """This driver did not renew its lease in time: attach again."""
+
+
+class DrainingError(RemoteProtocolError):
+    """An operator has told the daemon to take no more steps and no more drivers. What is loaded
+    stays; once the drain is undone a driver can go on."""
+
+
+class ForbiddenError(RemoteProtocolError):
+    """Our key has not the role that the request needs; the message names both."""
+
+
+class StaleError(RemoteProtocolError):
+    """A request older than the replies still kept."""
+
+
+class GapError(RemoteProtocolError):
+    """A request before this one never reached the daemon."""
+
+
+class IllegalStateError(RemoteError):
+    """The operation is not legal in the daemon's state."""
+
+
+class RemoteConfigError(RemoteError):
+    """The daemon refused a setting."""
+
+
+class RemoteCheckpointError(RemoteConfigError):
+    """The model's files are missing, truncated or not what config.json says."""
+
+
+class InvalidStepError(RemoteError):
+    """The step held a value that no kernel may see."""
+
+
+class RemoteCapacityError(RemoteError):
+    """Not enough device memory, KV blocks or rows."""
+
+
+class RemoteOutOfMemoryError(RemoteCapacityError):
+    """An allocation failed; the message says what was asked for and what was free. The next step
+    may succeed."""
+
+
+class CommError(RemoteError):
+    """A peer or a link is lost."""
+
+
+class UpstreamFailedError(CommError):
+    """An earlier pipeline stage failed in this step."""
+
+
+class WeightTransferError(RemoteError):
+    """A trainer did not come, died, or its memory cannot be reached; the daemon serves on as its
+    state says."""
+
+
+class PrecededByError(RemoteError):
+    """A step before this one failed."""
+
+
+class RemoteDeviceError(RemoteError):
+    """The device is unusable: the daemon ends."""
+
+
+class RemoteInternalError(RemoteError):
+    """An invariant of the daemon is broken: it ends."""
+
+
+REMOTE_ERRORS: Mapping[ErrorCode, type[RemoteError]] = MappingProxyType(
+    {
+        ErrorCode.PROTOCOL: RemoteProtocolError,
+        ErrorCode.BAD_FRAME: RemoteBadFrameError,
+        ErrorCode.TOO_LARGE: RemoteTooLargeError,
+        ErrorCode.INCOMPATIBLE: IncompatibleError,
+        ErrorCode.FENCED: FencedError,
+        ErrorCode.NOT_ATTACHED: NotAttachedError,
+        ErrorCode.LEASE_HELD: LeaseHeldError,
+        ErrorCode.LEASE_EXPIRED: LeaseExpiredError,
+        ErrorCode.DRAINING: DrainingError,
+        ErrorCode.FORBIDDEN: ForbiddenError,
+        ErrorCode.STALE: StaleError,
+        ErrorCode.GAP: GapError,
+        ErrorCode.ILLEGAL_STATE: IllegalStateError,
+        ErrorCode.CONFIG: RemoteConfigError,
+        ErrorCode.CHECKPOINT: RemoteCheckpointError,
+        ErrorCode.INVALID_STEP: InvalidStepError,
+        ErrorCode.CAPACITY: RemoteCapacityError,
+        ErrorCode.OUT_OF_MEMORY: RemoteOutOfMemoryError,
+        ErrorCode.COMM: CommError,
+        ErrorCode.UPSTREAM_FAILED: UpstreamFailedError,
+        ErrorCode.PRECEDED_BY: PrecededByError,
+        ErrorCode.TRANSFER: WeightTransferError,
+        ErrorCode.DEVICE: RemoteDeviceError,
+        ErrorCode.INTERNAL: RemoteInternalError,
+    }
+)
+"""Total over ErrorCode; a test holds it to that."""
+
+
+def remote_error(reply: ErrorReply | ControlErrorReply, *, rank: int, endpoint: str) -> RemoteError:
+    """Return the exception for an error reply."""
+    return REMOTE_ERRORS[reply.code](reply, rank=rank, endpoint=endpoint)

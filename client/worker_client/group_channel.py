@@ -1,0 +1,514 @@
+"""The conversation with a group's daemons: the epoch, link and seqs that requests go under,
+operations sent to all ranks and their replies gathered, replies to steps handed on, and what got
+lost on the way sent again. Knows not what an operation means, nor what a step's failure does
+(`outcomes.py`).
+"""
+
+import contextlib
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from rpc_schema import lifecycle as lc
+from rpc_schema.base import StepRequest
+from rpc_schema.codec import (
+    EventMessage,
+    Frame,
+    StepReplyMessage,
+    decode_step_reply,
+    split_replayed,
+)
+from rpc_schema.config import Rendezvous
+from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, TooLargeError, WireError
+from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
+from rpc_schema.trace import DriverStepsWanted
+from worker_client.clocks import measure
+from worker_client.draining import DrainNews
+from worker_client.errors import (
+    ClientError,
+    DeadlineExceeded,
+    LeaseNotRenewed,
+    RemoteError,
+    WorkerDied,
+    remote_error,
+)
+from worker_client.gathering import Gathering
+from worker_client.group_daemons import GroupDaemons
+from worker_client.lease import LeaseKeeper
+from worker_client.lease_terms import LeaseTerms
+from worker_client.links import Links
+from worker_client.outcomes import ROOT_CAUSE_WAIT_S, StepsInFlight
+from worker_client.resending import Resending
+from worker_client.transport import Endpoint
+from worker_client.worker_client import StepIds, WorkerClient
+
+DEATH_NEWS_S = 0.1
+"""A killed process's connections end within this time (2 ms measured), not all at once."""
+
+DOOM_WAIT_S = 5.0
+"""A daemon whose device is lost ends within 1.5 s, on a host that has time for it."""
+
+EVENTS_INTERVAL_S = 0.25
+"""So often heartbeats and other events are read: as often as a daemon sends them."""
+
+ABORT_SEND_S = 0.05
+"""Word that a rank is lost must not wait for a second one that is."""
+
+OBSERVER_TIMEOUT_S = 0.5
+"""No longer than this is a daemon waited for in the matters of somebody who watches."""
+
+
+OPERATION_TIMEOUT_S = 60.0
+
+MAX_EVENTS_KEPT = 1024
+
+_LOSSES = (WorkerDied, RemoteError, LeaseNotRenewed)
+"""What look() raises that ends a group until it attaches anew, or replaces a rank."""
+_UNREAD = (ErrorCode.BAD_FRAME, ErrorCode.TOO_LARGE)
+_LOG = logging.getLogger(__name__)
+
+ReplyT = TypeVar("ReplyT", bound=StepReplyMessage)
+CommittedT = TypeVar("CommittedT")
+
+
+class Progress(NamedTuple):
+    """What a rank is doing while an operation runs."""
+
+    operation: str
+    rank: int
+    phase: str
+    phase_ms: int
+
+
+class GroupChannel:
+    """Owns what reaches a group's daemons. Belongs to one thread; close() frees it.
+
+    One operation is under way at a time; replies to steps may come between its own.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        driver_id: bytes,
+        steps: StepsInFlight,
+        terms: LeaseTerms,
+    ) -> None:
+        """Connect; nothing is sent yet. steps gets the replies that no operation waits for, and the
+        news of deaths. terms: of the lease."""
+        self.daemons = GroupDaemons(endpoints, driver_id, self.look, self._listen, self._sent)
+        self.lease = LeaseKeeper(self.daemons.context, driver_id, terms, self)
+        self._resending = Resending(self.daemons.clients, steps.output_rank)
+        self.epoch = 0
+        """0 before the first attach."""
+        self.on_progress: Callable[[Progress], None] | None = None
+        self._steps = steps
+        self._seq = 0
+        self.links = Links(len(endpoints))
+        self._gather: Gathering | None = None
+        self._drains = DrainNews()
+        self._next_events = 0.0
+        self._heard: deque[EventMessage] = deque(maxlen=MAX_EVENTS_KEPT)
+        """Events that are to be acted upon; the watch knows them already."""
+
+    def close(self) -> None:
+        """Close all sockets; the daemons keep what they have, and the lease until it expires."""
+        self.lease.stop()
+        self.daemons.close()
+
+    def check_usable(self) -> None:
+        """Raise what the group has died of, the end of its lease included, or ClientError before
+        the first attach."""
+        if self._steps.dead is None and self.lease.lost is not None:
+            self.check_deaths(0.0)  # of a death the loss may be a consequence
+        self.check_given_up_link()
+        if self._steps.dead is not None:
+            raise self._steps.dead
+        if not self.epoch:
+            raise ClientError("the group is not attached: call attach() and prepare() first")
+
+    def check_serving(self) -> None:
+        """Raise DrainingError if an operator wants no more steps of this group."""
+        self._read_events_now_and_then()
+        self._drains.check([client.endpoint.control for client in self.daemons.clients])
+
+    def check_deaths(self, within_s: float = DEATH_NEWS_S) -> None:
+        """Raise WorkerDied if a daemon is gone, or shows within a moment that it is."""
+        try:
+            self.daemons.results.read_news(within_s)
+            self.look()
+        except _LOSSES as error:
+            self.lose(error)
+            raise
+
+    def await_doom(self) -> None:
+        """Wait for the end of a daemon that has told of it. One that lives on takes requests like
+        any other.
+
+        Raises:
+            WorkerDied: a daemon is gone.
+        """
+        self._steps.has_doomed = False
+        until = time.monotonic() + DOOM_WAIT_S
+        while time.monotonic() < until:
+            self.check_deaths()
+
+    def check_given_up_link(self) -> None:
+        """Wait, once, before it is told that the link is given up: a rank that hangs on one link
+        after the other ends itself, and its successor may do better.
+
+        Raises:
+            WorkerDied: a rank has ended.
+        """
+        if self._steps.is_link_given_up and self._steps.has_doomed:
+            self.await_doom()
+
+    def look(self) -> None:
+        """Take in all news of the daemons' lives and of the lease; for whoever waits, or has
+        nothing else to do.
+
+        Raises:
+            WorkerDied: one of them is gone. The steps in flight are not failed by this: lose()
+            does that.
+            RemoteError, LeaseNotRenewed: the lease is lost.
+            AuthenticationError: a daemon turned us away.
+        """
+        self.daemons.results.read_news()
+        self._read_events_now_and_then()
+        self.daemons.check_lives()
+        self.lease.check()
+        while self.daemons.watch.returned:
+            self._send_lost(self.daemons.watch.returned.pop())
+
+    def lose(self, error: WorkerDied | WireError | RemoteError | LeaseNotRenewed) -> None:
+        """A daemon, or the lease, is lost: fail all steps, and for a daemon have the other ranks
+        leave the link at once."""
+        if isinstance(self._steps.dead, WorkerDied):
+            return
+        self._steps.die(error)
+        if isinstance(error, WorkerDied):
+            self.abort_links(str(error))
+
+    def abort_links(self, cause: str) -> None:
+        """Have all daemons that live leave their links, and meeting places; waits for none."""
+        if not self.epoch:
+            return
+        for client in self.daemons.present:
+            if self.daemons.watch.standings[client.rank] != "dead":
+                with contextlib.suppress(ClientError, WireError):
+                    client.send_abort_link(self.epoch, cause, ABORT_SEND_S)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Requests go under this epoch from now on; those of before are forgotten."""
+        self.epoch, self._seq = epoch, 0
+        self._drains = DrainNews()
+        self._resending.begin_epoch()
+
+    def gather_attached(
+        self, commit: Callable[[], CommittedT], deadline: float, timeout_s: float
+    ) -> CommittedT:
+        """Return what commit() does, which has all ranks attach, once each of them has also said so
+        where replies to requests come."""
+        gather = self._gather = Gathering("attach", 0, len(self.daemons.present))
+        try:
+            committed = commit()
+            self._collect(gather, deadline, timeout_s)
+        finally:
+            self._gather = None
+        return committed
+
+    def take_statuses(self, statuses: list[lc.Status]) -> list[lc.Status]:
+        """Learn from those who are present which links they stand in, and who they are."""
+        ranks = [client.rank for client in self.daemons.present]
+        for rank, status in zip(ranks, statuses, strict=True):
+            self.links.numbers[rank] = status.link
+        self._resending.meet(ranks, statuses)
+        return statuses
+
+    def open_rendezvous(self) -> list[Rendezvous]:
+        """Have rank 0 open the meeting place of a new link, if there are others; return each rank's
+        way there."""
+        link, size = max(self.links.numbers) + 1, len(self.daemons.clients)
+        place = None
+        if size > 1:
+            place = self.daemons.clients[0].open_rendezvous(self.epoch, link, size).place
+        return [
+            Rendezvous(link=link, place=place, rank=rank, local_world_size=size)
+            for rank in range(size)
+        ]
+
+    def use_link(self, rendezvous: Sequence[Rendezvous]) -> None:
+        """All ranks have met there: requests go under that link from now on."""
+        self.links.numbers = [entry.link for entry in rendezvous]
+        self._resending.knows_ranks = True
+
+    def refresh_links(self) -> None:
+        """Ask each rank which link it stands in: after a failure they need not agree."""
+        self.take_statuses([client.get_status() for client in self.daemons.present])
+
+    def next_ids(self) -> StepIds:
+        """The ids of the next step; send_step() takes them."""
+        return StepIds(self.epoch, self.links.numbers[0], self._seq + 1)
+
+    def send_step(
+        self, ids: StepIds, send: Callable[[WorkerClient], None], *, stands_alone: bool = False
+    ) -> None:
+        """Send a step, which is expected already, to every rank. stands_alone: it closes gaps.
+        Raises WorkerDied, and TooLargeError where nothing was sent."""
+        self._seq = ids.seq
+        if stands_alone:
+            self._resending.begin_anew(ids.seq)
+        self._send_to_all(send)
+
+    def ask(
+        self,
+        build: Callable[..., StepRequest[ReplyT]],
+        *,
+        timeout_s: float | None = None,
+        stands_alone: bool = False,
+    ) -> list[ReplyT]:
+        """Have every rank do one operation, under one seq, and return the replies in rank order.
+
+        build: makes the request of epoch, link and seq; the request's class itself, or a partial of
+        it. timeout_s: by default what the table of operations allows. stands_alone: it closes gaps.
+        """
+        return self.ask_each(lambda _: build, timeout_s=timeout_s, stands_alone=stands_alone)
+
+    def ask_each(
+        self,
+        build_for: Callable[[int], Callable[..., StepRequest[ReplyT]]],
+        *,
+        timeout_s: float | None = None,
+        stands_alone: bool = False,
+    ) -> list[ReplyT]:
+        """As ask, for a request that is not the same for all: build_for(rank) returns `build`."""
+        replies = self.exchange(build_for, timeout_s, stands_alone=stands_alone)
+        kind = type(build_for(self.daemons.present[0].rank)(epoch=0, link=0, seq=1))
+        reply_type: type[ReplyT] = STEP_OPERATIONS[kind].reply
+        typed = [reply for reply in replies if isinstance(reply, reply_type)]
+        if len(typed) != len(replies):
+            raise BadFrameError(f"{kind.__name__} was answered with a reply of another operation")
+        return typed
+
+    def exchange(
+        self,
+        build_for: Callable[[int], Callable[..., StepMessage]],
+        timeout_s: float | None = None,
+        *,
+        stands_alone: bool = False,
+    ) -> list[StepReplyMessage]:
+        """As ask_each, for operations that are not the same on all ranks. It is told by the name of
+        the first rank's."""
+        self.check_usable()
+        self._read_events_now_and_then()
+        self._seq += 1
+        if stands_alone:
+            self._resending.begin_anew(self._seq)
+        requests = {
+            client.rank: build_for(client.rank)(
+                epoch=self.epoch, link=self.links.numbers[client.rank], seq=self._seq
+            )
+            for client in self.daemons.present
+        }
+        kinds = [type(request) for request in requests.values()]
+        if timeout_s is None:
+            timeout_s = max(map(self._timeout_s, kinds))
+        gather = self._gather = Gathering(operation_name(kinds[0]), self._seq, len(requests))
+        self._send_to_all(lambda client: client.send(requests[client.rank]))
+        try:
+            self._collect(gather, time.monotonic() + timeout_s, timeout_s)
+        except (RemoteError, DeadlineExceeded):
+            self._resending.forget()
+            self.refresh_links()
+            raise
+        finally:
+            self._gather = None
+        self.daemons.watch.begin_steps()
+        return sorted(gather.replies, key=lambda reply: reply.rank)
+
+    def _timeout_s(self, kind: type[StepMessage]) -> float:
+        """How long all ranks may take: longer than each daemon allows itself, which then tells."""
+        row = STEP_OPERATIONS[kind]
+        own_s = OPERATION_TIMEOUT_S + (row.deadline_s or 0.0)
+        return own_s + (self.links.timeout_s if row.meets else 0.0)
+
+    def _send_to_all(self, send: Callable[[WorkerClient], None]) -> None:
+        try:
+            for client in self.daemons.present:
+                send(client)
+        except _LOSSES as error:
+            self.lose(error)
+            raise
+        except TooLargeError:  # for the first rank, as it would be for all: nothing was sent
+            self._steps.take_back(self._seq)
+            self._gather = None
+            self._seq -= 1
+            raise
+
+    def take_reply(self, deadline: float) -> bool:
+        """Take in one reply; False when none came by the deadline."""
+        resend_at = self._resending.due if self._outstanding else math.inf
+        try:
+            self._read_events_now_and_then()
+            frames = self.daemons.results.receive(min(deadline, self._steps.verdict_due, resend_at))
+            if frames is None:
+                self._steps.convict_suspect()
+                self._send_overdue()
+                return False
+            replayed, own_frames = split_replayed(frames)
+            reply = decode_step_reply(own_frames)
+        except (*_LOSSES, WireError) as error:
+            self.lose(error)
+            raise
+        if reply.epoch == self.epoch:
+            self._resending.restart()
+            self._dispatch(reply, own_frames, replayed)
+        return True
+
+    @property
+    def _outstanding(self) -> int:
+        """The first request whose outcome is not known; 0 where there is none. Attach is none: a
+        driver may attach again."""
+        return self._steps.oldest_seq if self._gather is None else self._gather.seq
+
+    def _send_overdue(self) -> None:
+        """Send again what has had no answer for a while, where it or its answer may be lost."""
+        if time.monotonic() < self._resending.due or not self._outstanding:
+            return
+        self._read_events()
+        self._resending.send_overdue(self._outstanding, self._answered, is_step=self._awaits_step)
+
+    def _send_lost(self, rank: int) -> None:
+        """A daemon's connection broke and came back: what was under way to it may be lost, or its
+        answer."""
+        if self._outstanding and rank not in self.daemons.absent and rank not in self._answered:
+            with contextlib.suppress(WorkerDied):
+                self._resending.send_lost(rank, self._outstanding, is_step=self._awaits_step)
+
+    @property
+    def _awaits_step(self) -> bool:
+        return self._gather is None
+
+    @property
+    def _answered(self) -> list[int]:
+        """The ranks that have answered the operation under way, by their numbers."""
+        return [] if self._gather is None else [reply.rank for reply in self._gather.replies]
+
+    def _sent(self, rank: int, frames: Sequence[Frame]) -> None:
+        self._resending.sent(rank, self._seq, frames)
+
+    def _dispatch(self, reply: StepReplyMessage, frames: Sequence[bytes], replayed: bool) -> None:
+        gather = self._gather
+        if isinstance(reply, ErrorReply):
+            self._steps.take_omen(reply)
+            if self._mends_gap(reply):
+                return
+            if reply.code is ErrorCode.DRAINING:
+                self.abort_links("a rank drains")  # others may wait for it in that very step
+        if isinstance(reply, ErrorReply) and reply.seq == 0:
+            if reply.code in _UNREAD:
+                _LOG.warning("a rank was sent what it cannot read: %s", self._to_error(reply))
+                return  # not known to be of any step: what is lost is sent again
+            # Said of this driver rather than of a request: it goes for all that are outstanding.
+            reply = msgspec.structs.replace(reply, seq=self._outstanding)
+        if gather is not None and reply.seq == gather.seq:
+            if self._resending.knows_ranks and gather.has_heard(reply.rank):
+                return  # it comes once more: as it was
+            gather.take(reply)
+        elif isinstance(reply, ErrorReply):
+            self._steps.take_error(reply, self._to_error(reply))
+        else:
+            self._steps.take_outcome(reply, frames[1:], replayed=replayed)
+
+    def _mends_gap(self, reply: ErrorReply) -> bool:
+        """Send a rank what it misses, if that is why it refused a request. Others may have answered
+        that one already."""
+        if reply.code is not ErrorCode.GAP or reply.seq <= self._steps.last_given_up:
+            return False
+        return self._resending.mend_gap(reply.rank, reply.expected_seq)
+
+    def _collect(self, gather: Gathering, deadline: float, timeout_s: float) -> None:
+        while gather.num_missing:
+            if gather.has_failed:
+                raise self._root_cause(gather)
+            now = time.monotonic()
+            if now >= deadline:
+                what = f"{gather.operation} ({gather.num_missing} ranks are missing)"
+                raise DeadlineExceeded(what, timeout_s)
+            self.take_reply(min(deadline, now + EVENTS_INTERVAL_S))
+        self._gather = None
+
+    def _root_cause(self, gather: Gathering) -> RemoteError:
+        """The first failure, unless it only tells of a peer's: then that peer's, if it comes
+        soon."""
+        until = time.monotonic() + ROOT_CAUSE_WAIT_S
+        while gather.may_learn_cause and time.monotonic() < until:
+            self.take_reply(until)
+        self._gather = None
+        error = self._to_error(gather.cause)
+        error.add_note(f"in {gather.operation}")
+        return error
+
+    def _to_error(self, reply: ErrorReply) -> RemoteError:
+        rank = min(reply.rank, len(self.daemons.clients) - 1)
+        endpoint = self.daemons.clients[rank].endpoint.control
+        return remote_error(reply, rank=reply.rank, endpoint=endpoint)
+
+    def _read_events_now_and_then(self) -> None:
+        """Take in what the daemons have published, as often as they do: their queue must not fill
+        up."""
+        self._listen()
+        self._act_on_events()
+
+    def _read_events(self) -> None:
+        self._next_events = 0.0
+        self._read_events_now_and_then()
+
+    def _listen(self) -> None:
+        """Tell the watch what the daemons have published, as often as they do. Does nothing else
+        about it, so that it may be called while a reply is waited for."""
+        if time.monotonic() < self._next_events:
+            return
+        self._next_events = time.monotonic() + EVENTS_INTERVAL_S
+        watch = self.daemons.watch
+        for event in self.daemons.events.receive_all():
+            if isinstance(event, lc.Heartbeat):
+                watch.heard(event, operating=self._gather is not None)
+            elif isinstance(event, lc.Hung | lc.Slow):
+                watch.told(event)
+            self._heard.append(event)
+        watch.listened()
+
+    def _act_on_events(self) -> None:
+        while self._heard:
+            self._take_event(self._heard.popleft())
+
+    def _take_event(self, event: EventMessage) -> None:
+        match event:
+            case lc.Heartbeat():
+                if event.epoch == self.epoch:
+                    self._drains.heard(event)
+                    self._resending.heard(event, self._outstanding or self._seq + 1)
+                if self._gather is not None and self.on_progress is not None:
+                    self.on_progress(
+                        Progress(self._gather.operation, event.rank, event.phase, event.phase_ms)
+                    )
+            case DriverStepsWanted():
+                self._answer_observer(event)
+            case _:
+                pass
+
+    def _answer_observer(self, event: DriverStepsWanted) -> None:
+        """Tell somebody who traces the group, and asks by way of a daemon, what this driver did. A
+        courtesy: where it fails the trace lacks that."""
+        if event.rank >= len(self.daemons.clients):
+            return
+        client = self.daemons.clients[event.rank]
+        with contextlib.suppress(ClientError, WireError):
+            clock = measure(lambda: client.read_clock(OBSERVER_TIMEOUT_S))
+            steps = self._steps.times.between(event.begin_ns, event.end_ns, clock)
+            client.put_driver_steps(self.epoch, event.trace, steps, OBSERVER_TIMEOUT_S)

@@ -1,0 +1,113 @@
+"""The daemons of a group, as its driver reaches them: a client for each rank, the sockets of
+results and events that all share, and the watch over their lives. Knows no epoch, seq or operation.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from worker_client.errors import WorkerDied
+from worker_client.liveness import Process, Watch, find_process
+from worker_client.transport import (
+    CheckDeaths,
+    Endpoint,
+    EventsChannel,
+    ResultsChannel,
+    new_driver_id,
+)
+from worker_client.worker_client import OnSent, WorkerClient
+
+
+class GroupDaemons:
+    """Owned by the group's channel. Belongs to one thread; close() frees the sockets."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        driver_id: bytes,
+        look: CheckDeaths,
+        listen: Callable[[], None],
+        on_sent: OnSent,
+    ) -> None:
+        """Connect; nothing is sent yet. look: called while a daemon's step socket or results are
+        waited for; see StepChannel and ResultsChannel. listen: called while a control reply is; it
+        tells the watch of events. on_sent: see WorkerClient."""
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._driver_id = driver_id
+        self._look = look
+        self._listen = listen
+        self._on_sent = on_sent
+        self._keyed = {endpoint.results for endpoint in endpoints if endpoint.lock.has_keys}
+        self.watch = Watch(
+            [e.results for e in endpoints], [e.control for e in endpoints], find=self._find_process
+        )
+        self.results_route = new_driver_id()
+        """Routing id of the results socket; whoever knows it could take the results."""
+        self.results = ResultsChannel(self.context, endpoints, self.results_route, self.watch, look)
+        self.events = EventsChannel(self.context, endpoints)
+        self.clients = [self._connect(rank, endpoint) for rank, endpoint in enumerate(endpoints)]
+        self.absent: frozenset[int] = frozenset()
+        """Ranks that are lost: nothing is sent to them, nor expected of them."""
+
+    def close(self) -> None:
+        """Close all sockets, and the context."""
+        for client in self.clients:
+            client.close()
+        self.results.close()
+        self.events.close()
+        self.watch.close()
+        self.context.term()
+
+    @property
+    def present(self) -> list[WorkerClient]:
+        """The daemons that the group has at the moment."""
+        return [client for client in self.clients if client.rank not in self.absent]
+
+    def new_client(self, rank: int, endpoint: Endpoint) -> WorkerClient:
+        """A client for a daemon that is not of the group (yet); the caller closes it."""
+        return WorkerClient(self.context, endpoint, rank, self._driver_id)
+
+    def move(self, rank: int, endpoint: Endpoint) -> None:
+        """Put another daemon in a rank's place: the one that answers at `endpoint` now."""
+        old = self.clients[rank].endpoint
+        self.clients[rank].close()
+        if endpoint.lock.has_keys:
+            self._keyed.add(endpoint.results)
+        self.watch.expect(rank, endpoint.results, endpoint.control)
+        self.results.move(old, endpoint)
+        self.events.move(old, endpoint)
+        self.clients[rank] = self._connect(rank, endpoint)
+
+    def check_lives(self) -> None:
+        """Raise WorkerDied for a rank that is dead, unless that is known to all."""
+        try:
+            self.watch.look()
+        except WorkerDied as error:
+            if error.rank not in self.absent:
+                raise
+
+    def _check_alive(self, rank: int) -> None:
+        """Raise WorkerDied if this very rank is dead: the others may be asked things even then."""
+        self.results.read_news()
+        self._listen()
+        with contextlib.suppress(WorkerDied):
+            self.watch.look()
+        if self.watch.standings[rank] == "dead":
+            raise self.watch.obituary(rank)
+
+    def _connect(self, rank: int, endpoint: Endpoint) -> WorkerClient:
+        return WorkerClient(
+            self.context,
+            endpoint,
+            rank,
+            self._driver_id,
+            self._look,
+            lambda: self._check_alive(rank),
+            self._on_sent,
+        )
+
+    def _find_process(self, address: str) -> Process:
+        """Daemons with keys are not asked: who comes without one is turned away, and logged."""
+        keyed = address in self._keyed
+        return self.results.process_at(address) if keyed else find_process(address)

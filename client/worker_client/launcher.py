@@ -1,0 +1,283 @@
+"""Local daemons for one driver: started together, ready within a deadline, gone with it however it
+ends. Knows processes, directories and the control socket, nothing of models or steps."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from rpc_schema.exit_codes import describe_exit
+from worker_client.errors import ClientError, DeadlineExceeded, LaunchError, Unkillable, WorkerDied
+from worker_client.transport import new_driver_id, parse_endpoint
+from worker_client.worker_client import AskingClient, WorkerClient
+
+READY_TIMEOUT_S = 120.0
+HELLO_TIMEOUT_S = 0.5
+SOCKET_POLL_S = 0.005
+STOP_TIMEOUT_S = 10.0
+EXIT_WAIT_S = 0.2
+"""A killed process's connections end before it does."""
+TERMINATE_TIMEOUT_S = 5.0
+KILL_LIMIT_S = 30.0
+"""A process that has not ended so long after SIGKILL waits in the kernel, for a device as a rule,
+and no signal reaches it."""
+LOG_TAIL_BYTES = 4096
+
+Command = Callable[[str, str, int], Sequence[str]]
+"""From endpoint, device and the file descriptor of the parent's pipe to a daemon's command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Daemon:
+    endpoint: str
+    process: "subprocess.Popen[bytes]"
+    log: Path
+    pipe: int
+    """Our end; the daemon ends when it closes."""
+
+
+class LocalDaemons:
+    """Owns N daemon processes, their directory and their pipes, from construction to stop().
+
+    The directory (mode 0700, under the system's temporary one) holds sockets, epochs and logs.
+    Compiled kernels are kept elsewhere: the daemons get no state directory, so they use the user's.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        model_root: Path,
+        *,
+        ready_timeout_s: float = READY_TIMEOUT_S,
+        command: Command | None = None,
+    ) -> None:
+        """Start a daemon for each device ("cpu", "cuda:0", ...) and wait until all answer.
+
+        model_root: the directory that they may read models under. command: another command line
+        than `python -m worker_daemon serve` of this interpreter.
+
+        Raises:
+            LaunchError: one exited, or did not answer in time; none is left behind.
+        """
+        self.directory = Path(tempfile.mkdtemp(prefix="wd-"))
+        self.seconds: dict[str, float] = {}
+        """How long the start took: `spawn` until all daemons listen, `import` until all answer."""
+        self._devices = tuple(devices)
+        self._daemons: list[_Daemon] = []
+        self._reaper, self._reaper_pipe = _start_reaper(self.directory)
+        self._command = command or self._serve_command(model_root)
+        began = time.monotonic()
+        try:
+            for index, device in enumerate(devices):
+                self._daemons.append(self._start(index, device))
+            deadline = began + ready_timeout_s
+            self._wait_for_sockets(deadline)
+            listening = time.monotonic()
+            self._wait_until_ready(deadline, ready_timeout_s)
+            self.seconds["spawn"] = listening - began
+            self.seconds["import"] = time.monotonic() - listening
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> "LocalDaemons":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def endpoints(self) -> list[str]:
+        """Where the daemons answer, in rank order."""
+        return [daemon.endpoint for daemon in self._daemons]
+
+    @property
+    def pids(self) -> list[int]:
+        """The daemons' process ids, in rank order."""
+        return [daemon.process.pid for daemon in self._daemons]
+
+    def check_alive(self) -> None:
+        """Raise LaunchError for the first daemon that has exited, with the end of its log."""
+        for daemon in self._daemons:
+            if daemon.process.poll() is not None:
+                raise self._launch_error("the daemon has exited", daemon)
+
+    def restart_dead(self) -> None:
+        """Start a successor, with the same endpoint and device, for each daemon that has exited or
+        is about to; returns before they answer."""
+        for index, daemon in enumerate(self._daemons):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                daemon.process.wait(EXIT_WAIT_S)
+            if daemon.process.poll() is not None:
+                os.close(daemon.pipe)
+                self._daemons[index] = self._start(index, self._devices[index])
+
+    def log_tail(self, rank: int) -> str:
+        """Return the end of a daemon's log."""
+        return _tail(self._daemons[rank].log)
+
+    def stop(
+        self, timeout_s: float = STOP_TIMEOUT_S, *, kill_limit_s: float = KILL_LIMIT_S
+    ) -> None:
+        """End all daemons: ask, then SIGTERM, then SIGKILL; remove their files. May be repeated.
+
+        Raises:
+            Unkillable: a process has not ended kill_limit_s after SIGKILL; all others have.
+        """
+        running = [daemon for daemon in self._daemons if daemon.process.poll() is None]
+        with contextlib.closing(_Asker()) as asker:
+            asked = [daemon for daemon in running if asker.shut_down(daemon.endpoint)]
+        _wait(asked, timeout_s)
+        for number, patience_s in (
+            (signal.SIGTERM, TERMINATE_TIMEOUT_S),
+            (signal.SIGKILL, kill_limit_s),
+        ):
+            left = [daemon for daemon in running if daemon.process.poll() is None]
+            for daemon in left:
+                daemon.process.send_signal(number)
+            _wait(left, patience_s)
+        left = [daemon for daemon in running if daemon.process.poll() is None]
+        places = zip(self._daemons, self._devices, strict=False)  # a start that failed has fewer
+        devices = {daemon.endpoint: device for daemon, device in places}
+        for daemon in self._daemons:
+            os.close(daemon.pipe)
+        self._daemons.clear()
+        if self._reaper.returncode is None:
+            os.close(self._reaper_pipe)
+            if left:  # they hold the reaper's pipe: it goes on without us
+                self._reaper.returncode = 0
+            else:
+                self._reaper.wait()
+        if left:
+            stuck = {daemon.process.pid: devices[daemon.endpoint] for daemon in left}
+            raise Unkillable(stuck, kill_limit_s)
+
+    def _serve_command(self, model_root: Path) -> Command:
+        def build(endpoint: str, device: str, pipe: int) -> list[str]:
+            options = {
+                "--endpoint": endpoint,
+                "--device": device,
+                "--model-root": str(model_root),
+                "--exit-with-parent-fd": str(pipe),
+            }
+            words = [word for option in options.items() for word in option]
+            return [sys.executable, "-m", "worker_daemon", "serve", *words]
+
+        return build
+
+    def _start(self, index: int, device: str) -> _Daemon:
+        endpoint = f"ipc://{self.directory}/w{index}"
+        parse_endpoint(endpoint)
+        log = self.directory / f"w{index}.log"
+        theirs, ours = os.pipe()
+        try:
+            with log.open("ab") as out:
+                process = subprocess.Popen(
+                    self._command(endpoint, device, theirs),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(theirs, self._reaper_pipe),
+                    start_new_session=True,  # a terminal's Ctrl-C is for us; we stop them in order
+                )
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
+        return _Daemon(endpoint, process, log, ours)
+
+    def _wait_for_sockets(self, deadline: float) -> None:
+        """Wait until all listen, or one has exited, or the deadline: whoever asks then finds
+        out. A connection to a socket that is there needs no second attempt."""
+        for daemon in self._daemons:
+            path = Path(daemon.endpoint.removeprefix("ipc://"))
+            while not path.exists() and daemon.process.poll() is None:
+                if time.monotonic() >= deadline:
+                    return
+                time.sleep(SOCKET_POLL_S)
+
+    def _wait_until_ready(self, deadline: float, timeout_s: float) -> None:
+        with contextlib.closing(_Asker()) as asker:
+            for daemon in self._daemons:
+                while not asker.answers(daemon.endpoint):
+                    time.sleep(SOCKET_POLL_S)
+                    self.check_alive()
+                    if time.monotonic() >= deadline:
+                        message = f"the daemon did not answer within {timeout_s:.3g} s"
+                        raise self._launch_error(message, daemon)
+
+    def _launch_error(self, message: str, daemon: _Daemon) -> LaunchError:
+        code = daemon.process.poll()
+        ending = "" if code is None else f" ({describe_exit(code)})"
+        return LaunchError(
+            f"{daemon.endpoint}: {message}{ending}", exit_code=code, log_tail=_tail(daemon.log)
+        )
+
+
+class _Asker:
+    """Short conversations on control sockets."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._driver_id = new_driver_id()
+
+    def answers(self, endpoint: str) -> bool:
+        return self._try(endpoint, lambda client: client.hello(HELLO_TIMEOUT_S))
+
+    def shut_down(self, endpoint: str) -> bool:
+        return self._try(endpoint, lambda client: client.shutdown(HELLO_TIMEOUT_S))
+
+    def close(self) -> None:
+        self._context.term()
+
+    def _try(self, endpoint: str, ask: Callable[[WorkerClient], object]) -> bool:
+        client = AskingClient(self._context, parse_endpoint(endpoint), 0, self._driver_id)
+        try:
+            ask(client)
+        except (DeadlineExceeded, WorkerDied):
+            return False
+        except ClientError:
+            return True  # it answered, if not as wished: attach will tell
+        finally:
+            client.close()
+        return True
+
+
+def _start_reaper(directory: Path) -> tuple["subprocess.Popen[bytes]", int]:
+    """Start a shell that removes the directory once we and all daemons are gone.
+
+    We and they hold the other end of its standard input, which is returned; nobody writes to it.
+    """
+    theirs, ours = os.pipe()
+    try:
+        reaper = subprocess.Popen(
+            ["/bin/sh", "-c", 'cat > /dev/null; rm -rf -- "$1"', "reaper", str(directory)],
+            stdin=theirs,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    finally:
+        os.close(theirs)
+    return reaper, ours
+
+
+def _wait(daemons: Sequence[_Daemon], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for daemon in daemons:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            daemon.process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _tail(path: Path) -> str:
+    data = path.read_bytes() if path.is_file() else b""
+    return data[-LOG_TAIL_BYTES:].decode(errors="replace")

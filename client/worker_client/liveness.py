@@ -1,0 +1,395 @@
+"""Whether each daemon of a group lives, judged by three signals that fail independently: its
+connection (transport), its process where that is on this host, and the heartbeats in which it
+reports progress. Owns the file descriptors of processes; sends nothing, and knows no step.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
+
+from rpc_schema.lifecycle import Heartbeat, Hung, Slow
+from worker_client.errors import WorkerDied
+from worker_client.oom_kills import oom_kills_of
+
+SUSPECT_AFTER_S = 0.95
+"""Of silence, nearly four heartbeats: a second is promised, and noticing takes up to 50 ms more."""
+
+FENCE_AFTER_S = 5.0
+"""Of silence, after which the group goes on without a rank whose connection is gone."""
+
+SILENCE_LIMIT_S = 9.9
+"""So long a process whose connection is alive may publish nothing: longer only in phases that have
+announced it. Ten seconds are promised."""
+
+BLIND_AFTER_S = 0.5
+"""Where events were not read for so long, heartbeats may be lost: that time is not counted as
+silence."""
+
+_FENCE_AFTER_CUT_S = FENCE_AFTER_S - 1.0
+"""A connection is cut after about a second of silence."""
+
+MAX_EVENTS = 256
+_PEER_CREDENTIALS = struct.Struct("3i")
+_PROBE_S = 0.2
+
+Signal: TypeAlias = Literal["transport", "process", "progress"]
+EventKind: TypeAlias = Literal["suspect", "back", "dead", "hung", "slow"]
+Standing: TypeAlias = Literal["alive", "suspect", "dead"]
+
+
+class LivenessEvent(NamedTuple):
+    """Something that a rank did, or did not do. `hung` and `slow` are what it says of itself."""
+
+    kind: EventKind
+    rank: int
+    signal: Signal
+    detail: str
+    at: float
+    """Of time.monotonic()."""
+
+
+OnEvent: TypeAlias = Callable[[LivenessEvent], None]
+
+
+class DaemonProcess:
+    """A process on this host, by a descriptor that no other process can inherit the number of.
+    Freed by close()."""
+
+    def __init__(self, pid: int, fd: int) -> None:
+        self.pid = pid
+        self._fd = fd
+        self._oom_kills = oom_kills_of(pid)
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLIN)
+
+    def has_ended(self) -> bool:
+        """Never waits."""
+        return bool(self._poll.poll(0))
+
+    def cause_of_end(self) -> str:
+        """What the kernel says about why it may have ended; empty: nothing."""
+        if not self._oom_kills.since():
+            return ""
+        return "; the kernel has killed for want of memory in its cgroup (oom_kill has risen)"
+
+    def copy(self) -> "DaemonProcess":
+        """Return the same process, to be closed on its own."""
+        return DaemonProcess(self.pid, os.dup(self._fd))
+
+    def close(self) -> None:
+        """Close the descriptor; the process is not told."""
+        os.close(self._fd)
+
+
+class UnknownProcess:
+    """A process on another host, or one that this kernel or container cannot see."""
+
+    pid = 0
+
+    def has_ended(self) -> bool:
+        """Nobody knows."""
+        return False
+
+    def cause_of_end(self) -> str:
+        """Nobody knows."""
+        return ""
+
+    def copy(self) -> "UnknownProcess":
+        """Return one that is not known either."""
+        return self
+
+    def close(self) -> None:
+        return None
+
+
+Process: TypeAlias = DaemonProcess | UnknownProcess
+
+
+def find_process(address: str) -> Process:
+    """Return the process that listens at an ipc address, which its socket names: what a daemon says
+    of itself may be a number of another container's."""
+    with contextlib.suppress(OSError), _connected(address) as peer:
+        return process_behind(peer)
+    return UnknownProcess()
+
+
+def process_behind(peer: socket.socket) -> Process:
+    """Return the process that listened where `peer`, a Unix stream socket, is connected to.
+
+    Raises:
+        OSError: the kernel does not tell.
+    """
+    found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    pid = int(_PEER_CREDENTIALS.unpack(found)[0])
+    if pid <= 0:
+        return UnknownProcess()
+    process = DaemonProcess(pid, os.pidfd_open(pid))
+    hung_up = select.poll()
+    hung_up.register(peer, 0)
+    if not hung_up.poll(0):  # it still lives, so the number is still its own
+        return process
+    process.close()
+    return UnknownProcess()
+
+
+def nobody_listens(address: str) -> bool:
+    """Tell whether a connection to an address is refused; see connection_error. A name that does
+    not resolve, or a path that may not be looked at, tells nothing of who listens."""
+    return isinstance(connection_error(address), FileNotFoundError | ConnectionRefusedError)
+
+
+def connection_error(address: str) -> OSError | None:
+    """Return the error of a connection to an address; None where there is none. A process that is
+    only stopped does not refuse any, and of one beyond a broken network nothing comes back. On ipc
+    the daemon hears nothing of the question: it is asked by a socket of another type, which Linux
+    refuses only once it has found who listens (unix(7), EPROTOTYPE)."""
+    try:
+        if address.startswith("tcp://"):
+            host, _, port = address.removeprefix("tcp://").rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
+        else:
+            _connected(address, socket.SOCK_DGRAM).close()
+    except OSError as error:
+        return error
+    except UnicodeError:  # Python's; no such name resolves
+        return socket.gaierror(socket.EAI_NONAME, "it is no host's name")
+    return None
+
+
+def _connected(address: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX, kind)
+    try:
+        peer.settimeout(_PROBE_S)
+        peer.connect(str(Path(address.removeprefix("ipc://"))))
+    except BaseException:
+        peer.close()
+        raise
+    return peer
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What is known of one daemon."""
+
+    address: str
+    """Of the socket whose connection is watched."""
+    control: str
+    uid: bytes = b""
+    process: Process = field(default_factory=UnknownProcess)
+    standing: Standing = "alive"
+    cut_since: float | None = None
+    """Since when its connection is gone, if it is."""
+    heard_at: float | None = None
+    """When its last heartbeat came; None before the first."""
+    allowed_s: float = SILENCE_LIMIT_S
+    """How much longer than now its last heartbeat allows it to be silent."""
+
+
+class Watch:
+    """Judges the daemons of a group. Belongs to one thread, which calls look() as often as it
+    can, and listened() each time that it has read their events."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        controls: Sequence[str],
+        clock: Callable[[], float] = time.monotonic,
+        find: Callable[[str], Process] = find_process,
+    ) -> None:
+        """addresses: of the sockets whose connections are watched; controls: the endpoints to name,
+        both in rank order. find: the process behind an address."""
+        self.on_event: OnEvent | None = None
+        self.events: deque[LivenessEvent] = deque(maxlen=MAX_EVENTS)
+        """The newest ones."""
+        self.returned: set[int] = set()
+        """Ranks whose connection came back, until somebody takes note of it."""
+        self._clock = clock
+        self._find = find
+        self._ranks = [
+            _Rank(address, control) for address, control in zip(addresses, controls, strict=True)
+        ]
+        self._listened_at = clock()
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for entry in self._ranks:
+            entry.process.close()
+
+    @property
+    def standings(self) -> list[Standing]:
+        """By rank."""
+        return [entry.standing for entry in self._ranks]
+
+    def uid(self, rank: int) -> bytes:
+        """Of the daemon that was met there; empty before."""
+        return self._ranks[rank].uid
+
+    def pid(self, rank: int) -> int:
+        """Of its process on this host; 0 where that is not known."""
+        return self._ranks[rank].process.pid
+
+    def expect(self, rank: int, address: str, control: str) -> None:
+        """Another daemon is to take this rank's place: nothing is held against it."""
+        self._ranks[rank].process.close()
+        self._ranks[rank] = _Rank(address, control)
+        self.returned.discard(rank)
+
+    def met(self, rank: int, uid: bytes) -> None:
+        """The daemon of this rank has answered, and has this uid."""
+        entry = self._ranks[rank]
+        if entry.uid != uid:
+            entry.process.close()
+            entry.process = self._find(entry.address)
+            entry.uid = uid
+            entry.heard_at = None
+
+    def disconnected(self, rank: int) -> None:
+        """Its connection has ended. Before it was met its ControlChannel sees to that."""
+        entry = self._ranks[rank]
+        if not entry.uid:
+            return
+        if entry.cut_since is None:
+            entry.cut_since = self._clock()
+        # On tcp the next attempt to connect tells: whoever asks there is heard, and logged.
+        if not entry.address.startswith("tcp://") and nobody_listens(entry.address):
+            self._die(rank, "transport", "the connection ended" + entry.process.cause_of_end())
+        elif entry.standing == "alive":
+            self._suspect(rank, "transport", "it does not answer, though it has not ended")
+
+    def refused(self, rank: int) -> None:
+        """A new connection to it could not be made: because nobody listens any more, or because the
+        network between us is down."""
+        entry = self._ranks[rank]
+        if entry.cut_since is not None and nobody_listens(entry.address):
+            self._die(rank, "transport", "the connection ended, and another was refused")
+
+    def connected(self, rank: int) -> None:
+        """It has answered on a new connection."""
+        if self._ranks[rank].cut_since is not None:
+            self._ranks[rank].cut_since = None
+            self.returned.add(rank)
+        entry = self._ranks[rank]
+        if entry.uid and not entry.process.pid:
+            entry.process = self._find(entry.address)
+        self._come_back(rank)
+
+    def begin_steps(self) -> None:
+        """No operation is under way any more, and nobody may be silent for as long as one may
+        last."""
+        for entry in self._ranks:
+            entry.allowed_s = SILENCE_LIMIT_S
+
+    def heard(self, beat: Heartbeat, *, operating: bool) -> None:
+        """A heartbeat has come. operating: an operation is under way, which may have announced a
+        long silence; heartbeats of one that is over may come late."""
+        rank = self._rank_of(beat.worker_uid)
+        if rank is None:
+            return
+        entry = self._ranks[rank]
+        entry.heard_at = self._clock()
+        entry.allowed_s = SILENCE_LIMIT_S
+        if operating:
+            left_s = (beat.phase_limit_ms - beat.phase_ms) / 1000
+            entry.allowed_s = max(SILENCE_LIMIT_S, left_s)
+        self._come_back(rank)
+
+    def told(self, event: Hung | Slow) -> None:
+        """A daemon has something to say of itself."""
+        rank = self._rank_of(event.worker_uid)
+        if rank is None:
+            return
+        if isinstance(event, Hung):
+            detail = f"{event.phase} has lasted {event.phase_ms} ms; stacks: {event.stacks}"
+            self._tell("hung", rank, "progress", detail)
+        else:
+            detail = f"{event.phase} has lasted {event.phase_ms} ms, usually {event.usual_ms} ms"
+            self._tell("slow", rank, "progress", detail)
+
+    def listened(self) -> None:
+        """All events that are here have been read: judge who is silent. Only now, since a heartbeat
+        that waits to be read is no silence."""
+        now = self._clock()
+        blind_s = now - self._listened_at
+        if blind_s > BLIND_AFTER_S:
+            for entry in self._ranks:
+                if entry.heard_at is not None:
+                    entry.heard_at = min(now, entry.heard_at + blind_s)
+        self._listened_at = now
+        for rank, entry in enumerate(self._ranks):
+            if entry.heard_at is not None and entry.cut_since is None and entry.standing != "dead":
+                self._judge_silence(rank, entry, now - entry.heard_at)
+
+    def look(self) -> None:
+        """Look for ended processes and for connections that stay cut.
+
+        Raises:
+            WorkerDied: one of them is dead, now or since the last call; names the first.
+        """
+        now = self._clock()
+        for rank, entry in enumerate(self._ranks):
+            if entry.standing != "dead":
+                self._judge(rank, entry, now)
+        for rank, entry in enumerate(self._ranks):
+            if entry.standing == "dead":
+                raise self.obituary(rank)
+
+    def bury(self, rank: int) -> None:
+        """Somebody else knows that this rank is gone, or is not to be waited for."""
+        if self._ranks[rank].standing != "dead":
+            self._die(rank, "transport", "it was given up")
+
+    def obituary(self, rank: int) -> WorkerDied:
+        """The error for a dead rank."""
+        entry = self._ranks[rank]
+        last = next((e for e in reversed(self.events) if e.rank == rank and e.kind == "dead"), None)
+        if last is None:
+            return WorkerDied(rank, entry.control)
+        return WorkerDied(rank, entry.control, f"{last.detail} (signal: {last.signal})")
+
+    def _judge(self, rank: int, entry: _Rank, now: float) -> None:
+        if entry.process.has_ended():
+            ended = f"process {entry.process.pid} has ended"
+            self._die(rank, "process", ended + entry.process.cause_of_end())
+        elif entry.cut_since is not None and now - entry.cut_since >= _FENCE_AFTER_CUT_S:
+            self._die(rank, "transport", f"it has not answered for {FENCE_AFTER_S:g} s: fenced")
+
+    def _judge_silence(self, rank: int, entry: _Rank, silent_s: float) -> None:
+        if silent_s >= entry.allowed_s:
+            self._die(rank, "progress", f"it has reported no progress for {silent_s:.1f} s")
+        elif entry.allowed_s > SILENCE_LIMIT_S or entry.standing != "alive":
+            return  # it has announced silence, or is suspect already
+        elif silent_s >= SUSPECT_AFTER_S:
+            self._suspect(rank, "progress", f"no heartbeat for {silent_s:.1f} s")
+
+    def _rank_of(self, uid: bytes) -> int | None:
+        return next((rank for rank, entry in enumerate(self._ranks) if entry.uid == uid), None)
+
+    def _suspect(self, rank: int, signal: Signal, detail: str) -> None:
+        self._ranks[rank].standing = "suspect"
+        self._tell("suspect", rank, signal, detail)
+
+    def _come_back(self, rank: int) -> None:
+        entry = self._ranks[rank]
+        if entry.standing != "suspect" or entry.cut_since is not None:
+            return
+        entry.standing = "alive"
+        self._tell("back", rank, "transport", "it answers again")
+
+    def _die(self, rank: int, signal: Signal, detail: str) -> None:
+        if self._ranks[rank].standing != "dead":
+            self._ranks[rank].standing = "dead"
+            self._tell("dead", rank, signal, detail)
+
+    def _tell(self, kind: EventKind, rank: int, signal: Signal, detail: str) -> None:
+        event = LivenessEvent(kind, rank, signal, detail, self._clock())
+        self.events.append(event)
+        if self.on_event is not None:
+            self.on_event(event)

@@ -1,0 +1,122 @@
+"""The operations that take a group down the load chain, and those that tell what it then is: each
+sent to all ranks, or to some while the others keep step. Knows neither their order
+(`client/worker_client/loading.py`) nor what becomes of requests.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, Literal, TypeVar, cast
+
+from rpc_schema import lifecycle as lc
+from rpc_schema.base import StepReply, StepRequest
+from rpc_schema.config import WorkerConfig
+from rpc_schema.kv_cache import KVCacheConfig
+from worker_client.group_channel import GroupChannel
+
+ReplyT = TypeVar("ReplyT", bound=StepReply)
+
+
+class LoadChain:
+    """Replies are in rank order. Each method raises what GroupChannel.ask does."""
+
+    def __init__(self, channel: GroupChannel, ranks: Collection[int] | None = None) -> None:
+        """ranks: those that take part, None for all. The others, whose seqs must go on too, do next
+        to nothing."""
+        self._channel = channel
+        self._ranks = ranks
+
+    def init_device(self, config: WorkerConfig) -> list[lc.InitDeviceReply]:
+        """Create device contexts and the first link."""
+        channel = self._channel
+        channel.links.allow(config.scheduler.step_deadline_ms / 1000)
+        rendezvous = channel.open_rendezvous()
+        replies = self._ask_each(
+            lambda rank: partial(
+                lc.InitDevice,
+                parallel=config.parallel,
+                rendezvous=rendezvous[rank],
+                cache=config.cache,
+                scheduler=config.scheduler,
+            )
+        )
+        channel.use_link(rendezvous)
+        return replies
+
+    def relink(self) -> None:
+        """Build new communicators on all ranks."""
+        channel = self._channel
+        rendezvous = channel.open_rendezvous()
+        channel.ask_each(
+            lambda rank: partial(lc.Relink, rendezvous=rendezvous[rank]), stands_alone=True
+        )
+        channel.use_link(rendezvous)
+
+    def reset(self, to: Literal["CREATED", "DEVICE_READY", "MODEL_LOADED"]) -> None:
+        """Go back down to a level."""
+        self._ask(partial(lc.Reset, to=to), stands_alone=self._ranks is None)
+        self._channel.refresh_links()
+
+    def load_model(self, config: WorkerConfig) -> list[lc.LoadModelReply]:
+        """Load every rank's part of the model."""
+        return self._ask(
+            partial(
+                lc.LoadModel,
+                model=config.model,
+                scheduler=config.scheduler,
+                cache=config.cache,
+                graph=config.graph,
+            )
+        )
+
+    def get_kv_cache_spec(self) -> list[lc.GetKVCacheSpecReply]:
+        """What each rank's layers keep per token."""
+        return self._ask(lc.GetKVCacheSpec)
+
+    def determine_available_memory(self) -> list[lc.DetermineAvailableMemoryReply]:
+        """Profile every rank."""
+        return self._ask(lc.DetermineAvailableMemory)
+
+    def initialize_from_config(self, configs: Sequence[KVCacheConfig]) -> None:
+        """Allocate every rank's KV cache. configs: one a rank of the group."""
+        self._ask(partial(lc.InitializeFromConfig, kv_cache_configs=tuple(configs)))
+
+    def initialize_cache(self, num_gpu_blocks: int) -> None:
+        """Tell every rank the block count."""
+        self._ask(partial(lc.InitializeCache, num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=0))
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Tell every rank the longest context."""
+        self._ask(partial(lc.UpdateMaxModelLen, max_model_len=max_model_len))
+
+    def compile_or_warm_up_model(self) -> list[lc.CompileOrWarmUpModelReply]:
+        """Warm every rank up."""
+        return self._ask(lc.CompileOrWarmUpModel)
+
+    def get_supported_tasks(self) -> list[lc.GetSupportedTasksReply]:
+        """What each rank's model can do."""
+        return self._ask(lc.GetSupportedTasks)
+
+    def get_model_metadata(self) -> list[lc.GetModelMetadataReply]:
+        """What a driver needs to know of the model, from each rank."""
+        return self._ask(lc.GetModelMetadata)
+
+    def _ask(
+        self, build: Callable[..., StepRequest[ReplyT]], *, stands_alone: bool = False
+    ) -> list[ReplyT]:
+        return self._ask_each(lambda _: build, stands_alone=stands_alone)
+
+    def _ask_each(
+        self,
+        build_for: Callable[[int], Callable[..., StepRequest[ReplyT]]],
+        *,
+        stands_alone: bool = False,
+    ) -> list[ReplyT]:
+        channel, ranks = self._channel, self._ranks
+        if ranks is None:
+            return channel.ask_each(build_for, stands_alone=stands_alone)
+
+        def build_either(rank: int) -> Callable[..., StepRequest[Any]]:
+            return build_for(rank) if rank in ranks else lc.GetSupportedTasks
+
+        replies = channel.exchange(build_either)
+        return cast("list[ReplyT]", [reply for reply in replies if reply.rank in ranks])

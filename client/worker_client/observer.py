@@ -1,0 +1,159 @@
+"""Traces a running group without driving it: every rank records for a while, then its trace is read
+back, with the clocks on either side of it and with what the driver says it did. Needs control
+sockets only: no epoch, no lease, no seq. Knows no file."""
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rpc_schema import lifecycle as lc
+from rpc_schema.errors import WireError
+from rpc_schema.trace import MAX_TRACE_MS, DriverSteps, StopTraceReply
+from worker_client.clocks import ClockMap, measure
+from worker_client.errors import ClientConfigError, ClientError
+from worker_client.trace_merge import DriverTrace, RankTrace
+from worker_client.transport import PendingCall
+from worker_client.worker_client import WorkerClient
+
+START_TIMEOUT_S = 90.0
+"""The first trace of a process on a GPU loads the profiler's library."""
+STOP_TIMEOUT_S = 1800.0
+GIVE_UP_TIMEOUT_S = 10.0
+DRIVER_TIMEOUT_S = 3.0
+"""A driver looks for questions once a second, while it waits for steps."""
+DRIVER_POLL_S = 0.05
+MARGIN_S = 120.0
+"""A daemon throws away what was not stopped this long after its end was due."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a group did for a while."""
+
+    ranks: list[RankTrace]
+    """In rank order."""
+    driver: DriverTrace | None
+    begin_ns: int
+    """Of our monotonic clock."""
+
+
+def record(
+    clients: Sequence[WorkerClient],
+    seconds: float,
+    wait: Callable[[float], None] = time.sleep,
+    driver_timeout_s: float = DRIVER_TIMEOUT_S,
+) -> Recorded:
+    """Trace a group's daemons, given in any order, while wait(seconds) runs.
+
+    Raises:
+        ClientConfigError: the duration is out of bounds, or the daemons are not the ranks of one
+            group.
+        IllegalStateError: a daemon's profile runs already, or it has no device yet.
+        RemoteConfigError: a daemon has no directory for traces, or cannot use it.
+        RemoteCapacityError: its disk is full. After an error no daemon records.
+    """
+    max_ms = _checked_ms(seconds)
+    statuses = _group_of(clients)
+    trace = secrets.token_bytes(16)
+    try:
+        pending = [client.send_start_trace(trace, max_ms, START_TIMEOUT_S) for client in clients]
+        _await_all(pending)
+        before = [measure(client.read_clock) for client in clients]
+        begin_ns = time.monotonic_ns()
+        wait(seconds)
+        end_ns = time.monotonic_ns()
+    except BaseException:
+        for call in _stop(clients, trace, keep=False, timeout_s=GIVE_UP_TIMEOUT_S):
+            with contextlib.suppress(ClientError, WireError):  # not all have started
+                call.result()
+        raise
+    _await_all(_stop(clients, trace, keep=True, timeout_s=STOP_TIMEOUT_S))
+    after = [measure(client.read_clock) for client in clients]
+    maps = [ClockMap(*pair) for pair in zip(before, after, strict=True)]
+    first = next(index for index, status in enumerate(statuses) if status.rank == 0)
+    begin, end = (moment + before[first].ahead_ns for moment in (begin_ns, end_ns))
+    clients[first].ask_driver(trace, begin, end)
+    steps = _driver_steps(clients[first], trace, time.monotonic() + driver_timeout_s)
+    driver = None if steps is None else DriverTrace(steps, maps[first])
+    ranks = [
+        RankTrace(status.rank, _place(status), status.pid, _read(client, trace), clock)
+        for client, status, clock in zip(clients, statuses, maps, strict=True)
+    ]
+    return Recorded(sorted(ranks, key=lambda rank: rank.rank), driver, begin_ns)
+
+
+def _checked_ms(seconds: float) -> int:
+    longest_s = MAX_TRACE_MS / 1000 - MARGIN_S
+    if not 0 < seconds <= longest_s:
+        raise ClientConfigError(
+            "out of bounds",
+            field="seconds",
+            value=seconds,
+            fix=f"use more than 0, at most {longest_s:g}; traces grow by the second",
+        )
+    return round((seconds + MARGIN_S) * 1000)
+
+
+def _group_of(clients: Sequence[WorkerClient]) -> list[lc.Status]:
+    for client in clients:
+        client.hello()
+    statuses = [client.get_status() for client in clients]
+    ranks = sorted(status.rank for status in statuses)
+    if ranks != list(range(len(clients))):
+        raise ClientConfigError(
+            "they are not the ranks of one group",
+            field="endpoints",
+            value=ranks,
+            fix="name each daemon of one group once, ranks 0 to N - 1",
+        )
+    return statuses
+
+
+def _place(status: lc.Status) -> str:
+    if status.config is None:
+        return ""
+    stage, shard = divmod(status.rank, status.config.parallel.tensor_parallel_size)
+    return f" (pp{stage} tp{shard})"
+
+
+def _await_all(
+    pending: Sequence[PendingCall[lc.Acknowledged] | PendingCall[StopTraceReply]],
+) -> None:
+    """Wait for all, then raise what the first that failed did."""
+    errors = []
+    for call in pending:
+        try:
+            call.result()
+        except (ClientError, WireError) as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _stop(
+    clients: Sequence[WorkerClient], trace: bytes, *, keep: bool, timeout_s: float
+) -> list[PendingCall[StopTraceReply]]:
+    pending = []
+    for client in clients:
+        with contextlib.suppress(ClientError) if not keep else contextlib.nullcontext():
+            pending.append(client.send_stop_trace(trace, keep=keep, timeout_s=timeout_s))
+    return pending
+
+
+def _driver_steps(client: WorkerClient, trace: bytes, until: float) -> DriverSteps | None:
+    """What the driver did; None where it does not answer, as one that waits for nothing does
+    not."""
+    while (steps := client.read_driver_steps(trace)) is None and time.monotonic() < until:
+        time.sleep(DRIVER_POLL_S)
+    return steps
+
+
+def _read(client: WorkerClient, trace: bytes) -> bytes:
+    pieces: list[bytes] = []
+    size = 0
+    while piece := client.read_trace(trace, size):
+        pieces.append(piece)
+        size += len(piece)
+    return b"".join(pieces)

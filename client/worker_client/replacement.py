@@ -1,0 +1,304 @@
+"""A lost rank's place taken by another daemon: the survivors fenced off from the lost one, the new
+one waited for, all linked anew, the new one loaded. Knows no step and no scheduler: what was lost
+with the rank, `client/worker_client/outcomes.py` tells.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from rpc_schema import lifecycle as lc
+from rpc_schema.config import WorkerConfig
+from rpc_schema.kv_cache import build_kv_cache_config
+from rpc_schema.operations import StepMessage
+from worker_client.attaching import Attaching
+from worker_client.errors import (
+    ClientError,
+    CommError,
+    DeadlineExceeded,
+    FencedError,
+    LeaseExpiredError,
+    LeaseNotRenewed,
+    NotAttachedError,
+    RemoteCapacityError,
+    RemoteDeviceError,
+    RemoteError,
+    RemoteInternalError,
+    ReplacementFailed,
+    WorkerDied,
+)
+from worker_client.group_channel import GroupChannel
+from worker_client.load_chain import LoadChain
+from worker_client.loading import LoadedModel
+from worker_client.memory_of_group import Tags, common_tags, is_away, way_back
+from worker_client.outcomes import StepsInFlight
+from worker_client.transport import Endpoint
+from worker_client.worker_client import WorkerClient
+
+REPLACE_WITHIN_S = 60.0
+"""A supervisor starts a daemon again, and it loads torch, in far less."""
+
+REPLACE_ATTEMPTS = 3
+"""So many ranks may die, one after the other, before replace() gives up."""
+
+MEMORY_PAUSE_S = 1.0
+"""A killed process's device memory may come back a while after its end."""
+
+_ASK_S = 0.25
+_PAUSE_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """What a replacement came to."""
+
+    ranks: tuple[int, ...]
+    """Whose daemon is another one now, or the same again after it was given up."""
+    loaded_ranks: tuple[int, ...]
+    """Those who had to load their shard; also ranks that stayed and were not ready."""
+    seconds: dict[str, float]
+    """By phase: fence, wait, attach, link, load, warm_up; of the attempt that succeeded. Where
+    ranks had to be reset or woken, clear; where they sleep again, sleep, wake_up or discard."""
+    statuses: list[lc.Status] = field(repr=False)
+    """As the daemons were attached."""
+
+
+_PASSING = (
+    WorkerDied,
+    CommError,
+    FencedError,
+    LeaseExpiredError,
+    LeaseNotRenewed,
+    NotAttachedError,
+    DeadlineExceeded,
+    RemoteCapacityError,
+    RemoteDeviceError,
+    RemoteInternalError,
+)
+"""Errors after which another attempt may succeed."""
+
+
+class Replacement:
+    """One call of replace(). Used on the group's thread."""
+
+    def __init__(
+        self,
+        channel: GroupChannel,
+        attaching: Attaching,
+        steps: StepsInFlight,
+        config: WorkerConfig,
+        model: LoadedModel,
+    ) -> None:
+        """config, model: what the group serves."""
+        self._channel = channel
+        self._steps = steps
+        self._config = config
+        self._model = model
+        self._attaching = attaching
+        self._seconds: dict[str, float] = {}
+        self._vacant: dict[int, Endpoint] = {}
+        self._memory: Tags | None = None
+        """What the memory of those who were there was like."""
+
+    def run(self, rank: int, endpoint: Endpoint | None, within_s: float) -> Replaced:
+        """See WorkerGroup.replace."""
+        deadline = time.monotonic() + within_s
+        own = self._channel.daemons.clients[rank].endpoint
+        self._vacant = {rank: own if endpoint is None else endpoint}
+        cause = self._steps.dead or ClientError(f"rank {rank} was given up")
+        self._channel.daemons.watch.bury(rank)
+        self._channel.lose(self._channel.daemons.watch.obituary(rank))
+        try:
+            for _ in range(REPLACE_ATTEMPTS):
+                try:
+                    replaced = self._fill(deadline, within_s)
+                except _PASSING as error:
+                    cause = self._take_stock(error)
+                else:
+                    self._steps.revive()
+                    return replaced
+            raise ReplacementFailed(
+                max(self._vacant),
+                f"ranks were lost {REPLACE_ATTEMPTS} times in a row while a place was taken; "
+                f"the last time: {cause}",
+            ) from cause
+        except BaseException as error:
+            self._channel.abort_links(f"a replacement failed: {error}")
+            self._steps.dead = self._channel.daemons.watch.obituary(max(self._vacant))
+            raise
+
+    def _take_stock(self, error: ClientError) -> ClientError:
+        """See who else is lost after an attempt that failed; return what it failed of."""
+        try:
+            if self._steps.has_doomed:
+                self._channel.await_doom()
+            self._channel.check_deaths()
+        except WorkerDied as died:
+            error = died
+        except (RemoteError, LeaseNotRenewed):
+            pass  # the lease is lost: the next attempt asks for it again
+        if isinstance(error, RemoteCapacityError):
+            time.sleep(MEMORY_PAUSE_S)
+        self._channel.abort_links(str(error))
+        if isinstance(error, WorkerDied):
+            self._channel.lose(error)
+            own = self._channel.daemons.clients[error.rank].endpoint
+            self._vacant.setdefault(error.rank, own)
+        standings = enumerate(self._channel.daemons.watch.standings)
+        for rank, standing in standings:  # several at once, perhaps
+            if standing == "dead":
+                self._vacant.setdefault(rank, self._channel.daemons.clients[rank].endpoint)
+        return error
+
+    def _fill(self, deadline: float, within_s: float) -> Replaced:
+        channel = self._channel
+        self._seconds.clear()
+        self._steps.dead = None
+        channel.daemons.absent = frozenset(self._vacant)
+        with self._phase("fence"):
+            if channel.daemons.present:
+                self._attaching.attach_present()
+            else:
+                channel.lease.drop()
+        with self._phase("wait"):
+            for rank, endpoint in self._vacant.items():
+                self._wait_for(rank, endpoint, deadline, within_s)
+        with self._phase("attach"):
+            for rank, endpoint in self._vacant.items():
+                channel.daemons.move(rank, endpoint)
+                channel.links.numbers[rank] = 0
+            channel.daemons.absent = frozenset()
+            statuses = self._attaching.attach_present()
+        newcomers = tuple(
+            rank for rank, status in enumerate(statuses) if not self._can_stay(rank, status)
+        )
+        self._remember_memory(newcomers, statuses)
+        self._clear_the_way(newcomers, statuses)
+        self._link(newcomers)
+        if newcomers:
+            self._load(newcomers)
+        self._put_memory_back()
+        return Replaced(
+            tuple(self._vacant),
+            newcomers,
+            dict(self._seconds),
+            statuses,
+        )
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self._seconds[name] = time.monotonic() - began
+
+    def _wait_for(self, rank: int, endpoint: Endpoint, deadline: float, within_s: float) -> None:
+        """Wait until a daemon answers there; look after the others meanwhile."""
+        with closing(self._channel.daemons.new_client(rank, endpoint)) as client:
+            while not _answers(client):
+                self._channel.look()
+                if time.monotonic() >= deadline:
+                    raise ReplacementFailed(
+                        rank,
+                        f"no daemon has answered at {endpoint.control} within {within_s:g} s: "
+                        f"rank {rank} is not replaced",
+                    )
+                time.sleep(_PAUSE_S)
+
+    def _can_stay(self, rank: int, status: lc.Status) -> bool:
+        """Tell whether a daemon need not load: those who were there all along have what the group
+        serves, unless they were reset."""
+        if rank in self._vacant:
+            return self._has_all(rank, status)
+        return status.load == "READY"
+
+    def _has_all(self, rank: int, status: lc.Status) -> bool:
+        """Whether a daemon is ready as it is: one that was given up too early, say."""
+        return (
+            status.load == "READY"
+            and status.rank == rank
+            and status.config is not None
+            and status.config.fingerprint() == self._config.fingerprint()
+            and status.kv_cache is not None
+            and status.kv_cache.num_blocks == self._model.num_blocks
+        )
+
+    def _remember_memory(self, newcomers: Sequence[int], statuses: Sequence[lc.Status]) -> None:
+        """An attempt that fails leaves the others awake: what the first one found counts."""
+        others = [status for rank, status in enumerate(statuses) if rank not in newcomers]
+        if self._memory is None and others:
+            self._memory = common_tags(others)
+
+    def _clear_the_way(self, newcomers: Sequence[int], statuses: Sequence[lc.Status]) -> None:
+        """Have newcomers that hold something else give it up, and the others wake: links, graphs
+        and warm-up need their memory."""
+        occupied = [rank for rank in newcomers if statuses[rank].load != "CREATED"]
+        asleep = [
+            rank
+            for rank, status in enumerate(statuses)
+            if rank not in newcomers and is_away(status.memory_tags)
+        ]
+        if not occupied and not asleep:
+            return
+
+        def build_for(rank: int) -> Callable[..., StepMessage]:
+            if rank in newcomers:
+                return partial(lc.Reset, to="CREATED")
+            return partial(lc.WakeUp, tags=None) if rank in asleep else lc.GetSupportedTasks
+
+        with self._phase("clear"):
+            self._channel.exchange(build_for)
+            self._channel.refresh_links()
+
+    def _put_memory_back(self) -> None:
+        """Bring all ranks to where the others were."""
+        for operation, build in way_back(self._memory or {}):
+            with self._phase(operation):
+                self._channel.ask(build)
+
+    def _link(self, newcomers: Sequence[int]) -> None:
+        """InitDevice and Relink bring a rank to the same meeting place."""
+        config = self._config
+        with self._phase("link"):
+            rendezvous = self._channel.open_rendezvous()
+
+            def build_for(rank: int) -> Callable[..., StepMessage]:
+                if rank not in newcomers:
+                    return partial(
+                        lc.Relink, rendezvous=rendezvous[rank], warm_up_follows=bool(newcomers)
+                    )
+                return partial(
+                    lc.InitDevice,
+                    parallel=config.parallel,
+                    rendezvous=rendezvous[rank],
+                    cache=config.cache,
+                    scheduler=config.scheduler,
+                )
+
+            self._channel.exchange(build_for)
+            self._channel.use_link(rendezvous)
+
+    def _load(self, newcomers: Sequence[int]) -> None:
+        """Load the new ranks alone; then all warm up, for which they compute together."""
+        model, everyone = self._model, LoadChain(self._channel)
+        alone = LoadChain(self._channel, newcomers)
+        with self._phase("load"):
+            alone.load_model(self._config)
+            plans = [
+                build_kv_cache_config(spec.layers, model.num_blocks, model.block_size)
+                for spec in everyone.get_kv_cache_spec()
+            ]
+            alone.update_max_model_len(model.max_model_len)
+            alone.initialize_from_config(plans)
+            alone.initialize_cache(model.num_blocks)
+        with self._phase("warm_up"):
+            everyone.compile_or_warm_up_model()
+
+
+def _answers(client: WorkerClient) -> bool:
+    try:
+        client.hello(_ASK_S)
+    except (DeadlineExceeded, WorkerDied):
+        return False
+    return True

@@ -1,0 +1,378 @@
+"""Generation requests: their fields, their bounds, and how input lines become them. Knows no
+scheduling and no wire but the sampling parameters."""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rpc_schema.plain_text import printable
+from rpc_schema.sampling import (
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    MIN_TEMPERATURE,
+    SamplingParams,
+)
+from worker_client.errors import RequestError
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+Encode = Callable[[str], Sequence[int]]
+ValueT = TypeVar("ValueT", int, float)
+
+DEFAULT_MAX_TOKENS = 16
+MAX_SEED = 2**63 - 1
+MAX_COUNT = 2**31 - 1
+MAX_ID_LENGTH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """What a caller wants generated. `validated` checks every field, as schedulers do."""
+
+    id: str
+    prompt_token_ids: NDArray[np.int32]
+    """int32 [num_prompt_tokens], at least one."""
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    """None: a random one, given at add_request."""
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+    def stop_ids(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens that end this request."""
+        eos = () if self.ignore_eos else tuple(eos_token_ids)
+        return tuple(dict.fromkeys((*eos, *self.stop_token_ids)))
+
+    def sampling(self, eos_token_ids: Sequence[int]) -> SamplingParams:
+        """Return what the workers need to know of it.
+
+        Raises:
+            RequestError: it samples and has no seed, which `seeded` would give it, or it has more
+                stop tokens than a request may have.
+        """
+        if self.seed is None and self.temperature > 0:
+            raise RequestError(
+                "the request has no seed yet", field="seed", value=None, fix="use seeded(request)"
+            )
+        stop_ids = self.stop_ids(eos_token_ids)
+        _check_num_stop_ids(len(stop_ids))
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed or 0,
+            min_tokens=self.min_tokens,
+            stop_token_ids=stop_ids,
+            logprobs=self.logprobs,
+        )
+
+
+def random_seed() -> int:
+    """Return a seed for a request that has none."""
+    return int.from_bytes(os.urandom(8), "little") & MAX_SEED
+
+
+def seeded(request: GenerationRequest) -> GenerationRequest:
+    """Return the request with a seed: its own, or a random one where it samples without one."""
+    if request.seed is not None or request.temperature == 0:
+        return request
+    return replace(request, seed=random_seed())
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """Return request number `index`'s seed under a run's own seed."""
+    digest = blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & MAX_SEED
+
+
+def validated(request: GenerationRequest) -> GenerationRequest:
+    """Return the request unchanged.
+
+    Raises:
+        RequestError: a field is out of bounds.
+    """
+    _check_unicode("id", request.id)
+    _check_num_stop_ids(len(set(request.stop_token_ids)))
+    for field, value, low, high in (
+        ("id", len(request.id), 1, MAX_ID_LENGTH),
+        ("prompt_token_ids", len(request.prompt_token_ids), 1, MAX_COUNT),
+        ("max_tokens", request.max_tokens, 1, MAX_COUNT),
+        ("temperature", request.temperature, 0.0, 1e6),
+        ("top_k", request.top_k, 0, MAX_COUNT),
+        ("min_p", request.min_p, 0.0, 1.0),
+        ("seed", request.seed or 0, 0, MAX_SEED),
+        ("min_tokens", request.min_tokens, 0, MAX_COUNT),
+        ("logprobs", request.logprobs or 0, 0, MAX_LOGPROBS),
+    ):
+        if not low <= value <= high:
+            what = f"the length of {field}" if field in ("id", "prompt_token_ids") else field
+            raise RequestError(
+                f"{what} is out of bounds", field=field, value=value, fix=f"use {low} to {high}"
+            )
+    if 0 < request.temperature < MIN_TEMPERATURE:
+        raise RequestError(
+            "the temperature is too small to divide by",
+            field="temperature",
+            value=request.temperature,
+            fix=f"use 0 for the most likely token, or at least {MIN_TEMPERATURE}",
+        )
+    if not 1e-6 <= request.top_p <= 1.0:
+        raise RequestError(
+            "top_p is out of bounds", field="top_p", value=request.top_p, fix="use 1e-6 to 1"
+        )
+    if request.min_tokens > request.max_tokens:
+        raise RequestError(
+            f"min_tokens is above max_tokens = {request.max_tokens}",
+            field="min_tokens",
+            value=request.min_tokens,
+            fix="lower it",
+        )
+    prompt = request.prompt_token_ids
+    _check_token_ids("prompt_token_ids", (int(prompt.min()), int(prompt.max())), MAX_COUNT)
+    _check_token_ids("stop_token_ids", request.stop_token_ids, MAX_COUNT)
+    return request
+
+
+def check_fits(request: GenerationRequest, *, max_model_len: int, vocab_size: int | None) -> None:
+    """Check a valid request against the loaded model; vocab_size None leaves its tokens unchecked.
+
+    Raises:
+        RequestError: the prompt leaves no room for a token, or names tokens that do not exist.
+    """
+    length = len(request.prompt_token_ids)
+    if length >= max_model_len:
+        raise RequestError(
+            f"the prompt's {length} tokens leave no room in max_model_len = {max_model_len}",
+            field="prompt_token_ids",
+            value=length,
+            fix=f"use a prompt of at most {max_model_len - 1} tokens, or a longer max_model_len",
+        )
+    if vocab_size is None:
+        return
+    top = int(request.prompt_token_ids.max())
+    if top >= vocab_size:
+        raise RequestError(
+            f"the vocabulary has {vocab_size} tokens",
+            field="prompt_token_ids",
+            value=top,
+            fix=f"use token ids below {vocab_size}",
+        )
+    _check_token_ids("stop_token_ids", request.stop_token_ids, vocab_size - 1)
+
+
+class RequestParser:
+    """Input lines to requests. Gives ids (the line's index) and seeds to those that have none."""
+
+    def __init__(self, encode: Encode | None, seed: int | None = None) -> None:
+        """encode turns text into token ids; None where the model has no tokenizer. With a seed,
+        every request without one gets a seed derived from it and from the request's index."""
+        self._encode = encode
+        self._seed = seed
+
+    def parse(self, text: str | bytes, index: int) -> GenerationRequest:
+        """Return the request on line index + 1; bytes are UTF-8.
+
+        Raises:
+            RequestError: it is no JSON object, or a field is unknown, of the wrong type or out of
+                bounds; names line, field, value and fix.
+        """
+        try:
+            return self.from_fields(_load_object(_decoded(text)), index)
+        except RequestError as error:
+            raise error.at_line(index + 1) from None
+
+    def from_fields(self, fields: Mapping[str, Json], index: int) -> GenerationRequest:
+        """Return the request with these fields. Raises as parse does, without the line."""
+        unknown = sorted(fields.keys() - _FIELDS)
+        if unknown:
+            raise RequestError(
+                "unknown field",
+                field=printable(unknown[0][:80]),
+                value=fields[unknown[0]],
+                fix=_known_fields(),
+            )
+        seed = random_seed() if self._seed is None else derived_seed(self._seed, index)
+        request = GenerationRequest(
+            id=_read_id(fields, index),
+            prompt_token_ids=self._prompt(fields),
+            max_tokens=_number(fields, "max_tokens", int, DEFAULT_MAX_TOKENS),
+            temperature=_number(fields, "temperature", float, 0.0),
+            top_p=_number(fields, "top_p", float, 1.0),
+            top_k=_number(fields, "top_k", int, 0),
+            min_p=_number(fields, "min_p", float, 0.0),
+            seed=_number(fields, "seed", int, seed),
+            min_tokens=_number(fields, "min_tokens", int, 0),
+            ignore_eos=_flag(fields, "ignore_eos"),
+            stop_token_ids=tuple(_int_list(fields, "stop_token_ids")),
+        )
+        if fields.get("logprobs") is not None:
+            request = replace(request, logprobs=_number(fields, "logprobs", int, 0))
+        return validated(request)
+
+    def _prompt(self, fields: Mapping[str, Json]) -> NDArray[np.int32]:
+        text, ids = fields.get("prompt"), fields.get("prompt_token_ids")
+        if (text is None) == (ids is None):
+            raise RequestError(
+                "a request has either prompt or prompt_token_ids",
+                field="prompt",
+                value=text,
+                fix="give exactly one of the two",
+            )
+        if text is None:
+            values = _int_list(fields, "prompt_token_ids")
+            _check_token_ids("prompt_token_ids", values, MAX_COUNT)
+            return np.array(values, np.int32)
+        if not isinstance(text, str):
+            raise _wrong_type("prompt", text, "a string")
+        _check_unicode("prompt", text)
+        if self._encode is None:
+            raise RequestError(
+                "the model has no tokenizer.json",
+                field="prompt",
+                value=text,
+                fix="give prompt_token_ids",
+            )
+        return np.array(self._encode(text), np.int32)
+
+
+_FIELDS = frozenset(
+    (
+        "id",
+        "prompt",
+        "prompt_token_ids",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "min_tokens",
+        "ignore_eos",
+        "stop_token_ids",
+        "logprobs",
+    )
+)
+
+
+def _known_fields() -> str:
+    return "use " + ", ".join(sorted(_FIELDS))
+
+
+def _decoded(text: str | bytes) -> str:
+    if isinstance(text, str):
+        return text
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"not UTF-8: {error.reason} at byte {error.start + 1} of the line",
+            field="line",
+            value=text[max(0, error.start - 20) : error.start + 20],
+            fix="write the file in UTF-8",
+        ) from None
+
+
+def _check_unicode(field: str, text: str) -> None:
+    """Raise RequestError for half of a surrogate pair, which JSON can name and no UTF-8 has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{field} is not Unicode text: character {error.start + 1} is a lone surrogate",
+            field=field,
+            value=text[max(0, error.start - 20) : error.start + 20],
+            fix="write whole characters: both halves of a surrogate pair, or UTF-8",
+        ) from None
+
+
+def _check_num_stop_ids(count: int) -> None:
+    if count > MAX_STOP_TOKEN_IDS:
+        raise RequestError(
+            "too many stop tokens, end of sequence included",
+            field="stop_token_ids",
+            value=count,
+            fix=f"give at most {MAX_STOP_TOKEN_IDS}",
+        )
+
+
+def _load_object(text: str) -> dict[str, Json]:
+    try:
+        value: Json = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(
+            f"not JSON: {error}", field="line", value=text[:80], fix="write one JSON object a line"
+        ) from None
+    if not isinstance(value, dict):
+        raise _wrong_type("line", value, "a JSON object")
+    return value
+
+
+def _wrong_type(field: str, value: Json, wanted: str) -> RequestError:
+    return RequestError(
+        f"{field} has the wrong type", field=field, value=value, fix=f"give {wanted}"
+    )
+
+
+def _read_id(fields: Mapping[str, Json], index: int) -> str:
+    value = fields.get("id")
+    if value is None:
+        return str(index)
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise _wrong_type("id", value, "a string or an integer")
+    return str(value)
+
+
+def _number(fields: Mapping[str, Json], field: str, kind: type[ValueT], default: ValueT) -> ValueT:
+    value = fields.get(field)
+    if value is None:
+        return default
+    allowed = int | float if kind is float else int
+    if isinstance(value, bool) or not isinstance(value, allowed):
+        raise _wrong_type(field, value, "an integer" if kind is int else "a number")
+    try:
+        return kind(value)
+    except OverflowError:
+        raise _wrong_type(field, str(value), "a number that a float can hold") from None
+
+
+def _flag(fields: Mapping[str, Json], field: str) -> bool:
+    value = fields.get(field)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise _wrong_type(field, value, "true or false")
+    return value
+
+
+def _int_list(fields: Mapping[str, Json], field: str) -> list[int]:
+    value = fields.get(field)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise _wrong_type(field, value, "a list of integers")
+    if not all(type(item) is int for item in value):
+        raise _wrong_type(field, value[:8], "a list of integers")
+    return [item for item in value if isinstance(item, int)]
+
+
+def _check_token_ids(field: str, token_ids: Iterable[int], high: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id <= high:
+            raise RequestError(
+                f"{field} names a token that cannot be",
+                field=field,
+                value=token_id,
+                fix=f"use token ids from 0 to {high}",
+            )

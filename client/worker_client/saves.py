@@ -1,0 +1,50 @@
+"""A save of a group's weights: all ranks write at once, then what they wrote is put in its place,
+or removed. Knows neither what is written nor where."""
+
+import contextlib
+import secrets
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from rpc_schema.base import StepReply, StepRequest
+from rpc_schema.errors import WireError
+from rpc_schema.lifecycle import FinishShardedState
+from worker_client.errors import ClientError, DeadlineExceeded, RemoteError
+from worker_client.group_channel import GroupChannel
+
+SHARD_PATTERN = "model-rank-{rank}-part-{part}.safetensors"
+SHARD_MAX_SIZE_BYTES = 5 << 30
+
+ReplyT = TypeVar("ReplyT", bound=StepReply)
+
+
+def save_weights(
+    channel: GroupChannel,
+    build: Callable[..., StepRequest[ReplyT]],
+) -> list[ReplyT]:
+    """Have each rank write, and keep that where all have; else nothing is left of it, as far as
+    ranks can be reached. build: makes the request, with the save's id as `save`. Raises what
+    GroupChannel.ask does."""
+    save = secrets.token_bytes(16)
+    try:
+        replies = channel.ask(partial(build, save=save))
+    except (RemoteError, DeadlineExceeded):
+        _discard(channel, save)
+        raise
+    try:
+        _finish(channel, save, keep=True)
+    except RemoteError as error:
+        if error.rank == 0:  # else rank 0 may be about to put those files in place
+            _discard(channel, save)
+        raise
+    return replies
+
+
+def _discard(channel: GroupChannel, save: bytes) -> None:
+    with contextlib.suppress(ClientError, WireError):  # the next save cleans up as well
+        _finish(channel, save, keep=False)
+
+
+def _finish(channel: GroupChannel, save: bytes, *, keep: bool) -> None:
+    channel.ask(partial(FinishShardedState, save=save, keep=keep))

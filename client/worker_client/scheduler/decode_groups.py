@@ -1,0 +1,70 @@
+"""Who decodes together, so that the stages of a pipeline work on different requests. Knows no
+prompts, no blocks, no budget, and no steps in flight."""
+
+from collections.abc import Iterator, Mapping
+
+from worker_client.scheduler.request import Request
+
+
+class DecodeGroups:
+    """One group of requests for each stage. They have their turns in a circle, and are kept equal
+    within one."""
+
+    def __init__(self, num_stages: int) -> None:
+        self._groups: list[dict[str, Request]] = [{} for _ in range(num_stages)]
+        self._ids: list[tuple[str, ...] | None] = [None] * num_stages
+        """Of a whole group, made when all of it is ready; None once somebody joins or leaves."""
+        self._turn = 0
+
+    def join(self, request: Request) -> None:
+        """Let a request decode from the next step on."""
+        index = min(range(len(self._groups)), key=lambda i: len(self._groups[i]))
+        self._groups[index][request.id] = request
+        self._ids[index] = None
+
+    def leave(self, request: Request) -> None:
+        """Let a request decode no more, if it did."""
+        for index, group in enumerate(self._groups):
+            if group.pop(request.id, None) is not None:
+                self._ids[index] = None
+                self._balance(index)
+                return
+
+    def _balance(self, smaller: int) -> None:
+        larger = max(range(len(self._groups)), key=lambda i: len(self._groups[i]))
+        if len(self._groups[larger]) > len(self._groups[smaller]) + 1:
+            req_id, request = self._groups[larger].popitem()
+            self._groups[smaller][req_id] = request
+            self._ids[larger] = self._ids[smaller] = None
+
+    def in_turn(self, before: int) -> Iterator[tuple[int, dict[str, Request]]]:
+        """Yield each group, the one whose turn it is first, and those of its requests whose last
+        step was before that number; groups without any are passed over."""
+        for offset in range(len(self._groups)):
+            index = (self._turn + offset) % len(self._groups)
+            group = self._groups[index]
+            ready = {req_id: r for req_id, r in group.items() if r.last_step < before}
+            if len(ready) == len(group):
+                self._ids[index] = self._ids[index] or tuple(group)
+            if ready:
+                yield index, ready
+
+    def commit(
+        self, step: int, index: int | None, decodes: Mapping[str, Request]
+    ) -> tuple[str, ...]:
+        """Count a step in which these of a group decode, or nobody. Return their ids: the same
+        object for as long as it is the whole group, and that stays."""
+        index = self._turn if index is None else index
+        is_whole = len(decodes) == len(self._groups[index])
+        req_ids = (self._ids[index] if is_whole else None) or tuple(decodes)
+        complete = []
+        for request in decodes.values():
+            request.num_computed += 1
+            request.num_tokens += 1
+            request.last_step = step
+            if request.num_tokens == request.limit:
+                complete.append(request)
+        for request in complete:
+            self.leave(request)
+        self._turn = (index + 1) % len(self._groups)
+        return req_ids

@@ -1,0 +1,102 @@
+"""What a driver asks of a scheduler, and what they tell each other beside steps. Knows no
+scheduler."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+from rpc_schema.config import WorkerConfig
+from worker_client.loading import LoadedModel
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler_output import Logprobs, SchedulerOutput, StepResult
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A finished request."""
+
+    req_id: str
+    token_ids: list[int]
+    """Generated tokens; a stop token is the last of them."""
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Of the prompt, found in the prefix cache at the first admission."""
+    num_preemptions: int
+    logprobs: list[Logprobs] | None
+    """One for each token, where the request asked for them."""
+    error: str = ""
+    """Why the request failed, where finish_reason is "error"; token_ids are those before."""
+
+
+class SchedulerInterface(Protocol):
+    """What `worker_client.driver.Driver` asks of a scheduler. All calls come from one thread.
+
+    The driver sends every output of schedule() before it makes another call, takes results in
+    the order of the outputs, and keeps at most pipeline size + 1 outputs without a result.
+    """
+
+    def add_request(self, request: GenerationRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it can never be served.
+        """
+
+    def abort_request(self, req_id: str) -> None:
+        """End a request early; unknown ids are ignored. No RequestOutput follows."""
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request has not finished."""
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Decide the next step; None when there is nothing to send until a result comes."""
+
+    def update_from_output(
+        self, output: SchedulerOutput, result: StepResult
+    ) -> list[RequestOutput]:
+        """Take in what a step sampled; return the requests that it finished.
+
+        Tokens of requests that have finished meanwhile may be among them, and NO_TOKEN for requests
+        that have failed.
+        """
+
+    def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
+        """Take back steps that failed, or that the group refused; none will have a result.
+
+        The workers know the requests of lost_req_ids no more: those that are to go on must be
+        admitted again, from their known tokens. Blocks written by the failed steps hold nothing.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What a scheduler may use, as the group was loaded."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_blocks: int
+    """Null block included."""
+    block_size: int
+    pipeline_parallel_size: int = 1
+    eos_token_ids: tuple[int, ...] = ()
+    enable_prefix_caching: bool = True
+    vocab_size: int | None = None
+    """None leaves the token ids of requests unchecked."""
+
+
+def scheduler_limits(model: LoadedModel, config: WorkerConfig) -> SchedulerLimits:
+    """Return what a scheduler may use of a group that was loaded with `config`."""
+    return SchedulerLimits(
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+        num_blocks=model.num_blocks,
+        block_size=model.block_size,
+        pipeline_parallel_size=config.parallel.pipeline_parallel_size,
+        eos_token_ids=model.metadata.eos_token_ids,
+        vocab_size=model.metadata.vocab_size,
+    )

@@ -1,0 +1,179 @@
+"""What one step computes: first come, first served, decodes before prefills. Finds blocks for it,
+preempts and admits; tokens count as computed only once the scheduler commits the step."""
+
+from itertools import chain, islice
+
+from worker_client.scheduler.decode_groups import DecodeGroups
+from worker_client.scheduler.interface import SchedulerLimits
+from worker_client.scheduler.request import Request
+from worker_client.scheduler.request_blocks import RequestBlocks
+from worker_client.scheduler.roster import Roster
+from worker_client.step_checks import MAX_ADMITTED_BYTES, MAX_ADMITTED_TOKENS
+
+PIPELINE_CHUNK = 2048
+"""Fewest prompt tokens of several prompts for which a pipeline's step is closed. Later stages wait
+for the first step, and earlier ones for the last, so that steps should be short while there are few
+tokens; but a product of fewer rows is less than its best."""
+
+CHUNKS_PER_STAGE = 2
+"""Steps a stage over which prompts are spread while each has PIPELINE_CHUNK tokens or more."""
+
+MAX_LOOKED_AT = 1024
+"""Waiting prompts that are looked at for that."""
+
+
+class Step:
+    """A step in the making, which may stay empty. The scheduler reads what is public here."""
+
+    def __init__(
+        self, limits: SchedulerLimits, roster: Roster, blocks: RequestBlocks, groups: DecodeGroups
+    ) -> None:
+        self.group: int | None = None
+        """The one that decodes."""
+        self.decodes: dict[str, Request] = {}
+        self.prefills: dict[str, int] = {}
+        self.new: list[Request] = []
+        self.new_blocks: dict[str, list[int]] = {}
+        self.preempted: list[str] = []
+        self._limits = limits
+        self._roster = roster
+        self._blocks = blocks
+        self._groups = groups
+        self._budget = limits.max_num_batched_tokens
+        self._num_prefill_tokens = 0
+        self._num_admitted_tokens = 0
+        self._num_admitted_bytes = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute, nor anybody preempted."""
+        return not (self.decodes or self.prefills or self.preempted)
+
+    def plan(self, number: int, oldest: int) -> None:
+        """Decide who takes part in step `number`; `oldest` is the first in flight, or `number`.
+
+        A request decodes at most once in as many consecutive steps in flight as there are stages,
+        so that the stages work on different requests; more often where nothing else can be done.
+        """
+        num_stages = self._limits.pipeline_parallel_size
+        chunk = self._chunk(num_stages)
+        self._plan_decodes(before=max(oldest, number - num_stages + 1))
+        self._plan_prefills(chunk)
+        if not self.preempted:
+            self._admit(chunk)
+        if self.is_empty:
+            self._plan_decodes(before=number)
+
+    def _plan_decodes(self, *, before: int) -> None:
+        """Plan the group whose turn it is, or the next one with somebody to run."""
+        size = self._limits.block_size
+        for group, ready in self._groups.in_turn(before):
+            self.decodes = ready
+            needy = [r for r in ready.values() if r.num_computed % size == 0]  # no block has room
+            if len(needy) > self._blocks.num_free:
+                needy.sort(key=lambda request: request.admission)
+            for request in needy:
+                if request.id in self.decodes and not self._extend(request, 1):
+                    del self.decodes[request.id]
+            if self.decodes:
+                self.group = group
+                self._budget -= len(self.decodes)
+                return
+
+    def _plan_prefills(self, chunk: int) -> None:
+        for request in list(self._roster.prefilling.values()):
+            count = min(request.num_tokens - request.num_computed, self._budget)
+            if (
+                self._has_room(count, chunk)
+                and request.is_running
+                and (not request.unannounced or self._can_announce(request))
+                and self._extend(request, count)
+            ):
+                self._prefill(request, count)
+                if request.unannounced:
+                    self._announce(request)
+                    self.new_blocks.pop(request.id, None)  # they come with the others
+
+    def _admit(self, chunk: int) -> None:
+        """Admit waiting requests in order, as long as blocks, slots and tokens last."""
+        while self._roster.waiting and self._budget > 0 and not self._roster.is_full:
+            request = self._roster.waiting[0]
+            if request.num_in_flight or request.num_void or not self._can_announce(request):
+                return
+            prefix = self._blocks.find_prefix(request)
+            if not self._blocks.can_hold(request, prefix):
+                return
+            num_cached = len(prefix) * self._limits.block_size
+            count = min(request.num_tokens - num_cached, self._budget)
+            if not self._has_room(count, chunk):
+                return
+            self._blocks.begin(request, prefix, count)
+            self._roster.start(request)
+            self._announce(request)
+            self._prefill(request, count)
+
+    def _chunk(self, num_stages: int) -> int:
+        """How many tokens several prompts share a step with: the budget, or in a pipeline their
+        part of all that wait."""
+        budget = self._limits.max_num_batched_tokens
+        if num_stages == 1:
+            return budget
+        num_steps = CHUNKS_PER_STAGE * num_stages
+        pending = 0
+        unsent = chain(self._roster.prefilling.values(), self._roster.waiting)
+        for request in islice(unsent, MAX_LOOKED_AT):
+            pending += request.num_tokens - request.num_computed
+            if pending >= num_steps * budget:
+                break
+        return max(PIPELINE_CHUNK, min(budget, pending // num_steps))
+
+    def _has_room(self, count: int, chunk: int) -> bool:
+        """Whether it may take count more prompt tokens: of one prompt what the budget allows, of
+        several a chunk."""
+        return count > 0 and (not self.prefills or self._num_prefill_tokens + count <= chunk)
+
+    def _prefill(self, request: Request, count: int) -> None:
+        self.prefills[request.id] = count
+        self._num_prefill_tokens += count
+        self._budget -= count
+
+    def _can_announce(self, request: Request) -> bool:
+        """Whether a request, all tokens of which are sent, fits into the step's message."""
+        return (
+            self._num_admitted_tokens + len(request.tokens) <= MAX_ADMITTED_TOKENS
+            and self._num_admitted_bytes + self._num_bytes(request) <= MAX_ADMITTED_BYTES
+        )
+
+    def _num_bytes(self, request: Request) -> int:
+        return request.admission_bytes(len(request.tokens), self._limits.block_size)
+
+    def _announce(self, request: Request) -> None:
+        self.new.append(request)
+        self._num_admitted_tokens += len(request.tokens)
+        self._num_admitted_bytes += self._num_bytes(request)
+
+    def _extend(self, request: Request, count: int) -> bool:
+        """Find blocks for `count` more tokens, preempting the latest admitted where need be.
+
+        Only requests admitted after this one are preempted; without any, this one waits.
+        """
+        while (block_ids := self._blocks.extend(request, count)) is None:
+            victim = next(reversed(self._roster.running.values()))
+            if victim is request:
+                return False
+            self._preempt(victim)
+        if block_ids:
+            self.new_blocks[request.id] = block_ids
+        return True
+
+    def _preempt(self, victim: Request) -> None:
+        self.decodes.pop(victim.id, None)
+        freed = self.prefills.pop(victim.id, 0)
+        self._num_prefill_tokens -= freed
+        self._budget += freed
+        self.new_blocks.pop(victim.id, None)
+        self.new = [request for request in self.new if request is not victim]
+        self.preempted.append(victim.id)
+        self._blocks.remember(victim)
+        victim.num_preemptions += 1
+        self._roster.requeue(victim)

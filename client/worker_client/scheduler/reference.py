@@ -1,0 +1,197 @@
+"""The reference scheduler: continuous batching, chunked prefill, prefix caching, preemption by
+recompute. Takes the driver's calls, commits steps and takes their results in. Knows no slots, no
+wire, no clock."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from rpc_schema.step import NO_TOKEN
+from worker_client.adoption import AdoptedRequest
+from worker_client.requests import GenerationRequest, seeded, validated
+from worker_client.scheduler.decode_groups import DecodeGroups
+from worker_client.scheduler.interface import FinishReason, RequestOutput, SchedulerLimits
+from worker_client.scheduler.planning import Step
+from worker_client.scheduler.request import Request, adopted_request, new_request
+from worker_client.scheduler.request_blocks import RequestBlocks
+from worker_client.scheduler.roster import Roster
+from worker_client.scheduler_output import SchedulerOutput, StepResult
+
+NOT_A_NUMBER = (
+    "the model's output for token {place} is not a number: its weights overflow or are damaged "
+    "for this input; the other requests are unharmed"
+)
+
+
+class Scheduler:
+    """The reference scheduler. First come, first served; decodes before prefills. Owns the numbers
+    of the steps, and which of them are in flight."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+        self._blocks = RequestBlocks(limits)
+        self._groups = DecodeGroups(limits.pipeline_parallel_size)
+        # A decode group never exceeds the token budget: groups are kept equal within one.
+        most = limits.max_num_batched_tokens * limits.pipeline_parallel_size
+        self._roster = Roster(self._blocks, self._groups, min(limits.max_num_seqs, most))
+        self._ended: list[str] = []
+        """Requests that the workers are to forget."""
+        self._num_steps = 0
+        self._in_flight: deque[int] = deque()
+
+    def add_request(self, request: GenerationRequest) -> None:
+        """Queue a request. Its id may be one that finished, once no step in flight names it.
+
+        Raises:
+            RequestError: a field is out of bounds, its id is in use, or it can never be served.
+        """
+        request = seeded(validated(request))
+        self._roster.check_unused(request.id, fix="choose another")
+        self._roster.add(new_request(request, self._limits))
+
+    def adopt_requests(self, requests: Sequence[AdoptedRequest]) -> list[RequestOutput]:
+        """Go on with requests that another driver's Scheduler has left: before any other call but
+        add_request. Return those that have all their tokens already; they end here.
+
+        They run from the first step on, with the blocks that they have; those without begin again
+        from their tokens, and those that report logprobs from their prompt.
+
+        Raises:
+            RequestError: a request was not admitted by a Scheduler, its id is in use, or it does
+                not fit these limits. Nothing is adopted.
+        """
+        for request in requests:
+            self._roster.check_unused(request.req_id, fix="adopt requests first")
+        adopted = [(adopted_request(request, self._limits), request) for request in requests]
+        adopted.sort(key=lambda pair: pair[0].arrival)
+        done = []
+        for entry, request in adopted:
+            self._roster.add(entry)
+            reason = entry.take_again()
+            has_kv = request.block_ids and entry.num_tokens == len(request.token_ids)
+            if reason is not None:
+                done.append(self._finish(entry, reason))
+            elif has_kv and not self._roster.is_full:
+                self._blocks.resume(entry, request.block_ids, request.num_computed_tokens)
+                self._blocks.remember(entry)
+                self._roster.start(entry)
+                entry.unannounced = True
+        return done
+
+    def abort_request(self, req_id: str) -> None:
+        """End a request early; unknown ids are ignored."""
+        request = self._roster.unfinished.get(req_id)
+        if request is not None:
+            self._remove(request)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request has not finished."""
+        return bool(self._roster.unfinished)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no request holds."""
+        return self._blocks.num_free
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Decide the next step; see SchedulerInterface."""
+        self._blocks.remember_sent()
+        step = Step(self._limits, self._roster, self._blocks, self._groups)
+        step.plan(self._num_steps, self._in_flight[0] if self._in_flight else self._num_steps)
+        # When all is done, the workers are told who has ended; else that can ride along later.
+        all_done = not self._roster.unfinished and not self._in_flight
+        if step.is_empty and not (all_done and self._ended):
+            return None
+        return self._commit(step)
+
+    def _commit(self, step: Step) -> SchedulerOutput:
+        new = [request.as_new() for request in step.new]
+        for request in step.new:
+            request.unannounced = False
+        decode_req_ids = self._groups.commit(self._num_steps, step.group, step.decodes)
+        for req_id, count in step.prefills.items():
+            request = self._roster.unfinished[req_id]
+            request.num_computed += count
+            self._blocks.remember_later(request)
+            if request.num_computed == request.num_tokens:
+                request.num_tokens += 1
+                request.last_step = self._num_steps
+                self._roster.end_prefill(request)
+        self._in_flight.append(self._num_steps)
+        self._num_steps += 1
+        ended, self._ended = self._ended, []
+        return SchedulerOutput(
+            num_scheduled_tokens=step.prefills,
+            decode_req_ids=decode_req_ids,
+            scheduled_new_reqs=new,
+            new_block_ids=step.new_blocks,
+            finished_req_ids=ended,
+            preempted_req_ids=step.preempted,
+        )
+
+    def update_from_output(
+        self, output: SchedulerOutput, result: StepResult
+    ) -> list[RequestOutput]:
+        """Take in what a step sampled; see SchedulerInterface."""
+        if self._in_flight:
+            self._in_flight.popleft()
+        done = []
+        find, block_size = self._roster.unfinished.get, self._limits.block_size
+        for req_id, token in zip(result.req_ids, result.token_ids, strict=True):
+            request = find(req_id)
+            if request is None:  # stopped meanwhile: sampled past its end
+                continue
+            if request.num_void:
+                request.num_void -= 1
+                continue
+            if token == NO_TOKEN:
+                done += self._not_a_number(request)
+                continue
+            reason = request.take(token)
+            if request.logprobs is not None:
+                request.logprobs.append(result.logprobs[req_id])
+            if reason is not None:
+                done.append(self._finish(request, reason))
+            elif len(request.tokens) % block_size == 0 and request.is_running:
+                self._blocks.remember_later(request)
+        return done
+
+    def forget_prefixes(self) -> None:
+        """Drop the prefix cache: the weights have changed, and what is cached is of the old ones.
+        To be called when no step is in flight."""
+        self._blocks.forget_all()
+
+    def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
+        """Take back steps that failed: lost requests wait again, in the order they came."""
+        for _ in outputs:
+            self._in_flight.pop()
+        running = self._roster.running
+        for req_id in lost_req_ids:
+            if req_id in running:
+                self._roster.requeue(running[req_id])
+        self._blocks.forget_all(good=running.values())
+        for request in self._roster.unfinished.values():
+            request.go_on_from_known()
+
+    def _not_a_number(self, request: Request) -> list[RequestOutput]:
+        """The request's context gives no numbers, so that what it wrote to its blocks is not to be
+        shared. Where it began with blocks of another request, that one's may be the fault: then it
+        is computed anew, from its known tokens and by itself."""
+        if not self._blocks.distrust(request):
+            place = len(request.tokens) + 1
+            return [self._finish(request, "error", NOT_A_NUMBER.format(place=place))]
+        request.go_on_from_known(num_void=request.num_in_flight - 1)
+        if request.is_running:  # else it has been preempted, and waits already
+            self._ended.append(request.id)
+            self._roster.requeue(request)
+        return []
+
+    def _finish(self, request: Request, reason: FinishReason, error: str = "") -> RequestOutput:
+        if request.is_running and not error:
+            self._blocks.remember(request)
+        self._remove(request)
+        return request.output(reason, error)
+
+    def _remove(self, request: Request) -> None:
+        if request.is_running:
+            self._ended.append(request.id)
+        self._roster.remove(request)

@@ -1,0 +1,242 @@
+"""One request of the reference scheduler: its counts, when it ends, how it begins here or goes on
+from another driver. Knows no other request, no pool and no step."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from rpc_schema.kv_cache import NUM_NULL_BLOCKS, blocks_for
+from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
+from rpc_schema.step import NO_TOKEN
+from worker_client.adoption import AdoptedRequest
+from worker_client.errors import RequestError
+from worker_client.requests import GenerationRequest, check_fits
+from worker_client.scheduler.interface import FinishReason, RequestOutput, SchedulerLimits
+from worker_client.scheduler_output import Logprobs, NewRequest
+from worker_client.step_checks import MAX_ADMITTED_BYTES, MAX_ADMITTED_TOKENS, admission_bytes
+
+MAX_NOTE_BYTES = 64
+"""Of a _Note, encoded."""
+
+
+class _Note(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What another driver's scheduler needs to know of a request beside what the workers do."""
+
+    limit: int
+    arrival: int
+    num_cached_tokens: int
+    num_preemptions: int
+
+
+@dataclass(slots=True)
+class HeldBlocks:
+    """A request's blocks; RequestBlocks alone writes here."""
+
+    ids: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    """Of its full blocks, as far as tokens are known. They depend on tokens alone, and stay."""
+    num_remembered: int = 0
+    """How many the pool knows the contents of."""
+    num_shared: int = 0
+    """How many others had filled, since its admission."""
+    may_share: bool = True
+    """Whether it may begin with blocks that others filled."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request's progress. Three counts matter, and each is at most the next:
+
+    num_computed (positions whose step was sent) <= num_tokens (known or being sampled) <= limit.
+    """
+
+    id: str
+    tokens: list[int]
+    """The known ones: the prompt, then what was generated."""
+    num_prompt_tokens: int
+    limit: int
+    """Where max_tokens or max_model_len ends it."""
+    sampling: SamplingParams
+    arrival: int = -1
+    """Its place among those that wait; the roster gives it."""
+    num_cached_tokens: int = -1
+    num_preemptions: int = 0
+    stop_ids: frozenset[int] = field(init=False)
+    num_tokens: int = field(init=False)
+    num_computed: int = 0
+    admission: int = -1
+    """Rises with each admission; -1 while waiting."""
+    unannounced: bool = False
+    """It runs by adoption, and the workers are yet to hear of it again."""
+    last_step: int = -1
+    """The step that samples its last token; -1 for none."""
+    num_void: int = 0
+    """Tokens on their way that are to be passed over."""
+    blocks: HeldBlocks = field(default_factory=HeldBlocks)
+    logprobs: list[Logprobs] | None = field(init=False)
+    """Of what was generated; None where it does not report them."""
+
+    def __post_init__(self) -> None:
+        self.stop_ids = frozenset(self.sampling.stop_token_ids)
+        self.num_tokens = len(self.tokens)
+        self.logprobs = None if self.sampling.logprobs is None else []
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has been admitted; else it waits."""
+        return self.admission >= 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Tokens that are being sampled."""
+        return self.num_tokens - len(self.tokens)
+
+    def take(self, token: int) -> FinishReason | None:
+        """Add a token that was sampled; return why the request ends with it, if it does."""
+        tokens = self.tokens
+        tokens.append(token)
+        if token in self.stop_ids:
+            return "stop"
+        return "length" if len(tokens) == self.limit else None
+
+    def take_again(self) -> FinishReason | None:
+        """Take all generated tokens of an adopted request again, up to its end or to one that could
+        not be chosen; return why it ends, if it does. One that reports logprobs begins again from
+        its prompt: what was reported before is kept nowhere."""
+        generated = self.tokens[self.num_prompt_tokens :]
+        del self.tokens[self.num_prompt_tokens :]
+        reason = None
+        for token in generated if self.logprobs is None else ():
+            if token == NO_TOKEN or reason is not None:
+                break
+            reason = self.take(token)
+        self.num_tokens = len(self.tokens)
+        return reason
+
+    def go_on_from_known(self, num_void: int = 0) -> None:
+        """Give up what is in flight. So many tokens of it come nevertheless, to be passed over."""
+        self.num_tokens = len(self.tokens)
+        self.num_void = num_void
+
+    def admission_bytes(self, num_tokens: int, block_size: int) -> int:
+        """Return what its admission with so many tokens takes of a step's message, at most."""
+        num_blocks = blocks_for(num_tokens, block_size)
+        num_stop_ids = len(self.sampling.stop_token_ids)
+        return admission_bytes(num_tokens, num_blocks, len(self.id), num_stop_ids, MAX_NOTE_BYTES)
+
+    def as_new(self) -> NewRequest:
+        """Return its admission, as the workers hear of it."""
+        note = _Note(self.limit, self.arrival, self.num_cached_tokens, self.num_preemptions)
+        return NewRequest(
+            req_id=self.id,
+            token_ids=np.array(self.tokens, np.int32),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_computed_tokens=self.num_computed,
+            block_ids=list(self.blocks.ids),
+            sampling=self.sampling,
+            note=msgspec.msgpack.encode(note),
+        )
+
+    def output(self, reason: FinishReason, error: str = "") -> RequestOutput:
+        """Return what is told of it when it ends."""
+        return RequestOutput(
+            req_id=self.id,
+            token_ids=self.tokens[self.num_prompt_tokens :],
+            finish_reason=reason,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=max(0, self.num_cached_tokens),
+            num_preemptions=self.num_preemptions,
+            logprobs=self.logprobs,
+            error=error,
+        )
+
+
+def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
+    """Return a valid request as it begins.
+
+    Raises:
+        RequestError: it can never be served.
+    """
+    check_fits(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
+    num_prompt = len(request.prompt_token_ids)
+    limit = min(num_prompt + request.max_tokens, limits.max_model_len)
+    usable = limits.num_blocks - NUM_NULL_BLOCKS
+    if blocks_for(limit - 1, limits.block_size) > usable:
+        raise RequestError(
+            f"{limit} tokens do not fit into {usable} blocks of {limits.block_size}",
+            field="max_tokens",
+            value=request.max_tokens,
+            fix="ask for less",
+        )
+    size = limits.vocab_size  # what the model cannot produce ends nothing
+    eos_token_ids = [token for token in limits.eos_token_ids if size is None or token < size]
+    made = Request(
+        id=request.id,
+        tokens=request.prompt_token_ids.tolist(),
+        num_prompt_tokens=num_prompt,
+        limit=limit,
+        sampling=request.sampling(eos_token_ids),
+    )
+    _check_admission(made, limits.block_size)
+    return made
+
+
+def _check_admission(made: Request, block_size: int) -> None:
+    """Check that a step can admit the request by itself: after a preemption with all its tokens."""
+    num_stop_ids = len(made.sampling.stop_token_ids)
+    if num_stop_ids > MAX_STOP_TOKEN_IDS:
+        raise RequestError(
+            f"{num_stop_ids} stop tokens, end of sequence included, are too many",
+            field="stop_token_ids",
+            value=num_stop_ids,
+            fix=f"give at most {MAX_STOP_TOKEN_IDS} in all, or ignore_eos",
+        )
+    num_bytes = made.admission_bytes(made.limit - 1, block_size)
+    if made.limit - 1 <= MAX_ADMITTED_TOKENS and num_bytes <= MAX_ADMITTED_BYTES:
+        return
+    most = min(MAX_ADMITTED_TOKENS, MAX_ADMITTED_BYTES * (made.limit - 1) // num_bytes)
+    too_long = made.num_prompt_tokens > most
+    raise RequestError(
+        f"{made.limit} tokens are more than a step can admit",
+        field="prompt_token_ids" if too_long else "max_tokens",
+        value=made.num_prompt_tokens if too_long else made.limit - made.num_prompt_tokens,
+        fix=f"use at most {most} tokens, prompt and output together",
+    )
+
+
+def adopted_request(request: AdoptedRequest, limits: SchedulerLimits) -> Request:
+    """Return a request of another driver as it goes on here, not running yet.
+
+    Raises:
+        RequestError: it was admitted by another kind of scheduler, or does not fit these limits.
+    """
+    try:
+        note = msgspec.msgpack.decode(request.note, type=_Note)
+    except msgspec.DecodeError:
+        raise RequestError(
+            f"request {request.req_id!r} was admitted by another kind of scheduler",
+            field="note",
+            value=request.note,
+            fix="adopt it with that scheduler, or drop it",
+        ) from None
+    needed = blocks_for(note.limit - 1, limits.block_size)
+    if note.limit > limits.max_model_len or needed > limits.num_blocks - NUM_NULL_BLOCKS:
+        raise RequestError(
+            f"request {request.req_id!r} may have {note.limit} tokens, which is more than fits",
+            field="limit",
+            value=note.limit,
+            fix="use the limits that it was admitted under",
+        )
+    made = Request(
+        id=request.req_id,
+        tokens=request.token_ids.tolist(),
+        num_prompt_tokens=request.num_prompt_tokens,
+        limit=note.limit,
+        sampling=request.sampling,
+        arrival=note.arrival,
+        num_cached_tokens=note.num_cached_tokens,
+        num_preemptions=note.num_preemptions,
+    )
+    _check_admission(made, limits.block_size)
+    return made

@@ -1,0 +1,94 @@
+"""What a scheduler says and hears, in request ids: the convenient form of a step and of its result.
+Knows no slots and no wire; `slots.py` turns it into both.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rpc_schema.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """An admission: a request that the workers do not know yet, or no longer know.
+
+    A preempted request, and one that was lost with a failed step, comes back as a NewRequest with
+    all its tokens.
+    """
+
+    req_id: str
+    token_ids: NDArray[np.int32]
+    """int32 [num_tokens]: the prompt, then what was generated so far."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """Leading tokens whose KV is in block_ids already; less than len(token_ids)."""
+    block_ids: Sequence[int]
+    """All its blocks so far: those of the computed tokens, and those that this step writes."""
+    sampling: SamplingParams
+    note: bytes = b""
+    """At most 1024 bytes for the scheduler of another driver that goes on with the request: see
+    adoption.py."""
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step. Order of application: finished and preempted, new requests, new blocks, then the
+    scheduled tokens.
+
+    A request that reaches its last known token samples one token, which counts as known from the
+    next step on: a scheduler need not wait for it.
+    """
+
+    num_scheduled_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of each request in this step, each at least 1. Requests of decode_req_ids are not
+    repeated here."""
+    decode_req_ids: tuple[str, ...] = ()
+    """Requests with exactly one token. Pass the same tuple object for as long as the set does not
+    change: encoding then costs nothing per request."""
+    scheduled_new_reqs: Sequence[NewRequest] = ()
+    new_block_ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Blocks to append, for requests that are not new in this step."""
+    finished_req_ids: Sequence[str] = ()
+    """Requests to forget; unknown ones are ignored."""
+    preempted_req_ids: Sequence[str] = ()
+    """The same for the workers; apart only for the reader of a trace."""
+    defer_sampling: bool = False
+    """Sampling waits for WorkerGroup.sample_tokens."""
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        """Tokens in this step."""
+        return len(self.decode_req_ids) + sum(self.num_scheduled_tokens.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log probabilities of one sampled token and of the most likely ones at its position."""
+
+    token_ids: NDArray[np.int32]
+    """int32 [n + 1]: the sampled token, then the n most likely, most likely first."""
+    logprobs: NDArray[np.float32]
+    """float32 [n + 1], natural logarithm."""
+    rank: int
+    """Of the sampled token; 1 is the most likely."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step sampled. Only requests that reached their last known token are in it."""
+
+    req_ids: Sequence[str]
+    token_ids: Sequence[int]
+    """Aligned with req_ids. rpc_schema.step.NO_TOKEN (-1) for a request whose logits were no
+    numbers: it has failed, and what it wrote to its blocks must not be shared."""
+    logprobs: Mapping[str, Logprobs] = field(default_factory=dict)
+    """Empty where nobody asked for any."""
+
+    @cached_property
+    def sampled(self) -> dict[str, int]:
+        """The sampled token of each request."""
+        return dict(zip(self.req_ids, self.token_ids, strict=True))

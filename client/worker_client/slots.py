@@ -1,0 +1,702 @@
+"""Request ids <-> slots: SchedulerOutput to rpc_schema.step.ExecuteModel and ModelRunnerOutput
+back. Mirrors the counts of the workers' rows, so that it can send a step in full; knows no socket
+and no scheduling.
+
+A pure decode step with an unchanged set costs nothing per request: bitmap, slots and the ids of the
+reply are kept in a plan, and its rows' counts are brought up to date only when somebody needs them.
+"""
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rpc_schema.codec import Frame, encode_step
+from rpc_schema.step import ExecuteModel, ModelRunnerOutput, NewRequestData
+from worker_client.block_holders import BlockHolders, BlockTaken
+from worker_client.encoded_step import DecodePlan, EncodedStep, decode_reply, pack_bits
+from worker_client.errors import InvalidSchedulerOutput
+from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
+from worker_client.step_checks import (
+    BLOCK_KINDS,
+    WIRE_LIMITS,
+    WRONG_TYPE,
+    GroupLimits,
+    check_admissions,
+    check_mask,
+    check_shape,
+    encode_checked,
+    named_ids,
+    not_running,
+    read_blocks,
+    read_counts,
+    read_tokens,
+    repeated,
+    unknown_request,
+    wrong_block,
+    wrong_count,
+    wrong_ids,
+)
+from worker_client.step_checks import MAX_ADMITTED_TOKENS as MAX_ADMITTED_TOKENS
+
+MAX_PLANS = 16
+
+MAX_UNCOUNTED_BYTES = 1 << 16
+"""Of appended blocks, two bytes each, before they are counted; their counting is vectorised."""
+
+Int32s = NDArray[np.int32]
+_NO_PREFIX = np.zeros(0, np.int32)
+_NONE_NEW: Mapping[str, int] = {}
+_UINT16 = np.dtype("<u2")
+
+
+class _Blocks(NamedTuple):
+    """Blocks that a step gives to requests."""
+
+    slots: bytes
+    """A column of uint16: the request that gets each block."""
+    ids: bytes
+    """A column of int32."""
+    listed: Sequence[int]
+
+
+_NO_BLOCKS = _Blocks(b"", b"", ())
+
+
+class _Rows(NamedTuple):
+    """Scheduled rows, slots ascending, as the step leaves them."""
+
+    slots: Int32s
+    num_scheduled: Int32s
+    num_computed: Int32s
+    num_tokens: Int32s
+    samples: NDArray[np.bool_]
+    sampling_ids: Sequence[str]
+    """Requests of those that sample."""
+
+
+class _Change(NamedTuple):
+    """What a step that was judged does to the table."""
+
+    ended_ids: Sequence[str]
+    ended: Sequence[int]
+    """Their slots, ascending."""
+    slot_of_new: Mapping[str, int]
+    admitted: Sequence[NewRequest]
+    prefixes: Sequence[Int32s]
+    """Of each of them, the blocks that it reads only; none where nobody looks after blocks."""
+    blocks: _Blocks
+    written: _Blocks
+    """Those of them that will be written to."""
+    rows: _Rows
+    total: int
+    """Scheduled tokens, decodes included."""
+
+
+class SlotTable:
+    """Who has which slot, and how far each row is. One thread; `max_num_seqs` slots, the lowest
+    free one first."""
+
+    def __init__(self, max_num_seqs: int, limits: GroupLimits = WIRE_LIMITS) -> None:
+        """limits: what the group takes, where that is less than a message can carry."""
+        self.capacity = max_num_seqs
+        self._limits = limits
+        self._holders = BlockHolders(max_num_seqs, limits.num_blocks) if limits.num_blocks else None
+        self._slot_of: dict[str, int] = {}
+        self._is_free = np.ones(max_num_seqs, np.bool_)
+        self._num_computed = np.zeros(max_num_seqs, np.int32)
+        self._num_tokens = np.zeros(max_num_seqs, np.int32)
+        self._num_blocks = np.zeros(max_num_seqs, np.int32)
+        self._appended = bytearray()
+        """Slots (uint16) of blocks that are not counted in _num_blocks yet, one each."""
+        self._taken_slots, self._taken_ids = bytearray(), bytearray()
+        """Of those, slots (uint16) and ids (int32) of blocks that were taken, but not held yet."""
+        self._num_logprobs: Mapping[
+            str, int
+        ] = {}  # replaced, never changed: steps in flight share it
+        self._plans: dict[int, DecodePlan] = {}
+        self._must_resync = False
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._slot_of
+
+    @property
+    def req_ids(self) -> list[str]:
+        """Ids of the requests that have a slot."""
+        return list(self._slot_of)
+
+    def slot_of(self, req_id: str) -> int:
+        """Return the slot of a request; KeyError if it has none."""
+        return self._slot_of[req_id]
+
+    def encode(self, output: SchedulerOutput, *, epoch: int, link: int, seq: int) -> EncodedStep:
+        """Encode a step and account for it as applied. It is judged and encoded first: the table
+        changes only once nothing can fail any more.
+
+        Raises:
+            InvalidSchedulerOutput: the output breaks a rule; nothing has changed.
+        """
+        ids = epoch, link, seq
+        plan = self._plans.get(id(output.decode_req_ids))
+        is_known = plan is not None and plan.req_ids is output.decode_req_ids
+        is_steady = self._is_steady(output)
+        if plan is not None and is_known and is_steady:
+            return self._encode_steady(output, plan, ids)
+        check_shape(output)
+        self._flush()
+        if not is_known:
+            plan = self._make_plan(output.decode_req_ids)
+        if plan is not None and is_steady:
+            return self._encode_steady(output, plan, ids)
+        counts = output.num_scheduled_tokens
+        if plan is None and output.decode_req_ids:
+            counts = {**dict.fromkeys(output.decode_req_ids, 1), **counts}
+            if len(counts) != len(output.decode_req_ids) + len(output.num_scheduled_tokens):
+                both = chain(output.decode_req_ids, output.num_scheduled_tokens)
+                message = "it is in decode_req_ids twice, or in num_scheduled_tokens too"
+                raise wrong_ids(message, "decode_req_ids", repeated(both))
+        return self._encode_changed(output, plan, counts, ids)
+
+    def _is_steady(self, output: SchedulerOutput) -> bool:
+        """Whether a step does nothing but decode and append blocks."""
+        blocks: object = output.new_block_ids
+        if type(blocks) is not dict and not isinstance(blocks, Mapping):
+            return False
+        try:
+            return type(output.defer_sampling) is bool and not (
+                self._must_resync
+                or output.num_scheduled_tokens
+                or output.finished_req_ids
+                or output.preempted_req_ids
+                or output.scheduled_new_reqs
+            )
+        except ValueError:  # an array in the place of a sequence
+            return False
+
+    def encode_masks(
+        self, step: EncodedStep, masks: Mapping[str, NDArray[np.int32]]
+    ) -> tuple[bytes, list[Frame]]:
+        """Return mask_slots and frames of a SampleTokens for `step`; masks of requests that have
+        left their slots since are left out.
+
+        Raises:
+            InvalidSchedulerOutput: the step does not sample a request, or masks differ in shape.
+        """
+        packed, req_ids = step.sampled()
+        slot_of = dict(zip(req_ids, np.frombuffer(packed, "<u2").tolist(), strict=True))
+        for req_id, mask in masks.items():
+            if req_id not in slot_of:
+                raise wrong_ids(f"step {step.seq} does not sample it", "masks", [req_id])
+            check_mask(req_id, mask)
+        if len({mask.shape for mask in masks.values()}) > 1:
+            lengths = sorted({mask.size for mask in masks.values()})
+            raise wrong_ids(f"masks differ in length: {lengths}", "masks", masks)
+        staying = [name for name in req_ids if self._slot_of.get(name) == slot_of[name]]
+        rows = [(slot_of[req_id], masks[req_id]) for req_id in staying if req_id in masks]
+        if not rows:
+            return b"", []
+        frame = np.stack([mask for _, mask in rows]).astype("<i4").tobytes()
+        return array("H", [slot for slot, _ in rows]).tobytes(), [frame]
+
+    @staticmethod
+    def decode(step: EncodedStep, reply: ModelRunnerOutput, arrays: Sequence[Frame]) -> StepResult:
+        """Turn a reply to `step` into request ids. Raises as decode_reply does."""
+        return decode_reply(step, reply, arrays)
+
+    def fail(self, outputs: Iterable[SchedulerOutput]) -> frozenset[str]:
+        """Undo failed steps: forget every request that took part or was to end in them, and send
+        the next step in full.
+
+        Return the ids of those that took part.
+        """
+        self._flush()
+        lost: set[str] = set()
+        for output in outputs:
+            lost.update(output.decode_req_ids, output.num_scheduled_tokens, output.new_block_ids)
+            lost.update(new.req_id for new in output.scheduled_new_reqs)
+            self._release(self._known(output.finished_req_ids, output.preempted_req_ids))
+        self._release(self._known(lost))
+        self._must_resync = True
+        return frozenset(lost)
+
+    def drop_all(self) -> frozenset[str]:
+        """Forget every request; the next step is sent in full, with no rows. Return their ids."""
+        self._flush()
+        dropped = frozenset(self._slot_of)
+        self._release(list(dropped))
+        self._must_resync = True
+        return dropped
+
+    def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
+        """Drop every request, for a step that was not sent. Return their ids, and those that the
+        step names, whose fields may be of any kind."""
+        return self.drop_all() | named_ids(output)
+
+    def require_resync(self) -> None:
+        """Send the next step in full."""
+        self._must_resync = True
+
+    def _make_plan(self, req_ids: tuple[str, ...]) -> DecodePlan | None:
+        """The plan of decode_req_ids; None where not all of them are at their last token."""
+        if not req_ids:
+            return None
+        slots = self._slots(req_ids)
+        if np.any(self._num_computed[slots] + 1 != self._num_tokens[slots]):
+            return None
+        plan = DecodePlan(req_ids, slots, self.capacity)
+        if int(np.count_nonzero(plan.bits)) != len(req_ids):
+            twice = repeated(req_ids)
+            raise wrong_ids("it is in decode_req_ids twice", "decode_req_ids", twice)
+        self._check_total(len(req_ids))
+        if len(self._plans) == MAX_PLANS:
+            self._plans.clear()
+        self._plans[id(req_ids)] = plan
+        return plan
+
+    def _encode_steady(
+        self, output: SchedulerOutput, plan: DecodePlan, ids: tuple[int, int, int]
+    ) -> EncodedStep:
+        epoch, link, seq = ids
+        block_slots, block_ids = self._take_blocks(output.new_block_ids)
+        message = ExecuteModel(
+            epoch=epoch,
+            link=link,
+            seq=seq,
+            total_num_scheduled_tokens=len(plan.req_ids),
+            scheduled=plan.bitmap,
+            new_block_slots=block_slots,
+            new_block_ids=block_ids,
+            defer_sampling=output.defer_sampling,
+        )
+        try:
+            frames = encode_step(message)
+        except BaseException:
+            if self._holders is not None:
+                self._holders.give_back(array("i", block_ids))
+            raise
+        plan.num_pending += 1
+        if block_slots:
+            self._appended += block_slots
+            if self._holders is not None:
+                self._taken_slots += block_slots
+                self._taken_ids += block_ids
+            if len(self._appended) > MAX_UNCOUNTED_BYTES:
+                self._count_blocks()
+        return EncodedStep(seq, output, frames, plan, (), (), self._num_logprobs)
+
+    def _take_blocks(self, given: Mapping[str, Sequence[int]]) -> tuple[bytes, bytes]:
+        """Return blocks for running requests as columns of slots and ids, judged, and taken from
+        all others. Nearly always it is one each, and all are free: no other question is asked."""
+        if not given:
+            return b"", b""
+        holders = self._holders
+        if holders is not None and BLOCK_KINDS.issuperset(map(type, given.values())):
+            try:
+                listed = [block_id for (block_id,) in given.values()]
+                slots = array("H", map(self._slot_of.__getitem__, given)).tobytes()
+                ids = array("I", listed).tobytes()  # none is negative
+                if holders.take(listed):
+                    return slots, ids
+            except (*WRONG_TYPE, LookupError):  # what is wrong is found below
+                pass
+        blocks = self._read_blocks(given)
+        if holders is not None:
+            self._flush()
+            self._check_written(holders, blocks)
+            holders.take(blocks.listed)
+        return blocks.slots, blocks.ids
+
+    def _encode_changed(
+        self,
+        output: SchedulerOutput,
+        plan: DecodePlan | None,
+        counts: Mapping[str, int],
+        ids: tuple[int, int, int],
+    ) -> EncodedStep:
+        change = self._judge(output, plan, counts)
+        resync = self._resync_rows(change.ended) if self._must_resync else None
+        frames = self._encode_change(output, plan, change, resync, ids)
+        self._apply(change)
+        self._must_resync = False
+        if plan is not None:
+            plan.num_pending += 1
+        rows = change.rows
+        return EncodedStep(
+            ids[2],
+            output,
+            frames,
+            plan,
+            rows.slots[rows.samples].tolist(),
+            rows.sampling_ids,
+            self._num_logprobs,
+            resync=resync is not None,
+        )
+
+    def _judge(
+        self, output: SchedulerOutput, plan: DecodePlan | None, counts: Mapping[str, int]
+    ) -> _Change:
+        """Check a step whole, and return what it does. Nothing changes."""
+        new = tuple(output.scheduled_new_reqs)
+        ended_ids = self._known(output.finished_req_ids, output.preempted_req_ids)
+        ended = sorted(self._slot_of[req_id] for req_id in ended_ids)
+        new_slots = self._judge_admissions(new, ended_ids, ended)
+        slot_of_new = dict(zip((request.req_id for request in new), new_slots, strict=True))
+        gone = set(ended_ids)
+        self._check_gone(output, gone.difference(slot_of_new), ended, plan, counts)
+        rows = self._judge_rows(counts, new, slot_of_new)
+        num_decodes = 0
+        if plan is not None:
+            num_decodes = len(plan.req_ids)
+            if plan.bits[rows.slots].any():
+                both = counts.keys() & set(plan.req_ids)
+                message = "it is in decode_req_ids and in num_scheduled_tokens"
+                raise wrong_ids(message, "decode_req_ids", both)
+        total = num_decodes + int(rows.num_scheduled.sum())
+        self._check_total(total)
+        self._check_standing(output.new_block_ids, gone, slot_of_new)
+        judged = self._judge_blocks(output.new_block_ids, new, ended, slot_of_new)
+        blocks, written, prefixes = judged
+        return _Change(ended_ids, ended, slot_of_new, new, prefixes, blocks, written, rows, total)
+
+    def _judge_admissions(
+        self, new: Sequence[NewRequest], ended_ids: Sequence[str], ended: Sequence[int]
+    ) -> list[int]:
+        """Check new requests; return their slots, the lowest free ones."""
+        if not new:
+            return []
+        check_admissions(new, self._limits)
+        names = {request.req_id for request in new}
+        if len(names) < len(new):
+            twice = repeated(request.req_id for request in new)
+            raise wrong_ids("it is new twice in one step", "scheduled_new_reqs", twice)
+        gone = set(ended_ids)
+        taken = [name for name in names if name in self._slot_of and name not in gone]
+        if taken:
+            raise wrong_ids("it is new, but has a slot", "scheduled_new_reqs", taken)
+        is_free = self._is_free.copy()
+        is_free[ended] = True
+        slots: list[int] = np.flatnonzero(is_free)[: len(new)].tolist()
+        if len(slots) < len(new):
+            raise InvalidSchedulerOutput(
+                f"only {len(slots)} of max_num_seqs = {self.capacity} slots are free",
+                field="scheduled_new_reqs",
+                value=f"{len(new)} requests",
+                fix="admit some later",
+            )
+        return slots
+
+    def _check_gone(
+        self,
+        output: SchedulerOutput,
+        gone: set[str],
+        ended: Sequence[int],
+        plan: DecodePlan | None,
+        counts: Mapping[str, int],
+    ) -> None:
+        decodes_on = plan is not None and plan.bits[ended].any()
+        if decodes_on or any(req_id in counts for req_id in gone):
+            scheduled = {*counts, *output.decode_req_ids}
+            message = "it is finished and scheduled in the same step"
+            again = [name for name in output.decode_req_ids if self._slot_of.get(name) in ended]
+            raise wrong_ids(message, "finished_req_ids", gone & scheduled or again)
+
+    def _judge_rows(
+        self, counts: Mapping[str, int], new: Sequence[NewRequest], slot_of_new: Mapping[str, int]
+    ) -> _Rows:
+        """Check the scheduled tokens of requests; return their rows as the step leaves them."""
+        req_ids = list(counts)
+        num_scheduled = read_counts(counts)
+        slots = self._slots(req_ids, slot_of_new)
+        num_computed, num_tokens = self._num_computed[slots], self._num_tokens[slots]
+        if new:
+            place = {req_id: index for index, req_id in enumerate(req_ids)}
+            for request in new:
+                at = place.get(request.req_id, -1)
+                if at >= 0:
+                    num_computed[at] = request.num_computed_tokens
+                    num_tokens[at] = len(request.token_ids)
+        left = num_tokens - num_computed
+        for at in np.flatnonzero((num_scheduled < 1) | (num_scheduled > left))[:1].tolist():
+            fix = f"give 1 to {left[at]}: it has {left[at]} tokens left to compute"
+            raise wrong_count(req_ids[at], int(num_scheduled[at]), fix)
+        order = np.argsort(slots)
+        scheduled = num_scheduled[order].astype(np.int32)
+        num_computed, num_tokens = num_computed[order] + scheduled, num_tokens[order]
+        samples: NDArray[np.bool_] = num_computed == num_tokens
+        names = [req_ids[at] for at in order[samples].tolist()]
+        num_tokens[samples] += 1
+        return _Rows(slots[order], scheduled, num_computed, num_tokens, samples, names)
+
+    def _check_total(self, num_tokens: int) -> None:
+        most = self._limits.max_num_batched_tokens
+        if num_tokens > most:
+            raise InvalidSchedulerOutput(
+                f"the step has more tokens than max_num_batched_tokens = {most}",
+                field="num_scheduled_tokens",
+                value=num_tokens,
+                fix=f"schedule at most {most} tokens, decodes included",
+            )
+
+    def _check_standing(
+        self, given: Mapping[str, object], gone: set[str], slot_of_new: Mapping[str, int]
+    ) -> None:
+        """Check that blocks are appended to requests that run on; new ones bring their own."""
+        for req_id in given:
+            if req_id in slot_of_new or req_id in gone or req_id not in self._slot_of:
+                raise not_running(req_id, given[req_id])
+
+    def _judge_blocks(
+        self,
+        appended: Mapping[str, Sequence[int]],
+        new: Sequence[NewRequest],
+        ended: Sequence[int],
+        slot_of_new: Mapping[str, int],
+    ) -> tuple[_Blocks, _Blocks, Sequence[Int32s]]:
+        """Check the blocks that a step gives to requests. Return all of them, those that will be
+        written to, and those that each new request reads only."""
+        given = {request.req_id: request.block_ids for request in new}
+        if appended:
+            given.update(appended)
+        if not given:
+            return _NO_BLOCKS, _NO_BLOCKS, ()
+        blocks = self._read_blocks(given, slot_of_new)
+        if self._holders is None:
+            return blocks, blocks, ()
+        prefixes, written = self._split(blocks, new)
+        with self._holders.without(ended) if ended else nullcontext():
+            self._check_prefixes(self._holders, new, prefixes, written)
+            self._check_written(self._holders, written, slot_of_new)
+        return blocks, written, prefixes
+
+    def _check_prefixes(
+        self,
+        holders: BlockHolders,
+        new: Sequence[NewRequest],
+        prefixes: Sequence[Int32s],
+        written: _Blocks,
+    ) -> None:
+        if not any(prefix.size for prefix in prefixes):
+            return
+        filled = frozenset(written.listed)
+        for request, prefix in zip(new, prefixes, strict=True):
+            if prefix.size:
+                self._check_prefix(holders, request, prefix, filled)
+
+    def _split(self, blocks: _Blocks, new: Sequence[NewRequest]) -> tuple[list[Int32s], _Blocks]:
+        """Return the blocks that each new request reads only, those that are full of computed
+        tokens; and all others, which the step's requests write to."""
+        if not any(request.num_computed_tokens for request in new):
+            return [_NO_PREFIX] * len(new), blocks
+        slots, ids = np.frombuffer(blocks.slots, _UINT16), np.frombuffer(blocks.ids, "<i4")
+        is_written = np.ones(ids.size, np.bool_)
+        prefixes, first = [], 0
+        for request in new:
+            num_full = request.num_computed_tokens // self._limits.block_size
+            end = first + len(request.block_ids)
+            prefix = slice(first, min(end, first + num_full))
+            prefixes.append(ids[prefix])
+            is_written[prefix] = False
+            first = end
+        ids = ids[is_written]
+        return prefixes, _Blocks(slots[is_written].tobytes(), ids.tobytes(), ids.tolist())
+
+    def _check_prefix(
+        self, holders: BlockHolders, request: NewRequest, prefix: Int32s, filled: frozenset[int]
+    ) -> None:
+        """Check blocks that a request reads only; `filled` are those that this step writes to."""
+        listed: list[int] = prefix.tolist()
+        try:
+            holders.check_prefix(prefix)
+        except BlockTaken as taken:
+            raise self._outside(request.req_id, request.block_ids[taken.index]) from None
+        own = frozenset(listed)
+        if len(own) < len(listed):
+            fix = "name each block once: they hold different tokens"
+            raise wrong_block(request.req_id, listed, fix)
+        both = own & filled
+        if both:
+            fix = "begin with blocks that are full: from the step after the one that fills them"
+            raise wrong_block(request.req_id, min(both), fix)
+
+    def _check_written(
+        self, holders: BlockHolders, blocks: _Blocks, slot_of_new: Mapping[str, int] = _NONE_NEW
+    ) -> None:
+        """Check that the blocks are there, and that nobody else has them."""
+        try:
+            holders.check(blocks.slots, blocks.listed)
+        except BlockTaken as taken:
+            everybody = chain(self._slot_of.items(), slot_of_new.items())
+            names = {slot: req_id for req_id, slot in everybody}
+            slot = int(np.frombuffer(blocks.slots, _UINT16)[taken.index])
+            block_id, who = blocks.listed[taken.index], "others read it"
+            if not 1 <= block_id < self._limits.num_blocks:
+                raise self._outside(names[slot], block_id) from None
+            if taken.slot is not None:
+                who = f"request {names[taken.slot]!r} writes to it"
+            fix = f"give a block that nobody holds: {who} until it is finished"
+            raise wrong_block(names[slot], block_id, fix) from None
+
+    def _outside(self, req_id: str, block_id: object) -> InvalidSchedulerOutput:
+        most = self._limits.num_blocks - 1
+        return wrong_block(req_id, block_id, f"give block ids from 1 to {most}")
+
+    def _encode_change(
+        self,
+        output: SchedulerOutput,
+        plan: DecodePlan | None,
+        change: _Change,
+        resync: bytes | None,
+        ids: tuple[int, int, int],
+    ) -> list[Frame]:
+        """Encode a step that was judged."""
+        rows, new = change.rows, change.admitted
+        bits = np.zeros(self.capacity, np.bool_) if plan is None else plan.bits.copy()
+        bits[rows.slots] = True
+        several = rows.num_scheduled != 1
+        pairs = np.empty((int(np.count_nonzero(several)), 2), "<i4")
+        pairs[:, 0], pairs[:, 1] = rows.slots[several], rows.num_scheduled[several]
+        tokens = [read_tokens(new, self._limits).astype("<i4", copy=False).tobytes()] if new else []
+        message = ExecuteModel(
+            epoch=ids[0],
+            link=ids[1],
+            seq=ids[2],
+            total_num_scheduled_tokens=change.total,
+            scheduled=pack_bits(bits),
+            num_scheduled_tokens=pairs.tobytes(),
+            new_block_slots=change.blocks.slots,
+            new_block_ids=change.blocks.ids,
+            finished=b"" if resync is not None else array("H", change.ended).tobytes(),
+            scheduled_new_reqs=tuple(
+                _as_message(request, change.slot_of_new[request.req_id]) for request in new
+            ),
+            resync=resync,
+            defer_sampling=output.defer_sampling,
+        )
+        return encode_checked(message, tokens, new, self._limits)
+
+    def _apply(self, change: _Change) -> None:
+        """Account for a step that was judged and encoded; nothing here can fail."""
+        self._release(change.ended_ids)
+        slots = list(change.slot_of_new.values())
+        for request, slot in zip(change.admitted, slots, strict=True):
+            self._admit(request, slot)
+        if self._holders is not None and slots:
+            self._holders.admit(slots, change.prefixes)
+        self._append(change.blocks, change.written)
+        rows = change.rows
+        self._num_computed[rows.slots] = rows.num_computed
+        self._num_tokens[rows.slots] = rows.num_tokens
+
+    def _slots(self, req_ids: Sequence[str], slot_of_new: Mapping[str, int] = _NONE_NEW) -> Int32s:
+        slot_of = self._slot_of
+        if slot_of_new:
+            slot_of = {req_id: slot_of[req_id] for req_id in req_ids if req_id in slot_of}
+            slot_of.update(slot_of_new)
+        try:
+            return np.fromiter(map(slot_of.__getitem__, req_ids), np.int32, len(req_ids))
+        except (KeyError, TypeError):
+            unknown = next(r for r in req_ids if not isinstance(r, str) or r not in slot_of)
+            raise unknown_request(unknown) from None
+
+    def _known(self, *groups: Iterable[str]) -> list[str]:
+        try:
+            return list(dict.fromkeys(name for name in chain(*groups) if name in self._slot_of))
+        except TypeError:
+            wrong = [name for name in chain(*groups) if not isinstance(name, str)]
+            raise wrong_ids("request ids are strings", "finished_req_ids", wrong) from None
+
+    def _release(self, req_ids: Sequence[str]) -> None:
+        """Free the slots of known requests, and drop the plans that name them. _flush() comes
+        first: rows and blocks that these count would be lost, or those of the slots' next."""
+        if not req_ids:
+            return
+        slots = [self._slot_of.pop(req_id) for req_id in req_ids]
+        if not self._num_logprobs.keys().isdisjoint(req_ids):
+            gone = set(req_ids)
+            self._num_logprobs = {k: v for k, v in self._num_logprobs.items() if k not in gone}
+        self._is_free[slots] = True
+        if self._holders is not None:
+            self._holders.release(slots)
+        self._plans = {key: plan for key, plan in self._plans.items() if not plan.bits[slots].any()}
+
+    def _admit(self, request: NewRequest, slot: int) -> None:
+        self._slot_of[request.req_id] = slot
+        self._is_free[slot] = False
+        self._num_computed[slot] = request.num_computed_tokens
+        self._num_tokens[slot] = len(request.token_ids)
+        self._num_blocks[slot] = 0
+        if request.sampling.logprobs is not None:
+            asked = {request.req_id: request.sampling.logprobs}
+            self._num_logprobs = {**self._num_logprobs, **asked}
+
+    def _read_blocks(
+        self, given: Mapping[str, Sequence[int]], slot_of_new: Mapping[str, int] = _NONE_NEW
+    ) -> _Blocks:
+        """Return blocks for requests as columns, not judged yet."""
+        listed, raw, lengths = read_blocks(given)
+        try:
+            if slot_of_new:
+                own = [slot_of_new[n] if n in slot_of_new else self._slot_of[n] for n in given]
+                slots = array("H", own).tobytes()
+            else:
+                slots = array("H", map(self._slot_of.__getitem__, given)).tobytes()
+        except KeyError as error:
+            raise not_running(error.args[0], given[error.args[0]]) from None
+        if lengths:
+            slots = np.repeat(np.frombuffer(slots, _UINT16), lengths).tobytes()
+        return _Blocks(slots, raw.tobytes(), listed)
+
+    def _append(self, blocks: _Blocks, written: _Blocks) -> None:
+        """Account for a step's blocks, and for those of them that are written to."""
+        self._appended += blocks.slots
+        if self._holders is not None:
+            self._holders.hold(written.slots, written.ids)
+
+    def _count_blocks(self) -> None:
+        slots = np.frombuffer(bytes(self._appended), _UINT16)
+        self._num_blocks += np.bincount(slots, minlength=self.capacity).astype(np.int32)
+        self._appended.clear()
+        if self._taken_ids and self._holders is not None:
+            self._holders.hold(bytes(self._taken_slots), bytes(self._taken_ids))
+            self._taken_slots.clear()
+            self._taken_ids.clear()
+
+    def _flush(self) -> None:
+        for plan in self._plans.values():
+            if plan.num_pending:
+                self._num_computed[plan.slots] += plan.num_pending
+                self._num_tokens[plan.slots] += plan.num_pending
+                plan.num_pending = 0
+        if self._appended:
+            self._count_blocks()
+
+    def _resync_rows(self, ended: Sequence[int]) -> bytes:
+        is_live = ~self._is_free
+        is_live[ended] = False
+        slots = np.flatnonzero(is_live).astype(np.int32)
+        columns = (
+            slots,
+            self._num_computed[slots],
+            self._num_tokens[slots],
+            self._num_blocks[slots],
+        )
+        return np.stack(columns, axis=1).astype("<i4").tobytes()
+
+
+def _as_message(request: NewRequest, slot: int) -> NewRequestData:
+    return NewRequestData(
+        slot=slot,
+        req_id=request.req_id,
+        num_tokens=len(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        sampling=request.sampling,
+        note=request.note,
+    )

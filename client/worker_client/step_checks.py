@@ -1,0 +1,418 @@
+"""What a scheduler may put into a step: the value of each field, judged by itself and by what the
+group has loaded. Pure; raises InvalidSchedulerOutput with request, field, value and fix. Knows no
+slots and no rows.
+"""
+
+import operator
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rpc_schema.codec import MAX_STEP_BYTES, Frame, decode_step, encode_step
+from rpc_schema.errors import TooLargeError, WireError
+from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, MIN_TEMPERATURE, SamplingParams
+from rpc_schema.step import ExecuteModel
+from worker_client.errors import InvalidSchedulerOutput
+from worker_client.scheduler_output import NewRequest, SchedulerOutput
+
+MAX_COUNT = 2**31 - 1
+MAX_ID_LENGTH = 256
+MAX_NOTE_BYTES = 1024
+MAX_STEP_BLOCKS = 1 << 20
+"""Blocks that one step may bring: its column of ids has a bound of its own."""
+
+MESSAGE_RESERVE_BYTES = 4 << 20
+"""Of a step's bound, what columns other than prompts may take."""
+MAX_ADMITTED_TOKENS = (MAX_STEP_BYTES - MESSAGE_RESERVE_BYTES) // 4
+"""Tokens of all new requests of one step together."""
+
+STANDING_RESERVE_BYTES = 2 << 20
+"""Of a step's bound, what the columns of requests that run already may take."""
+MAX_ADMITTED_BYTES = MAX_STEP_BYTES - STANDING_RESERVE_BYTES
+"""What all new requests of one step may take together: see admission_bytes."""
+
+_BLOCK_BYTES = MAX_ADMITTED_BYTES // MAX_STEP_BLOCKS
+_ADMISSION_BYTES = 128
+"""The fields of a new request that have a fixed size, and all headers."""
+
+WRONG_TYPE = (TypeError, ValueError, OverflowError, AttributeError)
+"""What Python and numpy raise where a value is of another kind."""
+
+BLOCK_KINDS = frozenset((list, tuple, range, array, np.ndarray))
+"""What block ids come in. Bytes and sets would do as iterables, but were meant otherwise."""
+
+_MASK_DTYPES = (np.int32, np.uint32)
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimits:
+    """What a loaded group takes in a step. The defaults are what a message can carry."""
+
+    max_num_batched_tokens: int = MAX_COUNT
+    max_model_len: int = MAX_COUNT
+    vocab_size: int = MAX_COUNT + 1
+    num_blocks: int = 0
+    """Null block included; 0 where it is not known, and nobody looks after blocks."""
+    block_size: int = 1
+
+
+WIRE_LIMITS = GroupLimits()
+
+
+def admission_bytes(
+    num_tokens: int, num_blocks: int, id_length: int, num_stop_ids: int, note_bytes: int
+) -> int:
+    """Return how many bytes of a step's message a new request counts for: four a token, five a stop
+    token, four a character of its id. A block counts for more than the six bytes that it takes, so
+    that the bound on all bytes keeps the blocks below MAX_STEP_BLOCKS too."""
+    columns = 4 * num_tokens + _BLOCK_BYTES * num_blocks + 5 * num_stop_ids
+    return columns + 4 * id_length + note_bytes + _ADMISSION_BYTES
+
+
+def check_shape(output: SchedulerOutput) -> None:
+    """Check the kinds of a step's fields, not what is in them."""
+    for field in ("num_scheduled_tokens", "new_block_ids"):
+        value = getattr(output, field)
+        if not isinstance(value, Mapping):
+            raise _wrong(field, value, "give a mapping by request id")
+    for field in ("scheduled_new_reqs", "finished_req_ids", "preempted_req_ids"):
+        value = getattr(output, field)
+        if not isinstance(value, Iterable) or isinstance(value, str | bytes):
+            raise _wrong(field, value, "give a sequence")
+    if type(output.decode_req_ids) is not tuple:  # a list could change behind its plan
+        raise _wrong("decode_req_ids", output.decode_req_ids, "give a tuple of request ids")
+    if type(output.defer_sampling) is not bool:
+        raise _wrong("defer_sampling", output.defer_sampling, "give True or False")
+
+
+def named_ids(output: SchedulerOutput) -> frozenset[str]:
+    """Return the ids of requests that a step schedules or admits. It need not be well-formed."""
+    parts: list[object] = [output.decode_req_ids, output.num_scheduled_tokens, output.new_block_ids]
+    names = list(chain.from_iterable(part for part in parts if isinstance(part, Iterable)))
+    if isinstance(output.scheduled_new_reqs, Iterable):
+        names += [getattr(request, "req_id", None) for request in output.scheduled_new_reqs]
+    return frozenset(name for name in names if isinstance(name, str))
+
+
+def wrong_ids(message: str, field: str, req_ids: Iterable[object]) -> InvalidSchedulerOutput:
+    """Return the refusal of a step for requests that it names; tells of the first."""
+    fix = "name each request in one part of a step, and only while it has a slot"
+    req_id = next(iter(req_ids), "")
+    return InvalidSchedulerOutput(message, field=field, value=req_id, fix=fix, req_id=req_id)
+
+
+def repeated(req_ids: Iterable[str]) -> list[str]:
+    """Return the ids that come more than once."""
+    return [req_id for req_id, count in Counter(req_ids).items() if count > 1]
+
+
+def unknown_request(req_id: object) -> InvalidSchedulerOutput:
+    """Return the refusal of a step that schedules a request without a slot."""
+    return InvalidSchedulerOutput(
+        "it has no slot",
+        field="num_scheduled_tokens, decode_req_ids",
+        value=req_id,
+        fix="put it into scheduled_new_reqs first",
+        req_id=req_id,
+    )
+
+
+def _wrong(field: str, value: object, fix: str) -> InvalidSchedulerOutput:
+    return InvalidSchedulerOutput("the step is malformed", field=field, value=value, fix=fix)
+
+
+def read_counts(counts: Mapping[str, int]) -> Int64s:
+    """Return the scheduled tokens of each request."""
+    try:
+        if bool not in map(type, counts.values()):
+            return np.frombuffer(array("q", counts.values()), np.int64)
+    except WRONG_TYPE:
+        pass
+    for req_id, count in counts.items():
+        if type(count) is bool or not _is_integer(count, -MAX_COUNT, MAX_COUNT):
+            raise wrong_count(req_id, count, "give a whole number")
+    raise _wrong("num_scheduled_tokens", counts, "give whole numbers")
+
+
+def wrong_count(req_id: str, count: object, fix: str) -> InvalidSchedulerOutput:
+    """Return the refusal of a request's number of tokens."""
+    return InvalidSchedulerOutput(
+        "it cannot have so many tokens in this step",
+        field="num_scheduled_tokens",
+        value=count,
+        fix=fix,
+        req_id=req_id,
+    )
+
+
+def read_blocks(blocks: Mapping[str, Sequence[int]]) -> tuple[list[int], "array[int]", list[int]]:
+    """Return the blocks of all requests, also as int32, and how many each request has; the last is
+    empty where each has one."""
+    try:
+        if not BLOCK_KINDS.issuperset(map(type, blocks.values())):
+            raise _wrong_blocks(blocks)
+        try:
+            ids, lengths = [block_id for (block_id,) in blocks.values()], []
+        except ValueError:  # not one block each
+            lengths = [len(own) for own in blocks.values()]
+            ids = list(chain.from_iterable(blocks.values()))
+        raw = array("i", ids)
+    except WRONG_TYPE:
+        raise _wrong_blocks(blocks) from None
+    if len(ids) > MAX_STEP_BLOCKS:
+        raise InvalidSchedulerOutput(
+            "the step does not fit into a message",
+            field="new_block_ids",
+            value=f"{len(ids)} blocks",
+            fix=f"give at most {MAX_STEP_BLOCKS} blocks in a step",
+        )
+    return ids, raw, lengths
+
+
+def _wrong_blocks(blocks: Mapping[str, Any]) -> InvalidSchedulerOutput:
+    for req_id, own in blocks.items() if isinstance(blocks, Mapping) else ():
+        if type(own) not in BLOCK_KINDS or (type(own) is np.ndarray and own.ndim != 1):
+            fix = "give a list, a tuple, a range or a row of integers"
+            return wrong_block(req_id, own, fix)
+        for block_id in own:
+            if not _is_integer(block_id, -MAX_COUNT - 1, MAX_COUNT):
+                return wrong_block(req_id, block_id, "give whole numbers of 32 bits")
+    return _wrong("new_block_ids", blocks, "give sequences of block ids")
+
+
+def wrong_block(
+    req_id: str, block_id: object, fix: str, field: str = "block_ids"
+) -> InvalidSchedulerOutput:
+    """Return the refusal of one of a request's blocks."""
+    return InvalidSchedulerOutput(
+        "it cannot have this block", field=field, value=block_id, fix=fix, req_id=req_id
+    )
+
+
+def not_running(req_id: str, block_ids: object) -> InvalidSchedulerOutput:
+    """Return the refusal of blocks for a request that does not run on."""
+    fix = "append blocks to requests that run on; a new one brings its own"
+    return wrong_block(req_id, block_ids, fix, "new_block_ids")
+
+
+def _is_integer(value: Any, low: int, high: int) -> bool:
+    try:
+        return low <= operator.index(value) <= high
+    except TypeError:
+        return False
+
+
+def check_mask(req_id: str, mask: object) -> None:
+    """Check a request's grammar mask: a row of 32-bit words."""
+    if not (isinstance(mask, np.ndarray) and mask.ndim == 1 and mask.dtype in _MASK_DTYPES):
+        value = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else mask
+        raise InvalidSchedulerOutput(
+            "its mask is malformed",
+            field="masks",
+            value=value,
+            fix="give int32 [ceil(vocab_size / 32)]",
+            req_id=req_id,
+        )
+
+
+def check_admissions(requests: Sequence[NewRequest], limits: GroupLimits) -> None:
+    """Check what each new request says of itself, its tokens and blocks apart, and the size of all
+    of them together."""
+    num_bytes = 0
+    for request in requests:
+        if not isinstance(request, NewRequest):
+            raise _wrong("scheduled_new_reqs", request, "give NewRequest values")
+        check_id(request.req_id)
+        num_tokens, num_blocks = _check_lengths(request, limits)
+        _check_note(request)
+        num_stop_ids = _check_stop_ids(request)
+        num_bytes += admission_bytes(
+            num_tokens, num_blocks, len(request.req_id), num_stop_ids, len(request.note)
+        )
+    num_tokens = sum(len(request.token_ids) for request in requests)
+    if num_tokens > MAX_ADMITTED_TOKENS or num_bytes > MAX_ADMITTED_BYTES:
+        raise InvalidSchedulerOutput(
+            "the step does not fit into a message: its new requests take too much",
+            field="scheduled_new_reqs",
+            value=f"{num_tokens} tokens, {num_bytes} bytes",
+            fix=f"admit some later: {MAX_ADMITTED_TOKENS} tokens and {MAX_ADMITTED_BYTES} bytes "
+            "(worker_client.step_checks.admission_bytes) are the most",
+        )
+
+
+def check_id(req_id: object) -> None:
+    """Check a new request's id."""
+    if not (isinstance(req_id, str) and 1 <= len(req_id) <= MAX_ID_LENGTH):
+        raise _refused(req_id, "req_id", req_id, f"give a string of 1 to {MAX_ID_LENGTH}")
+    try:
+        req_id.encode()
+    except UnicodeEncodeError:
+        fix = "leave out lone surrogates, which no UTF-8 text can have"
+        raise _refused(req_id, "req_id", req_id, fix) from None
+
+
+def _refused(req_id: object, field: str, value: object, fix: str) -> InvalidSchedulerOutput:
+    return InvalidSchedulerOutput(
+        "it cannot be admitted", field=field, value=value, fix=fix, req_id=req_id
+    )
+
+
+def _check_lengths(request: NewRequest, limits: GroupLimits) -> tuple[int, int]:
+    """Check the counts of a new request; return its tokens and its blocks."""
+    req_id = request.req_id
+    try:
+        num_tokens, num_blocks = len(request.token_ids), len(request.block_ids)
+    except TypeError:
+        value = (type(request.token_ids).__name__, type(request.block_ids).__name__)
+        fix = "give an int32 array and a sequence"
+        raise _refused(req_id, "token_ids, block_ids", value, fix) from None
+    if not 1 <= num_tokens <= limits.max_model_len:
+        fix = f"give 1 to {limits.max_model_len} tokens"
+        raise _refused(req_id, "token_ids", f"{num_tokens} tokens", fix)
+    prompt, computed = request.num_prompt_tokens, request.num_computed_tokens
+    if type(prompt) is not int or not 1 <= prompt <= num_tokens:
+        raise _refused(req_id, "num_prompt_tokens", prompt, f"give 1 to {num_tokens}")
+    if type(computed) is not int or not 0 <= computed < num_tokens:
+        fix = f"give 0 to {num_tokens - 1}: at least one token is left to compute, not none"
+        raise _refused(req_id, "num_computed_tokens", computed, fix)
+    return num_tokens, num_blocks
+
+
+def _check_note(request: NewRequest) -> None:
+    note = request.note
+    if not isinstance(note, bytes):
+        raise _refused(request.req_id, "note", note, "give bytes")
+    if len(note) > MAX_NOTE_BYTES:
+        fix = f"give at most {MAX_NOTE_BYTES} bytes"
+        raise _refused(request.req_id, "note", f"{len(note)} bytes", fix)
+
+
+def _check_stop_ids(request: NewRequest) -> int:
+    """Check the number of a new request's stop tokens, and return it."""
+    req_id, sampling = request.req_id, request.sampling
+    if not isinstance(sampling, SamplingParams):
+        raise _refused(req_id, "sampling", sampling, "give SamplingParams")
+    stop_ids = sampling.stop_token_ids
+    if not isinstance(stop_ids, tuple | list):
+        raise _refused(req_id, "sampling.stop_token_ids", stop_ids, "give a tuple of token ids")
+    if len(stop_ids) > MAX_STOP_TOKEN_IDS:
+        fix = f"give at most {MAX_STOP_TOKEN_IDS}"
+        raise _refused(req_id, "sampling.stop_token_ids", f"{len(stop_ids)} ids", fix)
+    return len(stop_ids)
+
+
+def check_values(request: NewRequest, limits: GroupLimits) -> None:
+    """Check each value of a new request that travels in its message against the schema and the
+    model; names the first that cannot travel."""
+    sampling = request.sampling
+    _check_fields(request.req_id, "sampling.", sampling)
+    if 0 < sampling.temperature < MIN_TEMPERATURE:
+        fix = f"use 0 for the most likely token, or at least {MIN_TEMPERATURE}"
+        raise _refused(request.req_id, "sampling.temperature", sampling.temperature, fix)
+    for token_id in sampling.stop_token_ids:
+        if token_id >= limits.vocab_size:
+            fix = f"use token ids below {limits.vocab_size}"
+            raise _refused(request.req_id, "sampling.stop_token_ids", token_id, fix)
+    if sampling.logprobs is not None and sampling.logprobs > limits.vocab_size:
+        fix = f"use at most {limits.vocab_size}"
+        raise _refused(request.req_id, "sampling.logprobs", sampling.logprobs, fix)
+
+
+def _check_fields(req_id: str, prefix: str, value: msgspec.Struct) -> None:
+    for entry in msgspec.structs.fields(value):
+        own = getattr(value, entry.name)
+        try:
+            msgspec.convert(own, entry.type)
+        except (msgspec.ValidationError, *WRONG_TYPE) as error:
+            raise _refused(req_id, prefix + entry.name, own, str(error)) from None
+
+
+def _is_beyond_model(sampling: SamplingParams, limits: GroupLimits) -> bool:
+    """Tell whether parameters that can travel are nevertheless not for this model."""
+    return bool(
+        0 < sampling.temperature < MIN_TEMPERATURE
+        or (sampling.stop_token_ids and max(sampling.stop_token_ids) >= limits.vocab_size)
+        or (sampling.logprobs or 0) > limits.vocab_size
+    )
+
+
+def encode_checked(
+    message: ExecuteModel,
+    tokens: Sequence[Frame],
+    new: Sequence[NewRequest],
+    limits: GroupLimits,
+) -> list[Frame]:
+    """Encode a step. One that admits requests is decoded again as the daemons will, by the bounds
+    of the schema itself: the other columns are made here, of values that were judged.
+
+    Raises:
+        InvalidSchedulerOutput: it cannot travel; names the request whose value that is.
+    """
+    try:
+        frames = encode_step(message, tokens)
+        if new:
+            decode_step(frames)
+    except TooLargeError as error:
+        raise _too_large(error) from None
+    except (WireError, *WRONG_TYPE) as error:
+        for request in new:
+            check_values(request, limits)
+        raise _too_large(error) from None
+    for request in new:
+        if _is_beyond_model(request.sampling, limits):
+            check_values(request, limits)
+    return frames
+
+
+def _too_large(error: Exception) -> InvalidSchedulerOutput:
+    return InvalidSchedulerOutput(
+        f"the step does not fit into a message: {error}",
+        field="scheduled_new_reqs, new_block_ids",
+        value="this step's",
+        fix="admit some requests later",
+    )
+
+
+def read_tokens(requests: Sequence[NewRequest], limits: GroupLimits) -> Int32s:
+    """Return the tokens of all new requests, one after the other."""
+    rows = [_int32(request) for request in requests]
+    tokens = np.concatenate(rows) if len(rows) > 1 else np.ascontiguousarray(rows[0])
+    if int(tokens.view(np.uint32).max()) >= limits.vocab_size:  # negative ones are the largest
+        for request in requests:
+            own = np.asarray(request.token_ids)
+            wrong = own[(own < 0) | (own >= limits.vocab_size)]
+            if wrong.size:
+                raise _wrong_token(request, int(wrong[0]), limits.vocab_size - 1)
+    return tokens
+
+
+def _int32(request: NewRequest) -> Int32s:
+    tokens = request.token_ids
+    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
+        return tokens
+    given: NDArray[Any]
+    try:
+        given = np.asarray(tokens)
+    except WRONG_TYPE:
+        given = np.zeros(0)
+    if given.dtype.kind not in "iu" or given.ndim != 1:
+        value = f"{given.dtype} {list(given.shape)}"
+        raise _refused(request.req_id, "token_ids", value, "give a row of int32")
+    low, high = int(given.min()), int(given.max())
+    if low < 0 or high > MAX_COUNT:
+        raise _wrong_token(request, low if low < 0 else high, MAX_COUNT)
+    return given.astype(np.int32)
+
+
+def _wrong_token(request: NewRequest, token_id: int, most: int) -> InvalidSchedulerOutput:
+    return _refused(request.req_id, "token_ids", token_id, f"use token ids from 0 to {most}")

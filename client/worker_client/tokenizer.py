@@ -1,0 +1,73 @@
+"""Text to token ids and back, by the model's tokenizer.json. The only user of `tokenizers`."""
+
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer as _Tokenizer
+
+from worker_client.errors import ClientConfigError, RequestError
+
+FILE_NAME = "tokenizer.json"
+MAX_BYTES = 256 << 20
+"""The largest known ones have some 30 MB."""
+
+
+class Tokenizer:
+    """A model's tokenizer."""
+
+    def __init__(self, path: Path) -> None:
+        """Read a tokenizer.json.
+
+        Raises:
+            ClientConfigError: it cannot be read.
+        """
+        try:
+            self._tokenizer = _Tokenizer.from_buffer(_read(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ClientConfigError(
+                f"cannot read the tokenizer: {error}",
+                field="model",
+                value=str(path),
+                fix="repair the file, or remove it and use prompt_token_ids",
+            ) from None
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, with the special tokens that its template adds.
+
+        Raises:
+            RequestError: the tokenizer does not take the text.
+        """
+        try:
+            ids: list[int] = self._tokenizer.encode(text).ids
+        except Exception as error:  # tokenizers raises bare Exception, and TypeError for surrogates
+            raise RequestError(
+                f"the tokenizer does not take it: {error}",
+                field="prompt",
+                value=text,
+                fix="change the text, or give prompt_token_ids",
+            ) from None
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+
+def load_tokenizer(model: Path) -> Tokenizer | None:
+    """Return the tokenizer of a checkpoint directory; None where it has none."""
+    path = model / FILE_NAME
+    return Tokenizer(path) if path.exists() else None
+
+
+def _read(path: Path) -> bytes:
+    """Read a regular file; never wait for the other end of a FIFO. Raises OSError."""
+    if not path.is_file():
+        raise OSError("it is no regular file")
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        facts = os.fstat(file.fileno())
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_BYTES:
+            raise OSError(f"it is no regular file of at most {MAX_BYTES} bytes")
+        return file.read(MAX_BYTES)

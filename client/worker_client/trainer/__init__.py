@@ -1,0 +1,9 @@
+"""A trainer's side of weight updates. The only part of the client that needs torch: nothing else of
+it imports this package."""
+
+from importlib.util import find_spec
+
+if find_spec("torch") is None:
+    raise ImportError(
+        'worker_client.trainer needs torch; fix: pip install "worker-daemon[worker]"', name="torch"
+    )

@@ -1,0 +1,76 @@
+"""Where a trainer's tensors lie in CUDA memory, said so that another process of this host can map
+it: handles of CUDA's driver, which are plain bytes (CUDA driver API, "Interprocess
+communication")."""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import byref, c_size_t, c_ubyte, c_uint64, c_void_p
+
+from torch import Tensor
+
+from rpc_schema import weight_transfer as wt
+from worker_client.errors import ClientConfigError
+
+_LIBRARY = "libcuda.so.1"
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = (("reserved", c_ubyte * 64),)
+
+
+def locate(tensors: Sequence[Tensor]) -> wt.IpcSource:
+    """Return the allocation and the offset of each tensor: contiguous, on a GPU, and complete
+    there (synchronise first). They must live, unchanged, until update_weights returns.
+
+    Raises:
+        ClientConfigError: a tensor is none of that, or its memory cannot be shared.
+    """
+    driver = _driver()
+    handles: dict[int, bytes] = {}
+    places: list[tuple[int, int]] = []
+    for tensor in tensors:
+        if tensor.device.type != "cuda" or not tensor.is_contiguous():
+            raise ClientConfigError(
+                "only contiguous tensors on a GPU can be shared",
+                field="tensors",
+                value=f"{list(tensor.shape)} on {tensor.device}",
+                fix="tensor.cuda().contiguous()",
+            )
+        base, size = c_uint64(), c_size_t()
+        _call(driver, "cuMemGetAddressRange_v2", byref(base), byref(size), tensor.data_ptr())
+        if base.value not in handles:
+            handle = _Handle()
+            _call(driver, "cuIpcGetMemHandle", byref(handle), base.value)
+            handles[base.value] = bytes(handle)
+        places.append((base.value, tensor.data_ptr() - base.value))
+    order = {base: number for number, base in enumerate(handles)}
+    return wt.IpcSource(
+        handles=tuple(handles.values()),
+        blocks=tuple(order[base] for base, _ in places),
+        offsets=tuple(offset for _, offset in places),
+    )
+
+
+def _driver() -> ctypes.CDLL:
+    try:
+        driver = ctypes.CDLL(_LIBRARY)
+    except OSError as error:
+        raise ClientConfigError(
+            f"there is no CUDA driver: {error}", field="backend", value="ipc", fix="gloo"
+        ) from None
+    driver.cuMemGetAddressRange_v2.argtypes = (c_void_p, c_void_p, c_uint64)
+    driver.cuIpcGetMemHandle.argtypes = (c_void_p, c_uint64)
+    return driver
+
+
+def _call(driver: ctypes.CDLL, name: str, *arguments: object) -> None:
+    code = getattr(driver, name)(*arguments)  # an index would make one that knows no types
+    if code:
+        raise ClientConfigError(
+            f"{name}: CUDA error {code}",
+            field="tensors",
+            value=name,
+            fix="allocate them without expandable_segments, or use nccl",
+        )

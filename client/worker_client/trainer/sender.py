@@ -1,0 +1,215 @@
+"""One process sends a state dict to a whole group: the RPCs of an update, and a trainer's side of
+it beside them.
+
+    with WeightSender(group, "nccl", device="cuda:1") as sender:
+        sender.send(model.state_dict())
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from rpc_schema import weight_transfer as wt
+from worker_client.errors import ClientConfigError, RemoteConfigError
+from worker_client.trainer.broadcast import DTYPE_NAMES, BroadcastChannel, TransferStopped
+from worker_client.trainer.cuda_blocks import locate
+from worker_client.worker_client import TensorList
+from worker_client.worker_group import WorkerGroup
+
+SendBackend: TypeAlias = Literal["gloo", "nccl", "ipc"]
+PACKED_BYTES = 256 << 20
+REFUSAL_S = 2.0
+"""Between a worker's refusal here and the same at the communicator."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class SendReport:
+    """What one update was."""
+
+    num_tensors: int
+    size_bytes: int
+    seconds: float
+    """Of the slowest rank, from its first byte to its last."""
+    num_updates: int
+    """Of the group's weights, this one included."""
+
+
+class WeightSender:
+    """Belongs to the thread that the group belongs to. The group is attached, and has a model."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        backend: SendBackend,
+        *,
+        device: torch.device | str = "cpu",
+        host: str = "127.0.0.1",
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Nothing is sent yet. device: where NCCL sends from. host: the address of this process at
+        which the workers reach it. timeout_s: the longest silence between the two."""
+        self._group = group
+        self._backend = backend
+        self._device = torch.device(device)
+        self._host = host
+        self._timeout_s = timeout_s
+        self._channel: BroadcastChannel | None = None
+        self._has_engine = False
+        self._rounds = itertools.count(1)
+
+    def __enter__(self) -> "WeightSender":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the workers; their weights stay as they are."""
+        self._has_engine = False
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    def connect(self) -> None:
+        """Make the communicator; send() does so by itself where there is none.
+
+        Raises:
+            WeightTransferError, TransferStopped: not all have come. RemoteConfigError: the engine
+            is not for this group.
+        """
+        self.close()
+        if self._backend == "ipc":
+            self._group.init_weight_transfer_engine(wt.IpcEngine(), self._timeout_s)
+        else:
+            channel = self._channel = BroadcastChannel(
+                self._backend,
+                self._group.world_size,
+                device=self._device,
+                host=self._host,
+                timeout_s=self._timeout_s,
+            )
+            engine, timeout_s = channel.engine, self._timeout_s
+            try:
+                self._beside(
+                    channel.open,
+                    lambda: self._group.init_weight_transfer_engine(engine, timeout_s),
+                )
+            except BaseException:
+                self.close()
+                raise
+        self._has_engine = True
+
+    def send(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        format: wt.WeightFormat = "checkpoint",
+        partial: bool = False,
+        packed_bytes: int = PACKED_BYTES,
+    ) -> SendReport:
+        """Replace the weights of every rank: a whole update. The scheduler must forget its cached
+        prefixes (`Scheduler.forget_prefixes`).
+
+        tensors: by checkpoint or kernel name, of any device and strides (ipc: contiguous, on the
+        workers' GPU). A name whose tensor is another name's too, as with tied embeddings, is left
+        out. packed_bytes: of the buffers that small tensors share; 0 sends each by itself.
+
+        Raises:
+            RemoteConfigError: the model has no such tensors, or misses some; a corrected send()
+                mends that. WeightTransferError, TransferStopped, WorkerDied: a transfer broke off;
+                the weights are dirty until another send() or reload_weights() succeeds.
+        """
+        unique = _without_aliases(tensors)
+        listed = _list(unique)
+        if not self._has_engine:
+            self.connect()
+        self._group.start_weight_update(format, partial=partial)
+        try:
+            replies = self._update(listed, list(unique.values()), packed_bytes)
+        except RemoteConfigError:
+            raise  # refused by all before the first byte: the communicator is whole
+        except BaseException:
+            self.close()
+            raise
+        finished = self._group.finish_weight_update()
+        return SendReport(
+            num_tensors=len(unique),
+            size_bytes=max(reply.size_bytes for reply in replies),
+            seconds=max(reply.seconds for reply in replies),
+            num_updates=min(reply.num_updates for reply in finished),
+        )
+
+    def _update(
+        self, listed: TensorList, tensors: Sequence[Tensor], packed_bytes: int
+    ) -> list[wt.UpdateWeightsReply]:
+        for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
+            torch.cuda.synchronize(device)  # they may have been computed on any stream
+        channel = self._channel
+        if channel is None:
+            return self._group.update_weights(listed, locate(tensors))
+        number = next(self._rounds)
+        source = wt.BroadcastSource(packed_bytes=packed_bytes, round=number)
+        return self._beside(
+            lambda: channel.send(tensors, packed_bytes=packed_bytes, round=number),
+            lambda: self._group.update_weights(listed, source),
+        )
+
+    def _beside(self, communicate: Callable[[], None], call: Callable[[], _T]) -> _T:
+        """Run the RPC here and the communicator's part in a thread, for each waits for the other.
+        Where both fail, the RPC's error says why."""
+        channel = self._channel
+        assert channel is not None, "made before"
+        with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
+            sending = pool.submit(communicate)
+            try:
+                result = call()
+            except RemoteConfigError:
+                if not _was_refused(sending):
+                    self.close()
+                raise
+            except BaseException:
+                channel.stop()
+                raise
+            sending.result()
+            return result
+
+
+def _was_refused(sending: "Future[None]") -> bool:
+    """Workers that refuse say so to the communicator too, which is whole then."""
+    try:
+        return isinstance(sending.exception(REFUSAL_S), TransferStopped)
+    except TimeoutError:
+        return False
+
+
+def _without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    seen: set[tuple[int, torch.Size, torch.dtype, torch.device]] = set()
+    unique = {}
+    for name, tensor in tensors.items():
+        identity = (tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device)
+        if identity not in seen or not tensor.numel():
+            seen.add(identity)
+            unique[name] = tensor
+    return unique
+
+
+def _list(tensors: Mapping[str, Tensor]) -> TensorList:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ClientConfigError(
+                f"{name} is of no dtype that travels",
+                field="tensors",
+                value=str(tensor.dtype),
+                fix=f"one of {sorted(DTYPE_NAMES.values())}",
+            )
+    return TensorList(
+        tuple(tensors),
+        tuple(DTYPE_NAMES[tensor.dtype] for tensor in tensors.values()),
+        tuple(tuple(tensor.shape) for tensor in tensors.values()),
+    )

@@ -1,0 +1,723 @@
+"""A pipeline x tensor group of daemons as one worker: its typed operations, their order and their
+timeouts. Knows neither sockets and seqs (group_channel.py), nor what a step's failure takes with it
+(outcomes.py), nor the operations of start-up (load_chain.py).
+"""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rpc_schema import lifecycle as lc
+from rpc_schema import weight_transfer as wt
+from rpc_schema.adoption import AdoptRequests
+from rpc_schema.config import ParallelConfig, WorkerConfig
+from rpc_schema.errors import WireError
+from rpc_schema.step import ExecuteDummyBatch, SampleTokens
+from worker_client.adoption import AdoptedRequest, RankRow, merge, read_page
+from worker_client.attaching import LEASE_WAIT_S, Attaching
+from worker_client.errors import (
+    ClientConfigError,
+    ClientError,
+    RemoteError,
+    TooManyStepsInFlight,
+    WorkerDied,
+)
+from worker_client.group_channel import GroupChannel
+from worker_client.group_channel import Progress as Progress
+from worker_client.keys import NO_KEYS, Keys
+from worker_client.lease_terms import LeaseTerms
+from worker_client.liveness import LivenessEvent, OnEvent, Standing
+from worker_client.load_chain import LoadChain
+from worker_client.loading import LoadedModel, LoadOptions, check_config, group_limits, load
+from worker_client.outcomes import Failure, StepFuture, StepsInFlight
+from worker_client.replacement import REPLACE_WITHIN_S, Replaced, Replacement
+from worker_client.saves import SHARD_MAX_SIZE_BYTES, SHARD_PATTERN, save_weights
+from worker_client.scheduler_output import SchedulerOutput
+from worker_client.slots import SlotTable
+from worker_client.transport import Endpoint, new_driver_id, parse_endpoint
+from worker_client.weights_state import WeightsState
+from worker_client.worker_client import TensorList
+
+CLOSE_WAIT_S = 0.5
+"""How long close() waits for steps in flight, so that all ranks are left at the same one."""
+NO_MORE_SLOTS = 65535
+"""No row has this number."""
+
+TRANSFER_SLACK_S = 30.0
+"""Between a rank's verdict on a trainer and ours."""
+
+
+class WorkerGroup:
+    """Owns the sockets to a group's daemons. Belongs to one thread; close() (or `with`) frees it.
+
+    Order: attach(), prepare(config), then execute_model() as often as wanted.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        parallel: ParallelConfig,
+        keys: Keys = NO_KEYS,
+        *,
+        lease: LeaseTerms | None = None,
+    ) -> None:
+        """Connect; nothing is sent yet. Endpoint i becomes rank i. keys: ours and the daemons', for
+        endpoints that have any. lease: its terms, where they are not the default ones.
+
+        Raises:
+            ClientConfigError: the number of endpoints is not the group's size, or one of them is
+            unusable.
+        """
+        parsed = parse_endpoints(endpoints, parallel, keys)
+        self.parallel = parallel
+        self.driver_id = new_driver_id()
+        self.max_in_flight = parallel.pipeline_parallel_size + 1
+        self.output_rank = (parallel.pipeline_parallel_size - 1) * parallel.tensor_parallel_size
+        self._steps = StepsInFlight(parallel.world_size, self.output_rank)
+        terms = LeaseTerms() if lease is None else lease
+        self._channel = GroupChannel(parsed, self.driver_id, self._steps, terms)
+        self._attaching = Attaching(self._channel, self._steps, terms)
+        self._weights = WeightsState()
+        self.load_chain = LoadChain(self._channel)
+        """The operations that prepare() is made of, for who wants another order."""
+        self.clients = self._channel.daemons.clients
+        self._keys = keys
+        self._loaded: tuple[WorkerConfig, LoadedModel] | None = None
+        """What prepare() has made ready: a new daemon in a lost one's place gets the same."""
+
+    def __enter__(self) -> "WorkerGroup":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave in order and close all sockets; the daemons keep what they have, and the next
+        driver need not wait."""
+        try:
+            self._leave()
+        finally:
+            self._channel.close()
+
+    def heartbeat(self) -> None:
+        """The application is alive: for LeaseTerms.heartbeat_timeout_s. Any thread may say so."""
+        self._channel.lease.heartbeat()
+
+    @property
+    def world_size(self) -> int:
+        """Number of daemons."""
+        return len(self.clients)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps whose outcome is not known."""
+        return len(self._steps.pending)
+
+    @property
+    def slots(self) -> SlotTable:
+        """The table of slots; for tests and inspection."""
+        return self._steps.slots
+
+    # ------------------------------------------------------------------ attach
+
+    def attach(
+        self,
+        timeout_s: float | None = None,
+        *,
+        wait_for_lease_s: float = LEASE_WAIT_S,
+        force: bool = False,
+        keep_requests: bool = False,
+        wait_s: float = 0.0,
+    ) -> list[lc.Status]:
+        """Take all daemons over, in two phases, and return their states.
+
+        Requests of earlier drivers are dropped, unless they are to be kept for adopt_requests();
+        this group's own are where it was attached before: its steps in flight fail. timeout_s
+        bounds all of it; the default is ATTACH_TIMEOUT_S for agreeing, and then what daemons that
+        hang in a step need to let go.
+
+        While another driver has the lease it is waited for, at most wait_for_lease_s and no longer
+        than it takes to see that the other one lives. force takes it at once: the other driver's
+        steps are refused from then on.
+
+        wait_s: how long to wait, before all that, for daemons that are not started yet.
+
+        The lease is renewed from here on, by a thread, until close() or detach() gives it back.
+
+        Raises:
+            LeaseHeldError: another driver has the lease, and renews it.
+            ForbiddenError: force needs the role admin.
+            IncompatibleError: a daemon speaks another protocol version.
+            DeadlineExceeded: a daemon does not answer, or its results do not reach this driver.
+            WorkerDied: the group has lost a daemon: replace() it, or make a new group.
+            NothingListens: no daemon is at an endpoint.
+        """
+        if isinstance(self._steps.dead, WorkerDied):
+            raise self._steps.dead
+        statuses = self._attaching.attach(
+            timeout_s,
+            wait_for_lease_s=wait_for_lease_s,
+            force=force,
+            keep_requests=keep_requests,
+            wait_s=wait_s,
+        )
+        self._weights.learn(statuses)
+        return statuses
+
+    # ------------------------------------------------------------------ liveness
+
+    @property
+    def standings(self) -> list[Standing]:
+        """Whether each rank is alive, suspect (it does not answer, and may yet) or dead, as of the
+        last look."""
+        return self._channel.daemons.watch.standings
+
+    @property
+    def liveness_events(self) -> list[LivenessEvent]:
+        """What became of the ranks, the newest last."""
+        return list(self._channel.daemons.watch.events)
+
+    def on_liveness(self, hear: OnEvent) -> None:
+        """Call `hear` at each event from now on, on this thread, from within other methods; it must
+        not call the group."""
+        self._channel.daemons.watch.on_event = hear
+
+    def look(self) -> None:
+        """Look whether all daemons live. Waiting for results does so every 20 ms; who has nothing
+        to wait for calls this.
+
+        Raises:
+            WorkerDied: one of them is dead.
+        """
+        self._channel.check_deaths(0.0)
+        if isinstance(self._steps.dead, WorkerDied):
+            raise self._steps.dead
+
+    def replace(
+        self, rank: int, endpoint: str | None = None, within_s: float = REPLACE_WITHIN_S
+    ) -> Replaced:
+        """Put a daemon in the place of a lost one, and go on: whoever answers at `endpoint` (by
+        default the lost one's own, where its supervisor has started it again) within the time.
+
+        It loads its own shard only. The others keep their weights, the memory of the KV cache, and
+        graphs without communication. Others that are asleep are woken for it, for which they need
+        memory, and then all are brought to where they were; others that were reset load too.
+        Requests are lost: futures of before, or the next step, fail
+        with a StepFailed that names them. Ranks that die meanwhile are waited for at their own
+        endpoints, REPLACE_ATTEMPTS times in a row.
+
+        Raises:
+            ReplacementFailed: nobody came, or attempts failed, of another death or for want of
+                memory. It may be tried again.
+            RemoteError: the new daemon refuses the model or the device.
+            ClientError: nothing was loaded that a new daemon could load.
+        """
+        if self._loaded is None:
+            raise ClientError(
+                "the group has loaded nothing that a new daemon could load: once the lost daemon "
+                "runs again, make a new WorkerGroup, attach() and prepare()"
+            )
+        config, model = self._loaded
+        replacement = Replacement(self._channel, self._attaching, self._steps, config, model)
+        place = None if endpoint is None else parse_endpoint(endpoint, self._keys)
+        replaced = replacement.run(rank, place, within_s)
+        self._weights.learn(replaced.statuses, replaced.loaded_ranks)
+        return replaced
+
+    def detach(self) -> None:
+        """Leave in order; models stay loaded."""
+        self._attaching.detach()
+
+    def shutdown(self) -> None:
+        """End all daemons."""
+        for client in self.clients:
+            client.shutdown()
+
+    def get_status(self) -> list[lc.Status]:
+        """Ask every daemon for its state."""
+        return [client.get_status() for client in self.clients]
+
+    def check_health(self) -> list[lc.CheckHealthReply]:
+        """Ask every daemon whether it makes progress."""
+        return [client.check_health() for client in self.clients]
+
+    # ------------------------------------------------------------------ load
+
+    def prepare(
+        self,
+        config: WorkerConfig,
+        *,
+        num_gpu_blocks: int | None = None,
+        fit_max_model_len: bool = False,
+        reload: bool = False,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> LoadedModel:
+        """Make the group ready to serve `config`; goes on at once where it is loaded already.
+        Requests that it has are dropped, unless they are adopted next: start with a new scheduler.
+
+        Raises:
+            ConfigMismatchError: something else is loaded, and reload is False; names the fields.
+            KVPlanError: not one request of max_model_len fits, or more blocks were asked for than
+            fit. RemoteError: an operation failed; names the first rank that did.
+        """
+        self._channel.check_usable()
+        check_config(config)
+        if config.parallel != self.parallel:
+            raise ClientConfigError(
+                "the configuration is for another group",
+                field="config.parallel",
+                value=config.parallel,
+                fix=f"use the group's own: {self.parallel}",
+            )
+        self._channel.on_progress = on_progress
+        deadline_s = config.scheduler.step_deadline_ms / 1000
+        self._channel.links.allow(deadline_s)
+        self._drain()
+        options = LoadOptions(num_gpu_blocks, fit_max_model_len=fit_max_model_len, reload=reload)
+        model = load(self, config, self.get_status(), options)
+        self._channel.links.step_deadline_s = deadline_s
+        self._loaded = config, model
+        if not model.was_loaded:
+            self._weights.are_whole()
+        self._steps.start(config.scheduler.max_num_seqs, group_limits(config, model), deadline_s)
+        return model
+
+    def adopt_requests(self) -> list[AdoptedRequest]:
+        """Return the requests that an earlier driver has left, as far as all ranks have them; none
+        where anything had to be loaded. For a group that has attached with keep_requests and is
+        prepared, before its first step: that step drops those which it does not admit, and a
+        request goes on by being admitted as `AdoptedRequest.as_new`, in that step or a later one.
+        Blocks hold what they hold until somebody is given them.
+
+        Raises:
+            AdoptionMismatch: ranks disagree about what a request is.
+            RemoteError: a rank cannot say; names the first that cannot.
+        """
+        rows = _read_rows(self._channel)
+        config = self.clients[0].get_status().config
+        assert config is not None, "legal in READY only"
+        return merge(rows, self.output_rank, config.cache.block_size)
+
+    @property
+    def needs_relink(self) -> bool:
+        """Whether the communicators must be built anew before the next step."""
+        return self._steps.needs_relink
+
+    def relink(self) -> None:
+        """Build new communicators on all ranks; weights and KV cache stay, requests do not.
+
+        Tokens may have been under way between ranks, so no row can be trusted. The requests that
+        are running are lost: the next step fails and names them.
+
+        Raises:
+            WorkerDied: a daemon is gone: its neighbours may know that before its own connection
+                ends, hence a moment's patience.
+        """
+        self._channel.check_deaths()
+        self._drain()
+        self._steps.lose_rows("the group was linked anew")
+        self.load_chain.relink()
+        self._steps.needs_relink = False
+
+    def reset(self, to: Literal["CREATED", "DEVICE_READY", "MODEL_LOADED"]) -> None:
+        """Go back down the load chain on all ranks. Requests are lost as in relink()."""
+        self._drain()
+        self._steps.lose_rows("the group was reset")
+        self.load_chain.reset(to)
+        if to == "CREATED":
+            self._steps.needs_relink = False
+
+    # ------------------------------------------------------------------ weights
+
+    def compute_weight_checksums(self) -> list[lc.ComputeWeightChecksumsReply]:
+        """Hash every rank's weights, tensor by tensor, as they are now."""
+        return self._channel.ask(lc.ComputeWeightChecksums)
+
+    def save_sharded_state(
+        self,
+        name: str,
+        pattern: str = SHARD_PATTERN,
+        max_size_bytes: int = SHARD_MAX_SIZE_BYTES,
+    ) -> list[lc.SaveShardedStateReply]:
+        """Save the group's weights as the set `name` under the daemons' save root, which they must
+        share; load it with load_format="sharded_state".
+
+        All ranks write at once, beside a set that has the name already; rank 0 then puts the new
+        one in its place in one step. After an error of a rank the old set is in place and nothing
+        else; what a dead rank has left goes with the next save. No group may load the set
+        meanwhile. pattern names the files, by {rank} and {part}; max_size_bytes bounds each.
+
+        Raises:
+            RemoteConfigError: no daemon option --save-root, or not the same one, or the name or the
+            pattern is not allowed. RemoteCapacityError: the disk is full.
+        """
+        return save_weights(
+            self._channel,
+            functools.partial(
+                lc.SaveShardedState, name=name, pattern=pattern, max_size_bytes=max_size_bytes
+            ),
+        )
+
+    def save_tensorized_model(self, name: str) -> list[lc.SaveTensorizedModelReply]:
+        """save_sharded_state through the tensorizer library, which the daemons must have (`pip
+        install "worker-daemon[tensorizer]"`): one file a rank, for load_format="tensorizer".
+
+        Raises: as save_sharded_state does, and
+            RemoteConfigError: a daemon does not have the library.
+        """
+        return save_weights(self._channel, functools.partial(lc.SaveTensorizedModel, name=name))
+
+    # ------------------------------------------------------------------ sleep
+
+    def sleep(self, level: lc.SleepLevel = 1) -> list[lc.MemoryTagsReply]:
+        """Give up the memory of weights and KV cache on every rank; addresses stay. Level 1 keeps
+        the weights in host memory, level 2 keeps nothing: they must be loaded again after wake_up.
+        Repeating it changes nothing.
+
+        Requests are lost as in relink(), and blocks hold nothing any more: finish requests first,
+        and start with a new scheduler.
+
+        Raises:
+            RemoteCapacityError: a host has no room for the weights. That rank is as it was; others
+            may sleep: call wake_up, or sleep again.
+            RemoteConfigError: the model was loaded without enable_sleep_mode.
+        """
+        self._drain()
+        self._steps.lose_rows("the group was put to sleep")
+        return self._channel.ask(functools.partial(lc.Sleep, level=level))
+
+    def wake_up(self, tags: Sequence[lc.MemoryTag] | None = None) -> list[lc.MemoryTagsReply]:
+        """Take memory for tags again on every rank, by default for all; in any order. Steps are
+        refused until both are awake. Repeating it changes nothing.
+
+        Raises:
+            RemoteCapacityError: a device has not that much left. That rank sleeps on as it did;
+            others may be awake: call it again once there is memory, or sleep.
+            RemoteConfigError: as sleep() does.
+        """
+        wanted = None if tags is None else tuple(tags)
+        return self._channel.ask(functools.partial(lc.WakeUp, tags=wanted))
+
+    def discard(self, tags: Sequence[lc.MemoryTag]) -> list[lc.MemoryTagsReply]:
+        """Give up the memory of tags on every rank, and keep nothing of them, awake or asleep. With
+        the KV cache, requests are lost as in sleep().
+
+        Raises:
+            RemoteConfigError: as sleep() does.
+        """
+        self._drain()
+        if "kv_cache" in tags:
+            self._steps.lose_rows("the group's KV cache was discarded")
+        return self._channel.ask(functools.partial(lc.Discard, tags=tuple(tags)))
+
+    # ------------------------------------------------------------------ weights
+
+    def init_weight_transfer_engine(
+        self, engine: wt.Engine, timeout_s: float = 60.0
+    ) -> list[wt.InitWeightTransferEngineReply]:
+        """Choose where the weights of later updates come from, on every rank. With broadcasts: wait
+        for the trainer, who must come at the same time (`client.trainer` has one).
+
+        timeout_s: how long a rank waits for the trainer here, and later without anything coming.
+
+        Raises:
+            WeightTransferError: the trainer has not come. RemoteConfigError: the engine is not for
+            this group. The daemons serve on, without an engine.
+        """
+        return self._channel.ask(
+            functools.partial(
+                wt.InitWeightTransferEngine,
+                engine=engine,
+                timeout_ms=max(100, int(timeout_s * 1000)),
+            ),
+            timeout_s=timeout_s + TRANSFER_SLACK_S,
+        )
+
+    def start_weight_update(
+        self, format: wt.WeightFormat = "checkpoint", *, partial: bool = False
+    ) -> None:
+        """Open an update on every rank. No step can be sent until finish_weight_update() or
+        reload_weights(); what is running is lost, and the next step's failure names it. A scheduler
+        must forget its cached prefixes: they are of the old weights.
+
+        format: `checkpoint`, tensors as the checkpoint has them, or `kernel`, as the ranks hold
+        them. partial: tensors that do not come stay as they are.
+        """
+        self._give_up_weights("a weight update is open")
+        self._channel.ask(functools.partial(wt.StartWeightUpdate, format=format, partial=partial))
+
+    def update_weights(self, tensors: TensorList, source: wt.Source) -> list[wt.UpdateWeightsReply]:
+        """Take tensors on every rank, from where the engine has them. A trainer's broadcasts must
+        run at the same time as this call: it returns once they are over.
+
+        Raises:
+            RemoteConfigError: the model has no such tensors; nothing was taken, and the update is
+                still open.
+            RemoteCheckpointError: files are missing or truncated; likewise.
+            WeightTransferError: the trainer is lost. The weights are dirty: begin again with
+                init_weight_transfer_engine and start_weight_update, or reload_weights.
+        """
+        return self._channel.ask(
+            functools.partial(wt.UpdateWeights, **tensors._asdict(), source=source)
+        )
+
+    def finish_weight_update(self) -> list[wt.FinishWeightUpdateReply]:
+        """Close the update on every rank: steps can be sent again.
+
+        Raises:
+            RemoteConfigError: tensors have not come; the update is still open.
+        """
+        replies = self._channel.ask(wt.FinishWeightUpdate)
+        self._weights.are_whole()
+        return replies
+
+    def reload_weights(self, model: str = "") -> list[wt.ReloadWeightsReply]:
+        """Read the weights again on every rank, in place, from `model` or from where they came
+        from; requests are lost as in start_weight_update(). Makes dirty weights whole.
+
+        Raises:
+            RemoteConfigError: the directory lies outside the daemons' roots, or holds another
+                model. RemoteCheckpointError: a file is missing, truncated or not of this model.
+        """
+        before = self._weights.cause
+        self._give_up_weights("reload_weights has failed on some rank")
+        try:
+            replies = self._channel.ask(functools.partial(wt.ReloadWeights, model=model))
+        except RemoteError:
+            self._weights.cause = before
+            if not before:  # refused before the first byte, mostly
+                self._weights.learn(self.get_status())
+            raise
+        self._weights.are_whole()
+        return replies
+
+    def update_config(self, overrides: Mapping[str, str | int | bool]) -> None:
+        """Change what the next reload_weights() reads, on every rank: `model.model`, `model.seed`,
+        `load.load_format`, `load.verify_checksums`.
+
+        Raises:
+            RemoteConfigError: a field is not one of these, or its value is not allowed.
+        """
+        self._channel.ask(functools.partial(wt.UpdateConfig, overrides=dict(overrides)))
+
+    def _give_up_weights(self, cause: str) -> None:
+        """No step runs on weights that are being replaced, nor goes on from their KV cache."""
+        self._drain()
+        self._steps.lose_rows("the weights were replaced")
+        self._weights.give_up(cause)
+
+    # ------------------------------------------------------------------ profiles
+
+    def profile(
+        self,
+        action: Literal["start", "stop"],
+        prefix: str = "",
+        kind: Literal["torch", "cuda"] = "torch",
+    ) -> list[lc.ProfileReply]:
+        """Begin or end a profile of every rank; ending one of kind torch writes a trace a rank.
+        After an error some ranks may record: stop ends that, and is no error for the others.
+
+        prefix names the traces; without one they are called as those before, and replace them.
+
+        Raises:
+            IllegalStateError: a profile runs already, or one of the other kind.
+            RemoteConfigError: the prefix is no plain name, or traces cannot be written.
+            RemoteCapacityError: the disk is full.
+        """
+        return self._channel.ask(
+            functools.partial(lc.Profile, action=action, kind=kind, prefix=prefix)
+        )
+
+    # ------------------------------------------------------------------ steps
+
+    def execute_model(self, output: SchedulerOutput) -> StepFuture:
+        """Send a step to every rank. After a failure the step goes in full, over a new link where
+        need be.
+
+        If a failure is known that no result() has told yet, the returned future fails with it, and
+        the requests of `output` count as lost too: a scheduler that has not heard of the failure
+        cannot have meant this step. The same goes for a new link that cannot be had.
+
+        Raises:
+            TooManyStepsInFlight: pipeline size + 1 steps are in flight.
+            InvalidSchedulerOutput: the output breaks a rule; nothing was sent.
+            WorkerDied: the group is unusable.
+            WeightsNotWhole: a weight update is open, or has failed; nothing was sent.
+            DrainingError: an operator wants no more steps of this group; nothing was sent.
+        """
+        self._channel.check_usable()
+        self._channel.check_serving()
+        if self._weights.cause:
+            self._weights.require_whole()
+        failure = self._untold_failure()
+        if failure is not None:
+            failure.lost |= self._steps.slots.fail([output])
+            return self._refuse(failure)
+        self._check_credit()
+        began_ns = time.monotonic_ns()
+        ids = self._channel.next_ids()
+        step = self._steps.slots.encode(output, epoch=ids.epoch, link=ids.link, seq=ids.seq)
+        future = self._steps.expect(self, ids.seq, step, samples=not output.defer_sampling)
+        self._channel.send_step(
+            ids, lambda client: client.execute_model(step.frames), stands_alone=step.resync
+        )
+        self._steps.times.sent(ids.seq, began_ns, output)
+        return future
+
+    def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
+        """Give up a step that execute_model did not send. Every row is dropped, since the step
+        may have been meant to change any of them; return the ids that lost theirs, and those that
+        the step names. The next step is sent in full."""
+        return self._steps.slots.withdraw(output)
+
+    def sample_tokens(
+        self, deferred: StepFuture, masks: Mapping[str, NDArray[np.int32]] | None = None
+    ) -> StepFuture:
+        """Complete the sampling of a step with defer_sampling.
+
+        masks: for some of its requests, int32 [ceil(vocab_size / 32)], bit 1 = allowed. Requests
+        that have finished since are left out, and so are their masks.
+
+        Raises: as execute_model does, and
+            InvalidSchedulerOutput: a mask is for a request that the step does not sample, or masks
+            differ in length; nothing was sent.
+            TooLargeError: the masks do not fit into a message; nothing was sent.
+        """
+        self._channel.check_usable()
+        step = deferred.step
+        if step is None or deferred.samples:
+            raise ClientError(f"step {deferred.seq} did not defer its sampling")
+        if deferred.failure is not None:
+            return self._refuse(deferred.failure)
+        self._check_credit()
+        began_ns = time.monotonic_ns()
+        slots, frames = self._steps.slots.encode_masks(step, masks or {})
+        ids = self._channel.next_ids()
+        request = SampleTokens(**ids._asdict(), step_seq=step.seq, mask_slots=slots)
+        future = self._steps.expect(self, ids.seq, step, samples=True)
+        self._channel.send_step(ids, lambda client: client.send(request, frames))
+        self._steps.times.sent(ids.seq, began_ns, None)
+        return future
+
+    def execute_dummy_batch(self) -> StepFuture:
+        """Run a one-token forward without effect on any request; its result is empty. Fails and
+        raises as execute_model does."""
+        self._channel.check_usable()
+        failure = self._untold_failure()
+        if failure is not None:
+            return self._refuse(failure)
+        self._check_credit()
+        ids = self._channel.next_ids()
+        future = self._steps.expect(self, ids.seq, None, samples=False)
+        request = ExecuteDummyBatch(**ids._asdict())
+        self._channel.send_step(ids, lambda client: client.send(request))
+        return future
+
+    def take_replies(self, future: StepFuture) -> None:
+        """Take in the replies that are here, until `future` is settled; never waits."""
+        while not future.settled and self._channel.take_reply(0.0):
+            pass
+
+    def wait_for(self, future: StepFuture, until: float) -> None:
+        """Take in replies until `future` is settled, its own deadline passes (which fails it), or
+        `until` does. Raises as check_given_up_link does."""
+        while not future.settled:
+            now = time.monotonic()
+            if now >= future.deadline:
+                self.take_replies(future)  # what came while this process was kept from running
+                if not future.settled:
+                    self._steps.fail_hung(future)
+            elif now >= until:
+                return
+            else:
+                self._channel.take_reply(min(until, future.deadline))
+        self._channel.check_given_up_link()
+
+    # ------------------------------------------------------------------ inside
+
+    def _untold_failure(self) -> Failure | None:
+        """The failure that no result() has told yet, if any: also one that shows only now, as a
+        broken link is mended before the next step.
+
+        Raises:
+            WorkerDied: the group is unusable.
+        """
+        if self._steps.has_doomed and self._steps.untold_failure is None:
+            self._channel.await_doom()
+        if self._steps.needs_relink and self._steps.untold_failure is None:
+            try:
+                self.relink()
+            except WorkerDied:
+                raise
+            except (ClientError, WireError) as error:
+                self._steps.fail_relink(error)
+        return self._steps.untold_failure
+
+    def _refuse(self, failure: Failure) -> StepFuture:
+        """A future that fails at once; nothing was sent for it."""
+        refused = StepFuture(self, 0, None, 0.0)
+        failure.settle(refused)
+        return refused
+
+    def _check_credit(self) -> None:
+        if self.num_in_flight >= self.max_in_flight:
+            raise TooManyStepsInFlight(
+                f"{self.num_in_flight} steps are in flight, which is all that a pipeline of "
+                f"{self.parallel.pipeline_parallel_size} takes: wait for a result first"
+            )
+
+    def _leave(self) -> None:
+        until = time.monotonic() + CLOSE_WAIT_S
+        with contextlib.suppress(ClientError, WireError):
+            for future in self._steps.pending:
+                self.wait_for(future, until)
+        self._attaching.leave()
+
+    def _drain(self) -> None:
+        """Wait for the steps in flight, so that an operation on all rows finds none running."""
+        for future in self._steps.pending:
+            self.wait_for(future, future.deadline)
+
+
+def _read_rows(channel: GroupChannel) -> list[list[RankRow]]:
+    """What each rank tells of its requests, page by page."""
+    rows: list[list[RankRow]] = [[] for _ in channel.daemons.clients]
+    next_slots = [0] * len(channel.daemons.clients)
+
+    while True:
+        replies = channel.ask_each(
+            lambda rank: functools.partial(AdoptRequests, first_slot=next_slots[rank])
+        )
+        for rank, reply in enumerate(replies):
+            rows[rank] += read_page(reply)
+            next_slots[rank] = reply.next_slot or NO_MORE_SLOTS
+        if not any(reply.next_slot for reply in replies):
+            return rows
+
+
+def parse_endpoints(
+    endpoints: Sequence[str], parallel: ParallelConfig, keys: Keys
+) -> list[Endpoint]:
+    """Return the endpoints of a group's ranks. Raises ClientConfigError as WorkerGroup does."""
+    if len(endpoints) != parallel.world_size:
+        raise ClientConfigError(
+            f"pipeline_parallel_size {parallel.pipeline_parallel_size} x tensor_parallel_size "
+            f"{parallel.tensor_parallel_size} needs {parallel.world_size} daemons",
+            field="endpoints",
+            value=list(endpoints),
+            fix=f"give {parallel.world_size} endpoints, or other parallel sizes",
+        )
+    parsed = [parse_endpoint(endpoint, keys) for endpoint in endpoints]
+    if len(set(endpoints)) != len(endpoints):
+        raise ClientConfigError(
+            "an endpoint is named twice",
+            field="endpoints",
+            value=list(endpoints),
+            fix="name each daemon once",
+        )
+    return parsed

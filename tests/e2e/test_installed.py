@@ -1,0 +1,140 @@
+"""The wheel in clean environments, a driver's side without torch and a daemon's side, used from the
+directory of an application that has a client.py of its own."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rpc_schema.exit_codes import ExitCode
+from rpc_schema.version import SOFTWARE_VERSION
+from tests.support.command_line import short_directory, wait_for_daemons
+from tests.support.installed import Installed, clean_environment
+from tests.support.wheel import build_wheel
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("pip") is None, reason="pip, which installs the wheel, is not here"
+)
+
+WORKERS_MODULES = ("torch", "triton", "safetensors", "uvloop", "pynvml")
+INSTALL = 'pip install "worker-daemon[worker]"'
+IMPORT_ALL = """
+import importlib, importlib.util, pkgutil, sys
+import rpc_schema, worker_client
+for package in (rpc_schema, worker_client):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if "trainer" not in module.name and not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+import worker_client.driver, worker_client.worker_group, worker_client.scheduler
+print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name)])
+print(worker_client.__file__)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return build_wheel(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def driver_side(wheel, tmp_path_factory):
+    """An environment with what `pip install worker-daemon` brings."""
+    return Installed(tmp_path_factory.mktemp("driver"), wheel)
+
+
+@pytest.fixture(scope="module")
+def daemon_side(wheel, tmp_path_factory):
+    """An environment with what `pip install "worker-daemon[worker]"` brings."""
+    return Installed(tmp_path_factory.mktemp("daemon"), wheel, "worker")
+
+
+@pytest.fixture
+def application():
+    """The directory of an application whose client.py nobody but itself may import."""
+    path = short_directory()
+    (path / "client.py").write_text("raise SystemExit('this client.py is the application\\'s')\n")
+    yield path
+    shutil.rmtree(path)
+
+
+def test_the_drivers_library_imports_without_the_workers_packages(driver_side, application):
+    done = driver_side.run(application, "python", "-c", IMPORT_ALL, *WORKERS_MODULES)
+    assert done.returncode == 0, done.stderr
+    found, file = done.stdout.splitlines()
+    assert not found
+    assert Path(file).is_relative_to(driver_side.programs.parent)
+
+
+@pytest.mark.parametrize("name", ["worker-client", "worker-daemon"])
+def test_both_commands_say_what_they_are(driver_side, application, name):
+    done = driver_side.run(application, name, "--version")
+    assert done.stdout.startswith(f"{name} {SOFTWARE_VERSION},") and not done.stderr
+    done = driver_side.run(application, name, "--help")
+    assert "Commands:" in done.stdout and not done.stderr
+
+
+@pytest.mark.parametrize("command", [("worker-client",), ("python", "-m", "worker_client")])
+def test_an_endpoint_where_nobody_listens_is_an_error_of_one_line(
+    driver_side, application, command
+):
+    missing = f"ipc://{application}/w0"
+    done = driver_side.run(application, *command, "status", "--endpoints", missing)
+    assert done.returncode == 2 and not done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: NothingListens:") and missing in line
+
+
+@pytest.mark.parametrize("words", [("serve", "--device", "cpu"), ("plan", "--model", ".")])
+def test_a_worker_without_its_extra_says_what_to_install(driver_side, application, words):
+    done = driver_side.run(application, "worker-daemon", *words)
+    assert done.returncode == ExitCode.CONFIG
+    (line,) = done.stderr.splitlines()
+    assert INSTALL in line and all(name in line for name in ("torch", "uvloop"))
+
+
+def test_a_trainers_side_without_torch_says_what_to_install(driver_side, application):
+    done = driver_side.run(application, "python", "-c", "import worker_client.trainer.sender")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ImportError: ") and INSTALL in done.stderr
+
+
+def test_keys_are_made_without_the_extra(driver_side, application):
+    done = driver_side.run(application, "worker-daemon", "keygen", "--out", application / "own")
+    assert done.returncode == 0, done.stderr
+    public = json.loads((application / "own.pub").read_text())
+    assert public["public_key"] == done.stdout.strip()
+
+
+def test_a_driver_without_torch_drives_an_installed_daemon(
+    driver_side, daemon_side, application, checkpoint
+):
+    model = checkpoint().path
+    endpoint = f"ipc://{application}/w0"
+    requests = application / "in.jsonl"
+    results = application / "out.jsonl"
+    requests.write_text(json.dumps({"prompt_token_ids": [1, 2, 3], "max_tokens": 4}) + "\n")
+    at = ("--endpoints", endpoint)
+    serve = ("serve", "--endpoint", endpoint, "--device", "cpu", "--model-root", model.parent)
+    with subprocess.Popen(
+        [str(daemon_side.programs / "worker-daemon"), *map(str, serve)],
+        cwd=application,
+        env=clean_environment() | {"XDG_CACHE_HOME": str(application)},
+    ) as daemon:
+        try:
+            wait_for_daemons([endpoint], [daemon])
+            files = ("--model", model, "--input", requests, "--output", results)
+            words = ("generate", *at, *files, "--num-gpu-blocks", "64")
+            done = driver_side.run(application, "worker-client", *words)
+            assert done.returncode == 0, done.stderr
+            assert len(json.loads(results.read_text())["token_ids"]) == 4
+            for side in (driver_side, daemon_side):
+                done = side.run(application, "worker-client", "status", *at)
+                assert done.returncode == 0 and "READY" in done.stdout, done.stderr
+            done = driver_side.run(application, "worker-client", "shutdown", *at)
+            assert done.returncode == 0, done.stderr
+            assert daemon.wait(20.0) == ExitCode.OK
+        finally:
+            daemon.kill()

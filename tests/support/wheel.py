@@ -1,0 +1,28 @@
+"""The package's wheel, built from a copy of the sources by the build backend that is installed
+here: no network, and nothing is left in the checkout."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+PACKAGES: Final = ("rpc_schema", "worker_client", "worker_daemon")
+"""What the wheel holds, by import name."""
+
+_FILES: Final = ("pyproject.toml", "README.md", "LICENSE")
+_DIRECTORIES: Final = ("rpc_schema", "client", "worker_daemon", "examples")
+"""The examples belong to no package: they must not get in."""
+_BUILD: Final = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+
+
+def build_wheel(scratch: Path) -> Path:
+    """Build the wheel in an empty directory; return its path."""
+    for name in _FILES:
+        shutil.copy(ROOT / name, scratch)
+    for name in _DIRECTORIES:
+        shutil.copytree(ROOT / name, scratch / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-c", _BUILD, str(scratch)]
+    subprocess.run(command, cwd=scratch, check=True, capture_output=True)
+    return next(scratch.glob("*.whl"))
