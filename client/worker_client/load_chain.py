@@ -47,13 +47,16 @@ class LoadChain:
         channel = self._channel
         rendezvous = channel.open_rendezvous()
         channel.ask_each(
-            lambda rank: partial(lc.Relink, rendezvous=rendezvous[rank]), stands_alone=True
+            lambda rank: partial(lc.Relink, rendezvous=rendezvous[rank]),
+            timeout_s=channel.links.timeout_s,
+            stands_alone=True,
         )
         channel.use_link(rendezvous)
 
     def reset(self, to: Literal["CREATED", "DEVICE_READY", "MODEL_LOADED"]) -> None:
         """Go back down to a level."""
-        self._ask(partial(lc.Reset, to=to), stands_alone=self._ranks is None)
+        timeout_s = self._channel.links.timeout_s
+        self._ask(partial(lc.Reset, to=to), timeout_s, stands_alone=self._ranks is None)
         self._channel.refresh_links()
 
     def load_model(self, config: WorkerConfig) -> list[lc.LoadModelReply]:
@@ -101,22 +104,27 @@ class LoadChain:
         return self._ask(lc.GetModelMetadata)
 
     def _ask(
-        self, build: Callable[..., StepRequest[ReplyT]], *, stands_alone: bool = False
+        self,
+        build: Callable[..., StepRequest[ReplyT]],
+        timeout_s: float | None = None,
+        *,
+        stands_alone: bool = False,
     ) -> list[ReplyT]:
-        return self._ask_each(lambda _: build, stands_alone=stands_alone)
+        return self._ask_each(lambda _: build, timeout_s, stands_alone=stands_alone)
 
     def _ask_each(
         self,
         build_for: Callable[[int], Callable[..., StepRequest[ReplyT]]],
+        timeout_s: float | None = None,
         *,
         stands_alone: bool = False,
     ) -> list[ReplyT]:
         channel, ranks = self._channel, self._ranks
         if ranks is None:
-            return channel.ask_each(build_for, stands_alone=stands_alone)
+            return channel.ask_each(build_for, timeout_s=timeout_s, stands_alone=stands_alone)
 
         def build_either(rank: int) -> Callable[..., StepRequest[Any]]:
             return build_for(rank) if rank in ranks else lc.GetSupportedTasks
 
-        replies = channel.exchange(build_either)
+        replies = channel.exchange(build_either, timeout_s)
         return cast("list[ReplyT]", [reply for reply in replies if reply.rank in ranks])
