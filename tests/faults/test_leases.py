@@ -6,7 +6,6 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from typing import get_args
 
 import msgspec
 import pytest
@@ -15,8 +14,8 @@ from rpc_schema import lease as ls
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
 from rpc_schema.codec import (
-    ControlMessage,
-    StepMessage,
+    CONTROL_REQUESTS,
+    STEP_REQUESTS,
     decode_step_reply,
     encode_control,
     encode_step,
@@ -245,14 +244,14 @@ def test_messages_of_an_unseated_driver_change_nothing(
         "detached": ErrorCode.NOT_ATTACHED,
     }[how]
     before = settled(new.status())
-    for kind in get_args(StepMessage):
+    for kind in STEP_REQUESTS:
         message = with_ids(kind, epoch=old.epoch, link=old.link, seq=old.seq + 1)
         old.step.send_multipart(encode_step(message))
         reply = old.reply()
         assert isinstance(reply, ErrorReply), kind
         assert (reply.code, reply.seq) == (code, old.seq + 1), kind
         assert settled(new.status()) == before, kind
-    kinds = [kind for kind in get_args(ControlMessage) if "epoch" in kind.__struct_fields__]
+    kinds = [kind for kind in CONTROL_REQUESTS if "epoch" in kind.__struct_fields__]
     assert {ls.RenewLease, lc.Detach, lc.OpenRendezvous, lc.CommitAttach} < set(kinds)
     for kind in kinds:
         if (kind, how) == (lc.Detach, "expired"):
