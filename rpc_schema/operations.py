@@ -36,7 +36,7 @@ _WORD: Final = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 _ANY_TAG: Final[frozenset[TagState]] = frozenset(("awake", "asleep", "discarded", "lost"))
 _AWAKE: Final[frozenset[TagState]] = frozenset(("awake",))
-_THERE: Final[frozenset[TagState]] = frozenset(("awake", "lost"))
+THERE: Final[frozenset[TagState]] = frozenset(("awake", "lost"))
 
 
 def _only(*states: LoadState) -> frozenset[LoadState]:
@@ -100,8 +100,8 @@ class ControlOperation(Generic[ControlReplyT]):
 _STEP = Rule(_only("READY"), _UP, weights=_AWAKE, kv_cache=_AWAKE)
 _LOADED = Rule(_from("MODEL_LOADED"))
 _WEIGHTS_AWAKE = Rule(_from("MODEL_LOADED"), weights=_AWAKE)
-_WEIGHTS_THERE = Rule(_from("MODEL_LOADED"), weights=_THERE)
-_WEIGHTS_FILLED = Rule(_from("MODEL_LOADED"), weights=_THERE, fills_weights=True)
+_WEIGHTS_THERE = Rule(_from("MODEL_LOADED"), weights=THERE)
+_WEIGHTS_FILLED = Rule(_from("MODEL_LOADED"), weights=THERE, fills_weights=True)
 
 _STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
     # Steps. The output rank answers.
@@ -143,7 +143,7 @@ _STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
         lc.CompileOrWarmUpModel,
         lc.CompileOrWarmUpModelReply,
         # In READY for the sake of another rank that is new; what the weights hold is no matter.
-        Rule(_only("KV_READY", "READY"), _UP, "READY", weights=_THERE, kv_cache=_AWAKE),
+        Rule(_only("KV_READY", "READY"), _UP, "READY", weights=THERE, kv_cache=_AWAKE),
         deadline_s=1800.0,
         waits_for_peers=True,
     ),
@@ -153,7 +153,7 @@ _STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
         lc.Relink,
         step.Done,
         # May capture graphs anew, which run on weights and KV cache.
-        Rule(_from("DEVICE_READY"), _MADE, link_after="up", weights=_THERE, kv_cache=_AWAKE),
+        Rule(_from("DEVICE_READY"), _MADE, link_after="up", weights=THERE, kv_cache=_AWAKE),
         deadline_s=30.0,
         meets=True,
         waits_for_peers=True,

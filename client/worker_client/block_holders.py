@@ -24,7 +24,6 @@ _READ: Final = 2
 _NULL: Final = 4
 """The workers' own."""
 
-
 _FEW: Final = 100
 """Blocks that take less time one by one than numpy's calls do."""
 

@@ -10,7 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -62,8 +62,9 @@ ABORT_SEND_S = 0.05
 OBSERVER_TIMEOUT_S = 0.5
 """No longer than this is a daemon waited for in the matters of somebody who watches."""
 
-
 OPERATION_TIMEOUT_S = 60.0
+LONG_TIMEOUT_S = 3600.0
+"""For operations whose row in the table of operations has a deadline of its own."""
 
 MAX_EVENTS_KEPT = 1024
 
@@ -287,12 +288,7 @@ class GroupChannel:
     ) -> list[ReplyT]:
         """As ask, for a request that is not the same for all: build_for(rank) returns `build`."""
         replies = self.exchange(build_for, timeout_s, stands_alone=stands_alone)
-        kind = type(build_for(self.daemons.present[0].rank)(epoch=0, link=0, seq=1))
-        reply_type: type[ReplyT] = STEP_OPERATIONS[kind].reply
-        typed = [reply for reply in replies if isinstance(reply, reply_type)]
-        if len(typed) != len(replies):
-            raise BadFrameError(f"{kind.__name__} was answered with a reply of another operation")
-        return typed
+        return cast("list[ReplyT]", replies)
 
     def exchange(
         self,
@@ -328,13 +324,19 @@ class GroupChannel:
         finally:
             self._gather = None
         self.daemons.watch.begin_steps()
+        expected = {STEP_OPERATIONS[kind].reply for kind in kinds}
+        if any(type(reply) not in expected for reply in gather.replies):
+            name = kinds[0].__name__
+            raise BadFrameError(f"{name} was answered with a reply of another operation")
         return sorted(gather.replies, key=lambda reply: reply.rank)
 
     def _timeout_s(self, kind: type[StepMessage]) -> float:
-        """How long all ranks may take: longer than each daemon allows itself, which then tells."""
+        """How long all ranks may take together. A row's deadline is for the silence of one, which
+        its daemon then tells."""
         row = STEP_OPERATIONS[kind]
-        own_s = OPERATION_TIMEOUT_S + (row.deadline_s or 0.0)
-        return own_s + (self.links.timeout_s if row.meets else 0.0)
+        if row.meets:
+            return self.links.timeout_s + OPERATION_TIMEOUT_S + (row.deadline_s or 0.0)
+        return OPERATION_TIMEOUT_S if row.deadline_s is None else LONG_TIMEOUT_S
 
     def _send_to_all(self, send: Callable[[WorkerClient], None]) -> None:
         try:

@@ -69,7 +69,6 @@ CUT_OFF_S = 1.5
 """A daemon that hangs up in each handshake for so long does not want us. libzmq tries about every
 0.15 s."""
 _NOBLOCK = int(zmq.NOBLOCK)
-_RCVMORE = int(zmq.RCVMORE)
 # As plain numbers: pyzmq's flag enumerations cost a microsecond each time two are combined.
 DEATH_CHECK_MS = 20
 """How long a wait for replies goes on before it looks whether a daemon has died."""

@@ -27,7 +27,7 @@ from worker_client.errors import (
     TooManyStepsInFlight,
     WorkerDied,
 )
-from worker_client.group_channel import GroupChannel
+from worker_client.group_channel import LONG_TIMEOUT_S, GroupChannel
 from worker_client.group_channel import Progress as Progress
 from worker_client.keys import NO_KEYS, Keys
 from worker_client.lease_terms import LeaseTerms
@@ -530,7 +530,8 @@ class WorkerGroup:
             RemoteCapacityError: the disk is full.
         """
         return self._channel.ask(
-            functools.partial(lc.Profile, action=action, kind=kind, prefix=prefix)
+            functools.partial(lc.Profile, action=action, kind=kind, prefix=prefix),
+            timeout_s=LONG_TIMEOUT_S,  # a trace may take minutes to write
         )
 
     # ------------------------------------------------------------------ steps

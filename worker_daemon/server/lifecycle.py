@@ -14,7 +14,7 @@ from typing import Final
 from rpc_schema import lifecycle as lc
 from rpc_schema.lease import LeaseState
 from rpc_schema.lifecycle import LinkState, LoadState, ServingState, TagState
-from rpc_schema.operations import LOAD_CHAIN, STEP_OPERATIONS, Rule, StepMessage
+from rpc_schema.operations import LOAD_CHAIN, STEP_OPERATIONS, THERE, Rule, StepMessage
 from rpc_schema.plain_text import one_line
 from worker_daemon.errors import StateError
 from worker_daemon.memory_tags import ALL_AWAKE, MemoryTags
@@ -51,9 +51,6 @@ class State:
         asleep = f"/{self.memory}" if self.memory != ALL_AWAKE else ""
         leased = f"/{self.lease}" if self.lease != "free" else ""
         return f"{self.load}/link {self.link}/{self.serving}{asleep}{leased}"
-
-
-_THERE: Final[frozenset[TagState]] = frozenset(("awake", "lost"))
 
 
 def allows(rule: Rule, state: State) -> bool:
@@ -186,7 +183,7 @@ def _way_to_wake(state: State, message: StepMessage) -> str | None:
     if not allows(rule, replace(state, memory=ALL_AWAKE)):
         return None
     steps = []
-    away = [tag for tag, held in state.memory.states.items() if held not in _THERE]
+    away = [tag for tag, held in state.memory.states.items() if held not in THERE]
     if away:
         steps.append(f"wake_up({away})")
     if state.memory.weights in ("discarded", "lost"):

@@ -53,7 +53,6 @@ MAX_KNOWN_PEERS: Final = 256
 MAX_FAILURE_BYTES: Final = 4096
 """Of why the daemon has failed, as it is kept."""
 UID_BYTES: Final = 16
-_RCVMORE: Final = int(zmq.RCVMORE)
 _LOADING: Final = (lc.InitDevice, lc.LoadModel)
 _FATAL: Final = {"DEVICE": ExitCode.CONTEXT_LOST, "INTERNAL": ExitCode.INTERNAL}
 
