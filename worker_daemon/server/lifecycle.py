@@ -13,7 +13,7 @@ from typing import Final
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.lease import LeaseState
-from rpc_schema.lifecycle import LinkState, LoadState, ServingState, TagState
+from rpc_schema.lifecycle import LinkState, LoadState, ServingState
 from rpc_schema.operations import LOAD_CHAIN, STEP_OPERATIONS, THERE, Rule, StepMessage
 from rpc_schema.plain_text import one_line
 from worker_daemon.errors import StateError
