@@ -42,7 +42,6 @@ from rpc_schema.errors import ErrorReply
 from rpc_schema.key_files import read_secret_key
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.operations import StepMessage
-from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput
 from worker_client.first_contact import greet
 from worker_client.keys import NO_KEYS, Keys, OwnKeys
@@ -110,7 +109,6 @@ class Requests:
             num_prompt_tokens=len(tokens),
             num_computed_tokens=0,
             block_ids=[self._block()],
-            sampling=SamplingParams(),
         )
 
     def decode(self) -> SchedulerOutput:
@@ -531,7 +529,6 @@ def prompt_bytes(num_tokens: int) -> float:
         num_prompt_tokens=num_tokens,
         num_computed_tokens=0,
         block_ids=list(range(1, 1 + num_tokens // BLOCK_SIZE)),
-        sampling=SamplingParams(),
     )
     output = SchedulerOutput(
         num_scheduled_tokens={"cmpl-0": num_tokens}, scheduled_new_reqs=[request]

@@ -19,7 +19,7 @@ import torch
 import triton.testing
 
 from benchmarks.kernels import host_us
-from worker_daemon.sample.sampler import NO_LOGPROBS, Sampling, SamplingMetadata, TorchSampling
+from worker_daemon.sample.sampler import Sampling, SamplingMetadata, TorchSampling
 from worker_daemon.sample.sampling_provider import probe_sampling
 
 FULL_BYTES_PER_S = 4.5e12
@@ -80,7 +80,6 @@ def metadata(filters: Filters, num_rows: int) -> SamplingMetadata:
     def column(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((num_rows,), value, dtype=dtype, device="cuda")
 
-    nothing = torch.empty(0, dtype=torch.int64, device="cuda")
     return SamplingMetadata(
         temperature=column(filters.temperature, torch.float32),
         top_k=column(filters.top_k, torch.int32),
@@ -88,13 +87,10 @@ def metadata(filters: Filters, num_rows: int) -> SamplingMetadata:
         min_p=column(filters.min_p, torch.float32),
         seeds=torch.arange(num_rows, device="cuda"),
         positions=torch.arange(num_rows, device="cuda"),
-        ban_rows=nothing,
-        ban_token_ids=nothing,
         any_random=filters.temperature > 0,
         any_top_k=filters.top_k > 0,
         any_top_p=filters.top_p < 1,
         any_min_p=filters.min_p > 0,
-        num_logprobs=NO_LOGPROBS,
     )
 
 

@@ -19,7 +19,6 @@ from rpc_schema.kv_cache import (
     bytes_per_block,
     fitting_blocks,
 )
-from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.runner.stage_ends import PendingReply
 from worker_daemon.worker import Worker
@@ -177,7 +176,6 @@ class StageDriver:
                     num_tokens=prompt_len,
                     num_prompt_tokens=prompt_len,
                     num_computed_tokens=0,
-                    sampling=SamplingParams(),
                 )
                 for slot in slots
             ),

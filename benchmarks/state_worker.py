@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
@@ -15,6 +16,7 @@ from rpc_schema.operations import StepMessage
 from worker_daemon.description import WorkerDescription
 from worker_daemon.errors import ConfigError
 from worker_daemon.phases import SetPhase
+from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.scheduled_step import Bools, StepLimits
 from worker_daemon.runner.slot_bitmap import slot_bitmap
@@ -94,16 +96,15 @@ class StateWorker:
 
     def load_model(self, message: lc.LoadModel) -> StepReply:
         self._answers = self._is_output_rank or message.model.model == ALL_RANKS
-        self._state = RequestState(
-            StepLimits(
-                max_num_seqs=message.scheduler.max_num_seqs,
-                max_num_batched_tokens=message.scheduler.max_num_batched_tokens,
-                max_model_len=MAX_MODEL_LEN,
-                vocab_size=128_256,
-                block_size=BLOCK_SIZE,
-                num_blocks=2**31 - 1,
-            )
+        limits = StepLimits(
+            max_num_seqs=message.scheduler.max_num_seqs,
+            max_num_batched_tokens=message.scheduler.max_num_batched_tokens,
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=128_256,
+            block_size=BLOCK_SIZE,
+            num_blocks=2**31 - 1,
         )
+        self._state = RequestState(limits, make_parts(limits, torch.device("cpu")))
         return self._done(message)
 
     def initialize_from_config(self, message: lc.InitializeFromConfig) -> StepReply:

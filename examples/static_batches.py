@@ -20,8 +20,9 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from rpc_schema.extensions import RequestExtension, extension_of
 from rpc_schema.kv_cache import blocks_for
-from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
+from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, LogprobsWanted, StopTokens
 from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
 from worker_client.driver import Driver
@@ -30,7 +31,12 @@ from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest, check_fits, validated
 from worker_client.scheduler import FinishReason, RequestOutput, SchedulerLimits, scheduler_limits
 from worker_client.scheduler_output import Logprobs, NewRequest, SchedulerOutput, StepResult
-from worker_client.step_checks import MAX_ADMITTED_BYTES, MAX_ADMITTED_TOKENS, admission_bytes
+from worker_client.step_checks import (
+    MAX_ADMITTED_BYTES,
+    MAX_ADMITTED_TOKENS,
+    admission_bytes,
+    extension_bytes,
+)
 from worker_client.worker_group import WorkerGroup
 
 
@@ -43,7 +49,7 @@ class Entry:
     num_prompt_tokens: int
     limit: int
     """It ends with so many tokens, prompt included."""
-    sampling: SamplingParams
+    extensions: tuple[RequestExtension, ...]
     num_tokens: int = 0
     """Known tokens, and those that steps in flight are sampling."""
     num_computed: int = 0
@@ -61,7 +67,7 @@ class Entry:
             num_prompt_tokens=self.num_prompt_tokens,
             num_computed_tokens=self.num_computed,
             block_ids=list(self.block_ids),
-            sampling=self.sampling,
+            extensions=self.extensions,
             note=str(self.limit).encode(),
         )
 
@@ -69,8 +75,19 @@ class Entry:
         """Return what its admission takes of a step's message, at most: with all its tokens."""
         num_tokens = self.limit - 1  # a last token has no KV
         num_blocks = blocks_for(num_tokens, block_size)
-        num_stop_ids, note_bytes = len(self.sampling.stop_token_ids), len(str(self.limit))
-        return admission_bytes(num_tokens, num_blocks, len(req_id), num_stop_ids, note_bytes)
+        own, note_bytes = extension_bytes(self.extensions), len(str(self.limit))
+        return admission_bytes(num_tokens, num_blocks, len(req_id), own, note_bytes)
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """The tokens that end it."""
+        stops = extension_of(self.extensions, StopTokens)
+        return () if stops is None else stops.token_ids
+
+    @property
+    def reports_logprobs(self) -> bool:
+        """Whether it asked for them."""
+        return extension_of(self.extensions, LogprobsWanted) is not None
 
 
 class StaticBatches:
@@ -94,9 +111,10 @@ class StaticBatches:
         num_prompt = len(request.prompt_token_ids)
         limit = min(num_prompt + request.max_tokens, limits.max_model_len)
         size = limits.vocab_size  # workers refuse stop tokens that the model cannot produce
-        sampling = request.sampling([t for t in limits.eos_token_ids if size is None or t < size])
+        eos_token_ids = [t for t in limits.eos_token_ids if size is None or t < size]
+        extensions = request.extensions(eos_token_ids)
         tokens = request.prompt_token_ids.tolist()
-        entry = Entry(tokens, num_prompt, limit, sampling, num_prompt)
+        entry = Entry(tokens, num_prompt, limit, extensions, num_prompt)
         self._check(request.id, entry)
         self._waiting[request.id] = entry
 
@@ -108,11 +126,11 @@ class StaticBatches:
         done = []
         for request in requests:
             num_prompt, tokens = request.num_prompt_tokens, request.token_ids.tolist()
-            entry = Entry(tokens[:num_prompt], num_prompt, int(request.note), request.sampling)
+            entry = Entry(tokens[:num_prompt], num_prompt, int(request.note), request.extensions)
             entry.block_ids = list(request.block_ids)
             self._batch[request.req_id] = entry
             # Logprobs of before are kept nowhere: who wants them gets the same tokens once more.
-            for token in tokens[num_prompt:] if request.sampling.logprobs is None else ():
+            for token in tokens[num_prompt:] if not entry.reports_logprobs else ():
                 reason = self._take(entry, token)
                 if reason is not None:  # the rest lies past its end
                     done.append(self._finish(request.req_id, reason))
@@ -203,7 +221,7 @@ class StaticBatches:
         """Refuse what can never be served, and an id that is in use."""
         if req_id in self._waiting or req_id in self._batch:
             raise RequestError("the id is in use", field="id", value=req_id, fix="choose another")
-        num_stop_ids = len(entry.sampling.stop_token_ids)
+        num_stop_ids = len(entry.stop_token_ids)
         if num_stop_ids > MAX_STOP_TOKEN_IDS:
             fix = f"use at most {MAX_STOP_TOKEN_IDS}, those of the model included"
             raise RequestError(
@@ -245,7 +263,7 @@ class StaticBatches:
         if token == NO_TOKEN:
             return "error"
         entry.tokens.append(token)
-        if token in entry.sampling.stop_token_ids:
+        if token in entry.stop_token_ids:
             return "stop"
         return "length" if len(entry.tokens) == entry.limit else None
 
@@ -258,7 +276,7 @@ class StaticBatches:
             num_prompt_tokens=entry.num_prompt_tokens,
             num_cached_tokens=0,
             num_preemptions=0,
-            logprobs=entry.logprobs if entry.sampling.logprobs is not None else None,
+            logprobs=entry.logprobs if entry.reports_logprobs else None,
             error="its logits are not numbers" if reason == "error" else "",
         )
 

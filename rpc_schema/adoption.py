@@ -10,7 +10,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from rpc_schema.base import Count, Name, Positive, StepReply, StepRequest, Value
-from rpc_schema.sampling import SamplingParams
+from rpc_schema.extensions import RequestExtensions
 from rpc_schema.step import SchedulerNote, Slot
 
 MAX_PAGE_BYTES = 2 << 20
@@ -39,7 +39,8 @@ class RequestRow(Value, frozen=True, kw_only=True):
     """Leading tokens whose KV this rank has in the blocks; 0 where it vouches for none."""
     num_blocks: Count
     """Of its blocks, how many the reply has."""
-    sampling: SamplingParams
+    extensions: RequestExtensions
+    """As it was admitted."""
     note: SchedulerNote
 
 

@@ -38,6 +38,15 @@ class Value(
     """A part of a message: immutable, positional on the wire, unknown fields refused."""
 
 
+class Extension(Value, frozen=True, kw_only=True):
+    """What an optional feature adds to a message: see rpc_schema/extensions.py."""
+
+    @property
+    def num_frames(self) -> int:
+        """Array frames that belong to it."""
+        return 0
+
+
 ReplyT = TypeVar("ReplyT")
 
 

@@ -1,11 +1,13 @@
-"""How one request's tokens are chosen, as the worker needs it. Stopping is the driver's
-business."""
+"""How one request's tokens are chosen, ended and reported: three extensions of a request, and the
+convenient form of all of them together."""
 
-from typing import Annotated
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 
-from rpc_schema.base import Count, Fraction, Unsigned, Value
+from rpc_schema.base import Count, Extension, Fraction, RawUInt16, Unsigned
 
 MAX_LOGPROBS = 20
 
@@ -13,27 +15,119 @@ MAX_STOP_TOKEN_IDS = 1024
 """Of one request, the model's own end-of-sequence tokens included."""
 
 MIN_TEMPERATURE = 1e-5
-"""Logits divided by less than this may leave float32: below it, only 0 is a temperature."""
+"""Logits divided by less than this may leave float32."""
 
 
-class SamplingParams(Value, frozen=True, kw_only=True):
-    """One request's sampling. The same (seed, position, logits) gives the same token in any batch
-    and any parallel shape."""
+class RandomSampling(Extension, frozen=True, tag=1, kw_only=True):
+    """A request draws its tokens; one without it takes the most likely. The same (seed, position,
+    logits) gives the same token in any batch and any parallel shape."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
-    """0 takes the most likely token; the other fields but min_tokens and logprobs are then without
-    effect."""
+    """At least MIN_TEMPERATURE, or 0, which takes the most likely token too."""
     top_k: Count = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: Annotated[float, Meta(ge=1e-6, le=1.0)] = 1.0
     min_p: Fraction = 0.0
     seed: Unsigned = 0
     """Given by the client where the caller gave none."""
+
+
+class StopTokens(Extension, frozen=True, tag=2, kw_only=True):
+    """The tokens that end a request. Ending it is the driver's business; workers keep them for
+    another driver, and sample none of them before min_tokens."""
+
+    token_ids: tuple[Count, ...] = ()
+    """End of sequence included; at most MAX_STOP_TOKEN_IDS."""
     min_tokens: Count = 0
-    """No stop token is sampled before this many output tokens."""
-    stop_token_ids: tuple[Count, ...] = ()
-    """What min_tokens bans: the request's stop tokens, end of sequence included; at most
-    MAX_STOP_TOKEN_IDS."""
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Return the log probability of each sampled token and of the n most likely ones; None returns
-    none."""
+    """Output tokens before which none of them is sampled."""
+
+
+class LogprobsWanted(Extension, frozen=True, tag=3, kw_only=True):
+    """A request reports the log probability of each sampled token and of the most likely ones."""
+
+    count: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+    """Most likely tokens to report besides the sampled one."""
+
+
+class TokenLogprobs(Extension, frozen=True, tag=1, kw_only=True):
+    """Log probabilities of all of a reply's rows. Three frames: int32 token ids [rows, width + 1]
+    (the sampled token first), their float32 log probabilities, and the int32 rank [rows] of the
+    sampled token (1 = most likely). They are of the logits after grammar masks, before bans,
+    temperature and filters."""
+
+    width: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+    """Of the row that asked for the most."""
+
+    @property
+    def num_frames(self) -> int:
+        return 3
+
+
+class GrammarMasks(Extension, frozen=True, tag=1, kw_only=True):
+    """Which tokens some rows of a step may sample. One frame: int32 [slots, ceil(vocab_size / 32)],
+    bit 1 = allowed."""
+
+    slots: RawUInt16
+    """That have a mask, in the order of the frame's rows. Slots that sample nothing are passed
+    over."""
+
+    @property
+    def num_frames(self) -> int:
+        return 1
+
+
+SamplingExtension: TypeAlias = RandomSampling | StopTokens | LogprobsWanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """The three extensions of one request in one value, for callers."""
+
+    temperature: float = 0.0
+    """0 takes the most likely token; top_k, top_p, min_p and seed are then without effect."""
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    """None reports none."""
+
+    @classmethod
+    def of(cls, extensions: Iterable[Extension]) -> "SamplingParams":
+        """Return what a request carries of it: the inverse of `extensions`."""
+        found = {type(extension): extension for extension in extensions}
+        drawn, stops = found.get(RandomSampling), found.get(StopTokens)
+        wanted = found.get(LogprobsWanted)
+        drawn = drawn if isinstance(drawn, RandomSampling) else RandomSampling()
+        stops = stops if isinstance(stops, StopTokens) else StopTokens()
+        return cls(
+            temperature=drawn.temperature,
+            top_k=drawn.top_k,
+            top_p=drawn.top_p,
+            min_p=drawn.min_p,
+            seed=drawn.seed,
+            min_tokens=stops.min_tokens,
+            stop_token_ids=stops.token_ids,
+            logprobs=wanted.count if isinstance(wanted, LogprobsWanted) else None,
+        )
+
+    def extensions(self) -> tuple[SamplingExtension, ...]:
+        """Return what a request carries of it: nothing of what is left at its default."""
+        drawn = RandomSampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+        )
+        stops = StopTokens(token_ids=self.stop_token_ids, min_tokens=self.min_tokens)
+        wanted: list[SamplingExtension] = []
+        if drawn != RandomSampling():
+            wanted.append(drawn)
+        if stops != StopTokens():
+            wanted.append(stops)
+        if self.logprobs is not None:
+            wanted.append(LogprobsWanted(count=self.logprobs))
+        return tuple(wanted)

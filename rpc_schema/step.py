@@ -21,7 +21,7 @@ from rpc_schema.base import (
     Unsigned,
     Value,
 )
-from rpc_schema.sampling import SamplingParams
+from rpc_schema.extensions import ReplyExtensions, RequestExtensions, StepExtensions
 
 NO_TOKEN: Final = -1
 """Sampled for a slot whose logits are no numbers to choose by: one of them is NaN, or the largest
@@ -50,7 +50,8 @@ class NewRequestData(Value, frozen=True, kw_only=True):
     num_prompt_tokens: Positive
     num_computed_tokens: Count
     """Leading tokens whose KV is in the cache already: a prefix hit. Less than num_tokens."""
-    sampling: SamplingParams
+    extensions: RequestExtensions = ()
+    """The optional features that it uses; without any its tokens are the most likely ones."""
     note: SchedulerNote = b""
 
 
@@ -59,7 +60,8 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
 
     Order of application: finished, resync, scheduled_new_reqs, new blocks, then the scheduled
     tokens. A slot whose scheduled tokens reach its last known token samples one token. Frame 0
-    holds the tokens of scheduled_new_reqs, in their order.
+    holds the tokens of scheduled_new_reqs, in their order, if there are any; the frames of
+    extensions follow.
     """
 
     total_num_scheduled_tokens: Count
@@ -80,16 +82,15 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     refuses the step. Clears an earlier failure, and closes a gap: its seq need only be new."""
     defer_sampling: bool = False
     """Sampling waits for a SampleTokens that names this seq."""
+    extensions: StepExtensions = ()
+    """Not together with defer_sampling: they come with the SampleTokens then."""
 
 
 class SampleTokens(StepRequest["ModelRunnerOutput"], frozen=True, tag=2, kw_only=True):
-    """Complete the sampling of a step that deferred it. Frame 0, if any, holds the grammar
-    masks."""
+    """Complete the sampling of a step that deferred it. The frames are those of extensions."""
 
     step_seq: Unsigned
-    mask_slots: RawUInt16 = b""
-    """Slots that have a mask, in the order of the rows of frame 0: int32 [len, ceil(vocab_size /
-    32)], bit 1 = allowed."""
+    extensions: StepExtensions = ()
 
 
 class ExecuteDummyBatch(StepRequest["ModelRunnerOutput"], frozen=True, tag=3, kw_only=True):
@@ -104,10 +105,8 @@ class ModelRunnerOutput(StepReply, frozen=True, tag=1, kw_only=True):
     sampled_token_ids: RawInt32 = b""
     """One for each slot, slots ascending; NO_TOKEN (-1) where its logits were no numbers to choose
     by."""
-    num_logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1
-    """n of the widest row, or -1: no row asked for logprobs and no frames follow. Otherwise frame 0
-    holds int32 token ids [rows, n + 1] (the sampled token first), frame 1 their float32 log
-    probabilities, frame 2 the int32 rank [rows] of the sampled token (1 = most likely)."""
+    extensions: ReplyExtensions = ()
+    """What features report; the frames are theirs."""
 
 
 class Done(StepReply, frozen=True, tag=2, kw_only=True):

@@ -143,7 +143,8 @@ class Serving:
         """Use a new link. Graphs that were dropped are captured again now, or at the next
         warm-up."""
         runner = self.runner
-        runner.tie(tie_stage(self._parts, link, runner.state.limits, runner.inputs, runner.history))
+        limits, inputs = runner.state.limits, runner.inputs
+        runner.tie(tie_stage(self._parts, link, limits, inputs, runner.state.parts, runner.history))
         if restore_graphs:
             self._restore_graphs()
 

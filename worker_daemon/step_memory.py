@@ -11,7 +11,7 @@ Letters: N tokens, H hidden size, R rows that sample, V vocabulary.
 from dataclasses import dataclass
 from typing import Final
 
-from worker_daemon.runner.row_tables import SAMPLING_COLUMNS
+from worker_daemon.runner.parts.registry import PARTS
 from worker_daemon.runner.scheduled_step import MAX_BLOCK_UPDATES, StepLimits
 from worker_daemon.runner.step_layout import StepShape, decode_sizes, packed_size
 
@@ -24,7 +24,6 @@ residual stream), this layer's residual stream and its normed input."""
 _TRAILER_BYTES: Final = 16
 _INT32: Final = 4
 _INT64: Final = 8
-_FLOAT32: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +74,23 @@ def _layer_bytes(widths: StageWidths, tokens: int) -> int:
 
 def _sampling_bytes(widths: StageWidths, tokens: int, rows: int) -> int:
     """Logits of all rows, and what makes them or reads them: the gathering of the ranks' parts, or
-    logprobs (float32 copies where the model's dtype is another, a comparison and its sum)."""
+    parts."""
     logits = rows * widths.vocab_rows * widths.itemsize
     gathering = 0
     if widths.tp_size > 1:
         part, logits = logits, logits * widths.tp_size
         gathering = part + logits
-    num_logits = rows * widths.vocab_size
-    copy = 0 if widths.itemsize == _FLOAT32 else num_logits * _FLOAT32
-    logprobs = copy + num_logits * (_FLOAT32 + 1 + _INT32)
+    parts = sum(part.sampling_bytes(rows, widths.vocab_size, widths.itemsize) for part in PARTS)
     hidden = (tokens + 2 * rows) * widths.hidden_size * widths.itemsize
-    return hidden + logits + max(gathering, logprobs)
+    return hidden + logits + max(gathering, parts)
 
 
 def _table_bytes(limits: StepLimits) -> int:
     """The rows' tables, and the buffer that a step's columns are taken to
     (runner/input_batch.py:staging_capacity)."""
     num_rows = limits.max_num_seqs + 1
-    table = num_rows * (_INT32 * (limits.max_blocks_per_seq + SAMPLING_COLUMNS) + _INT64)
+    own = sum(part.row_bytes() for part in PARTS)
+    table = num_rows * (_INT32 * limits.max_blocks_per_seq + own + _INT64)
     return table + _INT32 * staging_values(limits)
 
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from rpc_schema.adoption import AdoptRequestsReply, RequestRow
 from rpc_schema.errors import BadFrameError
+from rpc_schema.extensions import RequestExtension
 from rpc_schema.kv_cache import blocks_for
-from rpc_schema.sampling import SamplingParams
 from worker_client.errors import AdoptionMismatch
 from worker_client.scheduler_output import NewRequest
 
@@ -34,7 +34,8 @@ class AdoptedRequest:
     be computed anew, and holds no block."""
     block_ids: tuple[int, ...]
     """The blocks of the computed tokens, where they are. Several requests may share one."""
-    sampling: SamplingParams
+    extensions: tuple[RequestExtension, ...]
+    """As it was admitted (NewRequest.extensions)."""
     note: bytes
     """What the scheduler that admitted it noted (NewRequest.note)."""
     slot: int
@@ -48,7 +49,7 @@ class AdoptedRequest:
             num_prompt_tokens=self.num_prompt_tokens,
             num_computed_tokens=self.num_computed_tokens,
             block_ids=[*self.block_ids, *block_ids],
-            sampling=self.sampling,
+            extensions=self.extensions,
             note=self.note,
         )
 
@@ -126,7 +127,7 @@ def _merge_request(rows: Mapping[int, RankRow], num_ranks: int, block_size: int)
         num_prompt_tokens=longest.row.num_prompt_tokens,
         num_computed_tokens=num_computed,
         block_ids=tuple(blocks.tolist()),
-        sampling=longest.row.sampling,
+        extensions=longest.row.extensions,
         note=longest.row.note,
         slot=longest.row.slot,
     )
@@ -138,7 +139,7 @@ def _common_kv(rows: Sequence[RankRow], longest: RankRow) -> int:
 
 
 def _check_same(one: RankRow, other: RankRow) -> None:
-    for field in ("num_prompt_tokens", "sampling", "note"):
+    for field in ("num_prompt_tokens", "extensions", "note"):
         if getattr(one.row, field) != getattr(other.row, field):
             raise _mismatch(field, one, other)
     shared = other.token_ids.size

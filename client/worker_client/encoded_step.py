@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from rpc_schema.codec import Frame
 from rpc_schema.errors import BadFrameError
 from rpc_schema.step import ModelRunnerOutput
-from worker_client.scheduler_output import Logprobs, SchedulerOutput, StepResult
+from worker_client.parts.registry import Extensions, read_reports
+from worker_client.scheduler_output import SchedulerOutput, StepResult
 
 Int32s = NDArray[np.int32]
 _INT32 = np.dtype("<i4")
@@ -50,9 +51,9 @@ class EncodedStep:
         "extra_req_ids",
         "extra_slots",
         "frames",
-        "num_logprobs",
         "output",
         "plan",
+        "reporting",
         "resync",
         "seq",
     )
@@ -65,7 +66,7 @@ class EncodedStep:
         plan: DecodePlan | None,
         extra_slots: Sequence[int],
         extra_req_ids: Sequence[str],
-        num_logprobs: Mapping[str, int],
+        reporting: Mapping[str, Extensions],
         *,
         resync: bool = False,
     ) -> None:
@@ -76,8 +77,8 @@ class EncodedStep:
         self.extra_slots = extra_slots
         """Slots outside the plan that sample in this step."""
         self.extra_req_ids = extra_req_ids
-        self.num_logprobs = num_logprobs
-        """Of the requests that asked for any, as of this step."""
+        self.reporting = reporting
+        """Extensions of the requests that replies tell more of than tokens, as of this step."""
         self.resync = resync
         """Sent in full: if this one fails, the rows it names cannot be trusted either."""
 
@@ -119,10 +120,10 @@ def decode_reply(
             f"step {step.seq} was to sample {len(req_ids)} slots; the reply's columns differ"
         )
     token_ids: list[int] = np.frombuffer(reply.sampled_token_ids, _INT32).tolist()
-    if reply.num_logprobs < 0:
+    if not reply.extensions:
         return StepResult(req_ids, token_ids)
-    logprobs = _logprobs(req_ids, step.num_logprobs, reply.num_logprobs, arrays)
-    return StepResult(req_ids, token_ids, logprobs)
+    reports = read_reports(reply.extensions, arrays, req_ids, step.reporting)
+    return StepResult(req_ids, token_ids, reports)
 
 
 def _those_left(slots: bytes, req_ids: Sequence[str], named: bytes) -> tuple[bytes, Sequence[str]]:
@@ -149,22 +150,3 @@ def _bitmap(slots: bytes) -> bytes:
 def pack_bits(bits: NDArray[np.bool_]) -> bytes:
     """Slots to a bitmap without its trailing zero bytes."""
     return np.packbits(bits, bitorder="little").tobytes().rstrip(b"\0")
-
-
-def _logprobs(
-    req_ids: Sequence[str], asked: Mapping[str, int], width: int, arrays: Sequence[Frame]
-) -> dict[str, Logprobs]:
-    """Split the reply's logprob frames over the requests that asked for them, each as wide as it
-    asked."""
-    rows = len(req_ids)
-    if [len(frame) for frame in arrays] != [4 * rows * (width + 1)] * 2 + [4 * rows]:
-        raise BadFrameError(f"the logprobs of {rows} rows, {width} wide, have other frames")
-    token_ids = np.frombuffer(arrays[0], "<i4").reshape(rows, width + 1)
-    logprobs = np.frombuffer(arrays[1], "<f4").reshape(rows, width + 1)
-    ranks = np.frombuffer(arrays[2], "<i4").tolist()
-    result = {}
-    for row, req_id in enumerate(req_ids):
-        if req_id in asked:
-            end = asked[req_id] + 1
-            result[req_id] = Logprobs(token_ids[row, :end], logprobs[row, :end], ranks[row])
-    return result

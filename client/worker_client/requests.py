@@ -11,6 +11,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rpc_schema.extensions import RequestExtension
 from rpc_schema.plain_text import printable
 from rpc_schema.sampling import (
     MAX_LOGPROBS,
@@ -48,13 +49,15 @@ class GenerationRequest:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    features: tuple[RequestExtension, ...] = ()
+    """Extensions of other features than those of the fields above."""
 
     def stop_ids(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens that end this request."""
         eos = () if self.ignore_eos else tuple(eos_token_ids)
         return tuple(dict.fromkeys((*eos, *self.stop_token_ids)))
 
-    def sampling(self, eos_token_ids: Sequence[int]) -> SamplingParams:
+    def extensions(self, eos_token_ids: Sequence[int]) -> tuple[RequestExtension, ...]:
         """Return what the workers need to know of it.
 
         Raises:
@@ -67,7 +70,7 @@ class GenerationRequest:
             )
         stop_ids = self.stop_ids(eos_token_ids)
         _check_num_stop_ids(len(stop_ids))
-        return SamplingParams(
+        params = SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
@@ -77,6 +80,7 @@ class GenerationRequest:
             stop_token_ids=stop_ids,
             logprobs=self.logprobs,
         )
+        return (*params.extensions(), *self.features)
 
 
 def random_seed() -> int:

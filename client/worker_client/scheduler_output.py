@@ -5,11 +5,13 @@ Knows no slots and no wire; `slots.py` turns it into both.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rpc_schema.sampling import SamplingParams
+from rpc_schema.extensions import ReplyExtension, RequestExtension
+from rpc_schema.sampling import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,9 @@ class NewRequest:
     """Leading tokens whose KV is in block_ids already; less than len(token_ids)."""
     block_ids: Sequence[int]
     """All its blocks so far: those of the computed tokens, and those that this step writes."""
-    sampling: SamplingParams
+    extensions: tuple[RequestExtension, ...] = ()
+    """The optional features that it uses, one of a kind: rpc_schema.sampling.SamplingParams makes
+    those of sampling. Without any its tokens are the most likely ones."""
     note: bytes = b""
     """At most 1024 bytes for the scheduler of another driver that goes on with the request: see
     adoption.py."""
@@ -85,8 +89,13 @@ class StepResult:
     token_ids: Sequence[int]
     """Aligned with req_ids. rpc_schema.step.NO_TOKEN (-1) for a request whose logits were no
     numbers: it has failed, and what it wrote to its blocks must not be shared."""
-    logprobs: Mapping[str, Logprobs] = field(default_factory=dict)
-    """Empty where nobody asked for any."""
+    reports: Mapping[type[ReplyExtension], Mapping[str, Any]] = field(default_factory=dict)
+    """What features report, by kind and request id; see worker_client/parts."""
+
+    @property
+    def logprobs(self) -> Mapping[str, Logprobs]:
+        """Of the requests that asked for any."""
+        return self.reports.get(TokenLogprobs, {})
 
     @cached_property
     def sampled(self) -> dict[str, int]:

@@ -16,10 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema.codec import Frame, encode_step
+from rpc_schema.extensions import StepExtension
+from rpc_schema.sampling import GrammarMasks
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput, NewRequestData
 from worker_client.block_holders import BlockHolders, BlockTaken
 from worker_client.encoded_step import DecodePlan, EncodedStep, decode_reply, pack_bits
 from worker_client.errors import InvalidSchedulerOutput
+from worker_client.parts.registry import Extensions, reports
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
 from worker_client.step_checks import (
     BLOCK_KINDS,
@@ -115,9 +118,9 @@ class SlotTable:
         """Slots (uint16) of blocks that are not counted in _num_blocks yet, one each."""
         self._taken_slots, self._taken_ids = bytearray(), bytearray()
         """Of those, slots (uint16) and ids (int32) of blocks that were taken, but not held yet."""
-        self._num_logprobs: Mapping[
-            str, int
-        ] = {}  # replaced, never changed: steps in flight share it
+        self._reporting: Mapping[str, Extensions] = {}
+        """Of the requests that replies tell more of than tokens. Replaced, never changed: steps in
+        flight share it."""
         self._plans: dict[int, DecodePlan] = {}
         self._must_resync = False
 
@@ -182,8 +185,8 @@ class SlotTable:
 
     def encode_masks(
         self, step: EncodedStep, masks: Mapping[str, NDArray[np.int32]]
-    ) -> tuple[bytes, list[Frame]]:
-        """Return mask_slots and frames of a SampleTokens for `step`; masks of requests that have
+    ) -> tuple[tuple[StepExtension, ...], list[Frame]]:
+        """Return extensions and frames of a SampleTokens for `step`; masks of requests that have
         left their slots since are left out.
 
         Raises:
@@ -201,9 +204,10 @@ class SlotTable:
         staying = [name for name in req_ids if self._slot_of.get(name) == slot_of[name]]
         rows = [(slot_of[req_id], masks[req_id]) for req_id in staying if req_id in masks]
         if not rows:
-            return b"", []
+            return (), []
         frame = np.stack([mask for _, mask in rows]).astype("<i4").tobytes()
-        return array("H", [slot for slot, _ in rows]).tobytes(), [frame]
+        slots = array("H", [slot for slot, _ in rows]).tobytes()
+        return (GrammarMasks(slots=slots),), [frame]
 
     @staticmethod
     def decode(step: EncodedStep, reply: ModelRunnerOutput, arrays: Sequence[Frame]) -> StepResult:
@@ -289,7 +293,7 @@ class SlotTable:
                 self._taken_ids += block_ids
             if len(self._appended) > MAX_UNCOUNTED_BYTES:
                 self._count_blocks()
-        return EncodedStep(seq, output, frames, plan, (), (), self._num_logprobs)
+        return EncodedStep(seq, output, frames, plan, (), (), self._reporting)
 
     def _take_blocks(self, given: Mapping[str, Sequence[int]]) -> tuple[bytes, bytes]:
         """Return blocks for running requests as columns of slots and ids, judged, and taken from
@@ -335,7 +339,7 @@ class SlotTable:
             plan,
             rows.slots[rows.samples].tolist(),
             rows.sampling_ids,
-            self._num_logprobs,
+            self._reporting,
             resync=resync is not None,
         )
 
@@ -618,9 +622,9 @@ class SlotTable:
         if not req_ids:
             return
         slots = [self._slot_of.pop(req_id) for req_id in req_ids]
-        if not self._num_logprobs.keys().isdisjoint(req_ids):
+        if not self._reporting.keys().isdisjoint(req_ids):
             gone = set(req_ids)
-            self._num_logprobs = {k: v for k, v in self._num_logprobs.items() if k not in gone}
+            self._reporting = {k: v for k, v in self._reporting.items() if k not in gone}
         self._is_free[slots] = True
         if self._holders is not None:
             self._holders.release(slots)
@@ -632,9 +636,8 @@ class SlotTable:
         self._num_computed[slot] = request.num_computed_tokens
         self._num_tokens[slot] = len(request.token_ids)
         self._num_blocks[slot] = 0
-        if request.sampling.logprobs is not None:
-            asked = {request.req_id: request.sampling.logprobs}
-            self._num_logprobs = {**self._num_logprobs, **asked}
+        if request.extensions and reports(request.extensions):
+            self._reporting = {**self._reporting, request.req_id: request.extensions}
 
     def _read_blocks(
         self, given: Mapping[str, Sequence[int]], slot_of_new: Mapping[str, int] = _NONE_NEW
@@ -697,6 +700,6 @@ def _as_message(request: NewRequest, slot: int) -> NewRequestData:
         num_tokens=len(request.token_ids),
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=request.num_computed_tokens,
-        sampling=request.sampling,
+        extensions=tuple(request.extensions),
         note=request.note,
     )

@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 
 from rpc_schema.codec import MAX_STEP_BYTES, Frame, decode_step, encode_step
 from rpc_schema.errors import TooLargeError, WireError
-from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, MIN_TEMPERATURE, SamplingParams
+from rpc_schema.extensions import RequestExtension
 from rpc_schema.step import ExecuteModel
 from worker_client.errors import InvalidSchedulerOutput
+from worker_client.parts.interface import ModelBounds
+from worker_client.parts.registry import KINDS, find_fault
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 
 MAX_COUNT = 2**31 - 1
@@ -70,13 +72,19 @@ WIRE_LIMITS = GroupLimits()
 
 
 def admission_bytes(
-    num_tokens: int, num_blocks: int, id_length: int, num_stop_ids: int, note_bytes: int
+    num_tokens: int, num_blocks: int, id_length: int, extension_bytes: int, note_bytes: int
 ) -> int:
-    """Return how many bytes of a step's message a new request counts for: four a token, five a stop
-    token, four a character of its id. A block counts for more than the six bytes that it takes, so
-    that the bound on all bytes keeps the blocks below MAX_STEP_BLOCKS too."""
-    columns = 4 * num_tokens + _BLOCK_BYTES * num_blocks + 5 * num_stop_ids
+    """Return how many bytes of a step's message a new request counts for: four a token, four a
+    character of its id. A block counts for more than the six bytes that it takes, so that the bound
+    on all bytes keeps the blocks below MAX_STEP_BLOCKS too. extension_bytes: of its extensions, by
+    the function of that name."""
+    columns = 4 * num_tokens + _BLOCK_BYTES * num_blocks + extension_bytes
     return columns + 4 * id_length + note_bytes + _ADMISSION_BYTES
+
+
+def extension_bytes(extensions: Sequence[RequestExtension]) -> int:
+    """Return what a request's extensions take of a message."""
+    return len(msgspec.msgpack.encode(extensions))
 
 
 def check_shape(output: SchedulerOutput) -> None:
@@ -235,9 +243,9 @@ def check_admissions(requests: Sequence[NewRequest], limits: GroupLimits) -> Non
         check_id(request.req_id)
         num_tokens, num_blocks = _check_lengths(request, limits)
         _check_note(request)
-        num_stop_ids = _check_stop_ids(request)
+        own_bytes = _check_extensions(request) if request.extensions != () else 0
         num_bytes += admission_bytes(
-            num_tokens, num_blocks, len(request.req_id), num_stop_ids, len(request.note)
+            num_tokens, num_blocks, len(request.req_id), own_bytes, len(request.note)
         )
     num_tokens = sum(len(request.token_ids) for request in requests)
     if num_tokens > MAX_ADMITTED_TOKENS or num_bytes > MAX_ADMITTED_BYTES:
@@ -297,53 +305,49 @@ def _check_note(request: NewRequest) -> None:
         raise _refused(request.req_id, "note", f"{len(note)} bytes", fix)
 
 
-def _check_stop_ids(request: NewRequest) -> int:
-    """Check the number of a new request's stop tokens, and return it."""
-    req_id, sampling = request.req_id, request.sampling
-    if not isinstance(sampling, SamplingParams):
-        raise _refused(req_id, "sampling", sampling, "give SamplingParams")
-    stop_ids = sampling.stop_token_ids
-    if not isinstance(stop_ids, tuple | list):
-        raise _refused(req_id, "sampling.stop_token_ids", stop_ids, "give a tuple of token ids")
-    if len(stop_ids) > MAX_STOP_TOKEN_IDS:
-        fix = f"give at most {MAX_STOP_TOKEN_IDS}"
-        raise _refused(req_id, "sampling.stop_token_ids", f"{len(stop_ids)} ids", fix)
-    return len(stop_ids)
+def _check_extensions(request: NewRequest) -> int:
+    """Check the kinds of a new request's extensions; return the bytes that they take."""
+    req_id, extensions = request.req_id, request.extensions
+    if not isinstance(extensions, tuple):
+        raise _refused(req_id, "extensions", extensions, "give a tuple of extensions")
+    kinds = [type(extension) for extension in extensions]
+    for kind in kinds:
+        if kind not in KINDS:
+            names = ", ".join(each.__name__ for each in KINDS)
+            raise _refused(req_id, "extensions", kind.__name__, f"give extensions of {names}")
+        if kinds.count(kind) > 1:
+            raise _refused(req_id, "extensions", kind.__name__, "name each feature once")
+    try:
+        return extension_bytes(extensions)
+    except WRONG_TYPE:
+        check_values(request, WIRE_LIMITS)
+        raise
 
 
 def check_values(request: NewRequest, limits: GroupLimits) -> None:
-    """Check each value of a new request that travels in its message against the schema and the
-    model; names the first that cannot travel."""
-    sampling = request.sampling
-    _check_fields(request.req_id, "sampling.", sampling)
-    if 0 < sampling.temperature < MIN_TEMPERATURE:
-        fix = f"use 0 for the most likely token, or at least {MIN_TEMPERATURE}"
-        raise _refused(request.req_id, "sampling.temperature", sampling.temperature, fix)
-    for token_id in sampling.stop_token_ids:
-        if token_id >= limits.vocab_size:
-            fix = f"use token ids below {limits.vocab_size}"
-            raise _refused(request.req_id, "sampling.stop_token_ids", token_id, fix)
-    if sampling.logprobs is not None and sampling.logprobs > limits.vocab_size:
-        fix = f"use at most {limits.vocab_size}"
-        raise _refused(request.req_id, "sampling.logprobs", sampling.logprobs, fix)
+    """Check each value of a new request's extensions against the schema and the model; names the
+    first that cannot travel, or that the daemons would refuse."""
+    for extension in request.extensions:
+        _check_fields(request.req_id, extension)
+    _check_for_model(request, limits)
 
 
-def _check_fields(req_id: str, prefix: str, value: msgspec.Struct) -> None:
-    for entry in msgspec.structs.fields(value):
-        own = getattr(value, entry.name)
+def _check_for_model(request: NewRequest, limits: GroupLimits) -> None:
+    for extension in request.extensions:
+        fault = find_fault(extension, ModelBounds(limits.vocab_size))
+        if fault is not None:
+            field = f"{type(extension).__name__}.{fault.field}"
+            raise _refused(request.req_id, field, fault.value, fault.fix)
+
+
+def _check_fields(req_id: str, extension: RequestExtension) -> None:
+    for entry in msgspec.structs.fields(extension):
+        own = getattr(extension, entry.name)
         try:
             msgspec.convert(own, entry.type)
         except (msgspec.ValidationError, *WRONG_TYPE) as error:
-            raise _refused(req_id, prefix + entry.name, own, str(error)) from None
-
-
-def _is_beyond_model(sampling: SamplingParams, limits: GroupLimits) -> bool:
-    """Tell whether parameters that can travel are nevertheless not for this model."""
-    return bool(
-        0 < sampling.temperature < MIN_TEMPERATURE
-        or (sampling.stop_token_ids and max(sampling.stop_token_ids) >= limits.vocab_size)
-        or (sampling.logprobs or 0) > limits.vocab_size
-    )
+            field = f"{type(extension).__name__}.{entry.name}"
+            raise _refused(req_id, field, own, str(error)) from None
 
 
 def encode_checked(
@@ -369,8 +373,8 @@ def encode_checked(
             check_values(request, limits)
         raise _too_large(error) from None
     for request in new:
-        if _is_beyond_model(request.sampling, limits):
-            check_values(request, limits)
+        if request.extensions:
+            _check_for_model(request, limits)
     return frames
 
 

@@ -63,7 +63,7 @@ def serve(worker):
         num_tokens=5,
         num_prompt_tokens=5,
         num_computed_tokens=0,
-        sampling=params,
+        extensions=params.extensions(),
     )
     first = step.ExecuteModel(
         epoch=1,

@@ -12,6 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from rpc_schema.exit_codes import ExitCode
+from rpc_schema.extensions import extension_of
+from rpc_schema.sampling import LogprobsWanted
 from tests.support.checkpoints import prompts
 from tests.support.command_line import (
     CLIENT,
@@ -145,7 +147,7 @@ def test_adopting_driver_that_dies_in_its_first_step_costs_no_kv(make_plan, nurs
             request
             for request in group.adopt_requests()
             if len(request.token_ids) - request.num_prompt_tokens < len(expected[request.req_id])
-            and request.sampling.logprobs is None
+            and extension_of(request.extensions, LogprobsWanted) is None
         ]
     assert left, seed
     death = Death(step=1, ranks=told, after_receipt=True)

@@ -15,7 +15,7 @@ import zmq
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import MAX_CONTROL_BYTES, MAX_FRAMES, MAX_STEP_BYTES, encode_step
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply
-from rpc_schema.sampling import SamplingParams
+from rpc_schema.sampling import RandomSampling
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, NewRequestData
 from tests.support.driving import RecordingGroup, assert_serves, random_cases
 from tests.support.serving import connect, generate, worker_config
@@ -68,7 +68,6 @@ def admission(token_ids=(1, 2, 3), block_ids=(1,), num_computed=0):
         num_prompt_tokens=len(token_ids),
         num_computed_tokens=num_computed,
         block_ids=block_ids,
-        sampling=SamplingParams(),
     )
     scheduled = {"a": len(token_ids) - num_computed}
     return SchedulerOutput(num_scheduled_tokens=scheduled, scheduled_new_reqs=(request,))
@@ -123,9 +122,7 @@ def test_step_with_a_value_that_no_kernel_may_see(serving, checkpoint, monkeypat
 
 def new_request(slot, num_tokens=1, **fields):
     wanted = {"num_prompt_tokens": num_tokens, "num_computed_tokens": 0, **fields}
-    return NewRequestData(
-        slot=slot, req_id="a", num_tokens=num_tokens, sampling=SamplingParams(), **wanted
-    )
+    return NewRequestData(slot=slot, req_id="a", num_tokens=num_tokens, **wanted)
 
 
 def columns(*values, dtype="<i4"):
@@ -304,8 +301,8 @@ def test_rubbish_from_others_harms_no_running_request(daemons, checkpoint):
     assert daemons.endpoints(2) == endpoints, "a dead daemon was replaced"
 
 
-SEQ, ADMISSIONS, SAMPLING, TEMPERATURE = 3, 10, 5, 0
-"""Places in an ExecuteModel, in its admissions, and in their sampling."""
+SEQ, ADMISSIONS, EXTENSIONS = 3, 10, 5
+"""Places in an ExecuteModel, and in its admissions."""
 
 
 class HostileWire:
@@ -327,7 +324,8 @@ class HostileWire:
         number = self.seqs.setdefault(message[SEQ], len(self.seqs))
         if number not in self.spoiled:
             return frames
-        message[ADMISSIONS][0][SAMPLING][TEMPERATURE] = -1.0
+        negative = [RandomSampling.__struct_config__.tag, -1.0, 0, 1.0, 0.0, 0]
+        message[ADMISSIONS][0][EXTENSIONS] = [negative]
         return [msgspec.msgpack.encode(message), *frames[1:]]
 
 
@@ -342,7 +340,7 @@ def test_step_that_no_rank_can_decode_costs_nobody_else(serve, checkpoint, monke
         assert run.tokens == cases.expected
         (failure,) = recording.failures
         assert failure.code is ErrorCode.INVALID_STEP
-        assert "field scheduled_new_reqs[0].sampling.temperature = -1.0" in failure.message
+        assert "field scheduled_new_reqs[0].extensions[0].temperature = -1.0" in failure.message
         with monkeypatch.context() as patched:
             HostileWire(patched, *range(6))
             for _ in range(6):

@@ -89,7 +89,7 @@ class DeferredLoop:
                 num_prompt_tokens=len(request.prompt_token_ids),
                 num_computed_tokens=0,
                 block_ids=self._take_blocks(len(request.prompt_token_ids) + request.max_tokens),
-                sampling=request.sampling(()),
+                extensions=request.extensions(()),
             )
             for request in self.requests
         ]

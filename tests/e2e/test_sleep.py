@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from rpc_schema.errors import ErrorCode
-from rpc_schema.sampling import SamplingParams
 from tests.support.checkpoints import decisive_prompts
 from tests.support.command_line import run_client
 from tests.support.serving import assert_greedy, generate, greedy_request
@@ -60,7 +59,6 @@ def admission(req_id):
         num_prompt_tokens=4,
         num_computed_tokens=0,
         block_ids=(1,),
-        sampling=SamplingParams(),
     )
     return SchedulerOutput(num_scheduled_tokens={req_id: 4}, scheduled_new_reqs=(request,))
 

@@ -57,7 +57,7 @@ def admission(slot, sampling, tokens, num_computed, blocks):
         num_tokens=len(tokens),
         num_prompt_tokens=PROMPT_LEN,
         num_computed_tokens=num_computed,
-        sampling=sampling,
+        extensions=sampling.extensions(),
         note=str(slot).encode(),
     ), (len(tokens) - num_computed, tokens, blocks)
 

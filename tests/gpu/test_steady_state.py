@@ -96,7 +96,7 @@ class RandomServing:
                     num_tokens=length,
                     num_prompt_tokens=length,
                     num_computed_tokens=0,
-                    sampling=self.sampling[slot % len(self.sampling)],
+                    extensions=self.sampling[slot % len(self.sampling)].extensions(),
                 )
                 for slot, length in admissions
             ),

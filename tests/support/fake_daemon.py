@@ -22,6 +22,7 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.config import MeetingAddress, WorkerConfig
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
+from rpc_schema.sampling import SamplingParams, TokenLogprobs
 from rpc_schema.version import PROTOCOL_VERSION
 from worker_daemon.errors import WorkerError
 from worker_daemon.server.lease import DriverIdentity, Lease, lease_terms
@@ -594,8 +595,8 @@ class FakeDaemon:
                 new.req_id,
                 own,
                 new.num_computed_tokens,
-                new.sampling.seed,
-                new.sampling.logprobs,
+                SamplingParams.of(new.extensions).seed,
+                SamplingParams.of(new.extensions).logprobs,
             )
         assert not tokens
 
@@ -636,8 +637,9 @@ class FakeDaemon:
         rows = [self.rows[slot] for slot in slots]
         tokens = np.array([row.tokens[-1] for row in rows], "<i4")
         width = max((-1 if row.logprobs is None else row.logprobs for row in rows), default=-1)
-        arrays = []
+        arrays, extensions = [], ()
         if width >= 0:
+            extensions = (TokenLogprobs(width=width),)
             ids_np = np.repeat(tokens[:, None], width + 1, axis=1) + np.arange(width + 1)
             logprobs = -np.arange(width + 1, dtype="<f4")[None].repeat(len(rows), 0)
             arrays = [
@@ -650,7 +652,7 @@ class FakeDaemon:
                 **ids,
                 slots=bitmap(slots),
                 sampled_token_ids=tokens.tobytes(),
-                num_logprobs=width,
+                extensions=extensions,
             ),
             arrays,
         )

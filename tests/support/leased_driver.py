@@ -19,7 +19,6 @@ from rpc_schema.config import (
     WorkerConfig,
 )
 from rpc_schema.kv_cache import KVCacheConfig
-from rpc_schema.sampling import SamplingParams
 from worker_client.errors import ClientError
 from worker_client.lease_terms import LeaseTerms
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
@@ -47,7 +46,7 @@ def make_ready(group: WorkerGroup) -> None:
 def admit(group: WorkerGroup) -> int:
     """Run the first step of a request; return how many steps the daemon has run by then."""
     prompt = np.zeros(1, np.int32)
-    request = NewRequest("none", prompt, 1, 0, [1], SamplingParams())
+    request = NewRequest("none", prompt, 1, 0, [1])
     return run(group, SchedulerOutput({"none": 1}, scheduled_new_reqs=[request]))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rpc_schema.sampling import SamplingParams
 from worker_client.adoption import AdoptedRequest
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import RequestOutput, SchedulerLimits
@@ -35,7 +36,7 @@ class MockRequest:
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_computed_tokens=self.num_computed,
             block_ids=list(self.blocks),
-            sampling=self.request.sampling(eos_token_ids),
+            extensions=self.request.extensions(eos_token_ids),
             note=str(self.request.max_tokens).encode(),
         )
 
@@ -59,7 +60,8 @@ class MockScheduler:
         return [output for request in requests for output in self.adopt(request)]
 
     def adopt(self, adopted: AdoptedRequest) -> list[RequestOutput]:
-        sampling, prompt = adopted.sampling, adopted.token_ids[: adopted.num_prompt_tokens]
+        sampling = SamplingParams.of(adopted.extensions)
+        prompt = adopted.token_ids[: adopted.num_prompt_tokens]
         request = GenerationRequest(
             id=adopted.req_id,
             prompt_token_ids=prompt,

@@ -12,7 +12,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from worker_daemon.sample.sampler import NO_LOGPROBS, SamplingMetadata, TorchSampling, sample
+from worker_daemon.sample.sampler import SamplingMetadata, TorchSampling
 
 CHI_SQUARE_SETTINGS = [
     {"temperature": 1.0},
@@ -28,12 +28,11 @@ KINDS = (*SCALES, "equal", "ties", "close")
 
 
 def make_metadata(
-    num_rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, positions=None, bans=None
+    num_rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, positions=None
 ):
     def column(value, dtype):
         return torch.as_tensor(value, dtype=dtype).expand(num_rows).clone()
 
-    rows, tokens = bans or (np.empty(0, np.int64), np.empty(0, np.int64))
     return SamplingMetadata(
         temperature=column(temperature, torch.float32),
         top_k=column(top_k, torch.int32),
@@ -41,13 +40,10 @@ def make_metadata(
         min_p=column(min_p, torch.float32),
         seeds=column(7 if seeds is None else seeds, torch.int64),
         positions=torch.arange(num_rows) if positions is None else positions,
-        ban_rows=torch.from_numpy(rows),
-        ban_token_ids=torch.from_numpy(tokens),
         any_random=True,
         any_top_k=True,
         any_top_p=True,
         any_min_p=True,
-        num_logprobs=NO_LOGPROBS,
     )
 
 
@@ -181,7 +177,7 @@ def draw(sampling, logits, num_draws, device="cpu", **settings):
     """Tokens int64 [num_draws] on the CPU, all from the same logits [V]."""
     rows = logits.expand(num_draws, -1).contiguous().to(device)
     metadata = on(device, make_metadata(num_draws, **settings))
-    return sample(rows, metadata, sampling).token_ids.cpu()
+    return sampling.tokens(rows, metadata).cpu()
 
 
 def check_distribution(sampling, device, settings, vary):

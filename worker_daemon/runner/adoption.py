@@ -7,6 +7,7 @@ far as they have reached the host. Page sizes are bounded by rpc_schema/adoption
 
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from rpc_schema.adoption import (
@@ -21,7 +22,7 @@ from worker_daemon.runner.scheduled_step import Int32s
 from worker_daemon.runner.token_history import TokenHistory
 
 _ROW_BYTES = 128
-"""Of a row without its id, note, stop tokens and columns; at most."""
+"""Of a row without its id, note, extensions and columns; at most."""
 
 
 class Page(NamedTuple):
@@ -83,14 +84,14 @@ def _row(state: RequestState, slot: int, tokens: Int32s, blocks: Int32s) -> Requ
         num_tokens=tokens.size,
         num_computed_tokens=int(state.counts.num_computed[slot]) if blocks.size else 0,
         num_blocks=blocks.size,
-        sampling=state.sampling[slot],
+        extensions=state.extensions[slot],
         note=state.notes[slot],
     )
 
 
 def _size(row: RequestRow) -> int:
-    stop_ids = len(row.sampling.stop_token_ids)
-    return _ROW_BYTES + 4 * len(row.req_id) + len(row.note) + 5 * stop_ids
+    extensions = len(msgspec.msgpack.encode(row.extensions))
+    return _ROW_BYTES + 4 * len(row.req_id) + len(row.note) + extensions
 
 
 def _joined(columns: list[Int32s]) -> bytes:

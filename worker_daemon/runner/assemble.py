@@ -18,6 +18,8 @@ from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.cuda_graph import LadderGraphs, NoGraphs, StepGraphs
 from worker_daemon.runner.input_batch import InputBuilder, most_seqs, staging_capacity
 from worker_daemon.runner.model_runner import ModelRunner, StageEnds
+from worker_daemon.runner.parts.registry import make_parts
+from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import RowTables, row_kernels
 from worker_daemon.runner.scheduled_step import StepLimits
@@ -71,16 +73,17 @@ def assemble_runner(
     parts: RunnerParts, link: Link, limits: StepLimits, kv_caches: Sequence[Tensor]
 ) -> ModelRunner:
     """Return a runner with empty rows. kv_caches: one a local layer, or none for NullAttention."""
-    state = RequestState(limits)
+    step_parts = make_parts(limits, parts.device)
+    state = RequestState(limits, step_parts)
     tables = RowTables(limits, parts.device, row_kernels(parts.device))
     buffers = _staging(parts, state)
     inputs = InputBuilder(state, tables, buffers, ExactShapes())
     history = _token_history(parts, state)
     return ModelRunner(
-        _eager_program(parts, tables, kv_caches, buffers),
+        _eager_program(parts, tables, kv_caches, buffers, step_parts),
         state,
         inputs,
-        tie_stage(parts, link, limits, inputs, history),
+        tie_stage(parts, link, limits, inputs, step_parts, history),
         no_hidden=torch.zeros((1, parts.hidden_size), dtype=parts.dtype, device=parts.device),
         rank=parts.parallel.rank,
         tp_size=parts.parallel.tp_size,
@@ -133,7 +136,11 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
 
 
 def _eager_program(
-    parts: RunnerParts, tables: RowTables, kv_caches: Sequence[Tensor], store: TokenStore
+    parts: RunnerParts,
+    tables: RowTables,
+    kv_caches: Sequence[Tensor],
+    store: TokenStore,
+    step_parts: StepParts,
 ) -> EagerProgram:
     parallel = parts.parallel
     embeds_next = parallel.pp_size == 1
@@ -144,6 +151,7 @@ def _eager_program(
         kv_caches,
         EmbeddingFront(parts.stage) if parallel.is_first_stage else ArrivedFront(),
         ScoringBack(parts.stage, sink) if parallel.is_last_stage else SendingBack(),
+        step_parts,
     )
 
 
@@ -152,13 +160,14 @@ def tie_stage(
     link: Link,
     limits: StepLimits,
     inputs: InputBuilder,
+    step_parts: StepParts,
     history: TokenHistory,
 ) -> StageEnds:
     """Return the ends that tie this stage to its neighbours over a link."""
     tokens = _token_return(parts, link, inputs)
     return StageEnds(
         entry=_entry(parts, link, limits, tokens),
-        exit=_exit(parts, link, inputs, tokens, history),
+        exit=_exit(parts, link, step_parts, tokens, history),
         tokens=tokens,
         outbound=NoOutbound()
         if parts.parallel.is_last_stage
@@ -204,12 +213,12 @@ def _entry(parts: RunnerParts, link: Link, limits: StepLimits, tokens: TokenRetu
 def _exit(
     parts: RunnerParts,
     link: Link,
-    inputs: InputBuilder,
+    step_parts: StepParts,
     tokens: TokenReturn,
     history: TokenHistory,
 ) -> StageExit:
     if not parts.parallel.is_last_stage:
         return EarlierStageExit(tokens)
     return LastStageExit(
-        parts.stage, inputs, tokens, link, history, replies=parts.parallel.is_output_rank
+        parts.stage, step_parts, tokens, link, history, replies=parts.parallel.is_output_rank
     )

@@ -107,11 +107,11 @@ class LadderGraphs:
 
     def compile(self, runner: ModelRunner) -> None:
         program = GraphedProgram(self._eager.thinned(), self._arrived, self._stream)
-        program.compile(self._ladder.plans, runner.inputs.padding)
+        program.compile(self._plans(runner), runner.inputs.padding)
 
     def capture(self, runner: ModelRunner) -> None:
         program = GraphedProgram(self._eager, self._arrived, self._stream)
-        plans = self._ladder.plans
+        plans = self._plans(runner)
         program.capture(plans, runner.inputs.padding)
         runner.inputs.pad_by(self._ladder, plans)
         runner.use(program)
@@ -122,7 +122,7 @@ class LadderGraphs:
         """The largest graph of either kind makes the pool that all others fit into; what each of
         the others takes beside it (its kernels' arguments, its outputs) a sample of them tells."""
         program = GraphedProgram(self._eager, self._arrived, self._stream)
-        largest, others = _split_plans(self._ladder.plans)
+        largest, others = _split_plans(self._plans(runner))
         before = used_bytes()
         program.capture(largest, runner.inputs.padding)
         with_largest = used_bytes()
@@ -133,6 +133,9 @@ class LadderGraphs:
             each = max(0, used_bytes() - with_largest) / len(sample)
             taken += math.ceil(each * len(others))
         return taken
+
+    def _plans(self, runner: ModelRunner) -> list[StepPlan]:
+        return runner.inputs.with_parts(self._ladder.plans)
 
     def before_relink(self, runner: ModelRunner) -> None:
         if self._holds_communication:

@@ -9,7 +9,13 @@ import numpy as np
 from rpc_schema.codec import Frame
 from rpc_schema.step import ExecuteModel
 from worker_daemon.runner.row_counts import RowCounts
-from worker_daemon.runner.scheduled_step import BlockUpdates, Bools, Int32s, ScheduledStep
+from worker_daemon.runner.scheduled_step import (
+    NOTHING_BROUGHT,
+    BlockUpdates,
+    Bools,
+    Int32s,
+    ScheduledStep,
+)
 from worker_daemon.runner.step_columns import Batch
 
 _ONE = np.array(1, np.int32)
@@ -35,7 +41,7 @@ class DecodeRun:
             step.scheduled == self.batch.bitmap
             and step.total_num_scheduled_tokens == self.batch.slots.size
             and not (step.num_scheduled_tokens or step.finished or step.scheduled_new_reqs)
-            and not (arrays or step.defer_sampling or step.resync is not None)
+            and not (arrays or step.extensions or step.defer_sampling or step.resync is not None)
         )
 
     def advance(self, seq: int, updates: BlockUpdates, counts: RowCounts) -> ScheduledStep | None:
@@ -53,8 +59,9 @@ class DecodeRun:
             return None
         # By position, in the order of the fields: names would cost as much as three of these lines.
         self.last = ScheduledStep(
-            seq, slots, ones, last.ends, ends, slots.size, longest, last.samples, (), updates, False
-        )
+            seq, slots, ones, last.ends, ends, slots.size, longest, last.samples, (), updates,
+            False, NOTHING_BROUGHT,
+        )  # fmt: skip
         self.capacity = capacity
         return self.last
 

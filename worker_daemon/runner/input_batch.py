@@ -1,5 +1,4 @@
-"""A step's columns, filled from the request rows for the device to take. Owns what the host derives
-from how each row is sampled.
+"""A step's columns, filled from the request rows for the device to take.
 
 Shapes: N tokens, B sequences, R sequences that sample (step_layout.py). Nothing in here waits for
 the device, unless it is as many steps behind as there are buffers.
@@ -13,16 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rpc_schema.sampling import SamplingParams
 from worker_daemon.device.pinned import upload
 from worker_daemon.layers.attention import AttentionMetadata
 from worker_daemon.runner.request_state import RequestState
-from worker_daemon.runner.row_tables import (
-    SAMPLING_COLUMNS,
-    TOKEN_ON_DEVICE,
-    Gathered,
-    RowTables,
-)
+from worker_daemon.runner.row_tables import TOKEN_ON_DEVICE, Gathered, RowTables
+from worker_daemon.runner.sample_rows import BY_LOGITS, SampleRows
 from worker_daemon.runner.scheduled_step import (
     MAX_BLOCK_UPDATES,
     BlockUpdates,
@@ -31,7 +25,7 @@ from worker_daemon.runner.scheduled_step import (
     Int64s,
     ScheduledStep,
 )
-from worker_daemon.runner.staging import Delivery, Packed, Staging
+from worker_daemon.runner.staging import Packed, Staging
 from worker_daemon.runner.step_layout import (
     Ladder,
     StepColumns,
@@ -40,62 +34,6 @@ from worker_daemon.runner.step_layout import (
     decode_sizes,
     packed_size,
 )
-from worker_daemon.runner.token_history import Sampled
-from worker_daemon.sample.sampler import NO_LOGPROBS, SamplingMetadata, build_bans
-
-
-class SampleRows(NamedTuple):
-    """The sequences of a step that sample. The device's columns may be longer: padding points at
-    the spare row."""
-
-    slots_np: Int64s
-    """[R]"""
-    generations: Int64s
-    """[R] of the rows, when the step was accepted."""
-    positions_np: Int32s
-    """[R] position of the token that is sampled."""
-    are_plain: bool
-    """Every row takes its likeliest token and reports nothing else."""
-    slots: Tensor
-    """int32 [>= R], device"""
-    token_indices: Tensor
-    """int32 [>= R], device: each sequence's last token in the step."""
-    positions: Tensor
-    """int32 [>= R], device"""
-    delivery: Delivery | None
-    """Where the host finds the likeliest tokens of all; None where they are copied to it."""
-
-    @property
-    def sampled(self) -> Sampled:
-        """What the host is to remember of them."""
-        return Sampled(self.slots_np, self.generations, self.positions_np)
-
-    def detach(self) -> "SampleRows":
-        """Return a copy whose columns no later step overwrites."""
-        return SampleRows(
-            self.slots_np,
-            self.generations,
-            self.positions_np,
-            self.are_plain,
-            self.slots.clone(),
-            self.token_indices.clone(),
-            self.positions.clone(),
-            None,
-        )
-
-    def keep(self, chosen: Int64s) -> "SampleRows":
-        """Return these rows only. chosen [R'] int64: indices into the rows."""
-        on_device = upload(chosen, self.slots.device)
-        return SampleRows(
-            self.slots_np[chosen],
-            self.generations[chosen],
-            self.positions_np[chosen],
-            self.are_plain,
-            self.slots[on_device],
-            self.token_indices[on_device],
-            self.positions[on_device],
-            None,
-        )
 
 
 class StepInputs(NamedTuple):
@@ -142,22 +80,29 @@ class InputBuilder:
     """Builds StepInputs. Owned by the model runner, used on the step thread only."""
 
     def __init__(
-        self, state: RequestState, tables: RowTables, staging: Staging, ladder: Ladder
+        self,
+        state: RequestState,
+        tables: RowTables,
+        staging: Staging,
+        ladder: Ladder,
     ) -> None:
         num_rows = state.limits.max_num_seqs + 1
         self.tables = tables
+        self._parts = state.parts
         self._state = state
         self._staging = staging
         self._ladder = ladder
-        self._features = np.zeros((num_rows, 4), np.bool_)
-        self._num_logprobs = np.full(num_rows, NO_LOGPROBS, np.int32)
-        self._min_tokens = np.zeros(num_rows, np.int32)
-        self._is_plain = np.ones(num_rows, np.bool_)
         self._published = np.full(num_rows, -1, np.int64)
         self._newest = (np.zeros(0, np.int64), -1)
         """The last publication, and its rows: noted in _published when others come."""
         self._steady: _Batch | None = None
         self._count = np.arange(most_seqs(state) + 1, dtype=np.int32)
+
+    def with_parts(self, plans: Sequence[StepPlan]) -> list[StepPlan]:
+        """Return plans for every choice of the parts that act around the forward pass; those for
+        none of them are the plans themselves, and come first."""
+        keys = self._parts.graph_keys()
+        return [self._parts.extended(plan, key) for key in keys for plan in plans]
 
     def pad_by(self, ladder: Ladder, plans: Sequence[StepPlan]) -> None:
         """Pad steps by another ladder from here on. plans: those of it that come again and
@@ -167,9 +112,11 @@ class InputBuilder:
 
     def build(self, step: ScheduledStep) -> StepInputs:
         """Fill in what changed and what this step is; the rest is gathered on the device."""
-        plan = self._ladder.fit(step)
-        packed = self._staging.open(plan.shape)
         batch, ends = self._batch(step), step.ends
+        plan = self._ladder.fit(step)
+        if self._parts.in_forward:
+            plan = self._parts.extended(plan, batch.in_forward | step.brought.used)
+        packed = self._staging.open(plan.shape)
         held = packed.holds
         if isinstance(held, _Held) and held.batch is batch:
             held.advance(step)
@@ -180,6 +127,8 @@ class InputBuilder:
             packed.holds = held if batch.goes_on else None
         self._fill_updates(packed.host, step.block_updates, held.num_updates)
         held.num_updates = step.block_updates.slots.size
+        if plan.parts:
+            self._parts.fill(plan.parts, packed.host, step)
         columns = packed.columns
         # By position, in the order of the fields: names would cost as much as all the rest here.
         return StepInputs(
@@ -192,7 +141,7 @@ class InputBuilder:
                 batch.sampling_slots,
                 batch.generations,
                 ends if batch.goes_on else ends[batch.sampling],
-                batch.are_plain,
+                batch.used,
                 columns.sample_rows,
                 columns.sample_tokens,
                 columns.sample_positions,
@@ -222,7 +171,8 @@ class InputBuilder:
             sampling=sampling,
             sampling_slots=slots,
             generations=self._state.generation[slots],
-            are_plain=bool(self._is_plain[slots].all()),
+            used=self._parts.used_by(slots),
+            in_forward=self._parts.used_by(step.slots) if self._parts.in_forward else 0,
             goes_on=bool(is_decode and step.samples.all() and on_device.all()),
         )
 
@@ -246,9 +196,9 @@ class InputBuilder:
         """Return inputs that are padding alone: for warm-up and capture, without a request."""
         packed = self._staging.open(plan.shape)
         packed.holds = None
-        for column in packed.host:
-            column[:] = 0
         columns = packed.host
+        for column in (*columns[:-1], *columns.extra):
+            column[:] = 0
         spare = self._state.spare_slot
         for rows in (
             columns.token_rows,
@@ -271,7 +221,7 @@ class InputBuilder:
                 none,
                 none,
                 none.astype(np.int32),
-                True,
+                0,
                 on_device.sample_rows,
                 on_device.sample_tokens,
                 on_device.sample_positions,
@@ -289,7 +239,7 @@ class InputBuilder:
             slots_np=slots_np,
             generations=self._state.generation[slots_np],
             positions_np=np.zeros(slots_np.size, np.int32),
-            are_plain=False,
+            used=BY_LOGITS,
             slots=slots,
             token_indices=nothing,
             positions=nothing,
@@ -305,43 +255,6 @@ class InputBuilder:
     def _note_newest(self) -> None:
         slots, publication = self._newest
         self._published[slots] = publication
-
-    def sampling_metadata(self, rows: SampleRows) -> SamplingMetadata:
-        """Gather how each of the rows is sampled, without padding."""
-        features: list[bool] = np.any(self._features[rows.slots_np], axis=0).tolist()
-        count = rows.slots_np.size
-        table = self.tables.sampling[rows.slots[:count].long()]
-        floats, seeds = table[:, :3].contiguous().view(torch.float32), table[:, 4:6].long()
-        ban_rows, ban_token_ids = self._bans(rows)
-        return SamplingMetadata(
-            temperature=floats[:, 0],
-            top_p=floats[:, 1],
-            min_p=floats[:, 2],
-            top_k=table[:, 3],
-            seeds=(seeds[:, 1] << 32) | (seeds[:, 0] & 0xFFFFFFFF),
-            positions=rows.positions[:count].long(),
-            ban_rows=ban_rows,
-            ban_token_ids=ban_token_ids,
-            any_random=features[0],
-            any_top_k=features[1],
-            any_top_p=features[2],
-            any_min_p=features[3],
-            num_logprobs=int(self._num_logprobs[rows.slots_np].max(initial=NO_LOGPROBS)),
-        )
-
-    def _bans(self, rows: SampleRows) -> tuple[Tensor, Tensor]:
-        num_generated = rows.positions_np - self._state.num_prompt_tokens[rows.slots_np]
-        if not (self._min_tokens[rows.slots_np] > num_generated).any():
-            empty = rows.slots[:0].long()
-            return empty, empty
-        params = [self._state.sampling[slot] for slot in rows.slots_np]
-        bans = build_bans(
-            num_generated.tolist(),
-            [p.min_tokens for p in params],
-            [p.stop_token_ids for p in params],
-        )
-        device = rows.slots.device
-        return upload(bans[0], device), upload(bans[1], device)
 
     def _fill_decode(self, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
         """Every sequence has one token; padding is sequences of one token on the spare row."""
@@ -419,25 +332,8 @@ class InputBuilder:
         if not step.new_requests:
             return
         self._note_newest()
-        admissions = np.empty((len(step.new_requests), 1 + SAMPLING_COLUMNS), np.int32)
-        for admission, request in zip(admissions, step.new_requests, strict=True):
-            admission[0] = request.slot
-            admission[1:] = _sampling_row(request.sampling)
-            self._remember(request.slot, request.sampling)
-        self.tables.admit(upload(admissions, self.tables.device))
-
-    def _remember(self, slot: int, params: SamplingParams) -> None:
-        random = params.temperature > 0
-        self._features[slot] = (
-            random,
-            random and params.top_k > 0,
-            random and params.top_p < 1,
-            random and params.min_p > 0,
-        )
-        self._num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        self._min_tokens[slot] = params.min_tokens if params.stop_token_ids else 0
-        self._is_plain[slot] = not random and params.logprobs is None and not self._min_tokens[slot]
-        self._published[slot] = -1
+        self._published[[request.slot for request in step.new_requests]] = -1
+        self._parts.admit(step.new_requests)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -455,8 +351,10 @@ class _Batch:
     sampling_slots: Int64s
     generations: Int64s
     """Of sampling_slots."""
-    are_plain: bool
+    used: int
     """Of sampling_slots, as SampleRows has it."""
+    in_forward: int
+    """Of all slots; 0 where no part acts around the forward pass."""
     goes_on: bool
     """One token each, all on the device, all sampling: a next step of the same rows is the same but
     for its positions and blocks."""
@@ -483,24 +381,15 @@ class _Held:
 
 def staging_capacity(state: RequestState) -> int:
     """Return the int32 values of the largest step: tokens, sequences and every block table entry,
-    or padding in place of them."""
+    or padding in place of them; and what parts add."""
     limits = state.limits
     seqs = most_seqs(state)
     tokens = limits.max_num_batched_tokens + seqs
     blocks = min(seqs * limits.max_blocks_per_seq, max(seqs, MAX_BLOCK_UPDATES))
-    return packed_size(StepShape(tokens, seqs, seqs, max(blocks, tokens)))
+    shape = StepShape(tokens, seqs, seqs, max(blocks, tokens))
+    return packed_size(shape) + state.parts.extra_capacity(shape)
 
 
 def most_seqs(state: RequestState) -> int:
     """Sequences of the largest step, padding included."""
     return max(state.limits.max_num_seqs + 1, *decode_sizes(state.limits.max_num_seqs))
-
-
-def _sampling_row(params: SamplingParams) -> Int32s:
-    """int32 [6]: temperature, top_p and min_p as float32 bits, top_k, then the seed's low and high
-    half."""
-    row = np.empty(SAMPLING_COLUMNS, np.int32)
-    row[:3] = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
-    row[3] = params.top_k
-    row[4:] = np.array([params.seed], np.uint64).view(np.int32)
-    return row

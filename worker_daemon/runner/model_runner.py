@@ -23,11 +23,11 @@ from worker_daemon.distributed.tokens import TokenReturn
 from worker_daemon.errors import CommError, DeviceError, OutOfMemoryError
 from worker_daemon.raising import raise_caused
 from worker_daemon.runner.adoption import Page, describe_requests
-from worker_daemon.runner.grammar_input import GrammarMasks, read_masks
-from worker_daemon.runner.input_batch import InputBuilder, SampleRows
+from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.output import ReplyIdentity
 from worker_daemon.runner.request_state import RequestState
-from worker_daemon.runner.scheduled_step import Int64s, ScheduledStep
+from worker_daemon.runner.sample_rows import SampleRows
+from worker_daemon.runner.scheduled_step import Brought, Int64s, ScheduledStep
 from worker_daemon.runner.stage_ends import Entering, PendingReply, StageEntry, StageExit
 from worker_daemon.runner.stage_program import Chosen, EagerProgram, StageProgram
 from worker_daemon.runner.token_history import TokenHistory
@@ -50,6 +50,7 @@ class _Unsampled:
     chosen: Chosen
     rows: SampleRows
     status: Tensor
+    brought: Brought
 
 
 class ModelRunner:
@@ -141,11 +142,12 @@ class ModelRunner:
 
     def sample_tokens(self, request: SampleTokens, arrays: Sequence[Frame]) -> PendingReply | None:
         """Sample a step that deferred it. Requests that have finished in between are left out.
+        Where a feature has an extension here and in the step, this one counts.
 
         Raises:
-            InvalidStepError: no such step waits, or the masks do not fit.
+            InvalidStepError: no such step waits, or an extension does not fit.
         """
-        masks = self._read_masks(request, arrays)
+        brought = self.state.parts.judge_step(request.extensions, arrays, self.state.limits)
         self.state.take_unsampled(request.step_seq)
         waiting = self._unsampled.pop(request.step_seq, None)
         if waiting is None:  # its step broke the link before there was anything to sample
@@ -157,7 +159,7 @@ class ModelRunner:
         try:
             rows = waiting.rows.keep(kept)
             chosen = waiting.chosen.keep(kept)
-            allowed = masks.for_slots(rows.slots_np, self.inputs.tables.device)
+            brought = waiting.brought.with_those_of(brought)
         except Exception as error:
             kept_slots = waiting.rows.slots_np[kept]
             raise_caused(
@@ -165,7 +167,7 @@ class ModelRunner:
                 error,
             )
         try:
-            reply = self._sample(chosen, rows, waiting.status, allowed, self._identify(request))
+            reply = self._sample(chosen, rows, waiting.status, brought, self._identify(request))
         except Exception as error:
             raise_caused(self._failed_at(request.seq, error), error)
         self.state.raise_if_failed()
@@ -208,23 +210,23 @@ class ModelRunner:
         identity: ReplyIdentity,
     ) -> PendingReply | None:
         if step.defer_sampling:
-            self._unsampled[step.seq] = _Unsampled(chosen, rows, status)
+            self._unsampled[step.seq] = _Unsampled(chosen, rows, status, step.brought)
             return self._ends.exit.reply_without_tokens(status, identity)
-        return self._sample(chosen, rows, status, None, identity)
+        return self._sample(chosen, rows, status, step.brought, identity)
 
     def _sample(
         self,
         chosen: Chosen,
         rows: SampleRows,
         status: Tensor,
-        allowed: Tensor | None,
+        brought: Brought,
         identity: ReplyIdentity,
     ) -> PendingReply | None:
         if not rows.slots_np.size:
             return self._ends.exit.reply_without_tokens(status, identity)
         self._publications += 1
         self.inputs.note_publication(rows.slots_np, self._publications)
-        return self._ends.exit.sample(chosen, rows, status, allowed, self._publications, identity)
+        return self._ends.exit.sample(chosen, rows, status, brought, self._publications, identity)
 
     def _failed_at(
         self, seq: int, error: Exception, settle: Callable[[], None] | None = None
@@ -269,7 +271,7 @@ class ModelRunner:
         rows = self.inputs.lost_rows(step)
         if step.defer_sampling:
             nothing = Chosen(self._nothing(rows.slots_np.size), torch.zeros_like(rows.slots).long())
-            self._unsampled[step.seq] = _Unsampled(nothing, rows, self._failed)
+            self._unsampled[step.seq] = _Unsampled(nothing, rows, self._failed, step.brought)
         else:
             self._bring_no_tokens(rows.slots_np)
 
@@ -284,9 +286,6 @@ class ModelRunner:
 
     def _status_to_send(self, status: Tensor) -> Tensor:
         return self._failed if self.state.has_failed else status
-
-    def _read_masks(self, request: SampleTokens, arrays: Sequence[Frame]) -> GrammarMasks:
-        return read_masks(request.mask_slots, arrays, self.state.limits.vocab_size)
 
     def _identify(self, request: StepMessage) -> ReplyIdentity:
         return ReplyIdentity(request.epoch, request.seq, self._rank)

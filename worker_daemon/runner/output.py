@@ -15,9 +15,9 @@ from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.pp import STATUS_MISMATCH, STATUS_OK
 from worker_daemon.errors import CommError, UpstreamFailedError
 from worker_daemon.raising import raise_caused
+from worker_daemon.runner.parts.step_parts import SamplerOutput
 from worker_daemon.runner.staging import Delivered
 from worker_daemon.runner.token_history import Sampled, TokenHistory
-from worker_daemon.sample.sampler import NO_LOGPROBS, SamplerOutput
 
 
 class ReplyIdentity(NamedTuple):
@@ -50,11 +50,9 @@ class StepOutput:
         self._rows = rows
         self._slots = slots
         self._history = history
-        columns = [status, sampled.token_ids]
-        if sampled.logprobs is not None:
-            logprobs = sampled.logprobs
-            columns += [logprobs.token_ids, logprobs.logprobs, logprobs.ranks]
-        self._copies = _HostCopies(columns, link)
+        self._extensions = tuple(report.extension for report in sampled.reports)
+        reported = [column for report in sampled.reports for column in report.columns]
+        self._copies = _HostCopies([status, sampled.token_ids, *reported], link)
 
     @property
     def is_ready(self) -> bool:
@@ -69,7 +67,7 @@ class StepOutput:
             CommError: it sent another step, or the link was aborted meanwhile.
             DeviceError: the device is lost.
         """
-        column, *logprobs = self._copies.wait()
+        column, *reported = self._copies.wait()
         token_ids = column.numpy().astype("<i4").tobytes()
         self._history.note(self._identity.epoch, self._identity.seq, self._rows, token_ids)
         reply = ModelRunnerOutput(
@@ -78,9 +76,9 @@ class StepOutput:
             rank=self._identity.rank,
             slots=self._slots,
             sampled_token_ids=token_ids,
-            num_logprobs=logprobs[0].shape[1] - 1 if logprobs else NO_LOGPROBS,
+            extensions=self._extensions,
         )
-        return reply, [_raw(column) for column in logprobs]
+        return reply, [_raw(column) for column in reported]
 
 
 class DeliveredOutput:

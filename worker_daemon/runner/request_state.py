@@ -13,13 +13,15 @@ from typing import NamedTuple
 import numpy as np
 
 from rpc_schema.codec import Frame
-from rpc_schema.sampling import SamplingParams
+from rpc_schema.extensions import RequestExtension
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.errors import InvalidStepError, PrecededByError
 from worker_daemon.runner.decode_run import DecodeRun
+from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.row_counts import FREE_ROW_BLOCKS, RowCounts, StepRecord
 from worker_daemon.runner.scheduled_step import (
     NO_UPDATES,
+    NOTHING_BROUGHT,
     BlockUpdates,
     Bools,
     Int32s,
@@ -53,9 +55,11 @@ class RequestState:
     """All rows of one rank. Owned by the model runner, used on the step thread only, but for
     num_held_blocks."""
 
-    def __init__(self, limits: StepLimits) -> None:
+    def __init__(self, limits: StepLimits, parts: StepParts) -> None:
         num_rows = limits.max_num_seqs + 1
         self.limits = limits
+        self.parts = parts
+        """The optional features; they judge what requests and steps have of them."""
         self.known_tokens: list[Int32s] = [_NO_TOKENS] * num_rows
         """Of each row, the tokens that came with its admission."""
         self.num_known_tokens = np.zeros(num_rows, np.int32)
@@ -64,9 +68,9 @@ class RequestState:
         self.generation = np.zeros(num_rows, np.int64)
         """Of each row, how often it was admitted: tells a request from its slot's former ones."""
         self.req_ids = [""] * num_rows
-        """Of each row, the request's id, and below how it is sampled and what its scheduler noted
-        with it."""
-        self.sampling = [SamplingParams()] * num_rows
+        """Of each row, the request's id, and below the features that it uses and what its
+        scheduler noted with it."""
+        self.extensions: list[tuple[RequestExtension, ...]] = [()] * num_rows
         self.notes = [b""] * num_rows
         self._counts = RowCounts.of_free_rows(num_rows)
         self._run: DecodeRun | None = None
@@ -172,11 +176,12 @@ class RequestState:
         """Check a step whole. Rows stay as they are: what becomes of requests is noted in a copy of
         their counts, blocks that are appended to them go again with a refusal."""
         counts, tokens = self.counts, _NO_TOKENS
+        num_own = 1 if step.scheduled_new_reqs else 0
         if step.finished or step.scheduled_new_reqs or step.resync is not None:
             counts = counts.copy()
-            tokens = change_requests(step, arrays, counts, self.limits)
-        elif arrays:
-            raise invalid("arrays", f"{len(arrays)} frames", "send no frame without new requests")
+            own = arrays[:num_own]
+            tokens = change_requests(step, own, counts, self.limits, self.parts)
+        brought = self.parts.judge_step(step.extensions, arrays[num_own:], self.limits)
         updates = self._blocks.updates(step, counts)
         waiting = {} if step.resync is not None else self._deferred
         if step.defer_sampling and len(waiting) == MAX_UNSAMPLED_STEPS:
@@ -213,6 +218,7 @@ class RequestState:
             new_requests=step.scheduled_new_reqs,
             block_updates=updates,
             defer_sampling=step.defer_sampling,
+            brought=brought,
         )
         return _Verdict(scheduled, batch, counts, capacity, tokens)
 
@@ -244,7 +250,7 @@ class RequestState:
             self.num_known_tokens[request.slot] = request.num_tokens
             self.num_prompt_tokens[request.slot] = request.num_prompt_tokens
             self.req_ids[request.slot] = request.req_id
-            self.sampling[request.slot] = request.sampling
+            self.extensions[request.slot] = request.extensions
             self.notes[request.slot] = request.note
             self.generation[request.slot] += 1
             first += request.num_tokens
@@ -266,4 +272,6 @@ class RequestState:
         slots, samples = np.array([self.spare_slot], np.int64), np.zeros(1, np.bool_)
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
         # By position, in the order of the fields.
-        return ScheduledStep(seq, slots, one, zero, one, 1, 1, samples, (), NO_UPDATES, False)
+        return ScheduledStep(
+            seq, slots, one, zero, one, 1, 1, samples, (), NO_UPDATES, False, NOTHING_BROUGHT
+        )

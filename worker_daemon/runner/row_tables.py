@@ -1,7 +1,7 @@
-"""The request rows' device copies: block table, newest sampled tokens, sampling parameters. Host
-truth is request_state.py's.
+"""The request rows' device copies: block table, newest sampled tokens. Host truth is
+request_state.py's.
 
-Shapes: S rows (plus the spare row), N tokens, U updates (step_layout.py), Q admissions.
+Shapes: S rows (plus the spare row), N tokens, U updates (step_layout.py).
 """
 
 from typing import NamedTuple, Protocol
@@ -11,9 +11,6 @@ from torch import Tensor
 
 from worker_daemon.runner.scheduled_step import BlockUpdates, StepLimits
 from worker_daemon.runner.step_layout import StepColumns
-
-SAMPLING_COLUMNS = 6
-"""int32 values of a row's sampling parameters (see input_batch.py)."""
 
 TOKEN_ON_DEVICE = -1
 
@@ -94,8 +91,6 @@ class RowTables:
         """int32 [S + 1, max_blocks]"""
         self.last_sampled = torch.zeros(num_rows, dtype=torch.int64, device=device)
         """int64 [S + 1]: the newest sampled token of each row."""
-        self.sampling = torch.zeros((num_rows, SAMPLING_COLUMNS), dtype=torch.int32, device=device)
-        """int32 [S + 1, 6]: see input_batch.py."""
 
     def update(self, columns: StepColumns[Tensor]) -> None:
         """Write the block ids that the step brings."""
@@ -112,11 +107,6 @@ class RowTables:
         rows = torch.from_numpy(updates.slots).to(self.device)
         indices = torch.from_numpy(updates.indices).long().to(self.device)
         self.block_table[rows, indices] = torch.from_numpy(updates.block_ids).to(self.device)
-
-    def admit(self, admissions: Tensor) -> None:
-        """Write the sampling parameters of admitted rows. admissions: int32 [Q, 1 + 6], each a row
-        and its parameters."""
-        self.sampling[admissions[:, 0].long()] = admissions[:, 1:]
 
     def gather(self, columns: StepColumns[Tensor]) -> Gathered:
         """Return the step's tokens and their KV slots. The step's updates are written."""

@@ -5,7 +5,7 @@ Shapes: B scheduled requests, U block-table updates.
 """
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,27 @@ NO_UPDATES: Final = BlockUpdates(
 )
 
 
+class Brought(NamedTuple):
+    """What a message brought for one step's parts (runner/parts/)."""
+
+    used: int
+    """Their bits."""
+    data: tuple[tuple[int, Any], ...]
+    """A part's bit, and what it made of its extension."""
+
+    def of(self, bit: int) -> Any | None:
+        """Return what is there for the part with that bit, if anything."""
+        return next((data for own, data in self.data if own == bit), None)
+
+    def with_those_of(self, later: "Brought") -> "Brought":
+        """Return both; where a part has something in either, the later one's."""
+        # The first one is found.
+        return Brought(self.used | later.used, (*later.data, *self.data))
+
+
+NOTHING_BROUGHT: Final = Brought(0, ())
+
+
 class ScheduledStep(NamedTuple):
     """An accepted step: what to run. Arrays are host memory; batch order is ascending slots."""
 
@@ -70,6 +91,7 @@ class ScheduledStep(NamedTuple):
     new_requests: tuple[NewRequestData, ...]
     block_updates: BlockUpdates
     defer_sampling: bool
+    brought: Brought
 
 
 def invalid(field: str, value: object, fix: str) -> InvalidStepError:

@@ -19,14 +19,14 @@ from worker_daemon.distributed.pp import STATUS_OK, Arrival, Inbound
 from worker_daemon.distributed.tokens import TokenReturn
 from worker_daemon.errors import CommError
 from worker_daemon.models.decoder import DecoderStage
-from worker_daemon.runner.grammar_input import apply_masks
-from worker_daemon.runner.input_batch import InputBuilder, SampleRows, StepInputs
+from worker_daemon.runner.input_batch import StepInputs
 from worker_daemon.runner.output import DeliveredOutput, NoTokens, ReplyIdentity, StepOutput
+from worker_daemon.runner.parts.step_parts import SamplerOutput, StepParts
+from worker_daemon.runner.sample_rows import SampleRows
+from worker_daemon.runner.scheduled_step import Brought
 from worker_daemon.runner.slot_bitmap import SlotBitmaps
 from worker_daemon.runner.stage_program import Chosen
 from worker_daemon.runner.token_history import TokenHistory
-from worker_daemon.sample.sampler import SamplerOutput, sample
-from worker_daemon.sample.sampling_provider import probe_sampling
 
 
 class PendingReply(Protocol):
@@ -114,12 +114,11 @@ class StageExit(Protocol):
         chosen: Chosen,
         rows: SampleRows,
         status: Tensor,
-        masks: Tensor | None,
+        brought: Brought,
         publication: int,
         identity: ReplyIdentity,
     ) -> PendingReply | None:
-        """Sample rows and return their tokens to the other stages. masks: bool [R, V], False bans a
-        token."""
+        """Sample rows and return their tokens to the other stages."""
 
     def reply_without_tokens(self, status: Tensor, identity: ReplyIdentity) -> PendingReply | None:
         """The step samples nothing, or not yet."""
@@ -131,7 +130,7 @@ class LastStageExit:
     def __init__(
         self,
         stage: DecoderStage,
-        inputs: InputBuilder,
+        parts: StepParts,
         tokens: TokenReturn,
         link: Link,
         history: TokenHistory,
@@ -140,12 +139,11 @@ class LastStageExit:
     ) -> None:
         self._stage = stage
         self._link = link
-        self._inputs = inputs
+        self._parts = parts
         self._tokens = tokens
         self._history = history
         self._replies = replies
         self._bitmaps = SlotBitmaps()
-        self._sampling = probe_sampling(inputs.tables.last_sampled.device)
 
     def give_up(self, slots: Tensor, publication: int) -> None:
         nothing = torch.zeros(slots.shape, dtype=torch.int64, device=slots.device)
@@ -156,12 +154,12 @@ class LastStageExit:
         chosen: Chosen,
         rows: SampleRows,
         status: Tensor,
-        masks: Tensor | None,
+        brought: Brought,
         publication: int,
         identity: ReplyIdentity,
     ) -> PendingReply | None:
         count = rows.slots_np.size
-        if masks is None and rows.are_plain:
+        if not rows.used | brought.used:
             self._tokens.publish_greedy(publication, rows.slots, chosen.greedy, count)
             if self._replies and rows.delivery is not None:
                 delivered = rows.delivery.expect(count)
@@ -169,22 +167,22 @@ class LastStageExit:
                 return DeliveredOutput(
                     identity, rows.sampled, slots, delivered, self._link, self._history
                 )
-            sampled = SamplerOutput(chosen.greedy[:count], None)
+            sampled = SamplerOutput(chosen.greedy[:count])
         else:
-            sampled = self._sample_by_parameters(chosen, rows, masks, publication)
+            sampled = self._sample_by_parts(chosen, rows, brought, publication)
             self._tokens.publish(publication, rows.slots[:count], sampled.token_ids)
         if not self._replies:
             return None
         slots = self._bitmaps.of(rows.slots_np)
         return StepOutput(identity, rows.sampled, slots, sampled, status, self._link, self._history)
 
-    def _sample_by_parameters(
-        self, chosen: Chosen, rows: SampleRows, masks: Tensor | None, publication: int
+    def _sample_by_parts(
+        self, chosen: Chosen, rows: SampleRows, brought: Brought, publication: int
     ) -> SamplerOutput:
         count = rows.slots_np.size
         try:
-            logits = apply_masks(self._stage.compute_logits(chosen.hidden[:count]), masks)
-            return sample(logits, self._inputs.sampling_metadata(rows), self._sampling)
+            logits = self._stage.compute_logits(chosen.hidden[:count])
+            return self._parts.sample(logits, rows, brought)
         except CommError:
             raise
         except Exception as error:
@@ -214,7 +212,7 @@ class EarlierStageExit:
         chosen: Chosen,
         rows: SampleRows,
         status: Tensor,
-        masks: Tensor | None,
+        brought: Brought,
         publication: int,
         identity: ReplyIdentity,
     ) -> PendingReply | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from worker_daemon.device.pinned import upload
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.input_batch import StepInputs
+from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.row_tables import RowTables
 from worker_daemon.runner.scheduled_step import Int64s
 from worker_daemon.runner.staging import TokenStore
@@ -143,9 +144,11 @@ class EagerProgram:
         kv_caches: Sequence[Tensor],
         front: Front,
         back: Back,
+        parts: StepParts,
     ) -> None:
         """kv_caches: one for each local layer, or none under NullAttention."""
         self._kv_caches = kv_caches
+        self._parts = parts
         self._stage = stage
         self._tables = tables
         self._front = front
@@ -156,7 +159,7 @@ class EagerProgram:
         them compiled and loaded."""
         stage, kept = self._stage.thinned()
         caches = [self._kv_caches[index] for index in kept] if self._kv_caches else ()
-        return EagerProgram(stage, self._tables, caches, self._front, self._back)
+        return EagerProgram(stage, self._tables, caches, self._front, self._back, self._parts)
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
         inputs.packed.take()
@@ -166,13 +169,15 @@ class EagerProgram:
     @torch.inference_mode()
     def compute(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
         """As run, from columns that are on the device."""
-        columns = inputs.packed.columns
+        columns, used = inputs.packed.columns, inputs.plan.parts
         self._tables.update(columns)
         gathered = self._tables.gather(columns)
+        hidden = self._front.hidden(gathered.token_ids, arrived)
+        if used:
+            hidden = self._parts.before_forward(used, hidden, columns)
         hidden = self._stage.forward(
-            self._front.hidden(gathered.token_ids, arrived),
-            columns.positions,
-            self._kv_caches,
-            inputs.attention(gathered, self._tables),
+            hidden, columns.positions, self._kv_caches, inputs.attention(gathered, self._tables)
         )
+        if used:
+            hidden = self._parts.after_forward(used, hidden, columns)
         return StageOutput(hidden, self._back.choose(hidden, columns))

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rpc_schema.codec import Frame
-from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, MIN_TEMPERATURE
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.errors import InvalidStepError
+from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.row_counts import RowCounts
 from worker_daemon.runner.scheduled_step import (
     MAX_BLOCK_UPDATES,
@@ -49,10 +49,14 @@ def _check_unique(field: str, slots: Int64s | Int32s) -> None:
 
 
 def change_requests(
-    step: ExecuteModel, arrays: Sequence[Frame], counts: RowCounts, limits: StepLimits
+    step: ExecuteModel,
+    arrays: Sequence[Frame],
+    counts: RowCounts,
+    limits: StepLimits,
+    parts: StepParts,
 ) -> Int32s:
     """Free and admit rows in the counts, which are of no use after a refusal; return the tokens of
-    all new requests, [sum of num_tokens]."""
+    all new requests, [sum of num_tokens]. arrays: the frame of these tokens, if there is one."""
     if step.finished:
         slots = _read("finished", step.finished, _UINT16).astype(np.int64)
         counts.check_live("finished", slots)
@@ -64,6 +68,7 @@ def change_requests(
     for request in step.scheduled_new_reqs:
         _admit(request, counts)
         _check_admitted(request, limits)
+        parts.judge(request, limits)
     return tokens
 
 
@@ -139,18 +144,6 @@ def _check_admitted(request: NewRequestData, limits: StepLimits) -> None:
     if num_computed >= num_tokens:
         fix = "leave at least one token to compute"
         raise invalid(f"{name}.num_computed_tokens", num_computed, fix)
-    sampling, vocab_size = request.sampling, limits.vocab_size
-    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        num, fix = len(sampling.stop_token_ids), f"at most {MAX_STOP_TOKEN_IDS}"
-        raise invalid(f"{name}.sampling.stop_token_ids", f"{num} ids", fix)
-    unknown = [token for token in sampling.stop_token_ids if token >= vocab_size]
-    if unknown:
-        raise invalid(f"{name}.sampling.stop_token_ids", unknown[0], f"below {vocab_size}")
-    if sampling.logprobs is not None and sampling.logprobs > vocab_size:
-        raise invalid(f"{name}.sampling.logprobs", sampling.logprobs, f"at most {vocab_size}")
-    if 0 < sampling.temperature < MIN_TEMPERATURE:
-        fix = f"0 for the most likely token, or at least {MIN_TEMPERATURE}"
-        raise invalid(f"{name}.sampling.temperature", sampling.temperature, fix)
 
 
 class Batch(NamedTuple):

@@ -35,6 +35,8 @@ class StepShape(NamedTuple):
     """R, sequences that sample."""
     num_updates: int
     """U, entries of the block table that the step writes."""
+    extra: tuple[int, ...] = ()
+    """Of the columns of parts that act around the forward pass (runner/parts/)."""
 
 
 class StepPlan(NamedTuple):
@@ -46,6 +48,8 @@ class StepPlan(NamedTuple):
     """An upper bound."""
     max_seq_len: int
     """An upper bound of the context lengths."""
+    parts: int = 0
+    """Bits of the parts that act around the forward pass."""
 
 
 class StepColumns(NamedTuple, Generic[_Column]):
@@ -77,22 +81,28 @@ class StepColumns(NamedTuple, Generic[_Column]):
     """[U]"""
     update_block_ids: _Column
     """[U]"""
+    extra: tuple[_Column, ...]
+    """Those of parts, as the shape has them."""
 
 
-def column_sizes(shape: StepShape) -> StepColumns[int]:
-    """Return how many int32 values each column holds."""
-    tokens, seqs, samples, updates = shape
-    return StepColumns(
+_NUM_OWN_COLUMNS = len(StepColumns._fields) - 1
+
+
+def column_sizes(shape: StepShape) -> tuple[int, ...]:
+    """Return how many int32 values each column holds, those of parts last."""
+    tokens, seqs, samples, updates, extra = shape
+    return (
         tokens, tokens, tokens,
         seqs, seqs + 1, seqs, seqs,
         samples, samples, samples,
         updates, updates, updates,
+        *extra,
     )  # fmt: skip
 
 
 def packed_size(shape: StepShape) -> int:
     """Return the length of the packed buffer in int32 values."""
-    return sum(_aligned(size) for size in column_sizes(shape))
+    return sum(aligned(size) for size in column_sizes(shape))
 
 
 def split_columns(shape: StepShape, take: Callable[[int, int], _Column]) -> StepColumns[_Column]:
@@ -101,8 +111,9 @@ def split_columns(shape: StepShape, take: Callable[[int, int], _Column]) -> Step
     start = 0
     for size in column_sizes(shape):
         columns.append(take(start, start + size))
-        start += _aligned(size)
-    return StepColumns(*columns)
+        start += aligned(size)
+    own, extra = columns[:_NUM_OWN_COLUMNS], tuple(columns[_NUM_OWN_COLUMNS:])
+    return StepColumns._make([*own, extra])
 
 
 class Ladder(Protocol):
@@ -200,5 +211,6 @@ def _decode_plan(size: int, longest: int) -> StepPlan:
     return StepPlan(StepShape(size, size, size, size), 1, longest)
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Return what a column of so many values takes of the packed buffer."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rpc_schema.extensions import RequestExtension
 from rpc_schema.operations import StepMessage
-from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.layers.prompt_attention import PLAN_TOKENS
+from worker_daemon.runner.parts.registry import HEAVIEST
 from worker_daemon.runner.scheduled_step import StepLimits
 
 
@@ -31,18 +32,18 @@ def largest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
     num_seqs = limits.max_num_seqs
     budget = min(limits.max_num_batched_tokens, num_seqs * limits.max_model_len)
     lengths = [budget // num_seqs + (index < budget % num_seqs) for index in range(num_seqs)]
-    return prefill_step(request, limits, lengths, _EVERY_FEATURE)
+    return prefill_step(request, limits, lengths, HEAVIEST)
 
 
 def longest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
     """Return the step that takes longest: as many tokens of one prompt as a step may have, behind
     all the context that there can be."""
     most = min(limits.max_num_batched_tokens, limits.max_model_len)
-    return _admit(request, limits, [limits.max_model_len], [most], SamplingParams())
+    return _admit(request, limits, [limits.max_model_len], [most])
 
 
 def warm_up_steps(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticStep]:
-    """Yield a prefill and a decode of its rows, with greedy and then with random sampling.
+    """Yield a prefill and a decode of its rows, with no part and then with all of them.
 
     Each prefill frees the rows before it; the caller frees the last ones.
     """
@@ -55,8 +56,8 @@ def warm_up_steps(request: StepMessage, limits: StepLimits) -> Iterator[Syntheti
             limits.max_num_batched_tokens // num_seqs,
         ),
     )
-    for params in (SamplingParams(), _EVERY_FEATURE):
-        yield prefill_step(request, limits, [length] * num_seqs, params)
+    for extensions in ((), HEAVIEST):
+        yield prefill_step(request, limits, [length] * num_seqs, extensions)
         if length < limits.block_size and length < limits.max_model_len:
             yield _decode_step(request, num_seqs)
 
@@ -75,7 +76,7 @@ def size_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticSt
         for num_seqs in sorted({min(most_seqs, count) for count in wanted}):
             tokens = min(total, num_seqs * limits.max_model_len)
             lengths = [tokens // num_seqs + (i < tokens % num_seqs) for i in range(num_seqs)]
-            yield prefill_step(request, limits, lengths, SamplingParams())
+            yield prefill_step(request, limits, lengths)
 
 
 def decode_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticStep]:
@@ -86,7 +87,7 @@ def decode_sweep(request: StepMessage, limits: StepLimits) -> Iterator[Synthetic
     """
     for num_seqs in _ladder_up_to(min(limits.max_num_seqs, limits.max_num_batched_tokens)):
         for length in _powers_up_to(min(limits.max_model_len, _MAX_SWEPT_KEYS // num_seqs)):
-            yield _admit(request, limits, [length] * num_seqs, [1] * num_seqs, SamplingParams())
+            yield _admit(request, limits, [length] * num_seqs, [1] * num_seqs)
 
 
 _MAX_SWEPT_KEYS = 1 << 20
@@ -95,19 +96,15 @@ _MAX_SWEPT_KEYS = 1 << 20
 _SHARED_LENGTH = PLAN_TOKENS[0] - 1
 """Longer prompts may be computed one by one (layers/prompt_attention.py)."""
 
-_EVERY_FEATURE = SamplingParams(
-    temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, seed=1, logprobs=1
-)
-
 
 def prefill_step(
     request: StepMessage,
     limits: StepLimits,
     lengths: list[int],
-    params: SamplingParams,
+    extensions: tuple[RequestExtension, ...] = (),
 ) -> SyntheticStep:
     """Return a step that admits one request a length and computes all of it."""
-    return _admit(request, limits, lengths, lengths, params)
+    return _admit(request, limits, lengths, lengths, extensions)
 
 
 def _admit(
@@ -115,7 +112,7 @@ def _admit(
     limits: StepLimits,
     lengths: list[int],
     num_scheduled: list[int],
-    params: SamplingParams,
+    extensions: tuple[RequestExtension, ...] = (),
 ) -> SyntheticStep:
     """Return a step that admits one request a length and computes its last num_scheduled tokens, as
     if the others had been found in the cache. Blocks may be shared: nobody reads the output."""
@@ -139,7 +136,7 @@ def _admit(
                 num_tokens=length,
                 num_prompt_tokens=length,
                 num_computed_tokens=length - count,
-                sampling=params,
+                extensions=extensions,
             )
             for slot, (length, count) in enumerate(zip(lengths, num_scheduled, strict=True))
         ),

@@ -1,4 +1,4 @@
-"""Logprobs of the raw logits: before temperature, bans and filters."""
+"""Log probabilities of logits as they are given."""
 
 from dataclasses import dataclass
 

@@ -2,24 +2,19 @@
 
 Hence every reduction over the vocabulary here is exact in any order: maxima, sorts and sums of
 integers. `TorchSampling` is the definition; what serves a device chooses sampling_provider.py.
-Shapes: R rows, V vocabulary, K banned (row, token) pairs.
+Shapes: R rows, V vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from worker_daemon.layers.ops import NO_TOKEN
 from worker_daemon.layers.torch_ops import likeliest
-from worker_daemon.sample.logprobs import LogprobTensors, gather_logprobs
 from worker_daemon.sample.noise import gumbel_noise
 
-NO_LOGPROBS = -1
 _WEIGHT_ONE = 2.0**40
 _CHUNK_ELEMENTS = 1 << 25
 
@@ -40,25 +35,10 @@ class SamplingMetadata:
     """int64 [R], any 64-bit pattern."""
     positions: Tensor
     """int64 [R]: position in its sequence of the token that is sampled."""
-    ban_rows: Tensor
-    """int64 [K]: with ban_token_ids, tokens that may not be sampled (`build_bans`)."""
-    ban_token_ids: Tensor
-    """int64 [K]"""
     any_random: bool
     any_top_k: bool
     any_top_p: bool
     any_min_p: bool
-    num_logprobs: int
-    """Most likely tokens to report besides the sampled one; NO_LOGPROBS reports nothing at all."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerOutput:
-    """Device tensors; nothing has been waited for."""
-
-    token_ids: Tensor
-    """int64 [R]; NO_TOKEN in rows without numbers to choose by."""
-    logprobs: LogprobTensors | None
 
 
 class Sampling(Protocol):
@@ -67,45 +47,15 @@ class Sampling(Protocol):
     name: str
 
     def tokens(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-        """Return int64 [R] for logits [R, V], float32, bf16 or fp16, from which bans are gone;
-        NO_TOKEN for a row of which one is NaN, or the largest infinite."""
+        """Return int64 [R], one token for each row of logits [R, V], float32, bf16 or fp16, which
+        are not changed: the same for a value in whichever dtype. Each row is contiguous. NO_TOKEN
+        for a row of which one is NaN, or the largest infinite.
 
-
-def build_bans(
-    num_generated: Sequence[int],
-    min_tokens: Sequence[int],
-    stop_token_ids: Sequence[Sequence[int]],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """ban_rows and ban_token_ids, each [K]: stop tokens of rows still below their min_tokens.
-
-    Each argument has one entry for a row; num_generated counts the tokens before the one that is
-    now sampled.
-    """
-    pairs = [
-        (row, token)
-        for row, (done, least, stops) in enumerate(
-            zip(num_generated, min_tokens, stop_token_ids, strict=True)
-        )
-        if done < least
-        for token in stops
-    ]
-    rows, tokens = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-    return rows.copy(), tokens.copy()
-
-
-def sample(logits: Tensor, metadata: SamplingMetadata, sampling: Sampling) -> SamplerOutput:
-    """One token for each row of logits, float32, bf16 or fp16 [R, V], which are not changed: the
-    same for a value in whichever dtype. Each row is contiguous.
-
-    Greedy rows take the largest logit, the lowest id among equals. Other rows: temperature, then
-    min-p, top-k and top-p, each on what the last has left (at least one token), then the largest of
-    logit plus Gumbel noise. top-k and top-p keep all tokens that tie with the last one kept.
-    """
-    token_ids = sampling.tokens(_ban(logits, metadata), metadata)
-    logprobs = None
-    if metadata.num_logprobs != NO_LOGPROBS:
-        logprobs = gather_logprobs(logits.float(), token_ids, metadata.num_logprobs)
-    return SamplerOutput(token_ids, logprobs)
+        Greedy rows take the largest logit, the lowest id among equals. Other rows: temperature,
+        then min-p, top-k and top-p, each on what the last has left (at least one token), then the
+        largest of logit plus Gumbel noise. top-k and top-p keep all tokens that tie with the last
+        one kept.
+        """
 
 
 class TorchSampling:
@@ -120,15 +70,6 @@ class TorchSampling:
             return greedy
         has_token = (metadata.temperature > 0) & (greedy != NO_TOKEN)
         return torch.where(has_token, _sample_random(logits, metadata), greedy)
-
-
-def _ban(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    if metadata.ban_rows.numel() == 0:
-        return logits
-    allowed = logits.clone()
-    banned = (metadata.ban_rows, metadata.ban_token_ids)
-    allowed.index_put_(banned, logits.new_full((), -torch.inf))  # a plain scalar would synchronise
-    return allowed
 
 
 def _sample_random(logits: Tensor, metadata: SamplingMetadata) -> Tensor:

@@ -44,7 +44,8 @@ def refusal(head: StepHead, frames: Sequence[Frame], error: WireError) -> Except
     match = _PLACE.search(message)
     if match is not None and not isinstance(error, TooLargeError):
         path = [int(index) for index in re.findall(r"\d+", match[2])]
-        message, field, value = match[1], _name(kind, path), _value(frames[0], path)
+        whole = _decoded(frames[0])
+        message, field, value = match[1], _name(kind, path, whole), _value(whole, path)
     return InvalidStepError(
         f"the step is refused, nothing of it was applied: {message}",
         field=field,
@@ -53,11 +54,13 @@ def refusal(head: StepHead, frames: Sequence[Frame], error: WireError) -> Except
     )
 
 
-def _name(kind: type[msgspec.Struct], path: Sequence[int]) -> str:
+def _name(kind: type[msgspec.Struct], path: Sequence[int], whole: Any) -> str:
     """Return the name of a place in a message; a struct has its tag, if any, in front."""
     where: inspect.Type = inspect.type_info(kind)
     name = ""
-    for index in path:
+    for depth, index in enumerate(path):
+        if isinstance(where, inspect.UnionType):
+            where = _member(where, _value_at(whole, path[:depth]))
         if isinstance(where, inspect.StructType):
             place = index - (where.tag is not None)
             if not 0 <= place < len(where.fields):
@@ -69,12 +72,32 @@ def _name(kind: type[msgspec.Struct], path: Sequence[int]) -> str:
     return name.lstrip(".") or kind.__name__
 
 
-def _value(frame: Frame, path: Sequence[int]) -> Any:
+def _member(union: inspect.UnionType, value: Any) -> inspect.Type:
+    """Return which struct of a union a value is, by its tag."""
+    tag = value[0] if isinstance(value, list) and value else None
+    structs = (each for each in union.types if isinstance(each, inspect.StructType))
+    return next((each for each in structs if each.tag == tag), union)
+
+
+def _decoded(frame: Frame) -> Any:
+    """Return a message as plain lists; None where that cannot be had."""
+    try:
+        return msgspec.msgpack.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _value_at(whole: Any, path: Sequence[int]) -> Any:
+    """Return what is at a place in a message. Raises LookupError or TypeError: nothing is."""
+    for index in path:
+        whole = whole[index]
+    return whole
+
+
+def _value(whole: Any, path: Sequence[int]) -> Any:
     """Return what is at a place in a message, cut short."""
     try:
-        value = msgspec.msgpack.decode(frame)
-        for index in path:
-            value = value[index]
-    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError, RecursionError):
+        value = _value_at(whole, path)
+    except (LookupError, TypeError):
         return "unreadable"
     return value if value is None or isinstance(value, int | float) else reprlib.repr(value)

@@ -11,9 +11,6 @@ from numpy.typing import NDArray
 FIRST_BLOCK_ID = 1
 """Block 0 is the workers' null block."""
 
-ROOT_HASH = b""
-"""The parent of a first block."""
-
 
 def chained_hash(parent: bytes, token_ids: NDArray[np.int32]) -> bytes:
     """Return a full block's hash: of its tokens, int32 [block_size], and of everything before."""

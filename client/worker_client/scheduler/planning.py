@@ -3,6 +3,7 @@ preempts and admits; tokens count as computed only once the scheduler commits th
 
 from itertools import chain, islice
 
+from worker_client.parts.registry import may_start
 from worker_client.scheduler.decode_groups import DecodeGroups
 from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler.request import Request
@@ -99,6 +100,11 @@ class Step:
         while self._roster.waiting and self._budget > 0 and not self._roster.is_full:
             request = self._roster.waiting[0]
             if request.num_in_flight or request.num_void or not self._can_announce(request):
+                return
+            running = self._roster.running.values()
+            if request.extensions and not may_start(
+                request.extensions, (other.extensions for other in running)
+            ):
                 return
             prefix = self._blocks.find_prefix(request)
             if not self._blocks.can_hold(request, prefix):

@@ -6,15 +6,22 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from rpc_schema.extensions import extension_of
 from rpc_schema.kv_cache import NUM_NULL_BLOCKS, blocks_for
-from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
+from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, LogprobsWanted, StopTokens
 from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
 from worker_client.errors import RequestError
+from worker_client.parts.registry import Extensions, prefix_root
 from worker_client.requests import GenerationRequest, check_fits
 from worker_client.scheduler.interface import FinishReason, RequestOutput, SchedulerLimits
 from worker_client.scheduler_output import Logprobs, NewRequest
-from worker_client.step_checks import MAX_ADMITTED_BYTES, MAX_ADMITTED_TOKENS, admission_bytes
+from worker_client.step_checks import (
+    MAX_ADMITTED_BYTES,
+    MAX_ADMITTED_TOKENS,
+    admission_bytes,
+    extension_bytes,
+)
 
 MAX_NOTE_BYTES = 64
 """Of a _Note, encoded."""
@@ -57,12 +64,16 @@ class Request:
     num_prompt_tokens: int
     limit: int
     """Where max_tokens or max_model_len ends it."""
-    sampling: SamplingParams
+    extensions: Extensions
     arrival: int = -1
     """Its place among those that wait; the roster gives it."""
     num_cached_tokens: int = -1
     num_preemptions: int = 0
     stop_ids: frozenset[int] = field(init=False)
+    extension_bytes: int = field(init=False)
+    """Of an admission's message."""
+    prefix_root: bytes = field(init=False)
+    """What the hashes of its blocks begin with."""
     num_tokens: int = field(init=False)
     num_computed: int = 0
     admission: int = -1
@@ -78,9 +89,12 @@ class Request:
     """Of what was generated; None where it does not report them."""
 
     def __post_init__(self) -> None:
-        self.stop_ids = frozenset(self.sampling.stop_token_ids)
+        stops = extension_of(self.extensions, StopTokens)
+        self.stop_ids = frozenset() if stops is None else frozenset(stops.token_ids)
         self.num_tokens = len(self.tokens)
-        self.logprobs = None if self.sampling.logprobs is None else []
+        self.logprobs = None if extension_of(self.extensions, LogprobsWanted) is None else []
+        self.extension_bytes = extension_bytes(self.extensions)
+        self.prefix_root = prefix_root(self.extensions)
 
     @property
     def is_running(self) -> bool:
@@ -122,8 +136,8 @@ class Request:
     def admission_bytes(self, num_tokens: int, block_size: int) -> int:
         """Return what its admission with so many tokens takes of a step's message, at most."""
         num_blocks = blocks_for(num_tokens, block_size)
-        num_stop_ids = len(self.sampling.stop_token_ids)
-        return admission_bytes(num_tokens, num_blocks, len(self.id), num_stop_ids, MAX_NOTE_BYTES)
+        own = self.extension_bytes
+        return admission_bytes(num_tokens, num_blocks, len(self.id), own, MAX_NOTE_BYTES)
 
     def as_new(self) -> NewRequest:
         """Return its admission, as the workers hear of it."""
@@ -134,7 +148,7 @@ class Request:
             num_prompt_tokens=self.num_prompt_tokens,
             num_computed_tokens=self.num_computed,
             block_ids=list(self.blocks.ids),
-            sampling=self.sampling,
+            extensions=self.extensions,
             note=msgspec.msgpack.encode(note),
         )
 
@@ -176,7 +190,7 @@ def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
         tokens=request.prompt_token_ids.tolist(),
         num_prompt_tokens=num_prompt,
         limit=limit,
-        sampling=request.sampling(eos_token_ids),
+        extensions=request.extensions(eos_token_ids),
     )
     _check_admission(made, limits.block_size)
     return made
@@ -184,7 +198,8 @@ def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
 
 def _check_admission(made: Request, block_size: int) -> None:
     """Check that a step can admit the request by itself: after a preemption with all its tokens."""
-    num_stop_ids = len(made.sampling.stop_token_ids)
+    stops = extension_of(made.extensions, StopTokens)
+    num_stop_ids = 0 if stops is None else len(stops.token_ids)
     if num_stop_ids > MAX_STOP_TOKEN_IDS:
         raise RequestError(
             f"{num_stop_ids} stop tokens, end of sequence included, are too many",
@@ -233,7 +248,7 @@ def adopted_request(request: AdoptedRequest, limits: SchedulerLimits) -> Request
         tokens=request.token_ids.tolist(),
         num_prompt_tokens=request.num_prompt_tokens,
         limit=note.limit,
-        sampling=request.sampling,
+        extensions=request.extensions,
         arrival=note.arrival,
         num_cached_tokens=note.num_cached_tokens,
         num_preemptions=note.num_preemptions,

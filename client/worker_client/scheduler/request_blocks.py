@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from rpc_schema.kv_cache import blocks_for
-from worker_client.scheduler.block_pool import ROOT_HASH, BlockPool, chained_hash
+from worker_client.scheduler.block_pool import BlockPool, chained_hash
 from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler.request import Request
 
@@ -115,4 +115,5 @@ class RequestBlocks:
         size, hashes = self._size, request.blocks.hashes
         for index in range(len(hashes), len(request.tokens) // size):
             tokens = np.array(request.tokens[index * size : (index + 1) * size], np.int32)
-            hashes.append(chained_hash(hashes[-1] if hashes else ROOT_HASH, tokens))
+            parent = hashes[-1] if hashes else request.prefix_root
+            hashes.append(chained_hash(parent, tokens))

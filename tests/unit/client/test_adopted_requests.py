@@ -83,7 +83,7 @@ class TwoRanks(Model):
                     req_id=req_id,
                     num_prompt_tokens=about.num_prompt_tokens,
                     num_computed_tokens=row["computed"],
-                    sampling=about.sampling,
+                    extensions=about.extensions,
                     note=about.note,
                 )
             )
@@ -96,7 +96,7 @@ def make_row(rank, tokens, blocks, **fields):
         "req_id": "a",
         "num_prompt_tokens": 2,
         "num_computed_tokens": 0,
-        "sampling": SamplingParams(),
+        "extensions": (),
         "note": b"",
     }
     row = RequestRow(**{**defaults, **fields}, num_tokens=len(tokens), num_blocks=len(blocks))
@@ -188,7 +188,7 @@ def test_request_that_ranks_have_differently_begins_again_from_its_tokens(other)
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_prompt_tokens", 1), ("sampling", SamplingParams(seed=4)), ("note", b"x")],
+    [("num_prompt_tokens", 1), ("extensions", SamplingParams(seed=4).extensions()), ("note", b"x")],
 )
 def test_disagreement_is_named(field, value):
     ranks = [
@@ -236,7 +236,7 @@ def served(limits, request, tokens):
     computed = len(known) - 1
     blocks = tuple(range(1, 1 - (-computed // limits.block_size)))
     return AdoptedRequest(
-        new.req_id, known, new.num_prompt_tokens, computed, blocks, new.sampling, new.note, 0
+        new.req_id, known, new.num_prompt_tokens, computed, blocks, new.extensions, new.note, 0
     )
 
 
@@ -306,7 +306,7 @@ def test_what_cannot_be_adopted_is_refused_and_nothing_is_adopted():
 
 
 def test_note_that_is_too_long_is_refused():
-    new = NewRequest("a", np.zeros(3, np.int32), 3, 0, [1], SamplingParams(), note=b"x" * 1025)
+    new = NewRequest("a", np.zeros(3, np.int32), 3, 0, [1], note=b"x" * 1025)
     with pytest.raises(InvalidSchedulerOutput, match="at most 1024"):
         SlotTable(2).encode(
             SchedulerOutput({"a": 3}, scheduled_new_reqs=[new]), epoch=1, link=0, seq=1

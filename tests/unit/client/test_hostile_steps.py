@@ -5,7 +5,6 @@ import math
 import time
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -64,7 +63,7 @@ HOSTILE = {
         {9: 1},
     ],
     "note": [b"x" * 1025, "text", None],
-    "sampling": [None, {"temperature": 0.0}],
+    "extensions": [None, [], {"temperature": 0.0}, ({"temperature": 0.0},), (b"x",)],
     "temperature": [-1.0, math.nan, math.inf, 1e7, 1e-9, "hot", None, np.float32(1.0)],
     "top_k": [-1, 2**31, 1.5, None],
     "top_p": [0.0, 7.0, math.nan, -1.0],
@@ -108,10 +107,25 @@ WHOLE = [
 ]
 
 
+SAMPLING = SamplingParams(temperature=0.5, seed=3)
+
+NAMES = {
+    "temperature": "RandomSampling.temperature",
+    "top_k": "RandomSampling.top_k",
+    "top_p": "RandomSampling.top_p",
+    "min_p": "RandomSampling.min_p",
+    "seed": "RandomSampling.seed",
+    "min_tokens": "StopTokens.min_tokens",
+    "stop_token_ids": "StopTokens.token_ids",
+    "logprobs": "LogprobsWanted.count",
+}
+"""What the fields of SamplingParams are called in the extensions that it makes."""
+
+
 def new_request(req_id="new", block_ids=(9,), **fields):
-    sampling = SamplingParams(temperature=0.5, seed=3)
     tokens = np.array(PROMPT, np.int32)
-    return replace(NewRequest(req_id, tokens, len(tokens), 0, list(block_ids), sampling), **fields)
+    made = NewRequest(req_id, tokens, len(tokens), 0, list(block_ids), SAMPLING.extensions())
+    return replace(made, **fields)
 
 
 def hostile(field, value):
@@ -119,9 +133,9 @@ def hostile(field, value):
     request, count = new_request(), len(PROMPT)
     if field == "count":
         count = value
-    elif field in SamplingParams.__struct_fields__:
-        sampling = msgspec.structs.replace(request.sampling, **{field: value})
-        request = replace(request, sampling=sampling)
+    elif field in NAMES:
+        params = replace(SAMPLING, **{field: value})
+        request = replace(request, extensions=params.extensions())
     else:
         request = replace(request, **{field: value})
     return SchedulerOutput({request.req_id: count}, scheduled_new_reqs=[request])
@@ -135,7 +149,7 @@ class Running:
         self.tokens = list(PROMPT)
         self.blocks = 1
         self.req_ids = ("runs",)
-        request = new_request("runs", [1], sampling=SamplingParams())
+        request = new_request("runs", [1], extensions=())
         step = SchedulerOutput({"runs": len(PROMPT)}, scheduled_new_reqs=[request])
         group.execute_model(step).result()
         self.tokens.append(next_token(self.tokens))
@@ -156,7 +170,7 @@ def running(fakes, connect):
     group = connect(fakes(1))
     group.attach()
     group.prepare(worker_config(max_num_seqs=4))
-    request = new_request("other", [2, 3], sampling=SamplingParams())
+    request = new_request("other", [2, 3], extensions=())
     group.execute_model(SchedulerOutput({"other": 1}, scheduled_new_reqs=[request])).result()
     return Running(group)
 
@@ -167,7 +181,7 @@ def test_hostile_value_is_refused_by_name_and_costs_nobody_anything(running):
             running.group.execute_model(hostile(field, value))
         wanted = value if field == "req_id" else "new"
         assert refused.value.req_id == wanted, (field, value)
-        whose = "num_scheduled_tokens" if field == "count" else field
+        whose = "num_scheduled_tokens" if field == "count" else NAMES.get(field, field)
         assert whose in refused.value.field or refused.value.field == "scheduled_new_reqs"
         assert refused.value.fix in str(refused.value)
         str(refused.value).encode()
@@ -276,7 +290,6 @@ def admit(table, req_id, block_ids, num_computed=0, num_tokens=6, seq=1, **field
         num_tokens,
         num_computed,
         block_ids,
-        SamplingParams(),
     )
     output = SchedulerOutput(
         {req_id: num_tokens - num_computed}, scheduled_new_reqs=[request], **fields
@@ -320,8 +333,8 @@ def test_blocks_that_others_read_are_not_written_to():
         admit(table, "e", [7, 7, 8], num_computed=8, num_tokens=9)
     # The block that is being filled in this step is read by nobody in it.
     twice = [
-        NewRequest("e", np.arange(6, dtype=np.int32), 6, 0, [9, 10], SamplingParams()),
-        NewRequest("f", np.arange(6, dtype=np.int32), 6, 4, [9, 11], SamplingParams()),
+        NewRequest("e", np.arange(6, dtype=np.int32), 6, 0, [9, 10]),
+        NewRequest("f", np.arange(6, dtype=np.int32), 6, 4, [9, 11]),
     ]
     step = SchedulerOutput({"e": 6, "f": 2}, scheduled_new_reqs=twice)
     with pytest.raises(InvalidSchedulerOutput, match="that are full"):
@@ -335,8 +348,7 @@ def behind_a_prefix(prefix, count=1024, own=64):
     for index in range(count):
         blocks = [*prefix, *range(first, first + own)]
         tokens = np.zeros(num_computed + 1, np.int32)
-        params = SamplingParams()
-        new.append(NewRequest(f"n{index}", tokens, len(tokens), num_computed, blocks, params))
+        new.append(NewRequest(f"n{index}", tokens, len(tokens), num_computed, blocks))
         first += own
     return SchedulerOutput({request.req_id: 1 for request in new}, scheduled_new_reqs=new)
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from benchmarks.demo_model import make_demo_model
-from rpc_schema.sampling import MAX_STOP_TOKEN_IDS
+from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 from tests.unit.client.conftest import options
 from worker_client.cli.run import _print_texts
 from worker_client.errors import RequestError
@@ -70,9 +70,9 @@ def test_stop_tokens_are_bounded_with_those_of_the_model():
     request = RequestParser(None).parse(
         json.dumps({"prompt_token_ids": [1], "stop_token_ids": [*ids, *ids]}), 0
     )
-    assert request.sampling([5]).stop_token_ids[0] == 5
+    assert SamplingParams.of(request.extensions([5])).stop_token_ids[0] == 5
     with pytest.raises(RequestError, match=f"at most {MAX_STOP_TOKEN_IDS}"):
-        request.sampling([MAX_STOP_TOKEN_IDS])
+        request.extensions([MAX_STOP_TOKEN_IDS])
 
 
 def test_drivers_are_told_of_an_id_that_no_message_can_carry():

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rpc_schema.sampling import SamplingParams
 from tests.support.fake_daemon import EOS, VOCAB_SIZE, next_token, reference_tokens
 from tests.unit.client.conftest import worker_config
 from worker_client.driver import Driver
@@ -190,7 +191,7 @@ class Model:
                 "tokens": new.token_ids.tolist(),
                 "computed": new.num_computed_tokens,
                 "blocks": list(new.block_ids),
-                "seed": new.sampling.seed,
+                "seed": SamplingParams.of(new.extensions).seed,
             }
         assert len(self.rows) <= limits.max_num_seqs
         for req_id, blocks in output.new_block_ids.items():
@@ -403,7 +404,7 @@ def test_stop_tokens_of_the_model_that_it_cannot_produce_are_ignored():
     prompt = np.arange(3, dtype=np.int32)
     scheduler.add_request(GenerationRequest(id="a", prompt_token_ids=prompt, temperature=1e-5))
     (new,) = scheduler.schedule().scheduled_new_reqs
-    assert new.sampling.stop_token_ids == (EOS,)
+    assert SamplingParams.of(new.extensions).stop_token_ids == (EOS,)
 
 
 def test_what_no_step_can_admit_is_refused():
@@ -431,12 +432,12 @@ def test_requests_get_a_seed_where_they_need_one():
     assert len(set(seeds[2:])) == 20 and None not in seeds[2:]
     unseeded = GenerationRequest(id="a", prompt_token_ids=prompt, temperature=1.0)
     with pytest.raises(RequestError, match="seeded"):
-        unseeded.sampling(())
+        unseeded.extensions(())
     scheduler = Scheduler(make_limits())
     for name in "ab":
         scheduler.add_request(replace(unseeded, id=name))
     one, two = scheduler.schedule().scheduled_new_reqs
-    assert one.sampling.seed != two.sampling.seed
+    assert one.extensions != two.extensions
 
 
 def test_a_scheduler_that_is_stuck_ends_the_driver(fakes, connect):

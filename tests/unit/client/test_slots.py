@@ -8,7 +8,7 @@ import pytest
 
 from rpc_schema import codec, step
 from rpc_schema.errors import BadFrameError
-from rpc_schema.sampling import SamplingParams
+from rpc_schema.sampling import SamplingParams, TokenLogprobs
 from tests.support.fake_daemon import bitmap
 from worker_client.errors import InvalidSchedulerOutput
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
@@ -24,7 +24,7 @@ def new_request(req_id: str, num_tokens: int, num_computed: int = 0, blocks=(1,)
         num_prompt_tokens=num_tokens,
         num_computed_tokens=num_computed,
         block_ids=list(blocks),
-        sampling=SamplingParams(**sampling),
+        extensions=SamplingParams(**sampling).extensions(),
     )
 
 
@@ -257,7 +257,7 @@ def test_logprobs_are_cut_to_what_each_request_asked_for():
         epoch=3,
         seq=1,
         rank=0,
-        num_logprobs=2,
+        extensions=(TokenLogprobs(width=2),),
         slots=bitmap(range(3)),
         sampled_token_ids=np.array([0, 3, 6], "<i4").tobytes(),
     )

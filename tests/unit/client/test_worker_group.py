@@ -9,7 +9,6 @@ import pytest
 from rpc_schema.config import ParallelConfig
 from rpc_schema.errors import ErrorCode, ErrorReply, ErrorScope, TooLargeError
 from rpc_schema.lifecycle import MemoryChange
-from rpc_schema.sampling import SamplingParams
 from tests.support.fake_daemon import HELD, FakeDaemon, Fault, next_token
 from tests.support.waiting import wait_until
 from tests.unit.client.conftest import worker_config
@@ -47,7 +46,6 @@ def admit(req_id: str, num_tokens: int = 3, first_block: int = 1) -> SchedulerOu
         num_tokens,
         0,
         [first_block],
-        SamplingParams(),
     )
     return SchedulerOutput({req_id: num_tokens}, scheduled_new_reqs=[request])
 

@@ -13,6 +13,7 @@ from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import parse_model_config
 from worker_daemon.models.decoder import build_stage
 from worker_daemon.runner.input_batch import staging_capacity
+from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.step_memory import StageWidths, estimate_step_bytes, staging_values
@@ -166,7 +167,8 @@ def test_layers_take_what_a_stage_keeps_alive(heads, kv_heads, head_dim, inner_s
 @pytest.mark.parametrize(("max_model_len", "block"), [(64, 16), (5000, 1), (100, 64)])
 def test_columns_are_the_runners(max_num_seqs, max_model_len, block):
     sizes = limits(max_num_seqs, 2048, max_model_len, block)
-    assert staging_values(sizes) == staging_capacity(RequestState(sizes))
+    state = RequestState(sizes, make_parts(sizes, torch.device("cpu")))
+    assert staging_values(sizes) == staging_capacity(state)
 
 
 def test_a_step_has_no_more_tokens_than_its_rows_can_have():

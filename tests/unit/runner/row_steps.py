@@ -5,9 +5,17 @@ InputBuilder with. Knows nothing of how either keeps its rows.
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
+from worker_daemon.runner.parts.registry import make_parts
+from worker_daemon.runner.request_state import RequestState
+
+
+def request_state(limits):
+    """Rows without a request, and the parts that judge with them."""
+    return RequestState(limits, make_parts(limits, torch.device("cpu")))
 
 
 @dataclass
@@ -208,7 +216,7 @@ def encode(seq, plan, rows):
                 num_tokens=len(new.tokens),
                 num_prompt_tokens=new.num_prompt,
                 num_computed_tokens=new.computed,
-                sampling=new.sampling,
+                extensions=new.sampling.extensions(),
             )
             for new in plan.admissions
         ),

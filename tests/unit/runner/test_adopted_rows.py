@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
-from row_steps import Admission, NaiveRows, Plan, StepGenerator, encode, int32s
+from row_steps import Admission, NaiveRows, Plan, StepGenerator, encode, int32s, request_state
 
 from rpc_schema.adoption import MAX_PAGE_BYTES, MAX_ROW_BLOCKS
 from rpc_schema.sampling import SamplingParams
@@ -15,7 +15,6 @@ from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner import adoption, token_history
 from worker_daemon.runner.adoption import describe_requests
 from worker_daemon.runner.input_batch import InputBuilder
-from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_counts import MAX_TAKEN_BACK
 from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.scheduled_step import StepLimits
@@ -60,7 +59,7 @@ class Rank:
 
     def __init__(self, limits, history):
         self.rows = NaiveRows(limits)
-        self.state = RequestState(limits)
+        self.state = request_state(limits)
         self.builder = make_builder(self.state)
         self.history = history
         self.late = deque()
@@ -129,7 +128,7 @@ class Rank:
             expected = self.expected(row.slot, self.good, first_bad)
             assert (row.num_computed_tokens, blocks) == expected
             assert row.num_prompt_tokens == request.num_prompt
-            assert row.sampling == request.sampling
+            assert row.extensions == request.sampling.extensions()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -235,7 +234,7 @@ def test_row_keeps_the_kv_it_came_with_though_its_step_never_reached_the_device(
     told = {row.slot: (row, blocks) for row, _, blocks in rank.told(rank.state)}
     assert {slot: blocks for slot, (_, blocks) in told.items()} == {0: [], 1: [5, 6], 2: []}
     assert [told[slot][0].num_computed_tokens for slot in range(3)] == [0, 5, 0]
-    assert told[1][0].sampling.seed == 8
+    assert SamplingParams.of(told[1][0].extensions).seed == 8
     assert rank.told(rank.state) == [(row, [0] * row.num_tokens, b) for row, b in told.values()]
 
 
@@ -271,7 +270,7 @@ def test_tokens_that_wait_for_their_sampling_are_not_told():
 def test_long_rows_come_in_pages():
     length, count = MAX_PAGE_BYTES // 16, 9
     limits = StepLimits(count, count, length, 50, 16, 30)
-    state = RequestState(limits)
+    state = request_state(limits)
     builder = make_builder(state)
     rng = np.random.default_rng(3)
     plan = Plan(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from row_steps import Admission, NaiveRows, Plan, encode
+from row_steps import Admission, NaiveRows, Plan, encode, request_state
 
 from rpc_schema.sampling import SamplingParams
 from worker_daemon.distributed.tp import SingleRank
@@ -18,7 +18,6 @@ from worker_daemon.models.partition import partition_layers
 from worker_daemon.runner import cuda_graph
 from worker_daemon.runner.cuda_graph import GraphedProgram
 from worker_daemon.runner.input_batch import InputBuilder, staging_capacity
-from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.stage_program import (
@@ -174,7 +173,7 @@ class Rank:
             torch.zeros(LIMITS.num_blocks, 2, LIMITS.block_size, s.num_kv_heads, s.head_dim)
             for s in stage.kv_layer_specs
         ]
-        self.state = RequestState(LIMITS)
+        self.state = request_state(LIMITS)
         self.tables = RowTables(LIMITS, CPU, TorchRowKernels())
         staging = StaticStaging(staging_capacity(self.state))
         self.inputs = InputBuilder(self.state, self.tables, staging, ExactShapes())
@@ -186,6 +185,7 @@ class Rank:
             caches,
             EmbeddingFront(stage) if is_first else ArrivedFront(),
             ScoringBack(stage, sink) if is_last else SendingBack(),
+            self.state.parts,
         )
         if graphs is not None:
             self.capture(graphs, is_first)
@@ -373,6 +373,7 @@ def test_a_rehearsal_tells_what_all_graphs_take_and_leaves_none(
     inputs = SimpleNamespace(
         padding=lambda plan: SimpleNamespace(plan=plan, packed=NoColumns()),
         pad_by=lambda ladder, plans: None,
+        with_parts=lambda plans: plans,
     )
     programs = []
     runner = SimpleNamespace(inputs=inputs, use=programs.append)
@@ -404,6 +405,7 @@ class TracedRunner:
         self.inputs = SimpleNamespace(
             padding=lambda plan: SimpleNamespace(plan=plan, packed=NoColumns()),
             pad_by=lambda ladder, plans: setattr(self, "ladder", ladder),
+            with_parts=lambda plans: plans,
         )
 
     def use(self, program):

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from row_steps import NaiveRows, Plan, StepGenerator, encode
+from row_steps import NaiveRows, Plan, StepGenerator, encode, request_state
 
 from rpc_schema.sampling import SamplingParams
 from worker_daemon.runner.input_batch import InputBuilder
-from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.staging import HostStaging
@@ -115,6 +114,11 @@ def check_sample_rows(state, inputs, rows, ran):
     assert state.are_current(chosen.slots_np, chosen.generations).all()
 
 
+def metadata_of(state, chosen):
+    """How the rows are drawn, as their part tells the sampler."""
+    return state.parts.chooser.metadata(chosen.without_padding())
+
+
 def check_sampling(metadata, chosen, rows):
     params = [rows.requests[slot].sampling for slot in chosen.slots_np]
     for name in ("temperature", "top_p", "min_p"):
@@ -124,11 +128,7 @@ def check_sampling(metadata, chosen, rows):
     assert metadata.top_k[: len(params)].tolist() == [p.top_k for p in params]
     assert metadata.seeds[: len(params)].tolist() == [p.seed for p in params]
     assert metadata.positions.tolist() == chosen.positions_np.tolist()
-    num_generated = [
-        position - rows.requests[slot].num_prompt
-        for slot, position in zip(chosen.slots_np, chosen.positions_np, strict=True)
-    ]
-    assert chosen.are_plain == all(
+    assert (chosen.used == 0) == all(
         p.temperature == 0 and p.logprobs is None and not (p.min_tokens and p.stop_token_ids)
         for p in params
     )
@@ -137,15 +137,6 @@ def check_sampling(metadata, chosen, rows):
     assert metadata.any_top_k >= any(p.top_k for p in random)
     assert metadata.any_top_p >= any(p.top_p < 1 for p in random)
     assert metadata.any_min_p >= any(p.min_p for p in random)
-    asked = [p.logprobs for p in params if p.logprobs is not None]
-    assert metadata.num_logprobs == max(asked, default=-1)
-    bans = zip(metadata.ban_rows.tolist(), metadata.ban_token_ids.tolist(), strict=True)
-    assert sorted(bans) == sorted(
-        (row, token)
-        for row, (p, done) in enumerate(zip(params, num_generated, strict=True))
-        if done < p.min_tokens
-        for token in p.stop_token_ids
-    )
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -153,7 +144,7 @@ def check_sampling(metadata, chosen, rows):
 def test_gathered_tensors_equal_naive_ones_over_random_steps(seed, padded):
     rng = np.random.default_rng(100 + seed)
     limits = draw_limits(rng)
-    state, rows, steps = RequestState(limits), NaiveRows(limits), StepGenerator(rng, limits)
+    state, rows, steps = request_state(limits), NaiveRows(limits), StepGenerator(rng, limits)
     builder = make_builder(state, make_ladder(limits) if padded else None)
     published, num_from_device, num_padded = {}, 0, 0
     for seq in range(1, 200):
@@ -173,7 +164,7 @@ def test_gathered_tensors_equal_naive_ones_over_random_steps(seed, padded):
         check_attention(limits, inputs, inputs.attention(gathered, builder.tables), rows, ran)
         check_sample_rows(state, inputs, rows, ran)
         chosen = inputs.sample_rows
-        check_sampling(builder.sampling_metadata(chosen), chosen, rows)
+        check_sampling(metadata_of(state, chosen), chosen, rows)
         num_from_device += len(read)
         sampled = rng.integers(0, limits.vocab_size, chosen.slots_np.size)
         count = chosen.slots_np.size
@@ -191,7 +182,7 @@ def test_gathered_tensors_equal_naive_ones_over_random_steps(seed, padded):
 def test_steps_that_only_go_on_fill_the_columns_as_if_they_were_the_first(padded):
     rng = np.random.default_rng()
     limits = StepLimits(12, 200, 64, 50, 4, 300)
-    state, rows, steps = RequestState(limits), NaiveRows(limits), StepGenerator(rng, limits)
+    state, rows, steps = request_state(limits), NaiveRows(limits), StepGenerator(rng, limits)
     builder = make_builder(state, make_ladder(limits) if padded else None)
     seq = num_same = 0
 
@@ -203,8 +194,12 @@ def test_steps_that_only_go_on_fill_the_columns_as_if_they_were_the_first(padded
         step = state.apply(message, arrays)
         inputs = builder.build(step)
         other = make_builder(state, make_ladder(limits) if padded else None)
-        for name, column in other.build(step).columns._asdict().items():
-            assert getattr(inputs.columns, name).tolist() == column.tolist(), name
+        *columns, extra = other.build(step).columns
+        for name, own, column in zip(
+            inputs.columns._fields, inputs.columns[:-1], columns, strict=False
+        ):
+            assert own.tolist() == column.tolist(), name
+        assert extra == inputs.columns.extra == ()
         builder.note_publication(inputs.sample_rows.slots_np, seq)
         for slot in inputs.sample_rows.slots_np.tolist():
             rows.requests[slot].sampled.append(0)
@@ -241,7 +236,7 @@ def test_decodes_of_every_size_are_padded_to_the_next_of_the_ladder():
     sizes = decode_sizes(limits.max_num_seqs)
     assert sizes[:5] == [1, 2, 4, 8, 16]
     assert sizes[-1] >= limits.max_num_seqs > sizes[-2]
-    state = RequestState(limits)
+    state = request_state(limits)
     for count in range(1, limits.max_num_seqs + 1):
         step = state.dummy_step(1)._replace(
             slots=np.arange(count),
@@ -262,7 +257,7 @@ def test_decodes_of_every_size_are_padded_to_the_next_of_the_ladder():
 def test_other_steps_are_padded_to_the_next_number_of_tokens_unless_their_updates_do_not_fit():
     limits = StepLimits(20, 700, 600, 10, 4, 2000)
     ladder = make_ladder(limits)
-    empty = RequestState(limits).dummy_step(1)
+    empty = request_state(limits).dummy_step(1)
     for count in (*range(3, 700, 7), 512):
         step = empty._replace(
             slots=np.arange(2),
@@ -282,7 +277,7 @@ def test_other_steps_are_padded_to_the_next_number_of_tokens_unless_their_update
 
 def test_seeds_keep_all_their_bits():
     limits = StepLimits(8, 16, 8, 10, 4, 20)
-    state, rows = RequestState(limits), NaiveRows(limits)
+    state, rows = request_state(limits), NaiveRows(limits)
     steps = StepGenerator(np.random.default_rng(0), limits)
     builder, plan = make_builder(state), Plan()
     seeds = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62 + 12345, 2**63 - 1]
@@ -293,12 +288,12 @@ def test_seeds_keep_all_their_bits():
     plan.scheduled = dict.fromkeys(range(8), 1)
     plan.blocks = [(slot, 1) for slot in range(8)]
     inputs = builder.build(state.apply(*encode(1, plan, rows)))
-    assert builder.sampling_metadata(inputs.sample_rows).seeds.tolist() == seeds
+    assert metadata_of(state, inputs.sample_rows).seeds.tolist() == seeds
 
 
 def test_kept_rows_are_a_selection_of_all_columns():
     limits = StepLimits(6, 64, 8, 10, 4, 20)
-    state, rows = RequestState(limits), NaiveRows(limits)
+    state, rows = request_state(limits), NaiveRows(limits)
     steps = StepGenerator(np.random.default_rng(3), limits)
     plan = Plan(admissions=[steps.admission(slot) for slot in range(6)])
     plan.scheduled = {new.slot: len(new.tokens) - new.computed for new in plan.admissions}
@@ -316,7 +311,7 @@ def test_kept_rows_are_a_selection_of_all_columns():
 
 def test_dummy_step_reads_and_writes_the_null_block_alone():
     limits = StepLimits(4, 16, 8, 10, 4, 20)
-    state = RequestState(limits)
+    state = request_state(limits)
     builder = make_builder(state)
     inputs = builder.build(state.dummy_step(1))
     builder.tables.update(inputs.columns)

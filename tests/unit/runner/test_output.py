@@ -5,15 +5,16 @@ import pytest
 import torch
 
 from rpc_schema.codec import decode_step_reply, encode_step
+from rpc_schema.sampling import TokenLogprobs
 from tests.support.fake_daemon import named_slots
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.pp import STATUS_FAILED, STATUS_MISMATCH, STATUS_OK
 from worker_daemon.errors import CommError
 from worker_daemon.runner.output import NoTokens, ReplyIdentity, StepOutput
+from worker_daemon.runner.parts.interface import Report
+from worker_daemon.runner.parts.step_parts import SamplerOutput
 from worker_daemon.runner.slot_bitmap import SlotBitmaps, slot_bitmap
 from worker_daemon.runner.token_history import NoHistory, Sampled
-from worker_daemon.sample.logprobs import LogprobTensors
-from worker_daemon.sample.sampler import SamplerOutput
 
 LINK = Link(1, torch.device("cpu"))
 IDENTITY = ReplyIdentity(epoch=4, seq=17, rank=3)
@@ -36,12 +37,13 @@ def test_tokens_and_logprobs_come_back_from_their_bytes():
     rng = np.random.default_rng(0)
     slots = np.array([0, 7, 300, 65534])
     token_ids = rng.integers(0, 2**31 - 1, 4)
-    logprobs = LogprobTensors(
+    reported = (
         torch.from_numpy(rng.integers(0, 1000, (4, 6)).astype(np.int32)),
         torch.from_numpy(rng.standard_normal((4, 6)).astype(np.float32)),
         torch.from_numpy(rng.integers(1, 1000, 4).astype(np.int32)),
     )
-    sampled = SamplerOutput(torch.from_numpy(token_ids), logprobs)
+    report = Report(TokenLogprobs(width=5), reported)
+    sampled = SamplerOutput(torch.from_numpy(token_ids), (report,))
     reply, frames = StepOutput(
         IDENTITY, *columns(slots), sampled, status(STATUS_OK), LINK, HISTORY
     ).result()
@@ -49,38 +51,36 @@ def test_tokens_and_logprobs_come_back_from_their_bytes():
     assert (received.epoch, received.seq, received.rank) == (4, 17, 3)
     assert named_slots(received.slots) == slots.tolist()
     assert np.frombuffer(received.sampled_token_ids, "<i4").tolist() == token_ids.tolist()
-    assert received.num_logprobs == 5
-    ids, values, ranks = frames
-    assert ids == logprobs.token_ids.numpy().astype("<i4").tobytes()
-    assert values == logprobs.logprobs.numpy().astype("<f4").tobytes()
-    assert ranks == logprobs.ranks.numpy().astype("<i4").tobytes()
+    assert received.extensions == (TokenLogprobs(width=5),)
+    assert frames == [column.numpy().tobytes() for column in reported]
 
 
 def test_strided_columns_are_sent_row_by_row():
     ids = torch.arange(12, dtype=torch.int32).view(3, 4).t()
-    logprobs = LogprobTensors(ids, ids.float(), torch.arange(4, dtype=torch.int32))
-    sampled = SamplerOutput(torch.arange(4), logprobs)
+    columns_of_report = (ids, ids.float(), torch.arange(4, dtype=torch.int32))
+    report = Report(TokenLogprobs(width=2), columns_of_report)
+    sampled = SamplerOutput(torch.arange(4), (report,))
     _, frames = StepOutput(
         IDENTITY, *columns(np.arange(4)), sampled, status(STATUS_OK), LINK, HISTORY
     ).result()
     assert np.frombuffer(frames[0], "<i4").reshape(4, 3).tolist() == ids.tolist()
 
 
-def test_no_logprobs_means_no_frames():
-    sampled = SamplerOutput(torch.tensor([5]), None)
+def test_no_report_means_no_frames():
+    sampled = SamplerOutput(torch.tensor([5]))
     reply, frames = StepOutput(
         IDENTITY, *columns(np.array([2])), sampled, status(STATUS_OK), LINK, HISTORY
     ).result()
-    assert (reply.num_logprobs, frames) == (-1, [])
+    assert (reply.extensions, frames) == ((), [])
     reply, frames = NoTokens(IDENTITY, status(STATUS_OK), LINK, HISTORY).result()
-    assert (reply.slots, reply.sampled_token_ids, reply.num_logprobs, frames) == (b"", b"", -1, [])
+    assert (reply.slots, reply.sampled_token_ids, reply.extensions, frames) == (b"", b"", (), [])
 
 
 @pytest.mark.parametrize(
     ("value", "message"), [(STATUS_FAILED, "earlier pipeline stage"), (STATUS_MISMATCH, "relink")]
 )
 def test_failure_upstream_is_raised_when_the_reply_is_taken(value, message):
-    sampled = SamplerOutput(torch.tensor([5]), None)
+    sampled = SamplerOutput(torch.tensor([5]))
     for output in (
         StepOutput(IDENTITY, *columns(np.array([2])), sampled, status(value), LINK, HISTORY),
         NoTokens(IDENTITY, status(value), LINK, HISTORY),

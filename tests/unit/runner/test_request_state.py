@@ -7,12 +7,22 @@ from dataclasses import fields, is_dataclass
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from row_steps import Admission, NaiveRows, Plan, StepGenerator, bitmap, encode, int32s, uint16s
+from row_steps import (
+    Admission,
+    NaiveRows,
+    Plan,
+    StepGenerator,
+    bitmap,
+    encode,
+    int32s,
+    request_state,
+    uint16s,
+)
 
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel
 from worker_daemon.errors import InvalidStepError, PrecededByError
-from worker_daemon.runner.request_state import MAX_UNSAMPLED_STEPS, RequestState
+from worker_daemon.runner.request_state import MAX_UNSAMPLED_STEPS
 from worker_daemon.runner.scheduled_step import StepLimits
 
 LIMITS = StepLimits(
@@ -56,8 +66,9 @@ def everything(state):
     which only go on keep elsewhere."""
     state = copy.deepcopy(state)
     assert state.counts is state._counts
-    kept = {k: flatten(v) for k, v in vars(state).items() if k not in MEMOS}
-    return kept | {"steps": len(state._record._steps)}
+    kept = {k: flatten(v) for k, v in vars(state).items() if k not in (*MEMOS, "parts")}
+    uses = state.parts._has.tolist(), state.parts._uses.tolist()
+    return kept | {"steps": len(state._record._steps), "parts": uses}
 
 
 def check_step(step, ran, plan, rows):
@@ -107,7 +118,7 @@ def check_counts(state, rows, seq):
 def test_rows_follow_a_plain_dict_over_random_steps(seed):
     rng = np.random.default_rng(seed)
     limits = draw_limits(rng) if seed else LIMITS
-    state, rows, steps = RequestState(limits), NaiveRows(limits), StepGenerator(rng, limits)
+    state, rows, steps = request_state(limits), NaiveRows(limits), StepGenerator(rng, limits)
     num_samples = 0
     for seq in range(1, 250):
         plan = steps.draw(rows)
@@ -268,18 +279,18 @@ def new_all_computed(rng, message, arrays, rows):
 
 def new_unknown_stop_token(rng, message, arrays, rows):
     params = SamplingParams(stop_token_ids=(0, rows.limits.vocab_size))
-    broken = with_request(rng, message, sampling=params)
+    broken = with_request(rng, message, extensions=params.extensions())
     return broken and (broken, arrays, "stop_token_ids")
 
 
 def new_more_logprobs_than_tokens(rng, message, arrays, rows):
-    broken = with_request(rng, message, sampling=SamplingParams(logprobs=20))
+    broken = with_request(rng, message, extensions=SamplingParams(logprobs=20).extensions())
     return broken and (broken, arrays, "logprobs")
 
 
 def new_temperature_too_small(rng, message, arrays, rows):
     params = SamplingParams(temperature=pick(rng, [1e-300, 1e-40, 9e-6]))
-    broken = with_request(rng, message, sampling=params)
+    broken = with_request(rng, message, extensions=params.extensions())
     return broken and (broken, arrays, "temperature")
 
 
@@ -499,7 +510,7 @@ MUTATIONS = [
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
 def test_broken_step_is_refused_by_name_and_leaves_no_trace(mutate):
     rng = np.random.default_rng(MUTATIONS.index(mutate))
-    state, rows, steps = RequestState(LIMITS), NaiveRows(LIMITS), StepGenerator(rng, LIMITS)
+    state, rows, steps = request_state(LIMITS), NaiveRows(LIMITS), StepGenerator(rng, LIMITS)
     num_broken = 0
     for seq in range(1, 90):
         plan = steps.draw(rows)
@@ -589,7 +600,7 @@ def broken_decodes(rng, message, rows):
 def test_runs_of_decodes_follow_a_plain_dict_and_refuse_what_is_broken(seed):
     rng = np.random.default_rng(seed)
     limits = StepLimits(12, 400, 41, 19, 2 ** int(rng.integers(1, 4)), 30)
-    state, rows, steps = RequestState(limits), NaiveRows(limits), StepGenerator(rng, limits)
+    state, rows, steps = request_state(limits), NaiveRows(limits), StepGenerator(rng, limits)
     slots = sorted(rng.permutation(12)[: int(rng.integers(1, 13))].tolist())
     if seed == 0:
         slots = list(range(2, 9))
@@ -631,7 +642,7 @@ def test_runs_of_decodes_follow_a_plain_dict_and_refuse_what_is_broken(seed):
 
 @pytest.mark.parametrize("last_block_at", [1, 3])
 def test_decodes_end_at_max_model_len_where_blocks_would_reach_further(last_block_at):
-    state = RequestState(StepLimits(4, 40, 10, 50, 4, 30))
+    state = request_state(StepLimits(4, 40, 10, 50, 4, 30))
     admit(state, 0, 5, num_blocks=3 if last_block_at == 1 else 2)
     for seq in range(2, 7):
         more = seq == last_block_at
@@ -645,13 +656,13 @@ def test_decodes_end_at_max_model_len_where_blocks_would_reach_further(last_bloc
 def test_more_tokens_than_a_batch_holds_are_refused():
     limits = StepLimits(4, 10, 32, 50, 4, 30)
     with pytest.raises(InvalidStepError, match="max_num_batched_tokens is 10") as refused:
-        admit(RequestState(limits), 0, 11)
+        admit(request_state(limits), 0, 11)
     assert refused.value.field == "total_num_scheduled_tokens"
 
 
 def test_context_ends_at_max_model_len():
     limits = StepLimits(4, 40, 5, 50, 4, 30)
-    state = RequestState(limits)
+    state = request_state(limits)
     admit(state, 0, 4, num_blocks=2)
     assert state.apply(decode(2, [0]), []).starts.tolist() == [4]
     with pytest.raises(InvalidStepError, match="max_model_len is 5"):
@@ -660,7 +671,7 @@ def test_context_ends_at_max_model_len():
 
 def test_count_that_would_wrap_an_int32_is_refused():
     limits = StepLimits(4, 2**31 - 1, 64, 50, 4, 30)
-    state = RequestState(limits)
+    state = request_state(limits)
     admit(state, 0, 8, schedule=5)
     counts = int32s(0, 2**31 - 1)
     with pytest.raises(InvalidStepError, match="num_scheduled_tokens"):
@@ -670,7 +681,7 @@ def test_count_that_would_wrap_an_int32_is_refused():
 
 
 def test_deferred_samplings_are_bounded_and_taken_once():
-    state = RequestState(LIMITS)
+    state = request_state(LIMITS)
     admit(state, 0, 20, schedule=1)
     for seq in range(2, 2 + MAX_UNSAMPLED_STEPS):
         state.apply(decode(seq, [0], defer_sampling=True), [])
@@ -685,7 +696,7 @@ def test_deferred_samplings_are_bounded_and_taken_once():
 
 
 def test_failure_stands_until_a_resynchronisation():
-    state = RequestState(LIMITS)
+    state = request_state(LIMITS)
     state.raise_if_failed()
     with pytest.raises(InvalidStepError):
         state.apply(decode(7, [3]), [])
@@ -701,7 +712,7 @@ def test_failure_stands_until_a_resynchronisation():
 
 
 def test_resynchronisation_frees_the_slots_it_does_not_name():
-    state = RequestState(LIMITS)
+    state = request_state(LIMITS)
     for slot in (0, 3, 8):
         admit(state, slot, 4, seq=1 + slot)
     state.apply(decode(20, [], resync=int32s(3, 4, 5, 1)), [])
@@ -715,7 +726,7 @@ def test_resynchronisation_frees_the_slots_it_does_not_name():
 
 
 def test_drop_all_forgets_requests_failures_and_deferred_samplings():
-    state = RequestState(LIMITS)
+    state = request_state(LIMITS)
     admit(state, 2, 4, defer_sampling=True)
     state.mark_failed(1)
     state.drop_all()
@@ -726,7 +737,7 @@ def test_drop_all_forgets_requests_failures_and_deferred_samplings():
 
 
 def test_dummy_step_lies_on_a_row_that_no_request_can_have():
-    state = RequestState(LIMITS)
+    state = request_state(LIMITS)
     step = state.dummy_step(5)
     assert (step.seq, step.slots.tolist(), step.total_num_tokens) == (5, [LIMITS.max_num_seqs], 1)
     assert not step.samples.any()

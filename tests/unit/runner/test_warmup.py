@@ -4,10 +4,11 @@ large as it gets."""
 import numpy as np
 import pytest
 import torch
+from row_steps import request_state
 
 from rpc_schema.lifecycle import CompileOrWarmUpModel, DetermineAvailableMemory
+from rpc_schema.sampling import SamplingParams
 from worker_daemon.kernels.tiles import DeviceLimits, choose_num_splits, decode_tile, run_at_once
-from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.warmup import decode_sweep, largest_step, size_sweep, warm_up_steps
 
@@ -43,18 +44,19 @@ ALL_LIMITS = TINY + [random_limits(seed) for seed in range(150)]
 def test_warm_up_steps_are_valid_within_any_limits():
     request = CompileOrWarmUpModel(epoch=3, link=2, seq=9)
     for limits in ALL_LIMITS:
-        state = RequestState(limits)
+        state = request_state(limits)
         steps = [state.apply(s.message, s.arrays) for s in warm_up_steps(request, limits)]
         assert len(steps) >= 2
         assert all(step.samples.all() and step.slots.size for step in steps)
-        kinds = {step.new_requests[0].sampling.temperature for step in steps if step.new_requests}
+        admitting = [step.new_requests[0] for step in steps if step.new_requests]
+        kinds = {SamplingParams.of(new.extensions).temperature for new in admitting}
         assert kinds == {0.0, 1.0}
         assert not state.has_failed
 
 
 def test_warm_up_decodes_where_a_second_token_fits():
     limits = StepLimits(8, 64, 64, 10, 16, 20)
-    state = RequestState(limits)
+    state = request_state(limits)
     request = CompileOrWarmUpModel(epoch=1, link=1, seq=1)
     steps = [state.apply(s.message, s.arrays) for s in warm_up_steps(request, limits)]
     assert [bool(step.new_requests) for step in steps] == [True, False, True, False]
@@ -63,7 +65,7 @@ def test_warm_up_decodes_where_a_second_token_fits():
 def test_the_sweep_is_valid_and_reaches_every_order_of_magnitude():
     request = CompileOrWarmUpModel(epoch=3, link=2, seq=9)
     for limits in ALL_LIMITS:
-        state = RequestState(limits)
+        state = request_state(limits)
         steps = [state.apply(s.message, s.arrays) for s in size_sweep(request, limits)]
         assert not state.has_failed
         totals = [step.total_num_tokens for step in steps]
@@ -80,7 +82,7 @@ def test_the_sweep_is_valid_and_reaches_every_order_of_magnitude():
 def test_the_sweep_of_decodes_is_valid():
     request = CompileOrWarmUpModel(epoch=3, link=2, seq=9)
     for limits in ALL_LIMITS[::4]:
-        state = RequestState(limits)
+        state = request_state(limits)
         steps = [state.apply(s.message, s.arrays) for s in decode_sweep(request, limits)]
         assert not state.has_failed
         assert all(step.num_tokens.max() == 1 and step.samples.all() for step in steps)
@@ -103,7 +105,7 @@ def test_the_sweep_of_decodes_takes_every_kernel_that_a_decode_takes(num_kv_head
         tile = decode_tile(num_programs, keys, 4, 128, torch.bfloat16, device)
         return splits > 1, run_at_once(num_programs, device), tile
 
-    state, swept = RequestState(limits), set()
+    state, swept = request_state(limits), set()
     for synthetic in decode_sweep(CompileOrWarmUpModel(epoch=1, link=1, seq=1), limits):
         step = state.apply(synthetic.message, synthetic.arrays)
         swept.add(kernel(step.slots.size, step.longest))
@@ -117,7 +119,7 @@ def test_largest_step_fills_the_batch_and_every_row():
     for limits in ALL_LIMITS:
         num_seqs = limits.max_num_seqs
         synthetic = largest_step(request, limits)
-        step = RequestState(limits).apply(synthetic.message, synthetic.arrays)
+        step = request_state(limits).apply(synthetic.message, synthetic.arrays)
         assert step.slots.size == step.samples.sum() == num_seqs
         assert step.total_num_tokens == min(
             limits.max_num_batched_tokens, num_seqs * limits.max_model_len

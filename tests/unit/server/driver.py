@@ -33,7 +33,6 @@ from rpc_schema.config import (
     SchedulerConfig,
 )
 from rpc_schema.kv_cache import KVCacheConfig
-from rpc_schema.sampling import SamplingParams
 from rpc_schema.version import PROTOCOL_VERSION
 
 START_LIMIT_S = 20.0
@@ -253,7 +252,6 @@ def new_request(req_id: str) -> step.NewRequestData:
         num_tokens=1,
         num_prompt_tokens=1,
         num_computed_tokens=0,
-        sampling=SamplingParams(),
     )
 
 

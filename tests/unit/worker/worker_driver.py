@@ -149,7 +149,7 @@ class WorkerDriver:
                     num_tokens=len(tokens),
                     num_prompt_tokens=len(tokens),
                     num_computed_tokens=hit[0][0] if hit else 0,
-                    sampling=params,
+                    extensions=params.extensions(),
                 )
                 for slot, tokens, params, *hit in new
             ),
@@ -170,7 +170,8 @@ class WorkerDriver:
         """Samples a deferred step. masks: {slot: bool [V]}."""
         masks = masks or {}
         frames = [pack_masks(list(masks.values()))] if masks else []
-        message = step.SampleTokens(**self.ids(), step_seq=step_seq, mask_slots=uint16s(masks))
+        extensions = (sampling.GrammarMasks(slots=uint16s(masks)),) if masks else ()
+        message = step.SampleTokens(**self.ids(), step_seq=step_seq, extensions=extensions)
         return self.read(self.worker.sample_tokens(message, frames))
 
     def read(self, pending):
@@ -178,8 +179,8 @@ class WorkerDriver:
         slots = named_slots(reply.slots)
         tokens = np.frombuffer(reply.sampled_token_ids, "<i4").tolist()
         sampled = {slot: Sampled(token) for slot, token in zip(slots, tokens, strict=True)}
-        if reply.num_logprobs >= 0:
-            width = reply.num_logprobs + 1
+        for report in reply.extensions:
+            width = report.width + 1
             ids = np.frombuffer(frames[0], "<i4").reshape(-1, width).tolist()
             values = np.frombuffer(frames[1], "<f4").reshape(-1, width).tolist()
             ranks = np.frombuffer(frames[2], "<i4").tolist()

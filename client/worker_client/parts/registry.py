@@ -1,0 +1,96 @@
+"""Which features there are, and what the driver asks of all of them together. A new feature is its
+file and its line here; its structs are registered in rpc_schema/extensions.py.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+from rpc_schema.codec import Frame
+from rpc_schema.errors import BadFrameError
+from rpc_schema.extensions import ReplyExtension, RequestExtension
+from worker_client.parts.interface import Fault, ModelBounds, RequestPart
+from worker_client.parts.sampling import LogprobsPart, RandomSamplingPart, StopTokensPart
+
+Extensions: TypeAlias = tuple[RequestExtension, ...]
+"""A request's."""
+
+PARTS: Final[tuple[RequestPart, ...]] = (RandomSamplingPart(), StopTokensPart(), LogprobsPart())
+
+_OF_REQUEST: Final[Mapping[type, RequestPart]] = MappingProxyType(
+    {part.extension: part for part in PARTS}
+)
+_OF_REPLY: Final[Mapping[type, RequestPart]] = MappingProxyType(
+    {part.reply_extension: part for part in PARTS if part.reply_extension is not None}
+)
+KINDS: Final = tuple(_OF_REQUEST)
+"""Types of extensions that a request may carry."""
+
+
+def find_fault(extension: RequestExtension, bounds: ModelBounds) -> Fault | None:
+    """Return what is wrong with an extension whose fields are in their bounds."""
+    return _OF_REQUEST[type(extension)].find_fault(extension, bounds)
+
+
+def reports(extensions: Extensions) -> bool:
+    """Whether replies tell anything of a request beside its tokens."""
+    return any(_OF_REQUEST[type(each)].reply_extension is not None for each in extensions)
+
+
+def prefix_root(extensions: Extensions) -> bytes:
+    """Return what a request's first block hash is chained to: empty where its extensions do not
+    change what its tokens mean."""
+    salts = [(each, _OF_REQUEST[type(each)].prefix_salt(each)) for each in extensions]
+    named = [type(each).__name__.encode() + b"\0" + salt for each, salt in salts if salt]
+    if not named:
+        return b""
+    digest = blake2b(digest_size=16)
+    for salt in sorted(named):
+        digest.update(len(salt).to_bytes(4, "little") + salt)
+    return digest.digest()
+
+
+def may_start(extensions: Extensions, running: Iterable[Extensions]) -> bool:
+    """Whether a request may be scheduled beside those that run."""
+    limiting = [each for each in extensions if _OF_REQUEST[type(each)].limits_running]
+    if not limiting:
+        return True
+    others = list(running)
+    return all(
+        _OF_REQUEST[type(each)].may_start(
+            each, [own for theirs in others for own in theirs if type(own) is type(each)]
+        )
+        for each in limiting
+    )
+
+
+def read_reports(
+    extensions: Sequence[ReplyExtension],
+    frames: Sequence[Frame],
+    req_ids: Sequence[str],
+    asked: Mapping[str, Extensions],
+) -> Mapping[type[ReplyExtension], Mapping[str, Any]]:
+    """Return what a reply reports beside tokens, by kind of extension and request id. asked: the
+    extensions of the requests that it may report of.
+
+    Raises:
+        BadFrameError: the frames do not fit.
+    """
+    found: dict[type[ReplyExtension], Mapping[str, Any]] = {}
+    expected = sum(extension.num_frames for extension in extensions)
+    if len(frames) != expected:
+        raise BadFrameError(f"{len(frames)} frames; the extensions of the reply have {expected}")
+    first = 0
+    for extension in extensions:
+        part = _OF_REPLY[type(extension)]
+        own = frames[first : first + extension.num_frames]
+        first += extension.num_frames
+        theirs = {
+            req_id: each
+            for req_id, carried in asked.items()
+            for each in carried
+            if type(each) is part.extension
+        }
+        found[type(extension)] = part.read_reply(extension, own, req_ids, theirs)
+    return found

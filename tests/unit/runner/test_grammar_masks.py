@@ -1,0 +1,103 @@
+"""Grammar masks against loops over bits, and their refusals."""
+
+import numpy as np
+import pytest
+import torch
+
+from rpc_schema.sampling import GrammarMasks
+from tests.support.sample_rows import sample_rows
+from worker_daemon.errors import InvalidStepError
+from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart
+from worker_daemon.runner.parts.interface import PartContext
+from worker_daemon.runner.parts.registry import make_parts
+from worker_daemon.runner.scheduled_step import StepLimits
+
+CPU = torch.device("cpu")
+
+
+def limits(vocab_size):
+    return StepLimits(64, 64, 64, vocab_size, 4, 8)
+
+
+def read(slots, words, vocab_size):
+    part = GrammarMasksPart(PartContext(limits(vocab_size), CPU))
+    return part, part.judge_step(GrammarMasks(slots=slots), [words], limits(vocab_size))
+
+
+def masked(part, masks, logits, slots):
+    return part.adjust_logits(logits, sample_rows(slots), masks)
+
+
+def pack(allowed):
+    """bool [M, V] -> int32 words, bit by bit."""
+    num_words = -(-allowed.shape[1] // 32)
+    words = np.zeros((allowed.shape[0], num_words), np.uint32)
+    for row, token in np.argwhere(allowed):
+        words[row, token // 32] |= np.uint32(1 << (token % 32))
+    return words.astype("<u4").tobytes()
+
+
+def random_masks(rng, num_masks, vocab_size):
+    allowed = rng.random((num_masks, vocab_size)) < rng.uniform(0.05, 0.9)
+    allowed[np.arange(num_masks), rng.integers(0, vocab_size, num_masks)] = True
+    return allowed
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 64, 1000])
+def test_masked_logits_equal_a_loop(vocab_size):
+    rng = np.random.default_rng(vocab_size)
+    for _ in range(20):
+        slots = rng.permutation(40)[: rng.integers(1, 12)].astype(np.int64)
+        named = rng.permutation(np.append(slots, rng.permutation(np.arange(40, 50))[:2]))
+        named = named[: rng.integers(1, named.size + 1)]
+        allowed = random_masks(rng, named.size, vocab_size)
+        part, masks = read(named.astype("<u2").tobytes(), pack(allowed), vocab_size)
+        logits = rng.standard_normal((slots.size, vocab_size)).astype(np.float32)
+        expected = logits.copy()
+        for slot, row in zip(named, allowed, strict=True):
+            for index in np.flatnonzero(slots == slot):
+                expected[index, ~row] = -np.inf
+        out = masked(part, masks, torch.from_numpy(logits), slots)
+        assert np.array_equal(out.numpy(), expected)
+
+
+def test_no_mask_of_the_step_changes_nothing():
+    logits, slots = torch.randn(2, 40), np.array([1, 2])
+    part, other = read(b"\7\0", pack(np.ones((1, 40), np.bool_)), 40)
+    assert masked(part, other, logits, slots) is logits
+    assert masked(part, None, logits, slots) is logits
+
+
+def test_bits_behind_the_vocabulary_are_ignored():
+    words = np.full((1, 2), -1, "<i4").tobytes()
+    assert read(b"\0\0", words, 33)[1].allowed.shape == (1, 33)
+    only_behind = np.array([[0, 2]], "<i4").tobytes()
+    with pytest.raises(InvalidStepError, match="no bit set"):
+        read(b"\0\0", only_behind, 33)
+
+
+@pytest.mark.parametrize(
+    ("slots", "frames", "field"),
+    [
+        (b"\1", [bytes(8)], "masks.slots"),
+        (b"\1\0", [], "arrays"),
+        (b"", [b"x"], "masks"),
+        (b"\1\0", [b"\1" * 4], "masks"),
+        (b"\1\0", [b"\1" * 12], "masks"),
+        (b"\1\0", [b"\1" * 8, b"\1" * 8], "arrays"),
+        (b"\1\0\2\0", [b"\1" * 8], "masks"),
+        (b"\1\0\2\0", [b"\1" * 8 + bytes(8)], "masks"),
+    ],
+)
+def test_masks_that_do_not_fit_are_refused(slots, frames, field):
+    parts = make_parts(limits(40), CPU)
+    with pytest.raises(InvalidStepError) as refused:
+        parts.judge_step((GrammarMasks(slots=slots),), frames, limits(40))
+    assert refused.value.field == field
+
+
+def test_a_step_has_masks_once():
+    parts, one = make_parts(limits(40), CPU), GrammarMasks(slots=b"\0\0")
+    with pytest.raises(InvalidStepError) as refused:
+        parts.judge_step((one, one), [b"\1" * 8] * 2, limits(40))
+    assert (refused.value.field, refused.value.value) == ("extensions", "GrammarMasks")

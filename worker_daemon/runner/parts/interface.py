@@ -1,0 +1,143 @@
+"""What a part of a step is: one optional feature, with everything that it adds to a step in one
+object. A step that uses no part pays one test of an integer.
+
+Letters: R rows that sample, V vocabulary, N tokens, H hidden size, S rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from rpc_schema.codec import Frame
+from rpc_schema.extensions import ReplyExtension, RequestExtension, StepExtension
+from rpc_schema.step import NewRequestData
+from worker_daemon.runner.sample_rows import SampleRows
+from worker_daemon.runner.scheduled_step import Int32s, ScheduledStep, StepLimits
+
+Per: TypeAlias = Literal["token", "sequence", "sample"]
+"""What a step's column has an entry for: each of its tokens, of its sequences, of those that
+sample."""
+
+NO_BYTES: Final = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a part adds to a step's reply."""
+
+    extension: ReplyExtension
+    columns: tuple[Tensor, ...]
+    """On the device; as many as the extension has frames."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartContext:
+    """What a part is made for."""
+
+    limits: StepLimits
+    device: torch.device
+
+    @property
+    def num_rows(self) -> int:
+        """S, the spare row included."""
+        return self.limits.max_num_seqs + 1
+
+
+class StepPart:
+    """One feature. Here it does nothing: a part overrides what it is about.
+
+    One object serves a runner, on the step thread alone; it owns the feature's state of the S rows.
+    Whatever judges is pure and told nothing that differs between ranks, so that all ranks accept or
+    refuse alike. What a request has of the feature is kept with its row, and told to a driver that
+    adopts the request, as it was admitted.
+    """
+
+    request_extension: ClassVar[type[RequestExtension] | None] = None
+    """What a request that uses the part carries; None where no request does."""
+    step_extension: ClassVar[type[StepExtension] | None] = None
+    """What a step that uses the part carries; None where no step does."""
+    heaviest: ClassVar[RequestExtension | None] = None
+    """What the steps of the memory profile and of warm-up carry; None: the part launches nothing of
+    its own for a request."""
+    columns: ClassVar[tuple[Per, ...]] = ()
+    """int32 columns that a step brings to the device for the forward pass."""
+    in_forward: ClassVar[bool] = False
+    """It acts around the forward pass: steps that use it have graphs of their own."""
+
+    def __init__(self, context: PartContext) -> None:
+        """Make what the feature keeps of the rows, all of which are free."""
+
+    # Judging.
+
+    def judge(self, extension: Any, request: NewRequestData, limits: StepLimits) -> None:
+        """Check what a new request has of the feature.
+
+        Raises:
+            InvalidStepError: names field, value and fix. Nothing was applied.
+        """
+
+    def judge_step(self, extension: Any, frames: Sequence[Frame], limits: StepLimits) -> Any:
+        """Check what a step has of the feature, and return it as `adjust_logits` wants it. frames:
+        as many as the extension has. Raises as judge does."""
+        return extension
+
+    # Rows.
+
+    def uses(self, extension: Any) -> bool:
+        """Whether steps of a request with this extension use the part."""
+        return True
+
+    def admit(self, requests: Sequence[NewRequestData], extensions: Sequence[Any | None]) -> None:
+        """Requests begin in their slots. extensions: of each its own of the part, or None. Called
+        where one of them has it, or a former request of one of the slots had."""
+
+    # The forward pass of a step in which a row uses the part. May be captured, but for fill.
+
+    def fill(self, columns: Sequence[Int32s], step: ScheduledStep) -> None:
+        """Fill the step's columns, which hold zeros; what is behind the step's own entries is
+        padding, and stays zero."""
+
+    def before_forward(self, hidden: Tensor, columns: Sequence[Tensor]) -> Tensor:
+        """hidden [N, H], what the first layer of this stage gets -> the same, or another."""
+        return hidden
+
+    def after_forward(self, hidden: Tensor, columns: Sequence[Tensor]) -> Tensor:
+        """hidden [N, H], what the last layer of this stage gave away -> the same, or another."""
+        return hidden
+
+    # Sampling, on the last stage alone.
+
+    def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: Any | None) -> Tensor:
+        """Return logits [R, V] in the model's dtype, those given or others: they stay as they are.
+        rows: without padding. brought: what judge_step made of the step's extension, if it has
+        one. Never waits for the device."""
+        return logits
+
+    def report(self, logits: Tensor, token_ids: Tensor, rows: SampleRows) -> Report | None:
+        """Return what the reply is to tell. logits [R, V] as adjust_logits left them; token_ids
+        int64 [R], NO_TOKEN where there was none to choose."""
+        return None
+
+    # Memory.
+
+    @staticmethod
+    def row_bytes() -> int:
+        """Return what the part keeps on the device for each of the S rows."""
+        return NO_BYTES
+
+    @staticmethod
+    def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
+        """Return what it takes for a step that samples num_rows rows, beside their logits.
+        itemsize: bytes of the model's dtype."""
+        return NO_BYTES
+
+
+class TokenChooser(Protocol):
+    """What chooses tokens once all parts have adjusted the logits."""
+
+    def choose(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        """Return int64 [R], a token for each row of logits [R, V], NO_TOKEN where there are no
+        numbers to choose by. rows: without padding. Never waits for the device."""

@@ -1,0 +1,101 @@
+"""Random sampling: each row's temperature, filters and seed, on the device; and the choice of
+tokens, which greedy rows take part in at a temperature of 0.
+
+Shapes: S rows, R rows that sample, V vocabulary, Q admissions.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rpc_schema.sampling import MIN_TEMPERATURE, RandomSampling
+from rpc_schema.step import NewRequestData
+from worker_daemon.device.pinned import upload
+from worker_daemon.runner.parts.interface import PartContext, StepPart
+from worker_daemon.runner.sample_rows import SampleRows
+from worker_daemon.runner.scheduled_step import Int32s, StepLimits, invalid
+from worker_daemon.sample.sampler import SamplingMetadata
+from worker_daemon.sample.sampling_provider import probe_sampling
+
+_TABLE_COLUMNS: Final = 6
+"""int32 values of a row: temperature, top_p and min_p as float32 bits, top_k, then the seed's low
+and high half."""
+_INT32: Final = 4
+_GREEDY: Final = RandomSampling()
+
+
+class RandomSamplingPart(StepPart):
+    """Chooses tokens by (seed, position, logits)."""
+
+    request_extension = RandomSampling
+    heaviest = RandomSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, seed=1)
+
+    def __init__(self, context: PartContext) -> None:
+        self._sampling = probe_sampling(context.device)
+        shape = (context.num_rows, _TABLE_COLUMNS)
+        self._table = torch.zeros(shape, dtype=torch.int32, device=context.device)
+        self._features = np.zeros((context.num_rows, 4), np.bool_)
+        """[S]: draws, and of those that do: has a top_k, a top_p, a min_p."""
+
+    def judge(self, extension: RandomSampling, request: NewRequestData, limits: StepLimits) -> None:
+        if 0 < extension.temperature < MIN_TEMPERATURE:
+            field = f"scheduled_new_reqs[{request.req_id}].temperature"
+            fix = f"0 for the most likely token, or at least {MIN_TEMPERATURE}"
+            raise invalid(field, extension.temperature, fix)
+
+    def uses(self, extension: RandomSampling) -> bool:
+        return extension.temperature > 0
+
+    def admit(
+        self, requests: Sequence[NewRequestData], extensions: Sequence[RandomSampling | None]
+    ) -> None:
+        rows = np.empty((len(requests), 1 + _TABLE_COLUMNS), np.int32)
+        for row, request, drawn in zip(rows, requests, extensions, strict=True):
+            params = drawn or _GREEDY
+            row[0] = request.slot
+            row[1:] = _table_row(params)
+            is_random = params.temperature > 0
+            self._features[request.slot] = (
+                is_random,
+                is_random and params.top_k > 0,
+                is_random and params.top_p < 1,
+                is_random and params.min_p > 0,
+            )
+        on_device = upload(rows, self._table.device)
+        self._table[on_device[:, 0].long()] = on_device[:, 1:]
+
+    def choose(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        return self._sampling.tokens(logits, self.metadata(rows))
+
+    def metadata(self, rows: SampleRows) -> SamplingMetadata:
+        """Gather how each of the rows, without padding, is sampled."""
+        features: list[bool] = np.any(self._features[rows.slots_np], axis=0).tolist()
+        table = self._table[rows.slots.long()]
+        floats, seeds = table[:, :3].contiguous().view(torch.float32), table[:, 4:6].long()
+        return SamplingMetadata(
+            temperature=floats[:, 0],
+            top_p=floats[:, 1],
+            min_p=floats[:, 2],
+            top_k=table[:, 3],
+            seeds=(seeds[:, 1] << 32) | (seeds[:, 0] & 0xFFFFFFFF),
+            positions=rows.positions.long(),
+            any_random=features[0],
+            any_top_k=features[1],
+            any_top_p=features[2],
+            any_min_p=features[3],
+        )
+
+    @staticmethod
+    def row_bytes() -> int:
+        return _INT32 * _TABLE_COLUMNS
+
+
+def _table_row(params: RandomSampling) -> Int32s:
+    row = np.empty(_TABLE_COLUMNS, np.int32)
+    row[:3] = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
+    row[3] = params.top_k
+    row[4:] = np.array([params.seed], np.uint64).view(np.int32)
+    return row

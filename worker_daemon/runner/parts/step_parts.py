@@ -1,0 +1,214 @@
+"""A runner's parts, held together: which part an extension belongs to, which rows use which, and
+when each of them acts. Knows no feature.
+
+A part has a bit; what a row, a step or a graph uses of parts is an integer of such bits.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from rpc_schema.base import Extension
+from rpc_schema.codec import Frame
+from rpc_schema.extensions import StepExtension
+from rpc_schema.step import NewRequestData
+from worker_daemon.runner.parts.interface import (
+    PartContext,
+    Per,
+    Report,
+    StepPart,
+    TokenChooser,
+)
+from worker_daemon.runner.sample_rows import BY_LOGITS, SampleRows
+from worker_daemon.runner.scheduled_step import (
+    NOTHING_BROUGHT,
+    Brought,
+    Int32s,
+    Int64s,
+    ScheduledStep,
+    StepLimits,
+    invalid,
+)
+from worker_daemon.runner.step_layout import StepColumns, StepPlan, StepShape, aligned
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """Device tensors; nothing has been waited for."""
+
+    token_ids: Tensor
+    """int64 [R]; NO_TOKEN in rows without numbers to choose by."""
+    reports: tuple[Report, ...] = ()
+
+
+class _Member(NamedTuple):
+    bit: int
+    part: StepPart
+
+
+class StepParts:
+    """Owned by the model runner, used on the step thread only."""
+
+    def __init__(
+        self, parts: Sequence[StepPart], chooser: TokenChooser, context: PartContext
+    ) -> None:
+        """parts: in the order in which they act, the chooser among them if it is one."""
+        num_rows = context.num_rows
+        self._members = [
+            _Member(BY_LOGITS << (index + 1), part) for index, part in enumerate(parts)
+        ]
+        self._of_request = {
+            kind: m for m in self._members if (kind := m.part.request_extension) is not None
+        }
+        self._of_step = {
+            of_step: m for m in self._members if (of_step := m.part.step_extension) is not None
+        }
+        self.chooser = chooser
+        self._has = np.zeros(num_rows, np.int64)
+        """Bits of the parts of which the row's request has an extension."""
+        self._uses = np.zeros(num_rows, np.int64)
+        """Of those, the ones that its steps use."""
+        self.in_forward = sum(m.bit for m in self._members if m.part.in_forward)
+        """Bits of the parts that act around the forward pass."""
+
+    # Judging.
+
+    def judge(self, request: NewRequestData, limits: StepLimits) -> None:
+        """Check a new request's extensions. Pure; raises InvalidStepError."""
+        if request.extensions:
+            _check_unique(f"scheduled_new_reqs[{request.req_id}].extensions", request.extensions)
+        for extension in request.extensions:
+            self._of_request[type(extension)].part.judge(extension, request, limits)
+
+    def judge_step(
+        self, extensions: Sequence[StepExtension], frames: Sequence[Frame], limits: StepLimits
+    ) -> Brought:
+        """Check a step's extensions with their frames. Pure; raises InvalidStepError."""
+        expected = sum(extension.num_frames for extension in extensions)
+        if len(frames) != expected:
+            fix = f"send {expected}: one of tokens with new requests, and those of extensions"
+            raise invalid("arrays", f"{len(frames)} frames beside the step's own", fix)
+        if not extensions:
+            return NOTHING_BROUGHT
+        _check_unique("extensions", extensions)
+        data: list[tuple[int, Any]] = []
+        first = 0
+        for extension in extensions:
+            bit, part = self._of_step[type(extension)]
+            own = frames[first : first + extension.num_frames]
+            data.append((bit, part.judge_step(extension, own, limits)))
+            first += extension.num_frames
+        return Brought(sum(bit for bit, _ in data), tuple(data))
+
+    # Rows.
+
+    def admit(self, requests: Sequence[NewRequestData]) -> None:
+        """Requests begin in their slots."""
+        slots = np.fromiter((request.slot for request in requests), np.int64, len(requests))
+        has_some = any(request.extensions for request in requests)
+        if not (has_some or self._has[slots].any()):
+            return
+        before = self._has[slots]
+        own = [{type(e): e for e in request.extensions} for request in requests]
+        has, uses = np.zeros_like(slots), np.zeros_like(slots)
+        for kind, (bit, part) in self._of_request.items():
+            extensions = [by_kind.get(kind) for by_kind in own]
+            had = bool((before & bit).any())
+            for index, extension in enumerate(extensions):
+                if extension is not None:
+                    has[index] |= bit
+                    uses[index] |= bit if part.uses(extension) else 0
+            if had or any(extension is not None for extension in extensions):
+                part.admit(requests, extensions)
+        self._has[slots], self._uses[slots] = has, uses
+
+    def used_by(self, slots: Int64s) -> int:
+        """Return the bits of the parts that some of the rows use."""
+        return int(np.bitwise_or.reduce(self._uses[slots], initial=0))
+
+    # The forward pass.
+
+    def extended(self, plan: StepPlan, used: int) -> StepPlan:
+        """Return a plan for steps that use these parts too."""
+        used &= self.in_forward
+        if not used:
+            return plan
+        extra = tuple(
+            _size(plan.shape, per) for part in self._those_of(used) for per in part.columns
+        )
+        return plan._replace(shape=plan.shape._replace(extra=extra), parts=used)
+
+    def graph_keys(self) -> list[int]:
+        """Return what steps may use of the parts that act around the forward pass: each choice of
+        them has graphs of its own."""
+        bits = [m.bit for m in self._members if m.part.in_forward]
+        sizes = range(len(bits) + 1)
+        return [sum(chosen) for size in sizes for chosen in combinations(bits, size)]
+
+    def extra_capacity(self, shape: StepShape) -> int:
+        """Return the int32 values of all parts' columns of a step."""
+        members = self._those_of(self.in_forward)
+        return sum(aligned(_size(shape, per)) for part in members for per in part.columns)
+
+    def fill(self, used: int, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
+        """Fill the columns of the parts that a step's plan names."""
+        for column in columns.extra:
+            column[:] = 0
+        for part, own in self._with_columns(used, columns.extra):
+            part.fill(own, step)
+
+    def before_forward(self, used: int, hidden: Tensor, columns: StepColumns[Tensor]) -> Tensor:
+        """Let the parts that a step's plan names act before its first layer."""
+        for part, own in self._with_columns(used, columns.extra):
+            hidden = part.before_forward(hidden, own)
+        return hidden
+
+    def after_forward(self, used: int, hidden: Tensor, columns: StepColumns[Tensor]) -> Tensor:
+        """Let them act behind its last layer."""
+        for part, own in self._with_columns(used, columns.extra):
+            hidden = part.after_forward(hidden, own)
+        return hidden
+
+    # Sampling.
+
+    def sample(self, logits: Tensor, rows: SampleRows, brought: Brought) -> SamplerOutput:
+        """Choose a token for each of the rows: logits [R, V] in the model's dtype, which stay as
+        they are; a row is contiguous. Nothing waits for the device."""
+        rows = rows.without_padding()
+        used = rows.used | brought.used
+        acted = []
+        for bit, part in self._members:
+            if used & bit:
+                logits = part.adjust_logits(logits, rows, brought.of(bit))
+                acted.append((part, logits))
+        token_ids = self.chooser.choose(logits, rows)
+        reports = (part.report(left, token_ids, rows) for part, left in acted)
+        return SamplerOutput(token_ids, tuple(report for report in reports if report is not None))
+
+    def _those_of(self, used: int) -> Iterator[StepPart]:
+        return (part for bit, part in self._members if used & bit)
+
+    def _with_columns(
+        self, used: int, columns: Sequence[Any]
+    ) -> Iterator[tuple[StepPart, Sequence[Any]]]:
+        first = 0
+        for part in self._those_of(used):
+            yield part, columns[first : first + len(part.columns)]
+            first += len(part.columns)
+
+
+def _check_unique(field: str, extensions: Sequence[Extension]) -> None:
+    kinds = [type(extension).__name__ for extension in extensions]
+    twice = [kind for kind in kinds if kinds.count(kind) > 1]
+    if twice:
+        raise invalid(field, twice[0], "name each feature once")
+
+
+def _size(shape: StepShape, per: Per) -> int:
+    if per == "token":
+        return shape.num_tokens
+    return shape.num_seqs if per == "sequence" else shape.num_samples
