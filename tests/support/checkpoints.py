@@ -104,6 +104,17 @@ class Checkpoint:
             self._greedy[key] = self._generate(ids, max_tokens, ending)
         return self._greedy[key]
 
+    def biased(
+        self, prompt: Sequence[int], max_tokens: int, token_id: int, bias: float
+    ) -> list[int]:
+        """Tokens of generate with a bias on one token's logit. Raises NearTie as greedy does."""
+        ids = tuple(int(token) for token in prompt)
+        key = (ids, max_tokens, token_id, bias)
+        if key not in self._greedy:
+            biases = {"sequence_bias": [[[token_id], bias]]} if bias else {}
+            self._greedy[key] = self._generate(ids, max_tokens, biases)
+        return self._greedy[key]
+
     def _generate(
         self, prompt: tuple[int, ...], max_tokens: int, ending: Mapping[str, object]
     ) -> list[int]:

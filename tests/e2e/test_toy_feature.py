@@ -1,0 +1,35 @@
+"""A new feature is three files and their registration: a bias on one token, added to a copy of the
+tree, whose daemons then serve it over a pipeline, through preemption and the death of a driver.
+Tokens are those of transformers' SequenceBiasLogitsProcessor."""
+
+import pytest
+
+from tests.support.toy_feature import FILES, LINES, copy_with_the_feature
+from tests.support.toy_feature.checks import check_serving, start_daemons
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    return copy_with_the_feature(tmp_path_factory.mktemp("tree"))
+
+
+@pytest.fixture(scope="module")
+def daemons(tree, model_root):
+    with start_daemons(tree, ["cpu", "cpu"], model_root) as daemons:
+        yield daemons
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_feature_in_three_files_serves_through_preemption_and_adoption(
+    tree, daemons, checkpoint, pp
+):
+    plain, biased = checkpoint().greedy([1, 2, 3], 4), checkpoint().biased([1, 2, 3], 4, 5, 40.0)
+    assert biased == [5] * 4 != plain
+    check_serving(tree, daemons.endpoints[:pp], checkpoint())
+
+
+def test_registration_is_a_line_a_place():
+    """What docs/adding-a-feature.md promises."""
+    assert len([name for name in FILES if name not in ("run.py", "plans.py")]) == 3
+    assert len({line.path for line in LINES}) == 3
+    assert sum(line.text.count("\n") or 1 for line in LINES) == 6

@@ -1,0 +1,93 @@
+"""Drivers of the copy with the toy feature: its daemons serve requests with and without a bias, are
+short of blocks, lose their driver, and every token is transformers'."""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from tests.support.checkpoints import Checkpoint, NearTie, prompts
+from tests.support.serving import worker_config
+from tests.support.toy_feature.plans import Outcome, Plan, Wanted
+from worker_client.launcher import LocalDaemons
+
+NUM_BLOCKS = 26
+"""Of four tokens: too few for all requests at once."""
+
+
+def start_daemons(tree: Path, devices: Sequence[str], model_root: Path) -> LocalDaemons:
+    """Daemons of the copy, which the copy's drivers can use."""
+
+    def command(endpoint: str, device: str, pipe: int) -> list[str]:
+        there = ["env", "-C", str(tree), f"PYTHONPATH={_path_of(tree)}"]
+        options = ["--endpoint", endpoint, "--device", device, "--model-root", str(model_root)]
+        ends = ["--exit-with-parent-fd", str(pipe)]
+        return [*there, sys.executable, "-m", "worker_daemon", "serve", *options, *ends]
+
+    return LocalDaemons(devices, model_root, command=command)
+
+
+def check_serving(tree: Path, endpoints: Sequence[str], checkpoint: Checkpoint) -> None:
+    """Over a pipeline of all the daemons: a whole run, and one whose driver dies."""
+    seed = random.randrange(1 << 30)
+    wanted, expected = biased_requests(checkpoint, random.Random(seed))
+    config = worker_config(
+        checkpoint.path, len(endpoints), max_num_batched_tokens=32, max_model_len=64
+    )
+    plan = Plan(list(endpoints), config, wanted, NUM_BLOCKS, adopt=False, dies_after=None)
+    whole = live(tree, plan)
+    assert whole is not None and whole.tokens == expected, seed
+    assert whole.num_preemptions > 0
+    live(tree, msgspec.structs.replace(plan, dies_after=6), code=9)
+    rest = live(tree, msgspec.structs.replace(plan, adopt=True))
+    assert rest is not None and rest.num_adopted > 0
+    assert rest.tokens == expected, seed
+
+
+def _path_of(tree: Path) -> str:
+    return f"{tree}{os.pathsep}{tree / 'client'}"
+
+
+def live(tree: Path, plan: Plan, code: int = 0) -> Outcome | None:
+    """Run a driver of the copy; what it printed, where it ends as it should."""
+    driver = subprocess.run(
+        [sys.executable, "run.py", msgspec.json.encode(plan).decode()],
+        cwd=tree,
+        env=os.environ | {"PYTHONPATH": _path_of(tree)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert driver.returncode == code, driver.stderr
+    return msgspec.json.decode(driver.stdout, type=Outcome) if code == 0 else None
+
+
+def biased_requests(
+    checkpoint: Checkpoint, rng: random.Random, count: int = 6
+) -> tuple[list[Wanted], dict[str, list[int]]]:
+    """Requests with their expected tokens; a third of them has no bias."""
+    wanted: list[Wanted] = []
+    expected: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts(rng.randrange(1 << 20), [5 + i % 9 for i in range(60)])):
+        name, length = f"r{index}", 14 + index % 5
+        token_id, bias = rng.randrange(150), rng.choice([None, 1.5, -3.0])
+        try:
+            tokens = checkpoint.biased(prompt.tolist(), length, token_id, bias or 0.0)
+        except NearTie:
+            continue
+        if bias is not None and tokens == checkpoint.biased(prompt.tolist(), length, token_id, 0.0):
+            token_id, bias = tokens[1], -6.0  # a token that it would have sampled
+            try:
+                tokens = checkpoint.biased(prompt.tolist(), length, token_id, bias)
+            except NearTie:
+                continue
+        expected[name] = tokens
+        wanted.append(Wanted(name, prompt.tolist(), length, token_id, bias))
+        if len(wanted) == count:
+            return wanted, expected
+    raise AssertionError("too few prompts have a clear continuation")

@@ -1,0 +1,48 @@
+"""Adds a row's bias to the logit of its token.
+
+Shapes: S rows, R rows that sample, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from rpc_schema.token_bias import TokenBias
+from torch import Tensor
+
+from rpc_schema.step import NewRequestData
+from worker_daemon.device.pinned import upload
+from worker_daemon.runner.parts.interface import PartContext, StepPart
+from worker_daemon.runner.sample_rows import SampleRows
+from worker_daemon.runner.scheduled_step import StepLimits, invalid
+
+
+class TokenBiasPart(StepPart):
+    """One token a row."""
+
+    request_extension = TokenBias
+
+    def __init__(self, context: PartContext) -> None:
+        self._token_ids = np.zeros(context.num_rows, np.int64)
+        self._biases = np.zeros(context.num_rows, np.float32)
+
+    def judge(self, extension: TokenBias, request: NewRequestData, limits: StepLimits) -> None:
+        if extension.token_id >= limits.vocab_size:
+            field = f"scheduled_new_reqs[{request.req_id}].token_bias"
+            raise invalid(field, extension.token_id, f"below {limits.vocab_size}")
+
+    def uses(self, extension: TokenBias) -> bool:
+        return extension.bias != 0
+
+    def admit(
+        self, requests: Sequence[NewRequestData], extensions: Sequence[TokenBias | None]
+    ) -> None:
+        for request, wanted in zip(requests, extensions, strict=True):
+            self._token_ids[request.slot] = 0 if wanted is None else wanted.token_id
+            self._biases[request.slot] = 0.0 if wanted is None else wanted.bias
+
+    def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: None) -> Tensor:
+        device, slots = logits.device, rows.slots_np
+        every = upload(np.arange(slots.size), device)
+        token_ids = upload(self._token_ids[slots], device)
+        biases = upload(self._biases[slots], device).to(logits.dtype)
+        return logits.index_put((every, token_ids), biases, accumulate=True)
