@@ -19,6 +19,7 @@ from rpc_schema import (
     sampling,
     step,
     trace,
+    uploads,
     weight_transfer,
 )
 from rpc_schema.operations import (
@@ -49,6 +50,7 @@ _MODULES = (
     weight_transfer,
     adoption,
     trace,
+    uploads,
     errors,
 )
 

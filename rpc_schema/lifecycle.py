@@ -204,6 +204,8 @@ class Status(Value, frozen=True, kw_only=True):
     gpu_load: GpuLoad | None = None
     num_kv_blocks_held: Count = 0
     """KV blocks that running requests have; one that several share is counted for each."""
+    upload_bytes: Unsigned = 0
+    """Host memory for the attached driver's uploads, unfinished ones in full."""
 
 
 class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):

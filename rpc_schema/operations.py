@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
-from rpc_schema import adoption, lease, step, trace
+from rpc_schema import adoption, lease, step, trace, uploads
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
 from rpc_schema.base import Answered, ControlReply, ControlRequest, StepReply, StepRequest
@@ -228,6 +228,10 @@ _CONTROL_ROWS: Final[tuple[ControlOperation[Any], ...]] = (
     # Links.
     ControlOperation(lc.OpenRendezvous, lc.OpenRendezvousReply, Role.DRIVER),
     ControlOperation(lc.AbortLink, lc.Acknowledged, Role.DRIVER),
+    # Uploads. A late repetition of DropUploads could drop what was uploaded again since.
+    ControlOperation(uploads.UploadChunk, uploads.UploadChunkReply, Role.DRIVER, repeatable=True),
+    ControlOperation(uploads.FindUploads, uploads.FindUploadsReply, Role.DRIVER, repeatable=True),
+    ControlOperation(uploads.DropUploads, lc.Acknowledged, Role.DRIVER),
     # The daemon's end.
     ControlOperation(lc.Drain, lc.Acknowledged, Role.ADMIN, repeatable=True),
     ControlOperation(lc.Shutdown, lc.Acknowledged, Role.ADMIN),

@@ -113,6 +113,10 @@ def serve(
     share_gpu: Annotated[
         bool, typer.Option("--share-gpu", help="another daemon may have the same GPU")
     ] = False,
+    upload_memory_bytes: Annotated[
+        int | None,
+        typer.Option(help="host memory for a driver's uploads, at most; default: 2 GiB"),
+    ] = None,
     reset_epoch: Annotated[
         bool,
         typer.Option(
@@ -147,6 +151,7 @@ def serve(
                 "data-interface": data_interface,
                 "gpu-lock-dir": gpu_lock_dir,
                 "share-gpu": share_gpu,
+                "upload-memory-bytes": upload_memory_bytes,
                 "reset-epoch": reset_epoch,
                 "exit-with-parent-fd": exit_with_parent_fd,
                 "log-level": log_level,

@@ -28,6 +28,7 @@ KEYS: Final = (
     "data-interface",
     "gpu-lock-dir",
     "share-gpu",
+    "upload-memory-bytes",
     "reset-epoch",
     "exit-with-parent-fd",
     "log-level",
@@ -62,6 +63,7 @@ which takes the core from the driver and from the step's next part."""
 _NUM_THREADS: Final = "OMP_NUM_THREADS"
 _KERNEL_CACHE: Final = "TRITON_CACHE_DIR"
 _MAX_FILE_BYTES: Final = 1 << 20
+DEFAULT_UPLOAD_MEMORY_BYTES: Final = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,8 @@ class ProcessSettings:
     """Where the locks of this host's GPUs lie; None: in the usual place."""
     share_gpu: bool
     """Another daemon may have the same GPU."""
+    upload_memory_bytes: int
+    """Host memory for a driver's uploads, at most."""
     reset_epoch: bool
     """Replace a stored epoch that cannot be used; see epochs.py."""
     log_level: str
@@ -259,6 +263,7 @@ def build_settings(given: Given) -> ProcessSettings:
         exit_with_parent_fd=None if fd is None else _file_descriptor(fd),
         gpu_lock_dir=_path(_text(given, "gpu-lock-dir", "")),
         share_gpu=_switch(given, "share-gpu"),
+        upload_memory_bytes=_bytes(given, "upload-memory-bytes", DEFAULT_UPLOAD_MEMORY_BYTES),
         reset_epoch=_switch(given, "reset-epoch"),
         log_level=_level(_text(given, "log-level", "info")),
     )
@@ -383,6 +388,19 @@ def _file_descriptor(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     raise ConfigError("it is not a file descriptor", field="exit-with-parent-fd", value=value)
+
+
+def _bytes(given: Given, key: str, default: int) -> int:
+    value = given.get(key)
+    if value is None:
+        return default
+    if isinstance(value, str) and value.isascii() and value.isdecimal():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 62:
+        return value
+    raise ConfigError(
+        "it is no number of bytes", field=key, value=value, fix=f"use 1 or more; default: {default}"
+    )
 
 
 def _level(value: str) -> str:

@@ -6,8 +6,11 @@ socket.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
+import msgspec
+
 from rpc_schema import lifecycle as lc
 from rpc_schema import trace as tr
+from rpc_schema import uploads as up
 from rpc_schema import weight_transfer as wt
 from rpc_schema.codec import Frame, StepMessage, encode_step
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorScope
@@ -252,6 +255,41 @@ class WorkerClient:
             timeout_s,
         )
         return reply.steps
+
+    def send_upload_chunk(
+        self, chunk: up.UploadChunk, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> PendingCall[up.UploadChunkReply]:
+        """Put a chunk of a tensor into the daemon's memory, whatever its `call`; returns at
+        once."""
+        return self._control.send(
+            lambda call: msgspec.structs.replace(chunk, call=call),
+            timeout_s,
+        )
+
+    def find_uploads(
+        self,
+        epoch: int,
+        content_hashes: tuple[bytes, ...],
+        timeout_s: float = CONTROL_TIMEOUT_S,
+    ) -> tuple[bool, ...]:
+        """Ask which tensors are there, whole."""
+        reply = self._control.call(
+            lambda call: up.FindUploads(call=call, epoch=epoch, content_hashes=content_hashes),
+            timeout_s,
+        )
+        return reply.are_complete
+
+    def drop_uploads(
+        self,
+        epoch: int,
+        content_hashes: tuple[bytes, ...],
+        timeout_s: float = CONTROL_TIMEOUT_S,
+    ) -> None:
+        """Have the daemon forget tensors."""
+        self._control.call(
+            lambda call: up.DropUploads(call=call, epoch=epoch, content_hashes=content_hashes),
+            timeout_s,
+        )
 
     def execute_model(self, frames: Sequence[Frame]) -> None:
         """Send a step that slots.py encoded: once for all ranks."""

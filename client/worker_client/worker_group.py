@@ -40,6 +40,14 @@ from worker_client.saves import SHARD_MAX_SIZE_BYTES, SHARD_PATTERN, save_weight
 from worker_client.scheduler_output import SchedulerOutput
 from worker_client.slots import SlotTable
 from worker_client.transport import Endpoint, new_driver_id, parse_endpoint
+from worker_client.uploading import (
+    HostTensor,
+    Uploading,
+    attached_epoch,
+    chosen,
+    find,
+    named_parts,
+)
 from worker_client.weights_state import WeightsState
 from worker_client.worker_client import TensorList
 
@@ -510,6 +518,49 @@ class WorkerGroup:
         self._drain()
         self._steps.lose_rows("the weights were replaced")
         self._weights.give_up(cause)
+
+    # ------------------------------------------------------------------ uploads
+
+    def upload(
+        self, tensors: Sequence[HostTensor], ranks: Sequence[int] | None = None
+    ) -> list[bytes]:
+        """Put tensors into the host memory of ranks (by default all), and return the content hashes
+        that steps name them by; those that are there already are not sent. No step is held up on
+        the daemons, but this returns when all is there: who serves meanwhile uses begin_upload.
+
+        They stay until drop_uploads(), a reset() or the end of the lease: after attach() and
+        replace(), upload them again.
+
+        Raises:
+            RemoteCapacityError: a daemon has no room. What others have got stays.
+            IllegalStateError: no model is loaded.
+            ClientError: uploads were dropped meanwhile, by a reset.
+        """
+        return self.begin_upload(tensors, ranks).finish()
+
+    def begin_upload(
+        self, tensors: Sequence[HostTensor], ranks: Sequence[int] | None = None
+    ) -> Uploading:
+        """The same chunk by chunk: call its proceed() between steps, until that returns False."""
+        return Uploading(self._channel, tensors, ranks)
+
+    def find_uploads(
+        self, content_hashes: Sequence[bytes], ranks: Sequence[int] | None = None
+    ) -> list[bool]:
+        """Say of each tensor whether all of these ranks have it, whole."""
+        epoch = attached_epoch(self._channel)
+        found = [find(client, epoch, content_hashes) for client in chosen(self._channel, ranks)]
+        return [all(on_rank[name] for on_rank in found) for name in content_hashes]
+
+    def drop_uploads(
+        self, content_hashes: Sequence[bytes], ranks: Sequence[int] | None = None
+    ) -> None:
+        """Have ranks forget tensors, also such as are not all there; what a step has begun to use
+        stays until it is done. Unknown hashes are no error."""
+        epoch = attached_epoch(self._channel)
+        for client in chosen(self._channel, ranks):
+            for part in named_parts(content_hashes):
+                client.drop_uploads(epoch, part)
 
     # ------------------------------------------------------------------ profiles
 

@@ -62,7 +62,7 @@ def test_daemons_serve_inside_the_sandbox(host, tokens):
 def test_killed_daemon_is_started_again_and_takes_its_place(host, tokens):
     before = int(host.show("worker-daemon@1", "NRestarts"))
     host.run("systemctl kill --signal KILL worker-daemon@1")
-    assert generate(host) == tokens
+    assert generate(host, "--wait 60") == tokens
     assert int(host.show("worker-daemon@1", "NRestarts")) == before + 1
 
 

@@ -1,5 +1,5 @@
-"""A feature added to a copy of the tree (tests/support/toy_feature) on a GPU: beside captured graphs,
-through preemption and the death of a driver."""
+"""A feature added to a copy of the tree (tests/support/toy_feature) on a GPU: beside captured
+graphs, through preemption and the death of a driver."""
 
 import shutil
 import tempfile

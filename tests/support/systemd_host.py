@@ -4,10 +4,10 @@ the kernel, the network and the GPUs are this machine's.
 """
 
 import os
+import select
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 from typing import Final
@@ -61,7 +61,8 @@ class SystemdHost:
         return next((tool for tool in tools if not shutil.which(tool)), "")
 
     def __enter__(self) -> "SystemdHost":
-        namespaces = ("--pid", "--fork", "--mount", "--uts", "--ipc", "--cgroup")
+        # --kill-child: who kills the child instead reads of "sigprocmask", whatever went wrong.
+        namespaces = ("--pid", "--fork", "--kill-child", "--mount", "--uts", "--ipc", "--cgroup")
         command = ("unshare", *namespaces, "--propagation", "private", "bash", "-c", _BOOT, "boot")
         self._process = subprocess.Popen([*command, str(self._scratch)])
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
@@ -81,8 +82,11 @@ class SystemdHost:
 
     def __exit__(self, *_: object) -> None:
         assert self._process is not None
-        os.kill(self._init, 9)
+        ended = os.pidfd_open(self._init)
+        self._process.kill()
         self._process.wait()
+        select.select([ended], [], [], 60)
+        os.close(ended)
 
     def run(
         self, script: str, *, check: bool = True, timeout_s: float = 120
@@ -122,7 +126,8 @@ class SystemdHost:
     def _install(self) -> None:
         base, python = sys.base_prefix, Path(sys.executable).resolve().name
         self.run(f"mkdir -p /opt/python {PREFIX}/bin && mount --bind {base} /opt/python")
-        packages = sysconfig.get_path("purelib")
+        # An environment may have its packages from another one: what this process finds them in.
+        packages = os.pathsep.join(path for path in sys.path if path.endswith("-packages"))
         for name, module in (
             ("worker-daemon", "worker_daemon"),
             ("worker-client", "worker_client"),

@@ -34,6 +34,7 @@ from worker_daemon.server.step_thread import (
     Seat,
     Standing,
 )
+from worker_daemon.uploads import Uploads
 
 BUSY_GRACE_S: Final = 0.2
 """How long attach waits for a running step before it has the link aborted."""
@@ -60,15 +61,17 @@ class Attaching:
         progress: Progress,
         guard: Guard,
         report: SelfReport,
+        uploads: Uploads,
         post: Callable[[Command], None],
     ) -> None:
-        """post: to the step thread."""
+        """uploads: end with the lease. post: to the step thread."""
         self._epochs = epochs
         self._lease = lease
         self._draining = draining
         self._progress = progress
         self._guard = guard
         self._report = report
+        self._uploads = uploads
         self._post = post
         self._software = f"worker-daemon {SOFTWARE_VERSION}"
         self._link_software = link_software()
@@ -134,6 +137,7 @@ class Attaching:
     def detach(self, message: lc.Detach) -> ControlReplyMessage:
         """Also after the lease has expired, or twice: a late goodbye does no harm."""
         if self._lease.release(message.epoch):
+            self._uploads.drop_all()
             self._post(Detach(message.epoch))
         elif not self._lease.was_released(message.epoch):
             self.need_attached(message.epoch)
@@ -150,6 +154,7 @@ class Attaching:
         expired = self._lease.take_expiry()
         if expired:
             logger.warning("the lease of epoch %d has expired: waiting for a driver", expired)
+            self._uploads.drop_all()
             self._post(Orphan(expired))
         unclaimed = self._lease.take_kv_end()
         if unclaimed:
@@ -204,6 +209,7 @@ class Attaching:
         peers. The lease begins at once: whoever waits for a hanging step renews it meanwhile."""
         epoch, seat = message.epoch, Seat(driver.owner, message.results_route)
         self._lease.grant(driver, epoch, terms)
+        self._uploads.drop_all()
         self._guard.forgive_hangs()
         told: Future[Standing] = Future()  # on the completion thread
         self._post(Attach(epoch, seat, told.set_result, message.keep_requests))

@@ -25,6 +25,7 @@ from worker_daemon.server.replies import control_error_reply
 from worker_daemon.server.security import Security
 from worker_daemon.server.self_report import SelfReport
 from worker_daemon.server.tracing import Tracing
+from worker_daemon.server.uploading import Uploading
 
 Handler: TypeAlias = Callable[..., ControlReplyMessage]
 LateHandler: TypeAlias = Callable[..., Awaitable[ControlReplyMessage]]
@@ -51,6 +52,7 @@ class Control:
         report: SelfReport,
         draining: Draining,
         tracing: Tracing,
+        uploading: Uploading,
         begin_shutdown: Callable[[str], None],
     ) -> None:
         """begin_shutdown(cause) ends the process in time, and returns at once."""
@@ -69,6 +71,7 @@ class Control:
             lc.GetStatus: report.get_status,
             lc.Shutdown: self._shutdown,
             **tracing.handlers,
+            **uploading.handlers,
         }
         self._driver_handlers: Mapping[type[ControlMessage], Handler] = {
             lc.Hello: attaching.hello,

@@ -63,7 +63,9 @@ from worker_daemon.server.step_thread import (
 )
 from worker_daemon.server.systemd import open_notifier
 from worker_daemon.server.tracing import Tracing
+from worker_daemon.server.uploading import Uploading
 from worker_daemon.settings import ONE_HOST, ProcessSettings, endpoint_home
+from worker_daemon.uploads import Uploads
 
 HEARTBEAT_S: Final = 0.25
 DRAIN_LIMIT_S: Final = 10.0
@@ -216,6 +218,7 @@ class Daemon:
         self._sockets = bind_sockets(self._context, premises.endpoint, self._security)
         premises.sockets.are_bound()
         self._progress = Progress(settings.device)
+        self._uploads = Uploads(settings.upload_memory_bytes)
         self._notifier = open_notifier(settings.notify_socket)
         self._guard = Guard(self._progress, self._link_aborted, premises.hang_reports, self)
         self._completion = Completion(self._sockets.results, self._progress, self._result_failed)
@@ -229,6 +232,7 @@ class Daemon:
             model_roots=settings.model_roots,
             save_root=settings.save_root,
             security=self._security,
+            uploads=self._uploads,
         )
         self._device_watch = DeviceWatch(open_watch, self._gpu_fault, open_gauges)
         self._furnish_main_thread(open_rendezvous, data_host)
@@ -250,10 +254,18 @@ class Daemon:
             security=self._security,
             completion=self._completion,
             device_watch=self._device_watch,
+            uploads=self._uploads,
         )
         self._events = Events(self._sockets.events, report)
         self._attaching = Attaching(
-            self._premises.epochs, lease, self._draining, progress, guard, report, self.post
+            self._premises.epochs,
+            lease,
+            self._draining,
+            progress,
+            guard,
+            report,
+            self._uploads,
+            self.post,
         )
         need_attached = self._attaching.need_attached
         self._control = Control(
@@ -266,6 +278,7 @@ class Daemon:
             report=report,
             draining=self._draining,
             tracing=Tracing(self.post, need_attached, self._events.ask_driver),
+            uploading=Uploading(self._uploads, need_attached, self._draining, progress),
             begin_shutdown=self.begin_shutdown,
         )
 

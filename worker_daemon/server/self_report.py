@@ -23,6 +23,7 @@ from worker_daemon.server.lease import Lease
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.security import Security
 from worker_daemon.server.step_thread import MAX_FAILURE_BYTES, UID_BYTES
+from worker_daemon.uploads import Uploads
 
 MAX_STATUS_BYTES: Final = MAX_CONTROL_BYTES // 2
 _ENCODER: Final = msgpack.Encoder()
@@ -40,6 +41,7 @@ class SelfReport:
     security: Security
     completion: Completion
     device_watch: DeviceWatch
+    uploads: Uploads
     worker_uid: bytes = field(default_factory=lambda: os.urandom(UID_BYTES))
     """Tells this process from any other that ever had the endpoint."""
 
@@ -108,6 +110,7 @@ class SelfReport:
             usual_step_us=min(int(progress.step_times.usual_s * 1e6), 2**31 - 1),
             gpu_load=_gpu_load(self.device_watch.load),
             num_kv_blocks_held=snapshot.description.num_kv_blocks_held(),
+            upload_bytes=self.uploads.num_bytes,
         )
 
     def heartbeat(self) -> lc.Heartbeat:

@@ -44,6 +44,7 @@ from worker_daemon.server.replies import error_reply
 from worker_daemon.server.security import Security
 from worker_daemon.server.sequence import StepGate, Verdict
 from worker_daemon.server.unreadable import head_of, is_step, refusal
+from worker_daemon.uploads import Uploads
 
 SWITCH_INTERVAL_S: Final = 0.0002
 """The interpreter's: how long the step thread may keep the completion thread from the
@@ -188,6 +189,7 @@ class StepThread:
         model_roots: Sequence[Path],
         save_root: Path | None,
         security: Security,
+        uploads: Uploads,
     ) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._step = step
@@ -199,6 +201,7 @@ class StepThread:
         self._model_roots = model_roots
         self._save_root = save_root
         self._security = security
+        self._uploads = uploads
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
 
     def start(self) -> None:
@@ -223,7 +226,13 @@ class StepThread:
             self._events.fatal(_start_exit_code(error), str(error))
             return
         loop = _StepLoop(
-            worker, self.commands, self._completion, self._progress, self._events, self._security
+            worker,
+            self.commands,
+            self._completion,
+            self._progress,
+            self._events,
+            self._security,
+            self._uploads,
         )
         self._events.worker_ready(worker)
         try:
@@ -255,6 +264,7 @@ class _StepLoop:
         progress: Progress,
         events: StepEvents,
         security: Security,
+        uploads: Uploads,
     ) -> None:
         self._worker = worker
         self._commands = commands
@@ -263,6 +273,7 @@ class _StepLoop:
         self._events = events
         self._access = security.access
         self._bad_peers = security.bad_peers
+        self._uploads = uploads
         self._gate = StepGate()
         self._lifecycle = Lifecycle()
         self._seats: dict[int, Seat] = {}
@@ -387,6 +398,8 @@ class _StepLoop:
         if isinstance(message, lc.InitDevice | lc.Relink):
             self._gate.begin_link(message)
             self._progress.link = self._gate.link
+        elif isinstance(message, lc.Reset):
+            self._uploads.drop_all()
         reply = self._operations[type(message)](message)
         changed = self._lifecycle.succeeded(message)
         if isinstance(message, lc.InitDevice):

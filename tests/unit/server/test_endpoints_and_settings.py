@@ -18,7 +18,13 @@ from worker_daemon.server.endpoints import (
     EndpointLock,
 )
 from worker_daemon.server.epochs import EpochFile
-from worker_daemon.settings import load_settings, prepare_environment, read_environment, read_file
+from worker_daemon.settings import (
+    build_settings,
+    load_settings,
+    prepare_environment,
+    read_environment,
+    read_file,
+)
 
 
 @pytest.mark.parametrize(
@@ -178,11 +184,26 @@ def test_unknown_key_in_the_file_is_an_error(tmp_path: Path) -> None:
         ({"endpoint": "ipc:///a/b", "device": "cpu", "log-level": "x"}, "log-level"),
         ({"endpoint": "ipc:///a/b", "device": "cpu", "model-root": ["/none"]}, "model-root"),
         ({"endpoint": "ipc:///a/b", "device": "cpu", "exit-with-parent-fd": -1}, "descriptor"),
+        *(
+            (
+                {"endpoint": "ipc:///a/b", "device": "cpu", "upload-memory-bytes": value},
+                "field upload-memory-bytes",
+            )
+            for value in ("0", -1, "2 GiB", True, 1 << 62)
+        ),
     ],
 )
 def test_bad_setting_names_its_field(given: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_settings(given, None)
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, 2 << 30), (4096, 4096), ("4096", 4096)])
+def test_memory_for_uploads_is_a_number_of_bytes(given: object, expected: int) -> None:
+    settings = {"endpoint": "ipc:///a/b", "device": "cpu"}
+    if given:
+        settings["upload-memory-bytes"] = given  # type: ignore[assignment]
+    assert build_settings(settings).upload_memory_bytes == expected
 
 
 def test_model_roots_come_from_the_environment_too(tmp_path: Path) -> None:

@@ -1,0 +1,192 @@
+"""Tensors too large for a message, on their way to a group's daemons: chunk by chunk, so that a
+driver can run steps between two of them. Knows no step."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rpc_schema import uploads as up
+from worker_client.errors import ClientConfigError, ClientError
+from worker_client.group_channel import GroupChannel
+from worker_client.worker_client import WorkerClient
+
+
+class HostTensor(NamedTuple):
+    """A tensor to upload. To make one hashes it (a second for a gigabyte); any thread may."""
+
+    dtype: up.UploadDtype
+    shape: tuple[int, ...]
+    data: memoryview
+    """uint8 [bytes], row-major and little-endian; not to be changed before it is uploaded."""
+    content_hash: bytes
+
+    @classmethod
+    def from_array(cls, array: NDArray[Any]) -> "HostTensor":
+        """Take an array of one of the dtypes, without a copy where it is contiguous.
+
+        Raises:
+            ClientConfigError: the dtype, or the shape, is none that can be uploaded.
+        """
+        _check_dtype(array.dtype.name)
+        plain = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        return cls.from_bytes(plain.dtype.name, array.shape, plain.reshape(-1).view(np.uint8).data)
+
+    @classmethod
+    def from_bytes(cls, dtype: str, shape: Sequence[int], data: up.Buffer) -> "HostTensor":
+        """Take the bytes of any of the dtypes: bfloat16 too, which numpy does not have. Raises as
+        from_array does, and ClientConfigError: the bytes are not as many as the shape's."""
+        _check_dtype(dtype)
+        kind, sizes = cast("up.UploadDtype", dtype), tuple(map(int, shape))
+        num_bytes = up.tensor_bytes(kind, sizes)
+        if not 1 <= len(sizes) <= up.MAX_DIMENSIONS or min(sizes) < 1:
+            raise ClientConfigError(
+                "no tensor of this shape is uploaded",
+                field="shape",
+                value=sizes,
+                fix=f"use 1 to {up.MAX_DIMENSIONS} dimensions, none of them empty",
+            )
+        if num_bytes > up.MAX_UPLOAD_BYTES:
+            raise ClientConfigError(
+                f"the tensor has {num_bytes} bytes",
+                field="shape",
+                value=sizes,
+                fix=f"upload parts of at most {up.MAX_UPLOAD_BYTES} bytes",
+            )
+        given = memoryview(data)
+        if given.nbytes != num_bytes or not given.c_contiguous:
+            raise ClientConfigError(
+                f"a tensor of {dtype} {list(sizes)} has {num_bytes} bytes, without gaps",
+                field="data",
+                value=f"{given.nbytes} bytes",
+                fix="give all of its bytes, row-major, and no others",
+            )
+        view = given.cast("B")
+        offsets = range(0, num_bytes, up.CHUNK_BYTES)
+        digests = (up.chunk_digest(view[begin : begin + up.CHUNK_BYTES]) for begin in offsets)
+        return cls(kind, sizes, view, up.content_hash(kind, sizes, digests))
+
+
+class _Planned(NamedTuple):
+    """A chunk that some ranks lack."""
+
+    tensor: HostTensor
+    offset: int
+    clients: Sequence[WorkerClient]
+
+    @property
+    def is_last(self) -> bool:
+        return self.offset + up.CHUNK_BYTES >= len(self.tensor.data)
+
+
+class Uploading:
+    """Tensors that are being uploaded to some ranks of a group. Belongs to the group's thread; one
+    that is given up leaves unfinished uploads, for `drop_uploads` or another try."""
+
+    def __init__(
+        self, channel: GroupChannel, tensors: Sequence[HostTensor], ranks: Sequence[int] | None
+    ) -> None:
+        """Ask the ranks (None: all) what they have already. Raises as WorkerGroup.upload does."""
+        self._channel = channel
+        self._epoch = attached_epoch(channel)
+        self.content_hashes = [tensor.content_hash for tensor in tensors]
+        """In the order of the tensors."""
+        wanted = {tensor.content_hash: tensor for tensor in tensors}
+        clients = chosen(channel, ranks)
+        found = [find(client, self._epoch, list(wanted)) for client in clients]
+        self._rest: deque[_Planned] = deque()
+        for name, tensor in wanted.items():
+            lacking = [client for client, has in zip(clients, found, strict=True) if not has[name]]
+            if lacking:
+                offsets = range(0, len(tensor.data), up.CHUNK_BYTES)
+                self._rest += [_Planned(tensor, offset, lacking) for offset in offsets]
+
+    def proceed(self) -> bool:
+        """Send one chunk to all ranks that lack it, and hear what they say; False: nothing was left
+        to send. After an error it would try the same chunk again. Raises as WorkerGroup.upload
+        does."""
+        if not self._rest:
+            return False
+        self._channel.check_usable()
+        planned = self._rest[0]
+        are_complete = self._send(planned)
+        if planned.is_last and not all(are_complete):
+            raise ClientError("uploads were dropped while they were sent: upload them again")
+        self._rest.popleft()
+        return True
+
+    def finish(self) -> list[bytes]:
+        """Send all that is left; return content_hashes. Raises as WorkerGroup.upload does."""
+        while self.proceed():
+            pass
+        return self.content_hashes
+
+    def _send(self, planned: _Planned) -> list[bool]:
+        tensor, begin = planned.tensor, planned.offset
+        chunk = up.UploadChunk(
+            call=0,
+            epoch=self._epoch,
+            content_hash=tensor.content_hash,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            offset=begin,
+            data=bytes(tensor.data[begin : begin + up.CHUNK_BYTES]),
+        )
+        pending = [client.send_upload_chunk(chunk) for client in planned.clients]
+        return [call.result().is_complete for call in pending]
+
+
+def attached_epoch(channel: GroupChannel) -> int:
+    """Return the epoch that uploads belong to. Raises as GroupChannel.check_usable does."""
+    channel.check_usable()
+    return channel.epoch
+
+
+def chosen(channel: GroupChannel, ranks: Sequence[int] | None) -> list[WorkerClient]:
+    """Return the clients of some ranks (None: all). Raises ClientConfigError: there is none."""
+    clients = {client.rank: client for client in channel.daemons.present}
+    if ranks is None:
+        return list(clients.values())
+    if not ranks or not clients.keys() >= set(ranks):
+        raise ClientConfigError(
+            "the group has no such ranks",
+            field="ranks",
+            value=list(ranks),
+            fix=f"use some of {list(clients)}",
+        )
+    return [clients[rank] for rank in sorted(set(ranks))]
+
+
+def find(client: WorkerClient, epoch: int, content_hashes: Sequence[bytes]) -> dict[bytes, bool]:
+    """Return which tensors a rank has, whole."""
+    return {
+        name: has
+        for part in named_parts(content_hashes)
+        for name, has in zip(part, client.find_uploads(epoch, part), strict=True)
+    }
+
+
+def named_parts(content_hashes: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
+    """Cut hashes into as many as a request names at most. Raises ClientConfigError: one is none."""
+    for name in content_hashes:
+        if len(name) != up.HASH_BYTES:
+            raise ClientConfigError(
+                "it is no content hash",
+                field="content_hashes",
+                value=name,
+                fix=f"use the {up.HASH_BYTES} bytes that upload() has returned",
+            )
+    for begin in range(0, len(content_hashes), up.MAX_NAMED_UPLOADS):
+        yield tuple(content_hashes[begin : begin + up.MAX_NAMED_UPLOADS])
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in up.ITEM_BYTES:
+        raise ClientConfigError(
+            "tensors of this dtype are not uploaded",
+            field="dtype",
+            value=dtype,
+            fix=f"use one of {', '.join(up.ITEM_BYTES)}",
+        )

@@ -1,0 +1,113 @@
+"""Tensors that do not fit into a message, on their way into a daemon's host memory: named by the
+hash of their content, in chunks, and gone with the lease. What a chunk is and how a hash is made
+stands here, for both sides.
+
+They go over the control socket. It is answered at any time by a thread that steps do not wait for,
+outside the order of seqs: a chunk never holds up a step, is not kept for resending with the steps,
+and its size bounds what other control requests and heartbeats wait for it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from math import prod
+from types import MappingProxyType
+from typing import Annotated, Final, Literal, TypeAlias
+
+from msgspec import Meta
+
+from rpc_schema.base import ControlReply, ControlRequest, Positive, Unsigned
+from rpc_schema.lifecycle import Acknowledged
+
+CHUNK_BYTES: Final = 512 << 10
+MAX_UPLOAD_BYTES: Final = 1 << 30
+"""Of one tensor."""
+MAX_NAMED_UPLOADS: Final = 1024
+"""In one request."""
+MAX_DIMENSIONS: Final = 8
+HASH_BYTES: Final = 32
+
+UploadDtype = Literal["float32", "float16", "bfloat16", "int64", "int32", "uint8"]
+ITEM_BYTES: Final[Mapping[UploadDtype, int]] = MappingProxyType(
+    {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1}
+)
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+ContentHash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+"""See UploadChunk."""
+
+ContentHashes = Annotated[tuple[ContentHash, ...], Meta(max_length=MAX_NAMED_UPLOADS)]
+
+UploadShape = Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=MAX_DIMENSIONS)]
+
+
+class UploadChunk(ControlRequest["UploadChunkReply"], frozen=True, tag=40, kw_only=True):
+    """Put one chunk of a tensor where the daemon keeps uploads, for the holder of the lease, once a
+    model is loaded. The first chunk that comes begins the upload, and takes its room; the others
+    may come in any order, and each as often as it likes.
+
+    Refused, with nothing changed: a chunk that is none of the tensor's or differs from what came in
+    its place (CONFIG), and an upload for which there is no room (CAPACITY). Chunks that are
+    complete but do not make the hash are thrown away (CONFIG). All uploads end with the lease, and
+    with a Reset.
+
+    The hash is BLAKE2b of 32 bytes, personalised `upload`, over the ASCII text `DTYPE N,N,...` with
+    a newline (`float32 2,3`), then each chunk's own BLAKE2b of 32 bytes, personalised `upload
+    chunk`, in the order of the chunks."""
+
+    epoch: Unsigned
+    content_hash: ContentHash
+    dtype: UploadDtype
+    shape: UploadShape
+    """Its bytes, row-major and little-endian, are at most 1 GiB."""
+    offset: Unsigned
+    """A multiple of 524288."""
+    data: Annotated[bytes, Meta(min_length=1, max_length=CHUNK_BYTES)]
+    """524288 bytes, or what is left at the tensor's end."""
+
+
+class UploadChunkReply(ControlReply, frozen=True, tag=40, kw_only=True):
+    is_complete: bool
+    """The whole tensor is there, and is what its hash says."""
+
+
+class FindUploads(ControlRequest["FindUploadsReply"], frozen=True, tag=41, kw_only=True):
+    """Which tensors need not be uploaded?"""
+
+    epoch: Unsigned
+    content_hashes: ContentHashes
+
+
+class FindUploadsReply(ControlReply, frozen=True, tag=41, kw_only=True):
+    are_complete: Annotated[tuple[bool, ...], Meta(max_length=MAX_NAMED_UPLOADS)]
+    """For each of content_hashes."""
+
+
+class DropUploads(ControlRequest[Acknowledged], frozen=True, tag=42, kw_only=True):
+    """Forget these, complete or not; those that are not there are no error. Nothing else drops an
+    upload while the lease lasts, a Reset apart."""
+
+    epoch: Unsigned
+    content_hashes: ContentHashes
+
+
+def tensor_bytes(dtype: UploadDtype, shape: Sequence[int]) -> int:
+    """Return the size of a tensor."""
+    return ITEM_BYTES[dtype] * prod(shape)
+
+
+def chunk_digest(data: Buffer) -> bytes:
+    """Return the digest of a chunk's bytes."""
+    return blake2b(data, digest_size=HASH_BYTES, person=b"upload chunk").digest()
+
+
+def content_hash(dtype: UploadDtype, shape: Sequence[int], digests: Iterable[bytes]) -> bytes:
+    """Return the hash that names a tensor, as UploadChunk has it, of its chunk digests in order.
+
+    It is made of digests, so that chunks can be hashed as they come, in any order, and nobody
+    has to hash a whole tensor at once.
+    """
+    whole = blake2b(digest_size=HASH_BYTES, person=b"upload")
+    whole.update(f"{dtype} {','.join(map(str, shape))}\n".encode("ascii"))
+    for digest in digests:
+        whole.update(digest)
+    return whole.digest()

@@ -1,0 +1,248 @@
+"""Tensors that a driver has uploaded, in host memory, by the hash of their content. Owns them and
+bounds them; knows no lease and no socket.
+
+Written by the control thread, read by the step thread, which also ends all of them at a reset.
+"""
+
+import mmap
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rpc_schema.uploads import (
+    CHUNK_BYTES,
+    MAX_UPLOAD_BYTES,
+    UploadChunk,
+    UploadDtype,
+    chunk_digest,
+    content_hash,
+    tensor_bytes,
+)
+from worker_daemon.errors import CapacityError, ConfigError, StateError
+
+MAX_UPLOADS: Final = 4096
+MAX_UNFINISHED: Final = 64
+_PIECE_BYTES: Final = 1 << 20
+_MAKE_ROOM: Final = "drop uploads that are not needed any more (DropUploads), then send it again"
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A whole tensor, which is what its hash says."""
+
+    dtype: UploadDtype
+    array: NDArray[Any]
+    """Read-only, in the upload's shape; bfloat16 as uint16. Its memory stays for as long as anybody
+    has it, also when the upload is dropped."""
+
+
+class _Pages(mmap.mmap):
+    """Private memory of its own: untouched pages cost nothing, and all go back when it ends. That
+    takes 0.1 s for a gigabyte, under the interpreter's lock: so in pieces, between which other
+    threads run."""
+
+    def __del__(self) -> None:
+        for begin in range(0, len(self), _PIECE_BYTES):
+            self.madvise(mmap.MADV_DONTNEED, begin, _PIECE_BYTES)
+
+
+class _Entry:
+    """An upload, begun or whole. Only the control thread changes it."""
+
+    __slots__ = ("_digests", "_memory", "_num_missing", "dtype", "num_bytes", "shape", "whole")
+
+    def __init__(self, chunk: UploadChunk, num_bytes: int) -> None:
+        self.dtype = chunk.dtype
+        self.shape = chunk.shape
+        self.num_bytes = num_bytes
+        self.whole: Upload | None = None
+        pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory: NDArray[np.uint8] = np.frombuffer(pages, np.uint8)
+        self._num_missing = -(-num_bytes // CHUNK_BYTES)
+        self._digests: list[bytes] = [b""] * self._num_missing
+
+    def take(self, chunk: UploadChunk) -> bool:
+        """Write a chunk that lies within; tell whether none is missing. Raises ConfigError: it is
+        not what came before in its place."""
+        digest, index = chunk_digest(chunk.data), chunk.offset // CHUNK_BYTES
+        if not self._digests[index]:
+            end = chunk.offset + len(chunk.data)
+            self._memory[chunk.offset : end] = np.frombuffer(chunk.data, np.uint8)
+            self._digests[index] = digest
+            self._num_missing -= 1
+        elif self._digests[index] != digest:
+            raise ConfigError(
+                "other bytes came at this offset before",
+                field="offset",
+                value=chunk.offset,
+                fix="name each content by its own hash; if what came before is wrong, drop the "
+                "upload (DropUploads)",
+            )
+        return not self._num_missing
+
+    def hash(self) -> bytes:
+        """Return the hash of what is there, of which nothing is missing."""
+        return content_hash(self.dtype, self.shape, self._digests)
+
+    def finish(self) -> None:
+        """It is what its hash says."""
+        kind = np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype).newbyteorder("<")
+        array = self._memory.view(kind).reshape(self.shape)
+        array.setflags(write=False)
+        self.whole = Upload(self.dtype, array)
+
+
+class Uploads:
+    """Owned by the daemon. Each method may be called on any thread, `put` by one alone."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """max_bytes: of all uploads together, unfinished ones in full; in whole pages."""
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._entries: dict[bytes, _Entry] = {}
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of host memory that uploads have taken, or may still take."""
+        return self._num_bytes
+
+    def get(self, content_hash: bytes) -> Upload | None:
+        """Return a whole upload; None: there is none of that hash."""
+        with self._lock:
+            entry = self._entries.get(content_hash)
+            return None if entry is None else entry.whole
+
+    def put(self, chunk: UploadChunk) -> bool:
+        """Take a chunk, and begin its upload if need be; tell whether the upload is whole.
+
+        Raises:
+            ConfigError: it is no chunk of that tensor, differs from what came before, or is the
+                last one of a tensor that its hash does not name, which is thrown away.
+            CapacityError: there is no room for the tensor.
+            StateError: a reset dropped the upload meanwhile.
+        """
+        num_bytes = _check_place(chunk)
+        with self._lock:
+            entry = self._entries.get(chunk.content_hash)
+            if entry is None:
+                entry = self._begin(chunk, num_bytes)
+        _check_same_tensor(entry, chunk)
+        if not entry.take(chunk):
+            return False
+        if entry.whole is None:
+            self._finish(chunk.content_hash, entry)
+        return True
+
+    def drop(self, content_hashes: Iterable[bytes]) -> None:
+        """Forget these uploads, as far as they are there."""
+        with self._lock:
+            dropped = [self._entries.pop(name, None) for name in content_hashes]
+            self._num_bytes -= sum(_pages(entry.num_bytes) for entry in dropped if entry)
+
+    def drop_all(self) -> None:
+        """Forget all of them."""
+        with self._lock:
+            dropped, self._entries = self._entries, {}
+            self._num_bytes = 0
+        dropped.clear()  # their memory is given back here, while nobody waits for the lock
+
+    def _begin(self, chunk: UploadChunk, num_bytes: int) -> _Entry:
+        needed = _pages(num_bytes)
+        if self._num_bytes + needed > self._max_bytes:
+            raise CapacityError(
+                f"the tensor needs {needed} bytes of host memory; of the {self._max_bytes} for "
+                f"uploads {self._num_bytes} are taken",
+                field="shape",
+                value=chunk.shape,
+                fix=f"{_MAKE_ROOM}, or start the daemon with a larger --upload-memory-bytes",
+            )
+        num_unfinished = sum(entry.whole is None for entry in self._entries.values())
+        for number, limit, what in (
+            (len(self._entries), MAX_UPLOADS, "uploads are there"),
+            (num_unfinished, MAX_UNFINISHED, "uploads are unfinished"),
+        ):
+            if number >= limit:
+                raise CapacityError(
+                    f"{limit} {what} already",
+                    field="content_hash",
+                    value=chunk.content_hash.hex(),
+                    fix=_MAKE_ROOM,
+                )
+        try:
+            entry = _Entry(chunk, num_bytes)
+        except (OSError, MemoryError) as error:
+            raise CapacityError(
+                f"the host has no {needed} bytes for the tensor: {error}",
+                field="shape",
+                value=chunk.shape,
+                fix=_MAKE_ROOM,
+            ) from None
+        self._entries[chunk.content_hash] = entry
+        self._num_bytes += needed
+        return entry
+
+    def _finish(self, name: bytes, entry: _Entry) -> None:
+        if entry.hash() != name:
+            self.drop([name])
+            raise ConfigError(
+                "the tensor has another hash: all of it is thrown away",
+                field="content_hash",
+                value=name.hex(),
+                fix="hash dtype, shape and bytes as rpc_schema/uploads.py does, and send all again",
+            )
+        with self._lock:
+            if self._entries.get(name) is not entry:
+                raise StateError("a reset dropped the upload", fix="send all of it again")
+            entry.finish()
+
+
+def _check_place(chunk: UploadChunk) -> int:
+    """Return the tensor's size. Raises ConfigError: it is too large, or the chunk is none of it."""
+    num_bytes = tensor_bytes(chunk.dtype, chunk.shape)
+    if num_bytes > MAX_UPLOAD_BYTES:
+        raise ConfigError(
+            f"the tensor has {num_bytes} bytes",
+            field="shape",
+            value=chunk.shape,
+            fix=f"upload parts of at most {MAX_UPLOAD_BYTES} bytes",
+        )
+    if chunk.offset % CHUNK_BYTES or chunk.offset >= num_bytes:
+        raise ConfigError(
+            f"no chunk of a tensor of {num_bytes} bytes begins there",
+            field="offset",
+            value=chunk.offset,
+            fix=f"use multiples of {CHUNK_BYTES} below {num_bytes}",
+        )
+    expected = min(CHUNK_BYTES, num_bytes - chunk.offset)
+    if len(chunk.data) != expected:
+        raise ConfigError(
+            f"the chunk at offset {chunk.offset} of a tensor of {num_bytes} bytes has another size",
+            field="data",
+            value=f"{len(chunk.data)} bytes",
+            fix=f"send {expected} bytes",
+        )
+    return num_bytes
+
+
+def _check_same_tensor(entry: _Entry, chunk: UploadChunk) -> None:
+    for field, there, value in (
+        ("dtype", entry.dtype, chunk.dtype),
+        ("shape", entry.shape, chunk.shape),
+    ):
+        if there != value:
+            raise ConfigError(
+                f"the upload of this hash was begun with {there}",
+                field=field,
+                value=value,
+                fix=f"send {there}, or drop the upload (DropUploads) if that is wrong",
+            )
+
+
+def _pages(num_bytes: int) -> int:
+    """Return the bytes of the pages that so many bytes take."""
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
