@@ -73,7 +73,13 @@ def assemble_runner(
     parts: RunnerParts, link: Link, limits: StepLimits, kv_caches: Sequence[Tensor]
 ) -> ModelRunner:
     """Return a runner with empty rows. kv_caches: one a local layer, or none for NullAttention."""
-    step_parts = make_parts(limits, parts.device)
+    parallel = parts.parallel
+    step_parts = make_parts(
+        limits,
+        parts.device,
+        is_first_stage=parallel.is_first_stage,
+        is_last_stage=parallel.is_last_stage,
+    )
     state = RequestState(limits, step_parts)
     tables = RowTables(limits, parts.device, row_kernels(parts.device))
     buffers = _staging(parts, state)
@@ -85,10 +91,10 @@ def assemble_runner(
         inputs,
         tie_stage(parts, link, limits, inputs, step_parts, history),
         no_hidden=torch.zeros((1, parts.hidden_size), dtype=parts.dtype, device=parts.device),
-        rank=parts.parallel.rank,
-        tp_size=parts.parallel.tp_size,
-        num_ranks=parts.parallel.world_size,
-        waits=UnmeasuredWaits() if parts.parallel.pp_size == 1 else input_waits(parts.device),
+        rank=parallel.rank,
+        tp_size=parallel.tp_size,
+        num_ranks=parallel.world_size,
+        waits=UnmeasuredWaits() if parallel.pp_size == 1 else input_waits(parts.device),
         history=history,
     )
 

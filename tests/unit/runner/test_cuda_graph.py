@@ -5,11 +5,13 @@ import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from row_steps import Admission, NaiveRows, Plan, encode, request_state
 
+from rpc_schema.base import Count, Extension
 from rpc_schema.sampling import SamplingParams
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.models.config import read_model_config
@@ -18,6 +20,9 @@ from worker_daemon.models.partition import partition_layers
 from worker_daemon.runner import cuda_graph
 from worker_daemon.runner.cuda_graph import GraphedProgram
 from worker_daemon.runner.input_batch import InputBuilder, staging_capacity
+from worker_daemon.runner.parts.interface import PartContext, StepPart
+from worker_daemon.runner.parts.random_sampling import RandomSamplingPart
+from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.stage_program import (
@@ -160,7 +165,8 @@ def graphs(monkeypatch):
 class Rank:
     """One stage with rows of its own."""
 
-    def __init__(self, config, layers, index, num_stages, graphs=None):
+    def __init__(self, config, layers, index, num_stages, graphs=None, parts=()):
+        """parts: types of further ones."""
         is_first, is_last = index == 0, index == num_stages - 1
         stage = build_stage(
             config, layers, is_first, is_last, SingleRank(), torch.float32, CPU, 64,
@@ -174,6 +180,10 @@ class Rank:
             for s in stage.kv_layer_specs
         ]
         self.state = request_state(LIMITS)
+        if parts:
+            context = PartContext(LIMITS, CPU, is_first, is_last)
+            chooser = RandomSamplingPart(context)
+            self.state.parts = StepParts([*(p(context) for p in parts), chooser], chooser, context)
         self.tables = RowTables(LIMITS, CPU, TorchRowKernels())
         staging = StaticStaging(staging_capacity(self.state))
         self.inputs = InputBuilder(self.state, self.tables, staging, ExactShapes())
@@ -197,8 +207,9 @@ class Rank:
         ladder = StepLadder(decode_sizes(LIMITS.max_num_seqs), lambda size: [12, 40], mixed)
         arriving = 0 if is_first else max(plan.shape.num_tokens for plan in ladder.plans)
         self.program = GraphedProgram(recorded, torch.zeros(arriving, HIDDEN), None)
-        self.program.capture(ladder.plans, self.inputs.padding)
-        self.inputs.pad_by(ladder, ladder.plans)
+        plans = self.inputs.with_parts(ladder.plans)
+        self.program.capture(plans, self.inputs.padding)
+        self.inputs.pad_by(ladder, plans)
 
     @torch.inference_mode()
     def run(self, message, arrays, arrived):
@@ -276,6 +287,90 @@ def test_replayed_stages_sample_the_tokens_of_one_eager_stage(tmp_path, graphs, 
     assert replays > 80 * num_stages
     assert all(rank.program.run.mixed > 20 for rank in pipeline)
     assert len(seen) > 5
+
+
+RAMP = torch.linspace(-1.0, 1.0, HIDDEN)
+
+
+class Lean(Extension, frozen=True, tag=101, kw_only=True):
+    """What a request has of a feature that acts around the forward pass."""
+
+    amount: Count
+
+
+class LeaningPart(StepPart):
+    """Moves the residual stream of a request's tokens, and of its sampled ones on the way out."""
+
+    request_extension = Lean
+    columns = ("token", "sequence")
+    in_forward = True
+
+    def __init__(self, context):
+        self.amounts = np.zeros(context.num_rows, np.int32)
+        self.context = context
+
+    def admit(self, requests, extensions):
+        for request, lean in zip(requests, extensions, strict=True):
+            self.amounts[request.slot] = 0 if lean is None else lean.amount
+
+    def fill(self, columns, step):
+        assert all(not column.any() for column in columns)
+        amounts = self.amounts[step.slots]
+        columns[0][: step.total_num_tokens] = np.repeat(amounts, step.num_tokens)
+        columns[1][: amounts.size] = amounts
+
+    def before_forward(self, hidden, columns):
+        tokens, _ = columns
+        return hidden + 0.4 * tokens.unsqueeze(1) * RAMP if self.context.is_first_stage else hidden
+
+    def after_forward(self, hidden, columns):
+        _, sequences = columns
+        return hidden + 0.1 * sequences.sum() * RAMP if self.context.is_last_stage else hidden
+
+
+class IdlePart(StepPart):
+    """Has graphs like the other, and no step that uses it."""
+
+    in_forward = True
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_steps_with_a_part_around_the_forward_pass_have_graphs_of_their_own(
+    tmp_path, graphs, num_stages
+):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    config = read_model_config(tmp_path)
+    kinds = (LeaningPart, IdlePart)
+    whole = [Rank(config, range(3), 0, 1, parts=kinds)]
+    plain = [Rank(config, range(3), 0, 1)]
+    layers = partition_layers(3, num_stages, None)
+    pipeline = [
+        Rank(config, own, index, num_stages, graphs, kinds) for index, own in enumerate(layers)
+    ]
+    keys = set()
+    for rank in pipeline:
+        run = rank.program.run
+        rank.program.run = lambda inputs, arrived, run=run, program=rank.program: (
+            keys.add((inputs.plan.parts, inputs.plan in program._graphs)),
+            run(inputs, arrived),
+        )[1]
+    rng = np.random.default_rng()
+    requests, num_other = RandomRequests(rng), 0
+    for step in range(120):
+        message, arrays = requests.message()
+        unmoved = message
+        if step > 40 and message.scheduled_new_reqs and rng.random() < 0.4:
+            first, *rest = message.scheduled_new_reqs
+            lean = Lean(amount=int(rng.integers(1, 4)))
+            moved = msgspec.structs.replace(first, extensions=(lean,))
+            message = msgspec.structs.replace(message, scheduled_new_reqs=(moved, *rest))
+        expected = run_step(whole, message, arrays)
+        assert run_step(pipeline, message, arrays) == expected
+        num_other += run_step(plain, unmoved, arrays) != expected
+    assert num_other > 5
+    assert (0, True) in keys
+    assert {parts for parts, is_graph in keys if is_graph and parts}
+    assert {parts for parts, _ in keys} <= {0, 2}
 
 
 def counted(run, program):

@@ -20,7 +20,7 @@ def limits(vocab_size):
 
 
 def read(slots, words, vocab_size):
-    part = GrammarMasksPart(PartContext(limits(vocab_size), CPU))
+    part = GrammarMasksPart(PartContext(limits(vocab_size), CPU, True, True))
     return part, part.judge_step(GrammarMasks(slots=slots), [words], limits(vocab_size))
 
 

@@ -39,6 +39,8 @@ class PartContext:
 
     limits: StepLimits
     device: torch.device
+    is_first_stage: bool
+    is_last_stage: bool
 
     @property
     def num_rows(self) -> int:

@@ -34,6 +34,7 @@ class RandomSamplingPart(StepPart):
     heaviest = RandomSampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, seed=1)
 
     def __init__(self, context: PartContext) -> None:
+        self._samples = context.is_last_stage
         self._sampling = probe_sampling(context.device)
         shape = (context.num_rows, _TABLE_COLUMNS)
         self._table = torch.zeros(shape, dtype=torch.int32, device=context.device)
@@ -52,6 +53,8 @@ class RandomSamplingPart(StepPart):
     def admit(
         self, requests: Sequence[NewRequestData], extensions: Sequence[RandomSampling | None]
     ) -> None:
+        if not self._samples:
+            return
         rows = np.empty((len(requests), 1 + _TABLE_COLUMNS), np.int32)
         for row, request, drawn in zip(rows, requests, extensions, strict=True):
             params = drawn or _GREEDY

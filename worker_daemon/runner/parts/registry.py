@@ -28,9 +28,15 @@ HEAVIEST: Final[tuple[RequestExtension, ...]] = tuple(
 """What a request carries that uses as much as one can."""
 
 
-def make_parts(limits: StepLimits, device: torch.device) -> StepParts:
+def make_parts(
+    limits: StepLimits,
+    device: torch.device,
+    *,
+    is_first_stage: bool = True,
+    is_last_stage: bool = True,
+) -> StepParts:
     """Return the parts of one runner."""
-    context = PartContext(limits, device)
+    context = PartContext(limits, device, is_first_stage, is_last_stage)
     *parts, chooser = [part(context) for part in PARTS]
     assert isinstance(chooser, RandomSamplingPart)
     return StepParts([*parts, chooser], chooser, context)
