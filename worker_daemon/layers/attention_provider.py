@@ -1,5 +1,5 @@
-"""Which implementation of attention serves a device: probed once, reported by name. Knows no
-step."""
+"""Which implementation of attention serves a device: chosen once, at load, and reported by name.
+Knows no step."""
 
 import logging
 import warnings
@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from worker_daemon.contracts.attention import AttentionBackend, AttentionLayer, AttentionMetadata
 from worker_daemon.errors import ConfigError
-from worker_daemon.layers.attention import AttentionBackend, AttentionMetadata
 from worker_daemon.layers.prompt_attention import (
     PLAN_TOKENS,
     PromptAttention,
@@ -18,6 +18,7 @@ from worker_daemon.layers.prompt_attention import (
     cudnn_attention,
 )
 from worker_daemon.layers.torch_attention import TorchPagedAttention
+from worker_daemon.layers.torch_ops import TorchOps
 
 MAX_HEAD_DIM = 256
 
@@ -45,7 +46,7 @@ class HeadShape(NamedTuple):
     head_dim: int
 
 
-def probe_attention(device: torch.device, head_dim: int) -> AttentionProvider:
+def paged_attention_for(device: torch.device, head_dim: int) -> AttentionProvider:
     """Return our Triton kernels on a CUDA device, plain torch elsewhere.
 
     Raises:
@@ -95,12 +96,12 @@ def is_accurate(
     q, k, v = torch.split(qkv, [num_q_heads, num_kv_heads, num_kv_heads], dim=1)
     kv_cache, metadata = _one_prompt(k, v)
     plain = TorchPagedAttention()
-    scale = head_dim**-0.5
-    expected = plain.attend(q.float(), kv_cache.float(), metadata, scale, None)
+    layer = AttentionLayer(TorchOps(), num_kv_heads, head_dim**-0.5, window=None, norms=None)
+    expected = plain.attend(q.float(), kv_cache.float(), layer, metadata)
     try:
         with warnings.catch_warnings():  # torch tells by warnings why it has no kernel
             warnings.simplefilter("ignore")
-            out = PromptAttention(plain, whole).attend(q, kv_cache, metadata, scale, None)
+            out = PromptAttention(plain, whole).attend(q, kv_cache, layer, metadata)
         error = torch.linalg.vector_norm(out - expected) / torch.linalg.vector_norm(expected)
         relative_error = float(error)
     except RuntimeError as failure:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rpc_schema.sampling import SamplingParams
+from worker_daemon.contracts.attention import AttentionMetadata
 from worker_daemon.device.pinned import upload
-from worker_daemon.layers.attention import AttentionMetadata
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import (
     SAMPLING_COLUMNS,

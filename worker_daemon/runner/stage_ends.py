@@ -25,8 +25,7 @@ from worker_daemon.runner.output import DeliveredOutput, NoTokens, ReplyIdentity
 from worker_daemon.runner.slot_bitmap import SlotBitmaps
 from worker_daemon.runner.stage_program import Chosen
 from worker_daemon.runner.token_history import TokenHistory
-from worker_daemon.sample.sampler import SamplerOutput, sample
-from worker_daemon.sample.sampling_provider import probe_sampling
+from worker_daemon.sample.sampler import SamplerOutput, sample, sampling_for
 
 
 class PendingReply(Protocol):
@@ -145,7 +144,7 @@ class LastStageExit:
         self._history = history
         self._replies = replies
         self._bitmaps = SlotBitmaps()
-        self._sampling = probe_sampling(inputs.tables.last_sampled.device)
+        self._sampling = sampling_for(inputs.tables.last_sampled.device)
 
     def give_up(self, slots: Tensor, publication: int) -> None:
         nothing = torch.zeros(slots.shape, dtype=torch.int64, device=slots.device)
