@@ -20,10 +20,9 @@ from worker_daemon.distributed.tp import LinkedTensorParallel
 from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.kv_cache.allocate import allocate_kv_caches
 from worker_daemon.kv_cache.spec import describe_layers
-from worker_daemon.layers.attention import NullAttention
+from worker_daemon.layers.attention import HeadSizes, NullAttention
 from worker_daemon.layers.attention_provider import (
     AttentionProvider,
-    HeadShape,
     add_prompt_attention,
     paged_attention_for,
 )
@@ -362,7 +361,7 @@ def _build_stage(resolved: ResolvedModel, place: RankPlace, memory: TaggedMemory
 def _choose_attention(
     stage: DecoderStage, decoder: DecoderConfig, dtype: torch.dtype, place: RankPlace
 ) -> AttentionProvider:
-    heads = HeadShape(
+    heads = HeadSizes(
         decoder.num_attention_heads // place.parallel.tp_size,
         stage.kv_layer_specs[0].num_kv_heads,
         decoder.head_dim,

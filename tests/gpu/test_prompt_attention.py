@@ -12,8 +12,8 @@ from benchmarks.paged_reference import (
 )
 from tests.support.attention_steps import layer_of, token_rows
 from worker_daemon.contracts.attention import AttentionBackend
+from worker_daemon.layers.attention import HeadSizes
 from worker_daemon.layers.attention_provider import (
-    HeadShape,
     add_prompt_attention,
     paged_attention_for,
 )
@@ -36,7 +36,7 @@ MIXED = [
 
 
 def backend_of(shape: Shape, dtype: torch.dtype) -> AttentionBackend:
-    heads = HeadShape(shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
+    heads = HeadSizes(shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
     paged = paged_attention_for(CUDA, shape.head_dim)
     provider = add_prompt_attention(paged, CUDA, heads, dtype)
     assert provider.name == "triton+cudnn"

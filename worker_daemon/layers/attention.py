@@ -59,7 +59,7 @@ class KVLayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class HeadSizes:
-    """The heads of an attention block, before tensor parallelism splits them."""
+    """The heads of an attention block: of a model, or of one rank of its tensor parallelism."""
 
     num_attention_heads: int
     num_key_value_heads: int
@@ -73,6 +73,7 @@ class AttentionSpec:
     norm: NormSpec
     """Of the residual stream, before the projections."""
     heads: HeadSizes
+    """Of the model."""
     qkv_bias: bool
     o_bias: bool
     head_norm_eps: float | None = None

@@ -26,7 +26,7 @@ class DecoderConfig:
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
-    """One or more; their heads and inner sizes are alike, their windows need not be."""
+    """One or more; their heads and inner sizes are alike, all else need not be."""
     final_norm: NormSpec
     rope: Rope
     max_position_embeddings: int
@@ -35,6 +35,10 @@ class DecoderConfig:
     dtype: str | None
     """float32, float16 or bfloat16, as the checkpoint states it; None where it does not."""
     eos_token_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        sizes = {(each.attention.heads, each.mlp.intermediate_size) for each in self.layers}
+        assert len(sizes) == 1, "partition, memory plan and rotary table take all layers for alike"
 
     @property
     def num_hidden_layers(self) -> int:

@@ -12,8 +12,8 @@ from torch.nn import functional
 from benchmarks.paged_reference import PagedBatch, Shape, make_batch, relative_error
 from tests.support.attention_steps import layer_of, token_rows
 from worker_daemon.contracts.attention import AttentionLayer, AttentionMetadata, AttentionStep
+from worker_daemon.layers.attention import HeadSizes
 from worker_daemon.layers.attention_provider import (
-    HeadShape,
     add_prompt_attention,
     is_accurate,
     paged_attention_for,
@@ -280,9 +280,9 @@ def test_an_implementation_is_tried_before_it_is_used(
     expected: bool,
     dtype: torch.dtype,
 ) -> None:
-    assert is_accurate(whole, CPU, HeadShape(4, 2, 32), dtype) is expected
+    assert is_accurate(whole, CPU, HeadSizes(4, 2, 32), dtype) is expected
 
 
 def test_a_cpu_keeps_plain_torch() -> None:
     paged = paged_attention_for(CPU, 64)
-    assert add_prompt_attention(paged, CPU, HeadShape(4, 2, 64), torch.bfloat16) is paged
+    assert add_prompt_attention(paged, CPU, HeadSizes(4, 2, 64), torch.bfloat16) is paged
