@@ -17,11 +17,12 @@ from pathlib import Path
 import torch
 import triton.testing
 
-from benchmarks.layer_reference import EPS, make_rows
+from benchmarks.layer_reference import EPS, RandomNorms, make_rows
 from benchmarks.paged_reference import PagedBatch, Shape, make_batch, relative_error
+from worker_daemon.contracts.attention import AttentionStep
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.paged_attention import paged_attention
-from worker_daemon.kernels.paged_decode import Projection, rotate_and_attend
+from worker_daemon.kernels.paged_decode import rotate_and_attend
 from worker_daemon.kernels.rope_store import rotate_and_store
 
 DTYPE = torch.bfloat16
@@ -41,7 +42,8 @@ class Layer:
 
     batch: PagedBatch
     qkv: torch.Tensor  # [N, (Hq + 2 Hkv) D]
-    projection: Projection
+    step: AttentionStep
+    head_norms: RandomNorms | None
 
 
 @dataclass(frozen=True)
@@ -62,33 +64,32 @@ def make_layer(shape: Shape, num_seqs: int, num_keys: int, is_normed: bool, seed
     batch = make_batch(shape, lengths, dtype=DTYPE, device="cuda", seed=seed)
     random = torch.Generator("cuda").manual_seed(seed)
     angles = torch.rand(num_keys, shape.head_dim // 2, generator=random, device="cuda") * 6.3
-    norms = (make_rows(2, shape.head_dim, DTYPE, random), EPS) if is_normed else None
-    projection = Projection(
+    norms = RandomNorms(make_rows(2, shape.head_dim, DTYPE, random), EPS) if is_normed else None
+    step = AttentionStep(
         torch.full((num_seqs,), num_keys - 1, dtype=torch.int32, device="cuda"),
         torch.stack((angles.cos(), angles.sin()), dim=1),
-        norms,
-        batch.slot_mapping,
+        batch.metadata,
     )
-    return Layer(batch, torch.cat((batch.q, batch.k, batch.v), dim=1).flatten(1), projection)
+    return Layer(batch, torch.cat((batch.q, batch.k, batch.v), dim=1).flatten(1), step, norms)
 
 
 def run_apart(layer: Layer, pdl: bool) -> torch.Tensor:
     """Turns the queries in their place."""
-    batch, turning = layer.batch, layer.projection
+    batch, step = layer.batch, layer.step
     q = rotate_and_store(
         layer.qkv,
-        turning.positions,
-        turning.rotary_table,
+        step.positions,
+        step.rotary_table,
         batch.shape.num_kv_heads,
-        turning.head_norms,
+        layer.head_norms,
         batch.kv_cache,
-        turning.slot_mapping,
+        batch.slot_mapping,
         pdl=pdl,
     )
     return paged_attention(
         q,
         batch.kv_cache,
-        batch,
+        batch.metadata,
         scale=batch.shape.scale,
         window=None,
         pdl=pdl,
@@ -99,9 +100,9 @@ def run_fused(layer: Layer, pdl: bool) -> torch.Tensor:
     batch = layer.batch
     return rotate_and_attend(
         layer.qkv,
-        layer.projection,
         batch.kv_cache,
-        batch,
+        layer.step,
+        layer.head_norms,
         scale=batch.shape.scale,
         window=None,
         pdl=pdl,

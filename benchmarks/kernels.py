@@ -149,7 +149,7 @@ def attend(
     return paged_attention(
         batch.q,
         batch.kv_cache,
-        batch,
+        batch.metadata,
         scale=batch.shape.scale,
         window=window,
         out=out,

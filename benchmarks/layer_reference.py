@@ -6,11 +6,12 @@ Knows the cache layout and the pairing of the rotation; must not know the kernel
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
-from worker_daemon.layers.ops import HeadNorms
+from worker_daemon.contracts.layer_ops import HeadNorms
 
 EPS = 1e-5
 
@@ -29,6 +30,13 @@ class Heads:
     def width(self) -> int:
         """Elements of one token's projection."""
         return (self.num_q_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+class RandomNorms(NamedTuple):
+    """HeadNorms of weights that no parameter holds."""
+
+    weight: torch.Tensor  # [2, D]
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ def make_projected(
     slots = slots[:num_tokens]
     if pads:
         slots[6::7] = -1
-    norms = HeadNorms(make_rows(2, heads.head_dim, dtype, generator), EPS)
+    norms = RandomNorms(make_rows(2, heads.head_dim, dtype, generator), EPS)
     return ProjectedStep(
         heads=heads,
         qkv=make_rows(num_tokens, heads.width, dtype, generator),

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +26,7 @@ from triton.runtime.errors import OutOfResources
 
 import worker_daemon.kernels
 from benchmarks.layer_reference import Heads, ProjectedStep, make_projected
+from worker_daemon.contracts.attention import AttentionMetadata, AttentionStep
 from worker_daemon.kernels.argmax import greedy_tokens
 from worker_daemon.kernels.compile_ahead import compiling_ahead
 from worker_daemon.kernels.launch import (
@@ -35,7 +36,7 @@ from worker_daemon.kernels.launch import (
     start_next,
 )
 from worker_daemon.kernels.linear import MAX_TILES, ThinLinear, launch_matrix
-from worker_daemon.kernels.paged_decode import Projection, rotate_and_attend
+from worker_daemon.kernels.paged_decode import rotate_and_attend
 from worker_daemon.kernels.row_linear import RowNorm, launch_row
 from worker_daemon.kernels.tiles import SHORT_CONTEXT
 from worker_daemon.kernels.tuning import (
@@ -368,19 +369,6 @@ def refine(
     return best
 
 
-class OneSequence(NamedTuple):
-    """PagedSequences of one decode."""
-
-    block_table: torch.Tensor
-    seq_rows: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    seq_order: torch.Tensor
-    num_seqs: int = 1
-    max_query_len: int = 1
-    max_seq_len: int = SHORT_CONTEXT
-
-
 def row_layers(
     device: Device, model: Model, tp_size: int, tiles: Sequence[VectorTile], num_layers: int
 ) -> Callable[[], None]:
@@ -407,7 +395,19 @@ def row_layers(
     )
     zero = torch.zeros(1, dtype=torch.int32, device="cuda")
     bounds = torch.arange(2, dtype=torch.int32, device="cuda")
-    sequence = OneSequence(table, zero, bounds, zero + CONTEXT, zero)
+    sequence = AttentionMetadata(
+        query_start_loc=bounds,
+        seq_lens=zero + CONTEXT,
+        seq_order=zero,
+        block_table=table,
+        seq_rows=zero,
+        slot_mapping=slot,
+        num_seqs=1,
+        max_query_len=1,
+        max_seq_len=SHORT_CONTEXT,
+        query_lens_np=np.ones(1, np.int32),
+        seq_lens_np=np.full(1, CONTEXT, np.int32),
+    )
 
     def normed(residual: torch.Tensor) -> tuple[torch.Tensor, RowNorm | None]:
         """The row of the next product, and its norm; a reduction of several ranks has it done."""
@@ -419,9 +419,9 @@ def row_layers(
     def attend(step: ProjectedStep) -> torch.Tensor:
         return rotate_and_attend(
             qkv,
-            Projection(step.positions[:1], step.rotary_table, step.head_norms, slot),
             step.kv_cache,
-            sequence,
+            AttentionStep(step.positions[:1], step.rotary_table, sequence),
+            step.head_norms,
             scale=HEAD_DIM**-0.5,
             window=None,
             pdl=device.pdl,

@@ -6,8 +6,12 @@ Knows the cache layout and the rule of visibility; must not know the kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
+
+from worker_daemon.contracts.attention import AttentionMetadata
 
 QUERIES_AT_ONCE = 1024
 """Bounds the score matrix of the reference."""
@@ -47,6 +51,23 @@ class PagedBatch:
     max_seq_len: int
     query_lens: list[int]
     history: list[torch.Tensor]  # for each sequence [2, seq_len, Hkv, D]
+
+    @cached_property
+    def metadata(self) -> AttentionMetadata:
+        """What a step of the runner says of it."""
+        return AttentionMetadata(
+            query_start_loc=self.query_start_loc,
+            seq_lens=self.seq_lens,
+            seq_order=self.seq_order,
+            block_table=self.block_table,
+            seq_rows=self.seq_rows,
+            slot_mapping=self.slot_mapping,
+            num_seqs=self.num_seqs,
+            max_query_len=self.max_query_len,
+            max_seq_len=self.max_seq_len,
+            query_lens_np=np.array(self.query_lens, np.int32),
+            seq_lens_np=np.array([both.shape[1] for both in self.history], np.int32),
+        )
 
     @property
     def num_real_tokens(self) -> int:

@@ -19,8 +19,12 @@ import torch
 import triton.testing
 
 from benchmarks.kernels import host_us
-from worker_daemon.sample.sampler import Sampling, SamplingMetadata, TorchSampling
-from worker_daemon.sample.sampling_provider import probe_sampling
+from worker_daemon.sample.sampler import (
+    Sampling,
+    SamplingMetadata,
+    TorchSampling,
+    sampling_for,
+)
 
 FULL_BYTES_PER_S = 4.5e12
 NUM_ROWS = (1, 8, 64, 256)
@@ -192,7 +196,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA device", file=sys.stderr)
         return 2
-    sampling = probe_sampling(torch.device("cuda"))
+    sampling = sampling_for(torch.device("cuda"))
     print(torch.cuda.get_device_name(), f"torch {torch.__version__}, sampling: {sampling.name}")
     print(HEADER)
     timings = []

@@ -3,7 +3,7 @@ socket; what it makes belongs to the worker.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -20,22 +20,21 @@ from worker_daemon.distributed.tp import LinkedTensorParallel
 from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.kv_cache.allocate import allocate_kv_caches
 from worker_daemon.kv_cache.spec import describe_layers
-from worker_daemon.layers.attention import NullAttention
+from worker_daemon.layers.attention import HeadSizes, NullAttention
 from worker_daemon.layers.attention_provider import (
     AttentionProvider,
-    HeadShape,
     add_prompt_attention,
-    probe_attention,
+    paged_attention_for,
 )
-from worker_daemon.layers.ops_provider import probe_layer_ops
+from worker_daemon.layers.backend import layer_ops_for
 from worker_daemon.layers.rotary import rotary_table
-from worker_daemon.models.config import DecoderConfig
 from worker_daemon.models.decoder import (
     DecoderStage,
     build_stage,
     checkpoint_names,
     checkpoint_shapes,
 )
+from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.models.saved_set import LOAD_FORMATS, GroupShape, load_saved
 from worker_daemon.models.saving import RankWeights
@@ -194,7 +193,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         ),
         resolved=resolved,
         stage=stage,
-        attention=_probe_attention(stage, resolved.decoder, resolved.dtype, place),
+        attention=_choose_attention(stage, resolved.decoder, resolved.dtype, place),
         max_model_len=resolved.max_model_len,
         memory=memory,
         weights=WeightState(stage.checkpoint_views()),
@@ -282,16 +281,34 @@ def replace_model(config: WorkerConfig, model: ModelConfig) -> WorkerConfig:
 
 def _check_same_model(found: DecoderConfig, loaded: DecoderConfig) -> None:
     """What a checkpoint may say differently is in which dtype it is, and when to stop."""
-    mine = asdict(loaded) | {"rope": loaded.rope}
-    theirs = asdict(found) | {"rope": found.rope}
-    for name, value in theirs.items():
-        if value != mine[name] and name not in ("dtype", "eos_token_ids"):
+    found = replace(found, dtype=loaded.dtype, eos_token_ids=loaded.eos_token_ids)
+    for (name, value), (_, mine) in zip(_values(found), _values(loaded), strict=True):
+        if value != mine:
             raise ConfigError(
-                f"the loaded model has {mine[name]!r}",
+                f"the loaded model has {mine!r}",
                 field=name,
                 value=value,
                 fix="reload weights of the same model, or reset and load this one",
             )
+
+
+def _values(decoder: DecoderConfig) -> Iterator[tuple[str, object]]:
+    """Every value that shapes a decoder, by its name; as many as those of a decoder of as many
+    layers."""
+    values = asdict(decoder) | {"rope": decoder.rope}
+    layers = values.pop("layers")
+    yield "num_hidden_layers", decoder.num_hidden_layers
+    yield from _leaves(values)
+    for layer in layers:
+        yield from _leaves(layer)
+
+
+def _leaves(values: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value)
+        else:
+            yield name, value
 
 
 def rank_weights(model: LoadedModel, place: RankPlace) -> RankWeights:
@@ -334,22 +351,22 @@ def _build_stage(resolved: ResolvedModel, place: RankPlace, memory: TaggedMemory
         torch.device("meta"),
         resolved.max_model_len,
         NullAttention(),
-        probe_layer_ops(place.device),
+        layer_ops_for(place.device),
     )
     rotary = rotary_table(decoder.rope, resolved.max_model_len, place.device)
     memory.hold_stage(stage, rotary)
     return stage
 
 
-def _probe_attention(
+def _choose_attention(
     stage: DecoderStage, decoder: DecoderConfig, dtype: torch.dtype, place: RankPlace
 ) -> AttentionProvider:
-    heads = HeadShape(
+    heads = HeadSizes(
         decoder.num_attention_heads // place.parallel.tp_size,
         stage.kv_layer_specs[0].num_kv_heads,
         decoder.head_dim,
     )
-    paged = probe_attention(place.device, decoder.head_dim)
+    paged = paged_attention_for(place.device, decoder.head_dim)
     return add_prompt_attention(paged, place.device, heads, dtype)
 
 

@@ -22,7 +22,7 @@ from worker_daemon.distributed.link import Link, Place, meeting_s
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import ConfigError
-from worker_daemon.layers.reduction_provider import probe_reduction
+from worker_daemon.layers.backend import reducer_for
 from worker_daemon.loading import RankPlace
 from worker_daemon.memory_ledger import MemoryLedger
 from worker_daemon.phases import SetPhase
@@ -106,7 +106,7 @@ class RankDevice:
             logger.info("torch computes with %d threads (%s)", *threads)
         device = open_device(self.name, threads)
         timeout_s = message.scheduler.step_deadline_ms / 1000 + _PEER_GRACE_S
-        tp = tensor_parallel(parallel.tp_rank, parallel.tp_size, probe_reduction(device))
+        tp = tensor_parallel(parallel.tp_rank, parallel.tp_size, reducer_for(device))
         place = RankPlace(device, message.parallel, parallel, tp)
         link = self._meet(rendezvous, place, timeout_s)
         try:

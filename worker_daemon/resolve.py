@@ -11,7 +11,8 @@ import torch
 from rpc_schema.config import MIN_STEP_DEADLINE_MS, CacheConfig, ModelConfig, SchedulerConfig
 from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.layers.rotary import max_table_length
-from worker_daemon.models.config import DecoderConfig, read_model_config
+from worker_daemon.models.config import read_model_config
+from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.saved_set import (
     CONFIG_FILES,
     LOAD_FORMATS,

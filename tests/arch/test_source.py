@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from rpc_schema import step
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope, WireError
 from worker_client.errors import REMOTE_ERRORS, RemoteError, remote_error
+from worker_daemon.contracts import layer_ops
 from worker_daemon.errors import WorkerError
 
 ROOT = Path(__file__).parents[2]
@@ -158,3 +160,8 @@ def test_no_two_test_files_share_a_name():
         if not (path.parent / "__init__.py").exists()
     ]
     assert sorted(names) == sorted(set(names))
+
+
+def test_the_devices_word_for_no_token_is_the_wires():
+    """Two definitions, since neither package may know the other's."""
+    assert layer_ops.NO_TOKEN == step.NO_TOKEN

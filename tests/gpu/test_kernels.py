@@ -10,6 +10,7 @@ from benchmarks.paged_reference import (
     make_batch,
     relative_error,
 )
+from tests.support.attention_steps import layer_of
 from worker_daemon.kernels.backend import TritonAttention
 from worker_daemon.kernels.paged_attention import paged_attention
 
@@ -47,7 +48,7 @@ def attend(batch: PagedBatch, window: int | None, **overrides: object) -> torch.
     return paged_attention(
         batch.q,
         batch.kv_cache,
-        batch,
+        batch.metadata,
         scale=batch.shape.scale,
         window=window,
         out=torch.full(batch.q.shape, float("nan"), dtype=batch.q.dtype, device="cuda"),
@@ -133,7 +134,7 @@ def test_the_backend_runs_in_a_cuda_graph() -> None:
     backend = TritonAttention(torch.device("cuda"))
 
     def step() -> torch.Tensor:
-        return backend.attend(batch.q, batch.kv_cache, batch, batch.shape.scale, None)
+        return backend.attend(batch.q, batch.kv_cache, layer_of(batch.shape), batch.metadata)
 
     step()
     torch.cuda.synchronize()

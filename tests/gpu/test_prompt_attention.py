@@ -10,12 +10,12 @@ from benchmarks.paged_reference import (
     make_batch,
     relative_error,
 )
-from tests.support.prompt_steps import step_metadata, token_rows
-from worker_daemon.layers.attention import AttentionBackend
+from tests.support.attention_steps import layer_of, token_rows
+from worker_daemon.contracts.attention import AttentionBackend
+from worker_daemon.layers.attention import HeadSizes
 from worker_daemon.layers.attention_provider import (
-    HeadShape,
     add_prompt_attention,
-    probe_attention,
+    paged_attention_for,
 )
 from worker_daemon.layers.prompt_attention import PromptAttention
 
@@ -36,8 +36,8 @@ MIXED = [
 
 
 def backend_of(shape: Shape, dtype: torch.dtype) -> AttentionBackend:
-    heads = HeadShape(shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
-    paged = probe_attention(CUDA, shape.head_dim)
+    heads = HeadSizes(shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
+    paged = paged_attention_for(CUDA, shape.head_dim)
     provider = add_prompt_attention(paged, CUDA, heads, dtype)
     assert provider.name == "triton+cudnn"
     assert isinstance(provider.backend, PromptAttention)
@@ -54,7 +54,7 @@ def build(
 
 @torch.inference_mode()
 def attend(backend: AttentionBackend, batch: PagedBatch, window: int | None) -> torch.Tensor:
-    return backend.attend(batch.q, batch.kv_cache, step_metadata(batch), batch.shape.scale, window)
+    return backend.attend(batch.q, batch.kv_cache, layer_of(batch.shape, window), batch.metadata)
 
 
 def check(backend: AttentionBackend, batch: PagedBatch, window: int | None = None) -> None:
@@ -118,11 +118,11 @@ def test_a_step_never_waits_for_the_device() -> None:
     backend = backend_of(LLAMA_8B, torch.bfloat16)
     batch = build(LLAMA_8B, MIXED, torch.bfloat16, seed=6)
     attend(backend, batch, None)  # makes the plans
-    metadata = step_metadata(batch)
+    layer = layer_of(batch.shape)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.inference_mode():
-            backend.attend(batch.q, batch.kv_cache, metadata, batch.shape.scale, None)
+            backend.attend(batch.q, batch.kv_cache, layer, batch.metadata)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -66,10 +66,8 @@ def test_the_backend_and_two_kernels_agree(shape: Shape, is_normed: bool, num_se
     before, given = step.batch.kv_cache.clone(), step.qkv.clone()
     backend, ops = TritonAttention(torch.device("cuda")), TritonOps(torch.device("cuda"))
     expected = run_apart(step.on_copies(), backend, ops, None)
-    batch = step.batch
-    out = backend.rotate_and_attend(
-        step.qkv, step.rotation(ops), batch.kv_cache, batch, batch.shape.scale, None
-    )
+    layer = step.layer(ops, None)
+    out = backend.rotate_and_attend(step.qkv, step.batch.kv_cache, layer, step.step)
     assert out.is_contiguous()
     step.qkv.copy_(given)
     check_output(step, out, None)
@@ -106,9 +104,9 @@ def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
         step.head_norms.weight.fill_(
             1
         )  # larger scores would blow one layer's rounding up in the next
-    layers = [step.on_copies() for _ in range(6)]
+    caches = [step.batch.kv_cache.clone() for _ in range(6)]
     backend, ops = TritonAttention(torch.device("cuda")), TritonOps(torch.device("cuda"))
-    rotation, width = step.rotation(ops), step.qkv.shape[1]
+    layer, width = step.layer(ops, None), step.qkv.shape[1]
     inner = shape.num_q_heads * shape.head_dim
     random = torch.Generator("cuda").manual_seed(6)
     weight = torch.randn(width, inner, generator=random, device="cuda").bfloat16() / inner**0.5
@@ -117,14 +115,13 @@ def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
 
     def chain(*, is_fused: bool) -> torch.Tensor:
         attended = start
-        for layer in layers:
+        for kv_cache in caches:
             qkv = ops.linear(ops.rms_norm(attended, gains, 1e-5), weight, None)
-            batch, scale = layer.batch, shape.scale
             if is_fused:
-                out = backend.rotate_and_attend(qkv, rotation, batch.kv_cache, batch, scale, None)
+                out = backend.rotate_and_attend(qkv, kv_cache, layer, step.step)
             else:
-                q = rotation.rotate_and_store(qkv, batch.kv_cache, batch.slot_mapping)
-                out = backend.attend(q, batch.kv_cache, batch, scale, None)
+                q = layer.rotate_and_store(qkv, kv_cache, step.step)
+                out = backend.attend(q, kv_cache, layer, step.batch.metadata)
             attended = out.flatten(1)
         return attended
 
@@ -134,10 +131,10 @@ def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = chain(is_fused=True)
-    caches = [layer.batch.kv_cache.clone().nan_to_num() for layer in layers]
+    expected = [kv_cache.clone().nan_to_num() for kv_cache in caches]
     for _ in range(50):
         out.fill_(float("nan"))
         graph.replay()
         assert torch.equal(out, first)
-    for layer, cache in zip(layers, caches, strict=True):
-        assert torch.equal(layer.batch.kv_cache.nan_to_num(), cache)
+    for kv_cache, cache in zip(caches, expected, strict=True):
+        assert torch.equal(kv_cache.nan_to_num(), cache)

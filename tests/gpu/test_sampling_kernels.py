@@ -17,8 +17,7 @@ from tests.support.sampling_checks import (
     random_logits,
     random_metadata,
 )
-from worker_daemon.sample.sampler import TorchSampling
-from worker_daemon.sample.sampling_provider import probe_sampling
+from worker_daemon.sample.sampler import TorchSampling, sampling_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +30,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.
 
 @pytest.fixture(scope="module")
 def sampling():
-    found = probe_sampling(torch.device("cuda"))
+    found = sampling_for(torch.device("cuda"))
     assert found.name == "triton"
     return found
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from benchmarks.paged_reference import PagedBatch, Shape, make_batch, relative_error
+from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.kernels.backend import TritonAttention
-from worker_daemon.layers.ops import LayerOps
-from worker_daemon.layers.ops_provider import probe_layer_ops
+from worker_daemon.layers.backend import layer_ops_for
 from worker_daemon.layers.torch_ops import TorchOps
-from worker_daemon.models.config import DecoderConfig, read_model_config
+from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import DecoderStage, build_stage
+from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.weights import load_dummy_weights
 
 pytestmark = [
@@ -36,8 +37,7 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 @pytest.fixture(params=["llama-8b", "qwen3-0.6b"])
 def config(request: pytest.FixtureRequest) -> DecoderConfig:
     whole = read_model_config(CONFIGS / request.param)
-    windows = whole.layer_windows[:NUM_LAYERS]
-    return replace(whole, num_hidden_layers=NUM_LAYERS, layer_windows=windows, vocab_size=1000)
+    return replace(whole, layers=whole.layers[:NUM_LAYERS], vocab_size=1000)
 
 
 def make_stages(
@@ -79,7 +79,7 @@ def run(stages: Sequence[DecoderStage], batch: PagedBatch, positions: torch.Tens
     for stage in stages:
         caches = [batch.kv_cache.clone() for _ in stage.kv_layer_specs]
         before = hidden.clone()
-        after = stage.forward(hidden, positions, caches, batch)
+        after = stage.forward(hidden, positions, caches, batch.metadata)
         assert torch.equal(hidden, before)
         hidden = after
     return stages[-1].compute_logits(hidden)
@@ -90,7 +90,7 @@ def run(stages: Sequence[DecoderStage], batch: PagedBatch, positions: torch.Tens
 @torch.inference_mode()
 def test_fused_operations_agree_with_torch(config, dtype, lengths):
     step = make_step(config, lengths, dtype)
-    fused = probe_layer_ops(torch.device("cuda"))
+    fused = layer_ops_for(torch.device("cuda"))
     ours = run(make_stages(config, [NUM_LAYERS], dtype, fused), *step)
     plain = run(make_stages(config, [NUM_LAYERS], dtype, TorchOps()), *step)
     assert relative_error(ours, plain) < BOUNDS[dtype]
@@ -100,7 +100,7 @@ def test_fused_operations_agree_with_torch(config, dtype, lengths):
 @torch.inference_mode()
 def test_a_split_model_computes_the_same_bits(config, lengths):
     step = make_step(config, lengths, torch.bfloat16)
-    ops = probe_layer_ops(torch.device("cuda"))
+    ops = layer_ops_for(torch.device("cuda"))
     whole = run(make_stages(config, [NUM_LAYERS], torch.bfloat16, ops), *step)
     for splits in ([1, NUM_LAYERS], [2, 3, NUM_LAYERS]):
         parts = run(make_stages(config, splits, torch.bfloat16, ops), *step)

@@ -15,8 +15,7 @@ from worker_daemon.distributed.link import Link, Place
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import CommError
-from worker_daemon.layers.ops_provider import probe_layer_ops
-from worker_daemon.layers.reduction_provider import probe_reduction
+from worker_daemon.layers.backend import layer_ops_for, reducer_for
 
 HOST = "127.0.0.1"
 EPS = 1e-5
@@ -33,8 +32,8 @@ class Group:
         self.device = torch.device("cuda", rank)
         torch.cuda.set_device(self.device)
         self.state = ParallelState(1, size, rank)
-        self.tp = tensor_parallel(rank, size, probe_reduction(self.device))
-        self.ops = probe_layer_ops(self.device)
+        self.tp = tensor_parallel(rank, size, reducer_for(self.device))
+        self.ops = layer_ops_for(self.device)
         self.link = None
 
     def open(self, generation, place):

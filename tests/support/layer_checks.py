@@ -16,7 +16,7 @@ from benchmarks.layer_reference import (
     turned,
 )
 from benchmarks.paged_reference import relative_error
-from worker_daemon.layers.ops import LayerOps, NormedSum
+from worker_daemon.contracts.layer_ops import LayerOps, NormedSum
 
 # Relative errors: one rounding of the output, and in fp32 the order of a sum.
 BOUNDS = {torch.float32: 1e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}

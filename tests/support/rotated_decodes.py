@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.layer_reference import Heads, ProjectedStep, make_rows, turned
+from benchmarks.layer_reference import Heads, ProjectedStep, RandomNorms, make_rows, turned
 from benchmarks.paged_reference import (
     PagedBatch,
     Shape,
@@ -13,10 +13,10 @@ from benchmarks.paged_reference import (
     make_batch,
     relative_error,
 )
+from worker_daemon.contracts.attention import AttentionLayer, AttentionStep
+from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.kernels.backend import TritonAttention
-from worker_daemon.kernels.paged_decode import Projection, rotate_and_attend
-from worker_daemon.layers.attention import Rotation
-from worker_daemon.layers.ops import HeadNorms, LayerOps
+from worker_daemon.kernels.paged_decode import rotate_and_attend
 
 # Against fp64: keys and queries are rounded once more than in the tests of attention alone, and
 # gains make scores larger, and with them their errors. TF32 would show as 3e-4.
@@ -31,17 +31,15 @@ class RotatedDecode:
     qkv: torch.Tensor  # [N, (Hq + 2 Hkv) D]
     positions: torch.Tensor  # [N] int32
     rotary_table: torch.Tensor
-    head_norms: HeadNorms | None
+    head_norms: RandomNorms | None
 
     @property
-    def projection(self) -> Projection:
-        return Projection(
-            self.positions, self.rotary_table, self.head_norms, self.batch.slot_mapping
-        )
+    def step(self) -> AttentionStep:
+        return AttentionStep(self.positions, self.rotary_table, self.batch.metadata)
 
-    def rotation(self, ops: LayerOps) -> Rotation:
-        num_kv_heads = self.batch.shape.num_kv_heads
-        return Rotation(ops, self.positions, self.rotary_table, num_kv_heads, self.head_norms)
+    def layer(self, ops: LayerOps, window: int | None) -> AttentionLayer:
+        shape = self.batch.shape
+        return AttentionLayer(ops, shape.num_kv_heads, shape.scale, window, self.head_norms)
 
     def on_copies(self) -> "RotatedDecode":
         """The same step with a projection and a cache of its own."""
@@ -95,7 +93,7 @@ def make_decode(
     num_positions = max(seq_lens, default=1)
     angles = torch.rand(num_positions, shape.head_dim // 2, generator=random, device=device) * 6.3
     positions = torch.tensor([length - 1 for length in seq_lens] + [0] * num_padding).int()
-    norms = HeadNorms(make_rows(2, shape.head_dim, dtype, random), 1e-5)
+    norms = RandomNorms(make_rows(2, shape.head_dim, dtype, random), 1e-5)
     return RotatedDecode(
         batch,
         torch.cat((batch.q, batch.k, batch.v), dim=1).flatten(1),
@@ -111,9 +109,9 @@ def run_fused(step: RotatedDecode, window: int | None, **overrides: object) -> t
     out = torch.full(batch.q.shape, float("nan"), dtype=batch.q.dtype, device=batch.q.device)
     result = rotate_and_attend(
         step.qkv,
-        step.projection,
         batch.kv_cache,
-        batch,
+        step.step,
+        step.head_norms,
         scale=batch.shape.scale,
         window=window,
         out=out,
@@ -127,9 +125,9 @@ def run_apart(
     step: RotatedDecode, backend: TritonAttention, ops: LayerOps, window: int | None
 ) -> torch.Tensor:
     """By two kernels; the step is consumed."""
-    batch = step.batch
-    q = step.rotation(ops).rotate_and_store(step.qkv, batch.kv_cache, batch.slot_mapping)
-    return backend.attend(q, batch.kv_cache, batch, batch.shape.scale, window)
+    layer, kv_cache = step.layer(ops, window), step.batch.kv_cache
+    q = layer.rotate_and_store(step.qkv, kv_cache, step.step)
+    return backend.attend(q, kv_cache, layer, step.batch.metadata)
 
 
 def check_output(step: RotatedDecode, out: torch.Tensor, window: int | None) -> None:

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_daemon.contracts.layer_ops import NO_TOKEN
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 
@@ -27,15 +28,15 @@ ENOUGH_PROGRAMS = 1024
 
 _BEYOND = tl.constexpr(2**31 - 1)
 """More than any token's id."""
-_NO_TOKEN = tl.constexpr(-1)
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 _INFINITY = tl.constexpr(float("inf"))
 
 
 def greedy_tokens(logits: torch.Tensor, vocab_size: int, *, pdl: bool = False) -> torch.Tensor:
     """int64 [R]: the id below vocab_size of each row's largest logit, the lowest among equals.
 
-    A row gives -1 where one of its logits is NaN or the largest is infinite: there is nothing to
-    choose by. Nothing waits for the device.
+    A row gives NO_TOKEN where one of its logits is NaN or the largest is infinite: there is nothing
+    to choose by. Nothing waits for the device.
 
     Args:
         logits: [R, >= vocab_size], bf16, fp16 or fp32, each row contiguous; R may be 0.

@@ -4,10 +4,9 @@ Must not know layers or models. Shapes: N tokens, H hidden size, I inner size of
 query and KV heads, D head dimension.
 """
 
-from typing import TypeAlias
-
 import torch
 
+from worker_daemon.contracts.layer_ops import HeadNorms, NormedSum
 from worker_daemon.kernels.activation import silu_and_mul
 from worker_daemon.kernels.argmax import greedy_tokens
 from worker_daemon.kernels.launch import has_dependent_launch
@@ -15,9 +14,6 @@ from worker_daemon.kernels.linear import ThinLinear
 from worker_daemon.kernels.norm import add_rms_norm, rms_norm
 from worker_daemon.kernels.rope_store import rotate_and_store
 from worker_daemon.kernels.row_linear import RowNorm, launch_row
-
-NormedSum: TypeAlias = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, float]
-"""part [N, H], residual [N, H], weight [H] and epsilon of rms_norm(residual + part) * weight."""
 
 
 class TritonOps:
@@ -69,7 +65,7 @@ class TritonOps:
         self, source: NormedSum, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As norm_linear, weight [2 I, H], gate first -> [N, I] and [N, H]."""
-        tile = self._thin.row_tile(source[1], weight)
+        tile = self._thin.row_tile(source.residual, weight)
         if tile is None:
             gate_up, total = self.norm_linear(source, weight, bias)
             return self.silu_and_mul(gate_up), total
@@ -102,7 +98,7 @@ class TritonOps:
         positions: torch.Tensor,
         rotary_table: torch.Tensor,
         num_kv_heads: int,
-        head_norms: tuple[torch.Tensor, float] | None,
+        head_norms: HeadNorms | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> torch.Tensor:

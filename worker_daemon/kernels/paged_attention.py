@@ -8,16 +8,16 @@ Letters: N tokens, B sequences, Hq / Hkv query and KV heads, G = Hq / Hkv, D hea
 
 import torch
 
+from worker_daemon.contracts.attention import AttentionMetadata
 from worker_daemon.kernels.paged_decode import launch_decode, plan_decode
 from worker_daemon.kernels.paged_prefill import launch_prefill
-from worker_daemon.kernels.paged_sequences import PagedSequences
 from worker_daemon.kernels.tiles import DeviceLimits, Tile, prefill_tile
 
 
 def paged_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
-    batch: PagedSequences,
+    batch: AttentionMetadata,
     *,
     scale: float,
     window: int | None,
@@ -63,7 +63,7 @@ def paged_attention(
     limits = DeviceLimits.of(q.device) if limits is None else limits
     if batch.max_query_len == 1:
         plan = plan_decode(q, kv_cache, batch, window, limits, tile, num_splits)
-        launch_decode(out, q, kv_cache, batch, None, scale, window, plan, workspace, pdl)
+        launch_decode(out, q, kv_cache, batch, None, None, scale, window, plan, workspace, pdl)
     else:
         num_kv_heads = kv_cache.shape[3]
         group_size = q.shape[1] // num_kv_heads

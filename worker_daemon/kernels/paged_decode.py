@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_daemon.contracts.attention import AttentionMetadata, AttentionStep
+from worker_daemon.contracts.layer_ops import HeadNorms
 from worker_daemon.kernels.attention_tiles import (
     NO_SCORE,
     STEP_SIZES,
@@ -30,7 +32,6 @@ from worker_daemon.kernels.attention_tiles import (
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.head_rotation import load_angles, load_gains, load_pairs, turn
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
-from worker_daemon.kernels.paged_sequences import PagedSequences
 from worker_daemon.kernels.prefetch import prefetch
 from worker_daemon.kernels.tiles import (
     DeviceLimits,
@@ -46,24 +47,11 @@ from worker_daemon.kernels.tiles import (
 _REDUCE_CHUNK = 64
 
 
-class Projection(NamedTuple):
-    """What turns a decode's projection into queries, keys and values."""
-
-    positions: torch.Tensor
-    """[N] int32 or int64, each a row of rotary_table."""
-    rotary_table: torch.Tensor
-    """[P, 2, D / 2] fp32: cos, then sin."""
-    head_norms: tuple[torch.Tensor, float] | None
-    """[2, D] weights of the query and of the key norm, dtype of the projection; epsilon."""
-    slot_mapping: torch.Tensor
-    """[N] int32 or int64: block_id * block_size + offset; negative = not stored."""
-
-
 def rotate_and_attend(
     qkv: torch.Tensor,
-    projection: Projection,
     kv_cache: torch.Tensor,
-    batch: PagedSequences,
+    step: AttentionStep,
+    head_norms: HeadNorms | None,
     *,
     scale: float,
     window: int | None,
@@ -82,17 +70,19 @@ def rotate_and_attend(
 
     Args:
         qkv: [N, (Hq + 2 Hkv) D] contiguous, bf16, fp16 or fp32; stays as it is.
-        projection: see there.
         kv_cache: as in paged_attention, not empty.
-        batch, scale, window, out, limits, tile, num_splits, pdl: as in paged_attention.
+        step: a slot below 0 is not stored.
+        head_norms: as in rope_store.rotate_and_store.
+        scale, window, out, limits, tile, num_splits, pdl: as in paged_attention.
 
     Returns:
         [N, Hq, D], 0 in the rows past the last real token.
     """
+    batch = step.metadata
     num_kv_heads, head_dim = kv_cache.shape[3:]
     assert qkv.dtype == kv_cache.dtype
-    assert qkv.is_contiguous() and projection.rotary_table.is_contiguous()
-    assert 2 * projection.rotary_table.shape[2] == head_dim
+    assert qkv.is_contiguous() and step.rotary_table.is_contiguous()
+    assert 2 * step.rotary_table.shape[2] == head_dim
     assert kv_cache.stride(4) == batch.block_table.stride(1) == 1
     assert scale > 0
     assert window is None or window > 0
@@ -103,7 +93,7 @@ def rotate_and_attend(
         return out
     limits = DeviceLimits.of(q.device) if limits is None else limits
     plan = plan_decode(q, kv_cache, batch, window, limits, tile, num_splits)
-    launch_decode(out, q, kv_cache, batch, projection, scale, window, plan, None, pdl)
+    launch_decode(out, q, kv_cache, batch, step, head_norms, scale, window, plan, None, pdl)
     return out
 
 
@@ -125,7 +115,7 @@ class DecodePlan(NamedTuple):
 def plan_decode(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
-    batch: PagedSequences,
+    batch: AttentionMetadata,
     window: int | None,
     limits: DeviceLimits,
     tile: Tile | None,
@@ -152,8 +142,9 @@ def launch_decode(
     out: torch.Tensor,
     q: torch.Tensor,
     kv_cache: torch.Tensor,
-    batch: PagedSequences,
-    projection: Projection | None,
+    batch: AttentionMetadata,
+    step: AttentionStep | None,
+    head_norms: HeadNorms | None,
     scale: float,
     window: int | None,
     plan: DecodePlan,
@@ -162,8 +153,8 @@ def launch_decode(
 ) -> None:
     """One program per (KV head, sequence, split); a second kernel merges several splits.
 
-    projection: q is the beginning of one that is still to be turned, and stored; None = it is
-    turned, and stored already."""
+    step: q is the beginning of a projection that is still to be turned and stored, with
+    head_norms; None = it is turned, and stored already."""
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
     num_splits, tile, are_few = plan
@@ -175,8 +166,8 @@ def launch_decode(
     partial_rows = num_tokens * num_q_heads * num_splits
     partial_lse = partial_out if num_splits == 1 else partial_out[partial_rows * head_dim :]
     # Turned already, the kernel touches nothing of a projection: again any pointer will do.
-    positions, rotary_table, head_norms, slot_mapping = projection or (q, q, None, q)
-    norm_weights, eps = head_norms or (q, 0.0)
+    positions, rotary_table = (step.positions, step.rotary_table) if step else (q, q)
+    norm_weights, eps = (head_norms.weight, head_norms.eps) if head_norms else (q, 0.0)
     rows = max(num_tokens, batch.num_seqs)
     _decode_kernel[(num_kv_heads, rows, num_splits)](
         out,
@@ -193,7 +184,7 @@ def launch_decode(
         rotary_table,
         norm_weights,
         eps,
-        slot_mapping,
+        batch.slot_mapping if step else q,
         batch.num_seqs,
         num_tokens,
         num_splits,
@@ -213,8 +204,8 @@ def launch_decode(
         BLOCK_N=tile.block_n,
         BLOCK_D=padded_head_dim(head_dim),
         LANES=str(tile.block_n) if pdl and are_few else "",
-        ROTATES=projection is not None,
-        HOLDS=projection is not None and are_few and can_hold(tile, head_dim),
+        ROTATES=step is not None,
+        HOLDS=step is not None and are_few and can_hold(tile, head_dim),
         NORMED=head_norms is not None,
         PDL=pdl,
         num_warps=tile.num_warps,

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_daemon.contracts.attention import AttentionMetadata
 from worker_daemon.kernels.attention_tiles import (
     STEP_SIZES,
     STEP_TENSORS,
@@ -23,7 +24,6 @@ from worker_daemon.kernels.attention_tiles import (
 )
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
-from worker_daemon.kernels.paged_sequences import PagedSequences
 from worker_daemon.kernels.tiles import Tile, padded_head_dim
 
 
@@ -31,7 +31,7 @@ def launch_prefill(
     out: torch.Tensor,
     q: torch.Tensor,
     kv_cache: torch.Tensor,
-    batch: PagedSequences,
+    batch: AttentionMetadata,
     scale: float,
     window: int | None,
     tile: Tile,

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_daemon.contracts.layer_ops import HeadNorms
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 
@@ -27,7 +28,7 @@ def rotate_and_store(
     positions: torch.Tensor,
     rotary_table: torch.Tensor,
     num_kv_heads: int,
-    head_norms: tuple[torch.Tensor, float] | None,
+    head_norms: HeadNorms | None,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     *,
@@ -43,8 +44,7 @@ def rotate_and_store(
         positions: [N] int32 or int64, each a row of rotary_table.
         rotary_table: [P, 2, D / 2] fp32: cos, then sin.
         num_kv_heads: Hkv.
-        head_norms: ([2, D] weights of the query and of the key norm, dtype of qkv; epsilon), or
-            None: the norm of each head over its D elements.
+        head_norms: the norm of each head over its D elements, of the dtype of qkv; or None.
         kv_cache: [num_blocks, 2, block_size, Hkv, D], dtype of qkv, the last dimension contiguous;
             empty = nothing is stored.
         slot_mapping: [N] int32 or int64: block_id * block_size + offset; negative = not stored.
@@ -67,7 +67,7 @@ def rotate_and_store(
     cache_strides = kv_cache.stride() if is_stored else (0, 0, 0, 0, 1)
     assert cache_strides[4] == 1
     assert kv_cache.dtype == qkv.dtype
-    norm_weights, eps = head_norms or (qkv, 0.0)
+    norm_weights, eps = (head_norms.weight, head_norms.eps) if head_norms else (qkv, 0.0)
     assert norm_weights.is_contiguous()
     block_half = triton.next_power_of_2(half)
     block_heads = min(max(_TILE_ELEMENTS // block_half, 1), triton.next_power_of_2(num_heads))

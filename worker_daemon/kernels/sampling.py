@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
+from worker_daemon.contracts.layer_ops import NO_TOKEN
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import (
     await_previous,
@@ -58,7 +59,7 @@ _LARGEST_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
 _UNIFORM_STEP = tl.constexpr(2.0**-32)
 _LAST_KEY = tl.constexpr(2**31 - 1)
 _INFINITY = tl.constexpr(float("inf"))
-_NO_TOKEN = tl.constexpr(-1)
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 _HEAVIEST = tl.constexpr(2**62)
 
 

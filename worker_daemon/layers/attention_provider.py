@@ -1,16 +1,16 @@
-"""Which implementation of attention serves a device: probed once, reported by name. Knows no
-step."""
+"""Which implementation of attention serves a device: chosen once, at load, and reported by name.
+Knows no step."""
 
 import logging
 import warnings
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from worker_daemon.contracts.attention import AttentionBackend, AttentionLayer, AttentionMetadata
 from worker_daemon.errors import ConfigError
-from worker_daemon.layers.attention import AttentionBackend, AttentionMetadata
+from worker_daemon.layers.attention import HeadSizes
 from worker_daemon.layers.prompt_attention import (
     PLAN_TOKENS,
     PromptAttention,
@@ -18,6 +18,7 @@ from worker_daemon.layers.prompt_attention import (
     cudnn_attention,
 )
 from worker_daemon.layers.torch_attention import TorchPagedAttention
+from worker_daemon.layers.torch_ops import TorchOps
 
 MAX_HEAD_DIM = 256
 
@@ -37,15 +38,7 @@ class AttentionProvider:
     backend: AttentionBackend
 
 
-class HeadShape(NamedTuple):
-    """The heads of an attention layer on this rank."""
-
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
-def probe_attention(device: torch.device, head_dim: int) -> AttentionProvider:
+def paged_attention_for(device: torch.device, head_dim: int) -> AttentionProvider:
     """Return our Triton kernels on a CUDA device, plain torch elsewhere.
 
     Raises:
@@ -67,10 +60,11 @@ def probe_attention(device: torch.device, head_dim: int) -> AttentionProvider:
 
 
 def add_prompt_attention(
-    paged: AttentionProvider, device: torch.device, heads: HeadShape, dtype: torch.dtype
+    paged: AttentionProvider, device: torch.device, heads: HeadSizes, dtype: torch.dtype
 ) -> AttentionProvider:
-    """Return a provider that leaves whole prompts to cuDNN where that computes them rightly, else
-    the paged one. Waits for the device. To be called on the thread that runs the steps."""
+    """Return a provider that leaves whole prompts to cuDNN where that computes them rightly for
+    this rank's heads, else the paged one. Waits for the device. To be called on the thread that
+    runs the steps."""
     if (
         device.type != "cuda"
         or dtype not in (torch.bfloat16, torch.float16)
@@ -83,24 +77,24 @@ def add_prompt_attention(
 
 @torch.inference_mode()
 def is_accurate(
-    whole: WholeAttention, device: torch.device, heads: HeadShape, dtype: torch.dtype
+    whole: WholeAttention, device: torch.device, heads: HeadSizes, dtype: torch.dtype
 ) -> bool:
     """Tell whether a random prompt comes out as it does in plain torch and float32, in a step laid
     out as a model's are. An implementation that raises is logged, and not accurate."""
     num_tokens = PLAN_TOKENS[0] + 40  # a head and a chunk behind it
     random = torch.Generator(device).manual_seed(0)
-    num_q_heads, num_kv_heads, head_dim = heads
-    shape = (num_tokens, num_q_heads + 2 * num_kv_heads, head_dim)
+    num_q_heads, num_kv_heads = heads.num_attention_heads, heads.num_key_value_heads
+    shape = (num_tokens, num_q_heads + 2 * num_kv_heads, heads.head_dim)
     qkv = torch.randn(shape, generator=random, device=device, dtype=dtype)
     q, k, v = torch.split(qkv, [num_q_heads, num_kv_heads, num_kv_heads], dim=1)
     kv_cache, metadata = _one_prompt(k, v)
     plain = TorchPagedAttention()
-    scale = head_dim**-0.5
-    expected = plain.attend(q.float(), kv_cache.float(), metadata, scale, None)
+    layer = AttentionLayer(TorchOps(), num_kv_heads, heads.head_dim**-0.5, window=None, norms=None)
+    expected = plain.attend(q.float(), kv_cache.float(), layer, metadata)
     try:
         with warnings.catch_warnings():  # torch tells by warnings why it has no kernel
             warnings.simplefilter("ignore")
-            out = PromptAttention(plain, whole).attend(q, kv_cache, metadata, scale, None)
+            out = PromptAttention(plain, whole).attend(q, kv_cache, layer, metadata)
         error = torch.linalg.vector_norm(out - expected) / torch.linalg.vector_norm(expected)
         relative_error = float(error)
     except RuntimeError as failure:

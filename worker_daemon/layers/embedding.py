@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from worker_daemon.contracts.layer_ops import NO_TOKEN
 from worker_daemon.distributed.tp import TensorParallel
-from worker_daemon.layers.ops import NO_TOKEN, LayerOps
+from worker_daemon.layers.linear_method import LinearMethod
 from worker_daemon.layers.parameter import Parameter, Piece
+from worker_daemon.layers.setup import LayerSetup
 
 _ROW_MULTIPLE = 64
 
@@ -24,16 +26,9 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def vocab_parallel_weight(
-    name: str,
-    vocab_size: int,
-    hidden_size: int,
-    *,
-    tp: TensorParallel,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Parameter:
+def vocab_parallel_weight(name: str, vocab_size: int, setup: LayerSetup) -> Parameter:
     """This rank's rows of checkpoint tensor `name` [V, H]; zeros beyond the vocabulary."""
+    tp, hidden_size = setup.tp, setup.hidden_size
     rows = padded_vocab_size(vocab_size, tp.size) // tp.size
     start = tp.rank * rows
     present = max(0, min(vocab_size - start, rows))
@@ -45,7 +40,7 @@ def vocab_parallel_weight(
         (slice(0, present), columns),
     )
     pieces = (piece,) if present else ()
-    return Parameter((rows, hidden_size), pieces, name=name, dtype=dtype, device=device)
+    return setup.parameter(name, (rows, hidden_size), pieces)
 
 
 class VocabParallelEmbedding:
@@ -72,30 +67,32 @@ class VocabParallelEmbedding:
 class LMHead:
     """Hidden states -> logits over the true vocabulary, gathered from all ranks."""
 
-    def __init__(self, weight: Parameter, vocab_size: int, tp: TensorParallel) -> None:
-        self._weight = weight
+    def __init__(self, weight: Parameter, vocab_size: int, setup: LayerSetup) -> None:
+        """weight: of `vocab_parallel_weight`; an embedding's may be shared."""
+        self._rows = weight.data.shape[0]
+        self._method = LinearMethod(weight, None, setup.ops)
         self._vocab_size = vocab_size
-        self._tp = tp
+        self._ops = setup.ops
+        self._tp = setup.tp
 
-    def forward(self, hidden: Tensor, ops: LayerOps) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] -> [R, V] in the model's dtype, equal on every rank; a row is contiguous,
         the next may lie behind padding."""
-        local = ops.linear(hidden, self._weight.data, None)
+        local = self._method.forward(hidden)
         return self._tp.all_gather_last_dim(local)[:, : self._vocab_size]
 
-    def likeliest(self, hidden: Tensor, ops: LayerOps) -> Tensor:
+    def likeliest(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] -> int64 [R]: each row's token with the largest logit, the lowest id among
         equals; NO_TOKEN as LayerOps.greedy_tokens has it. Of several ranks each sends its best
         alone, not its logits."""
-        local = ops.linear(hidden, self._weight.data, None)
+        local = self._method.forward(hidden)
         if self._tp.size == 1:
-            return ops.greedy_tokens(local, self._vocab_size)
-        rows = self._weight.data.shape[0]
-        first = self._tp.rank * rows
-        present = min(self._vocab_size - first, rows)
+            return self._ops.greedy_tokens(local, self._vocab_size)
+        first = self._tp.rank * self._rows
+        present = min(self._vocab_size - first, self._rows)
         best = local.new_full((hidden.shape[0], 2), -torch.inf, dtype=torch.float32)
         if present > 0:
-            token_ids = ops.greedy_tokens(local, present)
+            token_ids = self._ops.greedy_tokens(local, present)
             is_none = token_ids == NO_TOKEN
             values = local.gather(1, token_ids.clamp(min=0).unsqueeze(1)).squeeze(1)
             best[:, 0] = values.masked_fill(is_none, torch.nan)
@@ -106,4 +103,4 @@ class LMHead:
         return of_all[:, :, 1].gather(1, winner).squeeze(1).long()
 
     def parameters(self) -> Iterator[Parameter]:
-        yield self._weight
+        return self._method.parameters()

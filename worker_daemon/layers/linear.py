@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from worker_daemon.contracts.layer_ops import NormedSum
 from worker_daemon.distributed.tp import TensorParallel
-from worker_daemon.layers.ops import LayerOps, NormedSum
 from worker_daemon.layers.parameter import Parameter, Piece
+from worker_daemon.layers.setup import LayerSetup
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ def even_shard(prefix: str, total: int, tp: TensorParallel) -> RowShard:
 
 
 class Projection(Protocol):
-    """A product of the residual stream's norm."""
+    """A linear layer that may read a norm, which it then computes with its product."""
 
-    def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [N, I] -> [N, O]."""
 
-    def forward_normed(self, source: NormedSum, ops: LayerOps) -> tuple[Tensor, Tensor]:
+    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
         """(forward(n), s) with the norm n and the sum s of source, as LayerOps.norm_linear."""
 
 
@@ -55,58 +55,63 @@ class ColumnParallelLinear:
         prefix: str,
         shards: Sequence[RowShard],
         in_features: int,
+        setup: LayerSetup,
         *,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         """prefix: name of the merged matrix, without its .weight or .bias."""
-        self.sizes = [shard.rows for shard in shards]
-        rows = sum(self.sizes)
-        self._weight = Parameter(
-            (rows, in_features),
+        self._method = setup.linear_method(
+            prefix,
+            (sum(shard.rows for shard in shards), in_features),
             _matrix_pieces(shards, in_features),
-            name=f"{prefix}.weight",
-            dtype=dtype,
-            device=device,
+            _bias_pieces(shards) if bias else None,
         )
-        self._bias = _bias(prefix, rows, shards, dtype, device) if bias else None
 
-    @property
-    def matrix(self) -> tuple[Tensor, Tensor | None]:
-        """W [local O, I] and b [local O]."""
-        return self._weight.data, None if self._bias is None else self._bias.data
-
-    def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [N, I] -> [N, local O]."""
-        return ops.linear(x, *self.matrix)
+        return self._method.forward(x)
 
-    def forward_normed(self, source: NormedSum, ops: LayerOps) -> tuple[Tensor, Tensor]:
-        """(forward(n), s) with the norm n and the sum s of source, as LayerOps.norm_linear."""
-        return ops.norm_linear(source, *self.matrix)
+    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        """As Projection has it."""
+        return self._method.forward_normed(source)
 
     def parameters(self) -> Iterator[Parameter]:
-        yield self._weight
-        if self._bias is not None:
-            yield self._bias
+        return self._method.parameters()
 
 
-class GatedLinear:
-    """silu(gate) * up of a merged product whose two shards are gate and up."""
+class GatedColumnParallelLinear:
+    """silu(gate) * up of two matrices over one input, merged to one, each rank computing its own
+    rows of both; no communication."""
 
-    def __init__(self, gate_up: ColumnParallelLinear) -> None:
-        self._gate_up = gate_up
+    def __init__(
+        self,
+        prefix: str,
+        gate: RowShard,
+        up: RowShard,
+        in_features: int,
+        setup: LayerSetup,
+        *,
+        bias: bool,
+    ) -> None:
+        """prefix: name of the merged matrix, without its .weight or .bias."""
+        shards = (gate, up)
+        self._method = setup.linear_method(
+            prefix,
+            (gate.rows + up.rows, in_features),
+            _matrix_pieces(shards, in_features),
+            _bias_pieces(shards) if bias else None,
+        )
 
-    def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [N, I] -> [N, local O / 2]."""
-        return ops.gated_linear(x, *self._gate_up.matrix)
+        return self._method.forward_gated(x)
 
-    def forward_normed(self, source: NormedSum, ops: LayerOps) -> tuple[Tensor, Tensor]:
-        """(forward(n), s) with the norm n and the sum s of source, as LayerOps.norm_linear."""
-        return ops.norm_gated_linear(source, *self._gate_up.matrix)
+    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        """As Projection has it."""
+        return self._method.forward_normed_gated(source)
 
     def parameters(self) -> Iterator[Parameter]:
-        return self._gate_up.parameters()
+        return self._method.parameters()
 
 
 class RowParallelLinear:
@@ -117,48 +122,28 @@ class RowParallelLinear:
     """
 
     def __init__(
-        self,
-        prefix: str,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        tp: TensorParallel,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, prefix: str, in_features: int, out_features: int, setup: LayerSetup, *, bias: bool
     ) -> None:
-        columns = in_features // tp.size
-        start = tp.rank * columns
+        columns = in_features // setup.tp.size
+        start = setup.tp.rank * columns
         piece = Piece(
             f"{prefix}.weight",
             (out_features, in_features),
             (slice(0, out_features), slice(start, start + columns)),
             (slice(0, out_features), slice(0, columns)),
         )
-        self._weight = Parameter(
-            (out_features, columns), (piece,), name=piece.name, dtype=dtype, device=device
-        )
         whole = (RowShard(prefix, out_features, 0, out_features),)
-        has_bias = bias and tp.rank == 0
-        self._bias = _bias(prefix, out_features, whole, dtype, device) if has_bias else None
+        has_bias = bias and setup.tp.rank == 0
+        self._method = setup.linear_method(
+            prefix, (out_features, columns), (piece,), _bias_pieces(whole) if has_bias else None
+        )
 
-    def forward(self, x: Tensor, ops: LayerOps) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [N, local I] -> [N, O], this rank's part of the sum."""
-        bias = None if self._bias is None else self._bias.data
-        return ops.linear(x, self._weight.data, bias)
+        return self._method.forward(x)
 
     def parameters(self) -> Iterator[Parameter]:
-        yield self._weight
-        if self._bias is not None:
-            yield self._bias
-
-
-def _bias(
-    prefix: str, rows: int, shards: Sequence[RowShard], dtype: torch.dtype, device: torch.device
-) -> Parameter:
-    return Parameter(
-        (rows,), _bias_pieces(shards), name=f"{prefix}.bias", dtype=dtype, device=device
-    )
+        return self._method.parameters()
 
 
 def _matrix_pieces(shards: Sequence[RowShard], in_features: int) -> Iterator[Piece]:

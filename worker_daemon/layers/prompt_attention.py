@@ -23,8 +23,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from worker_daemon.contracts.attention import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionMetadata,
+    AttentionStep,
+)
 from worker_daemon.device.pinned import upload
-from worker_daemon.layers.attention import AttentionBackend, AttentionMetadata, Rotation
 
 PLAN_TOKENS = (1024, 2048, 4096, 8192, 16384)
 """Ascending. Powers of two, which the warm-up's sweep of sizes runs into, so that it makes every
@@ -66,21 +71,16 @@ class PromptAttention:
         self._last: tuple[AttentionMetadata, _Split] | None = None
 
     def attend(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
+        self, q: Tensor, kv_cache: Tensor, layer: AttentionLayer, metadata: AttentionMetadata
     ) -> Tensor:
         """As AttentionBackend has it. kv_cache is contiguous; its block size is every layer's."""
-        if not _may_have_heads(metadata, window):
-            return self._paged.attend(q, kv_cache, metadata, scale, window)
+        if not _may_have_heads(metadata, layer.window):
+            return self._paged.attend(q, kv_cache, layer, metadata)
         split = self._split(metadata, kv_cache.shape[2])
         if not split.heads:
-            return self._paged.attend(q, kv_cache, metadata, scale, window)
-        heads = [self._attend_head(q, kv_cache, head, scale) for head in split.heads]
-        gaps = self._attend_gaps(q, kv_cache, split, scale)
+            return self._paged.attend(q, kv_cache, layer, metadata)
+        heads = [self._attend_head(q, kv_cache, head, layer.scale) for head in split.heads]
+        gaps = self._attend_gaps(q, kv_cache, layer, split)
         ordered = [gaps[0]]
         for head, gap in zip(heads, gaps[1:], strict=True):
             ordered += [head, gap]
@@ -88,18 +88,12 @@ class PromptAttention:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def rotate_and_attend(
-        self,
-        qkv: Tensor,
-        rotation: Rotation,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
+        self, qkv: Tensor, kv_cache: Tensor, layer: AttentionLayer, step: AttentionStep
     ) -> Tensor:
-        if not _may_have_heads(metadata, window):
-            return self._paged.rotate_and_attend(qkv, rotation, kv_cache, metadata, scale, window)
-        q = rotation.rotate_and_store(qkv, kv_cache, metadata.slot_mapping)
-        return self.attend(q, kv_cache, metadata, scale, window)
+        if not _may_have_heads(step.metadata, layer.window):
+            return self._paged.rotate_and_attend(qkv, kv_cache, layer, step)
+        q = layer.rotate_and_store(qkv, kv_cache, step)
+        return self.attend(q, kv_cache, layer, step.metadata)
 
     def _split(self, metadata: AttentionMetadata, block_size: int) -> "_Split":
         if self._last is None or self._last[0] is not metadata:
@@ -114,7 +108,7 @@ class PromptAttention:
         return out.squeeze(0).transpose(0, 1)[: head.length]
 
     def _attend_gaps(
-        self, q: Tensor, kv_cache: Tensor, split: "_Split", scale: float
+        self, q: Tensor, kv_cache: Tensor, layer: AttentionLayer, split: "_Split"
     ) -> tuple[Tensor, ...]:
         """Return the rows before each head, then those behind the last one; any may be none."""
         queries = [q[gap] for gap in split.gaps]
@@ -122,7 +116,7 @@ class PromptAttention:
         if not filled:
             return tuple(queries)
         together = filled[0] if len(filled) == 1 else torch.cat(filled)
-        out = self._paged.attend(together, kv_cache, split.others, scale, None)
+        out = self._paged.attend(together, kv_cache, layer, split.others)
         return torch.split(out, [part.shape[0] for part in queries])
 
 

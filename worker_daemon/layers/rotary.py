@@ -2,7 +2,7 @@
 the rotation.
 
 Frequencies are computed on the CPU in float32 by the formulas of transformers' modeling_rope_utils,
-so that they are equal on every device. Knows no config.json: models/config.py builds the variants.
+so that they are equal on every device. Knows no config.json: models/config_fields.py builds them.
 """
 
 import math

@@ -8,19 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker_daemon.layers.attention import AttentionMetadata, Rotation
+from worker_daemon.contracts.attention import AttentionLayer, AttentionMetadata, AttentionStep
 
 
 class TorchPagedAttention:
     """AttentionBackend on any device; host work grows with the sequences, no device sync."""
 
     def attend(
-        self,
-        q: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
+        self, q: Tensor, kv_cache: Tensor, layer: AttentionLayer, metadata: AttentionMetadata
     ) -> Tensor:
         out = torch.zeros_like(q)
         start = 0
@@ -30,20 +25,16 @@ class TorchPagedAttention:
             start += query_len
             if query_len:
                 blocks = metadata.block_table[metadata.seq_rows[seq]]
-                out[tokens] = _attend(q[tokens], kv_cache, blocks, seq_len, scale, window)
+                out[tokens] = _attend(
+                    q[tokens], kv_cache, blocks, seq_len, layer.scale, layer.window
+                )
         return out
 
     def rotate_and_attend(
-        self,
-        qkv: Tensor,
-        rotation: Rotation,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
+        self, qkv: Tensor, kv_cache: Tensor, layer: AttentionLayer, step: AttentionStep
     ) -> Tensor:
-        q = rotation.rotate_and_store(qkv, kv_cache, metadata.slot_mapping)
-        return self.attend(q, kv_cache, metadata, scale, window)
+        q = layer.rotate_and_store(qkv, kv_cache, step)
+        return self.attend(q, kv_cache, layer, step.metadata)
 
 
 def _attend(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker_daemon.layers.ops import NO_TOKEN, HeadNorms, NormedSum
+from worker_daemon.contracts.layer_ops import NO_TOKEN, HeadNorms, NormedSum
 from worker_daemon.layers.rotary import rotate
 
 

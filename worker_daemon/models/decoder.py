@@ -1,4 +1,4 @@
-"""The decoder: one pipeline stage of it, for every architecture of the registry. Knows no request
+"""The decoder: one pipeline stage of it, of whatever layers its description has. Knows no request
 and no file.
 
 Shapes: N tokens in the step, R rows with logits, H hidden size, V vocabulary. The residual stream
@@ -11,131 +11,56 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from worker_daemon.contracts.attention import AttentionBackend, AttentionMetadata, AttentionStep
+from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.distributed.tp import SingleRank, TensorParallel
-from worker_daemon.layers.attention import (
-    Attention,
-    AttentionBackend,
-    AttentionMetadata,
-    AttentionShape,
-    ForwardContext,
-    KVLayerSpec,
-    NullAttention,
-)
+from worker_daemon.layers.attention import AttentionBlock, KVLayerSpec, NullAttention
+from worker_daemon.layers.backend import layer_ops_for
 from worker_daemon.layers.embedding import LMHead, VocabParallelEmbedding, vocab_parallel_weight
-from worker_daemon.layers.linear import (
-    ColumnParallelLinear,
-    GatedLinear,
-    RowParallelLinear,
-    even_shard,
-)
-from worker_daemon.layers.norm import NormedProjection, RMSNorm
-from worker_daemon.layers.ops import LayerOps
-from worker_daemon.layers.ops_provider import probe_layer_ops
+from worker_daemon.layers.mlp import MLPBlock
+from worker_daemon.layers.norm import RMSNorm
 from worker_daemon.layers.parameter import Parameter
 from worker_daemon.layers.rotary import rotary_table
-from worker_daemon.models.config import DecoderConfig
+from worker_daemon.layers.setup import LayerSetup
+from worker_daemon.models.description import DecoderConfig, LayerSpec
 
 _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
 
 
-class MLP:
-    """down(silu(gate(x)) * up(x)), gate and up merged to one matrix, which is called by whoever has
-    x."""
-
-    def __init__(
-        self,
-        prefix: str,
-        config: DecoderConfig,
-        *,
-        tp: TensorParallel,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        shards = [
-            even_shard(f"{prefix}.{name}", config.intermediate_size, tp)
-            for name in ("gate_proj", "up_proj")
-        ]
-        gate_up = ColumnParallelLinear(
-            f"{prefix}.gate_up_proj",
-            shards,
-            config.hidden_size,
-            bias=config.mlp_bias,
-            dtype=dtype,
-            device=device,
-        )
-        self.gate_up = GatedLinear(gate_up)
-        self._down = RowParallelLinear(
-            f"{prefix}.down_proj",
-            config.intermediate_size,
-            config.hidden_size,
-            bias=config.mlp_bias,
-            tp=tp,
-            dtype=dtype,
-            device=device,
-        )
-
-    def forward(self, gated: Tensor, ops: LayerOps) -> Tensor:
-        """What self.gate_up computed, [N, I] -> [N, H], this rank's part of the sum."""
-        return self._down.forward(gated, ops)
-
-    def parameters(self) -> Iterator[Parameter]:
-        yield from self.gate_up.parameters()
-        yield from self._down.parameters()
-
-
 class DecoderLayer:
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """An attention block and an MLP block, each added to the residual stream."""
 
-    def __init__(
-        self,
-        index: int,
-        config: DecoderConfig,
-        *,
-        tp: TensorParallel,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    spec: LayerSpec
+
+    def __init__(self, index: int, spec: LayerSpec, setup: LayerSetup) -> None:
         prefix = f"model.layers.{index}"
-        attention_prefix = f"{prefix}.self_attn"
+        self.spec = spec
+        self._attention = AttentionBlock(prefix, spec.attention, setup)
+        self._mlp = MLPBlock(prefix, spec.mlp, setup)
 
-        def norm(name: str) -> RMSNorm:
-            size, eps = config.hidden_size, config.rms_norm_eps
-            return RMSNorm(f"{prefix}.{name}.weight", size, eps, dtype=dtype, device=device)
-
-        self._input_norm = norm("input_layernorm")
-        self._attention = Attention(
-            attention_prefix, _attention_shape(config, index), tp=tp, dtype=dtype, device=device
-        )
-        self._normed_qkv = NormedProjection(self._input_norm, self._attention.qkv, tp)
-        self._post_attention_norm = norm("post_attention_layernorm")
-        self._mlp = MLP(f"{prefix}.mlp", config, tp=tp, dtype=dtype, device=device)
-        self._normed_gate_up = NormedProjection(self._post_attention_norm, self._mlp.gate_up, tp)
-        self.kv_spec = KVLayerSpec(
-            attention_prefix,
-            self._attention.num_kv_heads,
-            config.head_dim,
-            config.layer_windows[index],
-        )
+    @property
+    def kv_spec(self) -> KVLayerSpec:
+        return self._attention.kv_spec
 
     def forward(
-        self, part: Tensor | None, residual: Tensor, kv_cache: Tensor, context: ForwardContext
+        self,
+        part: Tensor | None,
+        residual: Tensor,
+        kv_cache: Tensor,
+        step: AttentionStep,
+        backend: AttentionBackend,
     ) -> tuple[Tensor, Tensor]:
         """Writes this layer's k and v into kv_cache; returns the next (part, residual), [N, H].
 
         The residual stream is residual + the sum of part over the ranks: both are left to the next
-        norm, which reads it.
+        norm, which reads it. A block that has summed its output already leaves no part.
         """
-        # One name for what flows: each result is freed once the next is there.
-        x, residual = self._normed_qkv.forward(part, residual, context.ops)
-        x = self._attention.forward(x, kv_cache, context)
-        x, residual = self._normed_gate_up.forward(x, residual, context.ops)
-        return self._mlp.forward(x, context.ops), residual
+        part, residual = self._attention.forward(part, residual, kv_cache, step, backend)
+        return self._mlp.forward(part, residual)
 
     def parameters(self) -> Iterator[Parameter]:
-        yield from self._input_norm.parameters()
         yield from self._attention.parameters()
-        yield from self._post_attention_norm.parameters()
         yield from self._mlp.parameters()
 
 
@@ -153,29 +78,27 @@ class DecoderStage:
         embedding: VocabParallelEmbedding | None,
         head: tuple[RMSNorm, LMHead] | None,
         attention: AttentionBackend,
-        ops: LayerOps,
-        tp: TensorParallel,
+        setup: LayerSetup,
     ) -> None:
-        """rotary is the table of `rotary_table`."""
+        """rotary is the table of `rotary_table`; setup is what all of it was built with."""
         self._layers = layers
         self.rotary = rotary
         """The one tensor on the device that is no parameter; may be replaced by an equal one."""
         self._embedding = embedding
         self._head = head
         self._attention = attention
-        self._ops = ops
-        self._tp = tp
+        self._setup = setup
 
     @property
     def ops_name(self) -> str:
         """What serves the layer operations."""
-        return self._ops.name
+        return self._setup.ops.name
 
     def thinned(self) -> "tuple[DecoderStage, list[int]]":
-        """Return a stage of the first two layers of each window, which launches every kernel that
+        """Return a stage of the first two layers of each kind, which launches every kernel that
         this one does, and their indices. It shares all tensors; what it computes means nothing."""
-        windows = [spec.window for spec in self.kv_layer_specs]
-        kinds = [[i for i, each in enumerate(windows) if each == kind] for kind in set(windows)]
+        specs = [layer.spec for layer in self._layers]
+        kinds = [[i for i, each in enumerate(specs) if each == kind] for kind in set(specs)]
         kept = sorted(index for indices in kinds for index in indices[:2])
         stage = DecoderStage(
             [self._layers[index] for index in kept],
@@ -183,8 +106,7 @@ class DecoderStage:
             self._embedding,
             self._head,
             self._attention,
-            self._ops,
-            self._tp,
+            self._setup,
         )
         return stage, kept
 
@@ -210,26 +132,26 @@ class DecoderStage:
         kv_caches holds one cache for each local layer; it may be empty under NullAttention. hidden
         is not changed.
         """
-        context = ForwardContext(positions, self.rotary, metadata, self._attention, self._ops)
+        step = AttentionStep(positions, self.rotary, metadata)
         caches = kv_caches or [hidden.new_empty(0)] * len(self._layers)
         part: Tensor | None = None
         for layer, kv_cache in zip(self._layers, caches, strict=True):
-            part, hidden = layer.forward(part, hidden, kv_cache, context)
-        return hidden if part is None else hidden + self._tp.all_reduce(part)
+            part, hidden = layer.forward(part, hidden, kv_cache, step, self._attention)
+        return hidden if part is None else hidden + self._setup.tp.all_reduce(part)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Last stage only: residual stream [R, H] -> [R, V] in the model's dtype; a row is
         contiguous, the next may lie behind padding."""
         assert self._head is not None, "compute_logits on a stage that is not the last"
         norm, lm_head = self._head
-        return lm_head.forward(norm.forward(hidden, self._ops), self._ops)
+        return lm_head.forward(norm.forward(hidden))
 
     def likeliest_tokens(self, hidden: Tensor) -> Tensor:
         """Last stage only: residual stream [R, H] -> int64 [R], the largest logit of each row, the
         lowest id among equals."""
         assert self._head is not None, "likeliest_tokens on a stage that is not the last"
         norm, lm_head = self._head
-        return lm_head.likeliest(norm.forward(hidden, self._ops), self._ops)
+        return lm_head.likeliest(norm.forward(hidden))
 
     def parameters(self) -> Iterator[Parameter]:
         """Every parameter of this stage and rank once."""
@@ -276,25 +198,23 @@ def build_stage(
     embeddings a last stage that is not the first holds its own copy of the embedding. ops are the
     device's own where None.
     """
+    setup = LayerSetup(config.hidden_size, tp, dtype, device, ops or layer_ops_for(device))
     embedding = None
     head = None
     if is_first or (is_last and config.tie_word_embeddings):
-        embedding = _vocab_weight(_EMBEDDING, config, tp, dtype, device)
+        embedding = vocab_parallel_weight(_EMBEDDING, config.vocab_size, setup)
     if is_last:
         tied = embedding if config.tie_word_embeddings else None
-        weight = tied or _vocab_weight(_LM_HEAD, config, tp, dtype, device)
-        final_norm = RMSNorm(
-            "model.norm.weight", config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device
-        )
-        head = (final_norm, LMHead(weight, config.vocab_size, tp))
+        weight = tied or vocab_parallel_weight(_LM_HEAD, config.vocab_size, setup)
+        final_norm = RMSNorm("model", config.final_norm, setup)
+        head = (final_norm, LMHead(weight, config.vocab_size, setup))
     return DecoderStage(
-        [DecoderLayer(index, config, tp=tp, dtype=dtype, device=device) for index in layers],
+        [DecoderLayer(index, config.layers[index], setup) for index in layers],
         rotary_table(config.rope, max_model_len, device),
         VocabParallelEmbedding(embedding, tp) if is_first and embedding else None,
         head,
         attention,
-        ops or probe_layer_ops(device),
-        tp,
+        setup,
     )
 
 
@@ -324,29 +244,4 @@ def whole_model(config: DecoderConfig, tp: TensorParallel, dtype: torch.dtype) -
         device=torch.device("meta"),
         max_model_len=1,
         attention=NullAttention(),
-    )
-
-
-def _vocab_weight(
-    name: str,
-    config: DecoderConfig,
-    tp: TensorParallel,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Parameter:
-    return vocab_parallel_weight(
-        name, config.vocab_size, config.hidden_size, tp=tp, dtype=dtype, device=device
-    )
-
-
-def _attention_shape(config: DecoderConfig, layer: int) -> AttentionShape:
-    return AttentionShape(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        qkv_bias=config.qkv_bias,
-        o_bias=config.o_bias,
-        qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
-        window=config.layer_windows[layer],
     )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from worker_daemon.errors import ConfigError
-from worker_daemon.models.config import DecoderConfig
+from worker_daemon.models.description import DecoderConfig
 
 
 def check_partition(config: DecoderConfig, pp_size: int, tp_size: int) -> None:

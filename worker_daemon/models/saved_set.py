@@ -22,7 +22,7 @@ from torch import Tensor
 
 from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.layers.parameter import Parameter, Piece
-from worker_daemon.models.config import DecoderConfig
+from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.tensor_bytes import checksum, write_safetensors
 from worker_daemon.models.weights import (
     Item,
@@ -40,17 +40,6 @@ CONFIG_FILES = ("config.json", "generation_config.json")
 """What of a model's directory a set keeps a copy of, where it is there."""
 FORMAT = 1
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
-_MODEL_FIELDS = (
-    "architecture",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "tie_word_embeddings",
-)
 _T = TypeVar("_T")
 
 
@@ -155,8 +144,17 @@ def rank_index_name(rank: int) -> str:
 
 def model_fields(decoder: DecoderConfig) -> dict[str, object]:
     """Return the fields of a model that shape its weights."""
-    fields = asdict(decoder)
-    return {name: fields[name] for name in _MODEL_FIELDS}
+    return {
+        "architecture": decoder.architecture,
+        "vocab_size": decoder.vocab_size,
+        "hidden_size": decoder.hidden_size,
+        "intermediate_size": decoder.intermediate_size,
+        "num_hidden_layers": decoder.num_hidden_layers,
+        "num_attention_heads": decoder.num_attention_heads,
+        "num_key_value_heads": decoder.num_key_value_heads,
+        "head_dim": decoder.head_dim,
+        "tie_word_embeddings": decoder.tie_word_embeddings,
+    }
 
 
 def index_bytes(save: str, shape: GroupShape, decoder: DecoderConfig, files: str) -> bytes:

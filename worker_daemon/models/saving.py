@@ -23,7 +23,7 @@ from typing import BinaryIO
 from torch import Tensor
 
 from worker_daemon.errors import CapacityError, CheckpointError, ConfigError
-from worker_daemon.models.config import DecoderConfig
+from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.saved_set import (
     INDEX_FILE,
     SAFETENSORS,

@@ -13,8 +13,8 @@ from torch import Tensor
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import ConfigError
 from worker_daemon.layers.parameter import Parameter, Piece
-from worker_daemon.models.config import DecoderConfig
 from worker_daemon.models.decoder import DecoderStage, checkpoint_shapes, whole_model
+from worker_daemon.models.description import DecoderConfig
 
 _MAX_NAMED = 8
 

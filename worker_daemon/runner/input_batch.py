@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker_daemon.contracts.attention import AttentionMetadata
 from worker_daemon.device.pinned import upload
-from worker_daemon.layers.attention import AttentionMetadata
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import TOKEN_ON_DEVICE, Gathered, RowTables
 from worker_daemon.runner.sample_rows import BY_LOGITS, SampleRows

@@ -1,7 +1,7 @@
 """Logits to tokens. A row's token depends on that row alone, not on the rest of the batch.
 
 Hence every reduction over the vocabulary here is exact in any order: maxima, sorts and sums of
-integers. `TorchSampling` is the definition; what serves a device chooses sampling_provider.py.
+integers. `TorchSampling` is the definition; `sampling_for` chooses what serves a device.
 Shapes: R rows, V vocabulary.
 """
 
@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from worker_daemon.layers.ops import NO_TOKEN
+from worker_daemon.contracts.layer_ops import NO_TOKEN
 from worker_daemon.layers.torch_ops import likeliest
 from worker_daemon.sample.noise import gumbel_noise
 
@@ -70,6 +70,16 @@ class TorchSampling:
             return greedy
         has_token = (metadata.temperature > 0) & (greedy != NO_TOKEN)
         return torch.where(has_token, _sample_random(logits, metadata), greedy)
+
+
+def sampling_for(device: torch.device) -> Sampling:
+    """Return our Triton kernels on a CUDA device, plain torch elsewhere."""
+    if device.type != "cuda":
+        return TorchSampling()
+    # Importing Triton takes longer than everything else that a CPU daemon imports of ours.
+    from worker_daemon.kernels.sampling import TritonSampling
+
+    return TritonSampling(device)
 
 
 def _sample_random(logits: Tensor, metadata: SamplingMetadata) -> Tensor:

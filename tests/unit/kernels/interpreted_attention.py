@@ -16,6 +16,7 @@ from benchmarks.paged_reference import (
     make_batch,
     relative_error,
 )
+from tests.support.attention_steps import layer_of
 from worker_daemon.kernels.backend import TritonAttention
 from worker_daemon.kernels.paged_attention import paged_attention
 from worker_daemon.kernels.paged_decode import workspace_elements
@@ -46,7 +47,7 @@ def attend(batch: PagedBatch, window: int | None, **overrides: object) -> torch.
     result = paged_attention(
         batch.q,
         batch.kv_cache,
-        batch,
+        batch.metadata,
         scale=batch.shape.scale,
         window=window,
         out=out,
@@ -150,6 +151,6 @@ def test_the_backend_attends() -> None:
     batch.store()
     backend = TritonAttention(torch.device("cpu"))
     for window in (None, 31):
-        out = backend.attend(batch.q, batch.kv_cache, batch, batch.shape.scale, window)
+        out = backend.attend(batch.q, batch.kv_cache, layer_of(batch.shape, window), batch.metadata)
         assert out.is_contiguous()
         assert relative_error(out, dense_attention(batch, window)) < BOUNDS[torch.float32]

@@ -95,11 +95,8 @@ def test_what_else_the_cache_holds_has_no_effect() -> None:
 
 
 def attend(step: RotatedDecode, window: int | None = None) -> torch.Tensor:
-    batch = step.batch
-    rotation = step.rotation(OPS)
-    return BACKEND.rotate_and_attend(
-        step.qkv, rotation, batch.kv_cache, batch, batch.shape.scale, window
-    )
+    layer = step.layer(OPS, window)
+    return BACKEND.rotate_and_attend(step.qkv, step.batch.kv_cache, layer, step.step)
 
 
 @pytest.mark.parametrize("num_sms", [1, 1024])

@@ -3,23 +3,23 @@ and that no sequence notices. torch's attention on the CPU stands in for the GPU
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn import functional
 
 from benchmarks.paged_reference import PagedBatch, Shape, make_batch, relative_error
-from tests.support.prompt_steps import step_metadata, token_rows
-from worker_daemon.layers.attention import AttentionMetadata, Rotation
+from tests.support.attention_steps import layer_of, token_rows
+from worker_daemon.contracts.attention import AttentionLayer, AttentionMetadata, AttentionStep
+from worker_daemon.layers.attention import HeadSizes
 from worker_daemon.layers.attention_provider import (
-    HeadShape,
     add_prompt_attention,
     is_accurate,
-    probe_attention,
+    paged_attention_for,
 )
 from worker_daemon.layers.prompt_attention import PLAN_TOKENS, PromptAttention
 from worker_daemon.layers.torch_attention import TorchPagedAttention
-from worker_daemon.layers.torch_ops import TorchOps
 
 CPU = torch.device("cpu")
 SHAPE = Shape(4, 2, 8)
@@ -54,25 +54,22 @@ class Recorder:
         self,
         q: torch.Tensor,
         kv_cache: torch.Tensor,
+        layer: AttentionLayer,
         metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
     ) -> torch.Tensor:
         self.steps.append(metadata)
-        return TorchPagedAttention().attend(q, kv_cache, metadata, scale, window)
+        return TorchPagedAttention().attend(q, kv_cache, layer, metadata)
 
     def rotate_and_attend(
         self,
         qkv: torch.Tensor,
-        rotation: Rotation,
         kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
+        layer: AttentionLayer,
+        step: AttentionStep,
     ) -> torch.Tensor:
-        self.rotated.append(metadata)
-        q = rotation.rotate_and_store(qkv, kv_cache, metadata.slot_mapping)
-        return self.attend(q, kv_cache, metadata, scale, window)
+        self.rotated.append(step.metadata)
+        q = layer.rotate_and_store(qkv, kv_cache, step)
+        return self.attend(q, kv_cache, layer, step.metadata)
 
 
 def build(lengths: list[tuple[int, int]], num_padding: int = 0, shape: Shape = SHAPE) -> PagedBatch:
@@ -88,14 +85,13 @@ def build(lengths: list[tuple[int, int]], num_padding: int = 0, shape: Shape = S
 def run(batch: PagedBatch, window: int | None = None) -> tuple[torch.Tensor, Recorder]:
     recorder = Recorder()
     backend = PromptAttention(recorder, recorder.whole)
-    metadata = step_metadata(batch)
-    out = backend.attend(batch.q, batch.kv_cache, metadata, batch.shape.scale, window)
+    out = backend.attend(batch.q, batch.kv_cache, layer_of(batch.shape, window), batch.metadata)
     return out, recorder
 
 
 def check(batch: PagedBatch, out: torch.Tensor, window: int | None = None) -> None:
     expected = TorchPagedAttention().attend(
-        batch.q, batch.kv_cache, step_metadata(batch), batch.shape.scale, window
+        batch.q, batch.kv_cache, layer_of(batch.shape, window), batch.metadata
     )
     assert out.shape == expected.shape
     for rows in token_rows(batch):
@@ -182,16 +178,15 @@ def test_steps_without_heads_are_turned_by_the_paged_backend(
     batch = build(lengths)
     recorder = Recorder()
     backend = PromptAttention(recorder, recorder.whole)
-    metadata = step_metadata(batch)
     positions = torch.cat([torch.arange(n - length, n) for length, n in lengths])
     angles = torch.rand(2000, SHAPE.head_dim // 2)
     table = torch.stack((angles.cos(), angles.sin()), dim=1)
-    rotation = Rotation(TorchOps(), positions, table, SHAPE.num_kv_heads, None)
+    layer, step = layer_of(SHAPE, window), AttentionStep(positions, table, batch.metadata)
     qkv = torch.cat((batch.q, batch.k, batch.v), dim=1).flatten(1)
     expected = batch.kv_cache.clone()
-    q = rotation.rotate_and_store(qkv.clone(), expected, metadata.slot_mapping)
-    want = TorchPagedAttention().attend(q, expected, metadata, SHAPE.scale, window)
-    out = backend.rotate_and_attend(qkv, rotation, batch.kv_cache, metadata, SHAPE.scale, window)
+    q = layer.rotate_and_store(qkv.clone(), expected, step)
+    want = TorchPagedAttention().attend(q, expected, layer, batch.metadata)
+    out = backend.rotate_and_attend(qkv, batch.kv_cache, layer, step)
     assert bool(recorder.rotated) == is_left
     assert relative_error(out, want) < 1e-5
     assert torch.equal(batch.kv_cache.nan_to_num(), expected.nan_to_num())
@@ -239,7 +234,7 @@ def test_all_plans_of_one_length_see_tensors_of_the_same_strides() -> None:
     backend = PromptAttention(TorchPagedAttention(), whole)
     for lengths in ([(2048, 2048)], [(1900, 1900), (1, 50)], [(1, 5), (2100, 2100), (900, 900)]):
         batch = build(lengths)
-        backend.attend(batch.q, batch.kv_cache, step_metadata(batch), batch.shape.scale, None)
+        backend.attend(batch.q, batch.kv_cache, layer_of(SHAPE), batch.metadata)
     assert len(seen) == 1
 
 
@@ -247,9 +242,9 @@ def test_the_layers_of_a_step_share_its_split() -> None:
     batch = build([(1, 300), (1100, 1100)])
     recorder = Recorder()
     backend = PromptAttention(recorder, recorder.whole)
-    for metadata in (step_metadata(batch), step_metadata(batch)):
+    for metadata in (batch.metadata, replace(batch.metadata)):
         for _ in range(2):
-            backend.attend(batch.q, batch.kv_cache, metadata, batch.shape.scale, None)
+            backend.attend(batch.q, batch.kv_cache, layer_of(SHAPE), metadata)
     first, second, third, fourth = recorder.steps
     assert first is second
     assert third is fourth
@@ -285,9 +280,9 @@ def test_an_implementation_is_tried_before_it_is_used(
     expected: bool,
     dtype: torch.dtype,
 ) -> None:
-    assert is_accurate(whole, CPU, HeadShape(4, 2, 32), dtype) is expected
+    assert is_accurate(whole, CPU, HeadSizes(4, 2, 32), dtype) is expected
 
 
 def test_a_cpu_keeps_plain_torch() -> None:
-    paged = probe_attention(CPU, 64)
-    assert add_prompt_attention(paged, CPU, HeadShape(4, 2, 64), torch.bfloat16) is paged
+    paged = paged_attention_for(CPU, 64)
+    assert add_prompt_attention(paged, CPU, HeadSizes(4, 2, 64), torch.bfloat16) is paged

@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
+from worker_daemon.contracts.attention import AttentionMetadata
 from worker_daemon.distributed.tp import SingleRank
-from worker_daemon.layers.attention import AttentionMetadata
 from worker_daemon.layers.torch_attention import TorchPagedAttention
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage, checkpoint_names

@@ -26,13 +26,23 @@ def parse(**changes):
     return parse_model_config({**BASE, **changes})
 
 
+def biases_and_head_norm(config):
+    """Of qkv, o and the MLP; the epsilon. Alike in all layers."""
+    (switches,) = {
+        (layer.attention.qkv_bias, layer.attention.o_bias, layer.mlp.mlp_bias,
+         layer.attention.head_norm_eps)
+        for layer in config.layers
+    }  # fmt: skip
+    return switches
+
+
 def test_required_fields_and_llama_defaults():
     config = parse(num_key_value_heads=None)
     assert (config.head_dim, config.num_key_value_heads) == (16, 4)
     assert config.layer_windows == (None,) * 4
     assert config.dtype is None and not config.tie_word_embeddings
     assert config.eos_token_ids == (2,)
-    assert not (config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm)
+    assert biases_and_head_norm(config) == (False, False, False, None)
     assert config.max_supported_len is None
 
 
@@ -49,8 +59,7 @@ def test_required_fields_and_llama_defaults():
 )
 def test_biases_and_norms_of_each_architecture(architecture, changes, qkv, o, mlp, qk_norm):
     config = parse(architectures=[architecture], **changes)
-    switches = (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm)
-    assert switches == (qkv, o, mlp, qk_norm)
+    assert biases_and_head_norm(config) == (qkv, o, mlp, 1e-5 if qk_norm else None)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from worker_daemon.contracts.attention import AttentionMetadata
 from worker_daemon.distributed.tp import SingleRank
-from worker_daemon.layers.attention import AttentionMetadata, NullAttention
+from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import parse_model_config
 from worker_daemon.models.decoder import build_stage

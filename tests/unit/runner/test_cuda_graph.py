@@ -67,7 +67,7 @@ CONFIG = {
 class TensorAttention:
     """Attention that knows of a step only what its device tensors say, as a kernel does."""
 
-    def attend(self, q, kv_cache, metadata, scale, window):
+    def attend(self, q, kv_cache, layer, metadata):
         out = torch.zeros_like(q)
         bounds, size = metadata.query_start_loc.tolist(), kv_cache.shape[2]
         for seq in metadata.seq_order.tolist():
@@ -78,15 +78,15 @@ class TensorAttention:
             cached = kv_cache[row[position // size], :, position % size]
             group = q.shape[1] // cached.shape[2]
             k, v = cached.repeat_interleave(group, dim=2).unbind(1)
-            scores = torch.einsum("qhd,khd->hqk", q[first:last], k) * scale
+            scores = torch.einsum("qhd,khd->hqk", q[first:last], k) * layer.scale
             seen = position <= torch.arange(length - (last - first), length).unsqueeze(1)
             weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
             out[first:last] = torch.einsum("hqk,khd->qhd", weights, v)
         return out
 
-    def rotate_and_attend(self, qkv, rotation, kv_cache, metadata, scale, window):
-        q = rotation.rotate_and_store(qkv, kv_cache, metadata.slot_mapping)
-        return self.attend(q, kv_cache, metadata, scale, window)
+    def rotate_and_attend(self, qkv, kv_cache, layer, step):
+        q = layer.rotate_and_store(qkv, kv_cache, step)
+        return self.attend(q, kv_cache, layer, step.metadata)
 
 
 class StaticStaging:

@@ -15,7 +15,7 @@ from tests.support.sampling_checks import (
     pick,
     reference_probs,
 )
-from worker_daemon.layers.ops import NO_TOKEN
+from worker_daemon.contracts.layer_ops import NO_TOKEN
 from worker_daemon.sample.sampler import TorchSampling
 
 TORCH = TorchSampling()

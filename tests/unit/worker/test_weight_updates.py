@@ -12,7 +12,7 @@ from worker_driver import WorkerDriver
 from rpc_schema import lifecycle
 from rpc_schema import weight_transfer as wt
 from tests.unit.worker.conftest import SIZES, randomise
-from worker_daemon.errors import CheckpointError, StateError
+from worker_daemon.errors import CheckpointError, ConfigError, StateError
 from worker_daemon.models.safetensors_file import SafetensorsFile
 
 
@@ -59,6 +59,28 @@ def update(driver, *rounds, partial=False):
         source = wt.DiskSource(model="other")
         worker.update_weights(wt.UpdateWeights(**driver.ids(), names=names, source=source))
     return worker.finish_weight_update(wt.FinishWeightUpdate(**driver.ids()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value", "loaded"),
+    [
+        ({"num_hidden_layers": 2}, "num_hidden_layers", 2, 3),
+        ({"intermediate_size": 64}, "intermediate_size", 64, 48),
+        ({"num_key_value_heads": 1}, "num_key_value_heads", 1, 2),
+        ({"mlp_bias": True}, "mlp_bias", True, False),
+        ({"rms_norm_eps": 0.5}, "rms_norm_eps", 0.5, 1e-6),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings", True, False),
+    ],
+)
+def test_weights_of_another_model_are_refused_by_what_tells_them_apart(
+    driver, copy_config, changes, field, value, loaded
+):
+    copy_config("strange", **changes)
+    before = checksums(driver)
+    with pytest.raises(ConfigError, match=f"the loaded model has {loaded}") as caught:
+        reload(driver, "strange")
+    assert (caught.value.field, caught.value.value) == (field, value)
+    assert checksums(driver) == before
 
 
 @pytest.mark.parametrize("way", ["reload", "update"])

@@ -17,8 +17,7 @@ from worker_daemon.device.pinned import upload
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import Int32s, StepLimits, invalid
-from worker_daemon.sample.sampler import SamplingMetadata
-from worker_daemon.sample.sampling_provider import probe_sampling
+from worker_daemon.sample.sampler import SamplingMetadata, sampling_for
 
 _TABLE_COLUMNS: Final = 6
 """int32 values of a row: temperature, top_p and min_p as float32 bits, top_k, then the seed's low
@@ -35,7 +34,7 @@ class RandomSamplingPart(StepPart):
 
     def __init__(self, context: PartContext) -> None:
         self._samples = context.is_last_stage
-        self._sampling = probe_sampling(context.device)
+        self._sampling = sampling_for(context.device)
         shape = (context.num_rows, _TABLE_COLUMNS)
         self._table = torch.zeros(shape, dtype=torch.int32, device=context.device)
         self._features = np.zeros((context.num_rows, 4), np.bool_)

@@ -14,12 +14,16 @@ NO_TOKEN: Final = -1
 or the largest is infinite."""
 
 
-class HeadNorms(NamedTuple):
+class HeadNorms(Protocol):
     """The norm on each query and key head."""
 
-    weight: Tensor
-    """[2, D]: the queries' weights, then the keys'."""
-    eps: float
+    @property
+    def weight(self) -> Tensor:
+        """[2, D], contiguous: the queries' weights, then the keys'."""
+
+    @property
+    def eps(self) -> float:
+        """Added to the mean of squares."""
 
 
 class NormedSum(NamedTuple):

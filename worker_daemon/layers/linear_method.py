@@ -1,0 +1,51 @@
+"""How a linear layer multiplies: the parameters of its matrix, and the device's kernels for them.
+
+Shapes: N tokens, K input features, M output features of this rank.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from worker_daemon.contracts.layer_ops import LayerOps, NormedSum
+from worker_daemon.layers.parameter import Parameter
+
+
+class LinearMethod:
+    """Products with a matrix that is kept in the model's dtype: x W^T + b.
+
+    Owned by one layer. Parameters are read when they are used, since their data may be given other
+    memory after this was made.
+    """
+
+    def __init__(self, weight: Parameter, bias: Parameter | None, ops: LayerOps) -> None:
+        """weight [M, K], bias [M]."""
+        self._weight = weight
+        self._bias = bias
+        self._ops = ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N, K] -> [N, M]."""
+        return self._ops.linear(x, *self._matrix)
+
+    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        """(forward(n), s) with the norm n and the sum s of source, as LayerOps.norm_linear."""
+        return self._ops.norm_linear(source, *self._matrix)
+
+    def forward_gated(self, x: Tensor) -> Tensor:
+        """x [N, K] -> silu(gate) * up [N, M / 2], the rows of the gate being the first half."""
+        return self._ops.gated_linear(x, *self._matrix)
+
+    def forward_normed_gated(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        """(forward_gated(n), s) with the norm n and the sum s of source, as
+        LayerOps.norm_gated_linear."""
+        return self._ops.norm_gated_linear(source, *self._matrix)
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self._weight
+        if self._bias is not None:
+            yield self._bias
+
+    @property
+    def _matrix(self) -> tuple[Tensor, Tensor | None]:
+        return self._weight.data, None if self._bias is None else self._bias.data

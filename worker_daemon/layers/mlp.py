@@ -1,0 +1,59 @@
+"""The MLP block of a decoder layer.
+
+Shapes: N tokens, H hidden size.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from worker_daemon.layers.linear import GatedColumnParallelLinear, RowParallelLinear, even_shard
+from worker_daemon.layers.norm import NormSpec, RMSNorm
+from worker_daemon.layers.parameter import Parameter
+from worker_daemon.layers.setup import LayerSetup
+
+
+@dataclass(frozen=True, slots=True)
+class MLPSpec:
+    """Sizes and switches of an MLP block, before tensor parallelism splits it."""
+
+    norm: NormSpec
+    """Of the residual stream, before gate and up."""
+    intermediate_size: int
+    mlp_bias: bool
+    """Of gate, up and down."""
+
+
+class MLPBlock:
+    """down(silu(gate(x)) * up(x)) of the norm x of the residual stream."""
+
+    def __init__(self, prefix: str, spec: MLPSpec, setup: LayerSetup) -> None:
+        """prefix: the checkpoint's name of the layer."""
+        name = f"{prefix}.mlp"
+        self._norm = RMSNorm(prefix, spec.norm, setup)
+        self._gate_up = GatedColumnParallelLinear(
+            f"{name}.gate_up_proj",
+            even_shard(f"{name}.gate_proj", spec.intermediate_size, setup.tp),
+            even_shard(f"{name}.up_proj", spec.intermediate_size, setup.tp),
+            setup.hidden_size,
+            setup,
+            bias=spec.mlp_bias,
+        )
+        self._down = RowParallelLinear(
+            f"{name}.down_proj",
+            spec.intermediate_size,
+            setup.hidden_size,
+            setup,
+            bias=spec.mlp_bias,
+        )
+
+    def forward(self, part: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream as (part, residual) [N, H] in and out, as DecoderLayer.forward."""
+        gated, residual = self._norm.project(self._gate_up, part, residual)
+        return self._down.forward(gated), residual
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield from self._norm.parameters()
+        yield from self._gate_up.parameters()
+        yield from self._down.parameters()

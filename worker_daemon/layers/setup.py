@@ -1,0 +1,44 @@
+"""What the layers of a stage are built with: the one place that chooses how matrices are kept."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from worker_daemon.contracts.layer_ops import LayerOps
+from worker_daemon.distributed.tp import TensorParallel
+from worker_daemon.layers.linear_method import LinearMethod
+from worker_daemon.layers.parameter import Parameter, Piece
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSetup:
+    """Shared by all layers of one stage and rank; made by `build_stage`."""
+
+    hidden_size: int
+    """Width of the residual stream."""
+    tp: TensorParallel
+    dtype: torch.dtype
+    device: torch.device
+    """Where parameters are made: the meta device where they are given memory later."""
+    ops: LayerOps
+    """The kernels of the device that the layers will run on."""
+
+    def parameter(self, name: str, shape: tuple[int, ...], pieces: Iterable[Piece]) -> Parameter:
+        """Return a parameter of zeros. Owned by the caller."""
+        return Parameter(shape, pieces, name=name, dtype=self.dtype, device=self.device)
+
+    def linear_method(
+        self,
+        prefix: str,
+        shape: tuple[int, int],
+        weight: Iterable[Piece],
+        bias: Iterable[Piece] | None,
+    ) -> LinearMethod:
+        """Return the method of a matrix of this shape [M, K] whose name is prefix, without its
+        .weight or .bias; bias is None where there is none. Owned by the caller."""
+        return LinearMethod(
+            self.parameter(f"{prefix}.weight", shape, weight),
+            None if bias is None else self.parameter(f"{prefix}.bias", shape[:1], bias),
+            self.ops,
+        )

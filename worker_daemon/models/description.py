@@ -1,0 +1,79 @@
+"""What a decoder is made of: layers, and the blocks in them. A family makes it from config.json
+(`families/`), `decoder.py` builds it. Knows no file and no parallel size."""
+
+from dataclasses import dataclass
+
+from worker_daemon.layers.attention import AttentionSpec
+from worker_daemon.layers.mlp import MLPSpec
+from worker_daemon.layers.norm import NormSpec
+from worker_daemon.layers.rotary import DynamicRope, Rope
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """The blocks of one decoder layer, in their order. Layers that are alike share it."""
+
+    attention: AttentionSpec
+    mlp: MLPSpec
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Everything that shapes the decoder of one checkpoint. Built once at load, never changed."""
+
+    architecture: str
+    """Name as in config.json's `architectures`."""
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    """One or more; their heads and inner sizes are alike, all else need not be."""
+    final_norm: NormSpec
+    rope: Rope
+    max_position_embeddings: int
+    """Context length the model was made for, in tokens."""
+    tie_word_embeddings: bool
+    dtype: str | None
+    """float32, float16 or bfloat16, as the checkpoint states it; None where it does not."""
+    eos_token_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        sizes = {(each.attention.heads, each.mlp.intermediate_size) for each in self.layers}
+        assert len(sizes) == 1, "partition, memory plan and rotary table take all layers for alike"
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Of every layer."""
+        return self.layers[0].attention.heads.num_attention_heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Of every layer."""
+        return self.layers[0].attention.heads.num_key_value_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Of every layer."""
+        return self.layers[0].attention.heads.head_dim
+
+    @property
+    def intermediate_size(self) -> int:
+        """Of every layer."""
+        return self.layers[0].mlp.intermediate_size
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each layer in tokens; None sees everything."""
+        return tuple(layer.attention.sliding_window for layer in self.layers)
+
+    @property
+    def max_supported_len(self) -> int | None:
+        """Longest context that is computed exactly, in tokens; None where nothing limits it.
+
+        Dynamic RoPE scaling changes the rotation of past keys once a sequence exceeds
+        max_position_embeddings.
+        """
+        return self.max_position_embeddings if isinstance(self.rope, DynamicRope) else None
