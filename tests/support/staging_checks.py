@@ -12,7 +12,8 @@ ROWS = 700
 
 def random_shape(rng):
     tokens, seqs, updates = (int(rng.integers(1, top)) for top in (3000, 300, 900))
-    return StepShape(tokens, seqs, int(rng.integers(1, seqs + 1)), updates)
+    extra = tuple(rng.choice([tokens, seqs], int(rng.integers(0, 3))).tolist())
+    return StepShape(tokens, seqs, int(rng.integers(1, seqs + 1)), updates, extra)
 
 
 def make_staging(device, depth, shapes):
@@ -21,9 +22,9 @@ def make_staging(device, depth, shapes):
 
 
 def fill(packed, rng):
-    for column in packed.host:
+    for column in packed.host.every:
         column[:] = rng.integers(-(1 << 31), 1 << 31, column.size)
-    return [column.tolist() for column in packed.host]
+    return [column.tolist() for column in packed.host.every]
 
 
 def check_turns(device, depth, num_steps, seed):
@@ -46,7 +47,7 @@ def check_turns(device, depth, num_steps, seed):
         values = fill(packed, rng)
         packed.take()
         packed.taken()
-        assert [column.tolist() for column in packed.columns] == values
+        assert [column.tolist() for column in packed.columns.every] == values
         count = int(rng.integers(1, ROWS))
         rows, tokens = rng.permutation(ROWS)[:count], rng.integers(0, 1 << 31, count)
         staging.store(

@@ -197,7 +197,7 @@ class InputBuilder:
         packed = self._staging.open(plan.shape)
         packed.holds = None
         columns = packed.host
-        for column in (*columns[:-1], *columns.extra):
+        for column in columns.every:
             column[:] = 0
         spare = self._state.spare_slot
         for rows in (

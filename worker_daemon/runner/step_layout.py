@@ -6,7 +6,7 @@ graph reads at fixed addresses, so that a layout is a function of its sizes alon
 """
 
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from worker_daemon.runner.scheduled_step import ScheduledStep
 
@@ -83,6 +83,12 @@ class StepColumns(NamedTuple, Generic[_Column]):
     """[U]"""
     extra: tuple[_Column, ...]
     """Those of parts, as the shape has them."""
+
+    @property
+    def every(self) -> tuple[_Column, ...]:
+        """All of them, those of parts last."""
+        own: Any = self[:-1]
+        return (*own, *self.extra)
 
 
 _NUM_OWN_COLUMNS = len(StepColumns._fields) - 1
