@@ -41,9 +41,13 @@ class Value(
 class Extension(Value, frozen=True, kw_only=True):
     """What an optional feature adds to a message: see rpc_schema/extensions.py."""
 
+
+class FramedExtension(Extension, frozen=True, kw_only=True):
+    """One of a step or a reply, which may have array frames."""
+
     @property
     def num_frames(self) -> int:
-        """Array frames that belong to it."""
+        """How many of the message's frames are its own."""
         return 0
 
 

@@ -22,7 +22,7 @@ from rpc_schema.operations import (
 from rpc_schema.operations import ControlMessage as ControlMessage
 from rpc_schema.operations import StepMessage as StepMessage
 
-MAX_FRAMES = 6
+MAX_FRAMES = 16
 MAX_STEP_BYTES = 16 << 20
 MAX_CONTROL_BYTES = 1 << 20
 CURVE_BYTES = 33

@@ -2,8 +2,8 @@
 where it is not used. A new feature is a struct of its own module and a line in each union here that
 it belongs to.
 
-An extension may have array frames (`num_frames`): they follow the message's own, in the order of
-its extensions.
+One of a step or a reply may have array frames (`num_frames`): they follow the message's own, in the
+order of its extensions.
 """
 
 from collections.abc import Iterable

@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 
-from rpc_schema.base import Count, Extension, Fraction, RawUInt16, Unsigned
+from rpc_schema.base import Count, Extension, Fraction, FramedExtension, RawUInt16, Unsigned
 
 MAX_LOGPROBS = 20
 
@@ -36,8 +36,8 @@ class StopTokens(Extension, frozen=True, tag=2, kw_only=True):
     """The tokens that end a request. Ending it is the driver's business; workers keep them for
     another driver, and sample none of them before min_tokens."""
 
-    token_ids: tuple[Count, ...] = ()
-    """End of sequence included; at most MAX_STOP_TOKEN_IDS."""
+    token_ids: Annotated[tuple[Count, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
+    """End of sequence included."""
     min_tokens: Count = 0
     """Output tokens before which none of them is sampled."""
 
@@ -49,7 +49,7 @@ class LogprobsWanted(Extension, frozen=True, tag=3, kw_only=True):
     """Most likely tokens to report besides the sampled one."""
 
 
-class TokenLogprobs(Extension, frozen=True, tag=1, kw_only=True):
+class TokenLogprobs(FramedExtension, frozen=True, tag=1, kw_only=True):
     """Log probabilities of all of a reply's rows. Three frames: int32 token ids [rows, width + 1]
     (the sampled token first), their float32 log probabilities, and the int32 rank [rows] of the
     sampled token (1 = most likely). They are of the logits after grammar masks, before bans,
@@ -63,7 +63,7 @@ class TokenLogprobs(Extension, frozen=True, tag=1, kw_only=True):
         return 3
 
 
-class GrammarMasks(Extension, frozen=True, tag=1, kw_only=True):
+class GrammarMasks(FramedExtension, frozen=True, tag=1, kw_only=True):
     """Which tokens some rows of a step may sample. One frame: int32 [slots, ceil(vocab_size / 32)],
     bit 1 = allowed."""
 

@@ -83,7 +83,8 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     defer_sampling: bool = False
     """Sampling waits for a SampleTokens that names this seq."""
     extensions: StepExtensions = ()
-    """Not together with defer_sampling: they come with the SampleTokens then."""
+    """With defer_sampling, those that concern the sampling may come with the SampleTokens instead;
+    of a kind that is in both, that one counts."""
 
 
 class SampleTokens(StepRequest["ModelRunnerOutput"], frozen=True, tag=2, kw_only=True):

@@ -4,7 +4,9 @@ stands here, for both sides.
 
 They go over the control socket. It is answered at any time by a thread that steps do not wait for,
 outside the order of seqs: a chunk never holds up a step, is not kept for resending with the steps,
-and its size bounds what other control requests and heartbeats wait for it.
+and its size bounds what other control requests and heartbeats wait for it. For the same reason
+ranks may differ for a while in what they have: a step that names an upload is not refused where it
+is missing, but fails.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

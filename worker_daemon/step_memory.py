@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from worker_daemon.runner.parts.registry import PARTS
-from worker_daemon.runner.scheduled_step import MAX_BLOCK_UPDATES, StepLimits
-from worker_daemon.runner.step_layout import StepShape, decode_sizes, packed_size
+from worker_daemon.runner.parts.step_parts import with_columns
+from worker_daemon.runner.scheduled_step import StepLimits
+from worker_daemon.runner.step_layout import largest_shape, packed_size
 
 MARGIN_DIVISOR: Final = 20
 """The estimate has one part in so many above the sum: kernels' workspaces, rounding."""
@@ -73,8 +74,8 @@ def _layer_bytes(widths: StageWidths, tokens: int) -> int:
 
 
 def _sampling_bytes(widths: StageWidths, tokens: int, rows: int) -> int:
-    """Logits of all rows, and what makes them or reads them: the gathering of the ranks' parts, or
-    parts."""
+    """Logits of all rows, and what makes them or reads them: their gathering from the ranks, or the
+    parts of a step."""
     logits = rows * widths.vocab_rows * widths.itemsize
     gathering = 0
     if widths.tp_size > 1:
@@ -91,15 +92,7 @@ def _table_bytes(limits: StepLimits) -> int:
     num_rows = limits.max_num_seqs + 1
     own = sum(part.row_bytes() for part in PARTS)
     table = num_rows * (_INT32 * limits.max_blocks_per_seq + own + _INT64)
-    return table + _INT32 * staging_values(limits)
-
-
-def staging_values(limits: StepLimits) -> int:
-    """Return the int32 values of the largest step's columns."""
-    seqs = max(limits.max_num_seqs + 1, *decode_sizes(limits.max_num_seqs))
-    tokens = limits.max_num_batched_tokens + seqs
-    blocks = min(seqs * limits.max_blocks_per_seq, max(seqs, MAX_BLOCK_UPDATES))
-    return packed_size(StepShape(tokens, seqs, seqs, max(blocks, tokens)))
+    return table + _INT32 * packed_size(with_columns(largest_shape(limits), PARTS))
 
 
 def _neighbour_bytes(widths: StageWidths, limits: StepLimits, tokens: int) -> int:

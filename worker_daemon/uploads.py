@@ -46,6 +46,8 @@ class _Pages(mmap.mmap):
     threads run."""
 
     def __del__(self) -> None:
+        if self.closed:  # it could not be made
+            return
         for begin in range(0, len(self), _PIECE_BYTES):
             self.madvise(mmap.MADV_DONTNEED, begin, _PIECE_BYTES)
 

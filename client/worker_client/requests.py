@@ -108,6 +108,10 @@ def validated(request: GenerationRequest) -> GenerationRequest:
         RequestError: a field is out of bounds.
     """
     _check_unicode("id", request.id)
+    features: object = request.features
+    if not isinstance(features, tuple):
+        fix = "give a tuple of extensions"
+        raise RequestError("the features are malformed", field="features", value=features, fix=fix)
     _check_num_stop_ids(len(set(request.stop_token_ids)))
     for field, value, low, high in (
         ("id", len(request.id), 1, MAX_ID_LENGTH),

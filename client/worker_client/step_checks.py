@@ -20,7 +20,7 @@ from rpc_schema.errors import TooLargeError, WireError
 from rpc_schema.extensions import RequestExtension
 from rpc_schema.step import ExecuteModel
 from worker_client.errors import InvalidSchedulerOutput
-from worker_client.parts.interface import ModelBounds
+from worker_client.parts.interface import Fault, ModelBounds
 from worker_client.parts.registry import KINDS, find_fault
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 
@@ -44,8 +44,8 @@ _BLOCK_BYTES = MAX_ADMITTED_BYTES // MAX_STEP_BLOCKS
 _ADMISSION_BYTES = 128
 """The fields of a new request that have a fixed size, and all headers."""
 
-WRONG_TYPE = (TypeError, ValueError, OverflowError, AttributeError)
-"""What Python and numpy raise where a value is of another kind."""
+WRONG_TYPE = (TypeError, ValueError, OverflowError, AttributeError, RecursionError)
+"""What Python, numpy and msgspec raise where a value is of another kind."""
 
 BLOCK_KINDS = frozenset((list, tuple, range, array, np.ndarray))
 """What block ids come in. Bytes and sets would do as iterables, but were meant otherwise."""
@@ -243,7 +243,7 @@ def check_admissions(requests: Sequence[NewRequest], limits: GroupLimits) -> Non
         check_id(request.req_id)
         num_tokens, num_blocks = _check_lengths(request, limits)
         _check_note(request)
-        own_bytes = _check_extensions(request) if request.extensions != () else 0
+        own_bytes = _check_extensions(request)
         num_bytes += admission_bytes(
             num_tokens, num_blocks, len(request.req_id), own_bytes, len(request.note)
         )
@@ -307,47 +307,60 @@ def _check_note(request: NewRequest) -> None:
 
 def _check_extensions(request: NewRequest) -> int:
     """Check the kinds of a new request's extensions; return the bytes that they take."""
-    req_id, extensions = request.req_id, request.extensions
-    if not isinstance(extensions, tuple):
-        raise _refused(req_id, "extensions", extensions, "give a tuple of extensions")
-    kinds = [type(extension) for extension in extensions]
-    for kind in kinds:
-        if kind not in KINDS:
-            names = ", ".join(each.__name__ for each in KINDS)
-            raise _refused(req_id, "extensions", kind.__name__, f"give extensions of {names}")
-        if kinds.count(kind) > 1:
-            raise _refused(req_id, "extensions", kind.__name__, "name each feature once")
-    try:
-        return extension_bytes(extensions)
-    except WRONG_TYPE:
-        check_values(request, WIRE_LIMITS)
-        raise
+    extensions = request.extensions
+    if type(extensions) is tuple and not extensions:
+        return 0
+    fault = _kind_fault(extensions)
+    if fault is None:
+        try:
+            return extension_bytes(extensions)
+        except WRONG_TYPE:
+            fault = extension_fault(extensions, WIRE_LIMITS.vocab_size)
+            if fault is None:
+                raise
+    raise _refused(request.req_id, *fault)
 
 
 def check_values(request: NewRequest, limits: GroupLimits) -> None:
     """Check each value of a new request's extensions against the schema and the model; names the
     first that cannot travel, or that the daemons would refuse."""
-    for extension in request.extensions:
-        _check_fields(request.req_id, extension)
-    _check_for_model(request, limits)
+    fault = extension_fault(request.extensions, limits.vocab_size)
+    if fault is not None:
+        raise _refused(request.req_id, *fault)
 
 
-def _check_for_model(request: NewRequest, limits: GroupLimits) -> None:
-    for extension in request.extensions:
-        fault = find_fault(extension, ModelBounds(limits.vocab_size))
-        if fault is not None:
-            field = f"{type(extension).__name__}.{fault.field}"
-            raise _refused(request.req_id, field, fault.value, fault.fix)
+def extension_fault(extensions: object, vocab_size: int) -> Fault | None:
+    """Return the first thing for which a request with these extensions would be refused."""
+    fault = _kind_fault(extensions)
+    if fault is not None or not isinstance(extensions, tuple):
+        return fault
+    faults = (_value_fault(extension, vocab_size) for extension in extensions)
+    return next((fault for fault in faults if fault is not None), None)
 
 
-def _check_fields(req_id: str, extension: RequestExtension) -> None:
+def _kind_fault(extensions: object) -> Fault | None:
+    if not isinstance(extensions, tuple):
+        return Fault("extensions", extensions, "give a tuple of extensions")
+    kinds = [type(extension) for extension in extensions]
+    for kind in kinds:
+        if kind not in KINDS:
+            names = ", ".join(each.__name__ for each in KINDS)
+            return Fault("extensions", kind.__name__, f"give extensions of {names}")
+        if kinds.count(kind) > 1:
+            return Fault("extensions", kind.__name__, "name each feature once")
+    return None
+
+
+def _value_fault(extension: RequestExtension, vocab_size: int) -> Fault | None:
+    name = type(extension).__name__
     for entry in msgspec.structs.fields(extension):
         own = getattr(extension, entry.name)
         try:
             msgspec.convert(own, entry.type)
         except (msgspec.ValidationError, *WRONG_TYPE) as error:
-            field = f"{type(extension).__name__}.{entry.name}"
-            raise _refused(req_id, field, own, str(error)) from None
+            return Fault(f"{name}.{entry.name}", own, str(error))
+    fault = find_fault(extension, ModelBounds(vocab_size))
+    return None if fault is None else fault._replace(field=f"{name}.{fault.field}")
 
 
 def encode_checked(
@@ -373,8 +386,10 @@ def encode_checked(
             check_values(request, limits)
         raise _too_large(error) from None
     for request in new:
-        if request.extensions:
-            _check_for_model(request, limits)
+        for extension in request.extensions:
+            fault = find_fault(extension, ModelBounds(limits.vocab_size))
+            if fault is not None:
+                check_values(request, limits)
     return frames
 
 

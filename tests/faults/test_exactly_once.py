@@ -136,12 +136,20 @@ class AcceptsWhileJudging(StepGate):
         return verdict
 
 
+RANK = 3
+"""Its place in a reply, behind tag, epoch and seq."""
+
+
 class OtherBytes(ReplyRing):
     """A replay is made anew."""
 
     def get(self, seq: int) -> Sequence[Frame] | None:
         kept = super().get(seq)
-        return None if kept is None else [bytes(kept[0])[:-1] + b"\0", *kept[1:]]
+        if kept is None:
+            return None
+        message = msgspec.msgpack.decode(kept[0])
+        message[RANK] += 1
+        return [msgspec.msgpack.encode(message), *kept[1:]]
 
 
 class KeepsNothing(ReplyRing):

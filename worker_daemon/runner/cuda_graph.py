@@ -180,7 +180,7 @@ class GraphedProgram:
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
         captured = self._graphs.get(inputs.plan)
         if captured is None:
-            return self._eager.run(inputs, arrived)  # no plan without a graph is padded
+            return self._eager.run(inputs, arrived)
         if arrived.shape[0]:
             self._arrived[: arrived.shape[0]].copy_(arrived)
         captured.graph.replay()

@@ -18,7 +18,6 @@ from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import TOKEN_ON_DEVICE, Gathered, RowTables
 from worker_daemon.runner.sample_rows import BY_LOGITS, SampleRows
 from worker_daemon.runner.scheduled_step import (
-    MAX_BLOCK_UPDATES,
     BlockUpdates,
     Bools,
     Int32s,
@@ -30,8 +29,7 @@ from worker_daemon.runner.step_layout import (
     Ladder,
     StepColumns,
     StepPlan,
-    StepShape,
-    decode_sizes,
+    largest_shape,
     packed_size,
 )
 
@@ -99,10 +97,10 @@ class InputBuilder:
         self._count = np.arange(most_seqs(state) + 1, dtype=np.int32)
 
     def with_parts(self, plans: Sequence[StepPlan]) -> list[StepPlan]:
-        """Return plans for every choice of the parts that act around the forward pass; those for
-        none of them are the plans themselves, and come first."""
+        """Return each plan for every choice of parts around the forward pass that has graphs; that
+        for none of them, the plan itself, comes last."""
         keys = self._parts.graph_keys()
-        return [self._parts.extended(plan, key) for key in keys for plan in plans]
+        return [self._parts.extended(plan, key) for plan in plans for key in keys]
 
     def pad_by(self, ladder: Ladder, plans: Sequence[StepPlan]) -> None:
         """Pad steps by another ladder from here on. plans: those of it that come again and
@@ -380,16 +378,10 @@ class _Held:
 
 
 def staging_capacity(state: RequestState) -> int:
-    """Return the int32 values of the largest step: tokens, sequences and every block table entry,
-    or padding in place of them; and what parts add."""
-    limits = state.limits
-    seqs = most_seqs(state)
-    tokens = limits.max_num_batched_tokens + seqs
-    blocks = min(seqs * limits.max_blocks_per_seq, max(seqs, MAX_BLOCK_UPDATES))
-    shape = StepShape(tokens, seqs, seqs, max(blocks, tokens))
-    return packed_size(shape) + state.parts.extra_capacity(shape)
+    """Return the int32 values of the largest step, in which every part takes part."""
+    return packed_size(state.parts.largest(largest_shape(state.limits)))
 
 
 def most_seqs(state: RequestState) -> int:
     """Sequences of the largest step, padding included."""
-    return max(state.limits.max_num_seqs + 1, *decode_sizes(state.limits.max_num_seqs))
+    return largest_shape(state.limits).num_seqs

@@ -8,7 +8,7 @@ graph reads at fixed addresses, so that a layout is a function of its sizes alon
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from worker_daemon.runner.scheduled_step import ScheduledStep
+from worker_daemon.runner.scheduled_step import MAX_BLOCK_UPDATES, ScheduledStep, StepLimits
 
 MAX_GRAPH_SEQS = 512
 """Larger decodes are launched kernel by kernel."""
@@ -211,6 +211,15 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, MAX_GRAPH_SEQS + 1, 32)]
     fitting = [size for size in sizes if size < max_num_seqs]
     return [*fitting, *sizes[len(fitting) : len(fitting) + 1]]
+
+
+def largest_shape(limits: StepLimits) -> StepShape:
+    """Return the shape of the largest step: tokens, sequences and every block table entry, or
+    padding in place of them."""
+    seqs = max(limits.max_num_seqs + 1, *decode_sizes(limits.max_num_seqs))
+    tokens = limits.max_num_batched_tokens + seqs
+    blocks = min(seqs * limits.max_blocks_per_seq, max(seqs, MAX_BLOCK_UPDATES))
+    return StepShape(tokens, seqs, seqs, max(blocks, tokens))
 
 
 def _decode_plan(size: int, longest: int) -> StepPlan:

@@ -398,14 +398,14 @@ class _StepLoop:
         if isinstance(message, lc.InitDevice | lc.Relink):
             self._gate.begin_link(message)
             self._progress.link = self._gate.link
-        elif isinstance(message, lc.Reset):
-            self._uploads.drop_all()
         reply = self._operations[type(message)](message)
         changed = self._lifecycle.succeeded(message)
         if isinstance(message, lc.InitDevice):
             set_rank(self._worker.rank)
         self._describe()
         self._publish(self._lifecycle.transitions[-1] if changed else "")
+        if isinstance(message, lc.Reset):
+            self._uploads.drop_all()  # what comes from here on sees the new state
         self._progress.last_seq = message.seq
         self._completion.reply(reply)
 

@@ -19,8 +19,10 @@ from worker_client.scheduler_output import Logprobs, NewRequest
 from worker_client.step_checks import (
     MAX_ADMITTED_BYTES,
     MAX_ADMITTED_TOKENS,
+    WIRE_LIMITS,
     admission_bytes,
     extension_bytes,
+    extension_fault,
 )
 
 MAX_NOTE_BYTES = 64
@@ -185,12 +187,17 @@ def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
         )
     size = limits.vocab_size  # what the model cannot produce ends nothing
     eos_token_ids = [token for token in limits.eos_token_ids if size is None or token < size]
+    extensions = request.extensions(eos_token_ids)
+    fault = extension_fault(extensions, WIRE_LIMITS.vocab_size if size is None else size)
+    if fault is not None:
+        message = "a feature of the request is refused"
+        raise RequestError(message, field=fault.field, value=fault.value, fix=fault.fix)
     made = Request(
         id=request.id,
         tokens=request.prompt_token_ids.tolist(),
         num_prompt_tokens=num_prompt,
         limit=limit,
-        extensions=request.extensions(eos_token_ids),
+        extensions=extensions,
     )
     _check_admission(made, limits.block_size)
     return made

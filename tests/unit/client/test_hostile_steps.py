@@ -10,7 +10,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
+from rpc_schema.sampling import (
+    MAX_STOP_TOKEN_IDS,
+    GrammarMasks,
+    LogprobsWanted,
+    SamplingParams,
+    StopTokens,
+)
 from tests.support.fake_daemon import VOCAB_SIZE, next_token
 from tests.unit.client.conftest import worker_config
 from worker_client.errors import InvalidSchedulerOutput, RequestError
@@ -21,6 +27,10 @@ from worker_client.slots import SlotTable
 from worker_client.step_checks import GroupLimits
 
 SURROGATE = "\ud800"
+ENDLESS = []
+ENDLESS.append(ENDLESS)
+ENDLESS_AT = 4
+"""Its place among hostile extensions."""
 PROMPT = (5, 6, 7)
 HOSTILE = {
     "req_id": ["", "x" * 257, SURROGATE, None, 7, b"x", "runs"],
@@ -63,7 +73,18 @@ HOSTILE = {
         {9: 1},
     ],
     "note": [b"x" * 1025, "text", None],
-    "extensions": [None, [], {"temperature": 0.0}, ({"temperature": 0.0},), (b"x",)],
+    "extensions": [
+        None,
+        [],
+        np.zeros(0),
+        np.zeros(3),
+        (StopTokens(token_ids=ENDLESS),),
+        (LogprobsWanted(count=1), LogprobsWanted(count=2)),
+        (GrammarMasks(slots=b""),),
+        {"temperature": 0.0},
+        ({"temperature": 0.0},),
+        (b"x",),
+    ],
     "temperature": [-1.0, math.nan, math.inf, 1e7, 1e-9, "hot", None, np.float32(1.0)],
     "top_k": [-1, 2**31, 1.5, None],
     "top_p": [0.0, 7.0, math.nan, -1.0],
@@ -182,6 +203,8 @@ def test_hostile_value_is_refused_by_name_and_costs_nobody_anything(running):
         wanted = value if field == "req_id" else "new"
         assert refused.value.req_id == wanted, (field, value)
         whose = "num_scheduled_tokens" if field == "count" else NAMES.get(field, field)
+        if field == "extensions" and value is HOSTILE["extensions"][ENDLESS_AT]:
+            whose = NAMES["stop_token_ids"]
         assert whose in refused.value.field or refused.value.field == "scheduled_new_reqs"
         assert refused.value.fix in str(refused.value)
         str(refused.value).encode()

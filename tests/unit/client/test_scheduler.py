@@ -1,6 +1,7 @@
 """The reference scheduler over fake daemons: every request gets the tokens that it must, under
 random load, for each pipeline size; and the rules that it keeps."""
 
+import math
 import random
 from collections import deque
 from dataclasses import replace
@@ -8,7 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rpc_schema.sampling import SamplingParams
+from rpc_schema.sampling import (
+    GrammarMasks,
+    LogprobsWanted,
+    RandomSampling,
+    SamplingParams,
+    StopTokens,
+)
 from tests.support.fake_daemon import EOS, VOCAB_SIZE, next_token, reference_tokens
 from tests.unit.client.conftest import worker_config
 from worker_client.driver import Driver
@@ -405,6 +412,30 @@ def test_stop_tokens_of_the_model_that_it_cannot_produce_are_ignored():
     scheduler.add_request(GenerationRequest(id="a", prompt_token_ids=prompt, temperature=1e-5))
     (new,) = scheduler.schedule().scheduled_new_reqs
     assert SamplingParams.of(new.extensions).stop_token_ids == (EOS,)
+
+
+@pytest.mark.parametrize(
+    ("features", "field"),
+    [
+        (5, "features"),
+        ([], "features"),
+        (("x",), "extensions"),
+        ((GrammarMasks(slots=b""),), "extensions"),
+        ((LogprobsWanted(count=object()),), "LogprobsWanted.count"),
+        ((RandomSampling(temperature=math.nan),), "RandomSampling.temperature"),
+        ((StopTokens(token_ids=(VOCAB_SIZE,)),), "extensions"),  # beside those of the model
+        ((LogprobsWanted(count=1), LogprobsWanted(count=2)), "extensions"),
+    ],
+)
+def test_features_that_no_daemon_would_take_are_refused_at_once(features, field):
+    scheduler = Scheduler(make_limits(vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,)))
+    request = GenerationRequest(
+        id="a", prompt_token_ids=np.arange(3, dtype=np.int32), features=features
+    )
+    with pytest.raises(RequestError) as refused:
+        scheduler.add_request(request)
+    assert refused.value.field == field
+    assert not scheduler.has_unfinished_requests()
 
 
 def test_what_no_step_can_admit_is_refused():

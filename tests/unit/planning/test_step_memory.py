@@ -13,11 +13,8 @@ from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import parse_model_config
 from worker_daemon.models.decoder import build_stage
-from worker_daemon.runner.input_batch import staging_capacity
-from worker_daemon.runner.parts.registry import make_parts
-from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.scheduled_step import StepLimits
-from worker_daemon.step_memory import StageWidths, estimate_step_bytes, staging_values
+from worker_daemon.step_memory import StageWidths, estimate_step_bytes
 
 NUM_TOKENS = 512
 HIDDEN_SIZE = 64
@@ -162,55 +159,3 @@ def test_layers_take_what_a_stage_keeps_alive(heads, kv_heads, head_dim, inner_s
         limits(),
     )
     assert peak < estimate < 1.25 * peak
-
-
-@pytest.mark.parametrize("max_num_seqs", [1, 7, 64, 1000])
-@pytest.mark.parametrize(("max_model_len", "block"), [(64, 16), (5000, 1), (100, 64)])
-def test_columns_are_the_runners(max_num_seqs, max_model_len, block):
-    sizes = limits(max_num_seqs, 2048, max_model_len, block)
-    state = RequestState(sizes, make_parts(sizes, torch.device("cpu")))
-    assert staging_values(sizes) == staging_capacity(state)
-
-
-def test_a_step_has_no_more_tokens_than_its_rows_can_have():
-    few = estimate_step_bytes(widths(), limits(2, 4096, 16))
-    many = estimate_step_bytes(widths(), limits(2, 4096, 2048))
-    assert few < many / 4
-
-
-def test_rows_cost_on_the_last_stage_alone():
-    def growth(**changes):
-        one, more = (
-            estimate_step_bytes(widths(vocab_size=100_000, vocab_rows=100_032, **changes), sizes)
-            for sizes in (limits(1), limits(257))
-        )
-        return more - one
-
-    logits_bytes = 257 * 100_000 * 4
-    assert growth(is_last_stage=True) > 2 * logits_bytes
-    assert growth(is_last_stage=False) < logits_bytes / 10
-
-
-def test_ranks_that_gather_logits_hold_all_of_them_with_padding():
-    """Twice, beside their part: as they come, and row after row."""
-    vocab = {"vocab_size": 100, "vocab_rows": 4096, "itemsize": 4, "is_first_stage": True}
-    alone = estimate_step_bytes(widths(**vocab), limits(64))
-    shared = estimate_step_bytes(widths(**vocab, tp_size=8), limits(64))
-    part = 64 * 4096 * 4
-    assert shared - alone == pytest.approx(1.05 * (2 * 8 * part), rel=0.05)
-
-
-@pytest.mark.parametrize(("tp_size", "hidden_size"), [(1, 64), (2, 64), (2, 65)])
-def test_neighbours_messages_are_kept_for_each_step_in_flight(tp_size, hidden_size):
-    """Two and more for each stage; a middle stage has them to both sides."""
-    place = {"tp_size": tp_size, "hidden_size": hidden_size, "pp_size": 4, "is_last_stage": False}
-    alone = estimate_step_bytes(
-        widths(tp_size=tp_size, hidden_size=hidden_size, is_last_stage=False), limits()
-    )
-    first = estimate_step_bytes(widths(**place), limits())
-    middle = estimate_step_bytes(widths(**place, is_first_stage=False), limits())
-    slices = tp_size if hidden_size % tp_size == 0 else 1
-    side = 6 * NUM_TOKENS * hidden_size * 2 // slices
-    gathered = NUM_TOKENS * hidden_size * 2 if slices > 1 else 0
-    assert first - alone == pytest.approx(1.05 * side, rel=0.01)
-    assert middle - first == pytest.approx(1.05 * (side + gathered), rel=0.01)

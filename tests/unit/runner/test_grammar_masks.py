@@ -86,6 +86,7 @@ def test_bits_behind_the_vocabulary_are_ignored():
         (b"\1\0", [b"\1" * 12], "masks"),
         (b"\1\0", [b"\1" * 8, b"\1" * 8], "arrays"),
         (b"\1\0\2\0", [b"\1" * 8], "masks"),
+        (b"\1\0\1\0", [b"\1" * 16], "masks.slots"),
         (b"\1\0\2\0", [b"\1" * 8 + bytes(8)], "masks"),
     ],
 )

@@ -2,12 +2,13 @@
 act."""
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
+from rpc_schema import extensions
 from rpc_schema.sampling import (
     GrammarMasks,
     LogprobsWanted,
@@ -17,8 +18,9 @@ from rpc_schema.sampling import (
 )
 from rpc_schema.step import NO_TOKEN, NewRequestData
 from tests.support.sample_rows import sample_rows
+from worker_client.parts.registry import PARTS as DRIVER_PARTS
 from worker_daemon.errors import InvalidStepError
-from worker_daemon.runner.parts.registry import make_parts
+from worker_daemon.runner.parts.registry import PARTS, make_parts
 from worker_daemon.runner.scheduled_step import NOTHING_BROUGHT, StepLimits
 
 CPU = torch.device("cpu")
@@ -194,8 +196,54 @@ def test_random_rows_get_what_their_parameters_say():
         assert own.tolist() == [together[slot]]
 
 
+def test_an_admission_that_fails_half_way_leaves_nothing_to_the_next_request(monkeypatch):
+    """Its step fails, and another request gets the slot."""
+    parts = admitted(SamplingParams(min_tokens=9, stop_token_ids=(7,)))
+    doomed = SamplingParams(min_tokens=9, stop_token_ids=(2,), temperature=1.0, logprobs=1)
+    with monkeypatch.context() as patched:
+
+        def full(*_):
+            raise torch.OutOfMemoryError("no room")
+
+        patched.setattr("worker_daemon.runner.parts.random_sampling.upload", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            parts.admit([admission(1, doomed)])
+    parts.admit([admission(1)])
+    assert parts.used_by(np.array([1])) == 0
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 2] = 9.0
+    output = sample(parts, logits)
+    assert output.token_ids.tolist() == [2, 2]
+    assert not output.reports
+
+
+def test_a_later_extension_replaces_an_earlier_one_of_its_kind():
+    parts, logits = admitted(SamplingParams(), SamplingParams()), torch.zeros(2, VOCAB)
+
+    def masks(slots, token):
+        words = np.zeros((len(slots) // 2, 2), np.uint32)
+        words[:, token // 32] = np.uint32(1 << token % 32)
+        return parts.judge_step((GrammarMasks(slots=slots),), [words.tobytes()], LIMITS)
+
+    of_step, of_sampling = masks(b"\0\0\1\0", 5), masks(b"\1\0", 33)
+    both = of_step.with_those_of(of_sampling)
+    assert sample(parts, logits, brought=of_step).token_ids.tolist() == [5, 5]
+    assert sample(parts, logits, brought=both).token_ids.tolist() == [0, 33]
+
+
+def test_every_struct_of_a_union_has_one_part_on_each_side():
+    for union, kinds in (
+        (extensions.RequestExtension, [part.request_extension for part in PARTS]),
+        (extensions.StepExtension, [part.step_extension for part in PARTS]),
+        (extensions.RequestExtension, [part.extension for part in DRIVER_PARTS]),
+        (extensions.ReplyExtension, [part.reply_extension for part in DRIVER_PARTS]),
+    ):
+        members = get_args(union) or (union,)
+        assert sorted(members, key=str) == sorted(filter(None, kinds), key=str)
+
+
 @pytest.mark.parametrize(
-    ("extensions", "field"),
+    ("carried", "field"),
     [
         ((StopTokens(token_ids=(VOCAB,)),), "stop_token_ids"),
         ((StopTokens(token_ids=(1,) * 1025),), "stop_token_ids"),
@@ -203,14 +251,14 @@ def test_random_rows_get_what_their_parameters_say():
         ((LogprobsWanted(count=1), LogprobsWanted(count=2)), "extensions"),
     ],
 )
-def test_what_no_row_may_have_is_refused_by_name(extensions, field):
+def test_what_no_row_may_have_is_refused_by_name(carried, field):
     request = NewRequestData(
         slot=1,
         req_id="odd",
         num_tokens=3,
         num_prompt_tokens=3,
         num_computed_tokens=0,
-        extensions=extensions,
+        extensions=carried,
     )
     with pytest.raises(InvalidStepError) as refused:
         make_parts(LIMITS, CPU).judge(request, LIMITS)

@@ -3,6 +3,8 @@ held when."""
 
 import random
 import resource
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -224,3 +226,34 @@ def test_readers_on_another_thread_see_whole_tensors_or_none() -> None:
         reader.join()
     assert seen
     assert all(seen)
+
+
+FULL_HOST = """
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from rpc_schema.uploads import CHUNK_BYTES, MAX_UPLOAD_BYTES, UploadChunk
+from worker_daemon.errors import CapacityError
+from worker_daemon.uploads import Uploads
+
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+most = pages * resource.getpagesize() + (64 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+uploads = Uploads(4 << 30)
+chunk = UploadChunk(
+    call=0, epoch=1, content_hash=bytes(32), dtype="uint8", shape=(MAX_UPLOAD_BYTES,), offset=0,
+    data=bytes(CHUNK_BYTES),
+)
+try:
+    uploads.put(chunk)
+except CapacityError as error:
+    print("refused", error.field, uploads.num_bytes)
+"""
+
+
+def test_host_without_memory_refuses_and_says_nothing_else() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FULL_HOST], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.stdout, ended.stderr) == ("refused shape 0\n", "")

@@ -62,6 +62,8 @@ class GrammarMasksPart(StepPart):
             raise _invalid("masks.slots", f"{len(raw_slots)} bytes", fix)
         slots = np.frombuffer(raw_slots, np.dtype("<u2")).astype(np.int64)
         num_words = -(-vocab_size // 32)
+        if np.unique(slots).size < slots.size:
+            raise _invalid("masks.slots", slots.tolist()[:8], "name each slot once")
         (words,) = frames
         if len(words) != slots.size * num_words * 4:
             fix = f"{slots.size * num_words * 4}: int32 [{slots.size}, {num_words}]"

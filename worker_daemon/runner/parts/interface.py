@@ -1,5 +1,5 @@
 """What a part of a step is: one optional feature, with everything that it adds to a step in one
-object. A step that uses no part pays one test of an integer.
+object. A step that uses none tests a few integers.
 
 Letters: R rows that sample, V vocabulary, N tokens, H hidden size, S rows.
 """
@@ -62,8 +62,8 @@ class StepPart:
     step_extension: ClassVar[type[StepExtension] | None] = None
     """What a step that uses the part carries; None where no step does."""
     heaviest: ClassVar[RequestExtension | None] = None
-    """What the steps of the memory profile and of warm-up carry; None: the part launches nothing of
-    its own for a request."""
+    """What requests of the memory profile and of warm-up carry; None: nothing of the part is
+    profiled."""
     columns: ClassVar[tuple[Per, ...]] = ()
     """int32 columns that a step brings to the device for the forward pass."""
     in_forward: ClassVar[bool] = False
@@ -75,7 +75,8 @@ class StepPart:
     # Judging.
 
     def judge(self, extension: Any, request: NewRequestData, limits: StepLimits) -> None:
-        """Check what a new request has of the feature.
+        """Check what a new request has of the feature, by the message and the limits alone. What
+        ranks may differ in (an upload that has not come) is no refusal: it fails the step.
 
         Raises:
             InvalidStepError: names field, value and fix. Nothing was applied.
@@ -98,9 +99,9 @@ class StepPart:
 
     # The forward pass of a step in which a row uses the part. May be captured, but for fill.
 
-    def fill(self, columns: Sequence[Int32s], step: ScheduledStep) -> None:
+    def fill(self, columns: Sequence[Int32s], step: ScheduledStep, brought: Any | None) -> None:
         """Fill the step's columns, which hold zeros; what is behind the step's own entries is
-        padding, and stays zero."""
+        padding, and stays zero. brought: as adjust_logits has it."""
 
     def before_forward(self, hidden: Tensor, columns: Sequence[Tensor]) -> Tensor:
         """hidden [N, H], what the first layer of this stage gets -> the same, or another."""

@@ -36,7 +36,8 @@ class RandomSamplingPart(StepPart):
         self._samples = context.is_last_stage
         self._sampling = sampling_for(context.device)
         shape = (context.num_rows, _TABLE_COLUMNS)
-        self._table = torch.zeros(shape, dtype=torch.int32, device=context.device)
+        self._table = torch.empty(shape, dtype=torch.int32, device=context.device)
+        self._table[:] = torch.from_numpy(_table_row(_GREEDY)).to(context.device)
         self._features = np.zeros((context.num_rows, 4), np.bool_)
         """[S]: draws, and of those that do: has a top_k, a top_p, a min_p."""
 

@@ -6,7 +6,6 @@ A part has a bit; what a row, a step or a graph uses of parts is an integer of s
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from rpc_schema.base import Extension
 from rpc_schema.codec import Frame
-from rpc_schema.extensions import StepExtension
+from rpc_schema.extensions import StepExtension, extension_of
 from rpc_schema.step import NewRequestData
 from worker_daemon.runner.parts.interface import (
     PartContext,
@@ -33,7 +32,7 @@ from worker_daemon.runner.scheduled_step import (
     StepLimits,
     invalid,
 )
-from worker_daemon.runner.step_layout import StepColumns, StepPlan, StepShape, aligned
+from worker_daemon.runner.step_layout import StepColumns, StepPlan, StepShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +112,20 @@ class StepParts:
         if not (has_some or self._has[slots].any()):
             return
         before = self._has[slots]
-        own = [{type(e): e for e in request.extensions} for request in requests]
         has, uses = np.zeros_like(slots), np.zeros_like(slots)
+        for index, request in enumerate(requests):
+            for extension in request.extensions:
+                bit, part = self._of_request[type(extension)]
+                has[index] |= bit
+                uses[index] |= bit if part.uses(extension) else 0
+        # Where a part fails, those before it keep state of a request that never runs: whoever is
+        # next in its slot must find the bit.
+        self._has[slots] = before | has
+        self._uses[slots] = uses
         for kind, (bit, part) in self._of_request.items():
-            extensions = [by_kind.get(kind) for by_kind in own]
-            had = bool((before & bit).any())
-            for index, extension in enumerate(extensions):
-                if extension is not None:
-                    has[index] |= bit
-                    uses[index] |= bit if part.uses(extension) else 0
-            if had or any(extension is not None for extension in extensions):
-                part.admit(requests, extensions)
-        self._has[slots], self._uses[slots] = has, uses
+            if ((before | has) & bit).any():
+                part.admit(requests, [extension_of(r.extensions, kind) for r in requests])
+        self._has[slots] = has
 
     def used_by(self, slots: Int64s) -> int:
         """Return the bits of the parts that some of the rows use."""
@@ -137,39 +138,34 @@ class StepParts:
         used &= self.in_forward
         if not used:
             return plan
-        extra = tuple(
-            _size(plan.shape, per) for part in self._those_of(used) for per in part.columns
-        )
-        return plan._replace(shape=plan.shape._replace(extra=extra), parts=used)
+        kinds = [type(part) for bit, part in self._members if used & bit]
+        return plan._replace(shape=with_columns(plan.shape, kinds), parts=used)
 
     def graph_keys(self) -> list[int]:
-        """Return what steps may use of the parts that act around the forward pass: each choice of
-        them has graphs of its own."""
-        bits = [m.bit for m in self._members if m.part.in_forward]
-        sizes = range(len(bits) + 1)
-        return [sum(chosen) for size in sizes for chosen in combinations(bits, size)]
+        """Return the choices of parts around the forward pass that have graphs of their own: none
+        of them, and each alone. Steps that use several are launched kernel by kernel."""
+        return [*(m.bit for m in self._members if m.part.in_forward), 0]
 
-    def extra_capacity(self, shape: StepShape) -> int:
-        """Return the int32 values of all parts' columns of a step."""
-        members = self._those_of(self.in_forward)
-        return sum(aligned(_size(shape, per)) for part in members for per in part.columns)
+    def largest(self, shape: StepShape) -> StepShape:
+        """Return the shape with the columns of all parts."""
+        return with_columns(shape, [type(m.part) for m in self._members])
 
     def fill(self, used: int, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
         """Fill the columns of the parts that a step's plan names."""
         for column in columns.extra:
             column[:] = 0
-        for part, own in self._with_columns(used, columns.extra):
-            part.fill(own, step)
+        for bit, part, own in self._with_columns(used, columns.extra):
+            part.fill(own, step, step.brought.of(bit))
 
     def before_forward(self, used: int, hidden: Tensor, columns: StepColumns[Tensor]) -> Tensor:
         """Let the parts that a step's plan names act before its first layer."""
-        for part, own in self._with_columns(used, columns.extra):
+        for _, part, own in self._with_columns(used, columns.extra):
             hidden = part.before_forward(hidden, own)
         return hidden
 
     def after_forward(self, used: int, hidden: Tensor, columns: StepColumns[Tensor]) -> Tensor:
         """Let them act behind its last layer."""
-        for part, own in self._with_columns(used, columns.extra):
+        for _, part, own in self._with_columns(used, columns.extra):
             hidden = part.after_forward(hidden, own)
         return hidden
 
@@ -189,16 +185,14 @@ class StepParts:
         reports = (part.report(left, token_ids, rows) for part, left in acted)
         return SamplerOutput(token_ids, tuple(report for report in reports if report is not None))
 
-    def _those_of(self, used: int) -> Iterator[StepPart]:
-        return (part for bit, part in self._members if used & bit)
-
     def _with_columns(
         self, used: int, columns: Sequence[Any]
-    ) -> Iterator[tuple[StepPart, Sequence[Any]]]:
+    ) -> Iterator[tuple[int, StepPart, Sequence[Any]]]:
         first = 0
-        for part in self._those_of(used):
-            yield part, columns[first : first + len(part.columns)]
-            first += len(part.columns)
+        for bit, part in self._members:
+            if used & bit:
+                yield bit, part, columns[first : first + len(part.columns)]
+                first += len(part.columns)
 
 
 def _check_unique(field: str, extensions: Sequence[Extension]) -> None:
@@ -206,6 +200,11 @@ def _check_unique(field: str, extensions: Sequence[Extension]) -> None:
     twice = [kind for kind in kinds if kinds.count(kind) > 1]
     if twice:
         raise invalid(field, twice[0], "name each feature once")
+
+
+def with_columns(shape: StepShape, parts: Sequence[type[StepPart]]) -> StepShape:
+    """Return the shape of a step to which these parts add their columns."""
+    return shape._replace(extra=tuple(_size(shape, per) for part in parts for per in part.columns))
 
 
 def _size(shape: StepShape, per: Per) -> int:

@@ -23,6 +23,7 @@ class StopTokensPart(StepPart):
     """No stop token of a row is sampled before its min_tokens."""
 
     request_extension = StopTokens
+    heaviest = StopTokens(token_ids=(0,), min_tokens=1)
 
     def __init__(self, context: PartContext) -> None:
         self._first = np.zeros(context.num_rows, np.int32)
@@ -62,6 +63,11 @@ class StopTokensPart(StepPart):
         nothing = logits.new_full((), -torch.inf)  # a plain scalar would synchronise
         allowed.index_put_((upload(ban_rows, device), upload(ban_token_ids, device)), nothing)
         return allowed
+
+    @staticmethod
+    def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
+        """A copy of the logits."""
+        return num_rows * vocab_size * itemsize
 
 
 def ban_pairs(
