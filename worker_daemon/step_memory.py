@@ -60,7 +60,7 @@ def estimate_step_bytes(widths: StageWidths, limits: StepLimits) -> int:
     sampling = _sampling_bytes(widths, tokens, rows) if widths.is_last_stage else 0
     peak = max(_layer_bytes(widths, tokens), sampling)
     total = peak + _table_bytes(limits) + _neighbour_bytes(widths, limits, tokens)
-    total += 2 * _INT64 * tokens  # the step's token ids and KV slots
+    total += 2 * _INT64 * tokens * limits.num_groups  # the step's token ids and KV slots
     return total + total // MARGIN_DIVISOR
 
 
@@ -92,16 +92,18 @@ def _table_bytes(limits: StepLimits) -> int:
     """The rows' tables, and the buffer that a step's columns are taken to
     (runner/input_batch.py:staging_capacity)."""
     num_rows = limits.max_num_seqs + 1
-    table = num_rows * (_INT32 * (limits.max_blocks_per_seq + SAMPLING_COLUMNS) + _INT64)
+    blocks = limits.num_groups * limits.max_blocks_per_seq
+    table = num_rows * (_INT32 * (blocks + SAMPLING_COLUMNS) + _INT64)
     return table + _INT32 * staging_values(limits)
 
 
 def staging_values(limits: StepLimits) -> int:
     """Return the int32 values of the largest step's columns."""
     seqs = max(limits.max_num_seqs + 1, *decode_sizes(limits.max_num_seqs))
-    tokens = limits.max_num_batched_tokens + seqs
-    blocks = min(seqs * limits.max_blocks_per_seq, max(seqs, MAX_BLOCK_UPDATES))
-    return packed_size(StepShape(tokens, seqs, seqs, max(blocks, tokens)))
+    tokens, groups = limits.max_num_batched_tokens + seqs, limits.num_groups
+    entries = groups * seqs * limits.max_blocks_per_seq
+    updates = max(min(entries, max(groups * seqs, MAX_BLOCK_UPDATES)), groups * tokens)
+    return packed_size(StepShape(tokens, seqs, seqs, updates))
 
 
 def _neighbour_bytes(widths: StageWidths, limits: StepLimits, tokens: int) -> int:

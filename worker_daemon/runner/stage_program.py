@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from worker_daemon.device.pinned import upload
+from worker_daemon.kv_cache.allocate import LayerKV
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.input_batch import StepInputs
 from worker_daemon.runner.row_tables import RowTables
@@ -140,12 +141,14 @@ class EagerProgram:
         self,
         stage: DecoderStage,
         tables: RowTables,
-        kv_caches: Sequence[Tensor],
+        kv: Sequence[LayerKV],
         front: Front,
         back: Back,
     ) -> None:
-        """kv_caches: one for each local layer, or none under NullAttention."""
-        self._kv_caches = kv_caches
+        """kv: one for each local layer, or none under NullAttention."""
+        self._kv = kv
+        self._kv_caches = [layer.cache for layer in kv]
+        self._layer_groups = [layer.group for layer in kv] or [0] * len(stage.kv_layer_specs)
         self._stage = stage
         self._tables = tables
         self._front = front
@@ -155,8 +158,8 @@ class EagerProgram:
         """Return a program that launches the same kernels for a few of the layers alone: to have
         them compiled and loaded."""
         stage, kept = self._stage.thinned()
-        caches = [self._kv_caches[index] for index in kept] if self._kv_caches else ()
-        return EagerProgram(stage, self._tables, caches, self._front, self._back)
+        kv = [self._kv[index] for index in kept] if self._kv else ()
+        return EagerProgram(stage, self._tables, kv, self._front, self._back)
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
         inputs.packed.take()
@@ -169,10 +172,11 @@ class EagerProgram:
         columns = inputs.packed.columns
         self._tables.update(columns)
         gathered = self._tables.gather(columns)
+        by_group = inputs.attention(gathered, self._tables)
         hidden = self._stage.forward(
             self._front.hidden(gathered.token_ids, arrived),
             columns.positions,
             self._kv_caches,
-            inputs.attention(gathered, self._tables),
+            [by_group[group] for group in self._layer_groups],
         )
         return StageOutput(hidden, self._back.choose(hidden, columns))
