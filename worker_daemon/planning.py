@@ -283,7 +283,8 @@ class _Group:
     def _longest_model_len(self, requested: int) -> int:
         """A longer context takes a longer rotary table and block table: it fits or not, once and
         for all longer ones."""
-        lengths = range(1, self._resolved.decoder.max_position_embeddings + 1)
+        most = min(self._resolved.decoder.max_position_embeddings, requested)  # rotary tables alone
+        lengths = range(1, most + 1)
         return bisect_left(lengths, True, key=partial(self._is_too_long, requested=requested))
 
     def _is_too_long(self, length: int, requested: int) -> bool:

@@ -144,7 +144,7 @@ def test_prefix_hits(serve, models, name, pp, partition, num_groups):
     first = make_requests(reference, 1, [53], 30, prefix=shared)
     others = make_requests(reference, 2, [55, 56, 62, 80], 20, prefix=shared)
     config = {"block_size": BLOCK_SIZE, "layer_partition": partition}
-    config |= {"max_num_batched_tokens": 24, "max_model_len": MAX_MODEL_LEN}
+    config |= {"max_num_batched_tokens": 24, "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8}
     with serve(reference.path, pp, **config) as (group, loaded):
         scheduler = Scheduler(scheduler_limits(group, loaded))
         assert_greedy(generate(group, loaded, first, scheduler), reference, first)
