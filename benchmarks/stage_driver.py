@@ -13,11 +13,12 @@ import torch
 from rpc_schema import config, lifecycle
 from rpc_schema.codec import encode_step
 from rpc_schema.kv_cache import (
-    KVCacheSpec,
+    LayerGroup,
     blocks_for,
     build_kv_cache_config,
     bytes_per_block,
     fitting_blocks,
+    plan_groups,
 )
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.runner.stage_ends import PendingReply
@@ -115,11 +116,11 @@ class StageDriver:
 
     def block_bytes(self) -> int:
         """What a KV block takes."""
-        return bytes_per_block(self._layers(), BLOCK_SIZE)
+        return bytes_per_block(self._groups(), 0)
 
     def serve(self, num_blocks: int) -> None:
         """From MODEL_LOADED to READY, with so many KV blocks."""
-        plan = build_kv_cache_config(self._layers(), num_blocks, BLOCK_SIZE)
+        plan = build_kv_cache_config(self._groups(), 0, num_blocks)
         worker = self.worker
         worker.initialize_from_config(
             lifecycle.InitializeFromConfig(**self.ids(), kv_cache_configs=(plan,))
@@ -132,8 +133,10 @@ class StageDriver:
         self.worker.reset(lifecycle.Reset(**self.ids(), to="CREATED"))
         self.worker.close()
 
-    def _layers(self) -> tuple[KVCacheSpec, ...]:
-        return self.worker.get_kv_cache_spec(lifecycle.GetKVCacheSpec(**self.ids())).layers
+    def _groups(self) -> tuple[LayerGroup, ...]:
+        layers = self.worker.get_kv_cache_spec(lifecycle.GetKVCacheSpec(**self.ids())).layers
+        most_tokens = SCHEDULER.max_num_batched_tokens
+        return plan_groups([layers], BLOCK_SIZE, self.max_model_len, most_tokens)
 
     def ids(self) -> "Ids":
         """The identity of the next message."""

@@ -21,12 +21,12 @@ from rpc_schema.config import (
     WorkerConfig,
 )
 from rpc_schema.extensions import RequestExtension, extension_of
-from rpc_schema.kv_cache import blocks_for
+from rpc_schema.kv_cache import NULL_BLOCK, blocks_for
 from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, LogprobsWanted, StopTokens
 from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
 from worker_client.driver import Driver
-from worker_client.errors import RequestError
+from worker_client.errors import ClientConfigError, RequestError
 from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest, check_fits, validated
 from worker_client.scheduler import FinishReason, RequestOutput, SchedulerLimits, scheduler_limits
@@ -94,6 +94,13 @@ class StaticBatches:
     """A SchedulerInterface."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
+        if len(limits.block_groups) > 1:
+            raise ClientConfigError(
+                "it gives requests blocks of one group of layers",
+                field="limits.groups",
+                value=limits.groups,
+                fix="use worker_client.scheduler.Scheduler",
+            )
         self._limits = limits
         self._free_blocks = list(range(1, limits.num_blocks))  # block 0 is the workers' own
         self._waiting: dict[str, Entry] = {}
@@ -121,13 +128,15 @@ class StaticBatches:
     def adopt_requests(self, requests: Sequence[AdoptedRequest]) -> list[RequestOutput]:
         """Go on with what another driver's StaticBatches has left in this group, before any other
         call. Return the requests that have all their tokens already."""
-        held = {block_id for request in requests for block_id in request.block_ids}
+        # Blocks that a window has left behind would be missed once another token is needed.
+        whole = {r.req_id: r.block_ids for r in requests if NULL_BLOCK not in r.block_ids}
+        held = {block_id for block_ids in whole.values() for block_id in block_ids}
         self._free_blocks = [block_id for block_id in self._free_blocks if block_id not in held]
         done = []
         for request in requests:
             num_prompt, tokens = request.num_prompt_tokens, request.token_ids.tolist()
             entry = Entry(tokens[:num_prompt], num_prompt, int(request.note), request.extensions)
-            entry.block_ids = list(request.block_ids)
+            entry.block_ids = list(whole.get(request.req_id, ()))
             self._batch[request.req_id] = entry
             # Logprobs of before are kept nowhere: who wants them gets the same tokens once more.
             for token in tokens[num_prompt:] if not entry.reports_logprobs else ():
@@ -136,7 +145,8 @@ class StaticBatches:
                     done.append(self._finish(request.req_id, reason))
                     break
             entry.num_tokens = len(entry.tokens)
-            entry.num_computed = min(request.num_computed_tokens, entry.num_tokens - 1)
+            if entry.block_ids:
+                entry.num_computed = min(request.num_computed_tokens, entry.num_tokens - 1)
         for entry in self._batch.values():
             self._reserve(entry)  # there are enough: each had its own before
         return done

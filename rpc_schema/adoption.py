@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from rpc_schema.base import Count, Name, Positive, StepReply, StepRequest, Value
 from rpc_schema.extensions import RequestExtensions
+from rpc_schema.kv_cache import MAX_GROUPS
 from rpc_schema.step import SchedulerNote, Slot
 
 MAX_PAGE_BYTES = 2 << 20
@@ -38,7 +39,9 @@ class RequestRow(Value, frozen=True, kw_only=True):
     num_computed_tokens: Count
     """Leading tokens whose KV this rank has in the blocks; 0 where it vouches for none."""
     num_blocks: Count
-    """Of its blocks, how many the reply has."""
+    """Of its blocks of the first group, how many the reply has."""
+    num_more_blocks: Annotated[tuple[Count, ...], Meta(max_length=MAX_GROUPS)] = ()
+    """The same of each further group."""
     extensions: RequestExtensions
     """As it was admitted."""
     note: SchedulerNote
@@ -61,4 +64,5 @@ class AdoptRequestsReply(StepReply, frozen=True, tag=70, kw_only=True):
     token_ids: RowColumn = b""
     """Little-endian int32: the tokens of all rows, one after the other."""
     block_ids: RowColumn = b""
-    """The same with their blocks."""
+    """The same with their blocks, those of a row group after group. The null block (0) stands where
+    a window has left a block behind, which others may have by now."""

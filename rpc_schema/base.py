@@ -31,6 +31,9 @@ RawInt32 = Annotated[bytes, Meta(max_length=4 << 20)]
 RawUInt16 = Annotated[bytes, Meta(max_length=2 << 20)]
 """Little-endian uint16 values."""
 
+RawUInt8 = Annotated[bytes, Meta(max_length=1 << 20)]
+"""uint8 values."""
+
 
 class Value(
     msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False, kw_only=True

@@ -1,8 +1,16 @@
 """The KV cache as ranks describe it and as the driver plans it, and the arithmetic of its blocks:
-once, for drivers and for `worker-daemon plan`."""
+once, for drivers and for `worker-daemon plan`.
 
-from collections.abc import Sequence
-from typing import Annotated
+A rank's memory for the KV cache is cut into equal pages, num_blocks in each of a few tensors. A
+block is the pages of one number, one of every tensor; its id is that number. A group is layers that
+share one block table: its first layer keeps its K and V in the first tensor, its second one in the
+second, and so on. Any block serves any group, so that what one group does not need another one has.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
 
@@ -11,6 +19,14 @@ from rpc_schema.base import Name, Positive, Unsigned, Value
 NUM_NULL_BLOCKS = 1
 """Block 0 is never given to a request."""
 
+NULL_BLOCK = 0
+"""Its id: what stands in the place of a block behind a sliding window."""
+
+MAX_GROUPS = 16
+"""Each costs a step one launch more, and a request one row of the block table more."""
+
+DType = Annotated[str, Meta(max_length=32)]
+
 
 class KVCacheSpec(Value, frozen=True, kw_only=True):
     """What one layer of one rank keeps per token. Sizes are the local shard's."""
@@ -18,15 +34,24 @@ class KVCacheSpec(Value, frozen=True, kw_only=True):
     layer_name: Name
     num_kv_heads: Positive
     head_size: Positive
-    dtype: Annotated[str, Meta(max_length=32)]
+    dtype: DType
     bytes_per_token: Positive
     sliding_window: Positive | None = None
 
 
 class KVCacheGroup(Value, frozen=True, kw_only=True):
-    """Layers that share one block table."""
+    """Layers that share one block table. All ranks have the same groups in the same order; a rank
+    may have no layer of one."""
 
     layer_names: tuple[Name, ...]
+    """Of this rank. The first has its pages in the first tensor, and so on."""
+    block_size: Positive
+    """Tokens of a block."""
+    sliding_window: Positive | None
+    """Tokens that a token sees, itself included; None: all before it."""
+    dtype: DType
+    layout: Literal["NHD"] = "NHD"
+    """Of a layer's tensor: [num_blocks, 2, block_size, kv_heads, head_dim]; 0 of dim 1 is K."""
 
 
 class KVCacheConfig(Value, frozen=True, kw_only=True):
@@ -35,19 +60,191 @@ class KVCacheConfig(Value, frozen=True, kw_only=True):
 
     num_blocks: Annotated[int, Meta(ge=2, le=2**31 - 1)]
     block_size: Positive
-    groups: tuple[KVCacheGroup, ...]
+    """As configured: that of the groups whose layers keep the most per token."""
+    groups: Annotated[tuple[KVCacheGroup, ...], Meta(max_length=MAX_GROUPS)]
     size_bytes: Unsigned
-    """Of all tensors together: num_blocks * block_size * the sum of the layers' bytes_per_token."""
+    """Of all tensors together: num_blocks * the bytes of a page * the layers of the largest
+    group."""
 
 
-def bytes_per_block(layers: Sequence[KVCacheSpec], block_size: int) -> int:
-    """Return the bytes that a block takes on a rank with these layers."""
-    return block_size * sum(layer.bytes_per_token for layer in layers)
+class BlockGroup(NamedTuple):
+    """What of a group decides which blocks a request has."""
+
+    block_size: int
+    window: int | None = None
+    """Sliding window in tokens; None: none."""
+
+
+class LayerKind(NamedTuple):
+    """What layers must have in common to share a block table."""
+
+    window: int | None
+    dtype: str
+    bytes_per_token: int
+    num_kv_heads: int
+    head_size: int
+
+
+class LayerGroup(NamedTuple):
+    """A group of a plan for all ranks."""
+
+    blocks: BlockGroup
+    kind: LayerKind
+    layer_names: tuple[tuple[str, ...], ...]
+    """Of each rank."""
+
+
+class UnequalPages(ValueError):
+    """Layers keep so different amounts per token that no block sizes make their pages equal."""
+
+    def __init__(self, sizes: Sequence[int], block_size: int) -> None:
+        super().__init__(f"pages of {block_size} tokens cannot be equal for layers of {sizes}")
+        self.sizes = sizes
+        """Bytes per token."""
+
+
+def block_groups(groups: Sequence[BlockGroup], block_size: int) -> tuple[BlockGroup, ...]:
+    """Return the groups; where none is named, there is one of block_size without a window."""
+    return tuple(groups) or (BlockGroup(block_size),)
+
+
+def groups_of(config: KVCacheConfig) -> tuple[BlockGroup, ...]:
+    """Return what decides which blocks a request has in this cache."""
+    named = [BlockGroup(group.block_size, group.sliding_window) for group in config.groups]
+    return block_groups(named, config.block_size)
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """Return the blocks that hold num_tokens tokens."""
     return -(-num_tokens // block_size)
+
+
+def blocks_behind(num_computed: int, group: BlockGroup) -> int:
+    """Return how many of a request's first blocks no token from position num_computed on sees."""
+    if group.window is None:
+        return 0
+    return max(0, num_computed - group.window + 1) // group.block_size
+
+
+def most_blocks(num_tokens: int, group: BlockGroup, max_num_batched_tokens: int) -> int:
+    """Return the blocks of one group that a request of num_tokens tokens has at once, at most: all,
+    or those of a window, of a step's tokens and of what these reach into."""
+    needed = blocks_for(num_tokens, group.block_size)
+    if group.window is None:
+        return needed
+    reach = group.window - 1 + max_num_batched_tokens
+    return min(needed, blocks_for(reach, group.block_size) + 1)
+
+
+def request_blocks(
+    num_tokens: int, groups: Iterable[BlockGroup], max_num_batched_tokens: int
+) -> int:
+    """Return the blocks of all groups that a request of num_tokens has at once, at most."""
+    return sum(most_blocks(num_tokens, group, max_num_batched_tokens) for group in groups)
+
+
+def plan_groups(
+    ranks: Sequence[Sequence[KVCacheSpec]],
+    block_size: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+) -> tuple[LayerGroup, ...]:
+    """Cut the layers of all ranks into groups, full attention first: those with which a request of
+    max_model_len tokens takes the least memory on the rank where it takes the most, and of such the
+    fewest. Layers of one kind are one group.
+
+    A block takes as much of a rank as the largest group has layers there, whichever it serves. So
+    where stages have layers of different kinds, it may be best to keep all that windows let go. A
+    window that no request outgrows is none. block_size: of the kind that keeps the most per token.
+
+    Raises:
+        UnequalPages: pages of different kinds cannot be made equal.
+    """
+    cuts = [
+        _cut(
+            [_names_by_kind(layers, longest) for layers in ranks],
+            block_size,
+            max_model_len,
+            max_num_batched_tokens,
+        )
+        for longest in (max_model_len, 0)
+    ]
+    return min(cuts, key=lambda cut: (cut.cost, len(cut.groups))).groups
+
+
+class _Cut(NamedTuple):
+    groups: tuple[LayerGroup, ...]
+    cost: int
+    """Bytes of a request of the longest length, on the rank where it takes the most."""
+
+
+def _cut(
+    ranks: Sequence[Mapping[LayerKind, Sequence[str]]],
+    block_size: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+) -> _Cut:
+    """Cut each kind into as many groups as is best. ranks: names of each rank's layers."""
+    every_kind = {kind for by_kind in ranks for kind in by_kind}
+    kinds = sorted(every_kind, key=lambda kind: (kind.window is not None, kind))
+    counts = [[len(by_kind.get(kind, ())) for by_kind in ranks] for kind in kinds]
+    sizes = _block_sizes([kind.bytes_per_token for kind in kinds], block_size)
+    page_bytes = sizes[0] * kinds[0].bytes_per_token
+    blocks = [BlockGroup(size, kind.window) for size, kind in zip(sizes, kinds, strict=True)]
+    costs = [most_blocks(max_model_len, group, max_num_batched_tokens) for group in blocks]
+    best: tuple[int, int, list[int]] | None = None
+    for num_tensors in range(1, max(map(max, counts)) + 1):
+        numbers = [max(-(-count // num_tensors) for count in of_kind) for of_kind in counts]
+        num_pages = num_tensors * sum(n * cost for n, cost in zip(numbers, costs, strict=True))
+        candidate = num_pages, sum(numbers), numbers
+        if sum(numbers) <= MAX_GROUPS and (best is None or candidate < best):
+            best = candidate
+    assert best is not None, "more kinds of layers than groups may be"
+    groups = tuple(
+        LayerGroup(group, kind, tuple(_part(rank.get(kind, ()), index, number) for rank in ranks))
+        for group, kind, number in zip(blocks, kinds, best[2], strict=True)
+        for index in range(number)
+    )
+    return _Cut(groups, best[0] * page_bytes)
+
+
+def _names_by_kind(layers: Sequence[KVCacheSpec], longest: int) -> dict[LayerKind, tuple[str, ...]]:
+    """Return the layers of each kind; windows of `longest` tokens or more are none."""
+    names: dict[LayerKind, tuple[str, ...]] = {}
+    for layer in layers:
+        window = layer.sliding_window
+        kind = LayerKind(
+            None if window is None or window >= longest else window,
+            layer.dtype,
+            layer.bytes_per_token,
+            layer.num_kv_heads,
+            layer.head_size,
+        )
+        names[kind] = (*names.get(kind, ()), layer.layer_name)
+    return names
+
+
+def _block_sizes(bytes_per_token: Sequence[int], block_size: int) -> list[int]:
+    """Return block sizes with which the pages of all kinds have the same bytes."""
+    page = block_size * max(bytes_per_token)
+    if any(page % size for size in bytes_per_token):
+        raise UnequalPages(bytes_per_token, block_size)
+    sizes = [page // size for size in bytes_per_token]
+    if any(max(sizes) % size for size in sizes):  # prefixes end where blocks of all groups do
+        raise UnequalPages(bytes_per_token, block_size)
+    return sizes
+
+
+def _part(names: Sequence[str], index: int, number: int) -> tuple[str, ...]:
+    """Return the index-th of `number` even parts: neighbours, which share what attention prepares
+    for a step."""
+    return tuple(names[len(names) * index // number : len(names) * (index + 1) // number])
+
+
+def bytes_per_block(groups: Sequence[LayerGroup], rank: int) -> int:
+    """Return the bytes that a block takes on a rank: a page in each of its tensors."""
+    page = max(group.blocks.block_size * group.kind.bytes_per_token for group in groups)
+    return page * max(len(group.layer_names[rank]) for group in groups)
 
 
 def fitting_blocks(available_bytes: int, block_bytes: int) -> int:
@@ -56,37 +253,64 @@ def fitting_blocks(available_bytes: int, block_bytes: int) -> int:
     return max(0, available_bytes // block_bytes)
 
 
-def smallest_fitting_blocks(
-    specs: Sequence[Sequence[KVCacheSpec]], available_bytes: Sequence[int], block_size: int
-) -> int:
+def smallest_fitting_blocks(groups: Sequence[LayerGroup], available_bytes: Sequence[int]) -> int:
     """Return the block count that fits into every rank's memory: the smallest over the ranks.
-
-    specs holds each rank's layers, available_bytes each rank's memory for the KV cache.
-    """
+    available_bytes holds each rank's memory for the KV cache."""
     return min(
-        fitting_blocks(available, bytes_per_block(layers, block_size))
-        for layers, available in zip(specs, available_bytes, strict=True)
+        fitting_blocks(available, bytes_per_block(groups, rank))
+        for rank, available in enumerate(available_bytes)
     )
 
 
-def usable_tokens(num_blocks: int, block_size: int) -> int:
-    """Return the tokens that num_blocks hold beside the null block."""
-    return max(0, num_blocks - NUM_NULL_BLOCKS) * block_size
+def usable_tokens(
+    num_blocks: int,
+    groups: Sequence[BlockGroup],
+    max_model_len: int,
+    max_num_batched_tokens: int,
+) -> int:
+    """Return the tokens that num_blocks hold beside the null block: of requests of max_model_len
+    tokens, where a window makes that depend on their length."""
+    usable = max(0, num_blocks - NUM_NULL_BLOCKS)
+    if len(groups) == 1 and groups[0].window is None:
+        return usable * groups[0].block_size
+    return usable * max_model_len // request_blocks(max_model_len, groups, max_num_batched_tokens)
 
 
-def longest_requests(num_blocks: int, block_size: int, max_model_len: int) -> int:
+def longest_requests(
+    num_blocks: int, groups: Sequence[BlockGroup], max_model_len: int, max_num_batched_tokens: int
+) -> int:
     """Return how many requests of max_model_len tokens have all their blocks at once."""
     usable = max(0, num_blocks - NUM_NULL_BLOCKS)
-    return usable // blocks_for(max_model_len, block_size)
+    return usable // request_blocks(max_model_len, groups, max_num_batched_tokens)
+
+
+def longest_request(
+    num_blocks: int, groups: Sequence[BlockGroup], most: int, max_num_batched_tokens: int
+) -> int:
+    """Return the tokens of the longest request that has all its blocks, `most` at most."""
+    needed = partial(_needed, groups=groups, max_num_batched_tokens=max_num_batched_tokens)
+    return bisect_right(range(1, most + 1), num_blocks - NUM_NULL_BLOCKS, key=needed)
+
+
+def _needed(num_tokens: int, groups: Sequence[BlockGroup], max_num_batched_tokens: int) -> int:
+    return request_blocks(num_tokens, groups, max_num_batched_tokens)
 
 
 def build_kv_cache_config(
-    layers: Sequence[KVCacheSpec], num_blocks: int, block_size: int
+    groups: Sequence[LayerGroup], rank: int, num_blocks: int
 ) -> KVCacheConfig:
-    """Return one rank's configuration: all its layers in one group."""
+    """Return one rank's configuration."""
     return KVCacheConfig(
         num_blocks=num_blocks,
-        block_size=block_size,
-        groups=(KVCacheGroup(layer_names=tuple(layer.layer_name for layer in layers)),),
-        size_bytes=num_blocks * bytes_per_block(layers, block_size),
+        block_size=min(group.blocks.block_size for group in groups),
+        groups=tuple(
+            KVCacheGroup(
+                layer_names=group.layer_names[rank],
+                block_size=group.blocks.block_size,
+                sliding_window=group.blocks.window,
+                dtype=group.kind.dtype,
+            )
+            for group in groups
+        ),
+        size_bytes=num_blocks * bytes_per_block(groups, rank),
     )

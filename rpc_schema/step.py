@@ -15,6 +15,7 @@ from rpc_schema.base import (
     Name,
     Positive,
     RawInt32,
+    RawUInt8,
     RawUInt16,
     StepReply,
     StepRequest,
@@ -73,12 +74,17 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     new_block_slots: RawUInt16 = b""
     """For each of new_block_ids, the slot whose block table it is appended to."""
     new_block_ids: RawInt32 = b""
+    """In the order of the places that they take. The null block (0) stands in for those that no
+    token from a new request's num_computed_tokens on sees, in a group with a window."""
+    new_block_groups: RawUInt8 = b""
+    """For each of new_block_ids, the group of layers whose table it is for; empty: the first."""
     finished: RawUInt16 = b""
     """Slots to free before anything else."""
     scheduled_new_reqs: tuple[NewRequestData, ...] = ()
     resync: RawInt32 | None = None
-    """A full resynchronisation: rows (slot, num_computed_tokens, num_tokens, num_blocks), slots
-    ascending, of all slots that stay. Slots not named are freed; a named one whose counts differ
+    """A full resynchronisation: rows (slot, num_computed_tokens, num_tokens, num_blocks of each
+    group), slots ascending, of all slots that stay; blocks that a window has left behind are
+    counted too. Slots not named are freed; a named one whose counts differ
     refuses the step. Clears an earlier failure, and closes a gap: its seq need only be new."""
     defer_sampling: bool = False
     """Sampling waits for a SampleTokens that names this seq."""

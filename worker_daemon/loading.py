@@ -18,7 +18,7 @@ from worker_daemon.device.init import supports
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import LinkedTensorParallel
 from worker_daemon.errors import CapacityError, ConfigError
-from worker_daemon.kv_cache.allocate import allocate_kv_caches
+from worker_daemon.kv_cache.allocate import LayerKV, allocate_kv_caches
 from worker_daemon.kv_cache.spec import describe_layers
 from worker_daemon.layers.attention import HeadSizes, NullAttention
 from worker_daemon.layers.attention_provider import (
@@ -143,7 +143,7 @@ class LoadedModel:
 
     def allocate_kv_caches(
         self, plan: KVCacheConfig, make_zeros: Callable[[int, torch.dtype], torch.Tensor]
-    ) -> list[torch.Tensor]:
+    ) -> list[LayerKV]:
         """Return zeroed caches. Raises: see kv_cache.allocate.allocate_kv_caches."""
         return allocate_kv_caches(plan, self.stage.kv_layer_specs, self.resolved.dtype, make_zeros)
 

@@ -8,14 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from torch import Tensor
+from msgspec.structs import replace
 
-from rpc_schema.kv_cache import build_kv_cache_config
+from rpc_schema.kv_cache import KVCacheConfig, build_kv_cache_config, plan_groups
 from rpc_schema.operations import StepMessage
 from worker_daemon.device.memory import MemoryProfile, profile
 from worker_daemon.errors import CapacityError, CommError
+from worker_daemon.kv_cache.allocate import LayerKV
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.loading import LoadedModel
+from worker_daemon.models.partition import partition_layers
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.rank_device import OpenedDevice
 from worker_daemon.resolve import check_deadline
@@ -115,15 +117,34 @@ def _rehearsal(
 ) -> Iterator[Serving]:
     """Steps served as they will be, but over a KV cache of one block; on the CPU, where graphs do
     not need it, without attention, which is slow there, unless they are to be timed."""
-    plan = build_kv_cache_config(model.kv_cache_specs, _NUM_BLOCKS, model.config.cache.block_size)
-    caches: list[Tensor] = []
+    plan = _plan(opened, model)
+    kv: list[LayerKV] = []
     if is_timed or opened.place.device.type == "cuda":
-        caches = model.allocate_kv_caches(plan, PlainMemory(opened.place.device).make_kv_cache)
+        kv = model.allocate_kv_caches(plan, PlainMemory(opened.place.device).make_kv_cache)
         model.stage.set_attention(model.attention.backend)
     try:
-        yield Serving(opened, model, plan, caches, set_phase)
+        yield Serving(opened, model, plan, kv, set_phase)
     finally:
         model.stage.set_attention(NullAttention())
+
+
+def _plan(opened: OpenedDevice, model: LoadedModel) -> KVCacheConfig:
+    """The groups of layers that the driver will find too: those of the whole pipeline."""
+    own, windows = model.kv_cache_specs, model.resolved.decoder.layer_windows
+    parallel, pp_rank = model.config.parallel, opened.place.parallel.pp_rank
+    stages = [
+        [replace(own[0], layer_name=str(layer), sliding_window=windows[layer]) for layer in layers]
+        for layers in partition_layers(
+            len(windows), parallel.pipeline_parallel_size, parallel.layer_partition
+        )
+    ]
+    groups = plan_groups(
+        [*stages[:pp_rank], own, *stages[pp_rank + 1 :]],
+        model.config.cache.block_size,
+        model.max_model_len,
+        model.config.scheduler.max_num_batched_tokens,
+    )
+    return build_kv_cache_config(groups, pp_rank, _NUM_BLOCKS)
 
 
 def _log(profile: MemoryProfile, graphs: int) -> None:

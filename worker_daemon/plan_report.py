@@ -62,6 +62,8 @@ def _lines(plan: GroupPlan) -> Iterator[str]:
         f"block: {plan.num_tokens:,} tokens, "
         f"{_count(plan.num_longest_requests, 'request')} of {length:,} tokens at once"
     )
+    if len(plan.layer_groups) > 1 or plan.layer_groups[0].sliding_window is not None:
+        yield from _layer_groups(plan)
     verdict = "fits" if plan.max_model_len_fits else "does not fit"
     yield f"max_model_len {length:,} {verdict}; the longest that would: {plan.longest_model_len:,}"
     yield (
@@ -74,6 +76,21 @@ def _lines(plan: GroupPlan) -> Iterator[str]:
         f"{100 // MARGIN_DIVISOR} % more."
     )
     yield "Not counted: " + "; ".join(NOT_COUNTED) + "."
+
+
+def _layer_groups(plan: GroupPlan) -> Iterator[str]:
+    for group in plan.layer_groups:
+        window = group.sliding_window
+        kind = "of full attention" if window is None else f"with a window of {window:,} tokens"
+        yield (
+            f"{_count(group.num_layers, 'layer')} {kind}: a request of {plan.max_model_len:,} "
+            f"tokens has {group.num_blocks_longest_request:,} blocks of {group.block_size} at once"
+        )
+    now, before = plan.longest_request_bytes, plan.longest_request_bytes_without_windows
+    yield (
+        f"a request of {plan.max_model_len:,} tokens takes {now:,} bytes of KV cache on all ranks, "
+        f"{100 * (before - now) // before} % less than the {before:,} that it would without windows"
+    )
 
 
 def _row(rank: RankPlan) -> list[str]:

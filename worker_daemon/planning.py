@@ -16,7 +16,18 @@ import msgspec
 import torch
 
 from rpc_schema.config import ParallelConfig, WorkerConfig, read_layer_partition
-from rpc_schema.kv_cache import fitting_blocks, longest_requests, usable_tokens
+from rpc_schema.kv_cache import (
+    KVCacheSpec,
+    LayerGroup,
+    bytes_per_block,
+    fitting_blocks,
+    longest_requests,
+    most_blocks,
+    plan_groups,
+    request_blocks,
+    smallest_fitting_blocks,
+    usable_tokens,
+)
 from worker_daemon.device.memory import MemorySnapshot, request_memory
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
@@ -51,13 +62,25 @@ class RankPlan:
     kv_available_bytes: int
     """What is left of the group's requested_bytes."""
     kv_block_bytes: int
-    """K and V of all layers here, for block_size tokens."""
+    """A page for each layer of the group that has the most here."""
     num_blocks: int
     """Blocks that fit here; one of them is the null block."""
     num_tokens: int
     """What the others hold."""
     num_longest_requests: int
     """Requests of max_model_len tokens that these hold at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayersPlan:
+    """A group of layers, which share a block table."""
+
+    num_layers: int
+    """Of all stages."""
+    block_size: int
+    sliding_window: int | None
+    num_blocks_longest_request: int
+    """That a request of max_model_len tokens has at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +102,11 @@ class GroupPlan:
     num_tokens: int
     num_longest_requests: int
     """Requests of max_model_len tokens at once, max_num_seqs aside."""
+    layer_groups: tuple[LayersPlan, ...]
+    longest_request_bytes: int
+    """What a request of max_model_len tokens takes of the KV caches of all ranks."""
+    longest_request_bytes_without_windows: int
+    """What it would take if all layers kept all of it."""
     max_model_len_fits: bool
     longest_model_len: int
     """The longest max_model_len that would fit, within the model's own limit; 0 if none."""
@@ -157,7 +185,7 @@ class _RankSizes:
     state: ParallelState
     layers: range
     weights_bytes: int
-    kv_token_bytes: int
+    kv_specs: tuple[KVCacheSpec, ...]
     widths: StageWidths
 
 
@@ -171,6 +199,9 @@ class _Group:
         self._resolved = resolved
         self._sizes = sizes
         self._block_size = config.cache.block_size
+        self._max_num_batched_tokens = config.scheduler.max_num_batched_tokens
+        self._layers = self._cut([rank.kv_specs for rank in sizes])
+        self._groups = [group.blocks for group in self._layers]
 
     def plan(self, memory_bytes: int, requested: int) -> GroupPlan:
         length = self._resolved.max_model_len
@@ -190,6 +221,11 @@ class _Group:
             num_blocks=smallest.num_blocks,
             num_tokens=smallest.num_tokens,
             num_longest_requests=smallest.num_longest_requests,
+            layer_groups=tuple(map(self._plan_layers, self._layers)),
+            longest_request_bytes=self._longest_request_bytes(self._layers),
+            longest_request_bytes_without_windows=self._longest_request_bytes(
+                self._cut([_without_windows(rank.kv_specs) for rank in self._sizes])
+            ),
             max_model_len_fits=smallest.num_longest_requests > 0,
             longest_model_len=self._longest_model_len(requested),
             kv_cache_memory_bytes_request=self._kv_cache_memory_bytes(smallest.num_blocks),
@@ -215,19 +251,45 @@ class _Group:
             kv_available_bytes=available,
             kv_block_bytes=block_bytes,
             num_blocks=blocks,
-            num_tokens=usable_tokens(blocks, self._block_size),
-            num_longest_requests=longest_requests(blocks, self._block_size, length),
+            num_tokens=usable_tokens(blocks, self._groups, length, self._max_num_batched_tokens),
+            num_longest_requests=longest_requests(
+                blocks, self._groups, length, self._max_num_batched_tokens
+            ),
         )
+
+    def _cut(self, ranks: Sequence[Sequence[KVCacheSpec]]) -> tuple[LayerGroup, ...]:
+        length, step = self._resolved.max_model_len, self._max_num_batched_tokens
+        return plan_groups(ranks, self._block_size, length, step)
+
+    def _plan_layers(self, group: LayerGroup) -> LayersPlan:
+        length = self._resolved.max_model_len
+        # Tensor ranks have the same layers.
+        stages = group.layer_names[:: self._config.parallel.tensor_parallel_size]
+        return LayersPlan(
+            num_layers=sum(map(len, stages)),
+            block_size=group.blocks.block_size,
+            sliding_window=group.blocks.window,
+            num_blocks_longest_request=most_blocks(
+                length, group.blocks, self._max_num_batched_tokens
+            ),
+        )
+
+    def _longest_request_bytes(self, layers: Sequence[LayerGroup]) -> int:
+        blocks = [group.blocks for group in layers]
+        length = self._resolved.max_model_len
+        num_blocks = request_blocks(length, blocks, self._max_num_batched_tokens)
+        return num_blocks * sum(bytes_per_block(layers, rank) for rank in range(len(self._sizes)))
 
     def _longest_model_len(self, requested: int) -> int:
         """A longer context takes a longer rotary table and block table: it fits or not, once and
         for all longer ones."""
-        most = usable_tokens(self._num_blocks(1, requested), self._block_size)
-        lengths = range(1, min(self._resolved.decoder.max_position_embeddings, most) + 1)
+        most = min(self._resolved.decoder.max_position_embeddings, requested)  # rotary tables alone
+        lengths = range(1, most + 1)
         return bisect_left(lengths, True, key=partial(self._is_too_long, requested=requested))
 
     def _is_too_long(self, length: int, requested: int) -> bool:
-        return length > usable_tokens(self._num_blocks(length, requested), self._block_size)
+        num_blocks = self._num_blocks(length, requested)
+        return not longest_requests(num_blocks, self._groups, length, self._max_num_batched_tokens)
 
     def _kv_cache_memory_bytes(self, num_blocks: int) -> int:
         """One value for all ranks, of which each takes what its blocks need: the largest blocks
@@ -235,17 +297,15 @@ class _Group:
         return num_blocks * max(map(self._block_bytes, self._sizes))
 
     def _num_blocks(self, length: int, budget: int) -> int:
-        return min(
-            fitting_blocks(self._available(sizes, length, budget), self._block_bytes(sizes))
-            for sizes in self._sizes
-        )
+        available = [self._available(sizes, length, budget) for sizes in self._sizes]
+        return smallest_fitting_blocks(self._layers, available)
 
     def _available(self, sizes: _RankSizes, length: int, budget: int) -> int:
         taken = sizes.weights_bytes + self._rotary_table_bytes(length)
         return budget - taken - self._step_bytes(sizes, length)
 
     def _block_bytes(self, sizes: _RankSizes) -> int:
-        return self._block_size * sizes.kv_token_bytes
+        return bytes_per_block(self._layers, sizes.state.rank)
 
     def _rotary_table_bytes(self, length: int) -> int:
         """float32 [length, 2, head_dim / 2] (layers/rotary.py)."""
@@ -260,6 +320,7 @@ class _Group:
             vocab_size=self._resolved.decoder.vocab_size,
             block_size=self._block_size,
             num_blocks=1 << 30,
+            groups=tuple(self._groups),
         )
         return estimate_step_bytes(sizes.widths, limits)
 
@@ -318,7 +379,7 @@ def _measure(state: ParallelState, layers: range, resolved: ResolvedModel) -> _R
         state=state,
         layers=layers,
         weights_bytes=stage.num_parameters_bytes,
-        kv_token_bytes=sum(spec.bytes_per_token for spec in specs),
+        kv_specs=specs,
         widths=StageWidths(
             hidden_size=decoder.hidden_size,
             qkv_size=q_size + 2 * specs[0].num_kv_heads * decoder.head_dim,
@@ -333,6 +394,10 @@ def _measure(state: ParallelState, layers: range, resolved: ResolvedModel) -> _R
             is_last_stage=state.is_last_stage,
         ),
     )
+
+
+def _without_windows(layers: Sequence[KVCacheSpec]) -> list[KVCacheSpec]:
+    return [msgspec.structs.replace(layer, sliding_window=None) for layer in layers]
 
 
 def _build_stage(state: ParallelState, layers: range, resolved: ResolvedModel) -> DecoderStage:

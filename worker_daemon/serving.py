@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import torch
-from torch import Tensor
 
-from rpc_schema.kv_cache import KVCacheConfig
+from rpc_schema.kv_cache import KVCacheConfig, groups_of
 from rpc_schema.operations import StepMessage
 from worker_daemon.distributed.link import Link
 from worker_daemon.errors import CapacityError, CommError
+from worker_daemon.kv_cache.allocate import LayerKV
 from worker_daemon.loading import LoadedModel
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.raising import Translation
@@ -39,13 +39,13 @@ class Serving:
         opened: OpenedDevice,
         model: LoadedModel,
         plan: KVCacheConfig,
-        kv_caches: Sequence[Tensor],
+        kv: Sequence[LayerKV],
         set_phase: SetPhase,
     ) -> None:
-        """With empty rows, and before any graph. kv_caches: one a local layer, of plan.num_blocks,
-        or none for NullAttention."""
+        """With empty rows, and before any graph. kv: one a local layer, of plan.num_blocks, or none
+        for NullAttention."""
         self.plan = plan
-        self.kv_caches = kv_caches
+        self.kv = kv
         self._set_phase = set_phase
         self._enforce_eager = model.config.graph.enforce_eager
         self._parts = RunnerParts(
@@ -57,9 +57,7 @@ class Serving:
             device=opened.place.device,
             capture_stream=opened.capture_stream,
         )
-        self.runner = assemble_runner(
-            self._parts, opened.link, _limits(model, plan.num_blocks), kv_caches
-        )
+        self.runner = assemble_runner(self._parts, opened.link, _limits(model, plan), kv)
         self._graphs: StepGraphs = NoGraphs()
         self.is_warm = False
         """It has been through its first warm-up."""
@@ -184,7 +182,7 @@ def _too_large_graphs(error: Exception) -> CapacityError | None:
     )
 
 
-def _limits(model: LoadedModel, num_blocks: int) -> StepLimits:
+def _limits(model: LoadedModel, plan: KVCacheConfig) -> StepLimits:
     scheduler = model.config.scheduler
     return StepLimits(
         max_num_seqs=scheduler.max_num_seqs,
@@ -192,5 +190,6 @@ def _limits(model: LoadedModel, num_blocks: int) -> StepLimits:
         max_model_len=model.max_model_len,
         vocab_size=model.resolved.decoder.vocab_size,
         block_size=model.config.cache.block_size,
-        num_blocks=num_blocks,
+        num_blocks=plan.num_blocks,
+        groups=groups_of(plan),
     )

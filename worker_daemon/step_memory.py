@@ -60,7 +60,7 @@ def estimate_step_bytes(widths: StageWidths, limits: StepLimits) -> int:
     sampling = _sampling_bytes(widths, tokens, rows) if widths.is_last_stage else 0
     peak = max(_layer_bytes(widths, tokens), sampling)
     total = peak + _table_bytes(limits) + _neighbour_bytes(widths, limits, tokens)
-    total += 2 * _INT64 * tokens  # the step's token ids and KV slots
+    total += 2 * _INT64 * tokens * limits.num_groups  # the step's token ids and KV slots
     return total + total // MARGIN_DIVISOR
 
 
@@ -91,7 +91,8 @@ def _table_bytes(limits: StepLimits) -> int:
     (runner/input_batch.py:staging_capacity)."""
     num_rows = limits.max_num_seqs + 1
     own = sum(part.row_bytes() for part in PARTS)
-    table = num_rows * (_INT32 * limits.max_blocks_per_seq + own + _INT64)
+    blocks = limits.num_groups * limits.max_blocks_per_seq
+    table = num_rows * (_INT32 * blocks + own + _INT64)
     return table + _INT32 * packed_size(with_columns(largest_shape(limits), PARTS))
 
 

@@ -31,6 +31,7 @@ from worker_daemon.device.init import device_name
 from worker_daemon.device.memory import MemorySource, memory_source
 from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.errors import CommError, ConfigError, StateError
+from worker_daemon.kv_cache.allocate import LayerKV
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.loading import LoadedModel, Roots, load, rank_weights, reload
 from worker_daemon.memory_ledger import memory_line
@@ -165,9 +166,9 @@ class Worker:
                 fix=str(model.config.cache.block_size),
             )
         with opened.ledger.taking("kv_cache"):
-            kv_caches = model.allocate_kv_caches(plan, model.memory.make_kv_cache)
+            kv = model.allocate_kv_caches(plan, model.memory.make_kv_cache)
         model.stage.set_attention(model.attention.backend)
-        self._serve(plan, kv_caches)
+        self._serve(plan, kv)
         return Done(**self._identity(message))
 
     def initialize_cache(self, message: lc.InitializeCache) -> Done:
@@ -199,7 +200,7 @@ class Worker:
         serving = self._serving_or_none
         if serving is not None:
             serving.runner.settle()
-            self._serve(serving.plan, serving.kv_caches)
+            self._serve(serving.plan, serving.kv)
         return Done(**self._identity(message))
 
     def compile_or_warm_up_model(
@@ -672,10 +673,8 @@ class Worker:
         assert self._serving_or_none is not None, "legal after initialize_from_config only"
         return self._serving_or_none
 
-    def _serve(self, plan: KVCacheConfig, kv_caches: Sequence[torch.Tensor]) -> None:
-        self._serving_or_none = Serving(
-            self._device.opened, self._model, plan, kv_caches, self._set_phase
-        )
+    def _serve(self, plan: KVCacheConfig, kv: Sequence[LayerKV]) -> None:
+        self._serving_or_none = Serving(self._device.opened, self._model, plan, kv, self._set_phase)
 
     def _identity(self, message: StepMessage) -> dict[str, int]:
         return {"epoch": message.epoch, "seq": message.seq, "rank": self.rank}

@@ -1,19 +1,25 @@
 """Which request may write to which KV block: the check that no two requests write to one block, and
-that nobody writes to a block that others read. Knows slots and block ids; no request ids.
+that nobody writes to a block that others read. Knows rows and block ids; no request ids.
 
-A block belongs to the request that was given it to write until that ends. Blocks that a request
-begins with (a cached prefix) are read only, and counted. Most steps give a few blocks to requests
-that run on: these are taken one by one, and it is told later, for many steps at once, whose they
-are.
+A block belongs to the request that was given it to write until that ends, or a window has left it
+behind. Blocks that a request begins with (a cached prefix) are read only, and counted. Most steps
+give a few blocks to requests that run on: these are taken one by one, and it is told later, for
+many steps at once, whose they are. What windows leave behind is told only where a block is asked
+for that seems to be taken.
+
+A row is what one request has of one group of layers: group * num_slots + slot. Rows come as columns
+of `row_code` (array.array's).
 """
 
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rpc_schema.kv_cache import NULL_BLOCK, BlockGroup
 
 Int32s = NDArray[np.int32]
 
@@ -29,39 +35,48 @@ _FEW: Final = 100
 
 
 class BlockTaken(Exception):
-    """A block cannot be written to. `index` is its place among those that were asked for, `slot`
+    """A block cannot be written to. `index` is its place among those that were asked for, `row`
     that of the request that writes to it, None where others read it or nobody may write to it."""
 
-    def __init__(self, index: int, slot: int | None) -> None:
+    def __init__(self, index: int, row: int | None) -> None:
         super().__init__(f"block number {index} of those asked for is taken")
         self.index = index
-        self.slot = slot
+        self.row = row
 
 
 class BlockHolders:
     """Belongs to a SlotTable. Blocks are 0 to num_blocks - 1, of which 0 is the workers' own."""
 
-    def __init__(self, num_slots: int, num_blocks: int) -> None:
+    def __init__(self, num_slots: int, num_blocks: int, groups: Sequence[BlockGroup]) -> None:
+        self.row_code: Literal["H", "I"] = "H" if len(groups) == 1 else "I"
+        """Of one group, rows are the slots of the wire."""
+        self._num_slots = num_slots
+        self._groups = groups
         self._flags = bytearray(num_blocks)
         """Of each block; 0: it is free."""
         self._flags[0] = _NULL
         self._flag_column = np.frombuffer(self._flags, np.uint8)
         """The same memory."""
         self._num_readers = np.zeros(num_blocks, np.int32)
-        self._written = [array("i") for _ in range(num_slots)]
-        """The blocks that each slot's request writes to, as far as it was told."""
+        self._written = [array("i") for _ in range(len(groups) * num_slots)]
+        """The blocks that each row's request writes to, as far as it was told."""
         self._prefixes: dict[int, Int32s] = {}
-        """The blocks that a slot's request began with."""
+        """The blocks that a row's request began with."""
+        self._num_behind = array("i", bytes(4 * len(self._written)))
+        """Of each row, how many of its first blocks a window has left behind: they are its no
+        more."""
+        self._behind_column = np.frombuffer(self._num_behind, np.int32)
+        """The same memory."""
 
-    def check(self, slots: bytes, block_ids: Sequence[int]) -> None:
+    def check(self, rows: bytes, block_ids: Sequence[int]) -> None:
         """Raise BlockTaken unless each block is there, nobody holds it, and no other is the same.
-        slots: of those that ask for them, a column of uint16."""
+        rows: of those that ask for them."""
         if any(map(self._flags_of, block_ids)):
             raise self._taken(block_ids)
         if len({*block_ids}) < len(block_ids):
             first = {block_id: index for index, block_id in reversed([*enumerate(block_ids)])}
             index = next(i for i, block_id in enumerate(block_ids) if first[block_id] < i)
-            raise BlockTaken(index, memoryview(slots).cast("H")[first[block_ids[index]]])
+            raise BlockTaken(index, memoryview(rows).cast(self.row_code)[first[block_ids[index]]])
 
     def take(self, block_ids: Sequence[int]) -> bool:
         """Give blocks to the requests that asked for them, if all of them are there, free and
@@ -89,61 +104,110 @@ class BlockHolders:
         for block_id in block_ids:
             self._flags[block_id] = 0
 
-    def check_prefix(self, block_ids: Int32s) -> None:
-        """Raise BlockTaken unless each block is there and may be read."""
+    def check_prefix(self, block_ids: Int32s, num_behind: int) -> None:
+        """Raise BlockTaken unless each block is there and may be read; of the first num_behind, the
+        null block may stand for any."""
         wrong = (block_ids < 1) | (block_ids >= len(self._flags))
+        wrong[:num_behind] &= block_ids[:num_behind] != NULL_BLOCK
         if wrong.any():
             raise BlockTaken(int(wrong.argmax()), None)
 
-    def hold(self, slots: bytes, ids: bytes) -> None:
-        """Note which request, by its slot (a column of uint16), has each block (a column of int32):
-        blocks that were taken, or that check() let pass."""
+    def hold(self, rows: bytes, ids: bytes) -> None:
+        """Note which request, by its row, has each block (a column of int32): blocks that were
+        taken, or that check() let pass."""
         blocks = array("i", ids)
-        for slot, block_id in zip(array("H", slots), blocks, strict=True):
-            self._written[slot].append(block_id)
+        for row, block_id in zip(array(self.row_code, rows), blocks, strict=True):
+            self._written[row].append(block_id)
         self._flag_column[np.frombuffer(blocks, np.int32)] = _WRITTEN
 
-    def admit(self, slots: Sequence[int], prefixes: Sequence[Int32s]) -> None:
-        """Begin requests in free slots, with the blocks that they read."""
-        for slot, prefix in zip(slots, prefixes, strict=True):
+    def admit(self, rows: Sequence[int], prefixes: Sequence[Int32s]) -> None:
+        """Begin requests in free slots, with the blocks that they read: of each row."""
+        for row, prefix in zip(rows, prefixes, strict=True):
+            self._num_behind[row] = 0
             if prefix.size:
-                self._prefixes[slot] = prefix
-                self._read(prefix)
+                self._prefixes[row] = prefix
+                self._read(prefix[prefix != NULL_BLOCK])
 
     def release(self, slots: Sequence[int]) -> None:
         """End the requests in these slots."""
-        for slot in slots:
-            self._unmark(slot)
-            self._written[slot] = array("i")
-            self._prefixes.pop(slot, None)
+        for row in self.rows_of(slots):
+            self._unmark(row)
+            self._written[row] = array("i")
+            self._prefixes.pop(row, None)
+
+    def leave_behind(self, num_computed: Int32s) -> None:
+        """Let go of what windows have left behind of requests whose steps were sent up to
+        num_computed tokens, a count for each slot (free ones may have any). Whoever gets such a
+        block writes to it in a later step than any that reads it here."""
+        behind = self._behind_column.reshape(-1, self._num_slots)
+        for number, group in enumerate(self._groups):
+            if group.window is None:
+                continue
+            now = np.maximum(num_computed - group.window + 1, 0) // group.block_size
+            for slot in np.flatnonzero(now > behind[number]).tolist():
+                self._let_go(number * self._num_slots + slot, int(now[slot]))
+
+    def _let_go(self, row: int, behind: int) -> None:
+        """Let go of a row's first blocks."""
+        before, prefix = self._num_behind[row], self._prefixes.get(row)
+        num_read = 0
+        if prefix is not None:
+            num_read = prefix.size
+            passed = prefix[before:behind]
+            self._unread(passed[passed != NULL_BLOCK])
+        for block_id in self._written[row][max(0, before - num_read) : max(0, behind - num_read)]:
+            self._flags[block_id] &= ~_WRITTEN & 0xFF
+        self._num_behind[row] = behind
+
+    def rows_of(self, slots: Sequence[int]) -> list[int]:
+        """Return the rows of the requests in these slots, a slot's one after the other."""
+        starts = range(0, len(self._written), self._num_slots)
+        return [start + slot for slot in slots for start in starts]
 
     @contextmanager
     def without(self, slots: Sequence[int]) -> Iterator[None]:
         """Judge as if the requests in these slots had ended; they have not afterwards."""
-        for slot in slots:
-            self._unmark(slot)
+        rows = self.rows_of(slots)
+        for row in rows:
+            self._unmark(row)
         try:
             yield
         finally:
-            for slot in slots:
-                self._mark(slot)
+            for row in rows:
+                self._mark(row)
 
-    def _unmark(self, slot: int) -> None:
-        self._change_written(slot, ~_WRITTEN & 0xFF, 0)
-        prefix = self._prefixes.get(slot)
+    def _unmark(self, row: int) -> None:
+        self._change_written(row, ~_WRITTEN & 0xFF, 0)
+        prefix = self._read_by(row)
         if prefix is not None:
-            self._num_readers[prefix] -= 1
-            self._flag_column[prefix[self._num_readers[prefix] == 0]] &= ~_READ & 0xFF
+            self._unread(prefix)
 
-    def _mark(self, slot: int) -> None:
-        self._change_written(slot, 0xFF, _WRITTEN)
-        prefix = self._prefixes.get(slot)
+    def _mark(self, row: int) -> None:
+        self._change_written(row, 0xFF, _WRITTEN)
+        prefix = self._read_by(row)
         if prefix is not None:
             self._read(prefix)
 
-    def _change_written(self, slot: int, kept: int, added: int) -> None:
-        """Keep and add flags of the blocks that a slot's request writes to."""
-        written = self._written[slot]
+    def _read_by(self, row: int) -> Int32s | None:
+        """The blocks that a row's request began with and still sees."""
+        prefix = self._prefixes.get(row)
+        if prefix is None or self._groups[row // self._num_slots].window is None:
+            return prefix
+        seen: Int32s = prefix[self._num_behind[row] :]
+        held: Int32s = seen[seen != NULL_BLOCK]
+        return held
+
+    def _written_by(self, row: int) -> "array[int]":
+        """The blocks that a row's request writes to, those left behind not."""
+        behind = self._num_behind[row]
+        if not behind:
+            return self._written[row]
+        prefix = self._prefixes.get(row)
+        return self._written[row][max(0, behind - (0 if prefix is None else prefix.size)) :]
+
+    def _change_written(self, row: int, kept: int, added: int) -> None:
+        """Keep and add flags of the blocks that a row's request writes to."""
+        written = self._written_by(row)
         if len(written) > _FEW:
             places = np.frombuffer(written, np.int32)
             self._flag_column[places] = self._flag_column[places] & kept | added
@@ -156,6 +220,10 @@ class BlockHolders:
         self._num_readers[prefix] += 1
         self._flag_column[prefix] |= _READ
 
+    def _unread(self, prefix: Int32s) -> None:
+        self._num_readers[prefix] -= 1
+        self._flag_column[prefix[self._num_readers[prefix] == 0]] &= ~_READ & 0xFF
+
     def _taken(self, block_ids: Sequence[int]) -> BlockTaken:
         """Tell which of these cannot be written to, and who writes to it."""
         index, flags = next(
@@ -165,8 +233,8 @@ class BlockHolders:
         )
         if flags != _WRITTEN:
             return BlockTaken(index, None)
-        slots = range(len(self._written))
-        return BlockTaken(index, next(s for s in slots if block_ids[index] in self._written[s]))
+        rows = range(len(self._written))
+        return BlockTaken(index, next(r for r in rows if block_ids[index] in self._written_by(r)))
 
     def _flags_of(self, block_id: int) -> int:
         """Nobody may write to a block that is not there."""

@@ -1,7 +1,19 @@
 """How many KV blocks a group gets, and for which context length: a driver's choices, as pure
 functions of what the ranks reported. The arithmetic of blocks is rpc_schema/kv_cache.py's."""
 
-from rpc_schema.kv_cache import NUM_NULL_BLOCKS, blocks_for, usable_tokens
+from collections.abc import Sequence
+
+from rpc_schema.config import WorkerConfig
+from rpc_schema.kv_cache import (
+    NUM_NULL_BLOCKS,
+    BlockGroup,
+    KVCacheSpec,
+    LayerGroup,
+    UnequalPages,
+    longest_request,
+    plan_groups,
+    request_blocks,
+)
 from worker_client.errors import KVPlanError
 
 
@@ -24,7 +36,12 @@ def choose_num_blocks(fitting: int, asked: int | None) -> int:
 
 
 def fit_max_model_len(
-    num_blocks: int, block_size: int, max_model_len: int, *, may_lower: bool
+    num_blocks: int,
+    groups: Sequence[BlockGroup],
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    *,
+    may_lower: bool,
 ) -> int:
     """Return the context length that num_blocks can hold for one request: max_model_len, or less
     where may_lower.
@@ -33,16 +50,35 @@ def fit_max_model_len(
         KVPlanError: not one request of max_model_len tokens fits, and it may not be lowered, or
         nothing fits at all.
     """
-    capacity = usable_tokens(num_blocks, block_size)
-    if capacity >= max_model_len:
-        return max_model_len
-    if may_lower and capacity > 0:
-        return capacity
-    needed = blocks_for(max_model_len, block_size) + NUM_NULL_BLOCKS
+    longest = longest_request(num_blocks, groups, max_model_len, max_num_batched_tokens)
+    if longest == max_model_len or (may_lower and longest > 0):
+        return longest
+    needed = request_blocks(max_model_len, groups, max_num_batched_tokens) + NUM_NULL_BLOCKS
+    sizes = " or ".join(map(str, sorted({group.block_size for group in groups})))
     raise KVPlanError(
         f"one request of max_model_len = {max_model_len} tokens needs {needed} KV blocks of "
-        f"{block_size} tokens, and there are {max(num_blocks, 0)}",
+        f"{sizes} tokens, and there are {max(num_blocks, 0)}",
         field="max_model_len",
         value=max_model_len,
         fix="lower it (or let it be fitted), raise gpu_memory_utilization, or use more ranks",
     )
+
+
+def choose_groups(
+    ranks: Sequence[Sequence[KVCacheSpec]], config: WorkerConfig, max_model_len: int
+) -> tuple[LayerGroup, ...]:
+    """Return the groups of all ranks' layers.
+
+    Raises:
+        KVPlanError: layers keep so different amounts per token that no block sizes suit them all.
+    """
+    block_size, step = config.cache.block_size, config.scheduler.max_num_batched_tokens
+    try:
+        return plan_groups(ranks, block_size, max_model_len, step)
+    except UnequalPages as error:
+        raise KVPlanError(
+            f"layers keep {sorted(set(error.sizes))} bytes per token, which no pages suit",
+            field="cache.block_size",
+            value=block_size,
+            fix="a block size whose bytes they all divide",
+        ) from None

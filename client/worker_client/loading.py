@@ -13,10 +13,16 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from rpc_schema.config import MIN_STEP_DEADLINE_MS, WorkerConfig
-from rpc_schema.kv_cache import build_kv_cache_config, smallest_fitting_blocks
+from rpc_schema.kv_cache import (
+    BlockGroup,
+    KVCacheConfig,
+    build_kv_cache_config,
+    groups_of,
+    smallest_fitting_blocks,
+)
 from rpc_schema.lifecycle import GetModelMetadataReply, Status
 from worker_client.errors import ClientConfigError, ConfigMismatchError
-from worker_client.kv_planning import choose_num_blocks, fit_max_model_len
+from worker_client.kv_planning import choose_groups, choose_num_blocks, fit_max_model_len
 from worker_client.step_checks import GroupLimits
 
 if TYPE_CHECKING:
@@ -48,13 +54,27 @@ class LoadedModel:
 
     metadata: GetModelMetadataReply
     max_model_len: int
-    num_blocks: int
-    """Null block included: usable ids are 1 to num_blocks - 1."""
-    block_size: int
+    kv_cache: tuple[KVCacheConfig, ...]
+    """Of each rank."""
     was_loaded: bool
     """Nothing had to be loaded."""
     seconds: dict[str, float]
     """By operation."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Null block included: usable ids are 1 to num_blocks - 1."""
+        return self.kv_cache[0].num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block, as configured."""
+        return self.kv_cache[0].block_size
+
+    @property
+    def groups(self) -> tuple[BlockGroup, ...]:
+        """What decides which blocks a request has: the same on all ranks."""
+        return groups_of(self.kv_cache[0])
 
 
 class _Stopwatch:
@@ -108,6 +128,7 @@ def group_limits(config: WorkerConfig, model: LoadedModel) -> GroupLimits:
         vocab_size=model.metadata.vocab_size,
         num_blocks=model.num_blocks,
         block_size=model.block_size,
+        groups=model.groups,
     )
 
 
@@ -127,13 +148,11 @@ def load(
             group.load_chain.init_device(config)
     with clock.phase("load_model"):
         resolved_len = min(reply.max_model_len for reply in group.load_chain.load_model(config))
-    num_blocks, max_model_len = _load_kv_cache(group, config, resolved_len, options, clock)
+    kv_cache, max_model_len = _load_kv_cache(group, config, resolved_len, options, clock)
     with clock.phase("compile_or_warm_up_model"):
         group.load_chain.compile_or_warm_up_model()
     metadata = group.load_chain.get_model_metadata()[group.output_rank]
-    return LoadedModel(
-        metadata, max_model_len, num_blocks, config.cache.block_size, False, clock.seconds
-    )
+    return LoadedModel(metadata, max_model_len, kv_cache, False, clock.seconds)
 
 
 def _check_same(config: WorkerConfig, statuses: Sequence[Status], options: LoadOptions) -> None:
@@ -160,12 +179,11 @@ def _resume(group: "WorkerGroup", statuses: Sequence[Status], clock: _Stopwatch)
         with clock.phase("reload_weights"):
             group.reload_weights()
     metadata = group.load_chain.get_model_metadata()[group.output_rank]
-    plan = statuses[0].kv_cache
-    if plan is None:
-        raise ConfigMismatchError([f"kv_cache of {statuses[0].endpoint}: none"])
-    return LoadedModel(
-        metadata, metadata.max_model_len, plan.num_blocks, plan.block_size, True, clock.seconds
-    )
+    plans = [status.kv_cache for status in statuses if status.kv_cache is not None]
+    if len(plans) < len(statuses):
+        without = next(status.endpoint for status in statuses if status.kv_cache is None)
+        raise ConfigMismatchError([f"kv_cache of {without}: none"])
+    return LoadedModel(metadata, metadata.max_model_len, tuple(plans), True, clock.seconds)
 
 
 def _needs_weights(status: Status) -> bool:
@@ -212,26 +230,28 @@ def _load_kv_cache(
     resolved_len: int,
     options: LoadOptions,
     clock: _Stopwatch,
-) -> tuple[int, int]:
-    """Plan and allocate the KV cache; return its block count and the context length that it
-    allows."""
-    block_size = config.cache.block_size
+) -> tuple[tuple[KVCacheConfig, ...], int]:
+    """Plan and allocate the KV cache; return it, and the context length that it allows."""
     specs = [reply.layers for reply in group.load_chain.get_kv_cache_spec()]
     with clock.phase("determine_available_memory"):
         available = _profile_memory(group)
-    fitting = smallest_fitting_blocks(specs, available, block_size)
+    groups = choose_groups(specs, config, resolved_len)
+    fitting = smallest_fitting_blocks(groups, available)
     num_blocks = choose_num_blocks(fitting, options.num_gpu_blocks)
     max_model_len = fit_max_model_len(
-        num_blocks, block_size, resolved_len, may_lower=options.fit_max_model_len
+        num_blocks,
+        [group.blocks for group in groups],
+        resolved_len,
+        config.scheduler.max_num_batched_tokens,
+        may_lower=options.fit_max_model_len,
     )
+    plans = tuple(build_kv_cache_config(groups, rank, num_blocks) for rank in range(len(specs)))
     if max_model_len != resolved_len:
         group.load_chain.update_max_model_len(max_model_len)
     with clock.phase("initialize_from_config"):
-        group.load_chain.initialize_from_config(
-            [build_kv_cache_config(layers, num_blocks, block_size) for layers in specs]
-        )
+        group.load_chain.initialize_from_config(plans)
         group.load_chain.initialize_cache(num_blocks)
-    return num_blocks, max_model_len
+    return plans, max_model_len
 
 
 def _profile_memory(group: "WorkerGroup") -> list[int]:

@@ -11,7 +11,6 @@ from functools import partial
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.config import WorkerConfig
-from rpc_schema.kv_cache import build_kv_cache_config
 from rpc_schema.operations import StepMessage
 from worker_client.attaching import Attaching
 from worker_client.errors import (
@@ -285,12 +284,8 @@ class Replacement:
         alone = LoadChain(self._channel, newcomers)
         with self._phase("load"):
             alone.load_model(self._config)
-            plans = [
-                build_kv_cache_config(spec.layers, model.num_blocks, model.block_size)
-                for spec in everyone.get_kv_cache_spec()
-            ]
             alone.update_max_model_len(model.max_model_len)
-            alone.initialize_from_config(plans)
+            alone.initialize_from_config(model.kv_cache)
             alone.initialize_cache(model.num_blocks)
         with self._phase("warm_up"):
             everyone.compile_or_warm_up_model()

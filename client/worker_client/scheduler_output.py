@@ -29,13 +29,22 @@ class NewRequest:
     num_computed_tokens: int
     """Leading tokens whose KV is in block_ids already; less than len(token_ids)."""
     block_ids: Sequence[int]
-    """All its blocks so far: those of the computed tokens, and those that this step writes."""
+    """All its blocks so far, of the first group of layers: those of the computed tokens, and those
+    that this step writes."""
     extensions: tuple[RequestExtension, ...] = ()
     """The optional features that it uses, one of a kind: rpc_schema.sampling.SamplingParams makes
     those of sampling. Without any its tokens are the most likely ones."""
     note: bytes = b""
     """At most 1024 bytes for the scheduler of another driver that goes on with the request: see
     adoption.py."""
+    more_block_ids: Sequence[Sequence[int]] = ()
+    """The same of each further group. In a group with a window, 0 stands for blocks that no token
+    from num_computed_tokens on sees."""
+
+    @property
+    def blocks_by_group(self) -> tuple[Sequence[int], ...]:
+        """Its blocks of each group."""
+        return (self.block_ids, *self.more_block_ids)
 
 
 @dataclass(slots=True)
@@ -55,7 +64,9 @@ class SchedulerOutput:
     change: encoding then costs nothing per request."""
     scheduled_new_reqs: Sequence[NewRequest] = ()
     new_block_ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Blocks to append, for requests that are not new in this step."""
+    """Blocks to append, for requests that are not new in this step: of the first group."""
+    more_new_block_ids: Sequence[Mapping[str, Sequence[int]]] = ()
+    """The same of each further group."""
     finished_req_ids: Sequence[str] = ()
     """Requests to forget; unknown ones are ignored."""
     preempted_req_ids: Sequence[str] = ()

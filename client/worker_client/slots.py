@@ -10,13 +10,14 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema.codec import Frame, encode_step
 from rpc_schema.extensions import StepExtension
+from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind
 from rpc_schema.sampling import GrammarMasks
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput, NewRequestData
 from worker_client.block_holders import BlockHolders, BlockTaken
@@ -31,6 +32,7 @@ from worker_client.step_checks import (
     GroupLimits,
     check_admissions,
     check_mask,
+    check_more_blocks,
     check_shape,
     encode_checked,
     named_ids,
@@ -62,12 +64,16 @@ class _Blocks(NamedTuple):
 
     slots: bytes
     """A column of uint16: the request that gets each block."""
+    groups: bytes
+    """A column of uint8: for which group of layers; empty: for the first."""
+    rows: bytes
+    """Both: a column of rows (block_holders.py)."""
     ids: bytes
     """A column of int32."""
     listed: Sequence[int]
 
 
-_NO_BLOCKS = _Blocks(b"", b"", ())
+_NO_BLOCKS = _Blocks(b"", b"", b"", b"", ())
 
 
 class _Rows(NamedTuple):
@@ -91,7 +97,8 @@ class _Change(NamedTuple):
     slot_of_new: Mapping[str, int]
     admitted: Sequence[NewRequest]
     prefixes: Sequence[Int32s]
-    """Of each of them, the blocks that it reads only; none where nobody looks after blocks."""
+    """Of each row of each of them, the blocks that it reads only; none where nobody looks after
+    blocks."""
     blocks: _Blocks
     written: _Blocks
     """Those of them that will be written to."""
@@ -108,16 +115,21 @@ class SlotTable:
         """limits: what the group takes, where that is less than a message can carry."""
         self.capacity = max_num_seqs
         self._limits = limits
-        self._holders = BlockHolders(max_num_seqs, limits.num_blocks) if limits.num_blocks else None
+        self._groups = limits.block_groups
+        self._row_code: Literal["H", "I"] = "H" if len(self._groups) == 1 else "I"
+        self._holders: BlockHolders | None = None
+        if limits.num_blocks:
+            self._holders = BlockHolders(max_num_seqs, limits.num_blocks, self._groups)
         self._slot_of: dict[str, int] = {}
         self._is_free = np.ones(max_num_seqs, np.bool_)
         self._num_computed = np.zeros(max_num_seqs, np.int32)
         self._num_tokens = np.zeros(max_num_seqs, np.int32)
-        self._num_blocks = np.zeros(max_num_seqs, np.int32)
+        self._num_blocks = np.zeros((len(self._groups), max_num_seqs), np.int32)
+        """Of each group and slot: places, those of blocks behind a window included."""
         self._appended = bytearray()
-        """Slots (uint16) of blocks that are not counted in _num_blocks yet, one each."""
-        self._taken_slots, self._taken_ids = bytearray(), bytearray()
-        """Of those, slots (uint16) and ids (int32) of blocks that were taken, but not held yet."""
+        """Rows of blocks that are not counted in _num_blocks yet, one each."""
+        self._taken_rows, self._taken_ids = bytearray(), bytearray()
+        """Of those, rows and ids (int32) of blocks that were taken, but not held yet."""
         self._reporting: Mapping[str, Extensions] = {}
         """Of the requests that replies tell more of than tokens. Replaced, never changed: steps in
         flight share it."""
@@ -172,6 +184,8 @@ class SlotTable:
         blocks: object = output.new_block_ids
         if type(blocks) is not dict and not isinstance(blocks, Mapping):
             return False
+        if type(output.more_new_block_ids) is not tuple or output.more_new_block_ids:
+            check_more_blocks(output.more_new_block_ids, len(self._groups))
         try:
             return type(output.defer_sampling) is bool and not (
                 self._must_resync
@@ -224,6 +238,7 @@ class SlotTable:
         lost: set[str] = set()
         for output in outputs:
             lost.update(output.decode_req_ids, output.num_scheduled_tokens, output.new_block_ids)
+            lost.update(*output.more_new_block_ids)
             lost.update(new.req_id for new in output.scheduled_new_reqs)
             self._release(self._known(output.finished_req_ids, output.preempted_req_ids))
         self._release(self._known(lost))
@@ -268,54 +283,81 @@ class SlotTable:
         self, output: SchedulerOutput, plan: DecodePlan, ids: tuple[int, int, int]
     ) -> EncodedStep:
         epoch, link, seq = ids
-        block_slots, block_ids = self._take_blocks(output.new_block_ids)
+        blocks = self._take_blocks(output)
         message = ExecuteModel(
             epoch=epoch,
             link=link,
             seq=seq,
             total_num_scheduled_tokens=len(plan.req_ids),
             scheduled=plan.bitmap,
-            new_block_slots=block_slots,
-            new_block_ids=block_ids,
+            new_block_slots=blocks.slots,
+            new_block_ids=blocks.ids,
+            new_block_groups=blocks.groups,
             defer_sampling=output.defer_sampling,
         )
         try:
             frames = encode_step(message)
         except BaseException:
             if self._holders is not None:
-                self._holders.give_back(array("i", block_ids))
+                self._holders.give_back(array("i", blocks.ids))
             raise
         plan.num_pending += 1
-        if block_slots:
-            self._appended += block_slots
+        if blocks.slots:
+            self._appended += blocks.rows
             if self._holders is not None:
-                self._taken_slots += block_slots
-                self._taken_ids += block_ids
+                self._taken_rows += blocks.rows
+                self._taken_ids += blocks.ids
             if len(self._appended) > MAX_UNCOUNTED_BYTES:
                 self._count_blocks()
         return EncodedStep(seq, output, frames, plan, (), (), self._reporting)
 
-    def _take_blocks(self, given: Mapping[str, Sequence[int]]) -> tuple[bytes, bytes]:
-        """Return blocks for running requests as columns of slots and ids, judged, and taken from
-        all others. Nearly always it is one each, and all are free: no other question is asked."""
-        if not given:
-            return b"", b""
+    def _take_blocks(self, output: SchedulerOutput) -> _Blocks:
+        """Return blocks for running requests, judged, and taken from all others. Nearly always it
+        is one each, and all are free: no other question is asked."""
+        if not (output.new_block_ids or output.more_new_block_ids):
+            return _NO_BLOCKS
+        if not output.more_new_block_ids:
+            return self._take_fast(output.new_block_ids) or self._take_judged(output)
+        taken: list[_Blocks] = []
+        for group, given in enumerate((output.new_block_ids, *output.more_new_block_ids)):
+            blocks = self._take_fast(given, group)
+            if blocks is None:
+                if self._holders is not None:
+                    self._holders.give_back([i for earlier in taken for i in earlier.listed])
+                return self._take_judged(output)
+            taken.append(blocks)
+        return _joined(taken)
+
+    def _take_fast(self, given: Mapping[str, Sequence[int]], group: int = 0) -> _Blocks | None:
+        """Take blocks of one group, one each, if all of them are free."""
         holders = self._holders
-        if holders is not None and BLOCK_KINDS.issuperset(map(type, given.values())):
-            try:
-                listed = [block_id for (block_id,) in given.values()]
-                slots = array("H", map(self._slot_of.__getitem__, given)).tobytes()
-                ids = array("I", listed).tobytes()  # none is negative
-                if holders.take(listed):
-                    return slots, ids
-            except (*WRONG_TYPE, LookupError):  # what is wrong is found below
-                pass
-        blocks = self._read_blocks(given)
-        if holders is not None:
+        if holders is None or not BLOCK_KINDS.issuperset(map(type, given.values())):
+            return None
+        try:
+            listed = [block_id for (block_id,) in given.values()]
+            slots = array("H", map(self._slot_of.__getitem__, given))
+            ids = array("I", listed).tobytes()  # none is negative
+            if holders.take(listed):
+                return self._in_group(group, slots.tobytes(), ids, listed)
+        except (*WRONG_TYPE, LookupError):  # what is wrong is found by _take_judged
+            pass
+        return None
+
+    def _in_group(self, group: int, slots: bytes, ids: bytes, listed: Sequence[int]) -> _Blocks:
+        if self._row_code == "H":
+            return _Blocks(slots, b"", slots, ids, listed)
+        rows = np.frombuffer(slots, _UINT16).astype("<u4") + group * self.capacity
+        return _Blocks(slots, bytes((group,)) * len(listed), rows.tobytes(), ids, listed)
+
+    def _take_judged(self, output: SchedulerOutput) -> _Blocks:
+        """As _take_blocks, block by block; raises where one cannot be had."""
+        blocks = self._read_blocks((output.new_block_ids, *output.more_new_block_ids))
+        if self._holders is not None:
             self._flush()
-            self._check_written(holders, blocks)
-            holders.take(blocks.listed)
-        return blocks.slots, blocks.ids
+            self._holders.leave_behind(self._num_computed)
+            self._check_written(self._holders, blocks)
+            self._holders.take(blocks.listed)
+        return blocks
 
     def _encode_changed(
         self,
@@ -364,8 +406,10 @@ class SlotTable:
                 raise wrong_ids(message, "decode_req_ids", both)
         total = num_decodes + int(rows.num_scheduled.sum())
         self._check_total(total)
-        self._check_standing(output.new_block_ids, gone, slot_of_new)
-        judged = self._judge_blocks(output.new_block_ids, new, ended, slot_of_new)
+        appended = (output.new_block_ids, *output.more_new_block_ids)
+        for given in appended:
+            self._check_standing(given, gone, slot_of_new)
+        judged = self._judge_blocks(appended, new, ended, slot_of_new)
         blocks, written, prefixes = judged
         return _Change(ended_ids, ended, slot_of_new, new, prefixes, blocks, written, rows, total)
 
@@ -458,22 +502,31 @@ class SlotTable:
 
     def _judge_blocks(
         self,
-        appended: Mapping[str, Sequence[int]],
+        appended: Sequence[Mapping[str, Sequence[int]]],
         new: Sequence[NewRequest],
         ended: Sequence[int],
         slot_of_new: Mapping[str, int],
     ) -> tuple[_Blocks, _Blocks, Sequence[Int32s]]:
         """Check the blocks that a step gives to requests. Return all of them, those that will be
-        written to, and those that each new request reads only."""
-        given = {request.req_id: request.block_ids for request in new}
-        if appended:
-            given.update(appended)
-        if not given:
+        written to, and those that each row of the new requests reads only. appended: of each
+        group, to running requests."""
+        given = [
+            {request.req_id: _of_group(request, group) for request in new}
+            for group in range(len(self._groups))
+        ]
+        for own, added in zip(given, appended, strict=False):
+            own.update(added)
+        if not any(given):
             return _NO_BLOCKS, _NO_BLOCKS, ()
-        blocks = self._read_blocks(given, slot_of_new)
+        by_group = [self._read_group(group, own, slot_of_new) for group, own in enumerate(given)]
+        blocks = _joined(by_group)
         if self._holders is None:
             return blocks, blocks, ()
-        prefixes, written = self._split(blocks, new)
+        split = [self._split(group, own, new) for group, own in enumerate(by_group)]
+        written = _joined([own for _, own in split])
+        # A slot's rows come one after the other, as BlockHolders.rows_of has them.
+        prefixes = list(chain.from_iterable(zip(*(own for own, _ in split), strict=True)))
+        self._holders.leave_behind(self._num_computed)
         with self._holders.without(ended) if ended else nullcontext():
             self._check_prefixes(self._holders, new, prefixes, written)
             self._check_written(self._holders, written, slot_of_new)
@@ -488,38 +541,47 @@ class SlotTable:
     ) -> None:
         if not any(prefix.size for prefix in prefixes):
             return
-        filled = frozenset(written.listed)
-        for request, prefix in zip(new, prefixes, strict=True):
-            if prefix.size:
-                self._check_prefix(holders, request, prefix, filled)
+        filled, count = frozenset(written.listed), len(self._groups)
+        for index, request in enumerate(new):
+            own = prefixes[count * index : count * (index + 1)]
+            if any(prefix.size for prefix in own):
+                self._check_prefix(holders, request, own, filled)
 
-    def _split(self, blocks: _Blocks, new: Sequence[NewRequest]) -> tuple[list[Int32s], _Blocks]:
-        """Return the blocks that each new request reads only, those that are full of computed
-        tokens; and all others, which the step's requests write to."""
+    def _split(
+        self, group: int, blocks: _Blocks, new: Sequence[NewRequest]
+    ) -> tuple[list[Int32s], _Blocks]:
+        """Return the blocks of a group that each new request reads only, those that are full of
+        computed tokens; and all others, which the step's requests write to."""
         if not any(request.num_computed_tokens for request in new):
             return [_NO_PREFIX] * len(new), blocks
-        slots, ids = np.frombuffer(blocks.slots, _UINT16), np.frombuffer(blocks.ids, "<i4")
+        ids = np.frombuffer(blocks.ids, "<i4")
         is_written = np.ones(ids.size, np.bool_)
         prefixes, first = [], 0
         for request in new:
-            num_full = request.num_computed_tokens // self._limits.block_size
-            end = first + len(request.block_ids)
+            num_full = request.num_computed_tokens // self._groups[group].block_size
+            end = first + len(_of_group(request, group))
             prefix = slice(first, min(end, first + num_full))
             prefixes.append(ids[prefix])
             is_written[prefix] = False
             first = end
-        ids = ids[is_written]
-        return prefixes, _Blocks(slots[is_written].tobytes(), ids.tobytes(), ids.tolist())
+        slots, ids = np.frombuffer(blocks.slots, _UINT16)[is_written], ids[is_written]
+        return prefixes, self._in_group(group, slots.tobytes(), ids.tobytes(), ids.tolist())
 
     def _check_prefix(
-        self, holders: BlockHolders, request: NewRequest, prefix: Int32s, filled: frozenset[int]
+        self,
+        holders: BlockHolders,
+        request: NewRequest,
+        prefixes: Sequence[Int32s],
+        filled: frozenset[int],
     ) -> None:
-        """Check blocks that a request reads only; `filled` are those that this step writes to."""
-        listed: list[int] = prefix.tolist()
-        try:
-            holders.check_prefix(prefix)
-        except BlockTaken as taken:
-            raise self._outside(request.req_id, request.block_ids[taken.index]) from None
+        """Check blocks that a request reads only, of each group; `filled` are those that this step
+        writes to."""
+        for group, prefix in zip(self._groups, prefixes, strict=True):
+            try:
+                holders.check_prefix(prefix, blocks_behind(request.num_computed_tokens, group))
+            except BlockTaken as taken:
+                raise self._outside(request.req_id, int(prefix[taken.index])) from None
+        listed = [i for prefix in prefixes for i in prefix.tolist() if i != NULL_BLOCK]
         own = frozenset(listed)
         if len(own) < len(listed):
             fix = "name each block once: they hold different tokens"
@@ -534,7 +596,7 @@ class SlotTable:
     ) -> None:
         """Check that the blocks are there, and that nobody else has them."""
         try:
-            holders.check(blocks.slots, blocks.listed)
+            holders.check(blocks.rows, blocks.listed)
         except BlockTaken as taken:
             everybody = chain(self._slot_of.items(), slot_of_new.items())
             names = {slot: req_id for req_id, slot in everybody}
@@ -542,8 +604,8 @@ class SlotTable:
             block_id, who = blocks.listed[taken.index], "others read it"
             if not 1 <= block_id < self._limits.num_blocks:
                 raise self._outside(names[slot], block_id) from None
-            if taken.slot is not None:
-                who = f"request {names[taken.slot]!r} writes to it"
+            if taken.row is not None:
+                who = f"request {names[taken.row % self.capacity]!r} writes to it"
             fix = f"give a block that nobody holds: {who} until it is finished"
             raise wrong_block(names[slot], block_id, fix) from None
 
@@ -576,6 +638,7 @@ class SlotTable:
             num_scheduled_tokens=pairs.tobytes(),
             new_block_slots=change.blocks.slots,
             new_block_ids=change.blocks.ids,
+            new_block_groups=change.blocks.groups,
             finished=b"" if resync is not None else array("H", change.ended).tobytes(),
             scheduled_new_reqs=tuple(
                 _as_message(request, change.slot_of_new[request.req_id]) for request in new
@@ -592,7 +655,7 @@ class SlotTable:
         for request, slot in zip(change.admitted, slots, strict=True):
             self._admit(request, slot)
         if self._holders is not None and slots:
-            self._holders.admit(slots, change.prefixes)
+            self._holders.admit(self._holders.rows_of(slots), change.prefixes)
         self._append(change.blocks, change.written)
         rows = change.rows
         self._num_computed[rows.slots] = rows.num_computed
@@ -635,14 +698,23 @@ class SlotTable:
         self._is_free[slot] = False
         self._num_computed[slot] = request.num_computed_tokens
         self._num_tokens[slot] = len(request.token_ids)
-        self._num_blocks[slot] = 0
+        self._num_blocks[:, slot] = 0
         if request.extensions and reports(request.extensions):
             self._reporting = {**self._reporting, request.req_id: request.extensions}
 
-    def _read_blocks(
-        self, given: Mapping[str, Sequence[int]], slot_of_new: Mapping[str, int] = _NONE_NEW
+    def _read_blocks(self, given: Sequence[Mapping[str, Sequence[int]]]) -> _Blocks:
+        """Return blocks of each group for running requests as columns, not judged yet."""
+        return _joined([self._read_group(group, own) for group, own in enumerate(given)])
+
+    def _read_group(
+        self,
+        group: int,
+        given: Mapping[str, Sequence[int]],
+        slot_of_new: Mapping[str, int] = _NONE_NEW,
     ) -> _Blocks:
-        """Return blocks for requests as columns, not judged yet."""
+        """Return blocks of one group for requests as columns, not judged yet."""
+        if not given:
+            return _NO_BLOCKS
         listed, raw, lengths = read_blocks(given)
         try:
             if slot_of_new:
@@ -654,21 +726,22 @@ class SlotTable:
             raise not_running(error.args[0], given[error.args[0]]) from None
         if lengths:
             slots = np.repeat(np.frombuffer(slots, _UINT16), lengths).tobytes()
-        return _Blocks(slots, raw.tobytes(), listed)
+        return self._in_group(group, slots, raw.tobytes(), listed)
 
     def _append(self, blocks: _Blocks, written: _Blocks) -> None:
         """Account for a step's blocks, and for those of them that are written to."""
-        self._appended += blocks.slots
+        self._appended += blocks.rows
         if self._holders is not None:
-            self._holders.hold(written.slots, written.ids)
+            self._holders.hold(written.rows, written.ids)
 
     def _count_blocks(self) -> None:
-        slots = np.frombuffer(bytes(self._appended), _UINT16)
-        self._num_blocks += np.bincount(slots, minlength=self.capacity).astype(np.int32)
+        rows = np.frombuffer(bytes(self._appended), self._row_code)
+        counts = np.bincount(rows, minlength=self._num_blocks.size).astype(np.int32)
+        self._num_blocks += counts.reshape(self._num_blocks.shape)
         self._appended.clear()
         if self._taken_ids and self._holders is not None:
-            self._holders.hold(bytes(self._taken_slots), bytes(self._taken_ids))
-            self._taken_slots.clear()
+            self._holders.hold(bytes(self._taken_rows), bytes(self._taken_ids))
+            self._taken_rows.clear()
             self._taken_ids.clear()
 
     def _flush(self) -> None:
@@ -688,9 +761,29 @@ class SlotTable:
             slots,
             self._num_computed[slots],
             self._num_tokens[slots],
-            self._num_blocks[slots],
+            *self._num_blocks[:, slots],
         )
         return np.stack(columns, axis=1).astype("<i4").tobytes()
+
+
+def _of_group(request: NewRequest, group: int) -> Sequence[int]:
+    """A new request's blocks of a group; it may have none of further groups."""
+    by_group = request.blocks_by_group
+    return by_group[group] if group < len(by_group) else ()
+
+
+def _joined(by_group: Sequence[_Blocks]) -> _Blocks:
+    """The blocks of all groups."""
+    if len(by_group) == 1:
+        return by_group[0]
+    slots, groups, rows, ids, listed = zip(*by_group, strict=True)
+    return _Blocks(
+        b"".join(slots),
+        b"".join(groups),
+        b"".join(rows),
+        b"".join(ids),
+        list(chain.from_iterable(listed)),
+    )
 
 
 def _as_message(request: NewRequest, slot: int) -> NewRequestData:

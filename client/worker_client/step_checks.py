@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from rpc_schema.codec import MAX_STEP_BYTES, Frame, decode_step, encode_step
 from rpc_schema.errors import TooLargeError, WireError
 from rpc_schema.extensions import RequestExtension
+from rpc_schema.kv_cache import BlockGroup, block_groups
 from rpc_schema.step import ExecuteModel
 from worker_client.errors import InvalidSchedulerOutput
 from worker_client.parts.interface import Fault, ModelBounds
@@ -66,6 +67,13 @@ class GroupLimits:
     num_blocks: int = 0
     """Null block included; 0 where it is not known, and nobody looks after blocks."""
     block_size: int = 1
+    groups: tuple[BlockGroup, ...] = ()
+    """Of layers; none named: one of block_size, without a window."""
+
+    @property
+    def block_groups(self) -> tuple[BlockGroup, ...]:
+        """What decides which blocks a request has."""
+        return block_groups(self.groups, self.block_size)
 
 
 WIRE_LIMITS = GroupLimits()
@@ -103,9 +111,20 @@ def check_shape(output: SchedulerOutput) -> None:
         raise _wrong("defer_sampling", output.defer_sampling, "give True or False")
 
 
+def check_more_blocks(more: object, num_groups: int) -> None:
+    """Check the kind of a step's blocks of further groups, not what is in them."""
+    field, most = "more_new_block_ids", num_groups - 1
+    if not isinstance(more, list | tuple) or not all(isinstance(own, Mapping) for own in more):
+        raise _wrong(field, more, "give a sequence of mappings by request id")
+    if len(more) > most:
+        raise _wrong(field, f"{len(more)} mappings", f"the layers have {most} further groups")
+
+
 def named_ids(output: SchedulerOutput) -> frozenset[str]:
     """Return the ids of requests that a step schedules or admits. It need not be well-formed."""
     parts: list[object] = [output.decode_req_ids, output.num_scheduled_tokens, output.new_block_ids]
+    if isinstance(output.more_new_block_ids, list | tuple):
+        parts += output.more_new_block_ids
     names = list(chain.from_iterable(part for part in parts if isinstance(part, Iterable)))
     if isinstance(output.scheduled_new_reqs, Iterable):
         names += [getattr(request, "req_id", None) for request in output.scheduled_new_reqs]
@@ -279,7 +298,8 @@ def _check_lengths(request: NewRequest, limits: GroupLimits) -> tuple[int, int]:
     """Check the counts of a new request; return its tokens and its blocks."""
     req_id = request.req_id
     try:
-        num_tokens, num_blocks = len(request.token_ids), len(request.block_ids)
+        num_tokens = len(request.token_ids)
+        num_blocks = len(request.block_ids) + sum(map(len, request.more_block_ids))
     except TypeError:
         value = (type(request.token_ids).__name__, type(request.block_ids).__name__)
         fix = "give an int32 array and a sequence"
@@ -287,6 +307,10 @@ def _check_lengths(request: NewRequest, limits: GroupLimits) -> tuple[int, int]:
     if not 1 <= num_tokens <= limits.max_model_len:
         fix = f"give 1 to {limits.max_model_len} tokens"
         raise _refused(req_id, "token_ids", f"{num_tokens} tokens", fix)
+    if len(request.more_block_ids) not in (0, len(limits.block_groups) - 1):
+        given = f"of {len(request.more_block_ids)} groups"
+        fix = f"the layers have {len(limits.block_groups) - 1} groups beside the first"
+        raise _refused(req_id, "more_block_ids", given, fix)
     prompt, computed = request.num_prompt_tokens, request.num_computed_tokens
     if type(prompt) is not int or not 1 <= prompt <= num_tokens:
         raise _refused(req_id, "num_prompt_tokens", prompt, f"give 1 to {num_tokens}")

@@ -17,6 +17,7 @@ from rpc_schema import weight_transfer as wt
 from rpc_schema.adoption import AdoptRequests
 from rpc_schema.config import ParallelConfig, WorkerConfig
 from rpc_schema.errors import WireError
+from rpc_schema.kv_cache import groups_of
 from rpc_schema.step import ExecuteDummyBatch, SampleTokens
 from worker_client.adoption import AdoptedRequest, RankRow, merge, read_page
 from worker_client.attaching import LEASE_WAIT_S, Attaching
@@ -307,9 +308,9 @@ class WorkerGroup:
             RemoteError: a rank cannot say; names the first that cannot.
         """
         rows = _read_rows(self._channel)
-        config = self.clients[0].get_status().config
-        assert config is not None, "legal in READY only"
-        return merge(rows, self.output_rank, config.cache.block_size)
+        kv_cache = self.clients[0].get_status().kv_cache
+        assert kv_cache is not None, "legal in READY only"
+        return merge(rows, self.output_rank, groups_of(kv_cache))
 
     @property
     def needs_relink(self) -> bool:

@@ -43,7 +43,14 @@ def main(root, model):
     plan = kv_cache.KVCacheConfig(
         num_blocks=9,
         block_size=16,
-        groups=(kv_cache.KVCacheGroup(layer_names=tuple(layer.layer_name for layer in layers)),),
+        groups=(
+            kv_cache.KVCacheGroup(
+                layer_names=tuple(layer.layer_name for layer in layers),
+                block_size=16,
+                sliding_window=None,
+                dtype=layers[0].dtype,
+            ),
+        ),
         size_bytes=9 * 16 * sum(layer.bytes_per_token for layer in layers),
     )
     worker.initialize_from_config(lifecycle.InitializeFromConfig(**ids, kv_cache_configs=(plan,)))

@@ -59,7 +59,7 @@ def test_preemption_in_the_middle(serve, reference, shape):
     requests = make_requests(reference, 3, [9, 22, 5, 31, 14, 18, 27, 11], 24)
     config = {
         "block_size": BLOCK_SIZE,
-        "num_gpu_blocks": 34,
+        "num_gpu_blocks": 27,
         "max_num_seqs": 6,
         "max_model_len": 100,
     }

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from benchmarks.stage_driver import BLOCK_SIZE, StageDriver, bitmap
 from rpc_schema.adoption import AdoptRequests
 from rpc_schema.config import ParallelConfig
-from rpc_schema.kv_cache import blocks_for
+from rpc_schema.kv_cache import BlockGroup, blocks_for
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from tests.support.gpu_generation import worker_config
@@ -116,7 +116,7 @@ def test_rows_go_on_where_their_last_result_left_them(driver, monkeypatch, num_t
 
     driver.worker.on_attach(keep_requests=True)
     page = driver.worker.adopt_requests(AdoptRequests(**driver.ids()))
-    adopted = merge([list(read_page(page))], 0, BLOCK_SIZE)
+    adopted = merge([list(read_page(page))], 0, [BlockGroup(BLOCK_SIZE)])
     entries = []
     for slot, request in enumerate(adopted):
         known = [*prompts[slot], *(step[slot] for step in expected[:num_taken])]

@@ -79,7 +79,7 @@ def run(stages: Sequence[DecoderStage], batch: PagedBatch, positions: torch.Tens
     for stage in stages:
         caches = [batch.kv_cache.clone() for _ in stage.kv_layer_specs]
         before = hidden.clone()
-        after = stage.forward(hidden, positions, caches, batch.metadata)
+        after = stage.forward(hidden, positions, caches, [batch.metadata] * len(caches))
         assert torch.equal(hidden, before)
         hidden = after
     return stages[-1].compute_logits(hidden)

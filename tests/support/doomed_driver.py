@@ -181,6 +181,7 @@ def generate_all(group: WorkerGroup, loaded: LoadedModel, plan: Plan) -> list[li
         max_model_len=loaded.max_model_len,
         num_blocks=loaded.num_blocks,
         block_size=loaded.block_size,
+        groups=loaded.groups,
         pipeline_parallel_size=plan.config.parallel.pipeline_parallel_size,
     )
     driver = Driver(group, Scheduler(limits))

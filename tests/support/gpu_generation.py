@@ -104,6 +104,7 @@ def generate(
         max_model_len=model.max_model_len,
         num_blocks=model.num_blocks,
         block_size=model.block_size,
+        groups=model.groups,
         pipeline_parallel_size=group.parallel.pipeline_parallel_size,
         eos_token_ids=model.metadata.eos_token_ids,
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rpc_schema.kv_cache import NULL_BLOCK
 from rpc_schema.sampling import SamplingParams
 from worker_client.adoption import AdoptedRequest
 from worker_client.requests import GenerationRequest
@@ -106,7 +107,7 @@ class MockScheduler:
         return min(prompt + mock.request.max_tokens, self.limits.max_model_len)
 
     def stop_running(self, mock: MockRequest) -> None:
-        self.free_blocks += mock.blocks
+        self.free_blocks += [block for block in mock.blocks if block != NULL_BLOCK]
         mock.blocks, mock.running, mock.num_computed = [], False, 0
 
     def compose(self, counts: dict[str, int], preempted: Sequence[str]) -> SchedulerOutput:

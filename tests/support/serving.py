@@ -224,6 +224,7 @@ def scheduler_limits(group: WorkerGroup, loaded: LoadedModel, **changes: object)
         "max_model_len": loaded.max_model_len,
         "num_blocks": loaded.num_blocks,
         "block_size": loaded.block_size,
+        "groups": loaded.groups,
         "pipeline_parallel_size": group.parallel.pipeline_parallel_size,
         "eos_token_ids": loaded.metadata.eos_token_ids,
     }

@@ -18,8 +18,8 @@ from worker_daemon.contracts.layer_ops import HeadNorms, LayerOps
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """A step's sequences, the same for all layers. Tokens lie sequence after sequence, padding
-    behind them."""
+    """A step's sequences. Tokens lie sequence after sequence, padding behind them. Layers of
+    different groups differ in block_table and slot_mapping alone."""
 
     query_start_loc: Tensor
     """int32 [B + 1], device: sequence b owns tokens from entry b up to entry b + 1, which may be

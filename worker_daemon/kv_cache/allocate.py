@@ -1,15 +1,26 @@
-"""The KV cache's memory: one allocation for all layers of this rank, carved into a tensor a
-layer."""
+"""The KV cache's memory: one allocation for all layers of this rank, carved into tensors of pages,
+of which each serves one layer of every group."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rpc_schema.kv_cache import KVCacheConfig
+from rpc_schema.kv_cache import KVCacheConfig, KVCacheGroup
 from worker_daemon.device.failures import Verdict, judge
 from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.layers.attention import KVLayerSpec
+
+
+class LayerKV(NamedTuple):
+    """Where a layer keeps its K and V."""
+
+    cache: Tensor
+    """[num_blocks, 2, block_size, num_kv_heads, head_dim]. A layer of another group may have the
+    same memory, and other blocks of it."""
+    group: int
+    """Whose block table says which blocks."""
 
 
 def allocate_kv_caches(
@@ -17,9 +28,8 @@ def allocate_kv_caches(
     layers: Sequence[KVLayerSpec],
     dtype: torch.dtype,
     make_zeros: Callable[[int, torch.dtype], Tensor],
-) -> list[Tensor]:
-    """Return zeroed caches [num_blocks, 2, block_size, num_kv_heads, head_dim], one a layer, carved
-    out of make_zeros(number of elements, dtype).
+) -> list[LayerKV]:
+    """Return zeroed caches, one a layer, carved out of make_zeros(number of elements, dtype).
 
     Zeros, because a kernel may read behind a sequence's end, and NaN times a weight of zero is NaN.
 
@@ -28,11 +38,8 @@ def allocate_kv_caches(
         CapacityError: the device has not that much memory.
     """
     _check_plan(config, layers, dtype)
-    shapes = [
-        (config.num_blocks, 2, config.block_size, layer.num_kv_heads, layer.head_dim)
-        for layer in layers
-    ]
-    sizes = [torch.Size(shape).numel() for shape in shapes]
+    num_tensors = max(len(group.layer_names) for group in config.groups)
+    sizes = [config.size_bytes // dtype.itemsize // num_tensors] * num_tensors
     try:
         arena = make_zeros(sum(sizes), dtype)
     except (RuntimeError, MemoryError, CapacityError) as error:
@@ -45,7 +52,18 @@ def allocate_kv_caches(
             fix="plan fewer blocks",
         ) from None
     pieces = torch.split(arena, sizes)
-    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    places = {
+        name: (tensor, number)
+        for number, group in enumerate(config.groups)
+        for tensor, name in enumerate(group.layer_names)
+    }
+    caches = []
+    for layer in layers:
+        tensor, number = places[layer.name]
+        block_size = config.groups[number].block_size
+        shape = (config.num_blocks, 2, block_size, layer.num_kv_heads, layer.head_dim)
+        caches.append(LayerKV(pieces[tensor].view(shape), number))
+    return caches
 
 
 def _check_plan(config: KVCacheConfig, layers: Sequence[KVLayerSpec], dtype: torch.dtype) -> None:
@@ -58,8 +76,14 @@ def _check_plan(config: KVCacheConfig, layers: Sequence[KVLayerSpec], dtype: tor
             value=planned,
             fix=f"exactly {local}",
         )
-    per_token = sum(2 * layer.num_kv_heads * layer.head_dim * dtype.itemsize for layer in layers)
-    expected = config.num_blocks * config.block_size * per_token
+    by_name = {layer.name: layer for layer in layers}
+    page_bytes = 0
+    for group in config.groups:
+        for name in group.layer_names:
+            page_bytes = page_bytes or _page_bytes(group, by_name[name], dtype)
+            _check_layer(group, by_name[name], dtype, page_bytes)
+    num_tensors = max(len(group.layer_names) for group in config.groups)
+    expected = config.num_blocks * num_tensors * page_bytes
     if config.size_bytes != expected:
         raise ConfigError(
             "the plan's size does not follow from its blocks",
@@ -67,3 +91,35 @@ def _check_plan(config: KVCacheConfig, layers: Sequence[KVLayerSpec], dtype: tor
             value=config.size_bytes,
             fix=f"{config.num_blocks} blocks of {config.block_size} tokens take {expected} bytes",
         )
+
+
+def _check_layer(
+    group: KVCacheGroup, layer: KVLayerSpec, dtype: torch.dtype, page_bytes: int
+) -> None:
+    own, seen = str(dtype).removeprefix("torch."), group.sliding_window
+    if group.dtype != own:
+        raise ConfigError(
+            "the cache has the model's dtype",
+            field="kv_cache_config.groups.dtype",
+            value=group.dtype,
+            fix=own,
+        )
+    if seen is not None and (layer.window is None or layer.window > seen):
+        raise ConfigError(
+            f"{layer.name} sees more than its group keeps",
+            field="kv_cache_config.groups.sliding_window",
+            value=seen,
+            fix="none" if layer.window is None else f"{layer.window} or more",
+        )
+    if _page_bytes(group, layer, dtype) != page_bytes:
+        raise ConfigError(
+            "pages of all groups have the same size",
+            field="kv_cache_config.groups.block_size",
+            value=group.block_size,
+            fix=f"as many tokens as take {page_bytes} bytes of {layer.name}",
+        )
+
+
+def _page_bytes(group: KVCacheGroup, layer: KVLayerSpec, dtype: torch.dtype) -> int:
+    """K and V of a block's tokens."""
+    return 2 * group.block_size * layer.num_kv_heads * layer.head_dim * dtype.itemsize

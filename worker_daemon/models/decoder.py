@@ -7,6 +7,7 @@ stages, so that a split model computes the same bits.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -124,18 +125,21 @@ class DecoderStage:
         hidden: Tensor,
         positions: Tensor,
         kv_caches: Sequence[Tensor],
-        metadata: AttentionMetadata,
+        metadata: Sequence[AttentionMetadata],
     ) -> Tensor:
         """Residual stream in, residual stream out: hidden [N, H], positions int32 or int64 [N] ->
         [N, H].
 
-        kv_caches holds one cache for each local layer; it may be empty under NullAttention. hidden
-        is not changed.
+        kv_caches holds one cache for each local layer; it may be empty under NullAttention.
+        metadata holds one for each too, the same for layers of the same group. hidden is not
+        changed.
         """
-        step = AttentionStep(positions, self.rotary, metadata)
+        step = AttentionStep(positions, self.rotary, metadata[0])
         caches = kv_caches or [hidden.new_empty(0)] * len(self._layers)
         part: Tensor | None = None
-        for layer, kv_cache in zip(self._layers, caches, strict=True):
+        for layer, kv_cache, own in zip(self._layers, caches, metadata, strict=True):
+            if own is not step.metadata:
+                step = replace(step, metadata=own)
             part, hidden = layer.forward(part, hidden, kv_cache, step, self._attention)
         return hidden if part is None else hidden + self._setup.tp.all_reduce(part)
 

@@ -5,6 +5,7 @@ A row's tokens are those of its admission and, on the output rank, those that we
 far as they have reached the host. Page sizes are bounded by rpc_schema/adoption.py.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -16,6 +17,7 @@ from rpc_schema.adoption import (
     MAX_ROW_TOKENS,
     RequestRow,
 )
+from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind
 from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.scheduled_step import Int32s
@@ -50,8 +52,9 @@ def describe_requests(
         if slot < first_slot:
             continue
         token_ids = _tokens(state, history, slot)[:MAX_ROW_TOKENS]
-        block_ids = _blocks(state, inputs, slot)
-        row = _row(state, slot, token_ids, block_ids)
+        by_group = _blocks(state, inputs, slot)
+        row = _row(state, slot, token_ids, by_group)
+        block_ids = np.concatenate(by_group)
         size += _size(row) + token_ids.nbytes + block_ids.nbytes
         if rows and size > MAX_PAGE_BYTES:
             return Page(tuple(rows), slot, _joined(tokens), _joined(blocks))
@@ -67,23 +70,33 @@ def _tokens(state: RequestState, history: TokenHistory, slot: int) -> Int32s:
     return np.concatenate([known, history.between(slot, known.size, max(end, known.size))])
 
 
-def _blocks(state: RequestState, inputs: InputBuilder, slot: int) -> Int32s:
-    """The row's blocks; none where there are too many to be told."""
-    num_blocks = int(state.counts.num_blocks[slot])
-    if num_blocks > MAX_ROW_BLOCKS:
-        num_blocks = 0
-    block_ids: Int32s = inputs.tables.block_table[slot, :num_blocks].cpu().numpy()
-    return block_ids
+def _blocks(state: RequestState, inputs: InputBuilder, slot: int) -> list[Int32s]:
+    """The row's blocks of each group, the null block in the place of those behind a window; none
+    where there are too many to be told."""
+    num_blocks: list[int] = state.counts.blocks_by_group[:, slot].tolist()
+    if sum(num_blocks) > MAX_ROW_BLOCKS:
+        num_blocks = [0] * len(num_blocks)
+    num_computed = int(state.counts.num_computed[slot])
+    by_group = []
+    for group, count, table in zip(
+        state.limits.block_groups, num_blocks, inputs.tables.group_tables, strict=True
+    ):
+        block_ids: Int32s = table[slot, :count].cpu().numpy().copy()
+        block_ids[: blocks_behind(num_computed, group)] = NULL_BLOCK
+        by_group.append(block_ids)
+    return by_group
 
 
-def _row(state: RequestState, slot: int, tokens: Int32s, blocks: Int32s) -> RequestRow:
+def _row(state: RequestState, slot: int, tokens: Int32s, blocks: Sequence[Int32s]) -> RequestRow:
+    num_blocks = [own.size for own in blocks]
     return RequestRow(
         slot=slot,
         req_id=state.req_ids[slot],
         num_prompt_tokens=int(state.num_prompt_tokens[slot]),
         num_tokens=tokens.size,
-        num_computed_tokens=int(state.counts.num_computed[slot]) if blocks.size else 0,
-        num_blocks=blocks.size,
+        num_computed_tokens=int(state.counts.num_computed[slot]) if any(num_blocks) else 0,
+        num_blocks=num_blocks[0],
+        num_more_blocks=tuple(num_blocks[1:]),
         extensions=state.extensions[slot],
         note=state.notes[slot],
     )

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from worker_daemon.distributed.bubbles import UnmeasuredWaits, input_waits
 from worker_daemon.distributed.link import Link
@@ -14,6 +13,7 @@ from worker_daemon.distributed.pp import NoOutbound, StageInbound, StageOutbound
 from worker_daemon.distributed.tokens import LocalTokens, TokenBroadcast, TokenReturn
 from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.kernels.tiles import DeviceLimits, length_bounds
+from worker_daemon.kv_cache.allocate import LayerKV
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.cuda_graph import LadderGraphs, NoGraphs, StepGraphs
 from worker_daemon.runner.input_batch import InputBuilder, most_seqs, staging_capacity
@@ -70,9 +70,9 @@ class RunnerParts:
 
 
 def assemble_runner(
-    parts: RunnerParts, link: Link, limits: StepLimits, kv_caches: Sequence[Tensor]
+    parts: RunnerParts, link: Link, limits: StepLimits, kv: Sequence[LayerKV]
 ) -> ModelRunner:
-    """Return a runner with empty rows. kv_caches: one a local layer, or none for NullAttention."""
+    """Return a runner with empty rows. kv: one a local layer, or none for NullAttention."""
     parallel = parts.parallel
     step_parts = make_parts(
         limits,
@@ -86,7 +86,7 @@ def assemble_runner(
     inputs = InputBuilder(state, tables, buffers, ExactShapes())
     history = _token_history(parts, state)
     return ModelRunner(
-        _eager_program(parts, tables, kv_caches, buffers, step_parts),
+        _eager_program(parts, tables, kv, buffers, step_parts),
         state,
         inputs,
         tie_stage(parts, link, limits, inputs, step_parts, history),
@@ -125,10 +125,14 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
     limits = runner.state.limits
     num_kv_heads = parts.stage.kv_layer_specs[0].num_kv_heads
     device_limits = DeviceLimits.of(parts.device)
+    num_groups = limits.num_groups
     ladder = StepLadder(
         decode_sizes(limits.max_num_seqs),
         lambda size: length_bounds(size, num_kv_heads, limits.max_model_len, device_limits),
-        mixed_plans(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len),
+        mixed_plans(
+            limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, num_groups
+        ),
+        num_groups,
     )
     largest = max(plan.shape.num_tokens for plan in ladder.plans)
     arriving = 0 if parts.parallel.is_first_stage else largest
@@ -144,7 +148,7 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
 def _eager_program(
     parts: RunnerParts,
     tables: RowTables,
-    kv_caches: Sequence[Tensor],
+    kv: Sequence[LayerKV],
     store: TokenStore,
     step_parts: StepParts,
 ) -> EagerProgram:
@@ -154,7 +158,7 @@ def _eager_program(
     return EagerProgram(
         parts.stage,
         tables,
-        kv_caches,
+        kv,
         EmbeddingFront(parts.stage) if parallel.is_first_stage else ArrivedFront(),
         ScoringBack(parts.stage, sink) if parallel.is_last_stage else SendingBack(),
         step_parts,

@@ -30,8 +30,8 @@ class DecodeRun:
     last: ScheduledStep
     capacity: Int32s
     """[B] tokens that each row's blocks have room for."""
-    block_size: Int32s
-    """[]: numpy multiplies by arrays faster than by its scalars and Python's."""
+    block_sizes: Int32s
+    """As RowCounts.capacity takes them."""
     max_model_len: int
 
     def is_continued_by(self, step: ExecuteModel, arrays: Sequence[Frame]) -> bool:
@@ -53,8 +53,8 @@ class DecodeRun:
         """
         last, slots, ones = self.last, self.last.slots, self.batch.one_each
         ends, longest, capacity = last.ends + _ONE, last.longest + 1, self.capacity
-        if updates.slots.size:
-            capacity = counts.num_blocks[self.batch.rows] * self.block_size
+        if updates.rows.size:
+            capacity = counts.capacity(self.batch.rows, self.block_sizes)
         if longest > self.max_model_len or _any(ends > capacity):
             return None
         # By position, in the order of the fields: names would cost as much as three of these lines.

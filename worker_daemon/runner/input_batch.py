@@ -56,22 +56,27 @@ class StepInputs(NamedTuple):
         """On the device, valid once taken, until the next step's are."""
         return self.packed.columns
 
-    def attention(self, gathered: Gathered, tables: RowTables) -> AttentionMetadata:
-        """Return what attention reads of the step."""
+    def attention(self, gathered: Gathered, tables: RowTables) -> list[AttentionMetadata]:
+        """Return what attention reads of the step, in layers of each group."""
         columns = self.packed.columns
-        return AttentionMetadata(
-            query_start_loc=columns.query_start_loc,
-            seq_lens=columns.seq_lens,
-            seq_order=columns.seq_order,
-            block_table=tables.block_table,
-            seq_rows=columns.seq_rows,
-            slot_mapping=gathered.slot_mapping,
-            num_seqs=self.plan.shape.num_seqs,
-            max_query_len=self.plan.max_query_len,
-            max_seq_len=self.plan.max_seq_len,
-            query_lens_np=self.query_lens_np,
-            seq_lens_np=self.seq_lens_np,
-        )
+        return [
+            AttentionMetadata(
+                query_start_loc=columns.query_start_loc,
+                seq_lens=columns.seq_lens,
+                seq_order=columns.seq_order,
+                block_table=block_table,
+                seq_rows=columns.seq_rows,
+                slot_mapping=slot_mapping,
+                num_seqs=self.plan.shape.num_seqs,
+                max_query_len=self.plan.max_query_len,
+                max_seq_len=self.plan.max_seq_len,
+                query_lens_np=self.query_lens_np,
+                seq_lens_np=self.seq_lens_np,
+            )
+            for block_table, slot_mapping in zip(
+                tables.group_tables, gathered.slot_mappings, strict=True
+            )
+        ]
 
 
 class InputBuilder:
@@ -124,7 +129,7 @@ class InputBuilder:
             held = _Held(batch, packed.host, ends.size)
             packed.holds = held if batch.goes_on else None
         self._fill_updates(packed.host, step.block_updates, held.num_updates)
-        held.num_updates = step.block_updates.slots.size
+        held.num_updates = step.block_updates.rows.size
         if plan.parts:
             self._parts.fill(plan.parts, packed.host, step)
         columns = packed.columns
@@ -316,9 +321,9 @@ class InputBuilder:
         self, columns: StepColumns[Int32s], updates: BlockUpdates, num_filled: int
     ) -> None:
         """num_filled: how many entries may hold something else than padding."""
-        used = updates.slots.size
+        used = updates.rows.size
         if used:
-            columns.update_rows[:used] = updates.slots
+            columns.update_rows[:used] = updates.rows
             columns.update_indices[:used] = updates.indices
             columns.update_block_ids[:used] = updates.block_ids
         if used < num_filled:

@@ -29,6 +29,7 @@ from worker_daemon.runner.scheduled_step import (
     ScheduledStep,
     StepLimits,
     invalid,
+    places_behind,
 )
 from worker_daemon.runner.step_columns import Batch, BatchReader, BlockReader, change_requests
 
@@ -72,15 +73,15 @@ class RequestState:
         scheduler noted with it."""
         self.extensions: list[tuple[RequestExtension, ...]] = [()] * num_rows
         self.notes = [b""] * num_rows
-        self._counts = RowCounts.of_free_rows(num_rows)
+        self._counts = RowCounts.of_free_rows(num_rows, limits.num_groups)
         self._run: DecodeRun | None = None
         """Where the last step was a decode that may go on."""
         self._deferred: dict[int, tuple[Int64s, Int64s]] = {}
         """Slots and generations that each step with deferred sampling is to sample."""
-        self._record = StepRecord(limits.block_size)
+        self._record = StepRecord(limits.block_groups)
         self._batches = BatchReader(limits)
         self._blocks = BlockReader(limits)
-        self._block_size = np.array(limits.block_size, np.int32)
+        self._block_sizes = _block_sizes(limits)
 
     @property
     def spare_slot(self) -> int:
@@ -95,10 +96,17 @@ class RequestState:
         return self._counts
 
     def num_held_blocks(self) -> int:
-        """Return how many blocks the rows have, one that several share counted for each. Any thread
-        may ask: it sees some moment of a step."""
-        num_blocks = self._counts.num_blocks.copy()
-        return int(num_blocks[num_blocks < FREE_ROW_BLOCKS].sum())
+        """Return how many blocks the rows have, one that several share counted for each, and those
+        behind a window not. Any thread may ask: it sees some moment of a step."""
+        num_blocks, run = self._counts.blocks_by_group.copy(), self._run
+        num_computed = self._counts.num_computed.copy()
+        if run is not None:
+            num_computed[run.batch.rows] = run.last.ends
+        num_held = 0
+        for own, group in zip(num_blocks, self.limits.block_groups, strict=True):
+            held = own - np.minimum(places_behind(num_computed, group), own)
+            num_held += int(held[own < FREE_ROW_BLOCKS].sum())
+        return num_held
 
     @property
     def has_failed(self) -> bool:
@@ -194,7 +202,8 @@ class RequestState:
         counts.append(updates)
         starts, known = counts.num_computed[rows].copy(), counts.num_tokens[rows]
         ends = starts + num_tokens
-        capacity = np.minimum(counts.num_blocks[rows] * self._block_size, self.limits.max_model_len)
+        room = counts.capacity(rows, self._block_sizes)
+        capacity = np.minimum(room, self.limits.max_model_len)
         beyond = ends > np.minimum(known, capacity)
         if np.count_nonzero(beyond):
             counts.remove(updates)
@@ -240,7 +249,7 @@ class RequestState:
             self._deferred[step.seq] = (sampling, self.generation[sampling])
         elif samples.size and np.count_nonzero(samples) == samples.size:
             max_model_len = self.limits.max_model_len
-            self._run = DecodeRun(batch, scheduled, capacity, self._block_size, max_model_len)
+            self._run = DecodeRun(batch, scheduled, capacity, self._block_sizes, max_model_len)
         return scheduled
 
     def _remember(self, requests: Sequence[NewRequestData], tokens: Int32s) -> None:
@@ -275,3 +284,11 @@ class RequestState:
         return ScheduledStep(
             seq, slots, one, zero, one, 1, 1, samples, (), NO_UPDATES, False, NOTHING_BROUGHT
         )
+
+
+def _block_sizes(limits: StepLimits) -> Int32s:
+    """What RowCounts.capacity takes: numpy multiplies by arrays faster than by its scalars and
+    Python's."""
+    if limits.num_groups == 1:
+        return np.array(limits.block_groups[0].block_size, np.int32)
+    return np.array([[group.block_size] for group in limits.block_groups], np.int32)

@@ -1,7 +1,7 @@
 """How far each request row is, and the last steps that brought the rows there, so that they can be
 taken back. Knows of a request its counts alone.
 
-Shapes: S rows (plus one spare row, which no request ever has).
+Shapes: S rows (plus one spare row, which no request ever has), G groups of layers.
 """
 
 from collections import deque
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rpc_schema.kv_cache import BlockGroup
 from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner.scheduled_step import (
     NO_UPDATES,
@@ -19,6 +20,7 @@ from worker_daemon.runner.scheduled_step import (
     Int64s,
     ScheduledStep,
     invalid,
+    places_behind,
 )
 
 MAX_TAKEN_BACK = 64
@@ -32,26 +34,40 @@ _ONE = np.array(1, np.int32)
 
 @dataclass(slots=True)
 class RowCounts:
-    """Columns, [S + 1] each. Owned by RequestState, which has steps that change which rows hold a
-    request judged on a copy."""
+    """Columns, [S + 1] each but for num_blocks. Owned by RequestState, which has steps that change
+    which rows hold a request judged on a copy."""
 
     live: Bools
     num_computed: Int32s
     num_tokens: Int32s
     num_blocks: Int32s
-    """FREE_ROW_BLOCKS where no request is."""
+    """[G * (S + 1)], of each row of the block table (scheduled_step.py): places, those of blocks
+    that a window has left behind included. FREE_ROW_BLOCKS where no request is."""
     unsampled: Bools
     """The row's newest token waits for SampleTokens."""
 
     @classmethod
-    def of_free_rows(cls, num_rows: int) -> "RowCounts":
+    def of_free_rows(cls, num_rows: int, num_groups: int) -> "RowCounts":
         return cls(
             np.zeros(num_rows, np.bool_),
             np.zeros(num_rows, np.int32),
             np.zeros(num_rows, np.int32),
-            np.full(num_rows, FREE_ROW_BLOCKS, np.int32),
+            np.full(num_groups * num_rows, FREE_ROW_BLOCKS, np.int32),
             np.zeros(num_rows, np.bool_),
         )
+
+    @property
+    def blocks_by_group(self) -> Int32s:
+        """[G, S + 1]: num_blocks, the same memory."""
+        return self.num_blocks.reshape(-1, self.live.size)
+
+    def capacity(self, rows: slice | Int64s, block_sizes: Int32s) -> Int32s:
+        """Return the tokens that each of these rows [B] has blocks for: in the group that has the
+        fewest. block_sizes: [G, 1], or [] where there is one group."""
+        if not block_sizes.ndim:
+            return self.num_blocks[rows] * block_sizes
+        fewest: Int32s = (self.blocks_by_group[:, rows] * block_sizes).min(axis=0)
+        return fewest
 
     def copy(self) -> "RowCounts":
         return RowCounts(
@@ -66,17 +82,17 @@ class RowCounts:
         self.live[rows] = False
         self.num_computed[rows] = 0
         self.num_tokens[rows] = 0
-        self.num_blocks[rows] = FREE_ROW_BLOCKS
+        self.blocks_by_group[:, rows] = FREE_ROW_BLOCKS
         self.unsampled[rows] = False
 
     def append(self, updates: BlockUpdates) -> None:
         """Count a step's blocks."""
-        if updates.slots.size:
-            self.num_blocks[updates.slots] = updates.indices + _ONE
+        if updates.rows.size:
+            self.num_blocks[updates.rows] = updates.indices + _ONE
 
     def remove(self, updates: BlockUpdates) -> None:
         """Undo append: a row's first index in the updates is what it had before."""
-        np.minimum.at(self.num_blocks, updates.slots, updates.indices)
+        np.minimum.at(self.num_blocks, updates.rows, updates.indices)
 
     def check_live(self, field: str, slots: Int64s) -> None:
         """Raises InvalidStepError where a slot, none of them negative, holds no request."""
@@ -103,8 +119,8 @@ class RowCounts:
 class StepRecord:
     """Steps since the last full resynchronisation. Owned by RequestState."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, groups: Sequence[BlockGroup]) -> None:
+        self._groups = groups
         self.failed_seq: int | None = None
         """Of the first step that failed since."""
         self._num_before = 0
@@ -145,6 +161,9 @@ class StepRecord:
         while good < most and has_ended_well(steps[good][0], steps[good][1].seq):
             good += 1
         undone = [step for _, step in steps[good:]]
+        released_to = counts.num_computed.copy()
+        if undone:
+            released_to[undone[-1].slots] = undone[-1].starts
         # Steps before these may be forgotten: who knows then where the rows were?
         all_unknown = good == 0 and len(steps) == MAX_TAKEN_BACK
         unknown = np.full(counts.live.size, all_unknown)
@@ -153,14 +172,25 @@ class StepRecord:
             counts.remove(step.block_updates)
             unknown[_admitted(step)] = True
         counts.num_computed[unknown] = 0
-        counts.num_blocks[unknown] = 0
+        counts.blocks_by_group[:, unknown] = 0
         kept = NO_UPDATES
         # Behind a step that was refused, and so is not among these, nothing is sure.
         is_first = bool(undone) and (self.failed_seq is None or undone[0].seq <= self.failed_seq)
         if is_first and not all_unknown:
             kept = self._admit_again(undone, counts)
+        self._drop_overwritten(counts, released_to)
         counts.clear(~counts.live)
         return kept
+
+    def _drop_overwritten(self, counts: RowCounts, released_to: Int32s) -> None:
+        """Vouch for nothing of rows that see blocks again which their windows had left behind
+        before the last step: these may have gone to other rows, which have written to them.
+        released_to [S + 1]: where each row was then."""
+        for group in self._groups:
+            released, seen = (places_behind(at, group) for at in (released_to, counts.num_computed))
+            lost = released > seen
+            counts.num_computed[lost] = 0
+            counts.blocks_by_group[:, lost] = 0
 
     def _admit_again(self, undone: Sequence[ScheduledStep], counts: RowCounts) -> BlockUpdates:
         """Give the rows that the first undone step admitted the KV that they came with: good steps
@@ -170,14 +200,14 @@ class StepRecord:
         computed[_admitted(undone[0])] = [r.num_computed_tokens for r in undone[0].new_requests]
         for later in undone[1:]:
             computed[_admitted(later)] = 0
-        num_blocks = -(-computed // self._block_size)
-        slots, indices, block_ids = undone[0].block_updates
-        theirs = np.flatnonzero(indices < num_blocks[slots])
-        kept = BlockUpdates(slots[theirs], indices[theirs], block_ids[theirs])
-        warm = np.flatnonzero(np.bincount(kept.slots, minlength=computed.size) == num_blocks)
-        warm = warm[computed[warm] > 0]
+        num_blocks = np.stack([-(-computed // group.block_size) for group in self._groups])
+        rows, indices, block_ids = undone[0].block_updates
+        theirs = np.flatnonzero(indices < num_blocks.reshape(-1)[rows])
+        kept = BlockUpdates(rows[theirs], indices[theirs], block_ids[theirs])
+        num_kept = np.bincount(kept.rows, minlength=num_blocks.size).reshape(num_blocks.shape)
+        warm = np.flatnonzero((num_kept == num_blocks).all(axis=0) & (computed > 0))
         counts.num_computed[warm] = computed[warm]
-        counts.num_blocks[warm] = num_blocks[warm]
+        counts.blocks_by_group[:, warm] = num_blocks[:, warm]
         return kept
 
 

@@ -1,7 +1,7 @@
 """The request rows' device copies: block table, newest sampled tokens. Host truth is
 request_state.py's.
 
-Shapes: S rows (plus the spare row), N tokens, U updates (step_layout.py).
+Shapes: S rows (plus the spare row), N tokens, U updates (step_layout.py), G groups of layers.
 """
 
 from typing import NamedTuple, Protocol
@@ -73,8 +73,8 @@ class Gathered(NamedTuple):
 
     token_ids: Tensor
     """int64 [N]"""
-    slot_mapping: Tensor
-    """int64 [N]"""
+    slot_mappings: tuple[Tensor, ...]
+    """Of each group int64 [N]."""
 
 
 class RowTables:
@@ -83,12 +83,16 @@ class RowTables:
     def __init__(self, limits: StepLimits, device: torch.device, kernels: RowKernels) -> None:
         num_rows = limits.max_num_seqs + 1
         self._kernels = kernels
-        self._block_size = limits.block_size
+        self._block_sizes = [group.block_size for group in limits.block_groups]
         self.device = device
         self.block_table = torch.zeros(
-            (num_rows, limits.max_blocks_per_seq), dtype=torch.int32, device=device
+            (limits.num_groups * num_rows, limits.max_blocks_per_seq),
+            dtype=torch.int32,
+            device=device,
         )
-        """int32 [S + 1, max_blocks]"""
+        """int32 [G * (S + 1), max_blocks]"""
+        self.group_tables: tuple[Tensor, ...] = torch.split(self.block_table, num_rows)
+        """Of each group int32 [S + 1, max_blocks]: parts of it."""
         self.last_sampled = torch.zeros(num_rows, dtype=torch.int64, device=device)
         """int64 [S + 1]: the newest sampled token of each row."""
 
@@ -104,22 +108,25 @@ class RowTables:
 
     def restore(self, updates: BlockUpdates) -> None:
         """Write block ids outside of any step."""
-        rows = torch.from_numpy(updates.slots).to(self.device)
+        rows = torch.from_numpy(updates.rows).to(self.device)
         indices = torch.from_numpy(updates.indices).long().to(self.device)
         self.block_table[rows, indices] = torch.from_numpy(updates.block_ids).to(self.device)
 
     def gather(self, columns: StepColumns[Tensor]) -> Gathered:
         """Return the step's tokens and their KV slots. The step's updates are written."""
-        return Gathered(
-            *self._kernels.gather_tokens(
+        by_group = [
+            self._kernels.gather_tokens(
                 columns.host_token_ids,
                 columns.token_rows,
                 columns.positions,
                 self.last_sampled,
-                self.block_table,
-                self._block_size,
+                block_table,
+                block_size,
             )
-        )
+            for block_table, block_size in zip(self.group_tables, self._block_sizes, strict=True)
+        ]
+        # Each brings the same tokens: a kernel for slots alone would save next to nothing.
+        return Gathered(by_group[0][0], tuple(slots for _, slots in by_group))
 
 
 def row_kernels(device: torch.device) -> RowKernels:

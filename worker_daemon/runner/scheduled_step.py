@@ -1,7 +1,9 @@
 """What a step is once it is accepted, the sizes that every step keeps to, and the refusal of one
 that is not valid. Values alone: knows neither messages nor rows.
 
-Shapes: B scheduled requests, U block-table updates.
+Shapes: B scheduled requests, U block-table updates, G groups of layers, S rows and the spare one.
+Of the block table, row g * (S + 1) + s is what request row s has of group g: with one group, the
+request rows themselves.
 """
 
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from rpc_schema.kv_cache import BlockGroup, block_groups
 from rpc_schema.step import NewRequestData
 from worker_daemon.errors import InvalidStepError
 
@@ -30,17 +33,30 @@ class StepLimits:
     max_model_len: int
     vocab_size: int
     block_size: int
+    """Of the smallest blocks."""
     num_blocks: int
+    groups: tuple[BlockGroup, ...] = ()
+    """None named: one of block_size, without a window."""
+
+    @property
+    def block_groups(self) -> tuple[BlockGroup, ...]:
+        return block_groups(self.groups, self.block_size)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.block_groups)
 
     @property
     def max_blocks_per_seq(self) -> int:
+        """Of one group."""
         return -(-self.max_model_len // self.block_size)
 
 
 class BlockUpdates(NamedTuple):
     """Entries of the block table that a step writes. Aligned columns [U]."""
 
-    slots: Int64s
+    rows: Int64s
+    """Of the block table."""
     indices: Int32s
     block_ids: Int32s
 
@@ -92,6 +108,13 @@ class ScheduledStep(NamedTuple):
     block_updates: BlockUpdates
     defer_sampling: bool
     brought: Brought
+
+
+def places_behind(num_computed: Int32s, group: BlockGroup) -> Int32s:
+    """rpc_schema.kv_cache.blocks_behind of many rows: [n] -> [n]."""
+    if group.window is None:
+        return np.zeros_like(num_computed)
+    return np.maximum(num_computed - group.window + 1, 0) // group.block_size
 
 
 def invalid(field: str, value: object, fix: str) -> InvalidStepError:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from worker_daemon.device.pinned import upload
+from worker_daemon.kv_cache.allocate import LayerKV
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.input_batch import StepInputs
 from worker_daemon.runner.parts.step_parts import StepParts
@@ -141,13 +142,15 @@ class EagerProgram:
         self,
         stage: DecoderStage,
         tables: RowTables,
-        kv_caches: Sequence[Tensor],
+        kv: Sequence[LayerKV],
         front: Front,
         back: Back,
         parts: StepParts,
     ) -> None:
-        """kv_caches: one for each local layer, or none under NullAttention."""
-        self._kv_caches = kv_caches
+        """kv: one for each local layer, or none under NullAttention."""
+        self._kv = kv
+        self._kv_caches = [layer.cache for layer in kv]
+        self._layer_groups = [layer.group for layer in kv] or [0] * len(stage.kv_layer_specs)
         self._parts = parts
         self._stage = stage
         self._tables = tables
@@ -158,8 +161,8 @@ class EagerProgram:
         """Return a program that launches the same kernels for a few of the layers alone: to have
         them compiled and loaded."""
         stage, kept = self._stage.thinned()
-        caches = [self._kv_caches[index] for index in kept] if self._kv_caches else ()
-        return EagerProgram(stage, self._tables, caches, self._front, self._back, self._parts)
+        kv = [self._kv[index] for index in kept] if self._kv else ()
+        return EagerProgram(stage, self._tables, kv, self._front, self._back, self._parts)
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
         inputs.packed.take()
@@ -172,11 +175,15 @@ class EagerProgram:
         columns, used = inputs.packed.columns, inputs.plan.parts
         self._tables.update(columns)
         gathered = self._tables.gather(columns)
+        by_group = inputs.attention(gathered, self._tables)
         hidden = self._front.hidden(gathered.token_ids, arrived)
         if used:
             hidden = self._parts.before_forward(used, hidden, columns)
         hidden = self._stage.forward(
-            hidden, columns.positions, self._kv_caches, inputs.attention(gathered, self._tables)
+            hidden,
+            columns.positions,
+            self._kv_caches,
+            [by_group[group] for group in self._layer_groups],
         )
         if used:
             hidden = self._parts.after_forward(used, hidden, columns)

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rpc_schema.codec import Frame
+from rpc_schema.kv_cache import NULL_BLOCK
 from rpc_schema.step import ExecuteModel, NewRequestData
-from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.row_counts import RowCounts
 from worker_daemon.runner.scheduled_step import (
@@ -24,9 +24,11 @@ from worker_daemon.runner.scheduled_step import (
     Int64s,
     StepLimits,
     invalid,
+    places_behind,
 )
 
 _INT32 = np.dtype("<i4")
+_UINT8 = np.dtype("u1")
 _UINT16 = np.dtype("<u2")
 
 MAX_BLOCK_COLUMNS = 64
@@ -75,9 +77,11 @@ def change_requests(
 def _free_others(resync: bytes, counts: RowCounts) -> None:
     """Free the rows that a resynchronisation does not name."""
     values = _read("resync", resync, _INT32)
-    if values.size % 4:
-        raise invalid("resync", f"{values.size} values", "send rows of four int32")
-    slots, computed, tokens, blocks = values.reshape(-1, 4).T.astype(np.int64)
+    held = counts.blocks_by_group
+    width = 3 + len(held)
+    if values.size % width:
+        raise invalid("resync", f"{values.size} values", f"send rows of {width} int32")
+    slots, computed, tokens, *blocks = values.reshape(-1, width).T.astype(np.int64)
     if slots.size and slots.min() < 0:
         raise counts.unknown("resync", int(slots.min()))
     counts.check_live("resync", slots)
@@ -85,16 +89,16 @@ def _free_others(resync: bytes, counts: RowCounts) -> None:
     wrong = np.flatnonzero(
         (counts.num_computed[slots] != computed)
         | (counts.num_tokens[slots] != tokens)
-        | (counts.num_blocks[slots] != blocks)
+        | (held[:, slots] != blocks).any(axis=0)
         | counts.unsampled[slots]
     )
     if wrong.size:
         slot = int(slots[wrong[0]])
         raise invalid(
             "resync",
-            f"slot {slot}: {values.reshape(-1, 4)[wrong[0], 1:].tolist()}",
+            f"slot {slot}: {values.reshape(-1, width)[wrong[0], 1:].tolist()}",
             f"this rank has {counts.num_computed[slot]} computed of "
-            f"{counts.num_tokens[slot]} tokens, {counts.num_blocks[slot]} blocks, "
+            f"{counts.num_tokens[slot]} tokens, {held[:, slot].tolist()} blocks, "
             f"unsampled {bool(counts.unsampled[slot])}: finish the request and admit it again",
         )
     dropped = counts.live.copy()
@@ -128,7 +132,7 @@ def _admit(request: NewRequestData, counts: RowCounts) -> None:
     counts.live[slot] = True
     counts.num_computed[slot] = request.num_computed_tokens
     counts.num_tokens[slot] = request.num_tokens
-    counts.num_blocks[slot] = 0
+    counts.blocks_by_group[:, slot] = 0
 
 
 def _check_admitted(request: NewRequestData, limits: StepLimits) -> None:
@@ -219,56 +223,94 @@ def _as_rows(slots: Int64s) -> slice | Int64s:
 
 
 class BlockReader:
-    """Which blocks a step appends to rows, and where."""
+    """Which blocks a step appends to rows of the block table, and where."""
 
     def __init__(self, limits: StepLimits) -> None:
         self._max_block_id = limits.num_blocks - 1
         self._max_blocks = limits.max_blocks_per_seq
-        self._columns: dict[bytes, tuple[Int64s, Int32s | None]] = {}
-        """Of a raw column its slots, and how often each was named before in it; None: no slot is
+        self._groups = limits.block_groups
+        self._num_rows = limits.max_num_seqs + 1
+        """Of one group."""
+        self._columns: dict[tuple[bytes, bytes], tuple[Int64s, Int32s | None]] = {}
+        """Of two raw columns their rows, and how often each was named before in it; None: no row is
         named twice."""
 
     def updates(self, step: ExecuteModel, counts: RowCounts) -> BlockUpdates:
         """Return the step's blocks, each behind those that its row has."""
-        if not (step.new_block_slots or step.new_block_ids):
+        if not (step.new_block_slots or step.new_block_ids or step.new_block_groups):
             return NO_UPDATES
-        column = self._columns.get(step.new_block_slots)
-        slots, occurrences = column or self._read_slots(step.new_block_slots)
+        columns = step.new_block_slots, step.new_block_groups
+        rows, occurrences = self._columns.get(columns) or self._read_rows(*columns)
         block_ids = _read("new_block_ids", step.new_block_ids, _INT32)
         if block_ids.size > MAX_BLOCK_UPDATES:
             fix = f"a step brings at most {MAX_BLOCK_UPDATES}: admit fewer requests at a time"
             raise invalid("new_block_ids", f"{block_ids.size} blocks", fix)
-        if slots.size != block_ids.size:
+        if rows.size != block_ids.size:
             fix = f"one for each of {block_ids.size} blocks"
-            raise invalid("new_block_slots", f"{slots.size} slots", fix)
+            raise invalid("new_block_slots", f"{rows.size} slots", fix)
         try:
-            indices = counts.num_blocks[slots]
+            indices = counts.num_blocks[rows]
         except IndexError:
-            raise counts.unknown("new_block_slots", int(slots.max())) from None
+            raise counts.unknown("new_block_slots", int(rows.max())) from None
         if occurrences is not None:
             indices += occurrences
         is_inside = _within(block_ids, 1, self._max_block_id)
         if not (is_inside and _within(indices, 0, self._max_blocks - 1)):
-            counts.check_live("new_block_slots", slots)
-            raise self._misfit(slots, block_ids, indices)
-        return BlockUpdates(slots, indices, block_ids)
+            counts.check_live("new_block_slots", rows % self._num_rows)
+            self._check_places(rows, block_ids, indices, counts)
+        return BlockUpdates(rows, indices, block_ids)
 
-    def _read_slots(self, raw: bytes) -> tuple[Int64s, Int32s | None]:
-        slots = _read("new_block_slots", raw, _UINT16).astype(np.int64)
-        slots.flags.writeable = False  # every step with this column shares it
-        occurrences = _occurrences(slots)
+    def _read_rows(self, raw_slots: bytes, raw_groups: bytes) -> tuple[Int64s, Int32s | None]:
+        rows = _read("new_block_slots", raw_slots, _UINT16).astype(np.int64)
+        if raw_groups:
+            groups = _read("new_block_groups", raw_groups, _UINT8)
+            if groups.size != rows.size:
+                fix = f"one for each of {rows.size} blocks, or none"
+                raise invalid("new_block_groups", f"{groups.size} groups", fix)
+            if groups.max() >= len(self._groups):
+                fix = f"groups from 0 to {len(self._groups) - 1}"
+                raise invalid("new_block_groups", int(groups.max()), fix)
+            rows += groups.astype(np.int64) * self._num_rows
+        if len(self._groups) > 1:
+            self._check_slots(raw_slots)
+        rows.flags.writeable = False  # every step with these columns shares it
+        occurrences = _occurrences(rows)
         if len(self._columns) == MAX_BLOCK_COLUMNS:
             self._columns.clear()
-        column = self._columns[raw] = (slots, occurrences if occurrences.any() else None)
-        return column
+        found = (rows, occurrences if occurrences.any() else None)
+        self._columns[raw_slots, raw_groups] = found
+        return found
 
-    def _misfit(self, slots: Int64s, block_ids: Int32s, indices: Int32s) -> InvalidStepError:
-        outside = (block_ids < 1) | (block_ids > self._max_block_id)
+    def _check_slots(self, raw: bytes) -> None:
+        """A slot that is not there would be another group's row."""
+        highest = int(_read("new_block_slots", raw, _UINT16).max(initial=0))
+        if highest >= self._num_rows - 1:
+            raise invalid("new_block_slots", highest, f"slots from 0 to {self._num_rows - 2}")
+
+    def _check_places(
+        self, rows: Int64s, block_ids: Int32s, indices: Int32s, counts: RowCounts
+    ) -> None:
+        """Check blocks of which some are outside, or the null block, and the rows' lengths."""
+        groups, slots = rows // self._num_rows, rows % self._num_rows
+        computed = counts.num_computed[slots]
+        behind = np.zeros(rows.size, np.int32)
+        for number, group in enumerate(self._groups):
+            own = groups == number
+            behind[own] = places_behind(computed[own], group)
+        may_be_null = (block_ids == NULL_BLOCK) & (indices < behind)
+        outside = ((block_ids < 1) | (block_ids > self._max_block_id)) & ~may_be_null
         if outside.any():
             block_id = int(block_ids[int(outside.argmax())])
-            return invalid("new_block_ids", block_id, f"block ids from 1 to {self._max_block_id}")
-        slot = int(slots[int((indices >= self._max_blocks).argmax())])
-        return invalid("new_block_slots", slot, f"a request has at most {self._max_blocks} blocks")
+            fix = f"block ids from 1 to {self._max_block_id}"
+            if block_id == NULL_BLOCK and any(group.window for group in self._groups):
+                fix += ", or 0 for blocks that a window has left behind"
+            raise invalid("new_block_ids", block_id, fix)
+        too_many = indices >= self._max_blocks
+        if too_many.any():
+            slot = int(slots[int(too_many.argmax())])
+            raise invalid(
+                "new_block_slots", slot, f"a request has at most {self._max_blocks} blocks"
+            )
 
 
 def _within(values: Int32s, low: int, high: int) -> bool:

@@ -138,7 +138,7 @@ class ExactShapes:
             num_tokens=step.total_num_tokens,
             num_seqs=step.slots.size,
             num_samples=int(step.samples.sum()),
-            num_updates=step.block_updates.slots.size,
+            num_updates=step.block_updates.rows.size,
         )
         return StepPlan(shape, int(step.num_tokens.max(initial=0)), step.longest)
 
@@ -152,12 +152,15 @@ class StepLadder:
         decode_sizes: Sequence[int],
         length_bounds: Callable[[int], Sequence[int]],
         mixed_plans: Sequence[StepPlan],
+        num_groups: int = 1,
     ) -> None:
         """decode_sizes: numbers of sequences, ascending. length_bounds(size): ascending bounds of
         the context length, the last of them the longest possible, between which launches are
-        alike. mixed_plans: ascending by tokens (`mixed_plans`)."""
+        alike. mixed_plans: ascending by tokens (`mixed_plans`). num_groups: of layers; a sequence
+        may get a block of each in a step."""
         self._decodes = [
-            [_decode_plan(size, bound) for bound in length_bounds(size)] for size in decode_sizes
+            [_decode_plan(size, bound, num_groups) for bound in length_bounds(size)]
+            for size in decode_sizes
         ]
         self._decodes_by_count = _by_count(decode_sizes, self._decodes)
         self._mixed = mixed_plans
@@ -173,7 +176,7 @@ class StepLadder:
     def fit(self, step: ScheduledStep) -> StepPlan:
         """A step with more block updates than its padding has is exact: one that admits many cached
         blocks, say."""
-        count, num_updates = step.total_num_tokens, step.block_updates.slots.size
+        count, num_updates = step.total_num_tokens, step.block_updates.rows.size
         is_decode = 0 < count == step.slots.size and not step.new_requests
         if is_decode and count <= len(self._decodes_by_count):
             plans = self._decodes_by_count[count - 1]
@@ -194,13 +197,15 @@ def _by_count(sizes: Sequence[int], entries: Sequence[_Entry]) -> list[_Entry]:
     return [entry for entry, size, smaller in steps for _ in range(size - smaller)]
 
 
-def mixed_plans(max_num_seqs: int, max_num_tokens: int, longest: int) -> list[StepPlan]:
+def mixed_plans(
+    max_num_seqs: int, max_num_tokens: int, longest: int, num_groups: int = 1
+) -> list[StepPlan]:
     """Return the plans of steps that are no decodes, ascending; max_num_tokens and max_num_seqs are
     the largest step's, longest its longest context."""
     sizes = [size for size in MIXED_SIZES if size <= max_num_tokens]
     seqs = [min(size, max_num_seqs) for size in sizes]
     return [
-        StepPlan(StepShape(size, count, count, size), size, longest)
+        StepPlan(StepShape(size, count, count, num_groups * size), size, longest)
         for size, count in zip(sizes, seqs, strict=True)
     ]
 
@@ -217,13 +222,14 @@ def largest_shape(limits: StepLimits) -> StepShape:
     """Return the shape of the largest step: tokens, sequences and every block table entry, or
     padding in place of them."""
     seqs = max(limits.max_num_seqs + 1, *decode_sizes(limits.max_num_seqs))
-    tokens = limits.max_num_batched_tokens + seqs
-    blocks = min(seqs * limits.max_blocks_per_seq, max(seqs, MAX_BLOCK_UPDATES))
-    return StepShape(tokens, seqs, seqs, max(blocks, tokens))
+    tokens, groups = limits.max_num_batched_tokens + seqs, limits.num_groups
+    entries = groups * seqs * limits.max_blocks_per_seq
+    updates = max(min(entries, max(groups * seqs, MAX_BLOCK_UPDATES)), groups * tokens)
+    return StepShape(tokens, seqs, seqs, updates)
 
 
-def _decode_plan(size: int, longest: int) -> StepPlan:
-    return StepPlan(StepShape(size, size, size, size), 1, longest)
+def _decode_plan(size: int, longest: int, num_groups: int) -> StepPlan:
+    return StepPlan(StepShape(size, size, size, num_groups * size), 1, longest)
 
 
 def aligned(size: int) -> int:

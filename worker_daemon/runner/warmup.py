@@ -116,9 +116,11 @@ def _admit(
 ) -> SyntheticStep:
     """Return a step that admits one request a length and computes its last num_scheduled tokens, as
     if the others had been found in the cache. Blocks may be shared: nobody reads the output."""
-    num_blocks = [-(-length // limits.block_size) for length in lengths]
     slots = np.arange(len(lengths))
-    block_ids = 1 + np.arange(sum(num_blocks)) % (limits.num_blocks - 1)
+    needed = [[-(-n // group.block_size) for n in lengths] for group in limits.block_groups]
+    block_slots = np.concatenate([np.repeat(slots, own) for own in needed])
+    block_groups = np.repeat(np.arange(len(needed)), [sum(own) for own in needed])
+    block_ids = 1 + np.arange(block_slots.size) % (limits.num_blocks - 1)
     message = ExecuteModel(
         epoch=request.epoch,
         link=request.link,
@@ -126,8 +128,9 @@ def _admit(
         total_num_scheduled_tokens=sum(num_scheduled),
         scheduled=_bitmap(len(lengths)),
         num_scheduled_tokens=np.stack([slots, num_scheduled], axis=1).astype("<i4").tobytes(),
-        new_block_slots=np.repeat(slots, num_blocks).astype("<u2").tobytes(),
+        new_block_slots=block_slots.astype("<u2").tobytes(),
         new_block_ids=block_ids.astype("<i4").tobytes(),
+        new_block_groups=block_groups.astype("u1").tobytes() if len(needed) > 1 else b"",
         resync=b"",
         scheduled_new_reqs=tuple(
             NewRequestData(

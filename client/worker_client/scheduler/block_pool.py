@@ -8,29 +8,33 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
+from rpc_schema.kv_cache import NULL_BLOCK
+
 FIRST_BLOCK_ID = 1
 """Block 0 is the workers' null block."""
 
 
 def chained_hash(parent: bytes, token_ids: NDArray[np.int32]) -> bytes:
-    """Return a full block's hash: of its tokens, int32 [block_size], and of everything before."""
+    """Return a full block's hash: of its tokens, int32 [n], and of everything before."""
     return blake2b(
         token_ids.astype("<i4", copy=False).tobytes(), key=parent, digest_size=16
     ).digest()
 
 
 class BlockPool:
-    """Reference-counted blocks 1 to num_blocks - 1, and the hashes of the full ones.
+    """Reference-counted blocks 1 to num_blocks - 1 for all groups of layers, and the hashes of the
+    full ones: what a block holds is that of one group.
 
     A block that nobody holds keeps its contents until it is given out again, the one that was
     freed first being the first to go (least recently used).
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_groups: int) -> None:
         self._num_refs = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(FIRST_BLOCK_ID, num_blocks))
-        self._block_of: dict[bytes, int] = {}
-        self._hash_of: dict[int, bytes] = {}
+        self._block_of: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
+        self._hash_of: dict[int, tuple[int, bytes]] = {}
+        """Of a block its group, and the hash."""
 
     @property
     def num_free(self) -> int:
@@ -47,52 +51,53 @@ class BlockPool:
         return block_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give blocks back, in a request's order: its last blocks are reused first."""
+        """Give blocks back, in a request's order: its last blocks are reused first. Null blocks are
+        passed over."""
         for block_id in reversed(block_ids):
+            if block_id == NULL_BLOCK:
+                continue
             self._num_refs[block_id] -= 1
             if self._num_refs[block_id] == 0:
                 self._free[block_id] = None
 
-    def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the cached blocks for the longest prefix of `hashes`; nothing is held yet."""
-        found = []
-        for block_hash in hashes:
-            block_id = self._block_of.get(block_hash)
-            if block_id is None:
-                break
-            found.append(block_id)
-        return found
+    def find(self, group: int, block_hash: bytes) -> int | None:
+        """Return the cached block of a group with this hash; nothing is held yet."""
+        return self._block_of[group].get(block_hash)
 
     def num_free_among(self, block_ids: Sequence[int]) -> int:
-        """Return how many of these blocks nobody holds."""
-        return sum(self._num_refs[block_id] == 0 for block_id in block_ids)
+        """Return how many of these blocks nobody holds, null blocks aside."""
+        return sum(self._num_refs[i] == 0 for i in block_ids if i != NULL_BLOCK)
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Take a reference to cached blocks."""
+        """Take a reference to cached blocks. Null blocks are passed over."""
         for block_id in block_ids:
+            if block_id == NULL_BLOCK:
+                continue
             self._num_refs[block_id] += 1
             self._free.pop(block_id, None)
 
-    def remember(self, block_id: int, block_hash: bytes) -> None:
+    def remember(self, group: int, block_id: int, block_hash: bytes) -> None:
         """Record what a full block holds. Of equal blocks the first stays the cached one."""
-        if block_hash not in self._block_of:
-            self._block_of[block_hash] = block_id
-            self._hash_of[block_id] = block_hash
+        if block_hash not in self._block_of[group]:
+            self._block_of[group][block_hash] = block_id
+            self._hash_of[block_id] = group, block_hash
 
     def forget(self, hashes: Sequence[bytes]) -> None:
         """Drop the blocks that are cached under these hashes: their contents are not to be
         trusted."""
-        for block_hash in hashes:
-            block_id = self._block_of.pop(block_hash, None)
-            if block_id is not None:
-                del self._hash_of[block_id]
+        for of_group in self._block_of:
+            for block_hash in hashes:
+                block_id = of_group.pop(block_hash, None)
+                if block_id is not None:
+                    del self._hash_of[block_id]
 
     def forget_all(self) -> None:
         """Drop every cached hash: the contents are not to be trusted."""
-        self._block_of.clear()
+        for of_group in self._block_of:
+            of_group.clear()
         self._hash_of.clear()
 
     def _forget(self, block_id: int) -> None:
-        block_hash = self._hash_of.pop(block_id, None)
-        if block_hash is not None:
-            del self._block_of[block_hash]
+        known = self._hash_of.pop(block_id, None)
+        if known is not None:
+            del self._block_of[known[0]][known[1]]

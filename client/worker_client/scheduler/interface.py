@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from rpc_schema.config import WorkerConfig
+from rpc_schema.kv_cache import BlockGroup, block_groups, request_blocks
 from worker_client.loading import LoadedModel
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler_output import Logprobs, SchedulerOutput, StepResult
@@ -81,11 +82,24 @@ class SchedulerLimits:
     num_blocks: int
     """Null block included."""
     block_size: int
+    """Of the smallest blocks."""
     pipeline_parallel_size: int = 1
     eos_token_ids: tuple[int, ...] = ()
     enable_prefix_caching: bool = True
     vocab_size: int | None = None
     """None leaves the token ids of requests unchecked."""
+    groups: tuple[BlockGroup, ...] = ()
+    """Of layers, each with blocks of its own of every request; none named: one of block_size,
+    without a window."""
+
+    @property
+    def block_groups(self) -> tuple[BlockGroup, ...]:
+        """The groups, one at least."""
+        return block_groups(self.groups, self.block_size)
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """Return the blocks of all groups that a request of num_tokens has at once, at most."""
+        return request_blocks(num_tokens, self.block_groups, self.max_num_batched_tokens)
 
 
 def scheduler_limits(model: LoadedModel, config: WorkerConfig) -> SchedulerLimits:
@@ -99,4 +113,5 @@ def scheduler_limits(model: LoadedModel, config: WorkerConfig) -> SchedulerLimit
         pipeline_parallel_size=config.parallel.pipeline_parallel_size,
         eos_token_ids=model.metadata.eos_token_ids,
         vocab_size=model.metadata.vocab_size,
+        groups=model.groups,
     )

@@ -34,7 +34,8 @@ class Step:
         self.decodes: dict[str, Request] = {}
         self.prefills: dict[str, int] = {}
         self.new: list[Request] = []
-        self.new_blocks: dict[str, list[int]] = {}
+        self.new_blocks: list[dict[str, list[int]]] = [{} for _ in limits.block_groups]
+        """Of each group of layers."""
         self.preempted: list[str] = []
         self._limits = limits
         self._roster = roster
@@ -67,11 +68,12 @@ class Step:
 
     def _plan_decodes(self, *, before: int) -> None:
         """Plan the group whose turn it is, or the next one with somebody to run."""
-        size = self._limits.block_size
+        size = self._blocks.unit
         for group, ready in self._groups.in_turn(before):
             self.decodes = ready
-            needy = [r for r in ready.values() if r.num_computed % size == 0]  # no block has room
-            if len(needy) > self._blocks.num_free:
+            # Those whose blocks have no room.
+            needy = [r for r in ready.values() if r.num_computed % size == 0]
+            if len(needy) * len(self.new_blocks) > self._blocks.num_free:
                 needy.sort(key=lambda request: request.admission)
             for request in needy:
                 if request.id in self.decodes and not self._extend(request, 1):
@@ -93,7 +95,7 @@ class Step:
                 self._prefill(request, count)
                 if request.unannounced:
                     self._announce(request)
-                    self.new_blocks.pop(request.id, None)  # they come with the others
+                    self._drop_new_blocks(request)  # they come with the others
 
     def _admit(self, chunk: int) -> None:
         """Admit waiting requests in order, as long as blocks, slots and tokens last."""
@@ -109,7 +111,7 @@ class Step:
             prefix = self._blocks.find_prefix(request)
             if not self._blocks.can_hold(request, prefix):
                 return
-            num_cached = len(prefix) * self._limits.block_size
+            num_cached = self._blocks.num_cached(prefix)
             count = min(request.num_tokens - num_cached, self._budget)
             if not self._has_room(count, chunk):
                 return
@@ -151,7 +153,7 @@ class Step:
         )
 
     def _num_bytes(self, request: Request) -> int:
-        return request.admission_bytes(len(request.tokens), self._limits.block_size)
+        return request.admission_bytes(len(request.tokens), self._limits.block_groups)
 
     def _announce(self, request: Request) -> None:
         self.new.append(request)
@@ -163,21 +165,26 @@ class Step:
 
         Only requests admitted after this one are preempted; without any, this one waits.
         """
-        while (block_ids := self._blocks.extend(request, count)) is None:
+        while (given := self._blocks.extend(request, count)) is None:
             victim = next(reversed(self._roster.running.values()))
             if victim is request:
                 return False
             self._preempt(victim)
-        if block_ids:
-            self.new_blocks[request.id] = block_ids
+        for of_group, block_ids in zip(self.new_blocks, given, strict=False):
+            if block_ids:
+                of_group[request.id] = block_ids
         return True
+
+    def _drop_new_blocks(self, request: Request) -> None:
+        for of_group in self.new_blocks:
+            of_group.pop(request.id, None)
 
     def _preempt(self, victim: Request) -> None:
         self.decodes.pop(victim.id, None)
         freed = self.prefills.pop(victim.id, 0)
         self._num_prefill_tokens -= freed
         self._budget += freed
-        self.new_blocks.pop(victim.id, None)
+        self._drop_new_blocks(victim)
         self.new = [request for request in self.new if request is not victim]
         self.preempted.append(victim.id)
         self._blocks.remember(victim)

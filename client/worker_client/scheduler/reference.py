@@ -67,11 +67,11 @@ class Scheduler:
         for entry, request in adopted:
             self._roster.add(entry)
             reason = entry.take_again()
-            has_kv = request.block_ids and entry.num_tokens == len(request.token_ids)
+            has_kv = request.num_computed_tokens and entry.num_tokens == len(request.token_ids)
             if reason is not None:
                 done.append(self._finish(entry, reason))
             elif has_kv and not self._roster.is_full:
-                self._blocks.resume(entry, request.block_ids, request.num_computed_tokens)
+                self._blocks.resume(entry, request.blocks_by_group, request.num_computed_tokens)
                 self._blocks.remember(entry)
                 self._roster.start(entry)
                 entry.unannounced = True
@@ -123,7 +123,8 @@ class Scheduler:
             num_scheduled_tokens=step.prefills,
             decode_req_ids=decode_req_ids,
             scheduled_new_reqs=new,
-            new_block_ids=step.new_blocks,
+            new_block_ids=step.new_blocks[0],
+            more_new_block_ids=tuple(step.new_blocks[1:]) if any(step.new_blocks[1:]) else (),
             finished_req_ids=ended,
             preempted_req_ids=step.preempted,
         )
@@ -135,7 +136,7 @@ class Scheduler:
         if self._in_flight:
             self._in_flight.popleft()
         done = []
-        find, block_size = self._roster.unfinished.get, self._limits.block_size
+        find, block_size = self._roster.unfinished.get, self._blocks.unit
         for req_id, token in zip(result.req_ids, result.token_ids, strict=True):
             request = find(req_id)
             if request is None:  # stopped meanwhile: sampled past its end

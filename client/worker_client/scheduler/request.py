@@ -1,13 +1,14 @@
 """One request of the reference scheduler: its counts, when it ends, how it begins here or goes on
 from another driver. Knows no other request, no pool and no step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from rpc_schema.extensions import extension_of
-from rpc_schema.kv_cache import NUM_NULL_BLOCKS, blocks_for
+from rpc_schema.kv_cache import NUM_NULL_BLOCKS, BlockGroup, blocks_for
 from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, LogprobsWanted, StopTokens
 from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
@@ -42,13 +43,16 @@ class _Note(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
 class HeldBlocks:
     """A request's blocks; RequestBlocks alone writes here."""
 
-    ids: list[int] = field(default_factory=list)
+    by_group: list[list[int]] = field(default_factory=list)
+    """Of each group of layers, one for each place; 0 where a window has left a block behind. Empty
+    while it waits."""
     hashes: list[bytes] = field(default_factory=list)
-    """Of its full blocks, as far as tokens are known. They depend on tokens alone, and stay."""
+    """Of its full blocks, the smallest of all groups, as far as tokens are known. They depend on
+    tokens alone, and stay."""
     num_remembered: int = 0
-    """How many the pool knows the contents of."""
+    """How many of these the pool knows the contents of."""
     num_shared: int = 0
-    """How many others had filled, since its admission."""
+    """How many of these others had filled, since its admission."""
     may_share: bool = True
     """Whether it may begin with blocks that others filled."""
 
@@ -135,9 +139,9 @@ class Request:
         self.num_tokens = len(self.tokens)
         self.num_void = num_void
 
-    def admission_bytes(self, num_tokens: int, block_size: int) -> int:
+    def admission_bytes(self, num_tokens: int, groups: Sequence[BlockGroup]) -> int:
         """Return what its admission with so many tokens takes of a step's message, at most."""
-        num_blocks = blocks_for(num_tokens, block_size)
+        num_blocks = sum(blocks_for(num_tokens, group.block_size) for group in groups)
         own = self.extension_bytes
         return admission_bytes(num_tokens, num_blocks, len(self.id), own, MAX_NOTE_BYTES)
 
@@ -149,7 +153,8 @@ class Request:
             token_ids=np.array(self.tokens, np.int32),
             num_prompt_tokens=self.num_prompt_tokens,
             num_computed_tokens=self.num_computed,
-            block_ids=list(self.blocks.ids),
+            block_ids=list(self.blocks.by_group[0]),
+            more_block_ids=[list(own) for own in self.blocks.by_group[1:]],
             extensions=self.extensions,
             note=msgspec.msgpack.encode(note),
         )
@@ -178,7 +183,7 @@ def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
     num_prompt = len(request.prompt_token_ids)
     limit = min(num_prompt + request.max_tokens, limits.max_model_len)
     usable = limits.num_blocks - NUM_NULL_BLOCKS
-    if blocks_for(limit - 1, limits.block_size) > usable:
+    if limits.most_blocks(limit - 1) > usable:
         raise RequestError(
             f"{limit} tokens do not fit into {usable} blocks of {limits.block_size}",
             field="max_tokens",
@@ -199,11 +204,11 @@ def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
         limit=limit,
         extensions=extensions,
     )
-    _check_admission(made, limits.block_size)
+    _check_admission(made, limits.block_groups)
     return made
 
 
-def _check_admission(made: Request, block_size: int) -> None:
+def _check_admission(made: Request, groups: Sequence[BlockGroup]) -> None:
     """Check that a step can admit the request by itself: after a preemption with all its tokens."""
     stops = extension_of(made.extensions, StopTokens)
     num_stop_ids = 0 if stops is None else len(stops.token_ids)
@@ -214,7 +219,7 @@ def _check_admission(made: Request, block_size: int) -> None:
             value=num_stop_ids,
             fix=f"give at most {MAX_STOP_TOKEN_IDS} in all, or ignore_eos",
         )
-    num_bytes = made.admission_bytes(made.limit - 1, block_size)
+    num_bytes = made.admission_bytes(made.limit - 1, groups)
     if made.limit - 1 <= MAX_ADMITTED_TOKENS and num_bytes <= MAX_ADMITTED_BYTES:
         return
     most = min(MAX_ADMITTED_TOKENS, MAX_ADMITTED_BYTES * (made.limit - 1) // num_bytes)
@@ -242,7 +247,7 @@ def adopted_request(request: AdoptedRequest, limits: SchedulerLimits) -> Request
             value=request.note,
             fix="adopt it with that scheduler, or drop it",
         ) from None
-    needed = blocks_for(note.limit - 1, limits.block_size)
+    needed = limits.most_blocks(note.limit - 1)
     if note.limit > limits.max_model_len or needed > limits.num_blocks - NUM_NULL_BLOCKS:
         raise RequestError(
             f"request {request.req_id!r} may have {note.limit} tokens, which is more than fits",
@@ -260,5 +265,5 @@ def adopted_request(request: AdoptedRequest, limits: SchedulerLimits) -> Request
         num_cached_tokens=note.num_cached_tokens,
         num_preemptions=note.num_preemptions,
     )
-    _check_admission(made, limits.block_size)
+    _check_admission(made, limits.block_groups)
     return made

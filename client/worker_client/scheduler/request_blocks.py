@@ -1,11 +1,19 @@
 """The blocks that requests hold, and the prefix cache: which of their full blocks others may begin
-with. Knows tokens and blocks; not who runs or waits, nor what a step is."""
+with. Knows tokens and blocks; not who runs or waits, nor what a step is.
+
+In a group with a window a request lets go of the blocks that the window has left behind, before it
+takes new ones. Steps in flight may still read them, and that is safe: the step that is being made
+is the first that can give them to anybody, every rank runs it after those in flight, and no token
+from num_computed on, this step's own included, sees them. It is safe after a failure too: rows that
+are taken back to where they would see such a block again are not vouched for by the workers.
+"""
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 
-from rpc_schema.kv_cache import blocks_for
+from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind, blocks_for, most_blocks
 from worker_client.scheduler.block_pool import BlockPool, chained_hash
 from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler.request import Request
@@ -15,9 +23,15 @@ class RequestBlocks:
     """Owns the pool, and what requests have of it (Request.blocks)."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
-        self._size = limits.block_size
+        self._groups = limits.block_groups
+        self.unit = min(group.block_size for group in self._groups)
+        """Tokens of a hash, and of the smallest blocks: all larger ones are multiples, also of each
+        other."""
+        self._strides = [group.block_size // self.unit for group in self._groups]
+        """Hashes of a block of each group."""
+        self._most_tokens = limits.max_num_batched_tokens
         self._caches_prefixes = limits.enable_prefix_caching
-        self._pool = BlockPool(limits.num_blocks)
+        self._pool = BlockPool(limits.num_blocks, len(self._groups))
         self._to_remember: list[Request] = []
 
     @property
@@ -25,50 +39,114 @@ class RequestBlocks:
         """Blocks that no request holds."""
         return self._pool.num_free
 
-    def extend(self, request: Request, count: int) -> list[int] | None:
-        """Give a request the blocks that it lacks for its next `count` tokens, and return them;
-        None where too few are free."""
-        missing = blocks_for(request.num_computed + count, self._size) - len(request.blocks.ids)
-        if missing <= 0:
+    def extend(self, request: Request, count: int) -> list[list[int]] | None:
+        """Give a request the blocks that it lacks for its next `count` tokens, and return those of
+        each group; None where too few are free. What its windows have left behind is free then."""
+        held, end = request.blocks.by_group, request.num_computed + count
+        missing = [
+            max(0, blocks_for(end, group.block_size) - len(own))
+            for group, own in zip(self._groups, held, strict=True)
+        ]
+        total = sum(missing)
+        if not total:
             return []
-        if missing > self._pool.num_free:
+        self._leave_behind(request)
+        if total > self._pool.num_free:
             return None
-        block_ids = self._pool.allocate(missing)
-        request.blocks.ids += block_ids
-        return block_ids
+        given = [self._pool.allocate(number) for number in missing]
+        for own, block_ids in zip(held, given, strict=True):
+            own += block_ids
+        return given
 
-    def find_prefix(self, request: Request) -> list[int]:
-        """Return the cached blocks that a request can begin with; one token is left to compute."""
+    def _leave_behind(self, request: Request) -> None:
+        for group, own in zip(self._groups, request.blocks.by_group, strict=True):
+            behind = blocks_behind(request.num_computed, group)
+            while behind and own[behind - 1] != NULL_BLOCK:
+                behind -= 1
+                self._pool.release(own[behind : behind + 1])
+                own[behind] = NULL_BLOCK
+
+    def find_prefix(self, request: Request) -> list[list[int]]:
+        """Return the cached blocks of each group that a request can begin with, null blocks where
+        no token behind them sees any; one token is left to compute."""
         if not self._caches_prefixes or not request.blocks.may_share:
-            return []
+            return [[] for _ in self._groups]
         self._hash(request)
-        num_usable = (len(request.tokens) - 1) // self._size
-        return self._pool.find(request.blocks.hashes[:num_usable])
+        hashes = request.blocks.hashes
+        longest = max(self._strides)
+        length = (len(request.tokens) - 1) // self.unit // longest * longest
+        fitted = -1
+        while fitted != length:  # until every group can serve it
+            fitted = length
+            for group in range(len(self._groups)):
+                length = self._cached_length(group, hashes, length) // longest * longest
+        return [self._prefix(group, hashes, length) for group in range(len(self._groups))]
 
-    def can_hold(self, request: Request, prefix: Sequence[int]) -> bool:
+    def _cached_length(self, group: int, hashes: Sequence[bytes], most: int) -> int:
+        """Return for the longest length, `most` at most, in hashes, how many a group can serve:
+        with all blocks that the next token sees. It is a multiple of the group's blocks."""
+        stride, blocks = self._strides[group], self._groups[group]
+        end = most // stride
+        if blocks.window is None:
+            for index in range(end):
+                if self._find(group, hashes, index) is None:
+                    return index * stride
+            return end * stride
+        index = end
+        while index > blocks_behind(end * blocks.block_size, blocks):
+            index -= 1
+            if self._find(group, hashes, index) is None:
+                end = index
+        return end * stride
+
+    def _prefix(self, group: int, hashes: Sequence[bytes], length: int) -> list[int]:
+        behind = blocks_behind(length * self.unit, self._groups[group])
+        found = [
+            self._find(group, hashes, index)
+            for index in range(behind, length // self._strides[group])
+        ]
+        return [NULL_BLOCK] * behind + [block_id for block_id in found if block_id is not None]
+
+    def _find(self, group: int, hashes: Sequence[bytes], index: int) -> int | None:
+        return self._pool.find(group, hashes[(index + 1) * self._strides[group] - 1])
+
+    def num_cached(self, prefix: Sequence[Sequence[int]]) -> int:
+        """Return the tokens of a prefix."""
+        return len(prefix[0]) * self._groups[0].block_size
+
+    def can_hold(self, request: Request, prefix: Sequence[Sequence[int]]) -> bool:
         """Whether there are blocks for all known tokens of a request that begins with `prefix`."""
-        needed = blocks_for(len(request.tokens), self._size) - len(prefix)
-        return needed <= self._pool.num_free - self._pool.num_free_among(prefix)
+        needed = 0
+        for group, own in zip(self._groups, prefix, strict=True):
+            most = most_blocks(len(request.tokens), group, self._most_tokens)
+            needed += max(0, most - len(own) + own.count(NULL_BLOCK))
+        found = list(chain.from_iterable(prefix))
+        return needed <= self._pool.num_free - self._pool.num_free_among(found)
 
-    def begin(self, request: Request, prefix: Sequence[int], count: int) -> None:
+    def begin(self, request: Request, prefix: Sequence[Sequence[int]], count: int) -> None:
         """Give a request the cached blocks that it begins with, and those for `count` tokens."""
-        self.resume(request, prefix, len(prefix) * self._size)
-        request.blocks.num_remembered = request.blocks.num_shared = len(prefix)
+        self.resume(request, prefix, self.num_cached(prefix))
+        num_hashes = request.num_computed // self.unit
+        request.blocks.num_remembered = request.blocks.num_shared = num_hashes
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed
         self.extend(request, count)
 
-    def resume(self, request: Request, block_ids: Sequence[int], num_computed: int) -> None:
-        """Give a request the blocks that hold its first tokens."""
-        self._pool.hold(block_ids)
-        request.blocks.ids = list(block_ids)
+    def resume(
+        self, request: Request, by_group: Sequence[Sequence[int]], num_computed: int
+    ) -> None:
+        """Give a request the blocks of each group that hold its first tokens."""
+        for block_ids in by_group:
+            self._pool.hold(block_ids)
+        request.blocks.by_group = [list(block_ids) for block_ids in by_group]
         request.num_computed = num_computed
 
     def release(self, request: Request) -> None:
         """Take a request's blocks. Steps in flight may still write to them; whoever gets them runs
         after those steps."""
-        self._pool.release(request.blocks.ids)
-        request.blocks.ids = []
+        for block_ids in request.blocks.by_group:
+            self._pool.release(block_ids)
+        request.blocks.by_group = []
         request.blocks.num_remembered = 0
         request.num_computed = 0
 
@@ -78,9 +156,12 @@ class RequestBlocks:
             return
         self._hash(request)
         blocks = request.blocks
-        num_full = min(len(request.tokens), request.num_computed) // self._size
-        for index in range(blocks.num_remembered, num_full):
-            self._pool.remember(blocks.ids[index], blocks.hashes[index])
+        num_full = min(len(request.tokens), request.num_computed) // self.unit
+        for group, own in enumerate(blocks.by_group):
+            stride = self._strides[group]
+            for index in range(blocks.num_remembered // stride, num_full // stride):
+                if own[index] != NULL_BLOCK:
+                    self._pool.remember(group, own[index], blocks.hashes[(index + 1) * stride - 1])
         blocks.num_remembered = max(num_full, blocks.num_remembered)
 
     def remember_later(self, request: Request) -> None:
@@ -112,7 +193,7 @@ class RequestBlocks:
 
     def _hash(self, request: Request) -> None:
         """Bring a request's block hashes up to its known tokens."""
-        size, hashes = self._size, request.blocks.hashes
+        size, hashes = self.unit, request.blocks.hashes
         for index in range(len(hashes), len(request.tokens) // size):
             tokens = np.array(request.tokens[index * size : (index + 1) * size], np.int32)
             parent = hashes[-1] if hashes else request.prefix_root

@@ -12,6 +12,7 @@ import pytest
 
 from rpc_schema.adoption import AdoptRequestsReply, RequestRow
 from rpc_schema.errors import BadFrameError
+from rpc_schema.kv_cache import BlockGroup
 from rpc_schema.sampling import SamplingParams
 from tests.unit.client.test_scheduler import Model, expected, make_limits, random_requests
 from worker_client.adoption import AdoptedRequest, RankRow, merge, read_page
@@ -143,7 +144,7 @@ def test_requests_go_through_many_drivers_and_end_with_their_tokens(seed):
             model.told_by(0, ranks[0], all_tokens=False),
             model.told_by(1, ranks[1], all_tokens=True),
         ]
-        adopted = merge(told, 1, limits.block_size)
+        adopted = merge(told, 1, limits.block_groups)
         assert {request.req_id for request in adopted} == {*ranks[0], *ranks[1]}
         num_kept += sum(request.num_computed_tokens for request in adopted)
     model = TwoRanks(limits, 1, kv)
@@ -159,13 +160,14 @@ def test_kv_is_what_all_ranks_have_and_one_token_is_left_to_compute():
         make_row(rank, [5, 6, 7, 8, 9][: 5 if rank else 2], [3, 4], num_computed_tokens=computed)
         for rank, computed in enumerate((4, 5, 2))
     ]
-    (adopted,) = merge([[row] for row in rows], 1, 2)
+    (adopted,) = merge([[row] for row in rows], 1, [BlockGroup(2)])
     assert adopted.token_ids.tolist() == [5, 6, 7, 8, 9]
     assert (adopted.num_computed_tokens, adopted.block_ids) == (2, (3,))
     rows = [make_row(rank, [5, 6], [3], num_computed_tokens=1, slot=4 - rank) for rank in (0, 1)]
-    (moved,) = merge([[row] for row in rows], 1, 2)
+    (moved,) = merge([[row] for row in rows], 1, [BlockGroup(2)])
     assert (moved.num_computed_tokens, moved.block_ids, moved.slot) == (1, (3,), 3)
-    (alone,) = merge([[make_row(0, [5, 6, 7, 8], [3, 4], num_computed_tokens=4)]], 0, 2)
+    row = make_row(0, [5, 6, 7, 8], [3, 4], num_computed_tokens=4)
+    (alone,) = merge([[row]], 0, [BlockGroup(2)])
     assert (alone.num_computed_tokens, alone.block_ids) == (3, (3, 4))
 
 
@@ -181,7 +183,7 @@ def test_kv_is_what_all_ranks_have_and_one_token_is_left_to_compute():
 )
 def test_request_that_ranks_have_differently_begins_again_from_its_tokens(other):
     mine = make_row(0, [5, 6, 7, 8], [3, 4], num_computed_tokens=3)
-    (adopted,) = merge([[mine], other], 0, 2)
+    (adopted,) = merge([[mine], other], 0, [BlockGroup(2)])
     assert (adopted.num_computed_tokens, adopted.block_ids) == (0, ())
     assert adopted.as_new([9]).block_ids == [9]
 
@@ -197,14 +199,14 @@ def test_disagreement_is_named(field, value):
         [make_row(2, [1, 2], [], slot=6, **{field: value})],
     ]
     with pytest.raises(AdoptionMismatch, match=r"ranks 0 and 2 .* slot 6") as error:
-        merge(ranks, 0, 4)
+        merge(ranks, 0, [BlockGroup(4)])
     assert (error.value.field, error.value.slot, error.value.ranks) == (field, 6, (0, 2))
 
 
 def test_tokens_that_disagree_are_named():
     ranks = [[make_row(0, [1, 3], [])], [make_row(1, [1, 2, 3], [])]]
     with pytest.raises(AdoptionMismatch, match="token_ids"):
-        merge(ranks, 1, 4)
+        merge(ranks, 1, [BlockGroup(4)])
 
 
 def test_pages_are_split_by_row_and_refused_where_they_do_not_fit():

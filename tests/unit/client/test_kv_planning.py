@@ -23,26 +23,29 @@ def random_cases():
     rng = np.random.default_rng()
     for _ in range(200):
         block_size = 2 ** int(rng.integers(0, 8))
-        sizes = [
-            rng.integers(1, 50, rng.integers(1, 5)).tolist() for _ in range(rng.integers(1, 5))
+        size = int(rng.integers(1, 50))
+        specs = [
+            [layer(f"{rank}.{i}", size) for i in range(rng.integers(1, 5))]
+            for rank in range(rng.integers(1, 5))
         ]
-        specs = [[layer(str(i), size) for i, size in enumerate(rank)] for rank in sizes]
         available = rng.integers(0, 200_000, len(specs)).tolist()
-        yield block_size, sizes, specs, available
+        yield block_size, size, specs, available
 
 
 def test_the_smallest_rank_decides_and_its_blocks_fit_where_one_more_does_not():
     """Edge 9: stages differ."""
-    for block_size, sizes, specs, available in random_cases():
-        count = kv_cache.smallest_fitting_blocks(specs, available, block_size)
-        each = [block_size * sum(rank) for rank in sizes]
+    for block_size, size, specs, available in random_cases():
+        groups = kv_cache.plan_groups(specs, block_size, 100, 10)
+        count = kv_cache.smallest_fitting_blocks(groups, available)
+        each = [block_size * size * len(layers) for layers in specs]
         room = [has - count * size for has, size in zip(available, each, strict=True)]
         assert min(room) >= 0
         assert any(left < size for left, size in zip(room, each, strict=True))
         if count >= 2:
-            plan = kv_cache.build_kv_cache_config(specs[0], count, block_size)
+            plan = kv_cache.build_kv_cache_config(groups, 0, count)
             assert plan.size_bytes == count * each[0] <= available[0]
             assert plan.groups[0].layer_names == tuple(spec.layer_name for spec in specs[0])
+            assert (len(plan.groups), plan.groups[0].block_size) == (1, block_size)
 
 
 def test_requests_of_the_longest_length_have_all_their_blocks():
@@ -50,12 +53,14 @@ def test_requests_of_the_longest_length_have_all_their_blocks():
     for _ in range(200):
         num_blocks, length = int(rng.integers(0, 300)), int(rng.integers(1, 500))
         size = 2 ** int(rng.integers(0, 7))
+        groups = [kv_cache.BlockGroup(size)]
         free, count = num_blocks - 1, 0
         while free >= kv_cache.blocks_for(length, size):
             free -= kv_cache.blocks_for(length, size)
             count += 1
-        assert kv_cache.longest_requests(num_blocks, size, length) == count
-        assert kv_cache.usable_tokens(num_blocks, size) == max(0, num_blocks - 1) * size
+        assert kv_cache.longest_requests(num_blocks, groups, length, 7) == count
+        usable = kv_cache.usable_tokens(num_blocks, groups, length, 7)
+        assert usable == max(0, num_blocks - 1) * size
 
 
 def test_a_rank_that_lacks_bytes_has_no_blocks():
@@ -65,11 +70,12 @@ def test_a_rank_that_lacks_bytes_has_no_blocks():
 
 def test_a_length_is_kept_lowered_or_refused():
     """Edge 4: not one request of the longest length fits."""
-    assert fit_max_model_len(11, 4, 40, may_lower=False) == 40
-    assert fit_max_model_len(11, 4, 41, may_lower=True) == 40
+    groups = [kv_cache.BlockGroup(4)]
+    assert fit_max_model_len(11, groups, 40, 8, may_lower=False) == 40
+    assert fit_max_model_len(11, groups, 41, 8, may_lower=True) == 40
     for num_blocks, may_lower in ((11, False), (1, True), (0, True)):
         with pytest.raises(KVPlanError, match="needs 12 KV blocks") as caught:
-            fit_max_model_len(num_blocks, 4, 41, may_lower=may_lower)
+            fit_max_model_len(num_blocks, groups, 41, 8, may_lower=may_lower)
         assert caught.value.field == "max_model_len"
     assert choose_num_blocks(9, None) == 9
     assert choose_num_blocks(9, 8) == 8

@@ -180,7 +180,8 @@ class PagedRun:
         flat = np.pad(np.concatenate(positions), (0, num_padding)).astype(np.int64)
         hidden = self.stages[0].embed(torch.from_numpy(np.pad(ids, (0, num_padding))))
         for stage, caches in zip(self.stages, self.caches, strict=True):
-            hidden = stage.forward(hidden, torch.from_numpy(flat), caches, metadata)
+            of_layers = [metadata] * len(stage.kv_layer_specs)
+            hidden = stage.forward(hidden, torch.from_numpy(flat), caches, of_layers)
         return self.stages[-1].compute_logits(hidden[: len(ids)])
 
     def prefill(self):

@@ -176,16 +176,18 @@ def test_blocks_are_those_that_a_driver_plans(
     stages = built_stages(path, pp, tp, partition, torch.bfloat16)
     specs = [describe_layers(stage.kv_layer_specs, torch.bfloat16) for stage in stages]
 
+    groups = kv_cache.plan_groups(specs, block_size, planned.max_model_len, 64)
+
     def blocks(available):
-        return kv_cache.smallest_fitting_blocks(specs, available, block_size)
+        return kv_cache.smallest_fitting_blocks(groups, available)
 
     available = [rank.kv_available_bytes for rank in planned.ranks]
     assert planned.num_blocks == blocks(available) == min(r.num_blocks for r in planned.ranks)
     for rank, layers in zip(planned.ranks, specs, strict=True):
         taken = rank.weights_bytes + rank.rotary_table_bytes + rank.step_estimate_bytes
         assert rank.kv_available_bytes == planned.requested_bytes - taken
-        alone = kv_cache.smallest_fitting_blocks([layers], [rank.kv_available_bytes], block_size)
-        assert rank.num_blocks == alone
+        per_block = block_size * sum(layer.bytes_per_token for layer in layers)
+        assert rank.num_blocks == max(0, rank.kv_available_bytes // per_block)
 
     override = planned.kv_cache_memory_bytes_request
     assert blocks([override] * len(specs)) == planned.num_blocks
@@ -194,7 +196,9 @@ def test_blocks_are_those_that_a_driver_plans(
 
     length = planned.max_model_len
     try:
-        kv_planning.fit_max_model_len(planned.num_blocks, block_size, length, may_lower=False)
+        kv_planning.fit_max_model_len(
+            planned.num_blocks, [kv_cache.BlockGroup(block_size)], length, 64, may_lower=False
+        )
     except KVPlanError:
         assert not planned.max_model_len_fits
     else:

@@ -109,7 +109,7 @@ def peak_of_layers(heads, kv_heads, head_dim, inner_size):
     )
     ids = torch.zeros(NUM_TOKENS, dtype=torch.int64)
     with torch.inference_mode(), LiveBytes() as live:
-        stage.forward(stage.embed(ids), ids, (), metadata)
+        stage.forward(stage.embed(ids), ids, (), [metadata] * len(stage.kv_layer_specs))
     return live.peak
 
 

@@ -14,6 +14,7 @@ from row_steps import Admission, NaiveRows, Plan, encode, request_state
 from rpc_schema.base import Count, Extension
 from rpc_schema.sampling import SamplingParams
 from worker_daemon.distributed.tp import SingleRank
+from worker_daemon.kv_cache.allocate import LayerKV
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage
 from worker_daemon.models.partition import partition_layers
@@ -175,9 +176,10 @@ class Rank:
         for name, view in stage.checkpoint_views().items():
             generator = torch.Generator().manual_seed(sum(name.encode()))
             view.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
+        size = (LIMITS.num_blocks, 2, LIMITS.block_size)
         caches = [
-            torch.zeros(LIMITS.num_blocks, 2, LIMITS.block_size, s.num_kv_heads, s.head_dim)
-            for s in stage.kv_layer_specs
+            LayerKV(torch.zeros(*size, spec.num_kv_heads, spec.head_dim), 0)
+            for spec in stage.kv_layer_specs
         ]
         self.state = request_state(LIMITS)
         if parts:

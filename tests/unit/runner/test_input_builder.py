@@ -62,7 +62,7 @@ def check_tokens(limits, inputs, gathered, rows, ran):
     assert columns.positions.tolist() == [p for _, p in spans] + [0] * padding
     size = limits.block_size
     assert (
-        gathered.slot_mapping.tolist()
+        gathered.slot_mappings[0].tolist()
         == [requests[slot].blocks[p // size] * size + p % size for slot, p in spans] + [0] * padding
     )
     expected = [naive_token(requests[slot], p) for slot, p in spans]
@@ -161,7 +161,7 @@ def test_gathered_tensors_equal_naive_ones_over_random_steps(seed, padded):
         builder.tables.update(inputs.columns)
         gathered = builder.tables.gather(inputs.columns)
         check_tokens(limits, inputs, gathered, rows, ran)
-        check_attention(limits, inputs, inputs.attention(gathered, builder.tables), rows, ran)
+        check_attention(limits, inputs, inputs.attention(gathered, builder.tables)[0], rows, ran)
         check_sample_rows(state, inputs, rows, ran)
         chosen = inputs.sample_rows
         check_sampling(metadata_of(state, chosen), chosen, rows)
@@ -266,7 +266,7 @@ def test_other_steps_are_padded_to_the_next_number_of_tokens_unless_their_update
         shape = ladder.fit(step).shape
         assert shape.num_tokens == min((n for n in MIXED_SIZES if n >= count), default=count)
         assert (ladder.fit(step) in ladder.plans) == (count <= MIXED_SIZES[-1])
-        updates = step.block_updates._replace(slots=np.zeros(shape.num_tokens + 1, np.int64))
+        updates = step.block_updates._replace(rows=np.zeros(shape.num_tokens + 1, np.int64))
         exact = ladder.fit(step._replace(block_updates=updates, samples=np.ones(2, np.bool_)))
         assert exact.shape.num_tokens == count
         assert exact.shape.num_updates == shape.num_tokens + 1
@@ -313,7 +313,7 @@ def test_dummy_step_reads_and_writes_the_null_block_alone():
     inputs = builder.build(state.dummy_step(1))
     builder.tables.update(inputs.columns)
     gathered = builder.tables.gather(inputs.columns)
-    assert gathered.slot_mapping.tolist() == [0]
+    assert gathered.slot_mappings[0].tolist() == [0]
     assert inputs.columns.seq_rows.tolist() == [state.spare_slot]
     assert not builder.tables.block_table[state.spare_slot].any()
     assert inputs.sample_rows.slots_np.size == 0

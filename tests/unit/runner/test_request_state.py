@@ -78,11 +78,11 @@ def check_step(step, ran, plan, rows):
     assert step.total_num_tokens == sum(plan.scheduled.values())
     assert step.defer_sampling == plan.defer
     updates = step.block_updates
-    triples = zip(updates.slots, updates.indices, updates.block_ids, strict=True)
+    triples = zip(updates.rows, updates.indices, updates.block_ids, strict=True)
     for slot, index, block_id in triples:
         assert rows.requests[slot].blocks[index] == block_id
-    assert sorted(zip(updates.slots, updates.block_ids, strict=True)) == sorted(plan.blocks)
-    assert len({*zip(updates.slots.tolist(), updates.indices.tolist(), strict=True)}) == len(
+    assert sorted(zip(updates.rows, updates.block_ids, strict=True)) == sorted(plan.blocks)
+    assert len({*zip(updates.rows.tolist(), updates.indices.tolist(), strict=True)}) == len(
         plan.blocks
     )
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from worker_driver import GREEDY, WorkerDriver
 
-from rpc_schema import config, kv_cache, lifecycle
+from rpc_schema import config, lifecycle
 from worker_daemon.errors import (
     CapacityError,
     CheckpointError,
@@ -210,10 +210,11 @@ def test_rank_outside_of_the_group_is_refused(make_worker):
 
 
 def test_plan_for_other_layers_is_refused(loaded):
-    layers = loaded.plan().groups[0].layer_names
+    group = loaded.plan().groups[0]
+    layers = group.layer_names
     wrong = [layers[:-1], (*layers, "model.layers.3"), (*layers[:-1], "elsewhere"), layers * 2, ()]
     for names in wrong:
-        plan = loaded.plan(groups=(kv_cache.KVCacheGroup(layer_names=names),))
+        plan = loaded.plan(groups=(msgspec.structs.replace(group, layer_names=names),))
         refused(ConfigError, "kv_cache_config.groups", loaded.allocate, plan)
 
 

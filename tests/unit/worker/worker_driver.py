@@ -66,7 +66,12 @@ class WorkerDriver:
         layers = self.worker.get_kv_cache_spec(lifecycle.GetKVCacheSpec(**self.ids())).layers
         size = self.cache.block_size
         bytes_per_token = sum(layer.bytes_per_token for layer in layers)
-        group = kv_cache.KVCacheGroup(layer_names=tuple(layer.layer_name for layer in layers))
+        group = kv_cache.KVCacheGroup(
+            layer_names=tuple(layer.layer_name for layer in layers),
+            block_size=size,
+            sliding_window=None,
+            dtype=layers[0].dtype,
+        )
         planned = {
             "num_blocks": self.num_blocks,
             "block_size": size,
