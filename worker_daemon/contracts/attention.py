@@ -95,8 +95,9 @@ class AttentionBackend(Protocol):
         keys and values are in kv_cache already.
 
         A query at position p sees keys at positions p - window + 1 to p (all up to p without a
-        window). Tokens behind the last sequence are padding; their output is finite and otherwise
-        unspecified. Never waits for the device.
+        window); blocks that no query of a sequence sees may hold anything, NaN too. Tokens behind
+        the last sequence are padding; their output is finite and otherwise unspecified. Never
+        waits for the device.
         """
 
     def rotate_and_attend(
@@ -105,6 +106,6 @@ class AttentionBackend(Protocol):
         """layer.rotate_and_store, then attend with what that returns, or both in one kernel: qkv
         [N, (Hq + 2 Hkv) D], which may be overwritten -> [N, Hq, D].
 
-        No sequence may have in its blocks what another one stores in this same step. What block 0
-        holds afterwards is unspecified.
+        No sequence may see in its blocks what another one stores in this same step; behind its
+        window its row may name any block. What block 0 holds afterwards is unspecified.
         """

@@ -87,6 +87,8 @@ def fold(
         visible = key_pos[None, :] <= q_pos[:, None]
         if HAS_WINDOW:
             visible = visible & (key_pos[None, :] > q_pos[:, None] - window)
+            # Blocks behind the window may be another sequence's, which may hold NaN.
+            v = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], v, 0.0)
         scores = tl.where(visible, scores, float("-inf"))
     # Scaling after the maximum makes one fused multiply-add a score; it needs a scale > 0.
     new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)

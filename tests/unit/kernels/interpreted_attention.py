@@ -146,6 +146,26 @@ def test_random_batches(seed: int) -> None:
     check(batch, rng.choice([None, rng.randint(1, 150)]))
 
 
+@pytest.mark.parametrize("lengths", [MIXED, DECODES])
+def test_blocks_behind_the_window_are_not_seen(lengths: list[tuple[int, int]]) -> None:
+    """They are another sequence's by now, or the null block: whatever is in there."""
+    window, shape = 21, Shape(8, 2, 64, 8)
+    batch = build(shape, lengths, seed=10)
+    batch.store()
+    expected = dense_attention(batch, window)
+    spoilt = batch.kv_cache.new_full((1, *batch.kv_cache.shape[1:]), float("nan"))
+    cache = torch.cat((batch.kv_cache, spoilt))
+    table = batch.block_table.clone()
+    for seq, (query_len, seq_len) in enumerate(lengths):
+        behind = max(0, seq_len - query_len - window + 1) // shape.block_size
+        table[batch.seq_rows[seq], :behind] = len(cache) - 1
+    assert (table == len(cache) - 1).any()
+    out = torch.full(batch.q.shape, float("nan"))
+    moved = replace(batch, kv_cache=cache, block_table=table)
+    paged_attention(batch.q, cache, moved, scale=shape.scale, window=window, out=out)
+    assert relative_error(out, expected) < BOUNDS[torch.float32]
+
+
 def test_the_backend_attends() -> None:
     batch = build(Shape(8, 2, 64), SHORTER, seed=9, num_padding=4)
     batch.store()

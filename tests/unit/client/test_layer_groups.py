@@ -17,7 +17,6 @@ from rpc_schema.kv_cache import (
     plan_groups,
     request_blocks,
 )
-from rpc_schema.sampling import SamplingParams
 from worker_client.adoption import AdoptedRequest
 from worker_client.errors import InvalidSchedulerOutput, KVPlanError, RequestError
 from worker_client.kv_planning import choose_groups, fit_max_model_len
@@ -141,13 +140,12 @@ class Workers:
 
     limits: SchedulerLimits
     table: SlotTable
-    held: dict[int, list] = field(default_factory=dict)
+    held: dict[int, dict[int, tuple]] = field(default_factory=dict)
     rows: dict[str, list] = field(default_factory=dict)
-    most_held: dict[str, int] = field(default_factory=dict)
 
     def run(self, output: SchedulerOutput, seq: int) -> StepResult:
         frames = self.table.encode(output, epoch=1, link=1, seq=seq).frames
-        message, _ = decode_step(frames)
+        message = decode_step(frames)
         assert len(message.new_block_groups) in (0, len(message.new_block_ids) // 4)
         for req_id in (*output.finished_req_ids, *output.preempted_req_ids):
             self.rows.pop(req_id, None)
@@ -178,7 +176,7 @@ class Workers:
                 block_id = blocks[number][position // group.block_size]
                 assert block_id != NULL_BLOCK
                 offset = position % group.block_size
-                entry = self.held.setdefault(block_id, [None] * group.block_size)
+                entry = self.held.setdefault(block_id, {})
                 entry[offset] = number, tuple(tokens[: position + 1])
 
     def check_reads(self, req_id: str, computed: int, count: int) -> None:
@@ -244,7 +242,7 @@ def test_nobody_reads_what_another_wrote_and_no_block_is_lost(seed):
         scheduler.add_request(
             GenerationRequest(str(index), np.array(prompt, np.int32), most, ignore_eos=True)
         )
-    done, in_flight, seq, num_cached = {}, [], 0, 0
+    done, in_flight, seq = {}, [], 0
     while scheduler.has_unfinished_requests() or in_flight:
         while len(in_flight) <= limits.pipeline_parallel_size:
             output = scheduler.schedule()
@@ -267,7 +265,6 @@ def test_nobody_reads_what_another_wrote_and_no_block_is_lost(seed):
             continue
         for finished in scheduler.update_from_output(*in_flight.pop(0)):
             done[finished.req_id] = finished.token_ids
-            num_cached += finished.num_cached_tokens
     for req_id, (prompt, most) in requests.items():
         tokens = list(prompt)
         for _ in range(most):
@@ -318,7 +315,6 @@ def new(req_id, num_tokens, computed, *by_group):
         num_tokens,
         computed,
         by_group[0],
-        SamplingParams(),
         more_block_ids=by_group[1:],
     )
 
@@ -346,7 +342,7 @@ def test_null_blocks_stand_behind_windows_alone():
         new("a", 22, 20, [1, 2, 3, 4, 5, 6], [0, 0, 0, 7, 8, 9], [0, 0, 0, 12, 13, 60]),
     ):
         refused(sliding_table(), admission(wrong), "block_ids", "give block ids from 1 to 59")
-    message, _ = decode_step(sliding_table().encode(admission(good), epoch=1, link=1, seq=1).frames)
+    message = decode_step(sliding_table().encode(admission(good), epoch=1, link=1, seq=1).frames)
     ids = np.frombuffer(message.new_block_ids, "<i4").tolist()
     assert ids == [1, 2, 3, 4, 5, 6, 0, 0, 0, 7, 8, 9, 0, 10, 11, 12, 13, 14]
     assert list(message.new_block_groups) == [0] * 6 + [1] * 6 + [2] * 6
@@ -372,11 +368,11 @@ def test_groups_that_there_are_not_and_blocks_of_two_groups_are_refused():
     step = SchedulerOutput(
         decode_req_ids=("a",), new_block_ids={"a": [7]}, more_new_block_ids=({"a": [8]}, {"a": [9]})
     )
-    message, _ = decode_step(table.encode(step, epoch=1, link=1, seq=2).frames)
+    message = decode_step(table.encode(step, epoch=1, link=1, seq=2).frames)
     assert np.frombuffer(message.new_block_ids, "<i4").tolist() == [7, 8, 9]
     assert list(message.new_block_groups) == [0, 1, 2]
     table.require_resync()
-    message, _ = decode_step(table.encode(SchedulerOutput(), epoch=1, link=1, seq=3).frames)
+    message = decode_step(table.encode(SchedulerOutput(), epoch=1, link=1, seq=3).frames)
     assert np.frombuffer(message.resync, "<i4").tolist() == [0, 5, 6, 2, 2, 2]
 
 
@@ -395,7 +391,7 @@ def test_a_block_is_its_requests_until_the_window_has_left_it_behind():
 
 def test_adopted_places_are_passed_on():
     adopted = AdoptedRequest(
-        "a", np.arange(22, dtype=np.int32), 22, 20, (1, 2), SamplingParams(), b"", 0, ((0, 3), (4,))
+        "a", np.arange(22, dtype=np.int32), 22, 20, (1, 2), (), b"", 0, ((0, 3), (4,))
     )
     again = adopted.as_new([5], [[6], [7, 8]])
     assert [list(own) for own in again.blocks_by_group] == [[1, 2, 5], [0, 3, 6], [4, 7, 8]]
