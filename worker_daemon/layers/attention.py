@@ -93,8 +93,9 @@ class AttentionBackend(Protocol):
         keys and values are in kv_cache already.
 
         A query at position p sees keys at positions p - window + 1 to p (all up to p without a
-        window); blocks that no query of a sequence sees may hold anything, NaN too. Tokens behind the last sequence are padding; their output is finite and otherwise
-        unspecified. Never waits for the device.
+        window); blocks that no query of a sequence sees may hold anything, NaN too. Tokens
+        behind the last sequence are padding; their output is finite and otherwise unspecified.
+        Never waits for the device.
         """
 
     def rotate_and_attend(
