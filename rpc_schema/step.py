@@ -74,8 +74,6 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     new_block_ids: RawInt32 = b""
     """In the order of the places that they take. The null block (0) stands in for those that no
     token from a new request's num_computed_tokens on sees, in a group with a window."""
-    new_block_groups: RawUInt8 = b""
-    """For each of new_block_ids, the group of layers whose table it is for; empty: the first."""
     finished: RawUInt16 = b""
     """Slots to free before anything else."""
     scheduled_new_reqs: tuple[NewRequestData, ...] = ()
@@ -86,6 +84,8 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     refuses the step. Clears an earlier failure, and closes a gap: its seq need only be new."""
     defer_sampling: bool = False
     """Sampling waits for a SampleTokens that names this seq."""
+    new_block_groups: RawUInt8 = b""
+    """For each of new_block_ids, the group of layers whose table it is for; empty: the first."""
 
 
 class SampleTokens(StepRequest["ModelRunnerOutput"], frozen=True, tag=2, kw_only=True):
