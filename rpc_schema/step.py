@@ -76,8 +76,6 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     new_block_ids: RawInt32 = b""
     """In the order of the places that they take. The null block (0) stands in for those that no
     token from a new request's num_computed_tokens on sees, in a group with a window."""
-    new_block_groups: RawUInt8 = b""
-    """For each of new_block_ids, the group of layers whose table it is for; empty: the first."""
     finished: RawUInt16 = b""
     """Slots to free before anything else."""
     scheduled_new_reqs: tuple[NewRequestData, ...] = ()
@@ -91,6 +89,8 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     extensions: StepExtensions = ()
     """With defer_sampling, those that concern the sampling may come with the SampleTokens instead;
     of a kind that is in both, that one counts."""
+    new_block_groups: RawUInt8 = b""
+    """For each of new_block_ids, the group of layers whose table it is for; empty: the first."""
 
 
 class SampleTokens(StepRequest["ModelRunnerOutput"], frozen=True, tag=2, kw_only=True):

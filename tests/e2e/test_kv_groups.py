@@ -137,6 +137,41 @@ def test_blocks_behind_windows_serve_others_while_the_first_goes_on(
         assert held == 0
 
 
+class Forgetful(Scheduler):
+    """Now and then forgets to send blocks: daemons refuse such a step, and those behind it fail."""
+
+    def __init__(self, limits):
+        super().__init__(limits)
+        self.num_steps = self.num_failures = 0
+
+    def schedule(self):
+        output = super().schedule()
+        self.num_steps += 1
+        gives = output is not None and (output.new_block_ids or any(output.more_new_block_ids))
+        if gives and self.num_steps % 29 == 0 and self.num_failures < 4:
+            return replace(output, new_block_ids={}, more_new_block_ids=())
+        return output
+
+    def step_failed(self, outputs, lost_req_ids):
+        self.num_failures += 1
+        super().step_failed(outputs, lost_req_ids)
+
+
+@pytest.mark.parametrize(("name", "pp", "partition", "num_groups"), CASES[1:4])
+def test_requests_go_on_after_failed_steps(serve, models, name, pp, partition, num_groups):
+    """Rows that took no part in them stay: the resynchronisation has the counts of each group."""
+    reference: Checkpoint = models[name]
+    requests = make_requests(reference, 6, [30, 9, 41, 22, 14], 30)
+    config = {"block_size": BLOCK_SIZE, "layer_partition": partition, "max_num_seqs": 5}
+    config |= {"max_num_batched_tokens": 5, "max_model_len": MAX_MODEL_LEN}
+    with serve(reference.path, pp, **config) as (group, loaded):
+        scheduler = Forgetful(scheduler_limits(group, loaded))
+        run = generate(group, loaded, requests, scheduler)
+        assert_greedy(run, reference, requests)
+        assert scheduler.num_failures > 1
+        assert scheduler.num_free_blocks == loaded.num_blocks - 1
+
+
 @pytest.mark.parametrize(("name", "pp", "partition", "num_groups"), CASES[1:4])
 def test_prefix_hits(serve, models, name, pp, partition, num_groups):
     reference: Checkpoint = models[name]

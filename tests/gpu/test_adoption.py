@@ -126,7 +126,8 @@ def test_rows_go_on_where_their_last_result_left_them(driver, monkeypatch, num_t
         assert list(request.block_ids) == own[: len(request.block_ids)]
         assert (request.req_id, request.note) == (f"request-{slot}", str(slot).encode())
         computed = request.num_computed_tokens
-        entries.append(admission(slot, request.sampling, request.token_ids, computed, own))
+        sampling = SamplingParams.of(request.extensions)
+        entries.append(admission(slot, sampling, request.token_ids, computed, own))
 
     graphed, replay = [], torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(

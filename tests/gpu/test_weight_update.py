@@ -74,6 +74,7 @@ def figures_by_kind(group):
 
 def host_backup_is_whole(group):
     kinds = figures_by_kind(group)
+    print(kinds)
     return kinds["host_backup"] == kinds["weights"] + kinds["buffers"]
 
 

@@ -13,7 +13,7 @@ from itertools import chain
 
 import numpy as np
 
-from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind, blocks_for, most_blocks
+from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind, most_blocks
 from worker_client.scheduler.block_pool import BlockPool, chained_hash
 from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler.request import Request
@@ -27,6 +27,8 @@ class RequestBlocks:
         self.unit = min(group.block_size for group in self._groups)
         """Tokens of a hash, and of the smallest blocks: all larger ones are multiples, also of each
         other."""
+        self._sizes = [group.block_size for group in self._groups]
+        self._has_windows = any(group.window is not None for group in self._groups)
         self._strides = [group.block_size // self.unit for group in self._groups]
         """Hashes of a block of each group."""
         self._most_tokens = limits.max_num_batched_tokens
@@ -43,19 +45,22 @@ class RequestBlocks:
         """Give a request the blocks that it lacks for its next `count` tokens, and return those of
         each group; None where too few are free. What its windows have left behind is free then."""
         held, end = request.blocks.by_group, request.num_computed + count
-        missing = [
-            max(0, blocks_for(end, group.block_size) - len(own))
-            for group, own in zip(self._groups, held, strict=True)
-        ]
-        total = sum(missing)
+        missing, total = [], 0
+        for size, own in zip(self._sizes, held, strict=True):
+            lacking = max(0, -(-end // size) - len(own))
+            missing.append(lacking)
+            total += lacking
         if not total:
             return []
-        self._leave_behind(request)
+        if self._has_windows:
+            self._leave_behind(request)
         if total > self._pool.num_free:
             return None
-        given = [self._pool.allocate(number) for number in missing]
-        for own, block_ids in zip(held, given, strict=True):
+        given = []
+        for own, lacking in zip(held, missing, strict=True):
+            block_ids = self._pool.allocate(lacking)
             own += block_ids
+            given.append(block_ids)
         return given
 
     def _leave_behind(self, request: Request) -> None:

@@ -49,7 +49,8 @@ def check_serving(tree: Path, endpoints: Sequence[str], checkpoint: Checkpoint) 
 
 
 def _path_of(tree: Path) -> str:
-    return f"{tree}{os.pathsep}{tree / 'client'}"
+    former = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(tree), str(tree / "client"), *([former] if former else [])])
 
 
 def live(tree: Path, plan: Plan, code: int = 0) -> Outcome | None:

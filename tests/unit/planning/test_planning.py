@@ -353,3 +353,46 @@ def test_the_report_says_all_of_it(write_model):
     fields = json.loads(plan_json(planned))
     assert "the CUDA context" in fields.pop("not_counted")
     assert msgspec.convert(fields, type(planned)) == planned
+
+
+def test_layers_with_windows_and_what_they_save(write_model):
+    """One layer in four sees everything: three windows and a quarter of the context."""
+    kinds = ["full_attention", *["sliding_attention"] * 3] * 2
+    path = write_model(
+        "Qwen3ForCausalLM",
+        head_dim=16,
+        num_hidden_layers=8,
+        layer_types=kinds,
+        use_sliding_window=True,
+        sliding_window=64,
+        max_position_embeddings=2048,
+    )
+    planned = plan(path, 1 << 33, max_num_batched_tokens=128, max_num_seqs=8, block_size=16)
+    token_bytes = 2 * 2 * 16 * 2  # K and V of two heads in bfloat16
+    window = -(-(64 - 1 + 128) // 16) + 1
+    assert [
+        (group.num_layers, group.sliding_window, group.num_blocks_longest_request)
+        for group in planned.layer_groups
+    ] == [(2, None, 128), *[(2, 64, window)] * 3]
+    assert planned.longest_request_bytes == (128 + 3 * window) * 2 * 16 * token_bytes
+    assert planned.longest_request_bytes_without_windows == 8 * 2048 * token_bytes
+    usable = planned.num_blocks - kv_cache.NUM_NULL_BLOCKS
+    assert planned.num_longest_requests == usable // (128 + 3 * window)
+    text = plan_text(planned)
+    assert "2 layers of full attention: a request of 2,048 tokens has 128 blocks of 16" in text
+    assert text.count("2 layers with a window of 64 tokens") == 3
+    assert f"takes {planned.longest_request_bytes:,} bytes of KV cache on all ranks" in text
+    pipeline = plan(path, 1 << 33, max_num_batched_tokens=128, max_num_seqs=8, pp=2)
+    assert sum(group.num_layers for group in pipeline.layer_groups) == 8
+
+
+def test_a_window_makes_longer_contexts_fit(write_model):
+    fields = {"max_position_embeddings": 100_000, "num_hidden_layers": 5}
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    full = plan(
+        write_model("MistralForCausalLM", **fields, sliding_window=None), 24 * MIB, **options
+    )
+    sliding = plan(
+        write_model("MistralForCausalLM", **fields, sliding_window=128), 24 * MIB, **options
+    )
+    assert sliding.longest_model_len > full.longest_model_len
