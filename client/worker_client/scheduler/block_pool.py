@@ -33,8 +33,10 @@ class BlockPool:
         self._num_refs = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(FIRST_BLOCK_ID, num_blocks))
         self._block_of: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
-        self._hash_of: dict[int, tuple[int, bytes]] = {}
-        """Of a block its group, and the hash."""
+        self._hash_of: dict[int, bytes] = {}
+        self._group_of = [0] * num_blocks
+        """Of a block that has a hash, the group. In a list of numbers: a tuple a block would be as
+        many objects more for Python's garbage collector to walk through."""
 
     @property
     def num_free(self) -> int:
@@ -80,7 +82,8 @@ class BlockPool:
         """Record what a full block holds. Of equal blocks the first stays the cached one."""
         if block_hash not in self._block_of[group]:
             self._block_of[group][block_hash] = block_id
-            self._hash_of[block_id] = group, block_hash
+            self._hash_of[block_id] = block_hash
+            self._group_of[block_id] = group
 
     def forget(self, hashes: Sequence[bytes]) -> None:
         """Drop the blocks that are cached under these hashes: their contents are not to be
@@ -98,6 +101,6 @@ class BlockPool:
         self._hash_of.clear()
 
     def _forget(self, block_id: int) -> None:
-        known = self._hash_of.pop(block_id, None)
-        if known is not None:
-            del self._block_of[known[0]][known[1]]
+        block_hash = self._hash_of.pop(block_id, None)
+        if block_hash is not None:
+            del self._block_of[self._group_of[block_id]][block_hash]

@@ -4,14 +4,13 @@ what a rank vouches for once steps are taken back."""
 import numpy as np
 import pytest
 import torch
+from row_steps import request_state
 
 from rpc_schema.kv_cache import BlockGroup
-from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner.adoption import describe_requests
 from worker_daemon.runner.input_batch import InputBuilder
-from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.staging import HostStaging
@@ -45,7 +44,6 @@ def step(seq, counts, new=(), blocks=(), resync=None, **fields):
             num_tokens=tokens,
             num_prompt_tokens=tokens,
             num_computed_tokens=computed,
-            sampling=SamplingParams(),
         )
         for slot, tokens, computed in new
     )
@@ -71,7 +69,7 @@ PREFIX += [(0, 2, i) for i in (8, 9)]
 
 class Rows:
     def __init__(self):
-        self.state = RequestState(LIMITS)
+        self.state = request_state(LIMITS)
         self.tables = RowTables(LIMITS, CPU, TorchRowKernels())
         self.inputs = InputBuilder(self.state, self.tables, HostStaging(), ExactShapes())
 

@@ -14,7 +14,7 @@ import zmq
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
-from rpc_schema.codec import decode_event, decode_step_reply, encode_step
+from rpc_schema.codec import MAX_FRAMES, decode_event, decode_step_reply, encode_step
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope
 from tests.unit.server.driver import DaemonProcess, Driver, rendezvous, wait_for
 
@@ -385,7 +385,7 @@ def test_bad_frames_are_answered_and_harm_nothing(driver: Driver) -> None:
     driver.step.send(b"\xc1 nonsense")
     reply = assert_error(driver.reply(), ErrorCode.BAD_FRAME)
     assert reply.seq == 0
-    driver.step.send_multipart([b"x"] * 7)
+    driver.step.send_multipart([b"x"] * (MAX_FRAMES + 1))
     assert_error(driver.reply(), ErrorCode.TOO_LARGE)
     driver.control.send(b"\xc1 nonsense")
     control = driver.control_reply()
@@ -420,7 +420,9 @@ def test_request_that_does_not_decode_is_an_outcome_of_its_seq(
     operation = spoiled(driver, lc.UpdateMaxModelLen, max_model_len=SPOILED)
     driver.step.send_multipart(operation)
     assert assert_error(driver.reply(), ErrorCode.BAD_FRAME).seq == driver.seq
-    driver.step.send_multipart([*encode_step(driver.build(step.ExecuteDummyBatch)), *[b"x"] * 7])
+    driver.step.send_multipart(
+        [*encode_step(driver.build(step.ExecuteDummyBatch)), *[b"x"] * MAX_FRAMES]
+    )
     assert assert_error(driver.reply(), ErrorCode.INVALID_STEP).seq == driver.seq
     driver.seq += 3
     driver.step.send_multipart(spoiled(driver, total_num_scheduled_tokens=SPOILED))
