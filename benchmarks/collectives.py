@@ -212,7 +212,8 @@ class Ends:
         self.outbound = StageOutbound(link, tp, **options) if rank == 0 else None
         self.inbound = StageInbound(link, tp, **options) if rank == 1 else None
         self.last_sampled = torch.zeros(256, dtype=torch.int64, device=device)
-        self.tokens = TokenBroadcast(link, self.last_sampled, num_stages=2, depth=DEPTH)
+        refused = torch.zeros(256, dtype=torch.int32, device=device)
+        self.tokens = TokenBroadcast(link, self.last_sampled, refused, num_stages=2, depth=DEPTH)
         self.rows = torch.arange(256, dtype=torch.int32, device=device)
         self.ok = torch.full((), STATUS_OK, dtype=torch.int64, device=device)
         self.seq = 0
@@ -222,11 +223,11 @@ class Ends:
         self.seq += 1
         if self.outbound is not None:
             self.outbound.send(hidden, hidden.shape[0], self.ok, self.seq)
-            self.tokens.publish(self.seq, self.rows, None)
+            self.tokens.publish(self.seq, self.rows, None, counted=False)
             self.tokens.collect(self.seq)
         if self.inbound is not None:
             self.inbound.post(hidden.shape[0], self.seq).wait()
-            self.tokens.publish(self.seq, self.rows, self.last_sampled)
+            self.tokens.publish(self.seq, self.rows, self.last_sampled, counted=False)
 
     def wait_after_other_work(self, hidden: Tensor) -> float:
         """Microseconds for which the second stage waits for a step that was sent while it was busy
@@ -242,7 +243,10 @@ class Ends:
             arrival.wait()
             end.record()
         self.tokens.publish(
-            self.seq, self.rows, None if self.inbound is None else self.last_sampled
+            self.seq,
+            self.rows,
+            None if self.inbound is None else self.last_sampled,
+            counted=False,
         )
         self.tokens.settle()
         torch.cuda.synchronize()

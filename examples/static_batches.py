@@ -216,6 +216,11 @@ class StaticBatches:
                 entry.logprobs.append(result.logprobs[req_id])
             if reason is not None:
                 done.append(self._finish(req_id, reason))
+        for req_id, count in result.refused.items():  # a feature wants them computed again
+            entry = self._batch.get(req_id)
+            if entry is not None:
+                entry.num_tokens -= count
+                entry.num_computed -= count
         return done
 
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:

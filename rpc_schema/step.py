@@ -59,10 +59,14 @@ class NewRequestData(Value, frozen=True, kw_only=True):
 class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only=True):
     """One step: the scheduler's output, as a difference to the step before (seq - 1), or in full.
 
-    Order of application: finished, resync, scheduled_new_reqs, new blocks, then the scheduled
-    tokens. A slot whose scheduled tokens reach its last known token samples one token. Frame 0
-    holds the tokens of scheduled_new_reqs, in their order, if there are any; the frames of
+    Order of application: finished, resync, corrections, scheduled_new_reqs, new blocks, then the
+    scheduled tokens. A slot whose scheduled tokens reach its last known token samples one token.
+    Frame 0 holds the tokens of scheduled_new_reqs, in their order, if there are any; the frames of
     extensions follow.
+
+    A slot's counts of computed and of known tokens are upper bounds where a feature may refuse
+    tokens that a step has counted: the device has the true ones, from which a step goes on. Replies
+    tell what was refused, corrections lower both counts by it.
     """
 
     total_num_scheduled_tokens: Count
@@ -91,6 +95,9 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     of a kind that is in both, that one counts."""
     new_block_groups: RawUInt8 = b""
     """For each of new_block_ids, the group of layers whose table it is for; empty: the first."""
+    corrections: RawInt32 = b""
+    """Pairs (slot, tokens): by how much the counts of a slot fall, for tokens that earlier steps
+    have refused. A slot is named once, and only where a feature of its request may refuse."""
 
 
 class SampleTokens(StepRequest["ModelRunnerOutput"], frozen=True, tag=2, kw_only=True):
@@ -113,7 +120,10 @@ class ModelRunnerOutput(StepReply, frozen=True, tag=1, kw_only=True):
     """One for each slot, slots ascending; NO_TOKEN (-1) where its logits were no numbers to choose
     by."""
     extensions: ReplyExtensions = ()
-    """What features report; the frames are theirs."""
+    """What features report; the frames are theirs, with an entry for each sampled token."""
+    num_gained: RawUInt8 = b""
+    """Of each slot, how many tokens it gained, which follow each other in sampled_token_ids; empty:
+    one each. Fewer than the step counted: a feature has refused the others."""
 
 
 class Done(StepReply, frozen=True, tag=2, kw_only=True):

@@ -115,15 +115,22 @@ def decode_reply(
     slots, req_ids = step.sampled_bitmap()
     if step.output.defer_sampling and reply.slots != slots:
         slots, req_ids = _those_left(*step.sampled(), reply.slots)
-    if reply.slots != slots or len(reply.sampled_token_ids) != 4 * len(req_ids):
+    refused: Mapping[str, int] = {}
+    num_sampling, is_whole = len(req_ids), True
+    if reply.num_gained:
+        is_whole = len(reply.num_gained) == num_sampling and max(reply.num_gained) <= 1
+        gained = list(zip(req_ids, reply.num_gained, strict=False))
+        refused = {req_id: 1 for req_id, count in gained if not count}
+        req_ids = [req_id for req_id, count in gained if count]
+    if reply.slots != slots or len(reply.sampled_token_ids) != 4 * len(req_ids) or not is_whole:
         raise BadFrameError(
-            f"step {step.seq} was to sample {len(req_ids)} slots; the reply's columns differ"
+            f"step {step.seq} was to sample {num_sampling} slots; the reply's columns differ"
         )
     token_ids: list[int] = np.frombuffer(reply.sampled_token_ids, _INT32).tolist()
     if not reply.extensions:
-        return StepResult(req_ids, token_ids)
+        return StepResult(req_ids, token_ids, refused=refused)
     reports = read_reports(reply.extensions, arrays, req_ids, step.reporting)
-    return StepResult(req_ids, token_ids, reports)
+    return StepResult(req_ids, token_ids, reports, refused)
 
 
 def _those_left(slots: bytes, req_ids: Sequence[str], named: bytes) -> tuple[bytes, Sequence[str]]:

@@ -266,6 +266,8 @@ class StepsInFlight:
         future.replayed = replayed
         try:
             future.value = _decode_outcome(future, reply, arrays)
+            if future.step is not None and future.value.refused:
+                self.slots.count_refused(future.step, future.value.refused)
         except BadFrameError as error:
             self._fail_from(reply.seq, Failure(_as_client(error), reply.rank, error.code, ""))
             return

@@ -97,11 +97,15 @@ class StepResult:
     """What a step sampled. Only requests that reached their last known token are in it."""
 
     req_ids: Sequence[str]
+    """As often as the request gained tokens: once, unless a feature says otherwise."""
     token_ids: Sequence[int]
     """Aligned with req_ids. rpc_schema.step.NO_TOKEN (-1) for a request whose logits were no
     numbers: it has failed, and what it wrote to its blocks must not be shared."""
     reports: Mapping[type[ReplyExtension], Mapping[str, Any]] = field(default_factory=dict)
     """What features report, by kind and request id; see worker_client/parts."""
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Of requests that gained fewer tokens than the step counted for them, how many fewer. They are
+    to be computed again: lower the request's computed and known tokens by so many."""
 
     @property
     def logprobs(self) -> Mapping[str, Logprobs]:

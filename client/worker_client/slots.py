@@ -135,6 +135,10 @@ class SlotTable:
         flight share it."""
         self._plans: dict[int, DecodePlan] = {}
         self._must_resync = False
+        self._admitted_at = np.zeros(max_num_seqs, np.int64)
+        """Of each slot, the seq of the step that admitted its request."""
+        self._refused: dict[int, int] = {}
+        """Of slots, tokens that were refused and that the workers' counts still hold."""
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -284,6 +288,7 @@ class SlotTable:
     ) -> EncodedStep:
         epoch, link, seq = ids
         blocks = self._take_blocks(output)
+        corrections = self._corrections(()) if self._refused else b""
         message = ExecuteModel(
             epoch=epoch,
             link=link,
@@ -294,6 +299,7 @@ class SlotTable:
             new_block_ids=blocks.ids,
             new_block_groups=blocks.groups,
             defer_sampling=output.defer_sampling,
+            corrections=corrections,
         )
         try:
             frames = encode_step(message)
@@ -302,6 +308,8 @@ class SlotTable:
                 self._holders.give_back(array("i", blocks.ids))
             raise
         plan.num_pending += 1
+        if corrections:
+            self._lower()
         if blocks.slots:
             self._appended += blocks.rows
             if self._holders is not None:
@@ -369,7 +377,7 @@ class SlotTable:
         change = self._judge(output, plan, counts)
         resync = self._resync_rows(change.ended) if self._must_resync else None
         frames = self._encode_change(output, plan, change, resync, ids)
-        self._apply(change)
+        self._apply(change, ids[2])
         self._must_resync = False
         if plan is not None:
             plan.num_pending += 1
@@ -645,21 +653,44 @@ class SlotTable:
             ),
             resync=resync,
             defer_sampling=output.defer_sampling,
+            corrections=self._corrections(change.ended) if self._refused else b"",
         )
         return encode_checked(message, tokens, new, self._limits)
 
-    def _apply(self, change: _Change) -> None:
+    def count_refused(self, step: EncodedStep, refused: Mapping[str, int]) -> None:
+        """Take in tokens that a step counted for requests, and that these did not gain: a later
+        step tells the workers."""
+        for req_id, count in refused.items():
+            slot = self._slot_of.get(req_id)
+            if slot is not None and self._admitted_at[slot] <= step.seq:
+                self._refused[slot] = self._refused.get(slot, 0) + count
+
+    def _corrections(self, ended: Sequence[int]) -> bytes:
+        pairs = [pair for pair in self._refused.items() if pair[0] not in ended]
+        return np.array(pairs, "<i4").tobytes()
+
+    def _lower(self) -> None:
+        """The workers hear of all that was refused with the step that was encoded."""
+        slots, by = list(self._refused), np.array(list(self._refused.values()), np.int32)
+        self._num_computed[slots] -= by
+        self._num_tokens[slots] -= by
+        self._refused.clear()
+
+    def _apply(self, change: _Change, seq: int) -> None:
         """Account for a step that was judged and encoded; nothing here can fail."""
         self._release(change.ended_ids)
         slots = list(change.slot_of_new.values())
         for request, slot in zip(change.admitted, slots, strict=True):
             self._admit(request, slot)
+        self._admitted_at[slots] = seq
         if self._holders is not None and slots:
             self._holders.admit(self._holders.rows_of(slots), change.prefixes)
         self._append(change.blocks, change.written)
         rows = change.rows
         self._num_computed[rows.slots] = rows.num_computed
         self._num_tokens[rows.slots] = rows.num_tokens
+        if self._refused:
+            self._lower()
 
     def _slots(self, req_ids: Sequence[str], slot_of_new: Mapping[str, int] = _NONE_NEW) -> Int32s:
         slot_of = self._slot_of
@@ -689,6 +720,8 @@ class SlotTable:
             gone = set(req_ids)
             self._reporting = {k: v for k, v in self._reporting.items() if k not in gone}
         self._is_free[slots] = True
+        for slot in slots if self._refused else ():
+            self._refused.pop(slot, None)
         if self._holders is not None:
             self._holders.release(slots)
         self._plans = {key: plan for key, plan in self._plans.items() if not plan.bits[slots].any()}

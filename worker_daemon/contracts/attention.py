@@ -42,7 +42,7 @@ class AttentionMetadata:
     query_lens_np: npt.NDArray[np.int32]
     """int32 [B], host: this step's tokens of each sequence."""
     seq_lens_np: npt.NDArray[np.int32]
-    """int32 [B], host copy of seq_lens."""
+    """int32 [B], host: seq_lens, or an upper bound of a sequence that has sampled before."""
 
 
 @dataclass(frozen=True, slots=True)

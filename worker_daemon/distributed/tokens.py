@@ -18,11 +18,13 @@ from worker_daemon.distributed.tp import communication
 
 
 class TokenReturn(Protocol):
-    """Brings each step's sampled tokens into last_sampled int64 [rows] of this rank."""
+    """Brings each step's sampled tokens into last_sampled int64 [rows] of this rank, and where
+    tokens may be refused, how many a row has refused into refused int32 [rows]."""
 
-    def publish(self, step: int, rows: Tensor, token_ids: Tensor | None) -> None:
-        """Start the return of token_ids int64 [R], sampled for rows int32 [R]; None on stages that
-        do not sample. Both may be overwritten at once.
+    def publish(self, step: int, rows: Tensor, news: Tensor | None, *, counted: bool) -> None:
+        """Start the return of news, of rows int32 [R]: int64 [R], the tokens that these go on with,
+        or where counted int64 [2, R], below them what each row has refused in all. None on stages
+        that do not sample; counted is the same on all. news and rows may be overwritten at once.
 
         step is a count that rises with each publication.
 
@@ -48,9 +50,10 @@ class LocalTokens:
     def __init__(self, last_sampled: Tensor) -> None:
         self._last_sampled = last_sampled
 
-    def publish(self, step: int, rows: Tensor, token_ids: Tensor | None) -> None:
-        assert token_ids is not None, "the only stage samples"
-        self._last_sampled[rows.long()] = token_ids
+    def publish(self, step: int, rows: Tensor, news: Tensor | None, *, counted: bool) -> None:
+        assert news is not None, "the only stage samples"
+        if not counted:  # else the rows know already
+            self._last_sampled[rows.long()] = news
 
     def publish_greedy(self, step: int, rows: Tensor, token_ids: Tensor, count: int) -> None:
         return None
@@ -67,38 +70,42 @@ class _Publication:
     step: int
     work: dist.Work
     rows: Tensor
-    token_ids: Tensor
+    news: Tensor
+    """As in TokenReturn.publish."""
 
 
 class TokenBroadcast:
     """Tokens go from the last stage to all others over the column group, on that group's stream."""
 
-    def __init__(self, link: Link, last_sampled: Tensor, *, num_stages: int, depth: int) -> None:
+    def __init__(
+        self, link: Link, last_sampled: Tensor, refused: Tensor, *, num_stages: int, depth: int
+    ) -> None:
         self._group = link.groups.column
         self._last_stage = num_stages - 1
         self._last_sampled = last_sampled
+        self._refused = refused
         self._depth = depth
         self._on_their_way: deque[_Publication] = deque()
 
-    def publish(self, step: int, rows: Tensor, token_ids: Tensor | None) -> None:
-        if token_ids is None:
+    def publish(self, step: int, rows: Tensor, news: Tensor | None, *, counted: bool) -> None:
+        if news is None:
             rows = rows.long()  # a copy: the next step overwrites the step's own columns
-            message = torch.empty_like(rows)
+            message = rows.new_empty((2, rows.shape[0])) if counted else torch.empty_like(rows)
         else:
-            message = token_ids.clone()
+            message = news.clone()
         with communication("returning sampled tokens"):
             work = dist.broadcast(
                 message, group=self._group, group_src=self._last_stage, async_op=True
             )
         assert work is not None, "the broadcast is asynchronous"
-        if token_ids is not None:  # the last of several stages never reads them
-            rows, message = rows[:0].long(), message[:0]
+        if news is not None:  # the last of several stages never reads them
+            rows, message = rows[:0].long(), message[..., :0]
         self._on_their_way.append(_Publication(step, work, rows, message))
         if len(self._on_their_way) > self._depth:
             self._apply(self._on_their_way.popleft())
 
     def publish_greedy(self, step: int, rows: Tensor, token_ids: Tensor, count: int) -> None:
-        self.publish(step, rows[:count], token_ids[:count])
+        self.publish(step, rows[:count], token_ids[:count], counted=False)
 
     def collect(self, step: int) -> None:
         """Make last_sampled hold the tokens of all publications up to step."""
@@ -113,4 +120,8 @@ class TokenBroadcast:
     def _apply(self, publication: _Publication) -> None:
         with communication("receiving sampled tokens"):
             publication.work.wait()
-        self._last_sampled[publication.rows] = publication.token_ids
+        token_ids = news = publication.news
+        if news.dim() == 2:
+            token_ids, refused = news
+            self._refused[publication.rows] = refused.int()
+        self._last_sampled[publication.rows] = token_ids

@@ -60,6 +60,29 @@ class TritonRowKernels:
         )
         return token_ids, slot_mapping
 
+    def correct_lengths(
+        self,
+        seq_lens: torch.Tensor,
+        seq_rows: torch.Tensor,
+        corrections: torch.Tensor,
+        refused: torch.Tensor,
+        shift: torch.Tensor,
+    ) -> None:
+        """Columns int32 [B]; tables int32 [S + 1]."""
+        num_seqs = seq_rows.shape[0]
+        _correct_lengths_kernel[(triton.cdiv(num_seqs, _BLOCK),)](
+            seq_lens, seq_rows, corrections, refused, shift, num_seqs, BLOCK=_BLOCK
+        )
+
+    def correct_positions(
+        self, positions: torch.Tensor, rows: torch.Tensor, shift: torch.Tensor
+    ) -> None:
+        """Columns int32 [N]; shift int32 [S + 1]."""
+        count = rows.shape[0]
+        _correct_positions_kernel[(triton.cdiv(count, _BLOCK),)](
+            positions, rows, shift, count, BLOCK=_BLOCK
+        )
+
 
 @launched
 @triton.jit(do_not_specialize=["num_updates", "table_stride"])
@@ -103,3 +126,31 @@ def _gather_tokens_kernel(
     entry = block_table + row * table_stride + position // BLOCK_SIZE
     block_id = tl.load(entry, mask=inside, other=0).to(tl.int64)
     tl.store(slot_mapping + token, block_id * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
+
+
+@launched
+@triton.jit(do_not_specialize=["num_seqs"])
+def _correct_lengths_kernel(
+    seq_lens, seq_rows, corrections, refused, shift, num_seqs, BLOCK: tl.constexpr
+):
+    # Padding names the spare row again and again, with equal values.
+    seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = seq < num_seqs
+    row = tl.load(seq_rows + seq, mask=inside, other=0).to(tl.int64)
+    correction = tl.load(corrections + seq, mask=inside, other=0)
+    own = tl.where(correction < 0, 0, tl.load(refused + row, mask=inside, other=0))
+    by = tl.maximum(correction, 0) - own
+    tl.store(refused + row, own, mask=inside)
+    tl.store(shift + row, by, mask=inside)
+    tl.store(seq_lens + seq, tl.load(seq_lens + seq, mask=inside, other=0) + by, mask=inside)
+
+
+@launched
+@triton.jit(do_not_specialize=["count"])
+def _correct_positions_kernel(positions, rows, shift, count, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    row = tl.load(rows + index, mask=inside, other=0).to(tl.int64)
+    by = tl.load(shift + row, mask=inside, other=0)
+    place = positions + index
+    tl.store(place, tl.load(place, mask=inside, other=0) + by, mask=inside)

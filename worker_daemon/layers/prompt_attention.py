@@ -211,13 +211,13 @@ def _select(metadata: AttentionMetadata, query_lens: npt.NDArray[np.int32]) -> A
     starts = np.concatenate(([0], np.cumsum(query_lens)))
     order = np.argsort(-seq_lens, kind="stable")
     device = metadata.seq_rows.device
-    columns = upload(np.concatenate((starts, seq_lens, order, seqs)).astype(np.int32), device)
-    query_start_loc, seq_lens_there, seq_order, seqs_there = torch.split(
-        columns, [seqs.size + 1, seqs.size, seqs.size, seqs.size]
+    columns = upload(np.concatenate((starts, order, seqs)).astype(np.int32), device)
+    query_start_loc, seq_order, seqs_there = torch.split(
+        columns, [seqs.size + 1, seqs.size, seqs.size]
     )
     return AttentionMetadata(
         query_start_loc=query_start_loc,
-        seq_lens=seq_lens_there,
+        seq_lens=metadata.seq_lens.index_select(0, seqs_there),
         seq_order=seq_order,
         block_table=metadata.block_table,
         seq_rows=metadata.seq_rows.index_select(0, seqs_there),

@@ -12,15 +12,17 @@ from worker_daemon.contracts.attention import AttentionLayer, AttentionMetadata,
 
 
 class TorchPagedAttention:
-    """AttentionBackend on any device; host work grows with the sequences, no device sync."""
+    """AttentionBackend on any device; host work grows with the sequences, and it waits for the
+    lengths of these."""
 
     def attend(
         self, q: Tensor, kv_cache: Tensor, layer: AttentionLayer, metadata: AttentionMetadata
     ) -> Tensor:
         out = torch.zeros_like(q)
         start = 0
-        lengths = zip(metadata.query_lens_np.tolist(), metadata.seq_lens_np.tolist(), strict=True)
-        for seq, (query_len, seq_len) in enumerate(lengths):
+        query_lens = metadata.query_lens_np.tolist()
+        seq_lens = metadata.seq_lens[: len(query_lens)].tolist()
+        for seq, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
             tokens = slice(start, start + query_len)
             start += query_len
             if query_len:

@@ -177,7 +177,7 @@ def tie_stage(
     tokens = _token_return(parts, link, inputs)
     return StageEnds(
         entry=_entry(parts, link, limits, tokens),
-        exit=_exit(parts, link, step_parts, tokens, history),
+        exit=_exit(parts, link, step_parts, inputs.tables, tokens, history),
         tokens=tokens,
         outbound=NoOutbound()
         if parts.parallel.is_last_stage
@@ -196,8 +196,13 @@ def tie_stage(
 def _token_return(parts: RunnerParts, link: Link, inputs: InputBuilder) -> TokenReturn:
     if parts.parallel.pp_size == 1:
         return LocalTokens(inputs.tables.last_sampled)
+    tables = inputs.tables
     return TokenBroadcast(
-        link, inputs.tables.last_sampled, num_stages=parts.parallel.pp_size, depth=parts.depth
+        link,
+        tables.last_sampled,
+        tables.refused,
+        num_stages=parts.parallel.pp_size,
+        depth=parts.depth,
     )
 
 
@@ -216,7 +221,8 @@ def _entry(parts: RunnerParts, link: Link, limits: StepLimits, tokens: TokenRetu
             device=parts.device,
             max_num_tokens=limits.max_num_batched_tokens,
             depth=parts.depth,
-        )
+        ),
+        tokens,
     )
 
 
@@ -224,11 +230,18 @@ def _exit(
     parts: RunnerParts,
     link: Link,
     step_parts: StepParts,
+    tables: RowTables,
     tokens: TokenReturn,
     history: TokenHistory,
 ) -> StageExit:
     if not parts.parallel.is_last_stage:
-        return EarlierStageExit(tokens)
+        return EarlierStageExit(step_parts, tokens)
     return LastStageExit(
-        parts.stage, step_parts, tokens, link, history, replies=parts.parallel.is_output_rank
+        parts.stage,
+        step_parts,
+        tables,
+        tokens,
+        link,
+        history,
+        replies=parts.parallel.is_output_rank,
     )

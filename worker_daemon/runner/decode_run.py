@@ -23,8 +23,9 @@ _ONE = np.array(1, np.int32)
 
 @dataclass(slots=True)
 class DecodeRun:
-    """A batch whose rows have all sampled, each the token behind its last known one. Owned by
-    RequestState. How far its rows are is known here alone until it is written to them."""
+    """A batch whose rows have all sampled, each the token behind its last known one, and refuse
+    none. Owned by RequestState. How far its rows are is known here alone until it is written to
+    them."""
 
     batch: Batch
     last: ScheduledStep
@@ -41,7 +42,8 @@ class DecodeRun:
             step.scheduled == self.batch.bitmap
             and step.total_num_scheduled_tokens == self.batch.slots.size
             and not (step.num_scheduled_tokens or step.finished or step.scheduled_new_reqs)
-            and not (arrays or step.extensions or step.defer_sampling or step.resync is not None)
+            and not (arrays or step.extensions or step.defer_sampling or step.corrections)
+            and step.resync is None
         )
 
     def advance(self, seq: int, updates: BlockUpdates, counts: RowCounts) -> ScheduledStep | None:

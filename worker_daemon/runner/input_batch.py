@@ -50,6 +50,8 @@ class StepInputs(NamedTuple):
     tokens_from: int
     """The publication (tokens.py) that brings the last of the sampled tokens that this step reads;
     -1: reads none."""
+    counts_from: int = -1
+    """The one that brings the last of the rows' counts; -1: all are exact."""
 
     @property
     def columns(self) -> StepColumns[Tensor]:
@@ -132,7 +134,8 @@ class InputBuilder:
         held.num_updates = step.block_updates.rows.size
         if plan.parts:
             self._parts.fill(plan.parts, packed.host, step)
-        columns = packed.columns
+        columns, newest = packed.columns, self._newest_publication(batch)
+        are_bounds = step.corrections is not None
         # By position, in the order of the fields: names would cost as much as all the rest here.
         return StepInputs(
             plan,
@@ -149,8 +152,10 @@ class InputBuilder:
                 columns.sample_tokens,
                 columns.sample_positions,
                 packed.delivery,
+                are_bounds,
             ),
-            self._newest_publication(batch),
+            newest,
+            newest if are_bounds else -1,
         )
 
     def _batch(self, step: ScheduledStep) -> "_Batch":
@@ -170,7 +175,8 @@ class InputBuilder:
         return _Batch(
             slots=step.slots,
             on_device=on_device,
-            reading_slots=step.slots[on_device],
+            # Counts of a slot's former request must have come before a new one's are set to zero.
+            reading_slots=step.slots[on_device] if step.corrections is None else step.slots,
             sampling=sampling,
             sampling_slots=slots,
             generations=self._state.generation[slots],
@@ -242,7 +248,7 @@ class InputBuilder:
             slots_np=slots_np,
             generations=self._state.generation[slots_np],
             positions_np=np.zeros(slots_np.size, np.int32),
-            used=BY_LOGITS,
+            used=BY_LOGITS | self._parts.used_by(slots_np),
             slots=slots,
             token_indices=nothing,
             positions=nothing,
@@ -332,11 +338,8 @@ class InputBuilder:
             columns.update_block_ids[used:num_filled] = 0
 
     def _admit(self, step: ScheduledStep) -> None:
-        if not step.new_requests:
-            return
-        self._note_newest()
-        self._published[[request.slot for request in step.new_requests]] = -1
-        self._parts.admit(step.new_requests)
+        if step.new_requests:
+            self._parts.admit(step.new_requests)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -348,7 +351,7 @@ class _Batch:
     on_device: Bools
     """[B] whether the row's token was sampled, and so is on the device."""
     reading_slots: Int64s
-    """Those rows."""
+    """Rows whose newest publication the step reads."""
     sampling: Int64s
     """Indices of the sequences that sample."""
     sampling_slots: Int64s

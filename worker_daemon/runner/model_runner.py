@@ -161,9 +161,11 @@ class ModelRunner:
             chosen = waiting.chosen.keep(kept)
             brought = waiting.brought.with_those_of(brought)
         except Exception as error:
-            kept_slots = waiting.rows.slots_np[kept]
+            kept_slots, used = waiting.rows.slots_np[kept], waiting.rows.used
             raise_caused(
-                self._failed_at(request.seq, error, lambda: self._bring_no_tokens(kept_slots)),
+                self._failed_at(
+                    request.seq, error, lambda: self._bring_no_tokens(kept_slots, used)
+                ),
                 error,
             )
         try:
@@ -270,16 +272,19 @@ class ModelRunner:
         self._ends.outbound.send(self._nothing(num_tokens), num_tokens, self._failed, step.seq)
         rows = self.inputs.lost_rows(step)
         if step.defer_sampling:
-            nothing = Chosen(self._nothing(rows.slots_np.size), torch.zeros_like(rows.slots).long())
+            no_tokens = torch.zeros_like(rows.slots).long()
+            nothing = Chosen(self._nothing(rows.slots_np.size), no_tokens, no_tokens)
             self._unsampled[step.seq] = _Unsampled(nothing, rows, self._failed, step.brought)
         else:
-            self._bring_no_tokens(rows.slots_np)
+            self._bring_no_tokens(rows.slots_np, rows.used)
 
-    def _bring_no_tokens(self, slots: Int64s) -> None:
-        """Take part in the return of tokens that this rank cannot sample or use."""
+    def _bring_no_tokens(self, slots: Int64s, used: int) -> None:
+        """Take part in the return of tokens that this rank cannot sample or use. used: as in
+        SampleRows."""
         if slots.size:
             self._publications += 1
-            self._ends.exit.give_up(upload(slots, self._failed.device), self._publications)
+            on_device, counted = upload(slots, self._failed.device), self.state.parts.counts(used)
+            self._ends.exit.give_up(on_device, self._publications, counted=counted)
 
     def _nothing(self, num_tokens: int) -> Tensor:
         return self._no_hidden.expand(num_tokens, -1)

@@ -17,7 +17,7 @@ from worker_daemon.errors import CommError, UpstreamFailedError
 from worker_daemon.raising import raise_caused
 from worker_daemon.runner.parts.step_parts import SamplerOutput
 from worker_daemon.runner.staging import Delivered
-from worker_daemon.runner.token_history import Sampled, TokenHistory
+from worker_daemon.runner.token_history import ALL_GAIN_ONE, Sampled, TokenHistory
 
 
 class ReplyIdentity(NamedTuple):
@@ -52,7 +52,9 @@ class StepOutput:
         self._history = history
         self._extensions = tuple(report.extension for report in sampled.reports)
         reported = [column for report in sampled.reports for column in report.columns]
-        self._copies = _HostCopies([status, sampled.token_ids, *reported], link)
+        self._may_refuse = sampled.refused is not None
+        refused = [] if sampled.refused is None else [sampled.refused]
+        self._copies = _HostCopies([status, sampled.token_ids, *refused, *reported], link)
 
     @property
     def is_ready(self) -> bool:
@@ -67,9 +69,15 @@ class StepOutput:
             CommError: it sent another step, or the link was aborted meanwhile.
             DeviceError: the device is lost.
         """
-        column, *reported = self._copies.wait()
+        columns, gained = self._copies.wait(), ALL_GAIN_ONE
+        if self._may_refuse:
+            has_gained = columns.pop(1) == 0
+            if not has_gained.all():
+                columns = [column[has_gained] for column in columns]
+                gained = has_gained.numpy().astype(np.uint8).tobytes()
+        column, *reported = columns
         token_ids = column.numpy().astype("<i4").tobytes()
-        self._history.note(self._identity.epoch, self._identity.seq, self._rows, token_ids)
+        self._history.note(self._identity.epoch, self._identity.seq, self._rows, token_ids, gained)
         reply = ModelRunnerOutput(
             epoch=self._identity.epoch,
             seq=self._identity.seq,
@@ -77,6 +85,7 @@ class StepOutput:
             slots=self._slots,
             sampled_token_ids=token_ids,
             extensions=self._extensions,
+            num_gained=gained,
         )
         return reply, [_raw(column) for column in reported]
 

@@ -18,7 +18,13 @@ from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.errors import InvalidStepError, PrecededByError
 from worker_daemon.runner.decode_run import DecodeRun
 from worker_daemon.runner.parts.step_parts import StepParts
-from worker_daemon.runner.row_counts import FREE_ROW_BLOCKS, RowCounts, StepRecord
+from worker_daemon.runner.row_counts import (
+    EXACT,
+    FREE_ROW_BLOCKS,
+    NOT_SAMPLED,
+    RowCounts,
+    StepRecord,
+)
 from worker_daemon.runner.scheduled_step import (
     NO_UPDATES,
     NOTHING_BROUGHT,
@@ -185,10 +191,11 @@ class RequestState:
         their counts, blocks that are appended to them go again with a refusal."""
         counts, tokens = self.counts, _NO_TOKENS
         num_own = 1 if step.scheduled_new_reqs else 0
-        if step.finished or step.scheduled_new_reqs or step.resync is not None:
-            counts = counts.copy()
-            own = arrays[:num_own]
-            tokens = change_requests(step, own, counts, self.limits, self.parts)
+        changes_rows = step.finished or step.corrections or step.scheduled_new_reqs
+        if changes_rows or step.resync is not None:
+            counts, own = counts.copy(), arrays[:num_own]
+            known = self.num_known_tokens
+            tokens = change_requests(step, own, counts, known, self.limits, self.parts)
         brought = self.parts.judge_step(step.extensions, arrays[num_own:], self.limits)
         updates = self._blocks.updates(step, counts)
         waiting = {} if step.resync is not None else self._deferred
@@ -228,8 +235,18 @@ class RequestState:
             block_updates=updates,
             defer_sampling=step.defer_sampling,
             brought=brought,
+            corrections=self._corrections(counts, rows),
         )
         return _Verdict(scheduled, batch, counts, capacity, tokens)
+
+    def _corrections(self, counts: RowCounts, rows: slice | Int64s) -> Int32s | None:
+        """As ScheduledStep has them, of these rows."""
+        if not self.parts.refusing:
+            return None
+        corrected = counts.corrected[rows]
+        if not corrected.size or int(corrected.max()) == EXACT:
+            return None
+        return np.maximum(corrected, NOT_SAMPLED)
 
     def _accept(self, step: ExecuteModel, verdict: _Verdict) -> ScheduledStep:
         """Apply a step that was checked."""
@@ -243,11 +260,18 @@ class RequestState:
         counts.num_computed[batch.rows] = scheduled.ends
         counts.num_tokens[batch.rows] += samples
         self._run = None
+        if scheduled.corrections is not None:
+            first = batch.slots[samples & (counts.corrected[batch.rows] == NOT_SAMPLED)]
+            counts.corrected[first] = 0
         if step.defer_sampling:
             sampling = batch.slots[samples]
             counts.unsampled[sampling] = True
             self._deferred[step.seq] = (sampling, self.generation[sampling])
-        elif samples.size and np.count_nonzero(samples) == samples.size:
+        elif (
+            samples.size
+            and np.count_nonzero(samples) == samples.size
+            and scheduled.corrections is None
+        ):
             max_model_len = self.limits.max_model_len
             self._run = DecodeRun(batch, scheduled, capacity, self._block_sizes, max_model_len)
         return scheduled

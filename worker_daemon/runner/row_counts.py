@@ -1,6 +1,10 @@
 """How far each request row is, and the last steps that brought the rows there, so that they can be
 taken back. Knows of a request its counts alone.
 
+Computed and known tokens are upper bounds in rows whose steps may refuse tokens: the device has the
+true counts (row_tables.py), a later message's corrections lower these. Both fall alike, so that
+whether a row samples follows from the bounds.
+
 Shapes: S rows (plus one spare row, which no request ever has), G groups of layers.
 """
 
@@ -29,6 +33,8 @@ MAX_TAKEN_BACK = 64
 FREE_ROW_BLOCKS = 1 << 30
 """The block count of a row without a request: no request reaches it, so that one comparison refuses
 blocks for such a row and blocks beyond a request's last."""
+EXACT = -2
+NOT_SAMPLED = -1
 _ONE = np.array(1, np.int32)
 
 
@@ -45,6 +51,9 @@ class RowCounts:
     that a window has left behind included. FREE_ROW_BLOCKS where no request is."""
     unsampled: Bools
     """The row's newest token waits for SampleTokens."""
+    corrected: Int32s
+    """Tokens by which messages have lowered the row's bounds since its admission. NOT_SAMPLED: none
+    of its tokens can have been refused yet; EXACT: none ever is."""
 
     @classmethod
     def of_free_rows(cls, num_rows: int, num_groups: int) -> "RowCounts":
@@ -54,6 +63,7 @@ class RowCounts:
             np.zeros(num_rows, np.int32),
             np.full(num_groups * num_rows, FREE_ROW_BLOCKS, np.int32),
             np.zeros(num_rows, np.bool_),
+            np.full(num_rows, EXACT, np.int32),
         )
 
     @property
@@ -76,6 +86,7 @@ class RowCounts:
             self.num_tokens.copy(),
             self.num_blocks.copy(),
             self.unsampled.copy(),
+            self.corrected.copy(),
         )
 
     def clear(self, rows: Int64s | Bools | slice) -> None:
@@ -84,6 +95,13 @@ class RowCounts:
         self.num_tokens[rows] = 0
         self.blocks_by_group[:, rows] = FREE_ROW_BLOCKS
         self.unsampled[rows] = False
+        self.corrected[rows] = EXACT
+
+    def lower(self, slots: Int64s, by: Int32s) -> None:
+        """Lower the bounds of rows, each named once, by tokens that were refused."""
+        self.num_computed[slots] -= by
+        self.num_tokens[slots] -= by
+        self.corrected[slots] += by
 
     def append(self, updates: BlockUpdates) -> None:
         """Count a step's blocks."""

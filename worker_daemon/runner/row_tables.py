@@ -40,6 +40,20 @@ class RowKernels(Protocol):
         block_id * block_size + offset of its position in its row's block table.
         """
 
+    def correct_lengths(
+        self,
+        seq_lens: Tensor,
+        seq_rows: Tensor,
+        corrections: Tensor,
+        refused: Tensor,
+        shift: Tensor,
+    ) -> None:
+        """Columns int32 [B], tables int32 [S + 1]. A row's shift is its correction - refused, and
+        is added to its sequence's length; a correction of -1 counts as 0, and clears refused."""
+
+    def correct_positions(self, positions: Tensor, rows: Tensor, shift: Tensor) -> None:
+        """positions += shift[rows]: columns int32 [N], shift int32 [S + 1]."""
+
 
 class TorchRowKernels:
     """Plain torch, for the CPU and as the reference of the Triton kernels."""
@@ -66,6 +80,22 @@ class TorchRowKernels:
         )
         blocks = block_table[rows, places // block_size].long()
         return token_ids, blocks * block_size + places % block_size
+
+    def correct_lengths(
+        self,
+        seq_lens: Tensor,
+        seq_rows: Tensor,
+        corrections: Tensor,
+        refused: Tensor,
+        shift: Tensor,
+    ) -> None:
+        rows = seq_rows.long()
+        refused[rows] = torch.where(corrections < 0, 0, refused[rows])
+        shift[rows] = corrections.clamp(min=0) - refused[rows]
+        seq_lens += shift[rows]
+
+    def correct_positions(self, positions: Tensor, rows: Tensor, shift: Tensor) -> None:
+        positions += shift[rows.long()]
 
 
 class Gathered(NamedTuple):
@@ -94,7 +124,12 @@ class RowTables:
         self.group_tables: tuple[Tensor, ...] = torch.split(self.block_table, num_rows)
         """Of each group int32 [S + 1, max_blocks]: parts of it."""
         self.last_sampled = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        """int64 [S + 1]: the newest sampled token of each row."""
+        """int64 [S + 1]: the newest sampled token of each row, or where that was refused the one
+        that the row goes on with."""
+        self.refused = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        """int32 [S + 1]: of each row with a feature that may refuse tokens, how many were refused
+        since it first sampled. True counts: the host's bounds + its corrections - these."""
+        self._shift = torch.zeros_like(self.refused)
 
     def update(self, columns: StepColumns[Tensor]) -> None:
         """Write the block ids that the step brings."""
@@ -105,6 +140,28 @@ class RowTables:
                 columns.update_indices,
                 columns.update_block_ids,
             )
+
+    def correct(self, columns: StepColumns[Tensor]) -> None:
+        """Make a step's positions and lengths the true ones, where the host has bounds alone. Comes
+        before everything that reads them."""
+        if not columns.corrections.shape[0]:
+            return
+        kernels, shift = self._kernels, self._shift
+        kernels.correct_lengths(
+            columns.seq_lens, columns.seq_rows, columns.corrections, self.refused, shift
+        )
+        kernels.correct_positions(columns.positions, columns.token_rows, shift)
+        if columns.sample_rows.shape[0]:
+            kernels.correct_positions(columns.sample_positions, columns.sample_rows, shift)
+
+    def refuse(self, rows: Tensor, token_ids: Tensor, refused: Tensor) -> Tensor:
+        """Note what rows int32 [R] have just refused, int32 [R], and the tokens int64 [R] that they
+        go on with; return how much each has refused in all, int32 [R]."""
+        places = rows.long()
+        total = self.refused[places] + refused
+        self.refused[places] = total
+        self.last_sampled[places] = token_ids
+        return total
 
     def restore(self, updates: BlockUpdates) -> None:
         """Write block ids outside of any step."""

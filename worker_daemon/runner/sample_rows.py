@@ -23,7 +23,7 @@ class SampleRows(NamedTuple):
     generations: Int64s
     """[R] of the rows, when the step was accepted."""
     positions_np: Int32s
-    """[R] position of the token that is sampled."""
+    """[R] position of the token that is sampled: an upper bound where `are_bounds`."""
     used: int
     """The bits of the parts that some row uses; 0: every row takes its likeliest token and reports
     nothing else."""
@@ -35,11 +35,13 @@ class SampleRows(NamedTuple):
     """int32 [>= R], device"""
     delivery: Delivery | None
     """Where the host finds the likeliest tokens of all; None where they are copied to it."""
+    are_bounds: bool = False
+    """Some row's tokens may have been refused: the device alone has all positions."""
 
     @property
     def sampled(self) -> Sampled:
         """What the host is to remember of them."""
-        return Sampled(self.slots_np, self.generations, self.positions_np)
+        return Sampled(self.slots_np, self.generations, self.positions_np, self.are_bounds)
 
     def detach(self) -> "SampleRows":
         """Return a copy whose columns no later step overwrites."""
@@ -62,6 +64,7 @@ class SampleRows(NamedTuple):
             self.token_indices[on_device],
             self.positions[on_device],
             None,
+            self.are_bounds,
         )
 
     def without_padding(self) -> "SampleRows":

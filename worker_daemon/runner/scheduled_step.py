@@ -96,7 +96,7 @@ class ScheduledStep(NamedTuple):
     num_tokens: Int32s
     """[B] tokens of this step."""
     starts: Int32s
-    """[B] position of each request's first token of this step."""
+    """[B] position of each request's first token of this step; see corrections."""
     ends: Int32s
     """[B] tokens of each context, this step's included."""
     total_num_tokens: int
@@ -108,6 +108,10 @@ class ScheduledStep(NamedTuple):
     block_updates: BlockUpdates
     defer_sampling: bool
     brought: Brought
+    corrections: Int32s | None = None
+    """[B] tokens by which the row's bounds were lowered since its admission; -1 where none of its
+    tokens can have been refused. starts and ends are upper bounds then: the device's counts hold.
+    None: all rows are exact."""
 
 
 def places_behind(num_computed: Int32s, group: BlockGroup) -> Int32s:

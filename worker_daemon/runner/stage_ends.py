@@ -22,6 +22,7 @@ from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.input_batch import StepInputs
 from worker_daemon.runner.output import DeliveredOutput, NoTokens, ReplyIdentity, StepOutput
 from worker_daemon.runner.parts.step_parts import SamplerOutput, StepParts
+from worker_daemon.runner.row_tables import RowTables
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import Brought
 from worker_daemon.runner.slot_bitmap import SlotBitmaps
@@ -79,21 +80,26 @@ class FirstStageEntry:
 
 
 class LaterStageEntry:
-    """Receives from the stage before."""
+    """Receives from the stage before, and waits for counts that the last one has changed, if the
+    step reads any."""
 
-    def __init__(self, inbound: Inbound) -> None:
+    def __init__(self, inbound: Inbound, tokens: TokenReturn) -> None:
         self._inbound = inbound
+        self._tokens = tokens
 
     def post(self, num_tokens: int, seq: int) -> Entering:
-        return _Receiving(self._inbound.post(num_tokens, seq))
+        return _Receiving(self._inbound.post(num_tokens, seq), self._tokens)
 
 
 class _Receiving:
-    def __init__(self, arrival: Arrival) -> None:
+    def __init__(self, arrival: Arrival, tokens: TokenReturn) -> None:
         self._arrival = arrival
+        self._tokens = tokens
         self._arrived = False
 
     def wait(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        if inputs.counts_from >= 0:
+            self._tokens.collect(inputs.counts_from)
         self._arrived = True
         return self._arrival.wait()
 
@@ -106,8 +112,9 @@ class _Receiving:
 class StageExit(Protocol):
     """What becomes of a step once its hidden states are sent on."""
 
-    def give_up(self, slots: Tensor, publication: int) -> None:
-        """The step failed here: take part in the return of its tokens, without any."""
+    def give_up(self, slots: Tensor, publication: int, *, counted: bool) -> None:
+        """The step failed here: take part in the return of its tokens, without any. counted: as
+        TokenReturn.publish has it."""
 
     def sample(
         self,
@@ -131,6 +138,7 @@ class LastStageExit:
         self,
         stage: DecoderStage,
         parts: StepParts,
+        tables: RowTables,
         tokens: TokenReturn,
         link: Link,
         history: TokenHistory,
@@ -140,14 +148,16 @@ class LastStageExit:
         self._stage = stage
         self._link = link
         self._parts = parts
+        self._tables = tables
         self._tokens = tokens
         self._history = history
         self._replies = replies
         self._bitmaps = SlotBitmaps()
 
-    def give_up(self, slots: Tensor, publication: int) -> None:
-        nothing = torch.zeros(slots.shape, dtype=torch.int64, device=slots.device)
-        self._tokens.publish(publication, slots, nothing)
+    def give_up(self, slots: Tensor, publication: int, *, counted: bool) -> None:
+        shape = (2, slots.shape[0]) if counted else slots.shape
+        nothing = torch.zeros(shape, dtype=torch.int64, device=slots.device)
+        self._tokens.publish(publication, slots, nothing, counted=counted)
 
     def sample(
         self,
@@ -170,11 +180,26 @@ class LastStageExit:
             sampled = SamplerOutput(chosen.greedy[:count])
         else:
             sampled = self._sample_by_parts(chosen, rows, brought, publication)
-            self._tokens.publish(publication, rows.slots[:count], sampled.token_ids)
+            self._publish(chosen, rows, sampled, publication)
         if not self._replies:
             return None
         slots = self._bitmaps.of(rows.slots_np)
         return StepOutput(identity, rows.sampled, slots, sampled, status, self._link, self._history)
+
+    def _publish(
+        self, chosen: Chosen, rows: SampleRows, sampled: SamplerOutput, publication: int
+    ) -> None:
+        """Return the tokens that the rows go on with: where one was refused, the one before it."""
+        slots = rows.slots[: rows.slots_np.size]
+        token_ids, refused = sampled.token_ids, sampled.refused
+        if refused is None:
+            self._tokens.publish(publication, slots, token_ids, counted=False)
+            return
+        assert chosen.inputs is not None, "steps that may refuse keep their last tokens"
+        token_ids = torch.where(refused > 0, chosen.inputs[: slots.shape[0]], token_ids)
+        total = self._tables.refuse(slots, token_ids, refused)
+        news = torch.stack((token_ids, total.long()))
+        self._tokens.publish(publication, slots, news, counted=True)
 
     def _sample_by_parts(
         self, chosen: Chosen, rows: SampleRows, brought: Brought, publication: int
@@ -189,7 +214,8 @@ class LastStageExit:
             if judge(error) is Verdict.LOST:
                 raise
             drop_scratch(error)
-            self.give_up(rows.slots[:count], publication)
+            counted = self._parts.counts(rows.used)
+            self.give_up(rows.slots[:count], publication, counted=counted)
             raise
 
     def reply_without_tokens(self, status: Tensor, identity: ReplyIdentity) -> PendingReply | None:
@@ -201,11 +227,12 @@ class LastStageExit:
 class EarlierStageExit:
     """Takes the tokens that the last stage sampled."""
 
-    def __init__(self, tokens: TokenReturn) -> None:
+    def __init__(self, parts: StepParts, tokens: TokenReturn) -> None:
+        self._parts = parts
         self._tokens = tokens
 
-    def give_up(self, slots: Tensor, publication: int) -> None:
-        self._tokens.publish(publication, slots, None)
+    def give_up(self, slots: Tensor, publication: int, *, counted: bool) -> None:
+        self._tokens.publish(publication, slots, None, counted=counted)
 
     def sample(
         self,
@@ -216,7 +243,8 @@ class EarlierStageExit:
         publication: int,
         identity: ReplyIdentity,
     ) -> PendingReply | None:
-        self._tokens.publish(publication, rows.slots[: rows.slots_np.size], None)
+        counted = self._parts.counts(rows.used)
+        self._tokens.publish(publication, rows.slots[: rows.slots_np.size], None, counted=counted)
         return None
 
     def reply_without_tokens(self, status: Tensor, identity: ReplyIdentity) -> PendingReply | None:

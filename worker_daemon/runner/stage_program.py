@@ -29,17 +29,21 @@ class Chosen(NamedTuple):
     """[R, H] residual stream of each sequence's last token."""
     greedy: Tensor
     """int64 [R] the likeliest token."""
+    inputs: Tensor | None = None
+    """int64 [R] each sequence's last token, where it may be computed again; else None."""
 
     def keep(self, kept: Int64s) -> "Chosen":
         """Return these rows only: kept int64 [R'] indexes the rows."""
         if not self.hidden.shape[0]:
             return self
         on_device = upload(kept, self.hidden.device)
-        return Chosen(self.hidden[on_device], self.greedy[on_device])
+        inputs = None if self.inputs is None else self.inputs[on_device]
+        return Chosen(self.hidden[on_device], self.greedy[on_device], inputs)
 
     def detach(self) -> "Chosen":
         """Return a copy that no later step overwrites."""
-        return Chosen(self.hidden.clone(), self.greedy.clone())
+        inputs = None if self.inputs is None else self.inputs.clone()
+        return Chosen(self.hidden.clone(), self.greedy.clone(), inputs)
 
 
 class StageOutput(NamedTuple):
@@ -173,6 +177,7 @@ class EagerProgram:
     def compute(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
         """As run, from columns that are on the device."""
         columns, used = inputs.packed.columns, inputs.plan.parts
+        self._tables.correct(columns)
         self._tables.update(columns)
         gathered = self._tables.gather(columns)
         by_group = inputs.attention(gathered, self._tables)
@@ -187,4 +192,8 @@ class EagerProgram:
         )
         if used:
             hidden = self._parts.after_forward(used, hidden, columns)
-        return StageOutput(hidden, self._back.choose(hidden, columns))
+        chosen = self._back.choose(hidden, columns)
+        if columns.corrections.shape[0]:
+            last = gathered.token_ids.index_select(0, columns.sample_tokens)
+            chosen = chosen._replace(inputs=last)
+        return StageOutput(hidden, chosen)

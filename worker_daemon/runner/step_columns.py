@@ -15,7 +15,7 @@ from rpc_schema.codec import Frame
 from rpc_schema.kv_cache import NULL_BLOCK
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.runner.parts.step_parts import StepParts
-from worker_daemon.runner.row_counts import RowCounts
+from worker_daemon.runner.row_counts import EXACT, NOT_SAMPLED, RowCounts
 from worker_daemon.runner.scheduled_step import (
     MAX_BLOCK_UPDATES,
     NO_UPDATES,
@@ -54,11 +54,13 @@ def change_requests(
     step: ExecuteModel,
     arrays: Sequence[Frame],
     counts: RowCounts,
+    num_known: Int32s,
     limits: StepLimits,
     parts: StepParts,
 ) -> Int32s:
-    """Free and admit rows in the counts, which are of no use after a refusal; return the tokens of
-    all new requests, [sum of num_tokens]. arrays: the frame of these tokens, if there is one."""
+    """Free, correct and admit rows in the counts, which are of no use after a refusal; return the
+    tokens of all new requests, [sum of num_tokens]. arrays: the frame of these tokens, if there is
+    one; num_known [S + 1]: tokens that came with each row's admission."""
     if step.finished:
         slots = _read("finished", step.finished, _UINT16).astype(np.int64)
         counts.check_live("finished", slots)
@@ -66,12 +68,39 @@ def change_requests(
         counts.clear(slots)
     if step.resync is not None:
         _free_others(step.resync, counts)
+    if step.corrections:
+        _correct(step.corrections, counts, num_known)
     tokens = _read_tokens(step.scheduled_new_reqs, arrays, limits.vocab_size)
     for request in step.scheduled_new_reqs:
         _admit(request, counts)
         _check_admitted(request, limits)
         parts.judge(request, limits)
+        if parts.may_refuse(request.extensions):
+            counts.corrected[request.slot] = NOT_SAMPLED
     return tokens
+
+
+def _correct(raw: bytes, counts: RowCounts, num_known: Int32s) -> None:
+    """Lower the bounds of rows as a message says."""
+    field = "corrections"
+    pairs = _read(field, raw, _INT32)
+    if pairs.size % 2:
+        raise invalid(field, f"{pairs.size} values", "send pairs (slot, tokens)")
+    slots, by = pairs.reshape(-1, 2).T
+    slots = slots.astype(np.int64)
+    if slots.min() < 0:
+        raise counts.unknown(field, int(slots.min()))
+    counts.check_live(field, slots)
+    _check_unique(field, slots)
+    most = np.where(counts.corrected[slots] < 0, 0, counts.num_tokens[slots] - num_known[slots])
+    wrong = np.flatnonzero((by < 1) | (by > most))
+    if wrong.size:
+        at = int(wrong[0])
+        fix = f"1 to {most[at]}: tokens that it sampled and may refuse"
+        if counts.corrected[slots[at]] == EXACT:
+            fix = "leave it out: no feature of its request refuses tokens"
+        raise invalid(field, f"slot {int(slots[at])}: {int(by[at])}", fix)
+    counts.lower(slots, by)
 
 
 def _free_others(resync: bytes, counts: RowCounts) -> None:

@@ -37,6 +37,8 @@ class StepShape(NamedTuple):
     """U, entries of the block table that the step writes."""
     extra: tuple[int, ...] = ()
     """Of the columns of parts that act around the forward pass (runner/parts/)."""
+    num_corrected: int = 0
+    """B where the rows' counts are taken from the device, else 0."""
 
 
 class StepPlan(NamedTuple):
@@ -81,6 +83,9 @@ class StepColumns(NamedTuple, Generic[_Column]):
     """[U]"""
     update_block_ids: _Column
     """[U]"""
+    corrections: _Column
+    """[B] as in ScheduledStep; 0 for padding. [0] where positions and lengths are exact: else these
+    are corrected on the device."""
     extra: tuple[_Column, ...]
     """Those of parts, as the shape has them."""
 
@@ -96,12 +101,13 @@ _NUM_OWN_COLUMNS = len(StepColumns._fields) - 1
 
 def column_sizes(shape: StepShape) -> tuple[int, ...]:
     """Return how many int32 values each column holds, those of parts last."""
-    tokens, seqs, samples, updates, extra = shape
+    tokens, seqs, samples, updates, extra, corrected = shape
     return (
         tokens, tokens, tokens,
         seqs, seqs + 1, seqs, seqs,
         samples, samples, samples,
         updates, updates, updates,
+        corrected,
         *extra,
     )  # fmt: skip
 

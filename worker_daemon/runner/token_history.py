@@ -33,6 +33,12 @@ class Sampled(NamedTuple):
     generations: Int64s
     positions: Int32s
     """Of the sampled tokens."""
+    are_bounds: bool = False
+    """Rows may have refused tokens: positions are upper bounds, a row's first one excepted."""
+
+
+ALL_GAIN_ONE: Final = b""
+"""Each row of a step has gained one token."""
 
 
 class TokenHistory(Protocol):
@@ -41,8 +47,11 @@ class TokenHistory(Protocol):
     def confirm(self, epoch: int, seq: int) -> None:
         """A step ended well, on every rank that took part, and sampled nothing."""
 
-    def note(self, epoch: int, seq: int, sampled: Sampled, token_ids: bytes) -> None:
-        """A step ended well. token_ids: int32 little-endian [R]."""
+    def note(
+        self, epoch: int, seq: int, sampled: Sampled, token_ids: bytes, gained: bytes = ALL_GAIN_ONE
+    ) -> None:
+        """A step ended well. gained: uint8 [R], how many tokens each row gained, or ALL_GAIN_ONE;
+        token_ids: int32 little-endian, so many of each row, one row after the other."""
 
     def has_confirmed(self, epoch: int, seq: int) -> bool:
         """Whether it ended well, as far as this rank ought to know."""
@@ -61,7 +70,9 @@ class NoHistory:
     def confirm(self, epoch: int, seq: int) -> None:
         return None
 
-    def note(self, epoch: int, seq: int, sampled: Sampled, token_ids: bytes) -> None:
+    def note(
+        self, epoch: int, seq: int, sampled: Sampled, token_ids: bytes, gained: bytes = ALL_GAIN_ONE
+    ) -> None:
         return None
 
     def has_confirmed(self, epoch: int, seq: int) -> bool:
@@ -93,10 +104,15 @@ class SampledTokens:
         with self._lock:
             self._confirmed.append((epoch, seq))
 
-    def note(self, epoch: int, seq: int, sampled: Sampled, token_ids: bytes) -> None:
+    def note(
+        self, epoch: int, seq: int, sampled: Sampled, token_ids: bytes, gained: bytes = ALL_GAIN_ONE
+    ) -> None:
         """See TokenHistory."""
         with self._lock:
             self._confirmed.append((epoch, seq))
+            if sampled.are_bounds:
+                self._append(sampled, token_ids, gained)
+                return
             self._results.append((sampled, token_ids))
             if len(self._results) == _FOLD_AT:
                 self._fold()
@@ -118,6 +134,19 @@ class SampledTokens:
         with self._lock:
             self._fold()
             return self._tokens[slot, first:last].copy()
+
+    def _append(self, sampled: Sampled, token_ids: bytes, gained: bytes) -> None:
+        """Write a result behind what its rows have sampled before."""
+        self._fold()
+        slots = sampled.slots
+        is_current = self._generations[slots] == sampled.generations
+        firsts = np.where(is_current, self._known_to[slots], sampled.positions)
+        counts = np.frombuffer(gained, np.uint8).astype(np.int64) if gained else np.ones_like(slots)
+        before = np.cumsum(counts) - counts
+        positions = np.arange(int(counts.sum())) + np.repeat(firsts - before, counts)
+        self._tokens[np.repeat(slots, counts), positions] = np.frombuffer(token_ids, "<i4")
+        self._generations[slots] = sampled.generations
+        self._known_to[slots] = firsts + counts
 
     def _fold(self) -> None:
         """Write the noted results into the table. Of a place that is named twice the last value

@@ -33,6 +33,8 @@ class RequestPart:
     """What a step's reply carries of it; None where it reports nothing."""
     limits_running: ClassVar[bool] = False
     """Whether `may_start` ever says no."""
+    may_refuse: ClassVar[bool] = False
+    """A request that has it may gain fewer tokens than its steps counted (StepResult.refused)."""
 
     def find_fault(self, extension: Any, bounds: ModelBounds) -> Fault | None:
         """Return what a daemon would refuse about an extension whose fields are in their bounds, by

@@ -38,6 +38,11 @@ def reports(extensions: Extensions) -> bool:
     return any(_OF_REQUEST[type(each)].reply_extension is not None for each in extensions)
 
 
+def may_refuse(extensions: Extensions) -> bool:
+    """Whether tokens of a request may be refused after a step has counted them."""
+    return any(_OF_REQUEST[type(each)].may_refuse for each in extensions)
+
+
 def prefix_root(extensions: Extensions) -> bytes:
     """Return what a request's first block hash is chained to: empty where its extensions do not
     change what its tokens mean."""

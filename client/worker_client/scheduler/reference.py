@@ -154,7 +154,23 @@ class Scheduler:
                 done.append(self._finish(request, reason))
             elif len(request.tokens) % block_size == 0 and request.is_running:
                 self._blocks.remember_later(request)
+        for req_id, count in result.refused.items():
+            self._take_back(find(req_id), count)
         return done
+
+    def _take_back(self, request: Request | None, count: int) -> None:
+        """A request did not gain tokens that a step had counted for it."""
+        if request is None:
+            return
+        if request.num_void:
+            request.num_void -= count
+            return
+        was_complete = request.num_tokens == request.limit
+        request.num_tokens -= count
+        if request.is_running:
+            request.num_computed -= count
+            if was_complete:
+                self._groups.join(request)
 
     def forget_prefixes(self) -> None:
         """Drop the prefix cache: the weights have changed, and what is cached is of the old ones.

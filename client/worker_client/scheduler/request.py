@@ -13,7 +13,7 @@ from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, LogprobsWanted, StopTokens
 from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
 from worker_client.errors import RequestError
-from worker_client.parts.registry import Extensions, prefix_root
+from worker_client.parts.registry import Extensions, may_refuse, prefix_root
 from worker_client.requests import GenerationRequest, check_fits
 from worker_client.scheduler.interface import FinishReason, RequestOutput, SchedulerLimits
 from worker_client.scheduler_output import Logprobs, NewRequest
@@ -106,6 +106,13 @@ class Request:
     def is_running(self) -> bool:
         """Whether it has been admitted; else it waits."""
         return self.admission >= 0
+
+    @property
+    def least_computed(self) -> int:
+        """Positions that are computed whatever steps in flight refuse."""
+        if not may_refuse(self.extensions):
+            return self.num_computed
+        return min(self.num_computed, len(self.tokens) - 1)
 
     @property
     def num_in_flight(self) -> int:

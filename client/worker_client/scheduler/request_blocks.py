@@ -65,7 +65,7 @@ class RequestBlocks:
 
     def _leave_behind(self, request: Request) -> None:
         for group, own in zip(self._groups, request.blocks.by_group, strict=True):
-            behind = blocks_behind(request.num_computed, group)
+            behind = blocks_behind(request.least_computed, group)
             while behind and own[behind - 1] != NULL_BLOCK:
                 behind -= 1
                 self._pool.release(own[behind : behind + 1])

@@ -23,7 +23,7 @@ def start_daemons(tree: Path, devices: Sequence[str], model_root: Path) -> Local
     """Daemons of the copy, which the copy's drivers can use."""
 
     def command(endpoint: str, device: str, pipe: int) -> list[str]:
-        there = ["env", "-C", str(tree), f"PYTHONPATH={_path_of(tree)}"]
+        there = ["env", "-C", str(tree), f"PYTHONPATH={path_of(tree)}"]
         options = ["--endpoint", endpoint, "--device", device, "--model-root", str(model_root)]
         ends = ["--exit-with-parent-fd", str(pipe)]
         return [*there, sys.executable, "-m", "worker_daemon", "serve", *options, *ends]
@@ -48,7 +48,8 @@ def check_serving(tree: Path, endpoints: Sequence[str], checkpoint: Checkpoint) 
     assert rest.tokens == expected, seed
 
 
-def _path_of(tree: Path) -> str:
+def path_of(tree: Path) -> str:
+    """PYTHONPATH of what runs in a copy of the tree."""
     former = os.environ.get("PYTHONPATH")
     return os.pathsep.join([str(tree), str(tree / "client"), *([former] if former else [])])
 
@@ -58,7 +59,7 @@ def live(tree: Path, plan: Plan, code: int = 0) -> Outcome | None:
     driver = subprocess.run(
         [sys.executable, "run.py", msgspec.json.encode(plan).decode()],
         cwd=tree,
-        env=os.environ | {"PYTHONPATH": _path_of(tree)},
+        env=os.environ | {"PYTHONPATH": path_of(tree)},
         capture_output=True,
         text=True,
         timeout=120,

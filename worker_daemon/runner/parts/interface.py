@@ -68,6 +68,10 @@ class StepPart:
     """int32 columns that a step brings to the device for the forward pass."""
     in_forward: ClassVar[bool] = False
     """It acts around the forward pass: steps that use it have graphs of their own."""
+    may_refuse: ClassVar[bool] = False
+    """A request that uses it may not gain every token that a step counts for it (`refuse`): then
+    the host has upper bounds of its rows' lengths, and steps that use it have graphs of their
+    own."""
 
     def __init__(self, context: PartContext) -> None:
         """Make what the feature keeps of the rows, all of which are free."""
@@ -118,6 +122,12 @@ class StepPart:
         rows: without padding. brought: what judge_step made of the step's extension, if it has
         one. Never waits for the device."""
         return logits
+
+    def refuse(self, token_ids: Tensor, rows: SampleRows) -> Tensor:
+        """Return int32 [R]: 1 where a row is not to gain its token of int64 [R], else 0. Such a row
+        computes its last token again in its next step. The same on every rank of the stage. Called
+        where the part may refuse and a row uses it; tokens that are none are never refused."""
+        return torch.zeros_like(token_ids, dtype=torch.int32)
 
     def report(self, logits: Tensor, token_ids: Tensor, rows: SampleRows) -> Report | None:
         """Return what the reply is to tell. logits [R, V] as adjust_logits left them; token_ids

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rpc_schema.base import Extension
 from rpc_schema.codec import Frame
-from rpc_schema.extensions import StepExtension, extension_of
+from rpc_schema.extensions import RequestExtension, StepExtension, extension_of
 from rpc_schema.step import NewRequestData
 from worker_daemon.runner.parts.interface import (
     PartContext,
@@ -42,6 +43,8 @@ class SamplerOutput:
     token_ids: Tensor
     """int64 [R]; NO_TOKEN in rows without numbers to choose by."""
     reports: tuple[Report, ...] = ()
+    refused: Tensor | None = None
+    """int32 [R], 1 where the row does not gain its token; None: all gain theirs."""
 
 
 class _Member(NamedTuple):
@@ -71,8 +74,12 @@ class StepParts:
         """Bits of the parts of which the row's request has an extension."""
         self._uses = np.zeros(num_rows, np.int64)
         """Of those, the ones that its steps use."""
-        self.in_forward = sum(m.bit for m in self._members if m.part.in_forward)
-        """Bits of the parts that act around the forward pass."""
+        self.refusing = sum(m.bit for m in self._members if m.part.may_refuse)
+        """Bits of the parts that may refuse tokens."""
+        around = sum(m.bit for m in self._members if m.part.in_forward)
+        self.in_forward = around | self.refusing
+        """Bits of the parts that act around the forward pass, those that correct counts for it
+        among them."""
 
     # Judging.
 
@@ -82,6 +89,11 @@ class StepParts:
             _check_unique(f"scheduled_new_reqs[{request.req_id}].extensions", request.extensions)
         for extension in request.extensions:
             self._of_request[type(extension)].part.judge(extension, request, limits)
+
+    def may_refuse(self, extensions: Sequence[RequestExtension]) -> bool:
+        """Return whether tokens of a request may be refused. Its extensions were judged."""
+        members = ((self._of_request[type(each)].part, each) for each in extensions)
+        return any(part.may_refuse and part.uses(each) for part, each in members)
 
     def judge_step(
         self, extensions: Sequence[StepExtension], frames: Sequence[Frame], limits: StepLimits
@@ -131,6 +143,11 @@ class StepParts:
         """Return the bits of the parts that some of the rows use."""
         return int(np.bitwise_or.reduce(self._uses[slots], initial=0))
 
+    def counts(self, used: int) -> bool:
+        """Return whether rows that use these parts may refuse tokens: what they have refused goes
+        with their tokens then."""
+        return bool(used & self.refusing)
+
     # The forward pass.
 
     def extended(self, plan: StepPlan, used: int) -> StepPlan:
@@ -139,19 +156,27 @@ class StepParts:
         if not used:
             return plan
         kinds = [type(part) for bit, part in self._members if used & bit]
-        return plan._replace(shape=with_columns(plan.shape, kinds), parts=used)
+        shape = with_columns(plan.shape, kinds)
+        if used & self.refusing:
+            shape = shape._replace(num_corrected=shape.num_seqs)
+        return plan._replace(shape=shape, parts=used)
 
     def graph_keys(self) -> list[int]:
         """Return the choices of parts around the forward pass that have graphs of their own: none
         of them, and each alone. Steps that use several are launched kernel by kernel."""
-        return [*(m.bit for m in self._members if m.part.in_forward), 0]
+        return [*(m.bit for m in self._members if m.bit & self.in_forward), 0]
 
     def largest(self, shape: StepShape) -> StepShape:
         """Return the shape with the columns of all parts."""
+        shape = shape._replace(num_corrected=shape.num_seqs if self.refusing else 0)
         return with_columns(shape, [type(m.part) for m in self._members])
 
     def fill(self, used: int, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
-        """Fill the columns of the parts that a step's plan names."""
+        """Fill the columns of the parts that a step's plan names, and with them its corrections."""
+        if columns.corrections.size:
+            assert step.corrections is not None, "a row may refuse tokens"
+            columns.corrections[: step.corrections.size] = step.corrections
+            columns.corrections[step.corrections.size :] = 0
         for column in columns.extra:
             column[:] = 0
         for bit, part, own in self._with_columns(used, columns.extra):
@@ -183,7 +208,16 @@ class StepParts:
                 acted.append((part, logits))
         token_ids = self.chooser.choose(logits, rows)
         reports = (part.report(left, token_ids, rows) for part, left in acted)
-        return SamplerOutput(token_ids, tuple(report for report in reports if report is not None))
+        told = tuple(report for report in reports if report is not None)
+        return SamplerOutput(token_ids, told, self._refuse(token_ids, rows))
+
+    def _refuse(self, token_ids: Tensor, rows: SampleRows) -> Tensor | None:
+        refused: Tensor | None = None
+        for bit, part in self._members:
+            if rows.used & self.refusing & bit:
+                own = part.refuse(token_ids, rows)
+                refused = own if refused is None else torch.maximum(refused, own)
+        return None if refused is None else refused * (token_ids >= 0)
 
     def _with_columns(
         self, used: int, columns: Sequence[Any]

@@ -53,15 +53,22 @@ class StopTokensPart(StepPart):
             self._token_ids[request.slot] = stops.token_ids if stops is not None else ()
 
     def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: None) -> Tensor:
-        below = np.flatnonzero(rows.positions_np < self._first[rows.slots_np])
+        first = self._first[rows.slots_np]
+        # Where positions are upper bounds, the device decides of each row that ever had a ban.
+        may_be_below = (first > 0) if rows.are_bounds else rows.positions_np < first
+        below = np.flatnonzero(may_be_below)
         if not below.size:
             return logits
         banned = [self._token_ids[slot] for slot in rows.slots_np[below].tolist()]
         ban_rows, ban_token_ids = ban_pairs(below.tolist(), banned)
         device = logits.device
         allowed = logits.clone()
-        nothing = logits.new_full((), -torch.inf)  # a plain scalar would synchronise
-        allowed.index_put_((upload(ban_rows, device), upload(ban_token_ids, device)), nothing)
+        places = upload(ban_rows, device), upload(ban_token_ids, device)
+        left = logits.new_full((), -torch.inf)  # a plain scalar would synchronise
+        if rows.are_bounds:
+            is_below = rows.positions[places[0]] < upload(first[ban_rows], device)
+            left = torch.where(is_below, left, logits[places])
+        allowed.index_put_(places, left)
         return allowed
 
     @staticmethod

@@ -1,0 +1,64 @@
+"""A driver of the copy: serves the requests of a plan (JSON, the first argument), or goes on with
+those that a driver before it left, and prints what came of them. Dies where the plan says so."""
+
+import os
+import sys
+from typing import Any
+
+import msgspec
+import numpy as np
+from plans import Outcome, Plan, Wanted
+from rpc_schema.random_refusals import RandomRefusals
+
+from worker_client.driver import Driver
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import Scheduler, scheduler_limits
+from worker_client.worker_group import WorkerGroup
+
+
+def as_request(wanted: Wanted) -> GenerationRequest:
+    """Return a request as a driver takes it."""
+    percent = wanted.percent
+    return GenerationRequest(
+        id=wanted.id,
+        prompt_token_ids=np.array(wanted.prompt, np.int32),
+        max_tokens=wanted.max_tokens,
+        ignore_eos=True,
+        features=(RandomRefusals(percent=percent),) if percent else (),
+    )
+
+
+def main() -> None:
+    """Live."""
+    plan = msgspec.json.decode(sys.argv[1], type=Plan)
+    num_results = num_refused = 0
+
+    def hear(result: Any) -> None:
+        nonlocal num_results, num_refused
+        num_results += 1
+        num_refused += sum(result.refused.values())
+        if num_results == plan.dies_after:
+            os._exit(9)
+
+    with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
+        group.attach(keep_requests=plan.adopt)
+        loaded = group.prepare(
+            plan.config, num_gpu_blocks=plan.num_gpu_blocks, reload=not plan.adopt
+        )
+        scheduler = Scheduler(scheduler_limits(loaded, plan.config))
+        adopted = group.adopt_requests() if plan.adopt else []
+        outputs = scheduler.adopt_requests(adopted) if adopted else []
+        known = {request.req_id for request in adopted}
+        driver = Driver(group, scheduler, on_result=hear)
+        for wanted in plan.wanted:
+            if wanted.id not in known:
+                driver.add_request(as_request(wanted))
+        outputs = [*outputs, *driver.run()]
+        preemptions = sum(output.num_preemptions for output in outputs)
+        tokens = {output.req_id: output.token_ids for output in outputs}
+    outcome = Outcome(len(adopted), preemptions, num_refused, tokens)
+    sys.stdout.buffer.write(msgspec.json.encode(outcome))
+
+
+if __name__ == "__main__":
+    main()
