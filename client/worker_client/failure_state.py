@@ -424,6 +424,11 @@ def answer(state: State, request: Request) -> Answer:
     return by_seat
 
 
+def answers(state: State) -> Mapping[Request, Answer]:
+    """Return what becomes of each request in `state`."""
+    return {request: answer(state, request) for request in Request}
+
+
 def _before_sending(state: State) -> Answer:
     if state.news in (News.UNTOLD, News.DEATH_UNTOLD):
         return Answer.FAIL
@@ -453,6 +458,7 @@ class FailureState:
     """One group's state, with the values that go with it. Belongs to the group's thread."""
 
     __slots__ = (
+        "_answers",
         "_draining",
         "_latest",
         "_tries",
@@ -465,6 +471,7 @@ class FailureState:
 
     def __init__(self, world_size: int) -> None:
         self.state = State(link=Link.WHOLE if world_size > 1 else Link.NONE)
+        self._answers = answers(self.state)
         self.cause: ClientError | None = None
         """Why the group takes no steps any more; None where it does."""
         self.suspect: Suspect | None = None
@@ -501,7 +508,7 @@ class FailureState:
     @property
     def is_untold(self) -> bool:
         """Whether no future has told the latest failure."""
-        return self.state.news in (News.UNTOLD, News.DEATH_UNTOLD)
+        return self._answers[Request.SEND] is Answer.FAIL
 
     @property
     def is_open(self) -> bool:
@@ -515,12 +522,12 @@ class FailureState:
 
     def answer(self, request: Request) -> Answer:
         """Return what becomes of a request now."""
-        return answer(self.state, request)
+        return self._answers[request]
 
     def check(self, request: Request, endpoints: Sequence[str] = ()) -> None:
         """Raise the error of a request that is refused now. endpoints: by rank, to name for
         DrainingError."""
-        found = answer(self.state, request)
+        found = self._answers[request]
         if found is Answer.GO:
             return
         if self.cause is not None and found in (Answer.CAUSE, Answer.AWAIT_END):
@@ -538,6 +545,7 @@ class FailureState:
         if isinstance(event, Told) and event.number != self._latest:
             return
         before, self.state = self.state, after(self.state, event)
+        self._answers = answers(self.state)
         self._keep_cause(before.seat, event)
         self._keep_values(event)
 

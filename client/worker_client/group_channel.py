@@ -58,7 +58,7 @@ from worker_client.worker_client import StepIds, WorkerClient
 DEATH_NEWS_S = 0.1
 """A killed process's connections end within this time (2 ms measured), not all at once."""
 
-DOOM_WAIT_S = 5.0
+ANNOUNCED_END_WAIT_S = 5.0
 """A daemon whose device is lost ends within 1.5 s, on a host that has time for it."""
 
 EVENTS_INTERVAL_S = 0.25
@@ -162,7 +162,7 @@ class GroupChannel:
             WorkerDied: a daemon is gone.
         """
         self._state.apply(EndAwaited())
-        until = time.monotonic() + DOOM_WAIT_S
+        until = time.monotonic() + ANNOUNCED_END_WAIT_S
         while time.monotonic() < until:
             self.check_deaths()
 
