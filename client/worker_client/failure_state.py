@@ -399,12 +399,11 @@ BY_SEAT: Final[Mapping[Request, Mapping[Seat, Answer]]] = MappingProxyType(
         Request.STEP: _by_seat(_NOT_ATTACHED, _GO, _CAUSE, _CAUSE, _CAUSE, _CAUSE),
         Request.OPERATION: _by_seat(_NOT_ATTACHED, _GO, _CAUSE, _CAUSE, _CAUSE, _GO),
         Request.ATTACH: _by_seat(_GO, _GO, _GO, _GO, _CAUSE, _CAUSE),
-        Request.REPLACE: _by_seat(_NOT_ATTACHED, _GO, _GO, _GO, _GO, _CAUSE),
+        Request.REPLACE: _by_seat(_NOT_ATTACHED, _GO, _GO, _GO, _GO, _GO),
         Request.LOOK: _by_seat(_GO, _GO, _GO, _GO, _CAUSE, _GO),
-        Request.SEND: _by_seat(_GO, _GO, _GO, _GO, _GO, _GO),
     }
 )
-"""Of the seat alone; `answer` adds the other axes."""
+"""What the seat alone allows; SEND does not look at it, and `answer` adds the other axes."""
 
 
 def answer(state: State, request: Request) -> Answer:
