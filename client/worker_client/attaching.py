@@ -10,6 +10,7 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorScope, WireError
 from rpc_schema.lease import MAX_LEASE_TTL_MS
 from worker_client.errors import ClientError, FencedError, IncompatibleError, LeaseHeldError
+from worker_client.failure_state import Attached, FailureState, LinkBroke
 from worker_client.first_contact import greet
 from worker_client.group_channel import GroupChannel
 from worker_client.lease import Patience
@@ -31,10 +32,13 @@ LEAVE_TIMEOUT_S = 0.3
 class Attaching:
     """One group's, over its channel. Belongs to the group's thread."""
 
-    def __init__(self, channel: GroupChannel, steps: StepsInFlight, terms: LeaseTerms) -> None:
-        """terms: of the lease."""
+    def __init__(
+        self, channel: GroupChannel, steps: StepsInFlight, state: FailureState, terms: LeaseTerms
+    ) -> None:
+        """state: the group's. terms: of the lease."""
         self._channel = channel
         self._steps = steps
+        self._state = state
         self._terms = terms
         self._is_attached = False
 
@@ -176,8 +180,9 @@ class Attaching:
             self.leave()
             raise
         channel.lease.confirm()
-        self._steps.last_given_up = 0
-        self._steps.needs_relink = _must_relink(attached)
+        self._state.apply(Attached())
+        if _must_relink(attached):
+            self._state.apply(LinkBroke())
         return channel.take_statuses([reply.status for reply in attached])
 
 

@@ -28,7 +28,6 @@ from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, TooLargeErro
 from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
 from rpc_schema.trace import DriverStepsWanted
 from worker_client.clocks import measure
-from worker_client.draining import DrainNews
 from worker_client.errors import (
     ClientError,
     DeadlineExceeded,
@@ -36,6 +35,15 @@ from worker_client.errors import (
     RemoteError,
     WorkerDied,
     remote_error,
+)
+from worker_client.failure_state import (
+    Answer,
+    EndAnnounced,
+    EndAwaited,
+    EpochBegun,
+    FailureState,
+    Request,
+    announces_end,
 )
 from worker_client.gathering import Gathering
 from worker_client.group_daemons import GroupDaemons
@@ -50,7 +58,7 @@ from worker_client.worker_client import StepIds, WorkerClient
 DEATH_NEWS_S = 0.1
 """A killed process's connections end within this time (2 ms measured), not all at once."""
 
-DOOM_WAIT_S = 5.0
+ANNOUNCED_END_WAIT_S = 5.0
 """A daemon whose device is lost ends within 1.5 s, on a host that has time for it."""
 
 EVENTS_INTERVAL_S = 0.25
@@ -97,10 +105,11 @@ class GroupChannel:
         endpoints: Sequence[Endpoint],
         driver_id: bytes,
         steps: StepsInFlight,
+        state: FailureState,
         terms: LeaseTerms,
     ) -> None:
         """Connect; nothing is sent yet. steps gets the replies that no operation waits for, and the
-        news of deaths. terms: of the lease."""
+        news of deaths. state: the group's. terms: of the lease."""
         self.daemons = GroupDaemons(endpoints, driver_id, self.look, self._listen, self._sent)
         self.lease = LeaseKeeper(self.daemons.context, driver_id, terms, self)
         self._resending = Resending(self.daemons.clients, steps.output_rank)
@@ -108,10 +117,10 @@ class GroupChannel:
         """0 before the first attach."""
         self.on_progress: Callable[[Progress], None] | None = None
         self._steps = steps
+        self._state = state
         self._seq = 0
         self.links = Links(len(endpoints))
         self._gather: Gathering | None = None
-        self._drains = DrainNews()
         self._next_events = 0.0
         self._heard: deque[EventMessage] = deque(maxlen=MAX_EVENTS_KEPT)
         """Events that are to be acted upon; the watch knows them already."""
@@ -124,18 +133,17 @@ class GroupChannel:
     def check_usable(self) -> None:
         """Raise what the group has died of, the end of its lease included, or ClientError before
         the first attach."""
-        if self._steps.dead is None and self.lease.lost is not None:
+        if self.lease.lost is not None and self._state.answer(Request.OPERATION) is Answer.GO:
             self.check_deaths(0.0)  # of a death the loss may be a consequence
         self.check_given_up_link()
-        if self._steps.dead is not None:
-            raise self._steps.dead
-        if not self.epoch:
-            raise ClientError("the group is not attached: call attach() and prepare() first")
+        self._state.check(Request.OPERATION)
 
     def check_serving(self) -> None:
-        """Raise DrainingError if an operator wants no more steps of this group."""
+        """Raise DrainingError if an operator wants no more steps of this group, and WeightsNotWhole
+        where there are no weights for them."""
         self._read_events_now_and_then()
-        self._drains.check([client.endpoint.control for client in self.daemons.clients])
+        endpoints = [client.endpoint.control for client in self.daemons.clients]
+        self._state.check(Request.STEP, endpoints)
 
     def check_deaths(self, within_s: float = DEATH_NEWS_S) -> None:
         """Raise WorkerDied if a daemon is gone, or shows within a moment that it is."""
@@ -146,15 +154,15 @@ class GroupChannel:
             self.lose(error)
             raise
 
-    def await_doom(self) -> None:
+    def await_announced_end(self) -> None:
         """Wait for the end of a daemon that has told of it. One that lives on takes requests like
         any other.
 
         Raises:
             WorkerDied: a daemon is gone.
         """
-        self._steps.has_doomed = False
-        until = time.monotonic() + DOOM_WAIT_S
+        self._state.apply(EndAwaited())
+        until = time.monotonic() + ANNOUNCED_END_WAIT_S
         while time.monotonic() < until:
             self.check_deaths()
 
@@ -165,8 +173,8 @@ class GroupChannel:
         Raises:
             WorkerDied: a rank has ended.
         """
-        if self._steps.is_link_given_up and self._steps.has_doomed:
-            self.await_doom()
+        if self._state.answer(Request.OPERATION) is Answer.AWAIT_END:
+            self.await_announced_end()
 
     def look(self) -> None:
         """Take in all news of the daemons' lives and of the lease; for whoever waits, or has
@@ -188,7 +196,7 @@ class GroupChannel:
     def lose(self, error: WorkerDied | WireError | RemoteError | LeaseNotRenewed) -> None:
         """A daemon, or the lease, is lost: fail all steps, and for a daemon have the other ranks
         leave the link at once."""
-        if isinstance(self._steps.dead, WorkerDied):
+        if self._state.is_lost:
             return
         self._steps.die(error)
         if isinstance(error, WorkerDied):
@@ -206,7 +214,7 @@ class GroupChannel:
     def begin_epoch(self, epoch: int) -> None:
         """Requests go under this epoch from now on; those of before are forgotten."""
         self.epoch, self._seq = epoch, 0
-        self._drains = DrainNews()
+        self._state.apply(EpochBegun())
         self._resending.begin_epoch()
 
     def gather_attached(
@@ -356,7 +364,7 @@ class GroupChannel:
         resend_at = self._resending.due if self._outstanding else math.inf
         try:
             self._read_events_now_and_then()
-            frames = self.daemons.results.receive(min(deadline, self._steps.verdict_due, resend_at))
+            frames = self.daemons.results.receive(min(deadline, self._state.verdict_due, resend_at))
             if frames is None:
                 self._steps.convict_suspect()
                 self._send_overdue()
@@ -406,7 +414,8 @@ class GroupChannel:
     def _dispatch(self, reply: StepReplyMessage, frames: Sequence[bytes], replayed: bool) -> None:
         gather = self._gather
         if isinstance(reply, ErrorReply):
-            self._steps.take_omen(reply)
+            if announces_end(reply):
+                self._state.apply(EndAnnounced())
             if self._mends_gap(reply):
                 return
             if reply.code is ErrorCode.DRAINING:
@@ -429,7 +438,7 @@ class GroupChannel:
     def _mends_gap(self, reply: ErrorReply) -> bool:
         """Send a rank what it misses, if that is why it refused a request. Others may have answered
         that one already."""
-        if reply.code is not ErrorCode.GAP or reply.seq <= self._steps.last_given_up:
+        if reply.code is not ErrorCode.GAP or reply.seq <= self._state.last_given_up:
             return False
         return self._resending.mend_gap(reply.rank, reply.expected_seq)
 
@@ -493,7 +502,7 @@ class GroupChannel:
         match event:
             case lc.Heartbeat():
                 if event.epoch == self.epoch:
-                    self._drains.heard(event)
+                    self._state.heard_drain(event.rank, drains=event.drains)
                     self._resending.heard(event, self._outstanding or self._seq + 1)
                 if self._gather is not None and self.on_progress is not None:
                     self.on_progress(

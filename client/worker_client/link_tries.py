@@ -1,5 +1,5 @@
 """How often in a row a group's link has failed, and when that is enough: making it anew again and
-again, between ranks whose network is cut, helps nobody. Knows no socket and no step."""
+again, between ranks whose network is cut, helps nobody. A part of `failure_state.py`."""
 
 from worker_client.errors import ClientError, LinkGivenUp, RemoteError
 
@@ -8,7 +8,7 @@ MAX_LINK_FAILURES = 3
 
 
 class LinkTries:
-    """Of one group. Belongs to its thread."""
+    """Of one group. Owned by its FailureState."""
 
     def __init__(self) -> None:
         self._failures: list[tuple[int, ClientError]] = []

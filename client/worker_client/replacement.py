@@ -28,6 +28,7 @@ from worker_client.errors import (
     ReplacementFailed,
     WorkerDied,
 )
+from worker_client.failure_state import FailureState, ReplaceBegun, ReplaceFailed
 from worker_client.group_channel import GroupChannel
 from worker_client.load_chain import LoadChain
 from worker_client.loading import LoadedModel
@@ -87,12 +88,14 @@ class Replacement:
         channel: GroupChannel,
         attaching: Attaching,
         steps: StepsInFlight,
+        state: FailureState,
         config: WorkerConfig,
         model: LoadedModel,
     ) -> None:
-        """config, model: what the group serves."""
+        """state: the group's. config, model: what the group serves."""
         self._channel = channel
         self._steps = steps
+        self._state = state
         self._config = config
         self._model = model
         self._attaching = attaching
@@ -106,7 +109,7 @@ class Replacement:
         deadline = time.monotonic() + within_s
         own = self._channel.daemons.clients[rank].endpoint
         self._vacant = {rank: own if endpoint is None else endpoint}
-        cause = self._steps.dead or ClientError(f"rank {rank} was given up")
+        cause = self._state.cause or ClientError(f"rank {rank} was given up")
         self._channel.daemons.watch.bury(rank)
         self._channel.lose(self._channel.daemons.watch.obituary(rank))
         try:
@@ -125,14 +128,15 @@ class Replacement:
             ) from cause
         except BaseException as error:
             self._channel.abort_links(f"a replacement failed: {error}")
-            self._steps.dead = self._channel.daemons.watch.obituary(max(self._vacant))
+            lost = self._channel.daemons.watch.obituary(max(self._vacant))
+            self._state.apply(ReplaceFailed(lost))
             raise
 
     def _take_stock(self, error: ClientError) -> ClientError:
         """See who else is lost after an attempt that failed; return what it failed of."""
         try:
-            if self._steps.has_doomed:
-                self._channel.await_doom()
+            if self._state.is_end_announced:
+                self._channel.await_announced_end()
             self._channel.check_deaths()
         except WorkerDied as died:
             error = died
@@ -154,7 +158,7 @@ class Replacement:
     def _fill(self, deadline: float, within_s: float) -> Replaced:
         channel = self._channel
         self._seconds.clear()
-        self._steps.dead = None
+        self._state.apply(ReplaceBegun())
         channel.daemons.absent = frozenset(self._vacant)
         with self._phase("fence"):
             if channel.daemons.present:

@@ -1,38 +1,26 @@
-"""Whether the weights of a group are whole, as far as its driver knows: no step is sent to others.
-The daemons know it for certain, and refuse by themselves."""
+"""Whether the weights of a group are whole, read from what its daemons say: events for the failure
+state. The daemons know it for certain, and refuse by themselves."""
 
 from collections.abc import Sequence
 
 from rpc_schema.lifecycle import Status
-from worker_client.errors import WeightsNotWhole
+from worker_client.failure_state import WeightsFilled, WeightsGone
 
 _FIX = "fix: finish a complete update, or reload_weights()"
 
 
-class WeightsState:
-    """One group's."""
+def given_up(cause: str) -> WeightsGone:
+    """Return the event of weights that are being replaced."""
+    return WeightsGone(f"{cause}; {_FIX}")
 
-    def __init__(self) -> None:
-        self.cause = ""
-        """Why no step can be sent. Empty: it can."""
 
-    def require_whole(self) -> None:
-        """Raises WeightsNotWhole."""
-        if self.cause:
-            raise WeightsNotWhole(self.cause)
-
-    def give_up(self, cause: str) -> None:
-        """They are being replaced."""
-        self.cause = f"{cause}; {_FIX}"
-
-    def are_whole(self) -> None:
-        """All of them were written."""
-        self.cause = ""
-
-    def learn(self, statuses: Sequence[Status], newcomers: Sequence[int] = ()) -> None:
-        """Take in what the daemons know. newcomers: ranks that have loaded the checkpoint beside
-        others that had weights already."""
-        self.cause = _updated_beside(statuses, newcomers) or _not_whole(statuses)
+def learned(
+    statuses: Sequence[Status], newcomers: Sequence[int] = ()
+) -> WeightsGone | WeightsFilled:
+    """Return the event of what the daemons know. newcomers: ranks that have loaded the checkpoint
+    beside others that had weights already."""
+    cause = _updated_beside(statuses, newcomers) or _not_whole(statuses)
+    return WeightsGone(cause) if cause else WeightsFilled()
 
 
 def _not_whole(statuses: Sequence[Status]) -> str:

@@ -1,6 +1,7 @@
 """A pipeline x tensor group of daemons as one worker: its typed operations, their order and their
 timeouts. Knows neither sockets and seqs (group_channel.py), nor what a step's failure takes with it
-(outcomes.py), nor the operations of start-up (load_chain.py).
+(outcomes.py) and makes of the group (failure_state.py), nor the operations of start-up
+(load_chain.py).
 """
 
 import contextlib
@@ -28,6 +29,14 @@ from worker_client.errors import (
     TooManyStepsInFlight,
     WorkerDied,
 )
+from worker_client.failure_state import (
+    Answer,
+    FailureState,
+    LinkMade,
+    Request,
+    WeightsFilled,
+    WeightsGone,
+)
 from worker_client.group_channel import LONG_TIMEOUT_S, GroupChannel
 from worker_client.group_channel import Progress as Progress
 from worker_client.keys import NO_KEYS, Keys
@@ -49,7 +58,7 @@ from worker_client.uploading import (
     find,
     named_parts,
 )
-from worker_client.weights_state import WeightsState
+from worker_client.weights_state import given_up, learned
 from worker_client.worker_client import TensorList
 
 CLOSE_WAIT_S = 0.5
@@ -87,11 +96,11 @@ class WorkerGroup:
         self.driver_id = new_driver_id()
         self.max_in_flight = parallel.pipeline_parallel_size + 1
         self.output_rank = (parallel.pipeline_parallel_size - 1) * parallel.tensor_parallel_size
-        self._steps = StepsInFlight(parallel.world_size, self.output_rank)
+        self._state = FailureState(parallel.world_size)
+        self._steps = StepsInFlight(self._state, self.output_rank)
         terms = LeaseTerms() if lease is None else lease
-        self._channel = GroupChannel(parsed, self.driver_id, self._steps, terms)
-        self._attaching = Attaching(self._channel, self._steps, terms)
-        self._weights = WeightsState()
+        self._channel = GroupChannel(parsed, self.driver_id, self._steps, self._state, terms)
+        self._attaching = Attaching(self._channel, self._steps, self._state, terms)
         self.load_chain = LoadChain(self._channel)
         """The operations that prepare() is made of, for who wants another order."""
         self.clients = self._channel.daemons.clients
@@ -166,8 +175,7 @@ class WorkerGroup:
             WorkerDied: the group has lost a daemon: replace() it, or make a new group.
             NothingListens: no daemon is at an endpoint.
         """
-        if isinstance(self._steps.dead, WorkerDied):
-            raise self._steps.dead
+        self._state.check(Request.ATTACH)
         statuses = self._attaching.attach(
             timeout_s,
             wait_for_lease_s=wait_for_lease_s,
@@ -175,7 +183,7 @@ class WorkerGroup:
             keep_requests=keep_requests,
             wait_s=wait_s,
         )
-        self._weights.learn(statuses)
+        self._state.apply(learned(statuses))
         return statuses
 
     # ------------------------------------------------------------------ liveness
@@ -204,8 +212,7 @@ class WorkerGroup:
             WorkerDied: one of them is dead.
         """
         self._channel.check_deaths(0.0)
-        if isinstance(self._steps.dead, WorkerDied):
-            raise self._steps.dead
+        self._state.check(Request.LOOK)
 
     def replace(
         self, rank: int, endpoint: str | None = None, within_s: float = REPLACE_WITHIN_S
@@ -231,11 +238,14 @@ class WorkerGroup:
                 "the group has loaded nothing that a new daemon could load: once the lost daemon "
                 "runs again, make a new WorkerGroup, attach() and prepare()"
             )
+        self._state.check(Request.REPLACE)
         config, model = self._loaded
-        replacement = Replacement(self._channel, self._attaching, self._steps, config, model)
+        replacement = Replacement(
+            self._channel, self._attaching, self._steps, self._state, config, model
+        )
         place = None if endpoint is None else parse_endpoint(endpoint, self._keys)
         replaced = replacement.run(rank, place, within_s)
-        self._weights.learn(replaced.statuses, replaced.loaded_ranks)
+        self._state.apply(learned(replaced.statuses, replaced.loaded_ranks))
         return replaced
 
     def detach(self) -> None:
@@ -292,7 +302,7 @@ class WorkerGroup:
         self._channel.links.step_deadline_s = deadline_s
         self._loaded = config, model
         if not model.was_loaded:
-            self._weights.are_whole()
+            self._state.apply(WeightsFilled())
         self._steps.start(config.scheduler.max_num_seqs, group_limits(config, model), deadline_s)
         return model
 
@@ -315,7 +325,7 @@ class WorkerGroup:
     @property
     def needs_relink(self) -> bool:
         """Whether the communicators must be built anew before the next step."""
-        return self._steps.needs_relink
+        return self._state.needs_relink
 
     def relink(self) -> None:
         """Build new communicators on all ranks; weights and KV cache stay, requests do not.
@@ -331,7 +341,7 @@ class WorkerGroup:
         self._drain()
         self._steps.lose_rows("the group was linked anew")
         self.load_chain.relink()
-        self._steps.needs_relink = False
+        self._state.apply(LinkMade())
 
     def reset(self, to: Literal["CREATED", "DEVICE_READY", "MODEL_LOADED"]) -> None:
         """Go back down the load chain on all ranks. Requests are lost as in relink()."""
@@ -339,7 +349,7 @@ class WorkerGroup:
         self._steps.lose_rows("the group was reset")
         self.load_chain.reset(to)
         if to == "CREATED":
-            self._steps.needs_relink = False
+            self._state.apply(LinkMade())
 
     # ------------------------------------------------------------------ weights
 
@@ -482,7 +492,7 @@ class WorkerGroup:
             RemoteConfigError: tensors have not come; the update is still open.
         """
         replies = self._channel.ask(wt.FinishWeightUpdate)
-        self._weights.are_whole()
+        self._state.apply(WeightsFilled())
         return replies
 
     def reload_weights(self, model: str = "") -> list[wt.ReloadWeightsReply]:
@@ -493,16 +503,16 @@ class WorkerGroup:
             RemoteConfigError: the directory lies outside the daemons' roots, or holds another
                 model. RemoteCheckpointError: a file is missing, truncated or not of this model.
         """
-        before = self._weights.cause
+        before = self._state.weights_cause
         self._give_up_weights("reload_weights has failed on some rank")
         try:
             replies = self._channel.ask(functools.partial(wt.ReloadWeights, model=model))
         except RemoteError:
-            self._weights.cause = before
+            self._state.apply(WeightsGone(before) if before else WeightsFilled())
             if not before:  # refused before the first byte, mostly
-                self._weights.learn(self.get_status())
+                self._state.apply(learned(self.get_status()))
             raise
-        self._weights.are_whole()
+        self._state.apply(WeightsFilled())
         return replies
 
     def update_config(self, overrides: Mapping[str, str | int | bool]) -> None:
@@ -518,7 +528,7 @@ class WorkerGroup:
         """No step runs on weights that are being replaced, nor goes on from their KV cache."""
         self._drain()
         self._steps.lose_rows("the weights were replaced")
-        self._weights.give_up(cause)
+        self._state.apply(given_up(cause))
 
     # ------------------------------------------------------------------ uploads
 
@@ -605,8 +615,6 @@ class WorkerGroup:
         """
         self._channel.check_usable()
         self._channel.check_serving()
-        if self._weights.cause:
-            self._weights.require_whole()
         failure = self._untold_failure()
         if failure is not None:
             failure.lost |= self._steps.slots.fail([output])
@@ -700,9 +708,9 @@ class WorkerGroup:
         Raises:
             WorkerDied: the group is unusable.
         """
-        if self._steps.has_doomed and self._steps.untold_failure is None:
-            self._channel.await_doom()
-        if self._steps.needs_relink and self._steps.untold_failure is None:
+        if self._state.answer(Request.SEND) is Answer.AWAIT_END:
+            self._channel.await_announced_end()
+        if self._state.answer(Request.SEND) is Answer.RELINK:
             try:
                 self.relink()
             except WorkerDied:

@@ -588,7 +588,7 @@ def test_rank_that_ends_as_the_link_is_given_up_is_what_is_told(fakes, connect):
 def test_link_that_fails_again_and_again_is_given_up_until_attached_anew(
     fakes, connect, monkeypatch
 ):
-    monkeypatch.setattr("worker_client.group_channel.DOOM_WAIT_S", 0.2)
+    monkeypatch.setattr("worker_client.group_channel.ANNOUNCED_END_WAIT_S", 0.2)
     daemons, group, model = ready(fakes, connect, 2)
     break_the_link_for_ever(daemons)
     with pytest.raises(LinkGivenUp, match="3 times in a row") as given_up:
