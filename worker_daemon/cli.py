@@ -21,6 +21,7 @@ from rpc_schema.config import (
 )
 from rpc_schema.exit_codes import ExitCode
 from rpc_schema.version import version_line
+from worker_daemon.device.nvml import CudaDevice, load_nvml, total_memory_bytes
 from worker_daemon.errors import CapacityError, CheckpointError, ConfigError, StartLaterError
 from worker_daemon.logs import configure_logs
 from worker_daemon.server.endpoints import EndpointInUseError
@@ -209,7 +210,6 @@ def plan(
         check_worker_extra()
     prepare_environment()
     # Seconds of torch, which `serve` does not wait for either.
-    from worker_daemon.device.total_memory import total_memory_bytes
     from worker_daemon.plan_report import plan_json, plan_text
     from worker_daemon.planning import (
         plan_fitted_memory,
@@ -238,9 +238,9 @@ def plan(
             cache=CacheConfig(block_size=block_size, gpu_memory_utilization=gpu_memory_utilization),
             graph=GraphConfig(),
         )
-        total = (
-            total_memory_bytes(device, visible_devices) if memory_bytes is None else memory_bytes
-        )
+        total = memory_bytes
+        if total is None:
+            total = total_memory_bytes(load_nvml(), CudaDevice(device, visible_devices))
         make_plan = plan_fitted_memory if is_fitted else plan_memory
         made = make_plan(config, total, model_root or [directory.parent])
     sys.stdout.write(plan_json(made) + "\n" if as_json else plan_text(made))

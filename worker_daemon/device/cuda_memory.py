@@ -16,6 +16,7 @@ from worker_daemon.device.memory import (
     foreign_changes,
     request_memory,
 )
+from worker_daemon.device.nvml import load_nvml
 from worker_daemon.device.processes import find_own, open_processes
 
 _CONSISTENT_READS: Final = 4
@@ -29,7 +30,7 @@ class CudaMemory:
         self._device = device
         self._own_pid: int | None = None
         uuid = str(torch.cuda.get_device_properties(device).uuid)
-        self._processes = open_processes(uuid)
+        self._processes = open_processes(load_nvml(), uuid)
         if self._processes is not None:
             reserved = torch.cuda.memory_reserved(device)
             self._own_pid = find_own(
