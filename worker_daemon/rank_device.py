@@ -13,6 +13,7 @@ import torch
 
 from rpc_schema.config import MeetingAddress, Rendezvous
 from rpc_schema.lifecycle import InitDevice
+from worker_daemon.backend import choose_backend
 from worker_daemon.device.health import DeviceHealth, NoHealth
 from worker_daemon.device.init import open_capture_stream, open_device
 from worker_daemon.device.memory import MemorySnapshot, MemorySource
@@ -22,7 +23,6 @@ from worker_daemon.distributed.link import Link, Place, meeting_s
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import ConfigError
-from worker_daemon.layers.backend import reducer_for
 from worker_daemon.loading import RankPlace
 from worker_daemon.memory_ledger import MemoryLedger
 from worker_daemon.phases import SetPhase
@@ -106,8 +106,9 @@ class RankDevice:
             logger.info("torch computes with %d threads (%s)", *threads)
         device = open_device(self.name, threads)
         timeout_s = message.scheduler.step_deadline_ms / 1000 + _PEER_GRACE_S
-        tp = tensor_parallel(parallel.tp_rank, parallel.tp_size, reducer_for(device))
-        place = RankPlace(device, message.parallel, parallel, tp)
+        backend = choose_backend(device)
+        tp = tensor_parallel(parallel.tp_rank, parallel.tp_size, backend.make_reducer)
+        place = RankPlace(device, message.parallel, parallel, tp, backend)
         link = self._meet(rendezvous, place, timeout_s)
         try:
             if self._capture_stream is None:
