@@ -171,7 +171,7 @@ def test_a_daemon_on_the_cpu_never_asks_nvml():
         "nvml.load_nvml = None\n"  # whoever asks, fails
         "import torch, worker_daemon.server.assembly as daemon, worker_daemon.worker\n"
         "from worker_daemon.device.health import open_health\n"
-        "from worker_daemon.device.memory import memory_source\n"
+        "from worker_daemon.device.memory_sources import memory_source\n"
         "memory_source(torch.device('cpu')).snapshot()\n"
         "open_health(torch.device('cpu')).check()\n"
         "daemon.open_gauges('cpu').read()\n"
