@@ -5,8 +5,9 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -28,10 +29,23 @@ from worker_daemon.server.endpoints import EndpointInUseError
 from worker_daemon.server.gpu_lock import GpuInUseError
 from worker_daemon.server.keygen import make_key_files
 from worker_daemon.settings import load_settings, prepare_environment, prepare_kernel_cache
-from worker_daemon.worker_extra import check_worker_extra
 
 # Without rich, help and errors are plain text: no name of an option is cut, no error wrapped.
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+_WORKER_MODULES: Final = ("torch", "safetensors", "uvloop", "pynvml")
+"""The extra `worker` for every device, without which the package is a driver's side alone. Triton's
+kernels are for CUDA."""
+
+
+def _check_worker_extra() -> None:
+    """Raise ConfigError where a package of the extra is missing. Imports none."""
+    missing = [name for name in _WORKER_MODULES if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"the extra `worker` is not installed: no module {', '.join(missing)}",
+            fix='pip install "worker-daemon[worker]"',
+        )
 
 
 @contextmanager
@@ -136,7 +150,7 @@ def serve(
     """
     configure_logs("info")
     with _exit_codes():
-        check_worker_extra()
+        _check_worker_extra()
         from worker_daemon.server.assembly import run_daemon  # it needs the extra
 
         settings = load_settings(
@@ -207,7 +221,7 @@ def plan(
     """Print the memory plan that a group of daemons would arrive at; loads nothing."""
     configure_logs("info")
     with _exit_codes():
-        check_worker_extra()
+        _check_worker_extra()
     prepare_environment()
     # Seconds of torch, which `serve` does not wait for either.
     from worker_daemon.plan_report import plan_json, plan_text

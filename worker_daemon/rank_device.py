@@ -18,7 +18,6 @@ from worker_daemon.device.health import DeviceHealth, NoHealth
 from worker_daemon.device.init import open_capture_stream, open_device
 from worker_daemon.device.memory import MemorySnapshot, MemorySource
 from worker_daemon.device.threads import choose_threads
-from worker_daemon.distributed import flight_recorder
 from worker_daemon.distributed.link import Link, Place, meeting_s
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
@@ -168,7 +167,7 @@ class RankDevice:
     def dump(self) -> bytes:
         """What the communicators last did, as JSON; empty where nobody keeps it."""
         opened = self.opened_or_none
-        return b"" if opened is None or opened.link.backend != "nccl" else flight_recorder.dump()
+        return b"" if opened is None else opened.link.dump()
 
     def check(self) -> str:
         """What is amiss with the device, though it may compute; empty: nothing."""
