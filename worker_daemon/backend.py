@@ -48,9 +48,9 @@ def choose_backend(device: torch.device) -> Backend:
 
 def _triton(device: torch.device) -> Backend:
     # Importing Triton takes longer than everything else that a CPU daemon imports of ours.
-    from worker_daemon.kernels.backend import TritonAttention
     from worker_daemon.kernels.launch import has_dependent_launch
     from worker_daemon.kernels.ops import TritonOps
+    from worker_daemon.kernels.paged_attention import TritonAttention
     from worker_daemon.kernels.peer_reduce import PeerReduce
     from worker_daemon.kernels.row_ops import TritonRowKernels
     from worker_daemon.kernels.sampling import TritonSampling

@@ -12,7 +12,7 @@ from benchmarks.paged_reference import PagedBatch, Shape, make_batch, relative_e
 from worker_daemon.backend import choose_backend
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.distributed.tp import SingleRank
-from worker_daemon.kernels.backend import TritonAttention
+from worker_daemon.kernels.paged_attention import TritonAttention
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import DecoderStage, build_stage
