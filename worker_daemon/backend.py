@@ -35,7 +35,7 @@ class Backend:
 def choose_backend(device: torch.device) -> Backend:
     """Return our Triton kernels on a CUDA device, plain torch elsewhere."""
     if device.type == "cuda":
-        return _triton(device)
+        return triton_backend(device)
     return Backend(
         attention=ChosenAttention("torch", TorchPagedAttention()),
         sampling=TorchSampling(),
@@ -46,7 +46,8 @@ def choose_backend(device: torch.device) -> Backend:
     )
 
 
-def _triton(device: torch.device) -> Backend:
+def triton_backend(device: torch.device) -> Backend:
+    """Return our Triton kernels; for tests on the CPU too, by Triton's interpreter."""
     # Importing Triton takes longer than everything else that a CPU daemon imports of ours.
     from worker_daemon.kernels.launch import has_dependent_launch
     from worker_daemon.kernels.ops import TritonOps
