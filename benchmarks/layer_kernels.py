@@ -28,8 +28,8 @@ from benchmarks.layer_reference import (
     turned,
 )
 from benchmarks.paged_reference import relative_error
+from worker_daemon.backend import choose_backend
 from worker_daemon.contracts.layer_ops import LayerOps
-from worker_daemon.layers.backend import layer_ops_for
 from worker_daemon.layers.torch_ops import TorchOps
 
 DTYPE = torch.bfloat16
@@ -194,7 +194,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA device", file=sys.stderr)
         return 2
-    ops = layer_ops_for(torch.device("cuda"))
+    ops = choose_backend(torch.device("cuda")).make_ops()
     print(torch.cuda.get_device_name(), f"torch {torch.__version__}, operations: {ops.name}")
     print(HEADER)
     timings = []

@@ -26,6 +26,7 @@ import torch
 
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.layers.attention import NullAttention
+from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import DecoderStage, build_stage, checkpoint_names
 from worker_daemon.models.weights import load_dummy_weights, load_weights
@@ -95,7 +96,9 @@ def make_stage(model: Path, device: torch.device) -> DecoderStage:
     config = read_model_config(model)
     layers = range(config.num_hidden_layers)
     dtype, attention = torch.bfloat16, NullAttention()
-    return build_stage(config, layers, True, True, SingleRank(), dtype, device, 16, attention)
+    return build_stage(
+        config, layers, True, True, SingleRank(), dtype, device, 16, attention, TorchOps()
+    )
 
 
 def write_checkpoint(

@@ -19,11 +19,11 @@ import torch
 import triton.testing
 
 from benchmarks.kernels import host_us
+from worker_daemon.backend import choose_backend
 from worker_daemon.sample.sampler import (
     Sampling,
     SamplingMetadata,
     TorchSampling,
-    sampling_for,
 )
 
 FULL_BYTES_PER_S = 4.5e12
@@ -196,7 +196,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA device", file=sys.stderr)
         return 2
-    sampling = sampling_for(torch.device("cuda"))
+    sampling = choose_backend(torch.device("cuda")).sampling
     print(torch.cuda.get_device_name(), f"torch {torch.__version__}, sampling: {sampling.name}")
     print(HEADER)
     timings = []

@@ -20,6 +20,7 @@ from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.scheduled_step import Bools, StepLimits
 from worker_daemon.runner.slot_bitmap import slot_bitmap
+from worker_daemon.sample.sampler import TorchSampling
 
 ALL_RANKS = "all-ranks"
 """Loaded as a model of this name, every rank answers every step, not the output rank alone."""
@@ -104,7 +105,7 @@ class StateWorker:
             block_size=BLOCK_SIZE,
             num_blocks=2**31 - 1,
         )
-        self._state = RequestState(limits, make_parts(limits, torch.device("cpu")))
+        self._state = RequestState(limits, make_parts(limits, torch.device("cpu"), TorchSampling()))
         return self._done(message)
 
     def initialize_from_config(self, message: lc.InitializeFromConfig) -> StepReply:

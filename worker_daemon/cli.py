@@ -5,8 +5,9 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -21,16 +22,30 @@ from rpc_schema.config import (
 )
 from rpc_schema.exit_codes import ExitCode
 from rpc_schema.version import version_line
+from worker_daemon.device.nvml import CudaDevice, load_nvml, total_memory_bytes
 from worker_daemon.errors import CapacityError, CheckpointError, ConfigError, StartLaterError
 from worker_daemon.logs import configure_logs
 from worker_daemon.server.endpoints import EndpointInUseError
 from worker_daemon.server.gpu_lock import GpuInUseError
 from worker_daemon.server.keygen import make_key_files
 from worker_daemon.settings import load_settings, prepare_environment, prepare_kernel_cache
-from worker_daemon.worker_extra import check_worker_extra
 
 # Without rich, help and errors are plain text: no name of an option is cut, no error wrapped.
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+_WORKER_MODULES: Final = ("torch", "safetensors", "uvloop", "pynvml")
+"""The extra `worker` for every device, without which the package is a driver's side alone. Triton's
+kernels are for CUDA."""
+
+
+def _check_worker_extra() -> None:
+    """Raise ConfigError where a package of the extra is missing. Imports none."""
+    missing = [name for name in _WORKER_MODULES if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"the extra `worker` is not installed: no module {', '.join(missing)}",
+            fix='pip install "worker-daemon[worker]"',
+        )
 
 
 @contextmanager
@@ -135,7 +150,7 @@ def serve(
     """
     configure_logs("info")
     with _exit_codes():
-        check_worker_extra()
+        _check_worker_extra()
         from worker_daemon.server.assembly import run_daemon  # it needs the extra
 
         settings = load_settings(
@@ -206,10 +221,9 @@ def plan(
     """Print the memory plan that a group of daemons would arrive at; loads nothing."""
     configure_logs("info")
     with _exit_codes():
-        check_worker_extra()
+        _check_worker_extra()
     prepare_environment()
     # Seconds of torch, which `serve` does not wait for either.
-    from worker_daemon.device.total_memory import total_memory_bytes
     from worker_daemon.plan_report import plan_json, plan_text
     from worker_daemon.planning import (
         plan_fitted_memory,
@@ -238,9 +252,9 @@ def plan(
             cache=CacheConfig(block_size=block_size, gpu_memory_utilization=gpu_memory_utilization),
             graph=GraphConfig(),
         )
-        total = (
-            total_memory_bytes(device, visible_devices) if memory_bytes is None else memory_bytes
-        )
+        total = memory_bytes
+        if total is None:
+            total = total_memory_bytes(load_nvml(), CudaDevice(device, visible_devices))
         make_plan = plan_fitted_memory if is_fitted else plan_memory
         made = make_plan(config, total, model_root or [directory.parent])
     sys.stdout.write(plan_json(made) + "\n" if as_json else plan_text(made))

@@ -13,6 +13,7 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.config import ModelConfig, ParallelConfig, WorkerConfig
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
 from rpc_schema.lifecycle import MemoryTag, SleepLevel
+from worker_daemon.backend import Backend
 from worker_daemon.device.failures import Verdict, drop_scratch, judge, out_of_memory
 from worker_daemon.device.init import supports
 from worker_daemon.distributed.parallel_state import ParallelState
@@ -21,12 +22,7 @@ from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.kv_cache.allocate import LayerKV, allocate_kv_caches
 from worker_daemon.kv_cache.spec import describe_layers
 from worker_daemon.layers.attention import HeadSizes, NullAttention
-from worker_daemon.layers.attention_provider import (
-    AttentionProvider,
-    add_prompt_attention,
-    paged_attention_for,
-)
-from worker_daemon.layers.backend import layer_ops_for
+from worker_daemon.layers.attention_choice import ChosenAttention, choose_attention
 from worker_daemon.layers.rotary import rotary_table
 from worker_daemon.models.decoder import (
     DecoderStage,
@@ -67,6 +63,7 @@ class RankPlace:
     config: ParallelConfig
     parallel: ParallelState
     tp: LinkedTensorParallel
+    backend: Backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +88,7 @@ class LoadedModel:
     config: WorkerConfig
     resolved: ResolvedModel
     stage: DecoderStage
-    attention: AttentionProvider
+    attention: ChosenAttention
     max_model_len: int
     memory: TaggedMemory
     """Where the stage's parameters lie, and its KV cache will: closed by whoever drops this."""
@@ -351,7 +348,7 @@ def _build_stage(resolved: ResolvedModel, place: RankPlace, memory: TaggedMemory
         torch.device("meta"),
         resolved.max_model_len,
         NullAttention(),
-        layer_ops_for(place.device),
+        place.backend.make_ops(),
     )
     rotary = rotary_table(decoder.rope, resolved.max_model_len, place.device)
     memory.hold_stage(stage, rotary)
@@ -360,14 +357,13 @@ def _build_stage(resolved: ResolvedModel, place: RankPlace, memory: TaggedMemory
 
 def _choose_attention(
     stage: DecoderStage, decoder: DecoderConfig, dtype: torch.dtype, place: RankPlace
-) -> AttentionProvider:
+) -> ChosenAttention:
     heads = HeadSizes(
         decoder.num_attention_heads // place.parallel.tp_size,
         stage.kv_layer_specs[0].num_kv_heads,
         decoder.head_dim,
     )
-    paged = paged_attention_for(place.device, decoder.head_dim)
-    return add_prompt_attention(paged, place.device, heads, dtype)
+    return choose_attention(place.backend.attention, place.device, heads, dtype)
 
 
 def _fill(

@@ -35,6 +35,7 @@ from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.kv_cache.spec import describe_layers
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.embedding import padded_vocab_size
+from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.decoder import DecoderStage, build_stage
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.resolve import ResolvedModel, check_cache, resolve_model
@@ -412,4 +413,5 @@ def _build_stage(state: ParallelState, layers: range, resolved: ResolvedModel) -
         torch.device("meta"),
         resolved.max_model_len,
         NullAttention(),
+        TorchOps(),
     )

@@ -13,16 +13,15 @@ import torch
 
 from rpc_schema.config import MeetingAddress, Rendezvous
 from rpc_schema.lifecycle import InitDevice
+from worker_daemon.backend import choose_backend
 from worker_daemon.device.health import DeviceHealth, NoHealth
 from worker_daemon.device.init import open_capture_stream, open_device
 from worker_daemon.device.memory import MemorySnapshot, MemorySource
 from worker_daemon.device.threads import choose_threads
-from worker_daemon.distributed import flight_recorder
 from worker_daemon.distributed.link import Link, Place, meeting_s
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import ConfigError
-from worker_daemon.layers.backend import reducer_for
 from worker_daemon.loading import RankPlace
 from worker_daemon.memory_ledger import MemoryLedger
 from worker_daemon.phases import SetPhase
@@ -106,8 +105,9 @@ class RankDevice:
             logger.info("torch computes with %d threads (%s)", *threads)
         device = open_device(self.name, threads)
         timeout_s = message.scheduler.step_deadline_ms / 1000 + _PEER_GRACE_S
-        tp = tensor_parallel(parallel.tp_rank, parallel.tp_size, reducer_for(device))
-        place = RankPlace(device, message.parallel, parallel, tp)
+        backend = choose_backend(device)
+        tp = tensor_parallel(parallel.tp_rank, parallel.tp_size, backend.make_reducer)
+        place = RankPlace(device, message.parallel, parallel, tp, backend)
         link = self._meet(rendezvous, place, timeout_s)
         try:
             if self._capture_stream is None:
@@ -167,7 +167,7 @@ class RankDevice:
     def dump(self) -> bytes:
         """What the communicators last did, as JSON; empty where nobody keeps it."""
         opened = self.opened_or_none
-        return b"" if opened is None or opened.link.backend != "nccl" else flight_recorder.dump()
+        return b"" if opened is None else opened.link.dump()
 
     def check(self) -> str:
         """What is amiss with the device, though it may compute; empty: nothing."""

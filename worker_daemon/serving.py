@@ -56,6 +56,9 @@ class Serving:
             dtype=model.resolved.dtype,
             device=opened.place.device,
             capture_stream=opened.capture_stream,
+            sampling=opened.place.backend.sampling,
+            rows=opened.place.backend.rows,
+            open_staging=opened.place.backend.open_staging,
         )
         self.runner = assemble_runner(self._parts, opened.link, _limits(model, plan), kv)
         self._graphs: StepGraphs = NoGraphs()

@@ -28,7 +28,8 @@ from worker_daemon.description import WorkerDescription, no_weights
 from worker_daemon.device.failures import Verdict, drop_scratch, judge, typed_device_error
 from worker_daemon.device.health import DeviceHealth, open_health
 from worker_daemon.device.init import device_name
-from worker_daemon.device.memory import MemorySource, memory_source
+from worker_daemon.device.memory import MemorySource
+from worker_daemon.device.memory_sources import memory_source
 from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.errors import CommError, ConfigError, StateError
 from worker_daemon.kv_cache.allocate import LayerKV

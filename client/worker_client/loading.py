@@ -1,14 +1,13 @@
 """From daemons in any state to a loaded model: recognise what is loaded, refuse or reset what is
-not wanted, and walk down the load chain with the KV cache planned on the way. Sends nothing itself:
-it calls a group's operations.
+not wanted, and walk down the load chain with the KV cache planned on the way.
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -21,19 +20,17 @@ from rpc_schema.kv_cache import (
     smallest_fitting_blocks,
 )
 from rpc_schema.lifecycle import GetModelMetadataReply, Status
+from rpc_schema.weight_transfer import ReloadWeightsReply
 from worker_client.errors import ClientConfigError, ConfigMismatchError
 from worker_client.kv_planning import choose_groups, choose_num_blocks, fit_max_model_len
+from worker_client.load_chain import LoadChain
 from worker_client.step_checks import GroupLimits
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from worker_client.worker_group import WorkerGroup
 
 PROFILE_ATTEMPTS = 3
 """How often memory is profiled, at most, while other processes take or free some."""
 
 _LOG = logging.getLogger(__name__)
+_ResetLevel: TypeAlias = Literal["CREATED", "DEVICE_READY"]
 _CHAIN = ("CREATED", "DEVICE_READY", "MODEL_LOADED", "KV_READY", "READY")
 
 
@@ -77,6 +74,19 @@ class LoadedModel:
         return groups_of(self.kv_cache[0])
 
 
+@dataclass(frozen=True, slots=True)
+class AttachedGroup:
+    """A group as loading needs it, without a step in flight."""
+
+    load_chain: LoadChain
+    output_rank: int
+    needs_relink: bool
+    """Its communicators cannot stay."""
+    relink: Callable[[], None]
+    reset: Callable[[_ResetLevel], None]
+    reload_weights: Callable[[], list[ReloadWeightsReply]]
+
+
 class _Stopwatch:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -85,7 +95,7 @@ class _Stopwatch:
         return self._measure(name)
 
     @contextmanager
-    def _measure(self, name: str) -> "Iterator[None]":
+    def _measure(self, name: str) -> Iterator[None]:
         start = time.monotonic()
         yield
         self.seconds[name] = time.monotonic() - start
@@ -133,7 +143,7 @@ def group_limits(config: WorkerConfig, model: LoadedModel) -> GroupLimits:
 
 
 def load(
-    group: "WorkerGroup", config: WorkerConfig, statuses: Sequence[Status], options: LoadOptions
+    group: AttachedGroup, config: WorkerConfig, statuses: Sequence[Status], options: LoadOptions
 ) -> LoadedModel:
     """Make `group`, whose daemons were in `statuses` at attach, ready to serve `config`."""
     clock = _Stopwatch()
@@ -171,7 +181,7 @@ def _check_same(config: WorkerConfig, statuses: Sequence[Status], options: LoadO
         raise ConfigMismatchError(list(differences))
 
 
-def _resume(group: "WorkerGroup", statuses: Sequence[Status], clock: _Stopwatch) -> LoadedModel:
+def _resume(group: AttachedGroup, statuses: Sequence[Status], clock: _Stopwatch) -> LoadedModel:
     if group.needs_relink:
         with clock.phase("relink"):
             group.relink()
@@ -194,13 +204,13 @@ def _needs_weights(status: Status) -> bool:
 
 
 def _reset(
-    group: "WorkerGroup", config: WorkerConfig, statuses: Sequence[Status], clock: _Stopwatch
-) -> Literal["CREATED", "DEVICE_READY"]:
+    group: AttachedGroup, config: WorkerConfig, statuses: Sequence[Status], clock: _Stopwatch
+) -> _ResetLevel:
     """Bring all ranks to one level: to DEVICE_READY where device and link can stay, else to
     CREATED."""
     if all(status.load == "CREATED" for status in statuses):
         return "CREATED"
-    level: Literal["CREATED", "DEVICE_READY"] = "CREATED"
+    level: _ResetLevel = "CREATED"
     if not group.needs_relink and all(map(_same_device(config), range(len(statuses)), statuses)):
         level = "DEVICE_READY"
     with clock.phase("reset"):
@@ -225,7 +235,7 @@ def _same_device(config: WorkerConfig) -> Callable[[int, Status], bool]:
 
 
 def _load_kv_cache(
-    group: "WorkerGroup",
+    group: AttachedGroup,
     config: WorkerConfig,
     resolved_len: int,
     options: LoadOptions,
@@ -254,7 +264,7 @@ def _load_kv_cache(
     return plans, max_model_len
 
 
-def _profile_memory(group: "WorkerGroup") -> list[int]:
+def _profile_memory(group: AttachedGroup) -> list[int]:
     """Return the bytes that each rank has for its KV cache.
 
     All ranks profile again, since they compute together, until none saw another process take or

@@ -43,7 +43,14 @@ from worker_client.keys import NO_KEYS, Keys
 from worker_client.lease_terms import LeaseTerms
 from worker_client.liveness import LivenessEvent, OnEvent, Standing
 from worker_client.load_chain import LoadChain
-from worker_client.loading import LoadedModel, LoadOptions, check_config, group_limits, load
+from worker_client.loading import (
+    AttachedGroup,
+    LoadedModel,
+    LoadOptions,
+    check_config,
+    group_limits,
+    load,
+)
 from worker_client.outcomes import Failure, StepFuture, StepsInFlight
 from worker_client.replacement import REPLACE_WITHIN_S, Replaced, Replacement
 from worker_client.saves import SHARD_MAX_SIZE_BYTES, SHARD_PATTERN, save_weights
@@ -298,7 +305,16 @@ class WorkerGroup:
         self._channel.links.allow(deadline_s)
         self._drain()
         options = LoadOptions(num_gpu_blocks, fit_max_model_len=fit_max_model_len, reload=reload)
-        model = load(self, config, self.get_status(), options)
+        statuses = self.get_status()
+        attached = AttachedGroup(
+            self.load_chain,
+            self.output_rank,
+            self.needs_relink,
+            self.relink,
+            self.reset,
+            self.reload_weights,
+        )
+        model = load(attached, config, statuses, options)
         self._channel.links.step_deadline_s = deadline_s
         self._loaded = config, model
         if not model.was_loaded:

@@ -75,8 +75,9 @@ driver.admit(num_requests=2, prompt_len=9, num_more=4)
 """
 
 
-def test_a_worker_that_serves_has_not_loaded_torchs_compiler(tmp_path):
-    """It takes seconds of every start, and a single operation on the meta device brings it."""
+def test_a_worker_that_serves_on_the_cpu_has_loaded_neither_torchs_compiler_nor_triton(tmp_path):
+    """Either takes seconds of every start. A single operation on the meta device brings the
+    compiler."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -95,7 +96,12 @@ def test_a_worker_that_serves_has_not_loaded_torchs_compiler(tmp_path):
         "torch_dtype": "float32",
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    suspects = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes")
+    suspects = (
+        "torch._dynamo",
+        "torch._inductor",
+        "torch.fx.experimental.symbolic_shapes",
+        "triton",
+    )
     assert loaded_by(SERVING.format(model=str(tmp_path)), *suspects, "worker_daemon.worker") == [
         "worker_daemon.worker"
     ]

@@ -15,7 +15,7 @@ import pytest
 from rpc_schema.exit_codes import ExitCode
 from tests.support.command_line import ask_status, environment, short_directory
 from tests.support.waiting import wait_until
-from worker_daemon.device.gpu_uuid import Nvml, find_uuid
+from worker_daemon.device.nvml import CudaDevice, find_uuid
 from worker_daemon.errors import ConfigError
 from worker_daemon.server.gpu_lock import GpuInUseError, GpuLock, lock_directory
 
@@ -145,9 +145,4 @@ class FakeNvml:
     ],
 )
 def test_uuid_is_that_of_the_device(device, visible, uuid):
-    assert find_uuid(device, visible, FakeNvml()) == uuid
-
-
-def test_what_is_used_of_nvml_is_there():
-    used = {name for name in vars(Nvml) if name.startswith("nvml")} | set(Nvml.__annotations__)
-    assert all(hasattr(pynvml, name) for name in used)
+    assert find_uuid(FakeNvml(), CudaDevice(device, visible)) == uuid

@@ -14,8 +14,8 @@ from tests.support.layer_checks import (
     generator,
     run_projection,
 )
+from worker_daemon.backend import choose_backend
 from worker_daemon.contracts.layer_ops import LayerOps, NormedSum
-from worker_daemon.layers.backend import layer_ops_for
 from worker_daemon.layers.torch_ops import TorchOps
 
 pytestmark = [
@@ -30,7 +30,7 @@ QWEN_600M = Heads(16, 8, 128, is_normed=True)
 
 @pytest.fixture(scope="module")
 def ops() -> LayerOps:
-    ops = layer_ops_for(torch.device("cuda"))
+    ops = choose_backend(torch.device("cuda")).make_ops()
     assert ops.name == "triton"
     return ops
 

@@ -22,7 +22,7 @@ from benchmarks.stage_driver import (
 )
 from rpc_schema import lifecycle
 from rpc_schema.config import CacheConfig
-from worker_daemon.device.memory import memory_source
+from worker_daemon.device.memory_sources import memory_source
 from worker_daemon.errors import CapacityError
 from worker_daemon.memory_ledger import CUSHION_BYTES
 from worker_daemon.runner.scheduled_step import StepLimits

@@ -15,7 +15,7 @@ from tests.support.command_line import ask_status, run_client, start_daemon, wai
 from tests.support.gpu_generation import make_requests, worker_config
 from tests.support.serving import connect, generate
 from worker_daemon.device.fault_watch import RECOVERY_ACTION
-from worker_daemon.device.gpu_uuid import find_uuid
+from worker_daemon.device.nvml import CudaDevice, find_uuid
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +27,7 @@ pytestmark = [
 def test_gpu_has_one_daemon_whose_figures_are_shown(llama, tmp_path):
     locks = tmp_path / "locks"
     locks.mkdir()
-    uuid = find_uuid("cuda:0", os.environ.get("CUDA_VISIBLE_DEVICES"))
+    uuid = find_uuid(pynvml, CudaDevice("cuda:0", os.environ.get("CUDA_VISIBLE_DEVICES")))
     assert uuid.startswith(("GPU-", "MIG-"))
     options = (
         "--device",

@@ -11,12 +11,10 @@ from benchmarks.paged_reference import (
     relative_error,
 )
 from tests.support.attention_steps import layer_of, token_rows
+from worker_daemon.backend import choose_backend
 from worker_daemon.contracts.attention import AttentionBackend
 from worker_daemon.layers.attention import HeadSizes
-from worker_daemon.layers.attention_provider import (
-    add_prompt_attention,
-    paged_attention_for,
-)
+from worker_daemon.layers.attention_choice import choose_attention
 from worker_daemon.layers.prompt_attention import PromptAttention
 
 pytestmark = [
@@ -37,11 +35,10 @@ MIXED = [
 
 def backend_of(shape: Shape, dtype: torch.dtype) -> AttentionBackend:
     heads = HeadSizes(shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
-    paged = paged_attention_for(CUDA, shape.head_dim)
-    provider = add_prompt_attention(paged, CUDA, heads, dtype)
-    assert provider.name == "triton+cudnn"
-    assert isinstance(provider.backend, PromptAttention)
-    return provider.backend
+    chosen = choose_attention(choose_backend(CUDA).attention, CUDA, heads, dtype)
+    assert chosen.name == "triton+cudnn"
+    assert isinstance(chosen.backend, PromptAttention)
+    return chosen.backend
 
 
 def build(

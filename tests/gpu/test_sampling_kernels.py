@@ -17,7 +17,8 @@ from tests.support.sampling_checks import (
     random_logits,
     random_metadata,
 )
-from worker_daemon.sample.sampler import TorchSampling, sampling_for
+from worker_daemon.backend import choose_backend
+from worker_daemon.sample.sampler import TorchSampling
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +31,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.
 
 @pytest.fixture(scope="module")
 def sampling():
-    found = sampling_for(torch.device("cuda"))
+    found = choose_backend(torch.device("cuda")).sampling
     assert found.name == "triton"
     return found
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from benchmarks.paged_reference import PagedBatch, Shape, make_batch, relative_error
+from worker_daemon.backend import choose_backend
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.distributed.tp import SingleRank
-from worker_daemon.kernels.backend import TritonAttention
-from worker_daemon.layers.backend import layer_ops_for
+from worker_daemon.kernels.paged_attention import TritonAttention
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import DecoderStage, build_stage
@@ -90,7 +90,7 @@ def run(stages: Sequence[DecoderStage], batch: PagedBatch, positions: torch.Tens
 @torch.inference_mode()
 def test_fused_operations_agree_with_torch(config, dtype, lengths):
     step = make_step(config, lengths, dtype)
-    fused = layer_ops_for(torch.device("cuda"))
+    fused = choose_backend(torch.device("cuda")).make_ops()
     ours = run(make_stages(config, [NUM_LAYERS], dtype, fused), *step)
     plain = run(make_stages(config, [NUM_LAYERS], dtype, TorchOps()), *step)
     assert relative_error(ours, plain) < BOUNDS[dtype]
@@ -100,7 +100,7 @@ def test_fused_operations_agree_with_torch(config, dtype, lengths):
 @torch.inference_mode()
 def test_a_split_model_computes_the_same_bits(config, lengths):
     step = make_step(config, lengths, torch.bfloat16)
-    ops = layer_ops_for(torch.device("cuda"))
+    ops = choose_backend(torch.device("cuda")).make_ops()
     whole = run(make_stages(config, [NUM_LAYERS], torch.bfloat16, ops), *step)
     for splits in ([1, NUM_LAYERS], [2, 3, NUM_LAYERS]):
         parts = run(make_stages(config, splits, torch.bfloat16, ops), *step)

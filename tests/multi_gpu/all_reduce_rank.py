@@ -11,11 +11,11 @@ import time
 
 import torch
 
+from worker_daemon.backend import choose_backend
 from worker_daemon.distributed.link import Link, Place
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import CommError
-from worker_daemon.layers.backend import layer_ops_for, reducer_for
 
 HOST = "127.0.0.1"
 EPS = 1e-5
@@ -32,8 +32,9 @@ class Group:
         self.device = torch.device("cuda", rank)
         torch.cuda.set_device(self.device)
         self.state = ParallelState(1, size, rank)
-        self.tp = tensor_parallel(rank, size, reducer_for(self.device))
-        self.ops = layer_ops_for(self.device)
+        backend = choose_backend(self.device)
+        self.tp = tensor_parallel(rank, size, backend.make_reducer)
+        self.ops = backend.make_ops()
         self.link = None
 
     def open(self, generation, place):

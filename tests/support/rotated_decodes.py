@@ -15,7 +15,7 @@ from benchmarks.paged_reference import (
 )
 from worker_daemon.contracts.attention import AttentionLayer, AttentionStep
 from worker_daemon.contracts.layer_ops import LayerOps
-from worker_daemon.kernels.backend import TritonAttention
+from worker_daemon.kernels.paged_attention import TritonAttention
 from worker_daemon.kernels.paged_decode import rotate_and_attend
 
 # Against fp64: keys and queries are rounded once more than in the tests of attention alone, and

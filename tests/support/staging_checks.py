@@ -18,7 +18,7 @@ def random_shape(rng):
 
 def make_staging(device, depth, shapes):
     capacity = max(map(packed_size, shapes))
-    return CudaStaging(capacity, ROWS, torch.device(device), depth, delivers=True)
+    return CudaStaging(torch.device(device), capacity, ROWS, depth, delivers=True)
 
 
 def fill(packed, rng):

@@ -1,22 +1,12 @@
-"""The watch for a GPU's XIDs by NVML. To be imported for GPUs only: the CPU has no NVML. Knows no
-process and no socket."""
+"""The watch for a GPU's faults by NVML, which reports them as XIDs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Final, Protocol
 
-import pynvml
-
-from worker_daemon.device.gpu_faults import (
-    LOST,
-    Action,
-    Fault,
-    FaultWatch,
-    NoFaultWatch,
-    fault_of,
-)
-from worker_daemon.device.total_memory import nvml_name
+from worker_daemon.device.gpu_faults import LOST, Action, Fault, fault_of
+from worker_daemon.device.nvml import CudaDevice, Nvml, open_device
 
 RECOVERY_ACTION: Final = 230
 """NVML_FI_DEV_GET_GPU_RECOVERY_ACTION of nvml.h, which older releases of nvidia-ml-py lack; older
@@ -35,51 +25,31 @@ _RECOVERY: Final[Mapping[int, Action]] = MappingProxyType(
 on."""
 
 
-class Value(Protocol):
-    """A union; the fields that are used of it."""
+class FaultWatch(Protocol):
+    """Used by one thread."""
 
-    uiVal: int
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to wait for."""
 
+    def wait(self, timeout_ms: int) -> Fault | None:
+        """Return the next fault, or None if there was none in that time, or the watch has
+        ended."""
 
-class FieldValue(Protocol):
-    """One field, as NVML gives it."""
-
-    nvmlReturn: int
-    value: Value
-
-
-class EventData(Protocol):
-    """One event, as NVML gives it."""
-
-    eventType: int
-    eventData: int
+    def close(self) -> None:
+        """End the watch."""
 
 
-class Nvml(Protocol):
-    """What is used of nvidia-ml-py."""
+class NoFaultWatch:
+    """Where there is no NVML, or it tells of no XIDs."""
 
-    NVMLError: type[Exception]
-    nvmlEventTypeXidCriticalError: int
-    NVML_ERROR_TIMEOUT: int
-    NVML_ERROR_GPU_IS_LOST: int
+    is_on = False
 
-    def nvmlInit(self) -> None: ...
+    def wait(self, timeout_ms: int) -> Fault | None:
+        return None
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> object: ...
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> object: ...
-
-    def nvmlEventSetCreate(self) -> object: ...
-
-    def nvmlDeviceRegisterEvents(self, handle: object, types: int, events: object) -> None: ...
-
-    def nvmlEventSetWait_v2(self, events: object, timeout_ms: int) -> EventData: ...
-
-    def nvmlEventSetFree(self, events: object) -> None: ...
-
-    def nvmlDeviceGetFieldValues(
-        self, handle: object, fields: Sequence[int]
-    ) -> Sequence[FieldValue]: ...
+    def close(self) -> None:
+        return None
 
 
 class NvmlFaultWatch:
@@ -123,18 +93,11 @@ class NvmlFaultWatch:
             self._nvml.nvmlEventSetFree(self._events)
 
 
-def open_fault_watch(device: str, visible_devices: str | None, nvml: Nvml = pynvml) -> FaultWatch:
-    """Watch a device, cuda:N; visible_devices is CUDA_VISIBLE_DEVICES, where that is set. Where it
-    cannot be watched, nothing is. Creates no CUDA context."""
+def open_fault_watch(nvml: Nvml, device: CudaDevice) -> FaultWatch:
+    """Watch a GPU. Where it cannot be watched, nothing is."""
     events = None
     try:
-        nvml.nvmlInit()
-        name = nvml_name(device, visible_devices)
-        handle = (
-            nvml.nvmlDeviceGetHandleByIndex(int(name))
-            if name.isdecimal()
-            else nvml.nvmlDeviceGetHandleByUUID(name)
-        )
+        handle = open_device(nvml, device)
         events = nvml.nvmlEventSetCreate()
         nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
     except (nvml.NVMLError, ValueError):

@@ -1,5 +1,4 @@
-"""What the GPU's driver reports as an XID, and which of them end the daemon. Knows no process, no
-socket and no NVML.
+"""Faults of a GPU, which its driver reports as XIDs, and which of them end the daemon.
 
 Actions are the column "Resolution Bucket (Immediate Action)" of NVIDIA's catalogue for A100 and
 later, as of October 2025 (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html):
@@ -15,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final
 
 
 class Action(Enum):
@@ -125,30 +124,3 @@ def fault_of(xid: int) -> Fault:
     if xid in WORKFLOWS:
         return Fault(xid, *WORKFLOWS[xid], depends=True)
     return Fault(xid, *XIDS.get(xid, ("see NVIDIA's catalogue", Action.NONE)))
-
-
-class FaultWatch(Protocol):
-    """Used by one thread."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is anything to wait for."""
-
-    def wait(self, timeout_ms: int) -> Fault | None:
-        """Return the next fault, or None if there was none in that time, or the watch has
-        ended."""
-
-    def close(self) -> None:
-        """End the watch."""
-
-
-class NoFaultWatch:
-    """Where there is no NVML, or it tells of no XIDs."""
-
-    is_on = False
-
-    def wait(self, timeout_ms: int) -> Fault | None:
-        return None
-
-    def close(self) -> None:
-        return None

@@ -1,10 +1,12 @@
 """Whether a device can still be looked after, apart from whether it computes: NVML may be lost (to
 a container whose device cgroup is renewed, say) while CUDA works, or say that the device is slowed
-down. Knows no worker."""
+down."""
 
 from typing import Final, Protocol
 
 import torch
+
+from worker_daemon.device.nvml import Nvml, load_nvml, nvml_uuids
 
 SLOWDOWNS: Final = {
     0x08: "the hardware slows it down",
@@ -30,24 +32,10 @@ class NoHealth:
         return ""
 
 
-class HandleSource(Protocol):
-    """What is used of nvidia-ml-py."""
-
-    NVMLError: type[Exception]
-
-    def nvmlInit(self) -> None: ...
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> object: ...
-
-    def nvmlDeviceGetPciInfo(self, handle: object) -> object: ...
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: object) -> int: ...
-
-
 class NvmlHealth:
     """Asks NVML for a device that it has known before."""
 
-    def __init__(self, uuid: str, nvml: HandleSource) -> None:
+    def __init__(self, uuid: str, nvml: Nvml) -> None:
         """uuid: with its kind, GPU- or MIG-."""
         self._uuid = uuid
         self._nvml = nvml
@@ -74,11 +62,9 @@ def open_health(device: torch.device) -> DeviceHealth:
     begin with."""
     if device.type != "cuda":
         return NoHealth()
-    import pynvml  # a daemon on the CPU does without
-
-    for kind in ("GPU", "MIG"):
-        bare = str(torch.cuda.get_device_properties(device).uuid)
-        health = NvmlHealth(f"{kind}-{bare.removeprefix('GPU-').removeprefix('MIG-')}", pynvml)
+    nvml = load_nvml()
+    for uuid in nvml_uuids(str(torch.cuda.get_device_properties(device).uuid)):
+        health = NvmlHealth(uuid, nvml)
         if not health.check():
             return health
     return NoHealth()

@@ -1,24 +1,14 @@
 """Memory of the device, measured: snapshots, and the profile that tells how much is left for the KV
-cache.
-
-Two sources with one interface: CUDA's driver and allocator (cuda_memory.py), and on the CPU the
-process's own resident memory. All figures are bytes.
+cache. Snapshots come from a source (memory_sources.py). All figures are bytes.
 """
 
-import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final, Protocol
 
-import torch
-
 from worker_daemon.errors import CapacityError
-
-HOST_KV_CACHE_LIMIT_BYTES = 4 << 30
-"""What a CPU daemon offers for KV unless told otherwise: host memory is not its own to fill."""
 
 DISTURBANCE_BYTES: Final = 32 << 20
 """A process that takes or frees less than this while a profile runs does not disturb it."""
@@ -90,55 +80,6 @@ class MemorySource(Protocol):
         self, before: MemorySnapshot, now: MemorySnapshot
     ) -> tuple[ForeignChange, ...]:
         """Return what other processes took or freed in between, small amounts left out."""
-
-
-class HostMemory:
-    """Linux's figures for the host and this process. What others do there is no disturbance: a host
-    never stands still, and this process's own memory is known."""
-
-    def snapshot(self) -> MemorySnapshot:
-        host = _read_kib(Path("/proc/meminfo"))
-        process = _read_kib(Path("/proc/self/status"))
-        return MemorySnapshot(
-            total=host["MemTotal"],
-            free=host["MemAvailable"],
-            allocated=process["VmRSS"],
-            peak=process["VmHWM"],
-            reserved=process["VmRSS"],
-            reserved_peak=process["VmHWM"],
-            others={},
-        )
-
-    def reset_peak(self) -> None:
-        gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")
-
-    def budget(self, baseline: MemorySnapshot, utilization: float) -> int:
-        return math.ceil(baseline.free * utilization)
-
-    def limit_kv_cache(self, available: int) -> int:
-        return min(available, HOST_KV_CACHE_LIMIT_BYTES)
-
-    def own_bytes(self, now: MemorySnapshot) -> int:
-        return now.allocated
-
-    def taken_since(self, before: MemorySnapshot, now: MemorySnapshot) -> int:
-        return now.allocated - before.allocated
-
-    def foreign_changes(
-        self, before: MemorySnapshot, now: MemorySnapshot
-    ) -> tuple[ForeignChange, ...]:
-        return ()
-
-
-def memory_source(device: torch.device) -> MemorySource:
-    """Return the source for a device, whose context must exist."""
-    if device.type != "cuda":
-        return HostMemory()
-    # It needs NVML, which a daemon on the CPU never imports.
-    from worker_daemon.device.cuda_memory import CudaMemory
-
-    return CudaMemory(device)
 
 
 def request_memory(baseline: MemorySnapshot, utilization: float) -> int:
@@ -240,9 +181,3 @@ def profile(source: MemorySource, baseline: MemorySnapshot) -> Iterator[MemoryPr
     result.pinned = max(0, after.reserved - after.allocated)
     result.free = after.free
     result.changes = source.foreign_changes(before, after)
-
-
-def _read_kib(path: Path) -> dict[str, int]:
-    """Parse lines of `Name:  123 kB` to bytes."""
-    fields = (line.split() for line in path.read_text().splitlines())
-    return {f[0].rstrip(":"): int(f[1]) * 1024 for f in fields if len(f) == 3 and f[2] == "kB"}

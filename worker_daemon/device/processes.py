@@ -1,39 +1,13 @@
-"""Which processes have how much of a GPU's memory, asked of NVML. To be imported for GPUs only: the
-CPU has no NVML. Knows no allocator and no model."""
+"""Which processes have how much of a GPU's memory, asked of NVML."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from typing import Final, Protocol
+from typing import Final
 
-import pynvml
+from worker_daemon.device.nvml import Nvml, nvml_uuids
 
 PROBE_BYTES: Final = 64 << 20
 """What find_own takes to see which of the processes has it."""
-
-_UUID_KINDS: Final = ("GPU", "MIG")
-"""CUDA names a device, or a slice of one, by the same UUID without the kind."""
-
-
-class ProcessInfo(Protocol):
-    """One process of NVML's list."""
-
-    pid: int
-    usedGpuMemory: int | None
-    """Bytes; None where NVML may not tell."""
-
-
-class Nvml(Protocol):
-    """What is used of nvidia-ml-py."""
-
-    NVMLError: type[Exception]
-
-    def nvmlInit(self) -> None: ...
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> object: ...
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: object) -> Sequence[ProcessInfo]: ...
-
-    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: object) -> Sequence[ProcessInfo]: ...
 
 
 class DeviceProcesses:
@@ -61,17 +35,16 @@ class DeviceProcesses:
         return used
 
 
-def open_processes(uuid: str, nvml: Nvml = pynvml) -> DeviceProcesses | None:
+def open_processes(nvml: Nvml, uuid: str) -> DeviceProcesses | None:
     """Return the processes of the device, or slice of one, that CUDA gives this UUID; None where
     there is no NVML or it knows no such device."""
-    bare = uuid.removeprefix("GPU-").removeprefix("MIG-")
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
         return None
-    for kind in _UUID_KINDS:
+    for name in nvml_uuids(uuid):
         with suppress(nvml.NVMLError):
-            return DeviceProcesses(nvml.nvmlDeviceGetHandleByUUID(f"{kind}-{bare}"), nvml)
+            return DeviceProcesses(nvml.nvmlDeviceGetHandleByUUID(name), nvml)
     return None
 
 

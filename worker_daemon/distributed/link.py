@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
 from rpc_schema.listeners import ListenerWatch
@@ -66,8 +67,8 @@ NO_GROUPS = LinkGroups(stage=None, from_previous=None, to_next=None, column=None
 
 
 class Link:
-    """Owned by the worker, used on the step thread; only abort may be called from the guard
-    thread."""
+    """Owned by the worker, used on the step thread; only abort and dump may be called from the
+    guard thread."""
 
     def __init__(self, generation: int, device: torch.device) -> None:
         """Make a link that has no groups yet, so that it can be aborted while it is opened."""
@@ -169,6 +170,16 @@ class Link:
         for thread in aborts:
             thread.join(ABORT_LIMIT_S)
         return True
+
+    def dump(self) -> bytes:
+        """Return what NCCL's communicators last did, as JSON of torch's flight recorder; empty
+        where there is none. May be called from any thread, also while another waits inside a
+        communicator."""
+        dump_json = getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
+        if self.backend != "nccl" or dump_json is None:
+            return b""
+        record: bytes | str = dump_json(includeCollectives=True, onlyActive=False)
+        return record if isinstance(record, bytes) else record.encode()
 
     def leave(self) -> threading.Thread | None:
         """Give the groups up without asking any peer, dead or alive.

@@ -16,13 +16,13 @@ from worker_daemon.contracts.attention import AttentionBackend, AttentionMetadat
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.distributed.tp import SingleRank, TensorParallel
 from worker_daemon.layers.attention import AttentionBlock, KVLayerSpec, NullAttention
-from worker_daemon.layers.backend import layer_ops_for
 from worker_daemon.layers.embedding import LMHead, VocabParallelEmbedding, vocab_parallel_weight
 from worker_daemon.layers.mlp import MLPBlock
 from worker_daemon.layers.norm import RMSNorm
 from worker_daemon.layers.parameter import Parameter
 from worker_daemon.layers.rotary import rotary_table
 from worker_daemon.layers.setup import LayerSetup
+from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.description import DecoderConfig, LayerSpec
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -194,15 +194,14 @@ def build_stage(
     device: torch.device,
     max_model_len: int,
     attention: AttentionBackend,
-    ops: LayerOps | None = None,
+    ops: LayerOps,
 ) -> DecoderStage:
     """A stage with zero weights. The partition must have passed `check_partition`.
 
     max_model_len (tokens) is the length of the rotary table: no position may reach it. With tied
-    embeddings a last stage that is not the first holds its own copy of the embedding. ops are the
-    device's own where None.
+    embeddings a last stage that is not the first holds its own copy of the embedding.
     """
-    setup = LayerSetup(config.hidden_size, tp, dtype, device, ops or layer_ops_for(device))
+    setup = LayerSetup(config.hidden_size, tp, dtype, device, ops)
     embedding = None
     head = None
     if is_first or (is_last and config.tie_word_embeddings):
@@ -248,4 +247,5 @@ def whole_model(config: DecoderConfig, tp: TensorParallel, dtype: torch.dtype) -
         device=torch.device("meta"),
         max_model_len=1,
         attention=NullAttention(),
+        ops=TorchOps(),
     )

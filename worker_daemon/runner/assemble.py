@@ -21,7 +21,7 @@ from worker_daemon.runner.model_runner import ModelRunner, StageEnds
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.request_state import RequestState
-from worker_daemon.runner.row_tables import RowTables, row_kernels
+from worker_daemon.runner.row_tables import RowKernels, RowTables
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.stage_ends import (
     EarlierStageExit,
@@ -40,7 +40,7 @@ from worker_daemon.runner.stage_program import (
     ScoringBack,
     SendingBack,
 )
-from worker_daemon.runner.staging import CudaStaging, HostStaging, TokenStore
+from worker_daemon.runner.staging import OpenStaging, TokenStore
 from worker_daemon.runner.step_layout import (
     ExactShapes,
     StepLadder,
@@ -48,6 +48,7 @@ from worker_daemon.runner.step_layout import (
     mixed_plans,
 )
 from worker_daemon.runner.token_history import NoHistory, SampledTokens, TokenHistory
+from worker_daemon.sample.sampler import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,9 @@ class RunnerParts:
     device: torch.device
     capture_stream: torch.cuda.Stream | None
     """Where graphs are captured; None on the CPU."""
+    sampling: Sampling
+    rows: RowKernels
+    open_staging: OpenStaging
 
     @property
     def depth(self) -> int:
@@ -77,12 +81,15 @@ def assemble_runner(
     step_parts = make_parts(
         limits,
         parts.device,
+        parts.sampling,
         is_first_stage=parallel.is_first_stage,
         is_last_stage=parallel.is_last_stage,
     )
     state = RequestState(limits, step_parts)
-    tables = RowTables(limits, parts.device, row_kernels(parts.device))
-    buffers = _staging(parts, state)
+    tables = RowTables(limits, parts.device, parts.rows)
+    buffers = parts.open_staging(
+        staging_capacity(state), most_seqs(state), parts.depth, delivers=parallel.pp_size == 1
+    )
     inputs = InputBuilder(state, tables, buffers, ExactShapes())
     history = _token_history(parts, state)
     return ModelRunner(
@@ -103,18 +110,6 @@ def _token_history(parts: RunnerParts, state: RequestState) -> TokenHistory:
     if not parts.parallel.is_output_rank:
         return NoHistory()
     return SampledTokens(state.spare_slot + 1, state.limits.max_model_len)
-
-
-def _staging(parts: RunnerParts, state: RequestState) -> HostStaging | CudaStaging:
-    if parts.device.type != "cuda":
-        return HostStaging()
-    return CudaStaging(
-        staging_capacity(state),
-        most_seqs(state),
-        parts.device,
-        parts.depth,
-        delivers=parts.parallel.pp_size == 1,
-    )
 
 
 def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool) -> StepGraphs:

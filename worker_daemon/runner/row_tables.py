@@ -184,13 +184,3 @@ class RowTables:
         ]
         # Each brings the same tokens: a kernel for slots alone would save next to nothing.
         return Gathered(by_group[0][0], tuple(slots for _, slots in by_group))
-
-
-def row_kernels(device: torch.device) -> RowKernels:
-    """Return Triton kernels on a CUDA device, plain torch elsewhere."""
-    if device.type != "cuda":
-        return TorchRowKernels()
-    # Importing Triton takes longer than everything else that a CPU daemon imports of ours.
-    from worker_daemon.kernels.row_ops import TritonRowKernels
-
-    return TritonRowKernels()

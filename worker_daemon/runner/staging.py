@@ -119,7 +119,7 @@ class CudaStaging:
     """
 
     def __init__(
-        self, capacity: int, width: int, device: torch.device, depth: int, *, delivers: bool
+        self, device: torch.device, capacity: int, width: int, depth: int, *, delivers: bool
     ) -> None:
         """capacity: int32 values of the largest step; width: the most tokens that a step stores;
         depth: steps in flight, and the one being built; delivers: steps store their tokens.
@@ -177,6 +177,15 @@ class CudaStaging:
         while self._num_taken[0] <= index:
             stream.query()
             time.sleep(_POLL_S)
+
+
+class OpenStaging(Protocol):
+    """Opens the staging of one runner on its device."""
+
+    def __call__(
+        self, capacity: int, width: int, depth: int, *, delivers: bool
+    ) -> HostStaging | CudaStaging:
+        """See CudaStaging."""
 
 
 class _Event(Protocol):

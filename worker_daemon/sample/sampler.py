@@ -1,7 +1,7 @@
 """Logits to tokens. A row's token depends on that row alone, not on the rest of the batch.
 
 Hence every reduction over the vocabulary here is exact in any order: maxima, sorts and sums of
-integers. `TorchSampling` is the definition; `sampling_for` chooses what serves a device.
+integers. `TorchSampling` is the definition.
 Shapes: R rows, V vocabulary.
 """
 
@@ -70,16 +70,6 @@ class TorchSampling:
             return greedy
         has_token = (metadata.temperature > 0) & (greedy != NO_TOKEN)
         return torch.where(has_token, _sample_random(logits, metadata), greedy)
-
-
-def sampling_for(device: torch.device) -> Sampling:
-    """Return our Triton kernels on a CUDA device, plain torch elsewhere."""
-    if device.type != "cuda":
-        return TorchSampling()
-    # Importing Triton takes longer than everything else that a CPU daemon imports of ours.
-    from worker_daemon.kernels.sampling import TritonSampling
-
-    return TritonSampling(device)
 
 
 def _sample_random(logits: Tensor, metadata: SamplingMetadata) -> Tensor:

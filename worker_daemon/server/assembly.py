@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from worker_daemon.device.gpu_faults import FaultWatch, NoFaultWatch
-from worker_daemon.device.gpu_load import Gauges, NoGauges
+from worker_daemon.device import fault_watch, gauges, nvml
+from worker_daemon.device.fault_watch import FaultWatch, NoFaultWatch
+from worker_daemon.device.gauges import Gauges, NoGauges
 from worker_daemon.phases import SetPhase
 from worker_daemon.server.daemon import serve
 from worker_daemon.server.dispatch import RendezvousServerLike, WorkerLike
@@ -63,27 +64,25 @@ def open_fault_watch(device: str) -> FaultWatch:
     """Watch a GPU for faults; called on the thread that waits for them."""
     if device == "cpu":
         return NoFaultWatch()
-    from worker_daemon.device import fault_watch  # loads NVML's bindings
-
-    return fault_watch.open_fault_watch(device, visible_devices())
+    return fault_watch.open_fault_watch(nvml.load_nvml(), _visible(device))
 
 
 def find_gpu(device: str) -> str:
     """Return a GPU's UUID; empty for the CPU, or where NVML does not tell. Creates no context."""
     if device == "cpu":
         return ""
-    from worker_daemon.device import gpu_uuid  # loads NVML's bindings
-
-    return gpu_uuid.find_uuid(device, visible_devices())
+    return nvml.find_uuid(nvml.load_nvml(), _visible(device))
 
 
 def open_gauges(device: str) -> Gauges:
     """Read a GPU's gauges; called on the thread that does so."""
     if device == "cpu":
         return NoGauges()
-    from worker_daemon.device import gpu_gauges  # loads NVML's bindings
+    return gauges.open_gauges(nvml.load_nvml(), _visible(device))
 
-    return gpu_gauges.open_gauges(device, visible_devices())
+
+def _visible(device: str) -> nvml.CudaDevice:
+    return nvml.CudaDevice(device, visible_devices())
 
 
 def open_rendezvous(host: str, num_ranks: int) -> RendezvousServerLike:

@@ -3,12 +3,14 @@ is prepared or being taken, and changes the lease; knows no socket. On the main 
 the step thread, which takes an epoch, hears by commands and is waited for with a bound."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from importlib import metadata
 from typing import Final, TypeAlias
 
 from rpc_schema import lease as ls
@@ -21,7 +23,6 @@ from worker_daemon.server.draining import Draining
 from worker_daemon.server.epochs import EpochFile
 from worker_daemon.server.guard import Guard
 from worker_daemon.server.lease import DriverIdentity, Lease, LeaseTerms, lease_terms
-from worker_daemon.server.link_software import link_software
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.self_report import SelfReport
 from worker_daemon.server.step_thread import (
@@ -42,6 +43,7 @@ ATTACH_SLACK_S: Final = 3.0
 """What attach waits beyond the step deadline: a wait on gloo ends one second after that."""
 MAX_GREETED: Final = 64
 """Drivers of one key whose version is remembered; one that attaches has said Hello just before."""
+_LINK_PACKAGES: Final = ("torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 _Claim: TypeAlias = tuple[int, DriverIdentity]
 """An epoch, and the driver that it is for."""
@@ -238,3 +240,13 @@ class Attaching:
                 self._guard.request_abort(f"{cause} while {stamp.phase} is waited for")
                 return True
         return False
+
+
+def link_software() -> str:
+    """Return HelloReply.link_software: what the ranks of a link must have alike, by the packages'
+    names. Imports none."""
+    found = []
+    for package in _LINK_PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package)}")
+    return ", ".join(found)

@@ -17,9 +17,7 @@ from rpc_schema.errors import ErrorReply
 from rpc_schema.lifecycle import Attached
 from worker_daemon.server.dispatch import PendingReply
 from worker_daemon.server.progress import NO_RESULT, Progress
-from worker_daemon.server.reply_channel import ReplyChannel
-from worker_daemon.server.reply_counts import ReplyCounts
-from worker_daemon.server.reply_delays import ReplyDelays
+from worker_daemon.server.reply_channel import ReplyChannel, ReplyCounts, ReplyDelays
 
 ATTACH_RETRY_S: Final = 0.005
 

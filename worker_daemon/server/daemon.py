@@ -17,8 +17,9 @@ import zmq
 
 from rpc_schema.errors import ErrorReply
 from rpc_schema.exit_codes import ExitCode
-from worker_daemon.device.gpu_faults import Fault, NoFaultWatch
-from worker_daemon.device.gpu_load import NoGauges
+from worker_daemon.device.fault_watch import NoFaultWatch
+from worker_daemon.device.gauges import NoGauges
+from worker_daemon.device.gpu_faults import Fault
 from worker_daemon.directories import claim_directory
 from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.interfaces import interface_address

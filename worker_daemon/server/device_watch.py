@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from worker_daemon.device.gpu_faults import Fault, FaultWatch
-from worker_daemon.device.gpu_load import Gauges, GpuLoad, NoGauges
+from worker_daemon.device.fault_watch import FaultWatch
+from worker_daemon.device.gauges import Gauges, GpuLoad, NoGauges
+from worker_daemon.device.gpu_faults import Fault
 
 WAIT_MS: Final = 200
 GAUGE_INTERVAL_S: Final = 1.0

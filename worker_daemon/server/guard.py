@@ -10,16 +10,18 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from worker_daemon.server.hang_reports import StandardErrorWitness, Witness
-from worker_daemon.server.pace import Pace
-from worker_daemon.server.progress import Progress, Stamp
-from worker_daemon.server.relapse import RELAPSE_S, HangHistory
+from worker_daemon.server.hang_reports import HangReports
+from worker_daemon.server.progress import Progress, Stamp, StepTimes
 
 TICK_S: Final = 0.25
 LOCK_LIMIT_S: Final = 10.0
 """So long the interpreter's lock may be held, apart from phases that have announced silence."""
 REARM_S: Final = 1.0
 DEVICE_CHECK_S: Final = 5.0
+SLOW_FACTOR: Final = 8.0
+SLOW_AT_LEAST_S: Final = 1.0
+RELAPSE_S: Final = 60.0
+"""A link that hangs so soon after the one before it is a relapse."""
 _ROUNDING_S: Final = 0.001
 
 logger = logging.getLogger(__name__)
@@ -38,17 +40,50 @@ class GuardListener(Protocol):
         """Communicators hang again, soon after they were made anew."""
 
 
-class NobodyListens:
-    """A GuardListener."""
+class Pace:
+    """Judges a step by the times of those before it, and tells of each once."""
 
-    def hung(self, phase: str, phase_ms: int, stacks: str) -> None:
-        return None
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
+        self._reported: Stamp | None = None
 
-    def slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
-        return None
+    def slow_at(self, stamp: Stamp) -> float:
+        """When this step will have taken far longer than the others did, by the monotonic clock;
+        never for what is idle or has been told of, and as long as no step has ended."""
+        usual_s = self._times.usual_s
+        if stamp is self._reported or stamp.idle or not usual_s:
+            return math.inf
+        return stamp.since + max(SLOW_AT_LEAST_S, SLOW_FACTOR * usual_s)
 
-    def relapsed(self, cause: str) -> None:
-        return None
+    def is_slow(self, stamp: Stamp, now: float) -> bool:
+        """Whether this step takes far longer than the others did; told once a step."""
+        if now < self.slow_at(stamp):
+            return False
+        self._reported = stamp
+        return True
+
+
+class HangHistory:
+    """Tells whether communicators that were made anew hang again: then making them anew once more
+    does not help, but new processes may.
+
+    Used by the guard thread; any thread may call forgive().
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[int, float] | None = None
+        """The link that hung last, and when."""
+
+    def is_relapse(self, link: int, now: float) -> bool:
+        """Take in that something that waits for other ranks hangs on `link` (now: seconds that only
+        rise); tell whether another link did shortly before. Several waits of one link count as
+        one."""
+        last, self._last = self._last, (link, now)
+        return last is not None and last[0] != link and now - last[1] < RELAPSE_S
+
+    def forgive(self) -> None:
+        """There is another explanation: a peer was lost, or a new driver begins."""
+        self._last = None
 
 
 def _no_record() -> bytes:
@@ -62,14 +97,14 @@ class Guard:
         self,
         progress: Progress,
         on_abort: Callable[[int, str], None],
-        witness: Witness | None = None,
-        listener: GuardListener | None = None,
+        reports: HangReports,
+        listener: GuardListener,
     ) -> None:
         """on_abort(link, cause) hears, on the guard thread, that this link has been aborted."""
         self._progress = progress
         self._on_abort = on_abort
-        self._witness = witness or StandardErrorWitness()
-        self._listener = listener or NobodyListens()
+        self._reports = reports
+        self._listener = listener
         self._pace = Pace(progress.step_times)
         self._hangs = HangHistory()
         self._dump_link: Callable[[], bytes] = _no_record
@@ -136,7 +171,7 @@ class Guard:
             self._watch_result(self._progress.result, now)
             self._watch_pace(now)
             self._watch_device(now)
-        self._witness.disarm()
+        self._reports.disarm()
 
     def _next_request(self) -> tuple[int, str]:
         try:
@@ -189,7 +224,7 @@ class Guard:
 
     def _report_hang(self, stamp: Stamp, now: float, what: str) -> None:
         heading = f"{what} for {stamp.age_ms(now)} ms: hung"
-        stacks = self._witness.report(heading, self._dump_link)
+        stacks = self._reports.report(heading, self._dump_link)
         logger.error("%s; stacks: %s", heading, stacks)
         self.last_hang = f"{stamp.phase} was past its deadline; stacks: {stacks}"
         self._listener.hung(stamp.phase, stamp.age_ms(now), stacks)
@@ -229,7 +264,7 @@ class Guard:
         if now - self._armed_at < REARM_S and self._armed_until <= now + limit_s:
             return
         self._armed_at, self._armed_until = now, now + limit_s
-        self._witness.arm(limit_s)
+        self._reports.arm(limit_s)
 
     def _has_announced(self, stamp: Stamp) -> bool:
         """Whether a phase may be silent for longer than a step may."""

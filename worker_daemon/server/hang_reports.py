@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Final, Protocol, TextIO
+from typing import Final, TextIO
 
 from worker_daemon.directories import open_own_file, replace_own_file, unusable
 
@@ -18,24 +18,12 @@ MAX_STACKS_BYTES: Final = 1 << 20
 logger = logging.getLogger(__name__)
 
 
-class Witness(Protocol):
-    """Where the evidence of a hang goes. Used by the guard thread alone."""
-
-    def report(self, heading: str, dump_link: Callable[[], bytes]) -> str:
-        """Write the stacks of all threads under a heading, and what dump_link() says of the
-        communicators, if anything; return where."""
-
-    def arm(self, seconds: float) -> None:
-        """Have the stacks written by then, whoever holds the interpreter's lock, unless armed
-        again before."""
-
-    def disarm(self) -> None:
-        """Nothing is to be written any more."""
-
-
 class HangReports:
-    """A Witness with files. The file of stacks is there from the start, because what writes it when
-    the interpreter's lock is held can open none; close() removes it if nothing was written."""
+    """Where the evidence of a hang goes. Used by the guard thread, made and closed by the daemon.
+
+    The file of stacks is there from the start, because what writes it when the interpreter's lock
+    is held can open none; close() removes it if nothing was written.
+    """
 
     def __init__(self, path: Path) -> None:
         """path: of the stacks; what communicators did goes beside it, as NAME.flight.json.
@@ -52,7 +40,9 @@ class HangReports:
             raise unusable(error, message, "state-dir", path.parent) from error
 
     def report(self, heading: str, dump_link: Callable[[], bytes]) -> str:
-        """See Witness. A failure is logged: evidence must not stand in the way of the abort."""
+        """Write the stacks of all threads under a heading, and what dump_link() says of the
+        communicators, if anything; return where. A failure is logged: evidence must not stand in
+        the way of the abort."""
         try:
             if os.fstat(self._file.fileno()).st_size > MAX_STACKS_BYTES:
                 self._file.truncate(0)
@@ -68,12 +58,13 @@ class HangReports:
         return str(self.path)
 
     def arm(self, seconds: float) -> None:
-        """See Witness."""
+        """Have the stacks written by then, whoever holds the interpreter's lock, unless armed
+        again before."""
         if not self._file.closed:  # else the process ends
             faulthandler.dump_traceback_later(seconds, exit=False, file=self._file)
 
     def disarm(self) -> None:
-        """See Witness."""
+        """Nothing is to be written any more."""
         faulthandler.cancel_dump_traceback_later()
 
     def close(self, *, keep: bool = False) -> None:
@@ -83,23 +74,6 @@ class HangReports:
         self._file.close()
         if not keep and self.path.is_file() and not self.path.stat().st_size:
             self.path.unlink()
-
-
-class StandardErrorWitness:
-    """A Witness without files."""
-
-    def report(self, heading: str, dump_link: Callable[[], bytes]) -> str:
-        """See Witness."""
-        faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        return "standard error"
-
-    def arm(self, seconds: float) -> None:
-        """See Witness."""
-        faulthandler.dump_traceback_later(seconds, exit=False)
-
-    def disarm(self) -> None:
-        """See Witness."""
-        faulthandler.cancel_dump_traceback_later()
 
 
 def _open(path: Path) -> TextIO:

@@ -4,12 +4,15 @@ field is one reference, replaced whole. Knows no worker and no socket."""
 import math
 import time
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
 from worker_daemon.description import WorkerDescription
 from worker_daemon.server.lifecycle import State
-from worker_daemon.server.step_times import StepTimes
+
+MAX_STEPS: Final = 64
+"""The mean time of steps is exact over so many; later it moves by this part of each new one."""
 
 
 class Stamp(msgspec.Struct, frozen=True, gc=False):
@@ -52,6 +55,30 @@ class Snapshot:
 
 IDLE = "IDLE"
 NO_RESULT = Stamp(IDLE, 0.0, math.inf, False)
+
+
+class StepTimes:
+    """A mean over the last steps, taken where their outcomes are. Written by one thread at a time,
+    read by any."""
+
+    __slots__ = ("_last_s", "_num_steps", "usual_s")
+
+    def __init__(self) -> None:
+        self.usual_s = 0.0
+        """0 before the first step has ended."""
+        self._num_steps = 0
+        self._last_s = 0.0
+
+    def add(self, began_s: float, ended_s: float) -> None:
+        """Note a step, in seconds of time.monotonic. Steps overlap: a step counts from its begin or
+        from the end of the one before it, whichever is later, so that idle time never counts."""
+        # Plain comparisons: every step comes by here.
+        begin_s = self._last_s if self._last_s > began_s else began_s
+        took_s = ended_s - begin_s if ended_s > begin_s else 0.0
+        self._last_s = ended_s
+        if self._num_steps < MAX_STEPS:
+            self._num_steps += 1
+        self.usual_s += (took_s - self.usual_s) / self._num_steps
 
 
 class Progress:

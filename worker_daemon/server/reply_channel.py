@@ -9,6 +9,7 @@ a socket changes hands. Which of them may is the business of completion.py.
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Final, TypeAlias
@@ -18,14 +19,14 @@ import zmq
 from rpc_schema.base import StepReply
 from rpc_schema.codec import Frame, encode_step, mark_replayed
 from rpc_schema.errors import ErrorReply
-from rpc_schema.lifecycle import Attached
+from rpc_schema.lifecycle import Attached, ReplyDelay
+from rpc_schema.step import ModelRunnerOutput
 from worker_daemon.errors import StaleError
 from worker_daemon.server.replies import error_reply
-from worker_daemon.server.reply_counts import ReplyCounts
-from worker_daemon.server.reply_delays import ReplyDelays
 from worker_daemon.server.sequence import REPLAYABLE
 
 MAX_RING_BYTES: Final = 64 << 20
+MAX_DELAYS: Final = 1024
 ATTACH_LIMIT_S: Final = 5.0
 STOP_LINGER_MS: Final = 200
 _NOBLOCK: Final = int(zmq.NOBLOCK)
@@ -66,6 +67,53 @@ class ReplyRing:
     def _put(self, index: int, kept: "_Kept") -> None:
         self._bytes += kept[2] - self._kept[index][2]
         self._kept[index] = kept
+
+
+class ReplyCounts:
+    """Since the daemon's start. Written by one thread at a time, read by any."""
+
+    __slots__ = ("num_requests", "num_tokens")
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        """Sampled."""
+        self.num_requests = 0
+        """That the last step with a sample had."""
+
+    def add(self, reply: StepReply) -> None:
+        """Note a reply that is sent for the first time."""
+        if type(reply) is ModelRunnerOutput and reply.sampled_token_ids:
+            self.num_requests = len(reply.sampled_token_ids) // 4
+            self.num_tokens += self.num_requests
+
+
+class ReplyDelays:
+    """The delays of the last MAX_DELAYS results. Written by one thread at a time; any thread may
+    ask for the summary, which costs what a step need not pay."""
+
+    __slots__ = ("_delays_ns",)
+
+    def __init__(self) -> None:
+        self._delays_ns: deque[int] = deque(maxlen=MAX_DELAYS)
+
+    def add(self, delay_ns: int) -> None:
+        """Note one delay, in nanoseconds."""
+        self._delays_ns.append(delay_ns)
+
+    def clear(self) -> None:
+        """Forget all: another driver begins."""
+        self._delays_ns.clear()
+
+    def summary(self) -> ReplyDelay:
+        """Return median and 99th percentile, each the delay at its rank (no interpolation)."""
+        ordered = sorted(self._delays_ns.copy())
+        if not ordered:
+            return ReplyDelay(num_replies=0, p50_us=0.0, p99_us=0.0)
+        return ReplyDelay(
+            num_replies=len(ordered),
+            p50_us=_at_rank(ordered, 50) / 1000,
+            p99_us=_at_rank(ordered, 99) / 1000,
+        )
 
 
 class ReplyChannel:
@@ -181,3 +229,8 @@ class ReplyChannel:
         except zmq.ZMQError:
             return False
         return True
+
+
+def _at_rank(ordered: list[int], percent: int) -> int:
+    """The smallest value that `percent` of all do not exceed."""
+    return ordered[-(-len(ordered) * percent // 100) - 1]

@@ -12,7 +12,7 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.codec import MAX_CONTROL_BYTES, ControlReplyMessage
 from rpc_schema.plain_text import one_line
 from rpc_schema.weight_transfer import WeightsStatus
-from worker_daemon.device.gpu_load import GpuLoad
+from worker_daemon.device.gauges import GpuLoad
 from worker_daemon.models.weight_state import WeightReport
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.device_watch import DeviceWatch

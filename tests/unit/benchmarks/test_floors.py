@@ -21,6 +21,7 @@ from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler_output import StepResult
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.layers.attention import NullAttention
+from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage
 
@@ -33,7 +34,7 @@ def test_weights_are_those_of_the_stage_that_we_build(name):
     config = read_model_config(MODELS / name)
     stage = build_stage(
         config, range(config.num_hidden_layers), True, True, SingleRank(), torch.bfloat16,
-        torch.device("meta"), 16, NullAttention(),
+        torch.device("meta"), 16, NullAttention(), TorchOps(),
     )  # fmt: skip
     matrices = [p for parameter in stage.parameters() for p in parameter.pieces]
     embedding = {"model.embed_tokens.weight"} if name == "llama-8b" else set()

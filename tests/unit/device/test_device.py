@@ -9,12 +9,14 @@ import torch
 from tests.support.driven_memory import DrivenMemory
 from worker_daemon.device.init import device_name, open_device, supports
 from worker_daemon.device.memory import (
-    HOST_KV_CACHE_LIMIT_BYTES,
-    HostMemory,
     MemorySnapshot,
-    memory_source,
     profile,
     request_memory,
+)
+from worker_daemon.device.memory_sources import (
+    HOST_KV_CACHE_LIMIT_BYTES,
+    HostMemory,
+    memory_source,
 )
 from worker_daemon.device.threads import choose_threads, usable_cores
 from worker_daemon.errors import CapacityError, ConfigError

@@ -6,8 +6,11 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from worker_daemon.device.fault_watch import RECOVERY_ACTION, Nvml, open_fault_watch
+from worker_daemon.device.fault_watch import RECOVERY_ACTION, open_fault_watch
 from worker_daemon.device.gpu_faults import LOST, WORKFLOWS, XIDS, Action, fault_of
+from worker_daemon.device.nvml import CudaDevice
+
+DEVICE = CudaDevice("cuda:0", None)
 
 
 class FakeNvml:
@@ -76,7 +79,7 @@ class FakeNvml:
 )
 def test_the_daemon_s_device_is_watched(device, visible, handle):
     nvml = FakeNvml()
-    watch = open_fault_watch(device, visible, nvml)
+    watch = open_fault_watch(nvml, CudaDevice(device, visible))
     assert nvml.registered == [(handle, pynvml.nvmlEventTypeXidCriticalError, "events")]
     watch.close()
     assert not watch.is_on and nvml.open_sets == 0
@@ -85,7 +88,7 @@ def test_the_daemon_s_device_is_watched(device, visible, handle):
 def test_faults_come_in_order_and_silence_is_none():
     nvml = FakeNvml()
     nvml.events += [94, -pynvml.NVML_ERROR_TIMEOUT, 79, 4711]
-    watch = open_fault_watch("cuda:0", None, nvml)
+    watch = open_fault_watch(nvml, DEVICE)
     got = [watch.wait(1) for _ in range(5)]
     assert [fault and fault.xid for fault in got] == [94, None, 79, 4711, None]
     assert [fault.action.ends_gpu for fault in got if fault] == [False, True, False]
@@ -95,7 +98,7 @@ def test_faults_come_in_order_and_silence_is_none():
 def test_gpu_that_nvml_has_lost():
     nvml = FakeNvml()
     nvml.events.append(-pynvml.NVML_ERROR_GPU_IS_LOST)
-    watch = open_fault_watch("cuda:0", None, nvml)
+    watch = open_fault_watch(nvml, DEVICE)
     assert watch.wait(1) == LOST
     assert LOST.action.ends_gpu and not watch.is_on
 
@@ -103,7 +106,7 @@ def test_gpu_that_nvml_has_lost():
 def test_nvml_that_is_lost_is_no_fault_of_the_gpu():
     nvml = FakeNvml()
     nvml.events.append(-pynvml.NVML_ERROR_UNKNOWN)
-    watch = open_fault_watch("cuda:0", None, nvml)
+    watch = open_fault_watch(nvml, DEVICE)
     assert watch.wait(1) is None
     assert not watch.is_on
 
@@ -111,17 +114,12 @@ def test_nvml_that_is_lost_is_no_fault_of_the_gpu():
 @pytest.mark.parametrize("fails", ["init", "handle", "create", "register", "visible"])
 def test_where_nothing_can_be_watched_nothing_is(fails):
     nvml = FakeNvml(fails)
-    watch = open_fault_watch("cuda:0" if fails != "visible" else "cuda:3", "1", nvml)
+    device = CudaDevice("cuda:0" if fails != "visible" else "cuda:3", "1")
+    watch = open_fault_watch(nvml, device)
     if fails == "handle":
         assert watch.wait(1) is None
     assert (watch.is_on, nvml.open_sets) == (False, 0)
     watch.close()
-
-
-def test_what_is_used_of_nvml_is_there():
-    used = {name for name in vars(Nvml) if name.startswith("nvml")} | set(Nvml.__annotations__)
-    assert used >= {"nvmlInit", "NVMLError"}
-    assert all(hasattr(pynvml, name) for name in used)
 
 
 @pytest.mark.parametrize(
@@ -161,13 +159,13 @@ def test_where_the_number_does_not_tell_the_driver_is_asked(xid, recovery, actio
     nvml = FakeNvml()
     nvml.recovery = recovery
     nvml.events.append(xid)
-    assert open_fault_watch("cuda:0", None, nvml).wait(1).action is action
+    assert open_fault_watch(nvml, DEVICE).wait(1).action is action
 
 
 def test_driver_that_cannot_be_asked_changes_nothing():
     nvml = FakeNvml("fields")
     nvml.events += [48, 74]
-    watch = open_fault_watch("cuda:0", None, nvml)
+    watch = open_fault_watch(nvml, DEVICE)
     assert [watch.wait(1).action for _ in range(2)] == [Action.RESET_GPU, Action.NONE]
     assert watch.is_on
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from worker_daemon.device.gpu_faults import NoFaultWatch
-from worker_daemon.device.gpu_gauges import Nvml, open_gauges
-from worker_daemon.device.gpu_load import GpuLoad
+from worker_daemon.device.fault_watch import NoFaultWatch
+from worker_daemon.device.gauges import GpuLoad, open_gauges
+from worker_daemon.device.nvml import CudaDevice
 from worker_daemon.server.device_watch import DeviceWatch
 
 
@@ -55,23 +55,19 @@ class FakeNvml:
     ],
 )
 def test_what_nvml_does_not_give_is_left_out(fails, expected):
-    gauges = open_gauges("cuda:0", None, FakeNvml(*fails))
+    gauges = open_gauges(FakeNvml(*fails), CudaDevice("cuda:0", None))
     assert gauges.is_on and gauges.read() == expected
 
 
 @pytest.mark.parametrize(("device", "fails"), [("cpu", ()), ("cuda:4", ()), ("cuda:0", ("init",))])
 def test_without_nvml_there_are_none(device, fails):
-    gauges = open_gauges(device, "0,1", FakeNvml(*fails))
+    gauges = open_gauges(FakeNvml(*fails), CudaDevice(device, "0,1"))
     assert not gauges.is_on and gauges.read() is None
 
 
-def test_what_is_used_of_nvml_is_there():
-    used = {name for name in vars(Nvml) if name.startswith("nvml")} | set(Nvml.__annotations__)
-    assert all(hasattr(pynvml, name) for name in used)
-
-
 def test_gauges_are_read_though_no_fault_can_be_watched_for():
-    watch = DeviceWatch(NoFaultWatch, print, lambda: open_gauges("cuda:0", None, FakeNvml()))
+    device = CudaDevice("cuda:0", None)
+    watch = DeviceWatch(NoFaultWatch, print, lambda: open_gauges(FakeNvml(), device))
     watch.start()
     until = time.monotonic() + 10
     while watch.load is None:

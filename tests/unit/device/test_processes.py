@@ -55,18 +55,18 @@ class PlayedNvml:
 @pytest.mark.parametrize("uuid", ["aa", "GPU-aa", "MIG-aa"])
 def test_a_device_or_a_slice_of_one_is_found_by_what_cuda_calls_it(name, uuid):
     """Edge 10."""
-    processes = open_processes(uuid, PlayedNvml(name, {1: 5, 2: 7}, {2: 6, 3: 1}))
+    processes = open_processes(PlayedNvml(name, {1: 5, 2: 7}, {2: 6, 3: 1}), uuid)
     assert processes.used_bytes() == {1: 5, 2: 7, 3: 1}
 
 
 @pytest.mark.parametrize("name", [None, "GPU-bb"])
 def test_without_nvml_or_the_device_nobody_is_named(name):
-    assert open_processes("aa", PlayedNvml(name)) is None
+    assert open_processes(PlayedNvml(name), "aa") is None
 
 
 def test_what_nvml_may_not_tell_is_not_guessed():
     nvml = PlayedNvml(compute={1: 5})
-    processes = open_processes("aa", nvml)
+    processes = open_processes(nvml, "aa")
     nvml.graphics = None
     assert processes.used_bytes() == {1: 5}
     nvml.compute = {1: 5, 2: None}
@@ -167,12 +167,18 @@ def test_a_request_that_is_not_free_names_the_largest_holders():
 
 def test_a_daemon_on_the_cpu_never_asks_nvml():
     code = (
-        "import sys, torch, worker_daemon.server.assembly, worker_daemon.worker\n"
-        "from worker_daemon.device.memory import memory_source\n"
+        "import worker_daemon.device.nvml as nvml\n"
+        "nvml.load_nvml = None\n"  # whoever asks, fails
+        "import torch, worker_daemon.server.assembly as daemon, worker_daemon.worker\n"
+        "from worker_daemon.device.health import open_health\n"
+        "from worker_daemon.device.memory_sources import memory_source\n"
         "memory_source(torch.device('cpu')).snapshot()\n"
-        "print('worker_daemon.device.processes' in sys.modules)"
+        "open_health(torch.device('cpu')).check()\n"
+        "daemon.open_gauges('cpu').read()\n"
+        "daemon.open_fault_watch('cpu').close()\n"
+        "print(repr(daemon.find_gpu('cpu')))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
-    assert done.stdout.strip() == "False"
+    assert done.stdout.strip() == "''"

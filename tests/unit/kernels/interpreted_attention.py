@@ -17,8 +17,7 @@ from benchmarks.paged_reference import (
     relative_error,
 )
 from tests.support.attention_steps import layer_of
-from worker_daemon.kernels.backend import TritonAttention
-from worker_daemon.kernels.paged_attention import paged_attention
+from worker_daemon.kernels.paged_attention import TritonAttention, paged_attention
 from worker_daemon.kernels.paged_decode import workspace_elements
 from worker_daemon.kernels.tiles import Tile
 

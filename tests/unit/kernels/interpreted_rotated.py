@@ -19,8 +19,8 @@ from tests.support.rotated_decodes import (
     run_apart,
     run_fused,
 )
-from worker_daemon.kernels.backend import TritonAttention
 from worker_daemon.kernels.ops import TritonOps
+from worker_daemon.kernels.paged_attention import TritonAttention
 from worker_daemon.kernels.tiles import DeviceLimits, Tile
 
 CPU = torch.device("cpu")

@@ -11,13 +11,10 @@ from torch.nn import functional
 
 from benchmarks.paged_reference import PagedBatch, Shape, make_batch, relative_error
 from tests.support.attention_steps import layer_of, token_rows
+from worker_daemon.backend import choose_backend
 from worker_daemon.contracts.attention import AttentionLayer, AttentionMetadata, AttentionStep
 from worker_daemon.layers.attention import HeadSizes
-from worker_daemon.layers.attention_provider import (
-    add_prompt_attention,
-    is_accurate,
-    paged_attention_for,
-)
+from worker_daemon.layers.attention_choice import choose_attention, is_accurate
 from worker_daemon.layers.prompt_attention import PLAN_TOKENS, PromptAttention
 from worker_daemon.layers.torch_attention import TorchPagedAttention
 
@@ -284,5 +281,5 @@ def test_an_implementation_is_tried_before_it_is_used(
 
 
 def test_a_cpu_keeps_plain_torch() -> None:
-    paged = paged_attention_for(CPU, 64)
-    assert add_prompt_attention(paged, CPU, HeadSizes(4, 2, 64), torch.bfloat16) is paged
+    paged = choose_backend(CPU).attention
+    assert choose_attention(paged, CPU, HeadSizes(4, 2, 64), torch.bfloat16) is paged

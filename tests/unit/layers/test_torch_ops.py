@@ -13,7 +13,7 @@ from tests.support.layer_checks import (
     generator,
     run_projection,
 )
-from worker_daemon.layers.backend import layer_ops_for
+from worker_daemon.backend import choose_backend
 from worker_daemon.layers.torch_ops import TorchOps
 
 OPS = TorchOps()
@@ -55,6 +55,6 @@ def test_linear_adds_the_bias() -> None:
 
 
 def test_a_cpu_gets_plain_torch() -> None:
-    ops = layer_ops_for(torch.device("cpu"))
+    ops = choose_backend(torch.device("cpu")).make_ops()
     assert ops.name == "torch"
     assert isinstance(ops, TorchOps)

@@ -15,6 +15,7 @@ import transformers
 from worker_daemon.contracts.attention import AttentionMetadata
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.layers.torch_attention import TorchPagedAttention
+from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage, checkpoint_names
 from worker_daemon.models.partition import check_partition, partition_layers
@@ -122,6 +123,7 @@ def load_stages(path, pp_size=1, tp=None, dtype=torch.float32, partition=None):
             torch.device("cpu"),
             MAX_LEN,
             TorchPagedAttention(),
+            TorchOps(),
         )
         load_weights(stage.parameters(), path, checkpoint_names(config), lambda progress: None)
         stages.append(stage)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.errors import CheckpointError
 from worker_daemon.layers.attention import NullAttention
+from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage
 from worker_daemon.models.staged import Extent, read_staged
@@ -135,7 +136,9 @@ def test_a_file_that_does_not_fit_is_refused(make_checkpoint, change, message):
 def build(path, tp):
     config = read_model_config(path)
     layers = range(config.num_hidden_layers)
-    return build_stage(config, layers, True, True, tp, torch.bfloat16, CPU, 16, NullAttention())
+    return build_stage(
+        config, layers, True, True, tp, torch.bfloat16, CPU, 16, NullAttention(), TorchOps()
+    )
 
 
 def wanted_by_file(path, stage):

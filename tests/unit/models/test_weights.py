@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.errors import CheckpointError
 from worker_daemon.layers.attention import NullAttention
+from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage, checkpoint_names
 from worker_daemon.models.partition import partition_layers
@@ -32,7 +33,9 @@ def build(path, pp_size=1, pp_rank=0, tp=None, dtype=torch.float32):
     first, last = pp_rank == 0, pp_rank == pp_size - 1
     tp = tp or SingleRank()
     device = torch.device("cpu")
-    return build_stage(config, layers, first, last, tp, dtype, device, 16, NullAttention())
+    return build_stage(
+        config, layers, first, last, tp, dtype, device, 16, NullAttention(), TorchOps()
+    )
 
 
 def load(path, stage, progress=lambda _: None):

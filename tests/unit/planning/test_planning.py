@@ -23,6 +23,7 @@ from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import CapacityError, CheckpointError, ConfigError
 from worker_daemon.kv_cache.spec import describe_layers
 from worker_daemon.layers.attention import NullAttention
+from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage
 from worker_daemon.models.partition import partition_layers
@@ -99,6 +100,7 @@ def built_stages(path, pp, tp, partition, dtype):
             torch.device("cpu"),
             config.max_position_embeddings,
             NullAttention(),
+            TorchOps(),
         )
         for stage, rank in product(range(pp), range(tp))
     ]

@@ -11,11 +11,12 @@ from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.request_state import RequestState
+from worker_daemon.sample.sampler import TorchSampling
 
 
 def request_state(limits):
     """Rows without a request, and the parts that judge with them."""
-    return RequestState(limits, make_parts(limits, torch.device("cpu")))
+    return RequestState(limits, make_parts(limits, torch.device("cpu"), TorchSampling()))
 
 
 @dataclass

@@ -15,6 +15,7 @@ from rpc_schema.base import Count, Extension
 from rpc_schema.sampling import SamplingParams
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.kv_cache.allocate import LayerKV
+from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage
 from worker_daemon.models.partition import partition_layers
@@ -44,6 +45,7 @@ from worker_daemon.runner.step_layout import (
     packed_size,
     split_columns,
 )
+from worker_daemon.sample.sampler import TorchSampling
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(11, 200, 40, 64, 4, 200)
@@ -172,7 +174,7 @@ class Rank:
         is_first, is_last = index == 0, index == num_stages - 1
         stage = build_stage(
             config, layers, is_first, is_last, SingleRank(), torch.float32, CPU, 64,
-            TensorAttention(),
+            TensorAttention(), TorchOps(),
         )  # fmt: skip
         for name, view in stage.checkpoint_views().items():
             generator = torch.Generator().manual_seed(sum(name.encode()))
@@ -184,7 +186,7 @@ class Rank:
         ]
         self.state = request_state(LIMITS)
         if parts:
-            context = PartContext(LIMITS, CPU, is_first, is_last)
+            context = PartContext(LIMITS, CPU, is_first, is_last, TorchSampling())
             chooser = RandomSamplingPart(context)
             self.state.parts = StepParts([*(p(context) for p in parts), chooser], chooser, context)
         self.tables = RowTables(LIMITS, CPU, TorchRowKernels())

@@ -11,6 +11,7 @@ from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart
 from worker_daemon.runner.parts.interface import PartContext
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.scheduled_step import StepLimits
+from worker_daemon.sample.sampler import TorchSampling
 
 CPU = torch.device("cpu")
 
@@ -20,7 +21,7 @@ def limits(vocab_size):
 
 
 def read(slots, words, vocab_size):
-    part = GrammarMasksPart(PartContext(limits(vocab_size), CPU, True, True))
+    part = GrammarMasksPart(PartContext(limits(vocab_size), CPU, True, True, TorchSampling()))
     return part, part.judge_step(GrammarMasks(slots=slots), [words], limits(vocab_size))
 
 
@@ -91,14 +92,14 @@ def test_bits_behind_the_vocabulary_are_ignored():
     ],
 )
 def test_masks_that_do_not_fit_are_refused(slots, frames, field):
-    parts = make_parts(limits(40), CPU)
+    parts = make_parts(limits(40), CPU, TorchSampling())
     with pytest.raises(InvalidStepError) as refused:
         parts.judge_step((GrammarMasks(slots=slots),), frames, limits(40))
     assert refused.value.field == field
 
 
 def test_a_step_has_masks_once():
-    parts, one = make_parts(limits(40), CPU), GrammarMasks(slots=b"\0\0")
+    parts, one = make_parts(limits(40), CPU, TorchSampling()), GrammarMasks(slots=b"\0\0")
     with pytest.raises(InvalidStepError) as refused:
         parts.judge_step((one, one), [b"\1" * 8] * 2, limits(40))
     assert (refused.value.field, refused.value.value) == ("extensions", "GrammarMasks")

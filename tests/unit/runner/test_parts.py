@@ -22,6 +22,7 @@ from worker_client.parts.registry import PARTS as DRIVER_PARTS
 from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner.parts.registry import PARTS, make_parts
 from worker_daemon.runner.scheduled_step import NOTHING_BROUGHT, StepLimits
+from worker_daemon.sample.sampler import TorchSampling
 
 CPU = torch.device("cpu")
 VOCAB = 40
@@ -43,7 +44,7 @@ def admission(slot: int, params: SamplingParams = SamplingParams()) -> NewReques
 
 def admitted(*params: SamplingParams) -> Any:
     """Parts with a request a slot, from slot 0 on."""
-    parts = make_parts(LIMITS, CPU)
+    parts = make_parts(LIMITS, CPU, TorchSampling())
     requests = [admission(slot, each) for slot, each in enumerate(params)]
     for request in requests:
         parts.judge(request, LIMITS)
@@ -261,6 +262,6 @@ def test_what_no_row_may_have_is_refused_by_name(carried, field):
         extensions=carried,
     )
     with pytest.raises(InvalidStepError) as refused:
-        make_parts(LIMITS, CPU).judge(request, LIMITS)
+        make_parts(LIMITS, CPU, TorchSampling()).judge(request, LIMITS)
     assert refused.value.field == f"scheduled_new_reqs[odd].{field}"
     assert refused.value.fix

@@ -6,8 +6,7 @@ import math
 import pytest
 import torch
 
-from worker_daemon.sample.noise import gumbel_noise
-from worker_daemon.sample.philox import philox4x32
+from worker_daemon.sample.noise import gumbel_noise, philox4x32
 
 KNOWN_ANSWERS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),

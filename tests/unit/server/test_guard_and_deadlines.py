@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,9 +11,9 @@ from rpc_schema import lifecycle as lc
 from rpc_schema import step
 from tests.unit.server.driver import wait_for
 from worker_daemon.server.dispatch import legal_silence_s
-from worker_daemon.server.guard import TICK_S, Guard, NobodyListens
+from worker_daemon.server.guard import TICK_S, Guard, HangHistory
+from worker_daemon.server.hang_reports import HangReports
 from worker_daemon.server.progress import Progress, Stamp
-from worker_daemon.server.relapse import HangHistory
 
 
 def hung(phase: str) -> Stamp:
@@ -36,18 +37,41 @@ class Aborts:
         self.told.append((link, cause))
 
 
-def guard_of(progress: Progress, aborts: Aborts) -> Guard:
-    guard = Guard(progress, aborts.tell)
+class Listener:
+    """Hears of relapses."""
+
+    def __init__(self) -> None:
+        self.causes: list[str] = []
+
+    def hung(self, phase: str, phase_ms: int, stacks: str) -> None:
+        return None
+
+    def slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
+        return None
+
+    def relapsed(self, cause: str) -> None:
+        self.causes.append(cause)
+
+
+@pytest.fixture
+def reports(tmp_path) -> Iterator[HangReports]:
+    made = HangReports(tmp_path / "w.stacks")
+    yield made
+    made.close()
+
+
+def guard_of(progress: Progress, aborts: Aborts, reports: HangReports) -> Guard:
+    guard = Guard(progress, aborts.tell, reports, Listener())
     guard.watch(aborts.abort)
     guard.start()
     return guard
 
 
-def test_phase_and_result_that_hang_together_are_each_reported_once() -> None:
+def test_phase_and_result_that_hang_together_are_each_reported_once(reports) -> None:
     progress, aborts = Progress("cpu"), Aborts(had_link=True)
     progress.link = 7
     progress.stamp, progress.result = hung("ExecuteModel"), hung("RESULT 3")
-    guard = guard_of(progress, aborts)
+    guard = guard_of(progress, aborts, reports)
     wait_for(lambda: aborts.count >= 2)
     time.sleep(4 * TICK_S)
     guard.stop()
@@ -58,9 +82,9 @@ def test_phase_and_result_that_hang_together_are_each_reported_once() -> None:
     ]
 
 
-def test_abort_without_a_link_is_told_to_nobody() -> None:
+def test_abort_without_a_link_is_told_to_nobody(reports) -> None:
     aborts = Aborts(had_link=False)
-    guard = guard_of(Progress("cpu"), aborts)
+    guard = guard_of(Progress("cpu"), aborts, reports)
     guard.request_abort("a test asks")
     wait_for(lambda: aborts.count == 1)
     guard.stop()
@@ -68,10 +92,10 @@ def test_abort_without_a_link_is_told_to_nobody() -> None:
     assert aborts.told == []
 
 
-def test_an_abort_that_was_asked_for_an_older_link_leaves_the_new_one_alone() -> None:
+def test_an_abort_that_was_asked_for_an_older_link_leaves_the_new_one_alone(reports) -> None:
     progress, aborts, may_end = Progress("cpu"), Aborts(had_link=True), threading.Event()
     progress.link = 3
-    guard = Guard(progress, aborts.tell)
+    guard = Guard(progress, aborts.tell, reports, Listener())
     guard.watch(lambda: aborts.abort() and may_end.wait(10.0))
     guard.start()
     for cause in ("the first", "while that one lasts"):
@@ -87,16 +111,6 @@ def test_an_abort_that_was_asked_for_an_older_link_leaves_the_new_one_alone() ->
     assert aborts.count == 2
 
 
-class Listener(NobodyListens):
-    """Hears of relapses."""
-
-    def __init__(self) -> None:
-        self.causes: list[str] = []
-
-    def relapsed(self, cause: str) -> None:
-        self.causes.append(cause)
-
-
 def hang_on(guard: Guard, progress: Progress, aborts: Aborts, *links: int) -> None:
     """Let a phase and its result hang on each link."""
     for link in links:
@@ -108,9 +122,9 @@ def hang_on(guard: Guard, progress: Progress, aborts: Aborts, *links: int) -> No
         wait_for(lambda before=before: aborts.count >= before + 3)
 
 
-def test_link_that_hangs_soon_after_the_one_before_it_is_a_relapse() -> None:
+def test_link_that_hangs_soon_after_the_one_before_it_is_a_relapse(reports) -> None:
     progress, aborts, listener = Progress("cpu"), Aborts(had_link=True), Listener()
-    guard = Guard(progress, aborts.tell, listener=listener)
+    guard = Guard(progress, aborts.tell, reports, listener)
     guard.watch(aborts.abort)
     guard.start()
     hang_on(guard, progress, aborts, 3)

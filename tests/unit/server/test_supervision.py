@@ -5,10 +5,9 @@ import socket
 import pytest
 
 from worker_daemon.errors import ConfigError
+from worker_daemon.server.guard import SLOW_AT_LEAST_S, SLOW_FACTOR, Pace
 from worker_daemon.server.hang_reports import MAX_STACKS_BYTES, HangReports
-from worker_daemon.server.pace import SLOW_AT_LEAST_S, SLOW_FACTOR, Pace
-from worker_daemon.server.progress import NO_RESULT, Stamp
-from worker_daemon.server.step_times import MAX_STEPS, StepTimes
+from worker_daemon.server.progress import MAX_STEPS, NO_RESULT, Stamp, StepTimes
 from worker_daemon.server.systemd import open_notifier
 
 

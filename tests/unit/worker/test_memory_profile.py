@@ -12,7 +12,7 @@ from worker_driver import GREEDY, WorkerDriver
 
 from rpc_schema import config
 from tests.support.driven_memory import GIB, MIB, DrivenMemory
-from worker_daemon.device.memory import HOST_KV_CACHE_LIMIT_BYTES, HostMemory
+from worker_daemon.device.memory_sources import HOST_KV_CACHE_LIMIT_BYTES, HostMemory
 from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.memory_ledger import CUSHION_BYTES
 from worker_daemon.resolve import check_deadline

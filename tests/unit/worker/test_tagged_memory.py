@@ -8,6 +8,7 @@ from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.rotary import rotary_table
+from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.memory_tags import TAGS
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage, checkpoint_names
@@ -40,6 +41,7 @@ class Rank:
             torch.device("meta"),
             128,
             NullAttention(),
+            TorchOps(),
         )
         self.memory.hold_stage(self.stage, rotary_table(self.config.rope, 128, CPU))
         self.fill()

@@ -16,6 +16,7 @@ from rpc_schema.extensions import ReplyExtension, RequestExtension, StepExtensio
 from rpc_schema.step import NewRequestData
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import Int32s, ScheduledStep, StepLimits
+from worker_daemon.sample.sampler import Sampling
 
 Per: TypeAlias = Literal["token", "sequence", "sample"]
 """What a step's column has an entry for: each of its tokens, of its sequences, of those that
@@ -41,6 +42,8 @@ class PartContext:
     device: torch.device
     is_first_stage: bool
     is_last_stage: bool
+    sampling: Sampling
+    """What chooses tokens on the device."""
 
     @property
     def num_rows(self) -> int:

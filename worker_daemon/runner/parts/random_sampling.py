@@ -17,7 +17,7 @@ from worker_daemon.device.pinned import upload
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import Int32s, StepLimits, invalid
-from worker_daemon.sample.sampler import SamplingMetadata, sampling_for
+from worker_daemon.sample.sampler import SamplingMetadata
 
 _TABLE_COLUMNS: Final = 6
 """int32 values of a row: temperature, top_p and min_p as float32 bits, top_k, then the seed's low
@@ -34,7 +34,7 @@ class RandomSamplingPart(StepPart):
 
     def __init__(self, context: PartContext) -> None:
         self._samples = context.is_last_stage
-        self._sampling = sampling_for(context.device)
+        self._sampling = context.sampling
         shape = (context.num_rows, _TABLE_COLUMNS)
         self._table = torch.empty(shape, dtype=torch.int32, device=context.device)
         self._table[:] = torch.from_numpy(_table_row(_GREEDY)).to(context.device)

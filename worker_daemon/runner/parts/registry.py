@@ -14,6 +14,7 @@ from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.parts.stop_tokens import StopTokensPart
 from worker_daemon.runner.parts.token_logprobs import TokenLogprobsPart
 from worker_daemon.runner.scheduled_step import StepLimits
+from worker_daemon.sample.sampler import Sampling
 
 PARTS: Final[tuple[type[StepPart], ...]] = (
     GrammarMasksPart,
@@ -31,12 +32,13 @@ HEAVIEST: Final[tuple[RequestExtension, ...]] = tuple(
 def make_parts(
     limits: StepLimits,
     device: torch.device,
+    sampling: Sampling,
     *,
     is_first_stage: bool = True,
     is_last_stage: bool = True,
 ) -> StepParts:
     """Return the parts of one runner."""
-    context = PartContext(limits, device, is_first_stage, is_last_stage)
+    context = PartContext(limits, device, is_first_stage, is_last_stage, sampling)
     *parts, chooser = [part(context) for part in PARTS]
     assert isinstance(chooser, RandomSamplingPart)
     return StepParts([*parts, chooser], chooser, context)

@@ -1,10 +1,11 @@
-"""A GPU's memory, measured: the driver's figures for the device, torch's for this process, NVML's
-for the others. To be imported for GPUs only."""
+"""Sources of memory figures: of a GPU its driver, torch's allocator and NVML, of the CPU Linux."""
 
 import gc
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -12,24 +13,76 @@ import torch
 from worker_daemon.device.memory import (
     ForeignChange,
     MemorySnapshot,
+    MemorySource,
     device_bytes_taken,
     foreign_changes,
     request_memory,
 )
+from worker_daemon.device.nvml import load_nvml
 from worker_daemon.device.processes import find_own, open_processes
+
+HOST_KV_CACHE_LIMIT_BYTES = 4 << 30
+"""What a CPU daemon offers for KV unless told otherwise: host memory is not its own to fill."""
 
 _CONSISTENT_READS: Final = 4
 
 
+def memory_source(device: torch.device) -> MemorySource:
+    """Return the source for a device, whose context must exist."""
+    return CudaMemory(device) if device.type == "cuda" else HostMemory()
+
+
+class HostMemory:
+    """Linux's figures for the host and this process. What others do there is no disturbance: a host
+    never stands still, and this process's own memory is known."""
+
+    def snapshot(self) -> MemorySnapshot:
+        host = _read_kib(Path("/proc/meminfo"))
+        process = _read_kib(Path("/proc/self/status"))
+        return MemorySnapshot(
+            total=host["MemTotal"],
+            free=host["MemAvailable"],
+            allocated=process["VmRSS"],
+            peak=process["VmHWM"],
+            reserved=process["VmRSS"],
+            reserved_peak=process["VmHWM"],
+            others={},
+        )
+
+    def reset_peak(self) -> None:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def budget(self, baseline: MemorySnapshot, utilization: float) -> int:
+        return math.ceil(baseline.free * utilization)
+
+    def limit_kv_cache(self, available: int) -> int:
+        return min(available, HOST_KV_CACHE_LIMIT_BYTES)
+
+    def own_bytes(self, now: MemorySnapshot) -> int:
+        return now.allocated
+
+    def taken_since(self, before: MemorySnapshot, now: MemorySnapshot) -> int:
+        return now.allocated - before.allocated
+
+    def foreign_changes(
+        self, before: MemorySnapshot, now: MemorySnapshot
+    ) -> tuple[ForeignChange, ...]:
+        return ()
+
+
 class CudaMemory:
-    """Owned by the worker; used on the step thread."""
+    """The driver's figures for the device, torch's for this process, NVML's for the others.
+
+    Owned by the worker; used on the step thread.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """The device's context must exist: NVML lists processes that have one."""
         self._device = device
         self._own_pid: int | None = None
         uuid = str(torch.cuda.get_device_properties(device).uuid)
-        self._processes = open_processes(uuid)
+        self._processes = open_processes(load_nvml(), uuid)
         if self._processes is not None:
             reserved = torch.cuda.memory_reserved(device)
             self._own_pid = find_own(
@@ -100,3 +153,9 @@ class CudaMemory:
         yield
         del probe
         torch.cuda.empty_cache()
+
+
+def _read_kib(path: Path) -> dict[str, int]:
+    """Parse lines of `Name:  123 kB` to bytes."""
+    fields = (line.split() for line in path.read_text().splitlines())
+    return {f[0].rstrip(":"): int(f[1]) * 1024 for f in fields if len(f) == 3 and f[2] == "kB"}

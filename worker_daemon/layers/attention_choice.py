@@ -1,5 +1,5 @@
-"""Which implementation of attention serves a device: chosen once, at load, and reported by name.
-Knows no step."""
+"""The choice of a model's attention: its device's, and cuDNN's for whole prompts where a try-out
+shows that it computes them rightly."""
 
 import logging
 import warnings
@@ -31,48 +31,39 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionProvider:
+class ChosenAttention:
     """An implementation, and the name under which a daemon reports it."""
 
     name: str
     backend: AttentionBackend
 
 
-def paged_attention_for(device: torch.device, head_dim: int) -> AttentionProvider:
-    """Return our Triton kernels on a CUDA device, plain torch elsewhere.
+def choose_attention(
+    paged: ChosenAttention, device: torch.device, heads: HeadSizes, dtype: torch.dtype
+) -> ChosenAttention:
+    """Return the device's own paged attention, with whole prompts left to cuDNN where that
+    computes them rightly for this rank's heads. Waits for the device. To be called on the thread
+    that runs the steps.
 
     Raises:
         ConfigError: no implementation has heads of this size.
     """
     if device.type != "cuda":
-        return AttentionProvider("torch", TorchPagedAttention())
-    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+        return paged
+    if heads.head_dim % 8 or heads.head_dim > MAX_HEAD_DIM:
         raise ConfigError(
             "no attention kernel has heads of this size",
             field="head_dim",
-            value=head_dim,
+            value=heads.head_dim,
             fix=f"a multiple of 8, at most {MAX_HEAD_DIM}",
         )
-    # Importing Triton takes longer than everything else that a CPU daemon imports of ours.
-    from worker_daemon.kernels.backend import TritonAttention
-
-    return AttentionProvider("triton", TritonAttention(device))
-
-
-def add_prompt_attention(
-    paged: AttentionProvider, device: torch.device, heads: HeadSizes, dtype: torch.dtype
-) -> AttentionProvider:
-    """Return a provider that leaves whole prompts to cuDNN where that computes them rightly for
-    this rank's heads, else the paged one. Waits for the device. To be called on the thread that
-    runs the steps."""
     if (
-        device.type != "cuda"
-        or dtype not in (torch.bfloat16, torch.float16)
+        dtype not in (torch.bfloat16, torch.float16)
         or heads.head_dim > _MAX_CUDNN_HEAD_DIM
         or not is_accurate(cudnn_attention, device, heads, dtype)
     ):
         return paged
-    return AttentionProvider(f"{paged.name}+cudnn", PromptAttention(paged.backend, cudnn_attention))
+    return ChosenAttention(f"{paged.name}+cudnn", PromptAttention(paged.backend, cudnn_attention))
 
 
 @torch.inference_mode()

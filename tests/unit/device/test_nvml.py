@@ -2,9 +2,10 @@
 
 import types
 
+import pynvml
 import pytest
 
-from worker_daemon.device.total_memory import total_memory_bytes
+from worker_daemon.device.nvml import CudaDevice, Nvml, load_nvml, total_memory_bytes
 from worker_daemon.errors import ConfigError
 
 
@@ -59,7 +60,7 @@ class PlayedNvml:
 )
 def test_what_programs_can_have_of_the_device_that_cuda_means(device, visible, expected):
     nvml = PlayedNvml()
-    assert total_memory_bytes(device, visible, nvml) == expected
+    assert total_memory_bytes(nvml, CudaDevice(device, visible)) == expected
     assert nvml.num_open == 0
 
 
@@ -80,7 +81,7 @@ def test_what_programs_can_have_of_the_device_that_cuda_means(device, visible, e
 def test_an_unknown_device_names_the_way_out(device, visible, words):
     nvml = PlayedNvml()
     with pytest.raises(ConfigError, match=words) as caught:
-        total_memory_bytes(device, visible, nvml)
+        total_memory_bytes(nvml, CudaDevice(device, visible))
     assert caught.value.value == device
     assert "--memory-bytes" in caught.value.fix
     assert nvml.num_open == 0
@@ -88,4 +89,11 @@ def test_an_unknown_device_names_the_way_out(device, visible, words):
 
 def test_no_driver_is_said():
     with pytest.raises(ConfigError, match=r"Not Found.*--memory-bytes"):
-        total_memory_bytes("cuda:0", None, PlayedNvml(present=False))
+        total_memory_bytes(PlayedNvml(present=False), CudaDevice("cuda:0", None))
+
+
+def test_what_is_used_of_nvml_is_there():
+    used = {name for name in vars(Nvml) if name.startswith("nvml")} | set(Nvml.__annotations__)
+    assert used >= {"nvmlInit", "NVMLError"}
+    assert load_nvml() is pynvml
+    assert all(hasattr(pynvml, name) for name in used)

@@ -1,0 +1,73 @@
+"""The kernels that serve a device: chosen once, when a rank opens it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from worker_daemon.contracts.layer_ops import LayerOps
+from worker_daemon.distributed.symmetric import Window
+from worker_daemon.distributed.tp import MakeReducer, Reducer
+from worker_daemon.layers.attention_choice import ChosenAttention
+from worker_daemon.layers.torch_attention import TorchPagedAttention
+from worker_daemon.layers.torch_ops import TorchOps
+from worker_daemon.runner.row_tables import RowKernels, TorchRowKernels
+from worker_daemon.runner.staging import CudaStaging, HostStaging, OpenStaging
+from worker_daemon.sample.sampler import Sampling, TorchSampling
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Used on the step thread. Owns no device memory: what does is made by whoever frees it."""
+
+    attention: ChosenAttention
+    """Of paged sequences; a model may add to it (layers/attention_choice.py)."""
+    sampling: Sampling
+    rows: RowKernels
+    make_ops: Callable[[], LayerOps]
+    """Once for each stage that is built."""
+    make_reducer: MakeReducer | None
+    """Of short messages, over the windows of a tensor-parallel group; None where there is none."""
+    open_staging: OpenStaging
+
+
+def choose_backend(device: torch.device) -> Backend:
+    """Return our Triton kernels on a CUDA device, plain torch elsewhere."""
+    if device.type == "cuda":
+        return triton_backend(device)
+    return Backend(
+        attention=ChosenAttention("torch", TorchPagedAttention()),
+        sampling=TorchSampling(),
+        rows=TorchRowKernels(),
+        make_ops=TorchOps,
+        make_reducer=None,
+        open_staging=_host_staging,
+    )
+
+
+def triton_backend(device: torch.device) -> Backend:
+    """Return our Triton kernels; for tests on the CPU too, by Triton's interpreter."""
+    # Importing Triton takes longer than everything else that a CPU daemon imports of ours.
+    from worker_daemon.kernels.launch import has_dependent_launch
+    from worker_daemon.kernels.ops import TritonOps
+    from worker_daemon.kernels.paged_attention import TritonAttention
+    from worker_daemon.kernels.peer_reduce import PeerReduce
+    from worker_daemon.kernels.row_ops import TritonRowKernels
+    from worker_daemon.kernels.sampling import TritonSampling
+
+    def make_reducer(window: Window) -> Reducer:
+        return PeerReduce(window, window.device, pdl=has_dependent_launch(window.device))
+
+    return Backend(
+        attention=ChosenAttention("triton", TritonAttention(device)),
+        sampling=TritonSampling(device),
+        rows=TritonRowKernels(),
+        make_ops=partial(TritonOps, device),
+        make_reducer=make_reducer,
+        open_staging=partial(CudaStaging, device),
+    )
+
+
+def _host_staging(capacity: int, width: int, depth: int, *, delivers: bool) -> HostStaging:
+    return HostStaging()
