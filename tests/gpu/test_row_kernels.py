@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.row_checks import check_gather, check_writes
+from tests.support.row_checks import check_corrections, check_gather, check_writes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,3 +21,8 @@ def test_gather(num_tokens: int, block_size: int) -> None:
 @pytest.mark.parametrize("num_values", [1, 256, 3000])
 def test_writes(num_values: int) -> None:
     check_writes("cuda", num_values, seed=num_values)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 256, 1024])
+def test_corrections(num_seqs: int) -> None:
+    check_corrections("cuda", num_seqs, seed=num_seqs)

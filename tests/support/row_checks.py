@@ -56,3 +56,27 @@ def check_writes(device, num_values, seed):
     expected[rows, indices] = ids
     expected[spare, 0] = 0
     assert on_device.cpu().numpy().tolist() == expected.tolist()
+
+
+def check_corrections(device, num_seqs, seed):
+    """Lengths and positions move by what a row was corrected less what it has refused; rows without
+    a correction have refused nothing any more."""
+    rng = np.random.default_rng(seed)
+    num_rows = num_seqs + 4
+    seq_rows = rng.permutation(num_rows - 1)[:num_seqs]
+    refused = rng.integers(0, 9, num_rows)
+    corrections = rng.integers(-1, 9, num_seqs)
+    seq_lens = rng.integers(20, 90, num_seqs)
+    rows = rng.choice(seq_rows, 3 * num_seqs)
+    positions = rng.integers(20, 90, rows.size)
+    shift, left = {}, refused.copy()
+    for row, correction in zip(seq_rows.tolist(), corrections.tolist(), strict=True):
+        shift[row] = correction - refused[row] if correction >= 0 else 0
+        left[row] = refused[row] if correction >= 0 else 0
+    lens, there, own = _columns(device, seq_lens, positions, refused)
+    scratch = torch.full_like(own, 77)
+    KERNELS.correct_lengths(lens, *_columns(device, seq_rows, corrections), own, scratch)
+    KERNELS.correct_positions(there, *_columns(device, rows), scratch)
+    assert own.tolist() == left.tolist()
+    assert lens.tolist() == [n + shift[row] for n, row in zip(seq_lens, seq_rows, strict=True)]
+    assert there.tolist() == [at + shift[row] for at, row in zip(positions, rows, strict=True)]

@@ -324,3 +324,48 @@ def test_only_a_deferred_step_may_be_answered_in_part():
     for wrong in (reply(2, 0, 3), reply(2, 0, 65534), short, padded):
         with pytest.raises(BadFrameError):
             table.decode(deferred, wrong, [])
+
+
+def test_refused_tokens_lower_the_bounds_of_the_request_that_refused_them():
+    table, ids = SlotTable(4), ("a", "b")
+    new = [new_request("a", 3), new_request("b", 3, blocks=(2,))]
+    first = table.encode(SchedulerOutput({"a": 3, "b": 3}, scheduled_new_reqs=new), **IDS, seq=1)
+    second = table.encode(SchedulerOutput(decode_req_ids=ids), **IDS, seq=2)
+    reply = step.ModelRunnerOutput(
+        epoch=3,
+        seq=1,
+        rank=0,
+        slots=bitmap([0, 1]),
+        sampled_token_ids=np.array([7], "<i4").tobytes(),
+        num_gained=bytes([0, 1]),
+    )
+    result = table.decode(first, reply, [])
+    assert (list(result.req_ids), list(result.token_ids)) == (["b"], [7])
+    assert result.refused == {"a": 1}
+    table.count_refused(first, result.refused)
+    third = table.encode(SchedulerOutput(decode_req_ids=ids), **IDS, seq=3)
+    assert np.frombuffer(read(third).corrections, "<i4").tolist() == [0, 1]
+    fourth = table.encode(SchedulerOutput(decode_req_ids=ids), **IDS, seq=4)
+    assert read(fourth).corrections == b""
+    table.count_refused(second, {"a": 1, "b": 1})
+    again = SchedulerOutput(
+        {"a": 2, "b": 1},
+        finished_req_ids=["a"],
+        scheduled_new_reqs=[new_request("a", 2, blocks=(3,))],
+    )
+    fifth = table.encode(again, **IDS, seq=5)
+    assert np.frombuffer(read(fifth).corrections, "<i4").tolist() == [1, 1]
+    table.count_refused(third, {"a": 1})  # of the request that had the slot before
+    table.require_resync()
+    sixth = table.encode(SchedulerOutput(decode_req_ids=ids), **IDS, seq=6)
+    assert read(sixth).corrections == b""
+    rows = np.frombuffer(read(sixth).resync, "<i4").reshape(-1, 4).tolist()
+    assert rows == [[0, 2, 3, 1], [1, 6, 7, 1]]
+    for broken in (bytes([0]), bytes([0, 2]), bytes([0, 0])):
+        with pytest.raises(BadFrameError):
+            table.decode(first, msgspec.structs.replace(reply, num_gained=broken), [])
+
+
+def read(encoded):
+    """The message of an encoded step."""
+    return codec.decode_step(encoded.frames)

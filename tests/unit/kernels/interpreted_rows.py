@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.row_checks import check_gather, check_writes
+from tests.support.row_checks import check_corrections, check_gather, check_writes
 
 
 @pytest.mark.parametrize(("num_tokens", "block_size"), [(1, 16), (5, 1), (128, 8), (300, 32)])
@@ -13,3 +13,8 @@ def test_gather(num_tokens: int, block_size: int) -> None:
 @pytest.mark.parametrize("num_values", [1, 17, 260])
 def test_writes(num_values: int) -> None:
     check_writes("cpu", num_values, seed=num_values)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 17, 260])
+def test_corrections(num_seqs: int) -> None:
+    check_corrections("cpu", num_seqs, seed=num_seqs)

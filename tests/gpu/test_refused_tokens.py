@@ -1,0 +1,27 @@
+"""A feature that refuses tokens (tests/support/refusing_feature) on a GPU: in graphs of its own,
+through preemption and the death of a driver."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import make_checkpoint
+from tests.support.refusing_feature import copy_with_the_feature
+from tests.support.refusing_feature.checks import check_serving
+from tests.support.toy_feature.checks import start_daemons
+
+
+@pytest.fixture
+def model_root():
+    path = Path(tempfile.mkdtemp(prefix="wd-models-"))
+    yield path
+    shutil.rmtree(path)
+
+
+def test_refused_tokens_are_sampled_again_by_graphs(tmp_path, model_root):
+    checkpoint = make_checkpoint(model_root, "LlamaForCausalLM")
+    tree = copy_with_the_feature(tmp_path)
+    with start_daemons(tree, ["cuda:0"], model_root) as daemons:
+        check_serving(tree, daemons.endpoints, checkpoint)
