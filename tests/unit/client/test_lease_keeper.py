@@ -2,6 +2,7 @@
 who notices, and what is sent again."""
 
 import gc
+import gc
 import os
 import resource
 import threading
@@ -134,7 +135,8 @@ def renewals_within(daemon, seconds: float) -> int:
 
 @contextmanager
 def no_file_descriptors():
-    """None is left for this process."""
+    """None is left for this process, nor comes back from objects that nobody holds any more."""
+    gc.collect()
     lowest = os.dup(0)
     os.close(lowest)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -197,30 +197,44 @@ def other_shape(rank, sent, expected, seq):
 
 
 def return_tokens(rank, num_rows, lag, seed):
-    """Publications over rows that are used again and again; readers collect them late.
+    """Publications over rows that are used again and again, some with what the rows have refused;
+    readers collect them late.
 
-    Returns the number of collects after which some row did not hold its newest token. The last
-    stage never reads a token, and so keeps none.
+    Returns the number of collects after which some row did not hold its newest token or count. The
+    last stage never reads either, and so keeps none.
     """
     rng, pauses = random.Random(seed), random.Random(seed + rank)
     last_sampled = torch.zeros(num_rows, dtype=torch.int64)
+    refused = torch.zeros(num_rows, dtype=torch.int32)
     state, depth = Member.state, Member.state.pp_size + 2
-    tokens = TokenBroadcast(Member.link, last_sampled, num_stages=state.pp_size, depth=depth)
-    naive, wrong = [[0] * num_rows], 0
+    tokens = TokenBroadcast(
+        Member.link, last_sampled, refused, num_stages=state.pp_size, depth=depth
+    )
+    naive, wrong = [([0] * num_rows, [0] * num_rows)], 0
     for step in range(1, 60):
         rows = rng.sample(range(num_rows), rng.randint(1, num_rows))
         values = [rng.randrange(1 << 40) for _ in rows]
-        naive.append(list(naive[-1]))
-        for row, value in zip(rows, values, strict=True):
-            naive[-1][row] = value
-        sampled = torch.tensor(values) if state.is_last_stage else None
+        counts = [rng.randrange(1 << 20) for _ in rows]
+        counted = rng.random() < 0.5
+        newest, totals = (list(column) for column in naive[-1])
+        for row, value, count in zip(rows, values, counts, strict=True):
+            newest[row] = value
+            totals[row] = count if counted else totals[row]
+        naive.append((newest, totals))
+        news = torch.tensor([values, counts] if counted else values)
         time.sleep(pauses.choice([0, 0, pauses.random() * 0.005]))
-        tokens.publish(step, torch.tensor(rows, dtype=torch.int32), sampled)
+        tokens.publish(
+            step,
+            torch.tensor(rows, dtype=torch.int32),
+            news if state.is_last_stage else None,
+            counted=counted,
+        )
         seen = 0 if state.is_last_stage else max(0, step - lag)
         tokens.collect(step - lag)
-        wrong += last_sampled.tolist() != naive[seen]
+        wrong += (last_sampled.tolist(), refused.tolist()) != naive[seen]
     tokens.settle()
-    return wrong + (last_sampled.tolist() != naive[0 if state.is_last_stage else -1])
+    last = naive[0 if state.is_last_stage else -1]
+    return wrong + ((last_sampled.tolist(), refused.tolist()) != last)
 
 
 def stage_sums(rank, seed):
@@ -309,8 +323,9 @@ def collect_until_broken(rank):
     began = time.monotonic()
     try:
         outbound.send(torch.ones(3, 8), 3, torch.tensor(0), 1)
-        tokens = TokenBroadcast(Member.link, torch.zeros(4).long(), num_stages=3, depth=5)
-        tokens.publish(1, torch.tensor([0]), None)
+        last_sampled, refused = torch.zeros(4).long(), torch.zeros(4).int()
+        tokens = TokenBroadcast(Member.link, last_sampled, refused, num_stages=3, depth=5)
+        tokens.publish(1, torch.tensor([0]), None, counted=False)
         tokens.collect(1)
     except CommError:
         return "CommError", time.monotonic() - began
