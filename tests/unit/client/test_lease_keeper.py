@@ -2,7 +2,6 @@
 who notices, and what is sent again."""
 
 import gc
-import gc
 import os
 import resource
 import threading
