@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symm_mem
 
-from worker_daemon.distributed.link import Link, Place
+from worker_daemon.distributed.link import Link, RendezvousPoint
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.pp import STATUS_OK, StageInbound, StageOutbound
 from worker_daemon.distributed.rendezvous import RendezvousServer
@@ -100,7 +100,7 @@ def measure(rank: int, size: int, places: list[str]) -> Iterator[Figure]:
 def open_link(generation: int, place: str, state: ParallelState, device: torch.device) -> Link:
     port, secret = place.split(":")
     link = Link(generation, device)
-    link.open(state, Place(HOST, int(port), bytes.fromhex(secret)), TIMEOUT_S)
+    link.open(state, RendezvousPoint(HOST, int(port), bytes.fromhex(secret)), TIMEOUT_S)
     return link
 
 

@@ -53,8 +53,8 @@ from worker_client.slots import SlotTable
 from worker_client.step_checks import GroupLimits
 from worker_client.transport import ResultsChannel, new_driver_id, parse_endpoint
 from worker_client.worker_client import WorkerClient
-from worker_daemon.server.keygen import make_key_files
-from worker_daemon.server.security import SLOW_CIPHER_MB_S, cipher_mb_s
+from worker_daemon.server.auth.keygen import make_key_files
+from worker_daemon.server.auth.security import SLOW_CIPHER_MB_S, cipher_mb_s
 
 GROUPS = (1, 4, 8)
 SIZES = (256, 1024)

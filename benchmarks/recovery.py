@@ -38,8 +38,8 @@ from worker_client.driver import Driver
 from worker_client.errors import StepFailed, WorkerDied
 from worker_client.launcher import LocalDaemons
 from worker_client.liveness import LivenessEvent
-from worker_client.loading import LoadedModel
-from worker_client.replacement import Replaced
+from worker_client.loading import LoadedGroup
+from worker_client.replacement import ReplacementReport
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.worker_client import StepIds, WorkerClient
@@ -100,7 +100,7 @@ def start(options: argparse.Namespace) -> LocalDaemons:
     return LocalDaemons(devices, options.model.parent, command=command)
 
 
-def prepare(group: WorkerGroup, options: argparse.Namespace, shape: str) -> LoadedModel:
+def prepare(group: WorkerGroup, options: argparse.Namespace, shape: str) -> LoadedGroup:
     """Load; by way of the page cache, if that is asked for."""
     group.attach()
     blocks = options.num_blocks or None
@@ -118,7 +118,7 @@ class Load:
     def __init__(
         self,
         group: WorkerGroup,
-        loaded: LoadedModel,
+        loaded: LoadedGroup,
         act: Callable[[], None],
         recover: Callable[[WorkerDied], object],
     ) -> None:
@@ -166,13 +166,13 @@ def free_status(client: WorkerClient) -> Status:
 
 
 def kill_and_replace(
-    daemons: LocalDaemons, group: WorkerGroup, loaded: LoadedModel, shape: str, rank: int
+    daemons: LocalDaemons, group: WorkerGroup, loaded: LoadedGroup, shape: str, rank: int
 ) -> Iterator[Figure]:
     """Kill a rank under load, and start its successor."""
     survivor = group.clients[1 - rank]
     before = survivor.get_status()
     at: dict[str, float] = {}
-    replaced: list[Replaced] = []
+    replaced: list[ReplacementReport] = []
 
     def kill() -> None:
         at["killed"] = time.monotonic()
@@ -211,7 +211,7 @@ def kill_and_replace(
 
 
 def abort_inside_cuda(
-    daemons: LocalDaemons, group: WorkerGroup, loaded: LoadedModel, shape: str
+    daemons: LocalDaemons, group: WorkerGroup, loaded: LoadedGroup, shape: str
 ) -> Iterator[Figure]:
     """Stop rank 1, let rank 0's step thread wait for the device, and have its link aborted. The
     group is of no use afterwards."""

@@ -21,8 +21,8 @@ from rpc_schema.kv_cache import (
     plan_groups,
 )
 from rpc_schema.step import ExecuteModel, NewRequestData
-from worker_daemon.runner.stage_ends import PendingReply
-from worker_daemon.worker import Worker
+from worker_daemon.runner.stage_ends import PendingOutput
+from worker_daemon.worker.worker import Worker
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 256
@@ -207,15 +207,15 @@ def bitmap(slots: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> bytes:
     return np.packbits(bits, bitorder="little").tobytes()
 
 
-def wait(reply: PendingReply | None) -> None:
+def wait(reply: PendingOutput | None) -> None:
     """Wait for a step's result."""
     assert reply is not None, "the only stage answers every step"
     reply.result()
 
 
-def pipelined(steps: int, launch: Callable[[], PendingReply | None], depth: int = 2) -> None:
+def pipelined(steps: int, launch: Callable[[], PendingOutput | None], depth: int = 2) -> None:
     """Run steps with depth of them in flight, as the client's driver does."""
-    in_flight: list[PendingReply | None] = []
+    in_flight: list[PendingOutput | None] = []
     for _ in range(steps):
         in_flight.append(launch())
         if len(in_flight) == depth:

@@ -36,7 +36,7 @@ from rpc_schema.codec import decode_step, encode_step
 from rpc_schema.step import ExecuteModel
 from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.request_state import RequestState
-from worker_daemon.runner.stage_ends import LastStageExit, PendingReply
+from worker_daemon.runner.stage_ends import LastStageExit, PendingOutput
 
 CONTEXT = 160
 TRACED_STEPS = 8
@@ -76,7 +76,7 @@ def decode_case(driver: StageDriver, num_requests: int, traces: Path) -> Case:
     """Decode num_requests requests of CONTEXT tokens and more."""
     driver.admit(num_requests, CONTEXT, WARM_UP_STEPS + TIMED_STEPS + 2 * TRACED_STEPS)
 
-    def launch() -> PendingReply | None:
+    def launch() -> PendingOutput | None:
         frames = driver.decode_frames(num_requests)
         message = decode_step(frames)
         assert isinstance(message, ExecuteModel)
@@ -88,7 +88,7 @@ def decode_case(driver: StageDriver, num_requests: int, traces: Path) -> Case:
 def prefill_case(driver: StageDriver, traces: Path) -> Case:
     """Prefill one prompt of PREFILL_TOKENS, a new one each step."""
 
-    def launch() -> PendingReply | None:
+    def launch() -> PendingOutput | None:
         driver.worker.on_attach()
         message, tokens = driver.prefill(np.zeros(1, np.int64), PREFILL_TOKENS, 0)
         return driver.worker.execute_model(message, [tokens])
@@ -99,7 +99,7 @@ def prefill_case(driver: StageDriver, traces: Path) -> Case:
 def measure_case(
     driver: StageDriver,
     name: str,
-    launch: Callable[[], PendingReply | None],
+    launch: Callable[[], PendingOutput | None],
     traces: Path,
     timed_steps: int = TIMED_STEPS,
 ) -> Case:
@@ -186,7 +186,7 @@ class Results:
     does; at most two steps are ahead of it."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[PendingReply | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[PendingOutput | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(2)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -194,7 +194,7 @@ class Results:
     def wait_for_room(self) -> None:
         self._room.acquire()
 
-    def put(self, reply: PendingReply | None) -> None:
+    def put(self, reply: PendingOutput | None) -> None:
         self._queue.put(reply)
 
     def close(self) -> None:

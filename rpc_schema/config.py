@@ -1,5 +1,5 @@
-"""What a driver decides about a worker's life, as sent; `worker_daemon/resolve.py` turns it into
-what the daemon runs with."""
+"""Configuration that a driver sends; `worker_daemon/worker/resolve.py` turns it into the settings
+that the daemon runs with."""
 
 import hashlib
 from typing import Annotated, Literal
@@ -128,23 +128,23 @@ class WorkerConfig(Value, frozen=True, kw_only=True):
         return differences
 
 
-class MeetingAddress(Value, frozen=True, kw_only=True):
+class RendezvousAddress(Value, frozen=True, kw_only=True):
     """Where members of a group meet: a key-value store that serves those alone who prove that they
-    hold its secret (rpc_schema/meeting.py)."""
+    hold its secret (rpc_schema/rendezvous.py)."""
 
     host: Annotated[str, Meta(min_length=1, max_length=256)]
     port: Annotated[int, Meta(ge=1, le=65535)]
     secret: Annotated[bytes, Meta(min_length=32, max_length=32)]
 
     def __repr__(self) -> str:
-        return f"MeetingAddress(host={self.host!r}, port={self.port})"
+        return f"RendezvousAddress(host={self.host!r}, port={self.port})"
 
 
 class Rendezvous(Value, frozen=True, kw_only=True):
     """How a rank comes to a link."""
 
     link: Annotated[int, Meta(ge=1, le=2**63 - 1)]
-    place: MeetingAddress | None
+    place: RendezvousAddress | None
     """Served by one of the group's daemons; None for a group of one, which meets nobody."""
     rank: Count
     local_world_size: Positive

@@ -23,10 +23,10 @@ from rpc_schema.base import (
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
-    MeetingAddress,
     ModelConfig,
     ParallelConfig,
     Rendezvous,
+    RendezvousAddress,
     SchedulerConfig,
     WorkerConfig,
 )
@@ -235,7 +235,7 @@ class OpenRendezvous(ControlRequest["OpenRendezvousReply"], frozen=True, tag=5, 
 
 
 class OpenRendezvousReply(ControlReply, frozen=True, tag=5, kw_only=True):
-    place: MeetingAddress
+    place: RendezvousAddress
 
 
 class AbortLink(ControlRequest["Acknowledged"], frozen=True, tag=30, kw_only=True):

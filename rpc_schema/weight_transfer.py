@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta
 
 from rpc_schema.base import Count, Name, Positive, StepReply, StepRequest, Text, Unsigned, Value
-from rpc_schema.config import MeetingAddress
+from rpc_schema.config import RendezvousAddress
 from rpc_schema.step import Done
 
 TensorDtype = Literal["float64", "float32", "bfloat16", "float16"]
@@ -28,7 +28,7 @@ class BroadcastEngine(Value, frozen=True, tag=1, kw_only=True):
     meeting, a worker is rank_offset + its own world rank."""
 
     backend: Literal["gloo", "nccl"]
-    place: MeetingAddress
+    place: RendezvousAddress
     rank_offset: Positive = 1
     world_size: Annotated[int, Meta(ge=2, le=65536)]
     """Trainer and workers together."""

@@ -25,9 +25,9 @@ from rpc_schema.version import version_line
 from worker_daemon.device.nvml import CudaDevice, load_nvml, total_memory_bytes
 from worker_daemon.errors import CapacityError, CheckpointError, ConfigError, StartLaterError
 from worker_daemon.logs import configure_logs
-from worker_daemon.server.endpoints import EndpointInUseError
+from worker_daemon.server.auth.keygen import make_key_files
 from worker_daemon.server.gpu_lock import GpuInUseError
-from worker_daemon.server.keygen import make_key_files
+from worker_daemon.server.wire.endpoints import EndpointInUseError
 from worker_daemon.settings import load_settings, prepare_environment, prepare_kernel_cache
 
 # Without rich, help and errors are plain text: no name of an option is cut, no error wrapped.
@@ -224,8 +224,8 @@ def plan(
         _check_worker_extra()
     prepare_environment()
     # Seconds of torch, which `serve` does not wait for either.
-    from worker_daemon.plan_report import plan_json, plan_text
-    from worker_daemon.planning import (
+    from worker_daemon.plan.plan_report import plan_json, plan_text
+    from worker_daemon.plan.planning import (
         plan_fitted_memory,
         plan_memory,
         read_partition,

@@ -10,7 +10,7 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorScope, WireError
 from rpc_schema.lease import MAX_LEASE_TTL_MS
 from worker_client.errors import ClientError, FencedError, IncompatibleError, LeaseHeldError
-from worker_client.failure_state import Attached, FailureState, LinkBroke
+from worker_client.failure_state import FailureState, GroupAttached, LinkBroken
 from worker_client.first_contact import greet
 from worker_client.group_channel import GroupChannel
 from worker_client.lease import Patience
@@ -29,7 +29,7 @@ LEAVE_TIMEOUT_S = 0.3
 """How long daemons may take to hear that their driver leaves; after that the lease expires."""
 
 
-class Attaching:
+class Attachment:
     """One group's, over its channel. Belongs to the group's thread."""
 
     def __init__(
@@ -180,9 +180,9 @@ class Attaching:
             self.leave()
             raise
         channel.lease.confirm()
-        self._state.apply(Attached())
+        self._state.apply(GroupAttached())
         if _must_relink(attached):
-            self._state.apply(LinkBroke())
+            self._state.apply(LinkBroken())
         return channel.take_statuses([reply.status for reply in attached])
 
 

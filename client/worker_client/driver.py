@@ -57,7 +57,7 @@ def give_up(died: WorkerDied) -> None:
     raise died
 
 
-class StepRecord(NamedTuple):
+class StepTiming(NamedTuple):
     """How long a step took from being sent to its result, in seconds."""
 
     kind: StepKind
@@ -103,7 +103,7 @@ class Driver:
         `timings`, the oldest of which go first; None keeps all."""
         self.group = group
         self.scheduler = scheduler
-        self.records: deque[StepRecord] = deque(maxlen=max_history)
+        self.records: deque[StepTiming] = deque(maxlen=max_history)
         self.timings: dict[str, RequestTiming] = {}
         self.num_failures = 0
         self._on_result = on_result
@@ -267,7 +267,7 @@ class Driver:
         now = time.monotonic()
         output = flight.output
         self.records.append(
-            StepRecord(
+            StepTiming(
                 kind=flight.kind,
                 num_tokens=output.total_num_scheduled_tokens,
                 num_requests=len(output.decode_req_ids) + len(output.num_scheduled_tokens),

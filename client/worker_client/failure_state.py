@@ -35,7 +35,7 @@ UNSEATING: Final = (
 reach each other."""
 
 
-class Seat(enum.Enum):
+class Ownership(enum.Enum):
     """Whether the group is this driver's to use."""
 
     NEW = "never attached"
@@ -46,7 +46,7 @@ class Seat(enum.Enum):
     REPLACING = "another daemon is taking a lost one's place"
 
 
-class Link(enum.Enum):
+class LinkState(enum.Enum):
     """Between the ranks."""
 
     NONE = "the group is one rank"
@@ -71,7 +71,7 @@ class News(enum.Enum):
     DEATH_TOLD = "a death that was told; what it took is told again with what fails next"
 
 
-class Blame(enum.Enum):
+class RootCause(enum.Enum):
     """For a step that a rank failed as a consequence only."""
 
     SETTLED = "no step waits for its cause"
@@ -85,7 +85,7 @@ class Weights(enum.Enum):
     NOT_WHOLE = "an update is open, or has failed"
 
 
-class Drain(enum.Enum):
+class DrainState(enum.Enum):
     """What an operator wants of the group."""
 
     NONE = "steps are wanted"
@@ -93,16 +93,16 @@ class Drain(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class GroupState:
     """One value an axis."""
 
-    seat: Seat = Seat.NEW
-    link: Link = Link.NONE
+    seat: Ownership = Ownership.NEW
+    link: LinkState = LinkState.NONE
     ending: Ending = Ending.NONE
     news: News = News.NONE
-    blame: Blame = Blame.SETTLED
+    blame: RootCause = RootCause.SETTLED
     weights: Weights = Weights.WHOLE
-    drain: Drain = Drain.NONE
+    drain: DrainState = DrainState.NONE
 
 
 class Suspect(NamedTuple):
@@ -122,7 +122,7 @@ class RankLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Unseated:
+class OwnershipLost:
     """The daemons do not take this driver's steps any more."""
 
     cause: ClientError
@@ -136,7 +136,7 @@ class LinkGaveUp:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkBroke:
+class LinkBroken:
     """A step has left bytes between ranks, or a rank without its peers."""
 
 
@@ -180,7 +180,7 @@ class DeathFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class FailureReported:
     """A future has told the failure of this number; nothing changes where that is not the
     latest."""
 
@@ -203,7 +203,7 @@ class EpochBegun:
 
 
 @dataclass(frozen=True, slots=True)
-class Attached:
+class GroupAttached:
     """All daemons that are there have attached. LinkBroke follows where they must link anew."""
 
 
@@ -220,7 +220,7 @@ class ReplaceFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Replaced:
+class RankReplaced:
     """Another daemon serves in the lost one's place. Failed follows where anything was lost."""
 
 
@@ -250,23 +250,23 @@ class DrainOver:
 
 Event: TypeAlias = (
     RankLost
-    | Unseated
+    | OwnershipLost
     | LinkGaveUp
-    | LinkBroke
+    | LinkBroken
     | LinkMade
     | EndAnnounced
     | EndAwaited
     | CauseAwaited
     | Failed
     | DeathFailed
-    | Told
+    | FailureReported
     | Prepared
     | AttachBegun
     | EpochBegun
-    | Attached
+    | GroupAttached
     | ReplaceBegun
     | ReplaceFailed
-    | Replaced
+    | RankReplaced
     | WeightsGone
     | WeightsFilled
     | DrainHeard
@@ -289,63 +289,63 @@ def _as_it_is() -> Mapping[AxisT, AxisT]:
 class Row:
     """What an event makes of the values of each axis; those that are not named stay."""
 
-    seat: Mapping[Seat, Seat] = field(default_factory=_as_it_is)
-    link: Mapping[Link, Link] = field(default_factory=_as_it_is)
+    seat: Mapping[Ownership, Ownership] = field(default_factory=_as_it_is)
+    link: Mapping[LinkState, LinkState] = field(default_factory=_as_it_is)
     ending: Mapping[Ending, Ending] = field(default_factory=_as_it_is)
     news: Mapping[News, News] = field(default_factory=_as_it_is)
-    blame: Mapping[Blame, Blame] = field(default_factory=_as_it_is)
+    blame: Mapping[RootCause, RootCause] = field(default_factory=_as_it_is)
     weights: Mapping[Weights, Weights] = field(default_factory=_as_it_is)
-    drain: Mapping[Drain, Drain] = field(default_factory=_as_it_is)
+    drain: Mapping[DrainState, DrainState] = field(default_factory=_as_it_is)
 
 
-_LINK_WHOLE: Final = _to(Link.WHOLE, but=[Link.NONE])
+_LINK_WHOLE: Final = _to(LinkState.WHOLE, but=[LinkState.NONE])
 
 TABLE: Final[Mapping[type[Event], Row]] = MappingProxyType(
     {
-        RankLost: Row(seat=_to(Seat.LOST)),
-        Unseated: Row(seat=_to(Seat.UNSEATED, but=[Seat.LOST])),
-        LinkGaveUp: Row(seat=_to(Seat.LINK_GIVEN_UP, but=[Seat.LOST])),
-        LinkBroke: Row(link=_to(Link.BROKEN, but=[Link.NONE])),
+        RankLost: Row(seat=_to(Ownership.LOST)),
+        OwnershipLost: Row(seat=_to(Ownership.UNSEATED, but=[Ownership.LOST])),
+        LinkGaveUp: Row(seat=_to(Ownership.LINK_GIVEN_UP, but=[Ownership.LOST])),
+        LinkBroken: Row(link=_to(LinkState.BROKEN, but=[LinkState.NONE])),
         LinkMade: Row(link=_LINK_WHOLE),
         EndAnnounced: Row(ending=_to(Ending.ANNOUNCED)),
         EndAwaited: Row(ending=_to(Ending.NONE)),
-        CauseAwaited: Row(blame=_to(Blame.AWAITED)),
-        Failed: Row(news=_to(News.UNTOLD), blame=_to(Blame.SETTLED)),
-        DeathFailed: Row(news=_to(News.DEATH_UNTOLD), blame=_to(Blame.SETTLED)),
-        Told: Row(
+        CauseAwaited: Row(blame=_to(RootCause.AWAITED)),
+        Failed: Row(news=_to(News.UNTOLD), blame=_to(RootCause.SETTLED)),
+        DeathFailed: Row(news=_to(News.DEATH_UNTOLD), blame=_to(RootCause.SETTLED)),
+        FailureReported: Row(
             news=MappingProxyType(
                 {News.UNTOLD: News.TOLD, News.DEATH_UNTOLD: News.DEATH_TOLD},
             )
         ),
         Prepared: Row(news=_to(News.NONE)),
         AttachBegun: Row(
-            seat=_to(Seat.SERVING, but=[Seat.LOST, Seat.REPLACING]),
+            seat=_to(Ownership.SERVING, but=[Ownership.LOST, Ownership.REPLACING]),
             ending=_to(Ending.NONE),
             news=_to(News.NONE),
         ),
-        EpochBegun: Row(drain=_to(Drain.NONE)),
-        Attached: Row(link=_LINK_WHOLE),
-        ReplaceBegun: Row(seat=_to(Seat.REPLACING)),
-        ReplaceFailed: Row(seat=_to(Seat.LOST)),
-        Replaced: Row(
-            seat=MappingProxyType({Seat.REPLACING: Seat.SERVING}),
+        EpochBegun: Row(drain=_to(DrainState.NONE)),
+        GroupAttached: Row(link=_LINK_WHOLE),
+        ReplaceBegun: Row(seat=_to(Ownership.REPLACING)),
+        ReplaceFailed: Row(seat=_to(Ownership.LOST)),
+        RankReplaced: Row(
+            seat=MappingProxyType({Ownership.REPLACING: Ownership.SERVING}),
             link=_LINK_WHOLE,
             ending=_to(Ending.NONE),
             news=_to(News.NONE),
         ),
         WeightsGone: Row(weights=_to(Weights.NOT_WHOLE)),
         WeightsFilled: Row(weights=_to(Weights.WHOLE)),
-        DrainHeard: Row(drain=_to(Drain.DRAINING)),
-        DrainOver: Row(drain=_to(Drain.NONE)),
+        DrainHeard: Row(drain=_to(DrainState.DRAINING)),
+        DrainOver: Row(drain=_to(DrainState.NONE)),
     }
 )
 """The one table of what changes what; total over states."""
 
 
-def after(state: State, event: Event) -> State:
+def after(state: GroupState, event: Event) -> GroupState:
     """Return the state that an event makes of `state`."""
     row = TABLE[type(event)]
-    return State(
+    return GroupState(
         seat=row.seat.get(state.seat, state.seat),
         link=row.link.get(state.link, state.link),
         ending=row.ending.get(state.ending, state.ending),
@@ -356,7 +356,7 @@ def after(state: State, event: Event) -> State:
     )
 
 
-class Request(enum.Enum):
+class GroupRequest(enum.Enum):
     """Asked of a group. Control-only requests (status, health, shutdown) ask nobody."""
 
     STEP = "execute_model"
@@ -387,56 +387,56 @@ def _by_seat(
     given_up: Answer,
     lost: Answer,
     replacing: Answer,
-) -> Mapping[Seat, Answer]:
+) -> Mapping[Ownership, Answer]:
     answers = (new, serving, unseated, given_up, lost, replacing)
-    return MappingProxyType(dict(zip(Seat, answers, strict=True)))
+    return MappingProxyType(dict(zip(Ownership, answers, strict=True)))
 
 
 _GO, _CAUSE, _NOT_ATTACHED = Answer.GO, Answer.CAUSE, Answer.NOT_ATTACHED
 
-BY_SEAT: Final[Mapping[Request, Mapping[Seat, Answer]]] = MappingProxyType(
+BY_SEAT: Final[Mapping[GroupRequest, Mapping[Ownership, Answer]]] = MappingProxyType(
     {
-        Request.STEP: _by_seat(_NOT_ATTACHED, _GO, _CAUSE, _CAUSE, _CAUSE, _CAUSE),
-        Request.OPERATION: _by_seat(_NOT_ATTACHED, _GO, _CAUSE, _CAUSE, _CAUSE, _GO),
-        Request.ATTACH: _by_seat(_GO, _GO, _GO, _GO, _CAUSE, _CAUSE),
-        Request.REPLACE: _by_seat(_NOT_ATTACHED, _GO, _GO, _GO, _GO, _GO),
-        Request.LOOK: _by_seat(_GO, _GO, _GO, _GO, _CAUSE, _GO),
+        GroupRequest.STEP: _by_seat(_NOT_ATTACHED, _GO, _CAUSE, _CAUSE, _CAUSE, _CAUSE),
+        GroupRequest.OPERATION: _by_seat(_NOT_ATTACHED, _GO, _CAUSE, _CAUSE, _CAUSE, _GO),
+        GroupRequest.ATTACH: _by_seat(_GO, _GO, _GO, _GO, _CAUSE, _CAUSE),
+        GroupRequest.REPLACE: _by_seat(_NOT_ATTACHED, _GO, _GO, _GO, _GO, _GO),
+        GroupRequest.LOOK: _by_seat(_GO, _GO, _GO, _GO, _CAUSE, _GO),
     }
 )
 """What the seat alone allows; SEND does not look at it, and `answer` adds the other axes."""
 
 
-def answer(state: State, request: Request) -> Answer:
+def answer(state: GroupState, request: GroupRequest) -> Answer:
     """Return what becomes of a request in `state`. SEND is asked of steps that were let in, again
     after each thing that comes first; it does not look at the seat."""
-    if request is Request.SEND:
+    if request is GroupRequest.SEND:
         return _before_sending(state)
     by_seat = BY_SEAT[request][state.seat]
     if by_seat is Answer.CAUSE:
-        waits = state.seat is Seat.LINK_GIVEN_UP and state.ending is Ending.ANNOUNCED
+        waits = state.seat is Ownership.LINK_GIVEN_UP and state.ending is Ending.ANNOUNCED
         return Answer.AWAIT_END if waits else by_seat
-    if request is Request.STEP and by_seat is Answer.GO:
-        if state.drain is Drain.DRAINING:
+    if request is GroupRequest.STEP and by_seat is Answer.GO:
+        if state.drain is DrainState.DRAINING:
             return Answer.DRAINING
         if state.weights is Weights.NOT_WHOLE:
             return Answer.NOT_WHOLE
     return by_seat
 
 
-def answers(state: State) -> Mapping[Request, Answer]:
+def answers(state: GroupState) -> Mapping[GroupRequest, Answer]:
     """Return what becomes of each request in `state`."""
-    return {request: answer(state, request) for request in Request}
+    return {request: answer(state, request) for request in GroupRequest}
 
 
-def _before_sending(state: State) -> Answer:
+def _before_sending(state: GroupState) -> Answer:
     if state.news in (News.UNTOLD, News.DEATH_UNTOLD):
         return Answer.FAIL
     if state.ending is Ending.ANNOUNCED:
         return Answer.AWAIT_END
-    return Answer.RELINK if state.link is Link.BROKEN else Answer.GO
+    return Answer.RELINK if state.link is LinkState.BROKEN else Answer.GO
 
 
-def loss_of(error: ClientError) -> RankLost | LinkGaveUp | Unseated:
+def loss_of(error: ClientError) -> RankLost | LinkGaveUp | OwnershipLost:
     """Return the event that ends a group with this error."""
     match error:
         case WorkerDied():
@@ -444,7 +444,7 @@ def loss_of(error: ClientError) -> RankLost | LinkGaveUp | Unseated:
         case LinkGivenUp():
             return LinkGaveUp(error)
         case _:
-            return Unseated(error)
+            return OwnershipLost(error)
 
 
 def announces_end(reply: ErrorReply) -> bool:
@@ -469,7 +469,7 @@ class FailureState:
     )
 
     def __init__(self, world_size: int) -> None:
-        self.state = State(link=Link.WHOLE if world_size > 1 else Link.NONE)
+        self.state = GroupState(link=LinkState.WHOLE if world_size > 1 else LinkState.NONE)
         self._answers = answers(self.state)
         self.cause: ClientError | None = None
         """Why the group takes no steps any more; None where it does."""
@@ -487,12 +487,12 @@ class FailureState:
     @property
     def needs_relink(self) -> bool:
         """Whether the ranks must be linked anew before the next step."""
-        return self.state.link is Link.BROKEN
+        return self.state.link is LinkState.BROKEN
 
     @property
     def is_lost(self) -> bool:
         """Whether a daemon is gone and no other one is taking its place."""
-        return self.state.seat is Seat.LOST
+        return self.state.seat is Ownership.LOST
 
     @property
     def is_end_announced(self) -> bool:
@@ -507,7 +507,7 @@ class FailureState:
     @property
     def is_untold(self) -> bool:
         """Whether no future has told the latest failure."""
-        return self._answers[Request.SEND] is Answer.FAIL
+        return self._answers[GroupRequest.SEND] is Answer.FAIL
 
     @property
     def is_open(self) -> bool:
@@ -519,11 +519,11 @@ class FailureState:
         """When (time.monotonic) the suspect counts as the cause; inf where there is none."""
         return math.inf if self.suspect is None else self.suspect.until
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: GroupRequest) -> Answer:
         """Return what becomes of a request now."""
         return self._answers[request]
 
-    def check(self, request: Request, endpoints: Sequence[str] = ()) -> None:
+    def check(self, request: GroupRequest, endpoints: Sequence[str] = ()) -> None:
         """Raise the error of a request that is refused now. endpoints: by rank, to name for
         DrainingError."""
         found = self._answers[request]
@@ -541,7 +541,7 @@ class FailureState:
 
     def apply(self, event: Event) -> None:
         """Take an event in."""
-        if isinstance(event, Told) and event.number != self._latest:
+        if isinstance(event, FailureReported) and event.number != self._latest:
             return
         before, self.state = self.state, after(self.state, event)
         self._answers = answers(self.state)
@@ -557,10 +557,10 @@ class FailureState:
         the step fails with: this one, or that the link is given up."""
         breaks = reply.scope is ErrorScope.GROUP or reply.code in (ErrorCode.COMM, ErrorCode.GAP)
         if breaks:
-            self.apply(LinkBroke())
+            self.apply(LinkBroken())
         if isinstance(error, UNSEATING):
             self.apply(loss_of(error))
-        elif breaks and self.state.link is not Link.NONE and reply.code is not ErrorCode.GAP:
+        elif breaks and self.state.link is not LinkState.NONE and reply.code is not ErrorCode.GAP:
             return self._link_failed(reply.seq, error)
         return error
 
@@ -586,13 +586,13 @@ class FailureState:
         self.apply(EndAnnounced())  # ranks that hang on one link after the other end themselves
         return given_up
 
-    def _keep_cause(self, before: Seat, event: Event) -> None:
+    def _keep_cause(self, before: Ownership, event: Event) -> None:
         if before not in TABLE[type(event)].seat:
             return
         match event:
-            case RankLost() | Unseated() | LinkGaveUp() | ReplaceFailed():
+            case RankLost() | OwnershipLost() | LinkGaveUp() | ReplaceFailed():
                 self.cause = event.cause
-            case AttachBegun() | Replaced():
+            case AttachBegun() | RankReplaced():
                 self.cause = None
             case _:
                 pass
@@ -608,9 +608,9 @@ class FailureState:
             case AttachBegun():
                 self._tries.clear()
                 self.last_given_up = 0
-            case Attached():
+            case GroupAttached():
                 self.last_given_up = 0
-            case Replaced():
+            case RankReplaced():
                 self._tries.clear()
             case WeightsGone():
                 self.weights_cause = event.cause

@@ -42,7 +42,7 @@ from worker_client.failure_state import (
     EndAwaited,
     EpochBegun,
     FailureState,
-    Request,
+    GroupRequest,
     announces_end,
 )
 from worker_client.gathering import Gathering
@@ -85,7 +85,7 @@ ReplyT = TypeVar("ReplyT", bound=StepReplyMessage)
 CommittedT = TypeVar("CommittedT")
 
 
-class Progress(NamedTuple):
+class RankProgress(NamedTuple):
     """What a rank is doing while an operation runs."""
 
     operation: str
@@ -115,7 +115,7 @@ class GroupChannel:
         self._resending = Resending(self.daemons.clients, steps.output_rank)
         self.epoch = 0
         """0 before the first attach."""
-        self.on_progress: Callable[[Progress], None] | None = None
+        self.on_progress: Callable[[RankProgress], None] | None = None
         self._steps = steps
         self._state = state
         self._seq = 0
@@ -133,17 +133,17 @@ class GroupChannel:
     def check_usable(self) -> None:
         """Raise what the group has died of, the end of its lease included, or ClientError before
         the first attach."""
-        if self.lease.lost is not None and self._state.answer(Request.OPERATION) is Answer.GO:
+        if self.lease.lost is not None and self._state.answer(GroupRequest.OPERATION) is Answer.GO:
             self.check_deaths(0.0)  # of a death the loss may be a consequence
         self.check_given_up_link()
-        self._state.check(Request.OPERATION)
+        self._state.check(GroupRequest.OPERATION)
 
     def check_serving(self) -> None:
         """Raise DrainingError if an operator wants no more steps of this group, and WeightsNotWhole
         where there are no weights for them."""
         self._read_events_now_and_then()
         endpoints = [client.endpoint.control for client in self.daemons.clients]
-        self._state.check(Request.STEP, endpoints)
+        self._state.check(GroupRequest.STEP, endpoints)
 
     def check_deaths(self, within_s: float = DEATH_NEWS_S) -> None:
         """Raise WorkerDied if a daemon is gone, or shows within a moment that it is."""
@@ -173,7 +173,7 @@ class GroupChannel:
         Raises:
             WorkerDied: a rank has ended.
         """
-        if self._state.answer(Request.OPERATION) is Answer.AWAIT_END:
+        if self._state.answer(GroupRequest.OPERATION) is Answer.AWAIT_END:
             self.await_announced_end()
 
     def look(self) -> None:
@@ -506,7 +506,9 @@ class GroupChannel:
                     self._resending.heard(event, self._outstanding or self._seq + 1)
                 if self._gather is not None and self.on_progress is not None:
                     self.on_progress(
-                        Progress(self._gather.operation, event.rank, event.phase, event.phase_ms)
+                        RankProgress(
+                            self._gather.operation, event.rank, event.phase, event.phase_ms
+                        )
                     )
             case DriverStepsWanted():
                 self._answer_observer(event)

@@ -94,7 +94,7 @@ class GroupDaemons:
         with contextlib.suppress(WorkerDied):
             self.watch.look()
         if self.watch.standings[rank] == "dead":
-            raise self.watch.obituary(rank)
+            raise self.watch.death_of(rank)
 
     def _connect(self, rank: int, endpoint: Endpoint) -> WorkerClient:
         return WorkerClient(

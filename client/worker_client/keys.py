@@ -18,8 +18,8 @@ from worker_client.errors import ClientConfigError, EndpointError
 
 CREDENTIAL_PREFIX: Final = "credential:"
 HANDSHAKE_MS: Final = 700
-"""Less than a daemon's (worker_daemon/server/security.py), so that the silence of a busy one is not
-taken for its refusal."""
+"""Less than a daemon's (worker_daemon/server/auth/security.py), so that the silence of a busy one
+is not taken for its refusal."""
 
 
 class Lock(Protocol):

@@ -339,14 +339,14 @@ class Watch:
                 self._judge(rank, entry, now)
         for rank, entry in enumerate(self._ranks):
             if entry.standing == "dead":
-                raise self.obituary(rank)
+                raise self.death_of(rank)
 
     def bury(self, rank: int) -> None:
         """Somebody else knows that this rank is gone, or is not to be waited for."""
         if self._ranks[rank].standing != "dead":
             self._die(rank, "transport", "it was given up")
 
-    def obituary(self, rank: int) -> WorkerDied:
+    def death_of(self, rank: int) -> WorkerDied:
         """The error for a dead rank."""
         entry = self._ranks[rank]
         last = next((e for e in reversed(self.events) if e.rank == rank and e.kind == "dead"), None)

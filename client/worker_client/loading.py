@@ -46,7 +46,7 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
+class LoadedGroup:
     """A group that is ready to serve."""
 
     metadata: GetModelMetadataReply
@@ -130,7 +130,7 @@ def check_config(config: WorkerConfig) -> None:
         )
 
 
-def group_limits(config: WorkerConfig, model: LoadedModel) -> GroupLimits:
+def group_limits(config: WorkerConfig, model: LoadedGroup) -> GroupLimits:
     """Return what a group that was loaded with `config` takes in a step."""
     return GroupLimits(
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
@@ -144,7 +144,7 @@ def group_limits(config: WorkerConfig, model: LoadedModel) -> GroupLimits:
 
 def load(
     group: AttachedGroup, config: WorkerConfig, statuses: Sequence[Status], options: LoadOptions
-) -> LoadedModel:
+) -> LoadedGroup:
     """Make `group`, whose daemons were in `statuses` at attach, ready to serve `config`."""
     clock = _Stopwatch()
     if not options.reload and all(status.load == "READY" for status in statuses):
@@ -162,7 +162,7 @@ def load(
     with clock.phase("compile_or_warm_up_model"):
         group.load_chain.compile_or_warm_up_model()
     metadata = group.load_chain.get_model_metadata()[group.output_rank]
-    return LoadedModel(metadata, max_model_len, kv_cache, False, clock.seconds)
+    return LoadedGroup(metadata, max_model_len, kv_cache, False, clock.seconds)
 
 
 def _check_same(config: WorkerConfig, statuses: Sequence[Status], options: LoadOptions) -> None:
@@ -181,7 +181,7 @@ def _check_same(config: WorkerConfig, statuses: Sequence[Status], options: LoadO
         raise ConfigMismatchError(list(differences))
 
 
-def _resume(group: AttachedGroup, statuses: Sequence[Status], clock: _Stopwatch) -> LoadedModel:
+def _resume(group: AttachedGroup, statuses: Sequence[Status], clock: _Stopwatch) -> LoadedGroup:
     if group.needs_relink:
         with clock.phase("relink"):
             group.relink()
@@ -193,7 +193,7 @@ def _resume(group: AttachedGroup, statuses: Sequence[Status], clock: _Stopwatch)
     if len(plans) < len(statuses):
         without = next(status.endpoint for status in statuses if status.kv_cache is None)
         raise ConfigMismatchError([f"kv_cache of {without}: none"])
-    return LoadedModel(metadata, metadata.max_model_len, tuple(plans), True, clock.seconds)
+    return LoadedGroup(metadata, metadata.max_model_len, tuple(plans), True, clock.seconds)
 
 
 def _needs_weights(status: Status) -> bool:

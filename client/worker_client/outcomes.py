@@ -25,18 +25,18 @@ from worker_client.failure_state import (
     CauseAwaited,
     DeathFailed,
     Failed,
+    FailureReported,
     FailureState,
-    LinkBroke,
+    LinkBroken,
     Prepared,
-    Replaced,
+    RankReplaced,
     Suspect,
-    Told,
     loss_of,
 )
 from worker_client.scheduler_output import StepResult
 from worker_client.slots import SlotTable
 from worker_client.step_checks import GroupLimits
-from worker_client.step_times import StepTimes
+from worker_client.step_times import StepHistory
 
 ROOT_CAUSE_WAIT_S = 1.0
 """How long an UPSTREAM_FAILED waits for the rank that really failed."""
@@ -122,7 +122,7 @@ class Failure:
 
     def to_exception(self) -> ClientError:
         """What the caller of result() gets; after this the group accepts steps again."""
-        self._state.apply(Told(self.number))
+        self._state.apply(FailureReported(self.number))
         if self.ends_group:
             return self.error
         message = self.error.message if isinstance(self.error, RemoteError) else str(self.error)
@@ -190,7 +190,7 @@ class StepsInFlight:
     def __init__(self, state: FailureState, output_rank: int) -> None:
         """Without rows until start(). state: the group's, which hears of every failure."""
         self.slots = SlotTable(1)
-        self.times = StepTimes()
+        self.times = StepHistory()
         """When steps were sent and settled, for traces."""
         self.output_rank = output_rank
         self._state = state
@@ -293,7 +293,7 @@ class StepsInFlight:
         error = DeadlineExceeded(f"step {future.seq}", self._timeout_s)
         failure = self._new_failure(error, self.output_rank, ErrorCode.COMM)
         failure.lost |= self.slots.drop_all()
-        self._state.apply(LinkBroke())
+        self._state.apply(LinkBroken())
         self._fail_from(future.seq, failure)
 
     def fail_relink(self, error: ClientError | WireError) -> None:
@@ -324,7 +324,7 @@ class StepsInFlight:
         """Another daemon is in the dead one's place: no row is left, and whoever holds a step of
         before, or sends the next one, hears what was lost."""
         failure = self._latest if self._state.has_failure else None
-        self._state.apply(Replaced())
+        self._state.apply(RankReplaced())
         self._recently_done.clear()
         self.times.clear()
         lost = self.slots.drop_all()
@@ -348,7 +348,7 @@ class StepsInFlight:
     def _fail_all_rows(self, reply: ErrorReply, error: RemoteError) -> None:
         """A rank failed a step whose result is out already: its rows are behind everybody
         else's."""
-        self._state.apply(LinkBroke())
+        self._state.apply(LinkBroken())
         failure = self._new_failure(error, reply.rank, reply.code, reply.traceback)
         failure.lost |= self.slots.drop_all()
         self._fail_from(0, failure)

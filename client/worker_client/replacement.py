@@ -12,7 +12,7 @@ from functools import partial
 from rpc_schema import lifecycle as lc
 from rpc_schema.config import WorkerConfig
 from rpc_schema.operations import StepMessage
-from worker_client.attaching import Attaching
+from worker_client.attaching import Attachment
 from worker_client.errors import (
     ClientError,
     CommError,
@@ -31,7 +31,7 @@ from worker_client.errors import (
 from worker_client.failure_state import FailureState, ReplaceBegun, ReplaceFailed
 from worker_client.group_channel import GroupChannel
 from worker_client.load_chain import LoadChain
-from worker_client.loading import LoadedModel
+from worker_client.loading import LoadedGroup
 from worker_client.memory_of_group import Tags, common_tags, is_away, way_back
 from worker_client.outcomes import StepsInFlight
 from worker_client.transport import Endpoint
@@ -51,7 +51,7 @@ _PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Replaced:
+class ReplacementReport:
     """What a replacement came to."""
 
     ranks: tuple[int, ...]
@@ -86,11 +86,11 @@ class Replacement:
     def __init__(
         self,
         channel: GroupChannel,
-        attaching: Attaching,
+        attaching: Attachment,
         steps: StepsInFlight,
         state: FailureState,
         config: WorkerConfig,
-        model: LoadedModel,
+        model: LoadedGroup,
     ) -> None:
         """state: the group's. config, model: what the group serves."""
         self._channel = channel
@@ -104,14 +104,14 @@ class Replacement:
         self._memory: Tags | None = None
         """What the memory of those who were there was like."""
 
-    def run(self, rank: int, endpoint: Endpoint | None, within_s: float) -> Replaced:
+    def run(self, rank: int, endpoint: Endpoint | None, within_s: float) -> ReplacementReport:
         """See WorkerGroup.replace."""
         deadline = time.monotonic() + within_s
         own = self._channel.daemons.clients[rank].endpoint
         self._vacant = {rank: own if endpoint is None else endpoint}
         cause = self._state.cause or ClientError(f"rank {rank} was given up")
         self._channel.daemons.watch.bury(rank)
-        self._channel.lose(self._channel.daemons.watch.obituary(rank))
+        self._channel.lose(self._channel.daemons.watch.death_of(rank))
         try:
             for _ in range(REPLACE_ATTEMPTS):
                 try:
@@ -128,7 +128,7 @@ class Replacement:
             ) from cause
         except BaseException as error:
             self._channel.abort_links(f"a replacement failed: {error}")
-            lost = self._channel.daemons.watch.obituary(max(self._vacant))
+            lost = self._channel.daemons.watch.death_of(max(self._vacant))
             self._state.apply(ReplaceFailed(lost))
             raise
 
@@ -155,7 +155,7 @@ class Replacement:
                 self._vacant.setdefault(rank, self._channel.daemons.clients[rank].endpoint)
         return error
 
-    def _fill(self, deadline: float, within_s: float) -> Replaced:
+    def _fill(self, deadline: float, within_s: float) -> ReplacementReport:
         channel = self._channel
         self._seconds.clear()
         self._state.apply(ReplaceBegun())
@@ -183,7 +183,7 @@ class Replacement:
         if newcomers:
             self._load(newcomers)
         self._put_memory_back()
-        return Replaced(
+        return ReplacementReport(
             tuple(self._vacant),
             newcomers,
             dict(self._seconds),

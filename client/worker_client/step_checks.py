@@ -21,7 +21,7 @@ from rpc_schema.extensions import RequestExtension
 from rpc_schema.kv_cache import BlockGroup, block_groups
 from rpc_schema.step import ExecuteModel
 from worker_client.errors import InvalidSchedulerOutput
-from worker_client.parts.interface import Fault, ModelBounds
+from worker_client.parts.interface import ExtensionFault, ModelBounds
 from worker_client.parts.registry import KINDS, find_fault
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 
@@ -353,7 +353,7 @@ def check_values(request: NewRequest, limits: GroupLimits) -> None:
         raise _refused(request.req_id, *fault)
 
 
-def extension_fault(extensions: object, vocab_size: int) -> Fault | None:
+def extension_fault(extensions: object, vocab_size: int) -> ExtensionFault | None:
     """Return the first thing for which a request with these extensions would be refused."""
     fault = _kind_fault(extensions)
     if fault is not None or not isinstance(extensions, tuple):
@@ -362,27 +362,27 @@ def extension_fault(extensions: object, vocab_size: int) -> Fault | None:
     return next((fault for fault in faults if fault is not None), None)
 
 
-def _kind_fault(extensions: object) -> Fault | None:
+def _kind_fault(extensions: object) -> ExtensionFault | None:
     if not isinstance(extensions, tuple):
-        return Fault("extensions", extensions, "give a tuple of extensions")
+        return ExtensionFault("extensions", extensions, "give a tuple of extensions")
     kinds = [type(extension) for extension in extensions]
     for kind in kinds:
         if kind not in KINDS:
             names = ", ".join(each.__name__ for each in KINDS)
-            return Fault("extensions", kind.__name__, f"give extensions of {names}")
+            return ExtensionFault("extensions", kind.__name__, f"give extensions of {names}")
         if kinds.count(kind) > 1:
-            return Fault("extensions", kind.__name__, "name each feature once")
+            return ExtensionFault("extensions", kind.__name__, "name each feature once")
     return None
 
 
-def _value_fault(extension: RequestExtension, vocab_size: int) -> Fault | None:
+def _value_fault(extension: RequestExtension, vocab_size: int) -> ExtensionFault | None:
     name = type(extension).__name__
     for entry in msgspec.structs.fields(extension):
         own = getattr(extension, entry.name)
         try:
             msgspec.convert(own, entry.type)
         except (msgspec.ValidationError, *WRONG_TYPE) as error:
-            return Fault(f"{name}.{entry.name}", own, str(error))
+            return ExtensionFault(f"{name}.{entry.name}", own, str(error))
     fault = find_fault(extension, ModelBounds(vocab_size))
     return None if fault is None else fault._replace(field=f"{name}.{fault.field}")
 

@@ -30,7 +30,7 @@ class _Times:
             self.generation = output.total_num_scheduled_tokens - self.context
 
 
-class StepTimes:
+class StepHistory:
     """The last MAX_DRIVER_STEPS steps of an epoch."""
 
     def __init__(self) -> None:

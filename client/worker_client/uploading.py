@@ -81,7 +81,7 @@ class _Planned(NamedTuple):
         return self.offset + up.CHUNK_BYTES >= len(self.tensor.data)
 
 
-class Uploading:
+class UploadTask:
     """Tensors that are being uploaded to some ranks of a group. Belongs to the group's thread; one
     that is given up leaves unfinished uploads, for `drop_uploads` or another try."""
 

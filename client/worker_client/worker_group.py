@@ -21,7 +21,7 @@ from rpc_schema.errors import WireError
 from rpc_schema.kv_cache import groups_of
 from rpc_schema.step import ExecuteDummyBatch, SampleTokens
 from worker_client.adoption import AdoptedRequest, RankRow, merge, read_page
-from worker_client.attaching import LEASE_WAIT_S, Attaching
+from worker_client.attaching import LEASE_WAIT_S, Attachment
 from worker_client.errors import (
     ClientConfigError,
     ClientError,
@@ -32,34 +32,34 @@ from worker_client.errors import (
 from worker_client.failure_state import (
     Answer,
     FailureState,
+    GroupRequest,
     LinkMade,
-    Request,
     WeightsFilled,
     WeightsGone,
 )
 from worker_client.group_channel import LONG_TIMEOUT_S, GroupChannel
-from worker_client.group_channel import Progress as Progress
+from worker_client.group_channel import RankProgress as RankProgress
 from worker_client.keys import NO_KEYS, Keys
 from worker_client.lease_terms import LeaseTerms
 from worker_client.liveness import LivenessEvent, OnEvent, Standing
 from worker_client.load_chain import LoadChain
 from worker_client.loading import (
     AttachedGroup,
-    LoadedModel,
+    LoadedGroup,
     LoadOptions,
     check_config,
     group_limits,
     load,
 )
 from worker_client.outcomes import Failure, StepFuture, StepsInFlight
-from worker_client.replacement import REPLACE_WITHIN_S, Replaced, Replacement
+from worker_client.replacement import REPLACE_WITHIN_S, Replacement, ReplacementReport
 from worker_client.saves import SHARD_MAX_SIZE_BYTES, SHARD_PATTERN, save_weights
 from worker_client.scheduler_output import SchedulerOutput
 from worker_client.slots import SlotTable
 from worker_client.transport import Endpoint, new_driver_id, parse_endpoint
 from worker_client.uploading import (
     HostTensor,
-    Uploading,
+    UploadTask,
     attached_epoch,
     chosen,
     find,
@@ -107,12 +107,12 @@ class WorkerGroup:
         self._steps = StepsInFlight(self._state, self.output_rank)
         terms = LeaseTerms() if lease is None else lease
         self._channel = GroupChannel(parsed, self.driver_id, self._steps, self._state, terms)
-        self._attaching = Attaching(self._channel, self._steps, self._state, terms)
+        self._attaching = Attachment(self._channel, self._steps, self._state, terms)
         self.load_chain = LoadChain(self._channel)
         """The operations that prepare() is made of, for who wants another order."""
         self.clients = self._channel.daemons.clients
         self._keys = keys
-        self._loaded: tuple[WorkerConfig, LoadedModel] | None = None
+        self._loaded: tuple[WorkerConfig, LoadedGroup] | None = None
         """What prepare() has made ready: a new daemon in a lost one's place gets the same."""
 
     def __enter__(self) -> "WorkerGroup":
@@ -182,7 +182,7 @@ class WorkerGroup:
             WorkerDied: the group has lost a daemon: replace() it, or make a new group.
             NothingListens: no daemon is at an endpoint.
         """
-        self._state.check(Request.ATTACH)
+        self._state.check(GroupRequest.ATTACH)
         statuses = self._attaching.attach(
             timeout_s,
             wait_for_lease_s=wait_for_lease_s,
@@ -219,11 +219,11 @@ class WorkerGroup:
             WorkerDied: one of them is dead.
         """
         self._channel.check_deaths(0.0)
-        self._state.check(Request.LOOK)
+        self._state.check(GroupRequest.LOOK)
 
     def replace(
         self, rank: int, endpoint: str | None = None, within_s: float = REPLACE_WITHIN_S
-    ) -> Replaced:
+    ) -> ReplacementReport:
         """Put a daemon in the place of a lost one, and go on: whoever answers at `endpoint` (by
         default the lost one's own, where its supervisor has started it again) within the time.
 
@@ -245,7 +245,7 @@ class WorkerGroup:
                 "the group has loaded nothing that a new daemon could load: once the lost daemon "
                 "runs again, make a new WorkerGroup, attach() and prepare()"
             )
-        self._state.check(Request.REPLACE)
+        self._state.check(GroupRequest.REPLACE)
         config, model = self._loaded
         replacement = Replacement(
             self._channel, self._attaching, self._steps, self._state, config, model
@@ -281,8 +281,8 @@ class WorkerGroup:
         num_gpu_blocks: int | None = None,
         fit_max_model_len: bool = False,
         reload: bool = False,
-        on_progress: Callable[[Progress], None] | None = None,
-    ) -> LoadedModel:
+        on_progress: Callable[[RankProgress], None] | None = None,
+    ) -> LoadedGroup:
         """Make the group ready to serve `config`; goes on at once where it is loaded already.
         Requests that it has are dropped, unless they are adopted next: start with a new scheduler.
 
@@ -567,9 +567,9 @@ class WorkerGroup:
 
     def begin_upload(
         self, tensors: Sequence[HostTensor], ranks: Sequence[int] | None = None
-    ) -> Uploading:
+    ) -> UploadTask:
         """The same chunk by chunk: call its proceed() between steps, until that returns False."""
-        return Uploading(self._channel, tensors, ranks)
+        return UploadTask(self._channel, tensors, ranks)
 
     def find_uploads(
         self, content_hashes: Sequence[bytes], ranks: Sequence[int] | None = None
@@ -724,9 +724,9 @@ class WorkerGroup:
         Raises:
             WorkerDied: the group is unusable.
         """
-        if self._state.answer(Request.SEND) is Answer.AWAIT_END:
+        if self._state.answer(GroupRequest.SEND) is Answer.AWAIT_END:
             self._channel.await_announced_end()
-        if self._state.answer(Request.SEND) is Answer.RELINK:
+        if self._state.answer(GroupRequest.SEND) is Answer.RELINK:
             try:
                 self.relink()
             except WorkerDied:

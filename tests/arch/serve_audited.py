@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rpc_schema import codec, config, kv_cache, lifecycle, sampling, step
-from worker_daemon.worker import Worker
+from worker_daemon.worker.worker import Worker
 
 SEEN: Counter[str] = Counter()
 WATCHED = {"pickle.find_class", "marshal.load", "marshal.loads", "exec", "compile", "os.system"}

@@ -15,12 +15,12 @@ TRITON = "Triton takes long to import, and a daemon on the CPU does without"
 TORCH = "torch takes seconds to import, for which no command and no socket should wait"
 
 LATE_IMPORTS = {
-    ("worker_daemon.cli", "worker_daemon.plan_report"): TORCH,
-    ("worker_daemon.cli", "worker_daemon.planning"): TORCH,
+    ("worker_daemon.cli", "worker_daemon.plan.plan_report"): TORCH,
+    ("worker_daemon.cli", "worker_daemon.plan.planning"): TORCH,
     ("worker_daemon.cli", "worker_daemon.server.assembly"): "the extra `worker` is asked for first",
     ("worker_daemon.server.assembly", "worker_daemon.device.init"): TORCH,
     ("worker_daemon.server.assembly", "worker_daemon.distributed.rendezvous"): TORCH,
-    ("worker_daemon.server.assembly", "worker_daemon.worker"): TORCH,
+    ("worker_daemon.server.assembly", "worker_daemon.worker.worker"): TORCH,
     ("worker_daemon.backend", "worker_daemon.kernels.paged_attention"): TRITON,
     ("worker_daemon.backend", "worker_daemon.kernels.launch"): TRITON,
     ("worker_daemon.backend", "worker_daemon.kernels.ops"): TRITON,

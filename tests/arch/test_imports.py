@@ -102,9 +102,9 @@ def test_a_worker_that_serves_on_the_cpu_has_loaded_neither_torchs_compiler_nor_
         "torch.fx.experimental.symbolic_shapes",
         "triton",
     )
-    assert loaded_by(SERVING.format(model=str(tmp_path)), *suspects, "worker_daemon.worker") == [
-        "worker_daemon.worker"
-    ]
+    assert loaded_by(
+        SERVING.format(model=str(tmp_path)), *suspects, "worker_daemon.worker.worker"
+    ) == ["worker_daemon.worker.worker"]
 
 
 def test_the_lifecycle_table_is_pure():

@@ -21,9 +21,9 @@ from rpc_schema.operations import (
 from worker_client.load_chain import LoadChain
 from worker_client.worker_group import WorkerGroup
 from worker_daemon.errors import ForbiddenError
-from worker_daemon.server.access import OpenAccess
+from worker_daemon.server.auth.access import OpenAccess
 from worker_daemon.server.dispatch import STEPS
-from worker_daemon.worker import Worker
+from worker_daemon.worker.worker import Worker
 
 ROWS = [*CONTROL_OPERATIONS.values(), *STEP_OPERATIONS.values()]
 OPERATIONS = [row for row in STEP_OPERATIONS.values() if row.request not in STEPS]

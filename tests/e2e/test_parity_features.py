@@ -125,10 +125,10 @@ def test_static_batches(serve, reference):
     with WorkerGroup(serve.pool.endpoints(2), config.parallel) as group:
         group.attach(keep_requests=True)
         group.prepare(config)
-        adopted, heir = group.adopt_requests(), StaticBatches(limits)
+        adopted, successor = group.adopt_requests(), StaticBatches(limits)
         assert adopted and any(request.num_computed_tokens for request in adopted)
-        outputs += heir.adopt_requests(adopted)
-        outputs += Driver(group, heir).run()
+        outputs += successor.adopt_requests(adopted)
+        outputs += Driver(group, successor).run()
     left = {request.id for request in requests} - {output.req_id for output in outputs}
     assert left.isdisjoint(request.req_id for request in adopted)
     for output in outputs:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from examples import rl_loop
-from rpc_schema.config import MeetingAddress
+from rpc_schema.config import RendezvousAddress
 from rpc_schema.weight_transfer import (
     BroadcastEngine,
     BroadcastSource,
@@ -247,7 +247,7 @@ def test_engine_that_cannot_be_leaves_the_group_serving(served, old, old_request
         (WeightTransferError, "trainer", {}),
     ]
     for error, words, changes in cases:
-        place = MeetingAddress(host="127.0.0.1", port=port, secret=bytes(32))
+        place = RendezvousAddress(host="127.0.0.1", port=port, secret=bytes(32))
         fields = {"backend": "gloo", "place": place}
         with pytest.raises(error, match=words):
             group.init_weight_transfer_engine(
@@ -284,7 +284,7 @@ def trainer(num_workers, weights, lifetime):
     )
     try:
         port, secret = process.stdout.readline().split()
-        place = MeetingAddress(host="127.0.0.1", port=int(port), secret=bytes.fromhex(secret))
+        place = RendezvousAddress(host="127.0.0.1", port=int(port), secret=bytes.fromhex(secret))
         yield (
             process,
             BroadcastEngine(

@@ -29,10 +29,10 @@ from worker_client.requests import GenerationRequest
 from worker_client.resending import Resending
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.worker_group import WorkerGroup
-from worker_daemon.server.epochs import EpochFile
-from worker_daemon.server.lease import DriverIdentity, Lease
-from worker_daemon.server.reply_channel import ReplyRing
 from worker_daemon.server.sequence import StepGate, Verdict
+from worker_daemon.server.session.epochs import EpochFile
+from worker_daemon.server.session.lease import DriverIdentity, Lease
+from worker_daemon.server.wire.reply_channel import ReplyRing
 
 NUM_OPERATIONS = int(os.environ.get("FAULTS", "10000"))
 RULES_A_HISTORY = 80

@@ -29,14 +29,20 @@ from tests.support.secured import (
 )
 from tests.support.waiting import wait_until
 from worker_client.transport import parse_endpoint
-from worker_daemon.server.handshakes import (
+from worker_daemon.server.auth.connection_limit import (
+    BURST,
+    RATE_PER_S,
+    ConnectionLimit,
+    TrustedAddresses,
+    program,
+)
+from worker_daemon.server.auth.handshakes import (
     MAX_HANDSHAKE_BYTES,
     MAX_STRANGERS,
     Handshakes,
     Traffic,
 )
-from worker_daemon.server.security import HANDSHAKE_MS
-from worker_daemon.server.turnstile import BURST, RATE_PER_S, Friends, Turnstile, program
+from worker_daemon.server.auth.security import HANDSHAKE_MS
 
 STRANGER, FRIEND = "127.0.0.3", "127.0.0.1"
 """Two hosts, as far as the daemon can see; drivers come from the second."""
@@ -457,7 +463,7 @@ def test_finished_handshakes_and_friends_do_not_count():
 
 
 def test_friends_are_the_last_addresses():
-    friends = Friends()
+    friends = TrustedAddresses()
     for number in range(40):
         friends.add(f"10.0.0.{number}")
         friends.add("10.0.0.0")
@@ -470,10 +476,10 @@ def test_friends_are_the_last_addresses():
 
 def test_rate_is_that_of_strangers():
     now = [0.0]
-    friends = Friends()
+    friends = TrustedAddresses()
     friends.add("10.0.0.9")
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        turnstile = Turnstile(listener.fileno(), friends, lambda: now[0])
+        turnstile = ConnectionLimit(listener.fileno(), friends, lambda: now[0])
         assert not any(turnstile.entered("10.0.0.1") for _ in range(BURST))
         assert not turnstile.entered("10.0.0.9")
         assert turnstile.entered("10.0.0.1") and turnstile.is_shut
@@ -514,7 +520,7 @@ def test_what_is_no_socket_leaves_no_descriptor_open():
 
 def test_what_is_no_tcp_socket_is_left_alone():
     with socket.socket(socket.AF_UNIX) as unix:
-        turnstile = Turnstile(unix.fileno(), Friends())
+        turnstile = ConnectionLimit(unix.fileno(), TrustedAddresses())
         assert not any(turnstile.entered("?") for _ in range(BURST + 10))
 
 

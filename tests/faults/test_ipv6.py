@@ -13,7 +13,7 @@ from worker_client.transport import parse_endpoint
 from worker_daemon.distributed.rendezvous import RendezvousServer, connect_store
 from worker_daemon.errors import ConfigError
 from worker_daemon.interfaces import interface_address, ipv6_address
-from worker_daemon.server.endpoints import TcpEndpoint
+from worker_daemon.server.wire.endpoints import TcpEndpoint
 
 
 @pytest.fixture(scope="module")

@@ -27,10 +27,10 @@ from tests.unit.server.driver import DaemonProcess, Driver
 from worker_client.errors import TooManyStepsInFlight
 from worker_client.scheduler_output import SchedulerOutput
 from worker_client.worker_group import WorkerGroup
-from worker_daemon.server.endpoints import Endpoint
-from worker_daemon.server.security import DirectorySecurity
+from worker_daemon.server.auth.security import DirectorySecurity
 from worker_daemon.server.sequence import REPLAYABLE
-from worker_daemon.server.sockets import events_socket
+from worker_daemon.server.wire.endpoints import IpcEndpoint
+from worker_daemon.server.wire.sockets import events_socket
 
 SPARE_FILES = 8
 FLOOD_S = 1.5
@@ -149,7 +149,7 @@ def test_row_37_flood_of_handshakes_leaves_the_driver_served(secured, group, rin
 def test_row_38_slow_reader_of_events_misses_some_and_costs_nobody_else(directory):
     """The daemon's own events socket, and far more events than any queue holds: as many as a daemon
     publishes in half an hour."""
-    endpoint = Endpoint.parse(f"ipc://{directory}/events")
+    endpoint = IpcEndpoint.parse(f"ipc://{directory}/events")
     event = encode_control(fixed_example(Heartbeat))
     rss_before = psutil.Process().memory_info().rss
     context = zmq.Context()

@@ -22,7 +22,7 @@ from worker_client.scheduler import Scheduler
 from worker_client.transport import new_driver_id, parse_endpoint
 from worker_client.worker_client import WorkerClient
 from worker_client.worker_group import WorkerGroup
-from worker_daemon.server.guard import SLOW_AT_LEAST_S, SLOW_FACTOR
+from worker_daemon.server.health.guard import SLOW_AT_LEAST_S, SLOW_FACTOR
 
 STEPS_BEFORE = 8
 

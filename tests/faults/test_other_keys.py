@@ -24,9 +24,9 @@ from tests.unit.server.driver import SERVE, DaemonProcess, rendezvous
 from tests.unit.server.test_daemon_process import SPOILED, spoiled
 from worker_client.transport import parse_endpoint
 from worker_client.worker_group import WorkerGroup
-from worker_daemon.server.endpoints import Endpoint
-from worker_daemon.server.epochs import EpochFile
-from worker_daemon.server.keygen import make_key_files
+from worker_daemon.server.auth.keygen import make_key_files
+from worker_daemon.server.session.epochs import EpochFile
+from worker_daemon.server.wire.endpoints import IpcEndpoint
 
 OBSERVER, RIVAL = "observer", "rival"
 EPOCH_STEP = 1 << 20
@@ -225,7 +225,7 @@ def test_epoch_far_above_the_last_is_refused_and_not_stored(daemon, ring, holder
 def test_operator_resets_an_absurd_epoch_and_the_group_comes_up_to_it(tmp_path):
     """One daemon's epoch file was written by an attack; the other daemon is new."""
     endpoint, directory = f"ipc://{tmp_path}/old/w0", tmp_path / "old"
-    stored = EpochFile(directory, Endpoint.parse(endpoint)).path
+    stored = EpochFile(directory, IpcEndpoint.parse(endpoint)).path
     stored.write_text(f"{2**63 - 1}\n")
     words = [*SERVE, "--endpoint", endpoint]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=30)

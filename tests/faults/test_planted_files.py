@@ -19,10 +19,10 @@ from tests.support.command_line import ask_status, short_directory
 from tests.support.waiting import wait_until
 from tests.unit.server.driver import SERVE, DaemonProcess
 from worker_daemon.errors import ConfigError
-from worker_daemon.server.daemon import Premises
-from worker_daemon.server.endpoints import Endpoint
-from worker_daemon.server.epochs import EpochFile
+from worker_daemon.server.daemon import RuntimeFiles
 from worker_daemon.server.gpu_lock import GpuInUseError, GpuLock
+from worker_daemon.server.session.epochs import EpochFile
+from worker_daemon.server.wire.endpoints import IpcEndpoint
 from worker_daemon.settings import ProcessSettings, build_settings, prepare_kernel_cache
 
 UUID = "GPU-11111111-2222-3333-4444-555555555555"
@@ -122,7 +122,7 @@ def test_state_directory_that_others_can_change_is_refused(directory, plant, wor
         state.parent.mkdir()
     plant(state)
     with pytest.raises(ConfigError, match=f"{words}.*state-dir.*fix: "):
-        EpochFile(state, Endpoint.parse("ipc:///run/a/w0"))
+        EpochFile(state, IpcEndpoint.parse("ipc:///run/a/w0"))
     assert not list(state.iterdir())
 
 
@@ -153,7 +153,7 @@ def test_directory_below_a_private_group_s_or_a_sticky_one_is_taken(directory, g
     parent.mkdir()
     os.chown(parent, -1, group)
     parent.chmod(mode)
-    EpochFile(parent / "state", Endpoint.parse("ipc:///run/a/w0")).record(7)
+    EpochFile(parent / "state", IpcEndpoint.parse("ipc:///run/a/w0")).record(7)
 
 
 # Files in the places of our own.
@@ -163,7 +163,7 @@ def test_planted_links_are_neither_followed_nor_written_through(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("as it was")
     state = tmp_path / "state"
-    epochs = EpochFile(state, Endpoint.parse("ipc:///run/a/w0"))
+    epochs = EpochFile(state, IpcEndpoint.parse("ipc:///run/a/w0"))
     for scratch in (epochs.path.with_suffix(".tmp"), Path(f"{epochs.path}.tmp")):
         scratch.symlink_to(precious)
     epochs.record(7)
@@ -171,7 +171,7 @@ def test_planted_links_are_neither_followed_nor_written_through(tmp_path):
     epochs.path.unlink()
     epochs.path.symlink_to(precious)
     with pytest.raises(ConfigError, match="epoch file cannot be read"):
-        EpochFile(state, Endpoint.parse("ipc:///run/a/w0"))
+        EpochFile(state, IpcEndpoint.parse("ipc:///run/a/w0"))
 
 
 @pytest.mark.timeout(20)
@@ -231,9 +231,9 @@ def test_gpu_lock_that_cannot_be_reached_for_a_while_is_kept(tmp_path, block):
 def test_daemon_of_a_launcher_leaves_the_other_one_s_epoch_and_stacks(directory):
     with Path(os.devnull).open() as parent:
         given = {"endpoint": f"ipc://{directory}/d/w0", "device": "cpu"}
-        first = Premises(build_settings({**given, "exit-with-parent-fd": parent.fileno()}))
+        first = RuntimeFiles(build_settings({**given, "exit-with-parent-fd": parent.fileno()}))
     (directory / "d" / "w0.lock").unlink()
-    second = Premises(settings(directory))
+    second = RuntimeFiles(settings(directory))
     second.epochs.record(7)
     first.leave()
     assert second.epochs.path.read_text() == "7\n"
@@ -248,10 +248,10 @@ def test_what_is_in_the_place_of_our_files_is_named_and_left(directory, name, ma
     path.parent.mkdir(0o700)
     make(path)
     if name == "w0.lock" and make is Path.touch:
-        Premises(settings(directory)).leave()  # a lock that nobody holds
+        RuntimeFiles(settings(directory)).leave()  # a lock that nobody holds
         return
     with pytest.raises(ConfigError, match=rf"{path}.*fix: remove {path}"):
-        Premises(settings(directory))
+        RuntimeFiles(settings(directory))
     assert path.exists()
 
 

@@ -16,7 +16,7 @@ from tests.support.supervised import Supervised
 from tests.support.waiting import wait_until
 from worker_client.driver import Driver
 from worker_client.errors import ReplacementFailed, WorkerDied
-from worker_client.replacement import Replaced
+from worker_client.replacement import ReplacementReport
 from worker_client.scheduler import Scheduler
 from worker_client.worker_group import WorkerGroup
 
@@ -35,7 +35,7 @@ class Loss:
     killed_at: float = 0.0
     noticed_at: float = 0.0
     died: WorkerDied | None = None
-    replaced: list[Replaced] = field(default_factory=list)
+    replaced: list[ReplacementReport] = field(default_factory=list)
 
     def generate(self, group: WorkerGroup, loaded, cases: Cases) -> dict[str, list[int]]:
         """Serve the cases, and kill the rank after STEPS_BEFORE steps."""
@@ -174,7 +174,7 @@ def test_second_death_during_the_replacement(pair, config, cases):
     """Both ranks are lost in the end, the survivor of the first death while it waits at the meeting
     place or before."""
 
-    def recover(group: WorkerGroup, died: WorkerDied) -> Replaced:
+    def recover(group: WorkerGroup, died: WorkerDied) -> ReplacementReport:
         pair.restart(1)
         pair.kill(0)
         pair.restart_later(0)
@@ -191,7 +191,7 @@ def test_new_rank_killed_while_it_is_linked(pair, config, cases):
     """The survivor waits for it at the meeting place, and must not wait there for long."""
     killed = []
 
-    def recover(group: WorkerGroup, died: WorkerDied) -> Replaced:
+    def recover(group: WorkerGroup, died: WorkerDied) -> ReplacementReport:
         client = group.clients[0]
         send = client.send
 

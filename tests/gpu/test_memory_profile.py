@@ -24,10 +24,10 @@ from rpc_schema import lifecycle
 from rpc_schema.config import CacheConfig
 from worker_daemon.device.memory_sources import memory_source
 from worker_daemon.errors import CapacityError
-from worker_daemon.memory_ledger import CUSHION_BYTES
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.warmup import largest_step
-from worker_daemon.serving import Serving
+from worker_daemon.worker.memory_ledger import CUSHION_BYTES
+from worker_daemon.worker.serving import Serving
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ import time
 import torch
 
 from worker_daemon.backend import choose_backend
-from worker_daemon.distributed.link import Link, Place
+from worker_daemon.distributed.link import Link, RendezvousPoint
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import CommError
@@ -40,7 +40,7 @@ class Group:
     def open(self, generation, place):
         self.link = Link(generation, self.device)
         port, secret = place.split(":")
-        place = Place(HOST, int(port), bytes.fromhex(secret))
+        place = RendezvousPoint(HOST, int(port), bytes.fromhex(secret))
         self.link.open(self.state, place, TIMEOUT_S)
         self.tp.bind(self.link.groups.stage, self.link.peers)
         assert "peer memory" in self.tp.all_reduce_name, self.tp.all_reduce_name

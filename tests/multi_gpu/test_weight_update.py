@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rpc_schema.config import MeetingAddress
+from rpc_schema.config import RendezvousAddress
 from rpc_schema.weight_transfer import BroadcastEngine, BroadcastSource
 from tests.support.gpu_generation import (
     generate,
@@ -90,7 +90,9 @@ def test_killed_trainer_is_a_typed_error_and_the_worker_serves_on(models):
         )
         try:
             port, secret = process.stdout.readline().split()
-            place = MeetingAddress(host="127.0.0.1", port=int(port), secret=bytes.fromhex(secret))
+            place = RendezvousAddress(
+                host="127.0.0.1", port=int(port), secret=bytes.fromhex(secret)
+            )
             engine = BroadcastEngine(
                 backend="nccl",
                 place=place,

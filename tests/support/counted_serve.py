@@ -13,7 +13,8 @@ import pytest
 from tests.unit.server.fake_serve import FakeRendezvous
 from tests.unit.server.fake_worker import make_fake_worker
 from worker_daemon.cli import app
-from worker_daemon.server import assembly, bad_peers, control, step_thread
+from worker_daemon.server import assembly, control, step_thread
+from worker_daemon.server.auth import bad_peers
 
 CONTROL, STEP = range(2)
 

@@ -20,7 +20,7 @@ from rpc_schema.config import WorkerConfig
 from rpc_schema.step import ExecuteModel
 from worker_client.driver import Driver
 from worker_client.lease_terms import LeaseTerms
-from worker_client.loading import LoadedModel
+from worker_client.loading import LoadedGroup
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.worker_client import WorkerClient
@@ -172,7 +172,7 @@ def run(plan: Plan) -> None:
             generate_all(group, loaded, plan)
 
 
-def generate_all(group: WorkerGroup, loaded: LoadedModel, plan: Plan) -> list[list[int]]:
+def generate_all(group: WorkerGroup, loaded: LoadedGroup, plan: Plan) -> list[list[int]]:
     """Generate greedily for all prompts; return their tokens in order."""
     scheduler = plan.config.scheduler
     limits = SchedulerLimits(

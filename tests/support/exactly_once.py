@@ -32,16 +32,16 @@ from rpc_schema.config import Rendezvous
 from rpc_schema.errors import ErrorCode, ErrorReply
 from worker_client.resending import Resending
 from worker_daemon.errors import LeaseHeldError, ProtocolError
-from worker_daemon.server.endpoints import Endpoint
-from worker_daemon.server.epochs import EpochFile
-from worker_daemon.server.lease import DriverIdentity, Lease, LeaseTerms
-from worker_daemon.server.replies import error_reply
-from worker_daemon.server.reply_channel import ReplyRing
 from worker_daemon.server.sequence import REPLAYABLE, StepGate, Verdict
+from worker_daemon.server.session.epochs import EpochFile
+from worker_daemon.server.session.lease import DriverIdentity, Lease, LeaseRequest
+from worker_daemon.server.wire.endpoints import IpcEndpoint
+from worker_daemon.server.wire.replies import error_reply
+from worker_daemon.server.wire.reply_channel import ReplyRing
 
 RANKS = 2
 CREDITS = 3
-TERMS = LeaseTerms(3.0, 60.0)
+TERMS = LeaseRequest(3.0, 60.0)
 MAX_DRIVERS = 4
 """Older ones are forgotten, with what is under way to and from them."""
 HEALING_ROUNDS = 40
@@ -69,7 +69,7 @@ class Parts:
     gate: Callable[[], StepGate] = StepGate
     ring: Callable[[], ReplyRing] = ReplyRing
     lease: Callable[[Callable[[], float]], Lease] = Lease
-    epochs: Callable[[Path, Endpoint], EpochFile] = EpochFile
+    epochs: Callable[[Path, IpcEndpoint], EpochFile] = EpochFile
     resending: Callable[..., Resending] = Resending
 
 
@@ -111,7 +111,7 @@ class Daemon:
     def __init__(self, rank: int, directory: Path, parts: Parts, clock: Clock) -> None:
         self.rank = rank
         self.worker_uid = bytes([rank]) * 16
-        self._endpoint = Endpoint.parse(f"ipc://{directory}/w{rank}")
+        self._endpoint = IpcEndpoint.parse(f"ipc://{directory}/w{rank}")
         self._directory = directory
         self._parts = parts
         self._clock = clock

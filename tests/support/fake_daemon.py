@@ -19,16 +19,16 @@ import zmq
 from rpc_schema import codec, step
 from rpc_schema import lease as ls
 from rpc_schema import lifecycle as lc
-from rpc_schema.config import MeetingAddress, WorkerConfig
+from rpc_schema.config import RendezvousAddress, WorkerConfig
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
 from rpc_schema.sampling import SamplingParams, TokenLogprobs
 from rpc_schema.version import PROTOCOL_VERSION
 from worker_daemon.errors import WorkerError
-from worker_daemon.server.lease import DriverIdentity, Lease, lease_terms
-from worker_daemon.server.replies import control_error_reply, error_reply
-from worker_daemon.server.reply_channel import ReplyRing
 from worker_daemon.server.sequence import StepGate, Verdict
+from worker_daemon.server.session.lease import DriverIdentity, Lease, lease_terms
+from worker_daemon.server.wire.replies import control_error_reply, error_reply
+from worker_daemon.server.wire.reply_channel import ReplyRing
 
 VOCAB_SIZE = 1000
 EOS = 7
@@ -306,7 +306,7 @@ class FakeDaemon:
             case lc.OpenRendezvous():
                 return lc.OpenRendezvousReply(
                     call=call,
-                    place=MeetingAddress(host="127.0.0.1", port=1234, secret=bytes(32)),
+                    place=RendezvousAddress(host="127.0.0.1", port=1234, secret=bytes(32)),
                 )
             case lc.CheckHealth():
                 return lc.CheckHealthReply(call=call, healthy=True, phase="IDLE", phase_ms=0)

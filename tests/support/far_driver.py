@@ -22,7 +22,7 @@ from worker_client.errors import ClientError
 from worker_client.keys import read_keys
 from worker_client.lease_terms import LeaseTerms
 from worker_client.liveness import LivenessEvent
-from worker_client.loading import LoadedModel
+from worker_client.loading import LoadedGroup
 from worker_client.outcomes import StepFuture
 from worker_client.scheduler import Scheduler
 from worker_client.scheduler_output import SchedulerOutput
@@ -136,7 +136,7 @@ class ReplayCounter:
         return sum(future.replayed for future in self._futures)
 
 
-def generate(group: WorkerGroup, loaded: LoadedModel, plan: Plan) -> None:
+def generate(group: WorkerGroup, loaded: LoadedGroup, plan: Plan) -> None:
     """Serve all of the plan's requests."""
     counter = ReplayCounter(group)
     driver = Driver(counter, Scheduler(scheduler_limits(group, loaded)), lambda _: say("step"))

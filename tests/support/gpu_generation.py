@@ -18,7 +18,7 @@ from rpc_schema.config import (
 )
 from worker_client.driver import Driver
 from worker_client.launcher import LocalDaemons
-from worker_client.loading import LoadedModel
+from worker_client.loading import LoadedGroup
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import RequestOutput, Scheduler, SchedulerLimits
 from worker_client.worker_group import WorkerGroup
@@ -62,7 +62,7 @@ def make_requests(count: int, seed: int = 0, **fields: object) -> list[Generatio
 @contextmanager
 def gpu_group(
     checkpoint: Path, pp: int, tp: int, dtype: str, **model_options: bool
-) -> Iterator[tuple[LocalDaemons, WorkerGroup, LoadedModel]]:
+) -> Iterator[tuple[LocalDaemons, WorkerGroup, LoadedGroup]]:
     """pp x tp daemons on as many GPUs, loaded."""
     parallel = ParallelConfig(pipeline_parallel_size=pp, tensor_parallel_size=tp)
     devices = [f"cuda:{index}" for index in range(pp * tp)]
@@ -95,7 +95,7 @@ def worker_config(
 
 
 def generate(
-    group: WorkerGroup, model: LoadedModel, requests: Sequence[GenerationRequest]
+    group: WorkerGroup, model: LoadedGroup, requests: Sequence[GenerationRequest]
 ) -> Mapping[str, RequestOutput]:
     """Serve the requests with the reference scheduler; outputs by request id."""
     limits = SchedulerLimits(

@@ -18,7 +18,7 @@ from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death, Executioner
 from tests.support.mock_schedulers import RandomScheduler
 from worker_client.adoption import AdoptedRequest
 from worker_client.driver import Driver
-from worker_client.loading import LoadedModel
+from worker_client.loading import LoadedGroup
 from worker_client.requests import RequestParser
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.worker_group import WorkerGroup
@@ -42,7 +42,7 @@ class Plan(msgspec.Struct, frozen=True):
     """Leave in order after num_results, once no step is in flight any more."""
 
 
-def make_scheduler(plan: Plan, loaded: LoadedModel) -> "Scheduler | RandomScheduler":
+def make_scheduler(plan: Plan, loaded: LoadedGroup) -> "Scheduler | RandomScheduler":
     limits = scheduler_limits(loaded, plan.config)
     if plan.scheduler == "reference":
         return Scheduler(limits)
@@ -58,7 +58,7 @@ class Serving(NamedTuple):
     """What had all its tokens already."""
 
 
-def begin(group: WorkerGroup, loaded: LoadedModel, plan: Plan) -> Serving:
+def begin(group: WorkerGroup, loaded: LoadedGroup, plan: Plan) -> Serving:
     """Adopt what there is, and add the lines that are not running."""
     scheduler = make_scheduler(plan, loaded)
     adopted = group.adopt_requests() if plan.adopt else []

@@ -19,7 +19,7 @@ from worker_client.errors import ClientError
 from worker_client.keys import NO_KEYS, Keys, read_keys
 from worker_client.transport import new_driver_id, parse_endpoint
 from worker_client.worker_client import AskingClient, WorkerClient
-from worker_daemon.server.keygen import make_key_files
+from worker_daemon.server.auth.keygen import make_key_files
 
 ROLES = ("driver", "observer", "admin")
 

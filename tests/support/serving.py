@@ -34,7 +34,7 @@ from worker_client.driver import Driver
 from worker_client.errors import LaunchError
 from worker_client.launcher import LocalDaemons
 from worker_client.lease_terms import LeaseTerms
-from worker_client.loading import LoadedModel
+from worker_client.loading import LoadedGroup
 from worker_client.outcomes import StepFuture
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import (
@@ -136,7 +136,7 @@ class Served(NamedTuple):
     """A group with a model, ready for steps."""
 
     group: WorkerGroup
-    loaded: LoadedModel
+    loaded: LoadedGroup
 
 
 @contextlib.contextmanager
@@ -214,7 +214,7 @@ class CountingGroup:
         return future
 
 
-def scheduler_limits(group: WorkerGroup, loaded: LoadedModel, **changes: object) -> SchedulerLimits:
+def scheduler_limits(group: WorkerGroup, loaded: LoadedGroup, **changes: object) -> SchedulerLimits:
     """What a scheduler may use of a loaded group; `changes` override fields."""
     loaded_config = group.get_status()[0].config
     assert loaded_config is not None, "prepare() comes first"
@@ -233,7 +233,7 @@ def scheduler_limits(group: WorkerGroup, loaded: LoadedModel, **changes: object)
 
 def generate(
     group: WorkerGroup,
-    loaded: LoadedModel,
+    loaded: LoadedGroup,
     requests: Sequence[GenerationRequest],
     scheduler: SchedulerInterface | None = None,
     **limits: object,

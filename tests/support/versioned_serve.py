@@ -8,7 +8,8 @@ import pytest
 from tests.unit.server.fake_serve import FakeRendezvous
 from tests.unit.server.fake_worker import make_fake_worker
 from worker_daemon.cli import app
-from worker_daemon.server import assembly, attaching
+from worker_daemon.server import assembly
+from worker_daemon.server.session import attaching
 
 
 def main() -> None:

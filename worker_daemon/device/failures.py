@@ -53,7 +53,7 @@ _FREE: Final = re.compile(r"of which ([\d.]+) (bytes|[KMGT]iB) is free")
 _UNITS: Final = {"bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 
 
-class Verdict(Enum):
+class FailureKind(Enum):
     """What an exception says about the device."""
 
     OUT_OF_MEMORY = 0
@@ -61,27 +61,27 @@ class Verdict(Enum):
     OTHER = 2
 
 
-def judge(error: BaseException) -> Verdict:
+def judge(error: BaseException) -> FailureKind:
     """Classify an exception."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError | OutOfMemoryError):
-        return Verdict.OUT_OF_MEMORY
+        return FailureKind.OUT_OF_MEMORY
     if isinstance(error, DeviceError):
-        return Verdict.LOST
-    return _judge_text(error) if isinstance(error, RuntimeError) else Verdict.OTHER
+        return FailureKind.LOST
+    return _judge_text(error) if isinstance(error, RuntimeError) else FailureKind.OTHER
 
 
-def _judge_text(error: RuntimeError) -> Verdict:
+def _judge_text(error: RuntimeError) -> FailureKind:
     """Of what torch and Triton raise without a class of its own."""
     text = str(error)
     code = _cuda_code(error)
     if code == _OUT_OF_MEMORY_CODE or any(words in text for words in _OUT_OF_MEMORY):
-        return Verdict.OUT_OF_MEMORY
+        return FailureKind.OUT_OF_MEMORY
     if any(words in text for words in _LOST):
-        return Verdict.LOST
+        return FailureKind.LOST
     # torch's own class: what is not known to be harmless is taken to be sticky.
     if isinstance(error, torch.AcceleratorError) and code not in _HARMLESS_CODES:
-        return Verdict.LOST
-    return Verdict.OTHER
+        return FailureKind.LOST
+    return FailureKind.OTHER
 
 
 def typed_device_error(error: Exception, fix: str = STEP_FIX) -> Exception:
@@ -90,9 +90,9 @@ def typed_device_error(error: Exception, fix: str = STEP_FIX) -> Exception:
     if isinstance(error, OutOfMemoryError | DeviceError):
         return error
     verdict = judge(error)
-    if verdict is Verdict.OUT_OF_MEMORY:
+    if verdict is FailureKind.OUT_OF_MEMORY:
         return out_of_memory(error, fix)
-    if verdict is Verdict.LOST:
+    if verdict is FailureKind.LOST:
         return DeviceError(f"the device is lost: {_first_line(error)}")
     return error
 

@@ -8,7 +8,7 @@ from worker_daemon.device.nvml import CudaDevice, Nvml, open_device
 
 
 @dataclass(frozen=True, slots=True)
-class GpuLoad:
+class GaugeReading:
     """One reading; None where there is no such gauge."""
 
     utilization_percent: int | None
@@ -23,7 +23,7 @@ class Gauges(Protocol):
     def is_on(self) -> bool:
         """Whether there is anything to read."""
 
-    def read(self) -> GpuLoad | None:
+    def read(self) -> GaugeReading | None:
         """Return what they show; None: nothing at the moment."""
 
 
@@ -32,7 +32,7 @@ class NoGauges:
 
     is_on = False
 
-    def read(self) -> GpuLoad | None:
+    def read(self) -> GaugeReading | None:
         return None
 
 
@@ -45,7 +45,7 @@ class NvmlGauges:
         self._handle = handle
         self._nvml = nvml
 
-    def read(self) -> GpuLoad | None:
+    def read(self) -> GaugeReading | None:
         """See Gauges."""
         nvml, handle = self._nvml, self._handle
         percent = celsius = watts = None
@@ -57,7 +57,7 @@ class NvmlGauges:
             watts = int(nvml.nvmlDeviceGetPowerUsage(handle)) // 1000
         if percent is None and celsius is None and watts is None:
             return None
-        return GpuLoad(utilization_percent=percent, temperature_c=celsius, power_w=watts)
+        return GaugeReading(utilization_percent=percent, temperature_c=celsius, power_w=watts)
 
 
 def open_gauges(nvml: Nvml, device: CudaDevice) -> Gauges:

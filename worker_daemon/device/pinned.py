@@ -72,7 +72,7 @@ def _runtime() -> _Runtime:
     return runtime
 
 
-class Uploads(Protocol):
+class DeviceCopier(Protocol):
     """Copies between host memory and a device's tensors, in the order of the calls."""
 
     def copy(self, source: Tensor, target: Tensor) -> None:
@@ -87,7 +87,7 @@ class Uploads(Protocol):
         """Wait for all copies; work that is queued on the device afterwards sees them."""
 
 
-class HostUploads:
+class HostCopier:
     """Copies on the CPU: done when the call returns."""
 
     def copy(self, source: Tensor, target: Tensor) -> None:
@@ -100,7 +100,7 @@ class HostUploads:
         return None
 
 
-class CudaUploads:
+class CudaCopier:
     """Copies on a stream of their own; behind what the current stream holds at construction."""
 
     def __init__(self, device: torch.device) -> None:
@@ -122,9 +122,9 @@ class CudaUploads:
         self._stream.synchronize()
 
 
-def open_uploads(device: torch.device) -> Uploads:
+def open_uploads(device: torch.device) -> DeviceCopier:
     """Return the copies that suit a device."""
-    return CudaUploads(device) if device.type == "cuda" else HostUploads()
+    return CudaCopier(device) if device.type == "cuda" else HostCopier()
 
 
 def _nothing() -> None:

@@ -18,9 +18,9 @@ from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
 from rpc_schema.listeners import ListenerWatch
-from rpc_schema.meeting import member_proof
+from rpc_schema.rendezvous import member_proof
 from worker_daemon.distributed.parallel_state import ParallelState
-from worker_daemon.distributed.rendezvous import MeetingStore, connect_store
+from worker_daemon.distributed.rendezvous import RendezvousStore, connect_store
 from worker_daemon.distributed.symmetric import NoPeers, Peers, open_peers
 from worker_daemon.distributed.tp import all_gather, communication
 from worker_daemon.errors import CommError
@@ -55,7 +55,7 @@ timed out blocks whoever uses it next, for good."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RendezvousPoint:
     """Where the ranks of a link meet, and the secret that proves that they are its ranks."""
 
     host: str
@@ -78,10 +78,10 @@ class Link:
         self.peers: Peers = NoPeers()
         """Memory that the ranks of this stage share."""
         self._device = device
-        self._store: MeetingStore | None = None
+        self._store: RendezvousStore | None = None
         self._aborted = False
 
-    def open(self, state: ParallelState, place: Place | None, timeout_s: float) -> None:
+    def open(self, state: ParallelState, place: RendezvousPoint | None, timeout_s: float) -> None:
         """Meet the other ranks, make every group, and pass one message over each pair.
 
         place: None for a world of one, which meets nobody and listens nowhere.
@@ -213,7 +213,7 @@ def meeting_s(timeout_s: float) -> float:
     return 2 * timeout_s + MEETING_SLACK_S
 
 
-def _await_all(store: MeetingStore, state: ParallelState) -> None:
+def _await_all(store: RendezvousStore, state: ParallelState) -> None:
     """Wait until every rank has come."""
     store.set(f"here/{state.rank}", b"1")
     store.wait([f"here/{rank}" for rank in range(state.world_size)])

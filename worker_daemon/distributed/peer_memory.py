@@ -61,7 +61,7 @@ _SIGNATURES: Final[Mapping[str, Sequence[_Scalar]]] = {
 }
 
 
-class Driver:
+class CudaDriver:
     """The part of CUDA's driver that is used here. The calling thread has a current context."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Driver:
 class MappedBlock:
     """One block of physical memory, of this process or a peer's, mapped here until `release`."""
 
-    def __init__(self, driver: Driver, handle: int, num_bytes: int, device: int) -> None:
+    def __init__(self, driver: CudaDriver, handle: int, num_bytes: int, device: int) -> None:
         """Takes the handle over. device: the ordinal of the one that is to read and write."""
         self._driver = driver
         self._handle = handle
@@ -131,7 +131,7 @@ class MappedBlock:
             self._driver.call("cuMemRelease", handle)
 
 
-def allocate(driver: Driver, num_bytes: int, device: int) -> MappedBlock:
+def allocate(driver: CudaDriver, num_bytes: int, device: int) -> MappedBlock:
     """Map at least num_bytes of new memory of a device, which can be exported.
 
     Raises:
@@ -153,7 +153,7 @@ def allocate(driver: Driver, num_bytes: int, device: int) -> MappedBlock:
     return MappedBlock(driver, handle.value, size, device)
 
 
-def adopt(driver: Driver, descriptor: int, num_bytes: int, device: int) -> MappedBlock:
+def adopt(driver: CudaDriver, descriptor: int, num_bytes: int, device: int) -> MappedBlock:
     """Map what a peer exported: num_bytes as its own block has them. The caller closes the
     descriptor.
 

@@ -8,14 +8,14 @@ from typing import Final, Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
 
-from rpc_schema.meeting import MeetingError, MeetingPlace, Member
+from rpc_schema.rendezvous import Member, RendezvousError, StoreServer
 from worker_daemon.errors import CommError
 from worker_daemon.raising import Translation
 
 REACHABLE_S: Final = 0.2
 
 
-class RendezvousServer(MeetingPlace):
+class RendezvousServer(StoreServer):
     """Serves one link's meeting. Owned by the control thread; ends by itself once all ranks have
     met and left, or when it is closed."""
 
@@ -44,19 +44,19 @@ def _check_reachable(host: str) -> None:
         ) from error
 
 
-class Board(Protocol):
-    """What a store is made of (see rpc_schema/meeting.py)."""
+class KeyValueStore(Protocol):
+    """What a store is made of (see rpc_schema/rendezvous.py)."""
 
     def set(self, key: str, value: bytes) -> None: ...
     def get(self, key: str, timeout_s: float) -> bytes: ...
     def close(self) -> None: ...
 
 
-class MeetingStore(Store):
+class RendezvousStore(Store):
     """torch's view of a meeting. What torch asks after the meeting is over finds nothing: groups
     that are up need it no more. To be kept for as long as they live, since torch does not."""
 
-    def __init__(self, board: Board, timeout_s: float) -> None:
+    def __init__(self, board: KeyValueStore, timeout_s: float) -> None:
         """timeout_s: the longest wait for a value, whatever torch would wait."""
         super().__init__()
         self._board = board
@@ -81,7 +81,7 @@ class MeetingStore(Store):
         for key in keys:
             self._get(key, min(limit_s, self._timeout_s))
 
-    def clone(self) -> "MeetingStore":
+    def clone(self) -> "RendezvousStore":
         """Return the same store: any thread may use it."""
         return self
 
@@ -101,18 +101,18 @@ def _meeting() -> Translation:
     def translate(error: Exception) -> CommError:
         return CommError(f"the ranks did not meet: {error}", fix="open a new rendezvous and relink")
 
-    return Translation((MeetingError,), translate)
+    return Translation((RendezvousError,), translate)
 
 
-def connect_store(host: str, port: int, secret: bytes, timeout_s: float) -> MeetingStore:
+def connect_store(host: str, port: int, secret: bytes, timeout_s: float) -> RendezvousStore:
     """Connect to another daemon's RendezvousServer.
 
     Raises:
         CommError: nobody who holds the secret answers there within timeout_s.
     """
     try:
-        return MeetingStore(Member(host, port, secret, timeout_s), timeout_s)
-    except MeetingError as error:
+        return RendezvousStore(Member(host, port, secret, timeout_s), timeout_s)
+    except RendezvousError as error:
         raise CommError(
             f"no rendezvous answers: {error}",
             field="rendezvous",

@@ -23,7 +23,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
 
 from worker_daemon.distributed.peer_memory import (
-    Driver,
+    CudaDriver,
     PeerMemoryError,
     adopt,
     allocate,
@@ -153,7 +153,7 @@ class Block(Protocol):
         """Unmap it. Raises PeerMemoryError."""
 
 
-class Meeting(Protocol):
+class BlockExchange(Protocol):
     """What a rank brings to an exchange of blocks."""
 
     @property
@@ -177,7 +177,7 @@ class _CudaMeeting:
     """A new block of this rank's device, blank."""
 
     def __init__(self, device: int, size: int) -> None:
-        self._driver, self._device = Driver(), device
+        self._driver, self._device = CudaDriver(), device
         self.own = allocate(self._driver, BYTES_PER_RANK * size, device)
         try:
             self.own.fill(BLANK & 0xFFFFFFFF)
@@ -191,7 +191,7 @@ class _CudaMeeting:
 
 
 def share(
-    store: Store, rank: int, size: int, meeting: Meeting | None, timeout_s: float
+    store: Store, rank: int, size: int, meeting: BlockExchange | None, timeout_s: float
 ) -> list[Block]:
     """Return everybody's block by rank, or nothing on all ranks if one has none. Collective.
 
@@ -227,7 +227,7 @@ def _trade(
     everyone: Sequence[bytes],
     listener: socket.socket,
     secret: bytes,
-    meeting: Meeting,
+    meeting: BlockExchange,
     blocks: dict[int, Block],
 ) -> None:
     """Give this rank's block to all others and take theirs, as far as that goes. A peer that gave
@@ -285,7 +285,7 @@ def _take(
     listener: socket.socket,
     secret: bytes,
     size: int,
-    meeting: Meeting,
+    meeting: BlockExchange,
     blocks: dict[int, Block],
 ) -> None:
     """Accept one peer's block; what somebody else sends is dropped."""

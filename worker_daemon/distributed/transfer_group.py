@@ -24,7 +24,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public all the 
 
 from rpc_schema.listeners import ListenerWatch
 from worker_daemon.distributed.link import prove_members
-from worker_daemon.distributed.rendezvous import MeetingStore, connect_store
+from worker_daemon.distributed.rendezvous import RendezvousStore, connect_store
 from worker_daemon.errors import CommError, TransferError
 from worker_daemon.raising import Translation
 
@@ -56,7 +56,7 @@ class _Group(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class TrainerRendezvous:
     """Where a trainer waits for its workers, and who comes."""
 
     backend: TransferBackend
@@ -71,7 +71,7 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Arrival:
+class IncomingBroadcast:
     """A broadcast that is under way into `buffer`."""
 
     buffer: Tensor
@@ -80,14 +80,14 @@ class Arrival:
 class TransferGroup:
     """Made and used on the step thread; only abort() may be called from another."""
 
-    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+    def __init__(self, meeting: TrainerRendezvous, device: torch.device) -> None:
         """Make a group that has met nobody yet, so that it can be aborted while it opens."""
         self.meeting = meeting
         self._device = device
         self._aborted = threading.Event()
-        self._store: MeetingStore | None = None
+        self._store: RendezvousStore | None = None
         self._group: _Group | None = None
-        self._works: dict[Arrival, dist.Work] = {}
+        self._works: dict[IncomingBroadcast, dist.Work] = {}
         """Those under way. gloo's threads live as long as a work does: so nobody else holds one, as
         the frames in an error's traceback would."""
 
@@ -120,7 +120,7 @@ class TransferGroup:
             assert self._store is not None, "after open() only"
             self._store.set(key, value.encode())
 
-    def receive(self, buffer: Tensor) -> Arrival:
+    def receive(self, buffer: Tensor) -> IncomingBroadcast:
         """Have the trainer's next broadcast, uint8 [n], come into buffer; returns at once.
 
         Raises:
@@ -130,12 +130,12 @@ class TransferGroup:
         options = distributed_c10d.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        arrival = Arrival(buffer)
+        arrival = IncomingBroadcast(buffer)
         with self._transferring("receiving"):
             self._works[arrival] = self._group.broadcast([buffer], options)
         return arrival
 
-    def wait(self, arrival: Arrival) -> Tensor:
+    def wait(self, arrival: IncomingBroadcast) -> Tensor:
         """Wait until a broadcast has come. Return its buffer: the current stream may read it.
 
         Raises:
@@ -180,7 +180,7 @@ class TransferGroup:
     def _prefixed(self, store: Store) -> Store:
         return PrefixStore("transfer", store)
 
-    def _meet(self) -> tuple[MeetingStore, _Group | None]:
+    def _meet(self) -> tuple[RendezvousStore, _Group | None]:
         """Off the step thread: what blocks in here cannot be aborted, only left behind."""
         meeting = self.meeting
         store = connect_store(meeting.host, meeting.port, meeting.secret, meeting.timeout_s)
@@ -257,12 +257,12 @@ class _BackendPairs:
         return self._group.recv([message], peer, 0).wait
 
 
-def _gloo_group(store: Store, meeting: Meeting) -> _Group:
+def _gloo_group(store: Store, meeting: TrainerRendezvous) -> _Group:
     timeout = timedelta(seconds=meeting.timeout_s)
     return _as_group(dist.ProcessGroupGloo(store, meeting.rank, meeting.size, timeout))
 
 
-def _nccl_group(store: Store, meeting: Meeting) -> _Group:
+def _nccl_group(store: Store, meeting: TrainerRendezvous) -> _Group:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=meeting.timeout_s) + _WATCHDOG_GRACE  # ours comes first
     return _as_group(dist.ProcessGroupNCCL(store, meeting.rank, meeting.size, options))

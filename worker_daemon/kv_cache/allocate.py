@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheGroup
-from worker_daemon.device.failures import Verdict, judge
+from worker_daemon.device.failures import FailureKind, judge
 from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.layers.attention import KVLayerSpec
 
@@ -43,7 +43,7 @@ def allocate_kv_caches(
     try:
         arena = make_zeros(sum(sizes), dtype)
     except (RuntimeError, MemoryError, CapacityError) as error:
-        if not isinstance(error, CapacityError) and judge(error) is not Verdict.OUT_OF_MEMORY:
+        if not isinstance(error, CapacityError) and judge(error) is not FailureKind.OUT_OF_MEMORY:
             raise
         raise CapacityError(
             f"the KV cache does not fit: {error}",

@@ -39,7 +39,8 @@ class Parameter:
     zero.
 
     Built and loaded on the step thread; lives in weight memory as long as the stage that holds it.
-    Built on the meta device it has none, until `data` is replaced (worker_daemon/tagged_memory.py).
+    Built on the meta device it has none, until `data` is replaced
+    (worker_daemon/worker/sleep_memory.py).
     """
 
     name: str

@@ -95,7 +95,7 @@ class DecoderStage:
         """What serves the layer operations."""
         return self._setup.ops.name
 
-    def thinned(self) -> "tuple[DecoderStage, list[int]]":
+    def compile_subset(self) -> "tuple[DecoderStage, list[int]]":
         """Return a stage of the first two layers of each kind, which launches every kernel that
         this one does, and their indices. It shares all tensors; what it computes means nothing."""
         specs = [layer.spec for layer in self._layers]

@@ -106,7 +106,7 @@ class LadderGraphs:
         return self._num_captured
 
     def compile(self, runner: ModelRunner) -> None:
-        program = GraphedProgram(self._eager.thinned(), self._arrived, self._stream)
+        program = GraphedProgram(self._eager.compile_subset(), self._arrived, self._stream)
         program.compile(self._plans(runner), runner.inputs.padding)
 
     def capture(self, runner: ModelRunner) -> None:
@@ -209,7 +209,7 @@ class GraphedProgram:
         it to the device: no step is the first to wait for that or to take memory for it. In a
         tensor-parallel group every rank captures the same plans in the same order.
         """
-        thin = self._eager.thinned()
+        thin = self._eager.compile_subset()
         for plan in plans:
             inputs = padding(plan)
             arrived = self._arrived[: plan.shape.num_tokens]

@@ -27,9 +27,9 @@ from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.output import ReplyIdentity
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.sample_rows import SampleRows
-from worker_daemon.runner.scheduled_step import Brought, Int64s, ScheduledStep
-from worker_daemon.runner.stage_ends import Entering, PendingReply, StageEntry, StageExit
-from worker_daemon.runner.stage_program import Chosen, EagerProgram, StageProgram
+from worker_daemon.runner.scheduled_step import Int64s, ScheduledStep, StepExtensions
+from worker_daemon.runner.stage_ends import Entering, PendingOutput, StageEntry, StageExit
+from worker_daemon.runner.stage_program import EagerProgram, SamplingInputs, StageProgram
 from worker_daemon.runner.token_history import TokenHistory
 
 
@@ -47,10 +47,10 @@ class StageEnds:
 class _Unsampled:
     """What a step with deferred sampling leaves behind."""
 
-    chosen: Chosen
+    chosen: SamplingInputs
     rows: SampleRows
     status: Tensor
-    brought: Brought
+    brought: StepExtensions
 
 
 class ModelRunner:
@@ -121,7 +121,7 @@ class ModelRunner:
         self.inputs.tables.restore(self.state.take_back(self.history.has_confirmed))
         return describe_requests(self.state, self.inputs, self.history, first_slot)
 
-    def execute_model(self, request: ExecuteModel, arrays: Sequence[Frame]) -> PendingReply | None:
+    def execute_model(self, request: ExecuteModel, arrays: Sequence[Frame]) -> PendingOutput | None:
         """Run one step: apply the scheduler's difference, then receive, forward, send, sample.
 
         Returns the reply on the output rank, None elsewhere.
@@ -136,11 +136,11 @@ class ModelRunner:
             self._unsampled.clear()
         return self._run(step, self._identify(request))
 
-    def execute_dummy_batch(self, request: ExecuteDummyBatch) -> PendingReply | None:
+    def execute_dummy_batch(self, request: ExecuteDummyBatch) -> PendingOutput | None:
         """Run one token through the stage, on behalf of no request."""
         return self._run(self.state.dummy_step(request.seq), self._identify(request))
 
-    def sample_tokens(self, request: SampleTokens, arrays: Sequence[Frame]) -> PendingReply | None:
+    def sample_tokens(self, request: SampleTokens, arrays: Sequence[Frame]) -> PendingOutput | None:
         """Sample a step that deferred it. Requests that have finished in between are left out.
         Where a feature has an extension here and in the step, this one counts.
 
@@ -175,7 +175,7 @@ class ModelRunner:
         self.state.raise_if_failed()
         return reply
 
-    def _run(self, step: ScheduledStep, identity: ReplyIdentity) -> PendingReply | None:
+    def _run(self, step: ScheduledStep, identity: ReplyIdentity) -> PendingOutput | None:
         try:
             entering = self._ends.entry.post(step.total_num_tokens, step.seq)
         except Exception as error:
@@ -206,11 +206,11 @@ class ModelRunner:
     def _finish(
         self,
         step: ScheduledStep,
-        chosen: Chosen,
+        chosen: SamplingInputs,
         rows: SampleRows,
         status: Tensor,
         identity: ReplyIdentity,
-    ) -> PendingReply | None:
+    ) -> PendingOutput | None:
         if step.defer_sampling:
             self._unsampled[step.seq] = _Unsampled(chosen, rows, status, step.brought)
             return self._ends.exit.reply_without_tokens(status, identity)
@@ -218,12 +218,12 @@ class ModelRunner:
 
     def _sample(
         self,
-        chosen: Chosen,
+        chosen: SamplingInputs,
         rows: SampleRows,
         status: Tensor,
-        brought: Brought,
+        brought: StepExtensions,
         identity: ReplyIdentity,
-    ) -> PendingReply | None:
+    ) -> PendingOutput | None:
         if not rows.slots_np.size:
             return self._ends.exit.reply_without_tokens(status, identity)
         self._publications += 1
@@ -273,7 +273,7 @@ class ModelRunner:
         rows = self.inputs.lost_rows(step)
         if step.defer_sampling:
             no_tokens = torch.zeros_like(rows.slots).long()
-            nothing = Chosen(self._nothing(rows.slots_np.size), no_tokens, no_tokens)
+            nothing = SamplingInputs(self._nothing(rows.slots_np.size), no_tokens, no_tokens)
             self._unsampled[step.seq] = _Unsampled(nothing, rows, self._failed, step.brought)
         else:
             self._bring_no_tokens(rows.slots_np, rows.used)
@@ -296,6 +296,8 @@ class ModelRunner:
         return ReplyIdentity(request.epoch, request.seq, self._rank)
 
 
-def _hold(step: ScheduledStep, chosen: Chosen, rows: SampleRows) -> tuple[Chosen, SampleRows]:
+def _hold(
+    step: ScheduledStep, chosen: SamplingInputs, rows: SampleRows
+) -> tuple[SamplingInputs, SampleRows]:
     """What is sampled in a later step is copied: buffers are this step's alone."""
-    return (chosen.detach(), rows.detach()) if step.defer_sampling else (chosen, rows)
+    return (chosen.clone(), rows.clone()) if step.defer_sampling else (chosen, rows)

@@ -43,7 +43,7 @@ class SampleRows(NamedTuple):
         """What the host is to remember of them."""
         return Sampled(self.slots_np, self.generations, self.positions_np, self.are_bounds)
 
-    def detach(self) -> "SampleRows":
+    def clone(self) -> "SampleRows":
         """Return a copy whose columns no later step overwrites."""
         return self._replace(
             slots=self.slots.clone(),

@@ -66,7 +66,7 @@ NO_UPDATES: Final = BlockUpdates(
 )
 
 
-class Brought(NamedTuple):
+class StepExtensions(NamedTuple):
     """What a message brought for one step's parts (runner/parts/)."""
 
     used: int
@@ -78,13 +78,13 @@ class Brought(NamedTuple):
         """Return what is there for the part with that bit, if anything."""
         return next((data for own, data in self.data if own == bit), None)
 
-    def with_those_of(self, later: "Brought") -> "Brought":
+    def with_those_of(self, later: "StepExtensions") -> "StepExtensions":
         """Return both; where a part has something in either, the later one's."""
         # The first one is found.
-        return Brought(self.used | later.used, (*later.data, *self.data))
+        return StepExtensions(self.used | later.used, (*later.data, *self.data))
 
 
-NOTHING_BROUGHT: Final = Brought(0, ())
+NOTHING_BROUGHT: Final = StepExtensions(0, ())
 
 
 class ScheduledStep(NamedTuple):
@@ -107,7 +107,7 @@ class ScheduledStep(NamedTuple):
     new_requests: tuple[NewRequestData, ...]
     block_updates: BlockUpdates
     defer_sampling: bool
-    brought: Brought
+    brought: StepExtensions
     corrections: Int32s | None = None
     """[B] tokens by which the row's bounds were lowered since its admission; -1 where none of its
     tokens can have been refused. starts and ends are upper bounds then: the device's counts hold.

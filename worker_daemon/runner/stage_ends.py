@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rpc_schema.codec import Frame
 from rpc_schema.step import ModelRunnerOutput
-from worker_daemon.device.failures import Verdict, drop_scratch, judge
+from worker_daemon.device.failures import FailureKind, drop_scratch, judge
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.pp import STATUS_OK, Arrival, Inbound
 from worker_daemon.distributed.tokens import TokenReturn
@@ -24,13 +24,13 @@ from worker_daemon.runner.output import DeliveredOutput, NoTokens, ReplyIdentity
 from worker_daemon.runner.parts.step_parts import SamplerOutput, StepParts
 from worker_daemon.runner.row_tables import RowTables
 from worker_daemon.runner.sample_rows import SampleRows
-from worker_daemon.runner.scheduled_step import Brought
+from worker_daemon.runner.scheduled_step import StepExtensions
 from worker_daemon.runner.slot_bitmap import SlotBitmaps
-from worker_daemon.runner.stage_program import Chosen
+from worker_daemon.runner.stage_program import SamplingInputs
 from worker_daemon.runner.token_history import TokenHistory
 
 
-class PendingReply(Protocol):
+class PendingOutput(Protocol):
     """A reply whose data may still be on its way to the host."""
 
     @property
@@ -118,16 +118,16 @@ class StageExit(Protocol):
 
     def sample(
         self,
-        chosen: Chosen,
+        chosen: SamplingInputs,
         rows: SampleRows,
         status: Tensor,
-        brought: Brought,
+        brought: StepExtensions,
         publication: int,
         identity: ReplyIdentity,
-    ) -> PendingReply | None:
+    ) -> PendingOutput | None:
         """Sample rows and return their tokens to the other stages."""
 
-    def reply_without_tokens(self, status: Tensor, identity: ReplyIdentity) -> PendingReply | None:
+    def reply_without_tokens(self, status: Tensor, identity: ReplyIdentity) -> PendingOutput | None:
         """The step samples nothing, or not yet."""
 
 
@@ -161,13 +161,13 @@ class LastStageExit:
 
     def sample(
         self,
-        chosen: Chosen,
+        chosen: SamplingInputs,
         rows: SampleRows,
         status: Tensor,
-        brought: Brought,
+        brought: StepExtensions,
         publication: int,
         identity: ReplyIdentity,
-    ) -> PendingReply | None:
+    ) -> PendingOutput | None:
         count = rows.slots_np.size
         if not rows.used | brought.used:
             self._tokens.publish_greedy(publication, rows.slots, chosen.greedy, count)
@@ -187,7 +187,7 @@ class LastStageExit:
         return StepOutput(identity, rows.sampled, slots, sampled, status, self._link, self._history)
 
     def _publish(
-        self, chosen: Chosen, rows: SampleRows, sampled: SamplerOutput, publication: int
+        self, chosen: SamplingInputs, rows: SampleRows, sampled: SamplerOutput, publication: int
     ) -> None:
         """Return the tokens that the rows go on with: where one was refused, the one before it."""
         slots = rows.slots[: rows.slots_np.size]
@@ -202,7 +202,7 @@ class LastStageExit:
         self._tokens.publish(publication, slots, news, counted=True)
 
     def _sample_by_parts(
-        self, chosen: Chosen, rows: SampleRows, brought: Brought, publication: int
+        self, chosen: SamplingInputs, rows: SampleRows, brought: StepExtensions, publication: int
     ) -> SamplerOutput:
         count = rows.slots_np.size
         try:
@@ -211,14 +211,14 @@ class LastStageExit:
         except CommError:
             raise
         except Exception as error:
-            if judge(error) is Verdict.LOST:
+            if judge(error) is FailureKind.LOST:
                 raise
             drop_scratch(error)
             counted = self._parts.counts(rows.used)
             self.give_up(rows.slots[:count], publication, counted=counted)
             raise
 
-    def reply_without_tokens(self, status: Tensor, identity: ReplyIdentity) -> PendingReply | None:
+    def reply_without_tokens(self, status: Tensor, identity: ReplyIdentity) -> PendingOutput | None:
         if not self._replies:
             return None
         return NoTokens(identity, status, self._link, self._history)
@@ -236,16 +236,16 @@ class EarlierStageExit:
 
     def sample(
         self,
-        chosen: Chosen,
+        chosen: SamplingInputs,
         rows: SampleRows,
         status: Tensor,
-        brought: Brought,
+        brought: StepExtensions,
         publication: int,
         identity: ReplyIdentity,
-    ) -> PendingReply | None:
+    ) -> PendingOutput | None:
         counted = self._parts.counts(rows.used)
         self._tokens.publish(publication, rows.slots[: rows.slots_np.size], None, counted=counted)
         return None
 
-    def reply_without_tokens(self, status: Tensor, identity: ReplyIdentity) -> PendingReply | None:
+    def reply_without_tokens(self, status: Tensor, identity: ReplyIdentity) -> PendingOutput | None:
         return None

@@ -22,7 +22,7 @@ from worker_daemon.runner.staging import TokenStore
 from worker_daemon.runner.step_layout import StepColumns
 
 
-class Chosen(NamedTuple):
+class SamplingInputs(NamedTuple):
     """What sampling needs of a step: nothing but empty tensors on a stage that does not sample."""
 
     hidden: Tensor
@@ -32,18 +32,18 @@ class Chosen(NamedTuple):
     inputs: Tensor | None = None
     """int64 [R] each sequence's last token, where it may be computed again; else None."""
 
-    def keep(self, kept: Int64s) -> "Chosen":
+    def keep(self, kept: Int64s) -> "SamplingInputs":
         """Return these rows only: kept int64 [R'] indexes the rows."""
         if not self.hidden.shape[0]:
             return self
         on_device = upload(kept, self.hidden.device)
         inputs = None if self.inputs is None else self.inputs[on_device]
-        return Chosen(self.hidden[on_device], self.greedy[on_device], inputs)
+        return SamplingInputs(self.hidden[on_device], self.greedy[on_device], inputs)
 
-    def detach(self) -> "Chosen":
+    def clone(self) -> "SamplingInputs":
         """Return a copy that no later step overwrites."""
         inputs = None if self.inputs is None else self.inputs.clone()
-        return Chosen(self.hidden.clone(), self.greedy.clone(), inputs)
+        return SamplingInputs(self.hidden.clone(), self.greedy.clone(), inputs)
 
 
 class StageOutput(NamedTuple):
@@ -51,7 +51,7 @@ class StageOutput(NamedTuple):
 
     hidden: Tensor
     """[N, H] residual stream."""
-    chosen: Chosen
+    chosen: SamplingInputs
 
 
 class Front(Protocol):
@@ -81,7 +81,7 @@ class ArrivedFront:
 class Back(Protocol):
     """What a stage keeps of its last hidden states."""
 
-    def choose(self, hidden: Tensor, columns: StepColumns[Tensor]) -> Chosen:
+    def choose(self, hidden: Tensor, columns: StepColumns[Tensor]) -> SamplingInputs:
         """hidden [N, H] -> what sampling needs of it."""
 
 
@@ -118,18 +118,18 @@ class ScoringBack:
         self._stage = stage
         self._sink = sink
 
-    def choose(self, hidden: Tensor, columns: StepColumns[Tensor]) -> Chosen:
+    def choose(self, hidden: Tensor, columns: StepColumns[Tensor]) -> SamplingInputs:
         rows = hidden.index_select(0, columns.sample_tokens)
         token_ids = self._stage.likeliest_tokens(rows)
         self._sink.keep(columns.sample_rows, token_ids)
-        return Chosen(rows, token_ids)
+        return SamplingInputs(rows, token_ids)
 
 
 class SendingBack:
     """Another stage goes on with all of it."""
 
-    def choose(self, hidden: Tensor, columns: StepColumns[Tensor]) -> Chosen:
-        return Chosen(hidden[:0], columns.sample_rows[:0])
+    def choose(self, hidden: Tensor, columns: StepColumns[Tensor]) -> SamplingInputs:
+        return SamplingInputs(hidden[:0], columns.sample_rows[:0])
 
 
 class StageProgram(Protocol):
@@ -161,10 +161,10 @@ class EagerProgram:
         self._front = front
         self._back = back
 
-    def thinned(self) -> "EagerProgram":
+    def compile_subset(self) -> "EagerProgram":
         """Return a program that launches the same kernels for a few of the layers alone: to have
         them compiled and loaded."""
-        stage, kept = self._stage.thinned()
+        stage, kept = self._stage.compile_subset()
         kv = [self._kv[index] for index in kept] if self._kv else ()
         return EagerProgram(stage, self._tables, kv, self._front, self._back, self._parts)
 

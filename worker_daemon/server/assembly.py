@@ -49,7 +49,7 @@ def make_worker(
     """Load torch and make the worker; called on the step thread. Raises ConfigError where there is
     no such device."""
     from worker_daemon.device.init import find_device  # seconds of torch, while sockets are bound
-    from worker_daemon.worker import Worker
+    from worker_daemon.worker.worker import Worker
 
     # A full collection over all that torch's modules have made takes a tenth of a second.
     gc.collect()

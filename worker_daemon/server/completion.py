@@ -17,7 +17,7 @@ from rpc_schema.errors import ErrorReply
 from rpc_schema.lifecycle import Attached
 from worker_daemon.server.dispatch import PendingReply
 from worker_daemon.server.progress import NO_RESULT, Progress
-from worker_daemon.server.reply_channel import ReplyChannel, ReplyCounts, ReplyDelays
+from worker_daemon.server.wire.reply_channel import ReplyChannel, ReplyCounts, ReplyDelays
 
 ATTACH_RETRY_S: Final = 0.005
 

@@ -16,16 +16,16 @@ from rpc_schema import trace as tr
 from rpc_schema.codec import ControlMessage, ControlReplyMessage, decode_control, encode_control
 from rpc_schema.errors import ControlErrorReply, WireError
 from worker_daemon.errors import ForbiddenError, WorkerError
-from worker_daemon.server.access import sender
-from worker_daemon.server.attaching import Attaching
-from worker_daemon.server.bad_peers import Peer
-from worker_daemon.server.draining import Draining
-from worker_daemon.server.meeting_places import MeetingPlaces
-from worker_daemon.server.replies import control_error_reply
-from worker_daemon.server.security import Security
-from worker_daemon.server.self_report import SelfReport
-from worker_daemon.server.tracing import Tracing
-from worker_daemon.server.uploading import Uploading
+from worker_daemon.server.auth.access import sender
+from worker_daemon.server.auth.bad_peers import Peer
+from worker_daemon.server.auth.security import Security
+from worker_daemon.server.health.tracing import Tracing
+from worker_daemon.server.session.attach import AttachHandler
+from worker_daemon.server.session.draining import Draining
+from worker_daemon.server.session.rendezvous import LinkRendezvous
+from worker_daemon.server.session.status import StatusReport
+from worker_daemon.server.session.upload_handler import UploadHandler
+from worker_daemon.server.wire.replies import control_error_reply
 
 Handler: TypeAlias = Callable[..., ControlReplyMessage]
 LateHandler: TypeAlias = Callable[..., Awaitable[ControlReplyMessage]]
@@ -47,12 +47,12 @@ class Control:
         *,
         socket: zmq.asyncio.Socket,
         security: Security,
-        attaching: Attaching,
-        meeting_places: MeetingPlaces,
-        report: SelfReport,
+        attaching: AttachHandler,
+        meeting_places: LinkRendezvous,
+        report: StatusReport,
         draining: Draining,
         tracing: Tracing,
-        uploading: Uploading,
+        uploading: UploadHandler,
         begin_shutdown: Callable[[str], None],
     ) -> None:
         """begin_shutdown(cause) ends the process in time, and returns at once."""

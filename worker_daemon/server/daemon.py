@@ -23,50 +23,50 @@ from worker_daemon.device.gpu_faults import Fault
 from worker_daemon.directories import claim_directory
 from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.interfaces import interface_address
-from worker_daemon.server.attaching import Attaching
+from worker_daemon.server.auth.security import open_security
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.control import Control
-from worker_daemon.server.device_watch import DeviceWatch, OpenFaultWatch, OpenGauges
 from worker_daemon.server.dispatch import MakeWorker, OpenRendezvousServer, WorkerLike
-from worker_daemon.server.draining import Draining
-from worker_daemon.server.endpoints import (
+from worker_daemon.server.events import Events
+from worker_daemon.server.gpu_lock import GpuLock, GpuLockLike, NoGpuLock, lock_directory
+from worker_daemon.server.health.device_watch import DeviceWatch, OpenFaultWatch, OpenGauges
+from worker_daemon.server.health.guard import Guard
+from worker_daemon.server.health.hang_reports import HangReports
+from worker_daemon.server.health.systemd import open_notifier
+from worker_daemon.server.health.tracing import Tracing
+from worker_daemon.server.progress import Progress
+from worker_daemon.server.session.attach import AttachHandler
+from worker_daemon.server.session.draining import Draining
+from worker_daemon.server.session.epochs import EpochFile
+from worker_daemon.server.session.lease import Lease, suspended_s
+from worker_daemon.server.session.rendezvous import LinkRendezvous
+from worker_daemon.server.session.status import StatusReport
+from worker_daemon.server.session.upload_handler import UploadHandler
+from worker_daemon.server.step_thread import (
+    Command,
+    DeviceLost,
+    LinkLost,
+    StepThread,
+    Stop,
+    StopSteps,
+    fatal_exit_code,
+    link_failure,
+)
+from worker_daemon.server.wire.endpoints import (
     CLOSED_TO_OTHERS,
     AnyEndpoint,
-    Endpoint,
     EndpointInUseError,
     EndpointLock,
+    IpcEndpoint,
     SocketFiles,
     TcpEndpoint,
     remove_if_empty,
 )
-from worker_daemon.server.epochs import EpochFile
-from worker_daemon.server.events import Events
-from worker_daemon.server.file_limit import raise_file_limit
-from worker_daemon.server.gpu_lock import GpuLock, GpuLockLike, NoGpuLock, lock_directory
-from worker_daemon.server.guard import Guard
-from worker_daemon.server.hang_reports import HangReports
-from worker_daemon.server.lease import Lease, suspended_s
-from worker_daemon.server.meeting_places import MeetingPlaces
-from worker_daemon.server.progress import Progress
-from worker_daemon.server.security import open_security
-from worker_daemon.server.self_report import SelfReport
-from worker_daemon.server.sockets import bind_sockets, events_socket
-from worker_daemon.server.stale_files import remove_stale
-from worker_daemon.server.step_thread import (
-    Command,
-    DeviceLost,
-    Drain,
-    LinkBroke,
-    StepThread,
-    Stop,
-    fatal_exit_code,
-    link_failure,
-)
-from worker_daemon.server.systemd import open_notifier
-from worker_daemon.server.tracing import Tracing
-from worker_daemon.server.uploading import Uploading
+from worker_daemon.server.wire.file_limit import raise_file_limit
+from worker_daemon.server.wire.sockets import bind_sockets, events_socket
+from worker_daemon.server.wire.stale_files import remove_stale
 from worker_daemon.settings import ONE_HOST, ProcessSettings, endpoint_home
-from worker_daemon.uploads import Uploads
+from worker_daemon.worker.uploads import Uploads
 
 HEARTBEAT_S: Final = 0.25
 DRAIN_LIMIT_S: Final = 10.0
@@ -106,7 +106,7 @@ def serve(
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))  # kept for its handler
     _check_parent_fd(settings.exit_with_parent_fd)
     raise_file_limit()
-    premises = Premises(settings, find_gpu)
+    premises = RuntimeFiles(settings, find_gpu)
     try:
         daemon = Daemon(settings, premises, make_worker, open_rendezvous, open_watch, open_gauges)
         return uvloop.run(daemon.run())
@@ -127,7 +127,7 @@ def _check_parent_fd(fd: int | None) -> None:
         ) from None
 
 
-class Premises:
+class RuntimeFiles:
     """What a daemon holds in the file system: directory, locks of the endpoint and the GPU, socket
     files, epoch file. Owned by the main thread."""
 
@@ -196,7 +196,7 @@ def _lock_gpu(settings: ProcessSettings, find_gpu: FindGpu) -> GpuLockLike:
 def _parse_endpoint(settings: ProcessSettings) -> AnyEndpoint:
     if settings.endpoint.startswith("tcp://"):
         return TcpEndpoint.parse(settings.endpoint, endpoint_home(settings))
-    return Endpoint.parse(settings.endpoint)
+    return IpcEndpoint.parse(settings.endpoint)
 
 
 class Daemon:
@@ -205,7 +205,7 @@ class Daemon:
     def __init__(
         self,
         settings: ProcessSettings,
-        premises: Premises,
+        premises: RuntimeFiles,
         make_worker: MakeWorker,
         open_rendezvous: OpenRendezvousServer,
         open_watch: OpenFaultWatch,
@@ -246,7 +246,7 @@ class Daemon:
         """Make what answers drivers and tells them; only the main thread may call any of it."""
         progress, guard, lease = self._progress, self._guard, Lease(time.monotonic, suspended_s)
         self._draining = Draining(self.post, lambda: self._events.tell_heartbeat(), lease, progress)
-        report = SelfReport(
+        report = StatusReport(
             endpoint=self._premises.endpoint,
             progress=progress,
             guard=guard,
@@ -258,7 +258,7 @@ class Daemon:
             uploads=self._uploads,
         )
         self._events = Events(self._sockets.events, report)
-        self._attaching = Attaching(
+        self._attaching = AttachHandler(
             self._premises.epochs,
             lease,
             self._draining,
@@ -273,13 +273,13 @@ class Daemon:
             socket=self._sockets.control,
             security=self._security,
             attaching=self._attaching,
-            meeting_places=MeetingPlaces(
+            meeting_places=LinkRendezvous(
                 open_rendezvous, data_host, need_attached, progress, guard, self.post
             ),
             report=report,
             draining=self._draining,
             tracing=Tracing(self.post, need_attached, self._events.ask_driver),
-            uploading=Uploading(self._uploads, need_attached, self._draining, progress),
+            uploading=UploadHandler(self._uploads, need_attached, self._draining, progress),
             begin_shutdown=self.begin_shutdown,
         )
 
@@ -438,7 +438,7 @@ class Daemon:
     async def _drain(self, exit_code: ExitCode) -> None:
         if self._ready.done():
             idle = asyncio.Event()
-            self.post(Drain(lambda: self._to_loop(idle.set)))
+            self.post(StopSteps(lambda: self._to_loop(idle.set)))
             if not await _within(idle, DRAIN_LIMIT_S):
                 self._guard.request_abort("the drain time is over")
                 await _within(idle, 1.0)
@@ -508,7 +508,7 @@ class Daemon:
 
     def _link_aborted(self, link: int, cause: str) -> None:
         """The guard thread has aborted `link`: whoever waited may come back with any outcome."""
-        self._to_loop(lambda: self.post(LinkBroke(link, cause)))
+        self._to_loop(lambda: self.post(LinkLost(link, cause)))
 
     def _result_failed(self, reply: ErrorReply, link: int) -> None:
         """A result failed on the completion thread, after the step thread was done with it."""

@@ -9,8 +9,8 @@ from rpc_schema import step
 from rpc_schema.base import StepReply
 from rpc_schema.codec import Frame, StepReplyMessage
 from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
-from worker_daemon.description import WorkerDescription
 from worker_daemon.phases import SetPhase
+from worker_daemon.worker.description import WorkerDescription
 
 
 class PendingReply(Protocol):

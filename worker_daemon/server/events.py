@@ -13,8 +13,8 @@ from rpc_schema import lifecycle as lc
 from rpc_schema import trace as tr
 from rpc_schema.codec import EventMessage, encode_control
 from rpc_schema.errors import WireError
-from worker_daemon.server.endpoints import EndpointInUseError
-from worker_daemon.server.self_report import SelfReport
+from worker_daemon.server.session.status import StatusReport
+from worker_daemon.server.wire.endpoints import EndpointInUseError
 
 REOPEN_INTERVAL_S: Final = 0.02
 REOPEN_TRIES: Final = 100
@@ -32,7 +32,7 @@ class _Origin(TypedDict):
 class Events:
     """Sends without waiting: whoever does not listen misses an event, and no other."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", report: SelfReport) -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", report: StatusReport) -> None:
         self._socket = socket
         self._report = report
 

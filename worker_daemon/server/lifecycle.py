@@ -17,7 +17,7 @@ from rpc_schema.lifecycle import LinkState, LoadState, ServingState
 from rpc_schema.operations import LOAD_CHAIN, STEP_OPERATIONS, THERE, Rule, StepMessage
 from rpc_schema.plain_text import one_line
 from worker_daemon.errors import StateError
-from worker_daemon.memory_tags import ALL_AWAKE, MemoryTags
+from worker_daemon.worker.memory_tags import ALL_AWAKE, MemoryTags
 
 SERVING_STATES: Final[tuple[ServingState, ...]] = ("SERVING", "DRAINING", "CLOSED", "FAILED")
 HISTORY: Final = 20
@@ -37,7 +37,7 @@ _SERVING_MOVES: Final[Mapping[ServingState, frozenset[ServingState]]] = MappingP
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class DaemonState:
     """Where a daemon stands: one value an axis. `lease` is of no concern to the rules: the gate
     (sequence.py) refuses all requests but the holder's before they are asked."""
 
@@ -53,7 +53,7 @@ class State:
         return f"{self.load}/link {self.link}/{self.serving}{asleep}{leased}"
 
 
-def allows(rule: Rule, state: State) -> bool:
+def allows(rule: Rule, state: DaemonState) -> bool:
     """Whether an operation with this rule is legal in `state`. Every operation needs SERVING."""
     return (
         state.serving == "SERVING"
@@ -64,12 +64,12 @@ def allows(rule: Rule, state: State) -> bool:
     )
 
 
-def legal(state: State) -> frozenset[type[StepMessage]]:
+def legal(state: DaemonState) -> frozenset[type[StepMessage]]:
     """Return the operations that `state` allows."""
     return frozenset(kind for kind, row in STEP_OPERATIONS.items() if allows(row.rule, state))
 
 
-def reset_targets(state: State) -> tuple[LoadState, ...]:
+def reset_targets(state: DaemonState) -> tuple[LoadState, ...]:
     """Return what Reset may go back to from `state`."""
     reached = LOAD_CHAIN[: LOAD_CHAIN.index(state.load) + 1]
     return tuple(
@@ -77,7 +77,7 @@ def reset_targets(state: State) -> tuple[LoadState, ...]:
     )
 
 
-def after(state: State, message: StepMessage) -> State:
+def after(state: DaemonState, message: StepMessage) -> DaemonState:
     """Return the state that the success of `message` makes of `state`."""
     if isinstance(message, lc.Reset):
         return _after_reset(state, message)
@@ -90,7 +90,7 @@ def after(state: State, message: StepMessage) -> State:
     )
 
 
-def _after_reset(state: State, message: lc.Reset) -> State:
+def _after_reset(state: DaemonState, message: lc.Reset) -> DaemonState:
     """Memory that goes with the model or the KV cache sleeps no more."""
     memory = state.memory.after_dropping_kv_cache()
     return replace(
@@ -118,7 +118,7 @@ class Lifecycle:
     __slots__ = ("_history", "_legal", "state")
 
     def __init__(self) -> None:
-        self.state = State()
+        self.state = DaemonState()
         self._legal = legal(self.state)
         self._history: deque[str] = deque(maxlen=HISTORY)
 
@@ -155,7 +155,7 @@ class Lifecycle:
         """The lease was granted, given back or has expired. Tell whether that is news."""
         return self._move(replace(self.state, lease=to), cause)
 
-    def _move(self, to: State, cause: str) -> bool:
+    def _move(self, to: DaemonState, cause: str) -> bool:
         if to == self.state:
             return False
         self._history.append(f"{self.state} -> {to} ({one_line(cause, MAX_CAUSE_BYTES)})")
@@ -177,7 +177,7 @@ class Lifecycle:
         )
 
 
-def _way_to_wake(state: State, message: StepMessage) -> str | None:
+def _way_to_wake(state: DaemonState, message: StepMessage) -> str | None:
     """What makes `message` legal, if it is sleep that forbids it."""
     rule = STEP_OPERATIONS[type(message)].rule
     if not allows(rule, replace(state, memory=ALL_AWAKE)):

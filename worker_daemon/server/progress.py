@@ -8,8 +8,8 @@ from typing import Final
 
 import msgspec
 
-from worker_daemon.description import WorkerDescription
-from worker_daemon.server.lifecycle import State
+from worker_daemon.server.lifecycle import DaemonState
+from worker_daemon.worker.description import WorkerDescription
 
 MAX_STEPS: Final = 64
 """The mean time of steps is exact over so many; later it moves by this part of each new one."""
@@ -46,7 +46,7 @@ class Stamp(msgspec.Struct, frozen=True, gc=False):
 class Snapshot:
     """What changes with lifecycle operations only."""
 
-    state: State
+    state: DaemonState
     rank: int
     transitions: tuple[str, ...]
     description: WorkerDescription
@@ -99,7 +99,7 @@ class Progress:
         self.stamp = Stamp("STARTING", time.monotonic(), math.inf, False)
         self.result = NO_RESULT
         """The result that the completion thread waits for: where a device hangs, it hangs there."""
-        self.snapshot = Snapshot(State(), 0, (), WorkerDescription(device))
+        self.snapshot = Snapshot(DaemonState(), 0, (), WorkerDescription(device))
         self.epoch = 0
         self.link = 0
         self.last_seq = 0

@@ -27,7 +27,8 @@ from worker_daemon.errors import (
     WorkerError,
 )
 from worker_daemon.logs import set_rank
-from worker_daemon.server.bad_peers import Peer
+from worker_daemon.server.auth.bad_peers import Peer
+from worker_daemon.server.auth.security import Security
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.dispatch import (
     WAITS_FOR_PEERS,
@@ -40,11 +41,10 @@ from worker_daemon.server.dispatch import (
 )
 from worker_daemon.server.lifecycle import Lifecycle
 from worker_daemon.server.progress import Progress
-from worker_daemon.server.replies import error_reply
-from worker_daemon.server.security import Security
 from worker_daemon.server.sequence import StepGate, Verdict
-from worker_daemon.server.unreadable import head_of, is_step, refusal
-from worker_daemon.uploads import Uploads
+from worker_daemon.server.wire.replies import error_reply
+from worker_daemon.server.wire.unreadable import head_of, is_step, refusal
+from worker_daemon.worker.uploads import Uploads
 
 SWITCH_INTERVAL_S: Final = 0.0002
 """The interpreter's: how long the step thread may keep the completion thread from the
@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class AttachSnapshot:
     """Where the daemon stood when a driver took it over."""
 
     epoch: int
@@ -70,7 +70,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class EpochOwner:
     """Whose an epoch is, and where its replies go."""
 
     owner: str
@@ -85,13 +85,13 @@ class Attach:
     longer run and nobody waits for their results."""
 
     epoch: int
-    seat: Seat
-    taken: Callable[[Standing], None]
+    seat: EpochOwner
+    taken: Callable[[AttachSnapshot], None]
     keep_requests: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Detach:
+class EndEpoch:
     """End an epoch."""
 
     epoch: int
@@ -112,7 +112,7 @@ class DropRequests:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkBroke:
+class LinkLost:
     """Another thread knows that `link` is broken: a result said that a peer is lost, or the guard
     aborted it."""
 
@@ -121,7 +121,7 @@ class LinkBroke:
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class StopSteps:
     """Refuse new steps from here on; `idle` hears once the running one is over. stays: until
     Resume, if that comes; else the daemon ends."""
 
@@ -137,7 +137,7 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
-class Aside:
+class OutOfBandTask:
     """Something that belongs to no driver and changes no state, between two requests. `work` never
     raises."""
 
@@ -160,7 +160,16 @@ class Stop:
 
 
 Command: TypeAlias = (
-    Attach | Detach | Orphan | DropRequests | LinkBroke | Drain | Resume | Aside | DeviceLost | Stop
+    Attach
+    | EndEpoch
+    | Orphan
+    | DropRequests
+    | LinkLost
+    | StopSteps
+    | Resume
+    | OutOfBandTask
+    | DeviceLost
+    | Stop
 )
 
 
@@ -276,7 +285,7 @@ class _StepLoop:
         self._uploads = uploads
         self._gate = StepGate()
         self._lifecycle = Lifecycle()
-        self._seats: dict[int, Seat] = {}
+        self._seats: dict[int, EpochOwner] = {}
         """By epoch."""
         self._peers: dict[bytes, Peer] = {}
         """By routing id, as far as that is nobody else's."""
@@ -290,13 +299,13 @@ class _StepLoop:
         self._operations = operation_handlers(worker)
         self._command_handlers: Mapping[type[Command], Callable[..., None]] = {
             Attach: self._attach,
-            Detach: self._detach,
+            EndEpoch: self._detach,
             Orphan: self._orphan,
             DropRequests: self._drop_requests,
-            LinkBroke: self._lose_link,
-            Drain: self._drain,
+            LinkLost: self._lose_link,
+            StopSteps: self._drain,
             Resume: self._resume,
-            Aside: self._work_aside,
+            OutOfBandTask: self._work_aside,
             DeviceLost: self._lose_device,
             Stop: self._stop,
         }
@@ -491,11 +500,11 @@ class _StepLoop:
             self._completion.refuse(seat.route, reply)
 
     def _command(self, command: Command) -> None:
-        if self._failed and not isinstance(command, Drain | Stop):
+        if self._failed and not isinstance(command, StopSteps | Stop):
             return  # the process ends, and the device may be lost
         self._command_handlers[type(command)](command)
 
-    def _detach(self, command: Detach) -> None:
+    def _detach(self, command: EndEpoch) -> None:
         self._gate.detach(command.epoch)
         self._leased(command.epoch, "free", "detached")
 
@@ -508,11 +517,11 @@ class _StepLoop:
             self._leave_requests(keep=False)
             logger.info("nobody came for the requests of epoch %d: dropped", command.epoch)
 
-    def _lose_link(self, command: LinkBroke) -> None:
+    def _lose_link(self, command: LinkLost) -> None:
         if command.link == self._gate.link:  # else it has been replaced since
             self._link_broke(command.cause)
 
-    def _drain(self, command: Drain) -> None:
+    def _drain(self, command: StopSteps) -> None:
         self._gate.draining = command.stays
         if self._lifecycle.serve("DRAINING", "drain" if command.stays else "shutdown"):
             self._publish(self._lifecycle.transitions[-1])
@@ -524,7 +533,7 @@ class _StepLoop:
             self._publish(self._lifecycle.transitions[-1])
         command.serving()
 
-    def _work_aside(self, command: Aside) -> None:
+    def _work_aside(self, command: OutOfBandTask) -> None:
         # Not on_link: whoever attaches meanwhile waits, and aborts nobody's link.
         self._progress.begin(command.phase, command.legal_silence_s, False)
         command.work(self._worker)
@@ -543,7 +552,7 @@ class _StepLoop:
             return  # overtaken: a driver behind this one was taken first
         clean = self._leave_requests(keep=command.keep_requests)
         self._left_clean = True
-        standing = Standing(gate.epoch, gate.last_seq, clean)
+        standing = AttachSnapshot(gate.epoch, gate.last_seq, clean)
         gate.attach(command.epoch)
         self._sender = b""
         self._progress.epoch = command.epoch
@@ -606,11 +615,11 @@ def _not_its_epoch(epoch: int) -> ForbiddenError:
     )
 
 
-def link_failure(reply: ErrorReply, link: int) -> LinkBroke | None:
+def link_failure(reply: ErrorReply, link: int) -> LinkLost | None:
     """Return the command for a late failure that broke `link`; None for the others."""
     if reply.code is not ErrorCode.COMM:
         return None
-    return LinkBroke(link, f"seq {reply.seq}: {reply.code}")
+    return LinkLost(link, f"seq {reply.seq}: {reply.code}")
 
 
 def fatal_exit_code(reply: ErrorReply) -> ExitCode | None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from rpc_schema.lifecycle import Status
 from worker_client.cli.session import InputRequest, Served, versions
-from worker_client.driver import StepRecord
+from worker_client.driver import StepTiming
 from worker_client.scheduler import RequestOutput
 from worker_client.scheduler_output import Logprobs
 from worker_client.tokenizer import Tokenizer
@@ -95,7 +95,7 @@ def percentiles(values: Sequence[float]) -> JsonObject:
     return {"p50": float(np.percentile(values, 50)), "p99": float(np.percentile(values, 99))}
 
 
-def step_times(records: Sequence[StepRecord]) -> dict[str, JsonObject]:
+def step_times(records: Sequence[StepTiming]) -> dict[str, JsonObject]:
     """Return count, mean and percentiles in ms of the steps, by kind: from result to result."""
     kinds = sorted({record.kind for record in records})
     by_kind = {

@@ -25,7 +25,7 @@ from worker_client.cli.session import (
 )
 from worker_client.errors import ClientConfigError
 from worker_client.tokenizer import Tokenizer, load_tokenizer
-from worker_client.worker_group import Progress, parse_endpoints
+from worker_client.worker_group import RankProgress, parse_endpoints
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 Profile = Annotated[
@@ -198,12 +198,12 @@ def _print_errors(inputs: Sequence[InputRequest], errors: Mapping[str, str]) -> 
         sys.stderr.write(f"{printable(names.get(req_id, req_id))}: {printable(error)}\n")
 
 
-def _print_progress() -> Callable[[Progress], None]:
+def _print_progress() -> Callable[[RankProgress], None]:
     """Return what prints each phase of each rank once, to standard error, between-times left out.
     Not the operation: a heartbeat may be older than the one that is under way."""
     seen: set[tuple[int, str]] = set()
 
-    def show(progress: Progress) -> None:
+    def show(progress: RankProgress) -> None:
         key = (progress.rank, progress.phase)
         if progress.phase != "IDLE" and key not in seen:
             seen.add(key)

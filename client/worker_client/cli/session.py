@@ -24,11 +24,11 @@ from worker_client.errors import (
     WorkerDied,
 )
 from worker_client.launcher import LocalDaemons
-from worker_client.loading import LoadedModel
+from worker_client.loading import LoadedGroup
 from worker_client.requests import GenerationRequest, RequestParser
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.tokenizer import Tokenizer
-from worker_client.worker_group import Progress, WorkerGroup
+from worker_client.worker_group import RankProgress, WorkerGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Session:
     """A loaded group, ready to serve."""
 
     group: WorkerGroup
-    model: LoadedModel
+    model: LoadedGroup
     options: RunOptions
     startup_s: dict[str, float]
     """From the process's start until all was ready, by phase."""
@@ -152,7 +152,7 @@ def _add_all(
 @contextlib.contextmanager
 def open_session(
     options: RunOptions,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[RankProgress], None] | None = None,
     *,
     keep_requests: bool = False,
 ) -> Iterator[Session]:

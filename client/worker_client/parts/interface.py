@@ -9,7 +9,7 @@ from rpc_schema.codec import Frame
 from rpc_schema.extensions import ReplyExtension, RequestExtension
 
 
-class Fault(NamedTuple):
+class ExtensionFault(NamedTuple):
     """What is wrong with an extension, in the form of an error's field, value and fix."""
 
     field: str
@@ -36,7 +36,7 @@ class RequestPart:
     may_refuse: ClassVar[bool] = False
     """A request that has it may gain fewer tokens than its steps counted (StepResult.refused)."""
 
-    def find_fault(self, extension: Any, bounds: ModelBounds) -> Fault | None:
+    def find_fault(self, extension: Any, bounds: ModelBounds) -> ExtensionFault | None:
         """Return what a daemon would refuse about an extension whose fields are in their bounds, by
         name of the field; None if nothing."""
         return None

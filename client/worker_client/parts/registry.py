@@ -10,13 +10,21 @@ from typing import Any, Final, TypeAlias
 from rpc_schema.codec import Frame
 from rpc_schema.errors import BadFrameError
 from rpc_schema.extensions import ReplyExtension, RequestExtension
-from worker_client.parts.interface import Fault, ModelBounds, RequestPart
-from worker_client.parts.sampling import LogprobsPart, RandomSamplingPart, StopTokensPart
+from worker_client.parts.interface import ExtensionFault, ModelBounds, RequestPart
+from worker_client.parts.sampling import (
+    LogprobsPart,
+    RandomSamplingRequestPart,
+    StopTokensRequestPart,
+)
 
 Extensions: TypeAlias = tuple[RequestExtension, ...]
 """A request's."""
 
-PARTS: Final[tuple[RequestPart, ...]] = (RandomSamplingPart(), StopTokensPart(), LogprobsPart())
+PARTS: Final[tuple[RequestPart, ...]] = (
+    RandomSamplingRequestPart(),
+    StopTokensRequestPart(),
+    LogprobsPart(),
+)
 
 _OF_REQUEST: Final[Mapping[type, RequestPart]] = MappingProxyType(
     {part.extension: part for part in PARTS}
@@ -28,7 +36,7 @@ KINDS: Final = tuple(_OF_REQUEST)
 """Types of extensions that a request may carry."""
 
 
-def find_fault(extension: RequestExtension, bounds: ModelBounds) -> Fault | None:
+def find_fault(extension: RequestExtension, bounds: ModelBounds) -> ExtensionFault | None:
     """Return what is wrong with an extension whose fields are in their bounds."""
     return _OF_REQUEST[type(extension)].find_fault(extension, bounds)
 

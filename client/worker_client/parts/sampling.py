@@ -14,34 +14,38 @@ from rpc_schema.sampling import (
     StopTokens,
     TokenLogprobs,
 )
-from worker_client.parts.interface import Fault, ModelBounds, RequestPart
+from worker_client.parts.interface import ExtensionFault, ModelBounds, RequestPart
 from worker_client.scheduler_output import Logprobs
 
 
-class RandomSamplingPart(RequestPart):
+class RandomSamplingRequestPart(RequestPart):
     """Tokens are drawn; what a request has computed does not depend on it."""
 
     extension = RandomSampling
 
-    def find_fault(self, extension: RandomSampling, bounds: ModelBounds) -> Fault | None:
+    def find_fault(self, extension: RandomSampling, bounds: ModelBounds) -> ExtensionFault | None:
         if 0 < extension.temperature < MIN_TEMPERATURE:
             fix = f"use 0 for the most likely token, or at least {MIN_TEMPERATURE}"
-            return Fault("temperature", extension.temperature, fix)
+            return ExtensionFault("temperature", extension.temperature, fix)
         return None
 
 
-class StopTokensPart(RequestPart):
+class StopTokensRequestPart(RequestPart):
     """Tokens that end a request, and are not sampled before its min_tokens."""
 
     extension = StopTokens
 
-    def find_fault(self, extension: StopTokens, bounds: ModelBounds) -> Fault | None:
+    def find_fault(self, extension: StopTokens, bounds: ModelBounds) -> ExtensionFault | None:
         token_ids = extension.token_ids
         if len(token_ids) > MAX_STOP_TOKEN_IDS:
-            return Fault("token_ids", f"{len(token_ids)} ids", f"give at most {MAX_STOP_TOKEN_IDS}")
+            return ExtensionFault(
+                "token_ids", f"{len(token_ids)} ids", f"give at most {MAX_STOP_TOKEN_IDS}"
+            )
         unknown = [token_id for token_id in token_ids if token_id >= bounds.vocab_size]
         if unknown:
-            return Fault("token_ids", unknown[0], f"use token ids below {bounds.vocab_size}")
+            return ExtensionFault(
+                "token_ids", unknown[0], f"use token ids below {bounds.vocab_size}"
+            )
         return None
 
 
@@ -51,9 +55,9 @@ class LogprobsPart(RequestPart):
     extension = LogprobsWanted
     reply_extension = TokenLogprobs
 
-    def find_fault(self, extension: LogprobsWanted, bounds: ModelBounds) -> Fault | None:
+    def find_fault(self, extension: LogprobsWanted, bounds: ModelBounds) -> ExtensionFault | None:
         if extension.count > bounds.vocab_size:
-            return Fault("count", extension.count, f"use at most {bounds.vocab_size}")
+            return ExtensionFault("count", extension.count, f"use at most {bounds.vocab_size}")
         return None
 
     def read_reply(

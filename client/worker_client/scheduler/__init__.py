@@ -2,7 +2,7 @@
 
 interface.py       what a driver asks of a scheduler, and the values that they exchange
 reference.py       Scheduler: takes the calls, commits steps, takes in their results
-planning.py        decides a step: decodes, prefill chunks, preemption, admission
+plan/planning.py        decides a step: decodes, prefill chunks, preemption, admission
 roster.py          who waits and who runs
 decode_groups.py   who decodes together, so that the stages work on different requests
 request.py         one request: its counts, when it ends, where it comes from

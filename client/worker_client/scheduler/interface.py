@@ -7,7 +7,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from rpc_schema.config import WorkerConfig
 from rpc_schema.kv_cache import BlockGroup, block_groups, request_blocks
-from worker_client.loading import LoadedModel
+from worker_client.loading import LoadedGroup
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler_output import Logprobs, SchedulerOutput, StepResult
 
@@ -102,7 +102,7 @@ class SchedulerLimits:
         return request_blocks(num_tokens, self.block_groups, self.max_num_batched_tokens)
 
 
-def scheduler_limits(model: LoadedModel, config: WorkerConfig) -> SchedulerLimits:
+def scheduler_limits(model: LoadedGroup, config: WorkerConfig) -> SchedulerLimits:
     """Return what a scheduler may use of a group that was loaded with `config`."""
     return SchedulerLimits(
         max_num_seqs=config.scheduler.max_num_seqs,

@@ -8,7 +8,7 @@ from worker_client.scheduler.decode_groups import DecodeGroups
 from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler.request import Request
 from worker_client.scheduler.request_blocks import RequestBlocks
-from worker_client.scheduler.roster import Roster
+from worker_client.scheduler.request_queues import RequestQueues
 from worker_client.step_checks import MAX_ADMITTED_BYTES, MAX_ADMITTED_TOKENS
 
 PIPELINE_CHUNK = 2048
@@ -27,7 +27,11 @@ class Step:
     """A step in the making, which may stay empty. The scheduler reads what is public here."""
 
     def __init__(
-        self, limits: SchedulerLimits, roster: Roster, blocks: RequestBlocks, groups: DecodeGroups
+        self,
+        limits: SchedulerLimits,
+        roster: RequestQueues,
+        blocks: RequestBlocks,
+        groups: DecodeGroups,
     ) -> None:
         self.group: int | None = None
         """The one that decodes."""

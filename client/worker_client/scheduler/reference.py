@@ -13,7 +13,7 @@ from worker_client.scheduler.interface import FinishReason, RequestOutput, Sched
 from worker_client.scheduler.planning import Step
 from worker_client.scheduler.request import Request, adopted_request, new_request
 from worker_client.scheduler.request_blocks import RequestBlocks
-from worker_client.scheduler.roster import Roster
+from worker_client.scheduler.request_queues import RequestQueues
 from worker_client.scheduler_output import SchedulerOutput, StepResult
 
 NOT_A_NUMBER = (
@@ -32,7 +32,7 @@ class Scheduler:
         self._groups = DecodeGroups(limits.pipeline_parallel_size)
         # A decode group never exceeds the token budget: groups are kept equal within one.
         most = limits.max_num_batched_tokens * limits.pipeline_parallel_size
-        self._roster = Roster(self._blocks, self._groups, min(limits.max_num_seqs, most))
+        self._roster = RequestQueues(self._blocks, self._groups, min(limits.max_num_seqs, most))
         self._ended: list[str] = []
         """Requests that the workers are to forget."""
         self._num_steps = 0

@@ -24,9 +24,9 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public all the 
 )
 
 from rpc_schema import weight_transfer as wt
-from rpc_schema.config import MeetingAddress
+from rpc_schema.config import RendezvousAddress
 from rpc_schema.listeners import ListenerWatch
-from rpc_schema.meeting import MeetingError, MeetingPlace, member_proof
+from rpc_schema.rendezvous import RendezvousError, StoreServer, member_proof
 from rpc_schema.weight_packing import Transfer, plan_transfers
 from worker_client.errors import ClientConfigError, ClientError
 
@@ -105,7 +105,7 @@ class BroadcastChannel:
         self._stopped = threading.Event()
         self._group: _Group | None = None
         self._host = host
-        self._place = MeetingPlace(host, num_workers)
+        self._place = StoreServer(host, num_workers)
         self._store = _TrainerStore(self._place, timeout_s)
 
     @property
@@ -113,7 +113,9 @@ class BroadcastChannel:
         """What init_weight_transfer_engine is to be told."""
         return wt.BroadcastEngine(
             backend=self._backend,
-            place=MeetingAddress(host=self._host, port=self._place.port, secret=self._place.secret),
+            place=RendezvousAddress(
+                host=self._host, port=self._place.port, secret=self._place.secret
+            ),
             world_size=self._size,
         )
 
@@ -252,7 +254,7 @@ class BroadcastChannel:
 class _TrainerStore(Store):
     """torch's view of the meeting. The channel keeps it, since torch does not."""
 
-    def __init__(self, place: MeetingPlace, timeout_s: float) -> None:
+    def __init__(self, place: StoreServer, timeout_s: float) -> None:
         super().__init__()
         self._place = place
         self._timeout_s = timeout_s
@@ -302,5 +304,5 @@ class _Failures:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(error, (RuntimeError, MeetingError)):
+        if isinstance(error, (RuntimeError, RendezvousError)):
             raise TransferStopped(f"{self._what} failed: {error}") from error

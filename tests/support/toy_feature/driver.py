@@ -3,7 +3,7 @@ so that requests share their prefixes as ever."""
 
 from rpc_schema.token_bias import TokenBias
 
-from worker_client.parts.interface import Fault, ModelBounds, RequestPart
+from worker_client.parts.interface import ExtensionFault, ModelBounds, RequestPart
 
 
 class TokenBiasPart(RequestPart):
@@ -11,7 +11,9 @@ class TokenBiasPart(RequestPart):
 
     extension = TokenBias
 
-    def find_fault(self, extension: TokenBias, bounds: ModelBounds) -> Fault | None:
+    def find_fault(self, extension: TokenBias, bounds: ModelBounds) -> ExtensionFault | None:
         if extension.token_id >= bounds.vocab_size:
-            return Fault("token_id", extension.token_id, f"use ids below {bounds.vocab_size}")
+            return ExtensionFault(
+                "token_id", extension.token_id, f"use ids below {bounds.vocab_size}"
+            )
         return None

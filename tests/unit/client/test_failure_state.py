@@ -27,11 +27,11 @@ from worker_client.errors import (
     WorkerDied,
     remote_error,
 )
-from worker_client.failure_state import Answer, Request, Seat
+from worker_client.failure_state import Answer, GroupRequest, Ownership
 from worker_client.link_tries import MAX_LINK_FAILURES
 
-AXES = (fs.Seat, fs.Link, fs.Ending, fs.News, fs.Blame, fs.Weights, fs.Drain)
-STATES = [fs.State(*values) for values in itertools.product(*AXES)]
+AXES = (fs.Ownership, fs.LinkState, fs.Ending, fs.News, fs.RootCause, fs.Weights, fs.DrainState)
+STATES = [fs.GroupState(*values) for values in itertools.product(*AXES)]
 RELIABILITY = Path(__file__).parents[3] / "docs" / "reliability.md"
 
 
@@ -49,23 +49,23 @@ SUSPECT = fs.Suspect(
 )
 EVENTS = (
     fs.RankLost(DEATH),
-    fs.Unseated(error_of(reply(ErrorCode.FENCED))),
+    fs.OwnershipLost(error_of(reply(ErrorCode.FENCED))),
     fs.LinkGaveUp(LinkGivenUp((0,), 3, "cut")),
-    fs.LinkBroke(),
+    fs.LinkBroken(),
     fs.LinkMade(),
     fs.EndAnnounced(),
     fs.EndAwaited(),
     fs.CauseAwaited(SUSPECT),
     fs.Failed(1),
     fs.DeathFailed(1),
-    fs.Told(1),
+    fs.FailureReported(1),
     fs.Prepared(),
     fs.AttachBegun(),
     fs.EpochBegun(),
-    fs.Attached(),
+    fs.GroupAttached(),
     fs.ReplaceBegun(),
     fs.ReplaceFailed(DEATH),
-    fs.Replaced(),
+    fs.RankReplaced(),
     fs.WeightsGone("an update is open"),
     fs.WeightsFilled(),
     fs.DrainHeard(frozenset([1])),
@@ -87,14 +87,14 @@ def test_each_state_and_event_give_a_state_of_the_same_axes():
 
 
 def test_each_state_answers_each_request():
-    for state, request in itertools.product(STATES, Request):
+    for state, request in itertools.product(STATES, GroupRequest):
         assert isinstance(fs.answer(state, request), Answer)
-    assert set(fs.BY_SEAT) == set(Request) - {Request.SEND}
-    assert all(list(row) == list(Seat) for row in fs.BY_SEAT.values())
+    assert set(fs.BY_SEAT) == set(GroupRequest) - {GroupRequest.SEND}
+    assert all(list(row) == list(Ownership) for row in fs.BY_SEAT.values())
 
 
 def test_every_axis_state_event_request_and_answer_is_documented():
-    for axis in (*AXES, Request, Answer):
+    for axis in (*AXES, GroupRequest, Answer):
         texts = [value.value for value in axis]
         assert axis.__doc__ and all(len(text) > 3 for text in texts)
     for kind in fs.TABLE:  # without a docstring a dataclass has its signature in that place
@@ -112,15 +112,33 @@ def changes(axis):
 
 
 ENDS = {
-    fs.Link.BROKEN: {fs.LinkMade, fs.Attached, fs.Replaced},
-    fs.News.UNTOLD: {fs.Told, fs.DeathFailed, fs.Prepared, fs.AttachBegun, fs.Replaced},
-    fs.News.DEATH_UNTOLD: {fs.Told, fs.Failed, fs.Prepared, fs.AttachBegun, fs.Replaced},
-    fs.Ending.ANNOUNCED: {fs.EndAwaited, fs.AttachBegun, fs.Replaced},
-    fs.Blame.AWAITED: {fs.Failed, fs.DeathFailed},
+    fs.LinkState.BROKEN: {fs.LinkMade, fs.GroupAttached, fs.RankReplaced},
+    fs.News.UNTOLD: {
+        fs.FailureReported,
+        fs.DeathFailed,
+        fs.Prepared,
+        fs.AttachBegun,
+        fs.RankReplaced,
+    },
+    fs.News.DEATH_UNTOLD: {
+        fs.FailureReported,
+        fs.Failed,
+        fs.Prepared,
+        fs.AttachBegun,
+        fs.RankReplaced,
+    },
+    fs.Ending.ANNOUNCED: {fs.EndAwaited, fs.AttachBegun, fs.RankReplaced},
+    fs.RootCause.AWAITED: {fs.Failed, fs.DeathFailed},
     fs.Weights.NOT_WHOLE: {fs.WeightsFilled},
-    fs.Drain.DRAINING: {fs.DrainOver, fs.EpochBegun},
-    Seat.LOST: {fs.ReplaceBegun},
-    Seat.REPLACING: {fs.Replaced, fs.ReplaceFailed, fs.RankLost, fs.Unseated, fs.LinkGaveUp},
+    fs.DrainState.DRAINING: {fs.DrainOver, fs.EpochBegun},
+    Ownership.LOST: {fs.ReplaceBegun},
+    Ownership.REPLACING: {
+        fs.RankReplaced,
+        fs.ReplaceFailed,
+        fs.RankLost,
+        fs.OwnershipLost,
+        fs.LinkGaveUp,
+    },
 }
 
 
@@ -130,16 +148,20 @@ def test_what_ends_a_state(state):
 
 
 def test_steps_begin_again_by_attach_and_replace_alone():
-    ways = {(event, before) for event, before, now in changes(Seat) if now is Seat.SERVING}
-    unseated = (Seat.NEW, Seat.UNSEATED, Seat.LINK_GIVEN_UP)
+    ways = {
+        (event, before) for event, before, now in changes(Ownership) if now is Ownership.SERVING
+    }
+    unseated = (Ownership.NEW, Ownership.UNSEATED, Ownership.LINK_GIVEN_UP)
     assert ways == {
         *((fs.AttachBegun, seat) for seat in unseated),
-        (fs.Replaced, Seat.REPLACING),
+        (fs.RankReplaced, Ownership.REPLACING),
     }
 
 
 def test_one_rank_has_no_link_to_break():
-    assert all(before is not fs.Link.NONE is not now for _, before, now in changes(fs.Link))
+    assert all(
+        before is not fs.LinkState.NONE is not now for _, before, now in changes(fs.LinkState)
+    )
 
 
 def test_documented_tables_are_those_of_the_module():
@@ -161,7 +183,7 @@ def table_of_answers():
     asked = list(fs.BY_SEAT)
     rows = [
         f"| `{seat.name}` | " + " | ".join(fs.BY_SEAT[r][seat].value for r in asked) + " |"
-        for seat in Seat
+        for seat in Ownership
     ]
     heads = " | ".join(request.value for request in asked)
     return "\n".join([f"| seat | {heads} |", "|---" * (len(asked) + 1) + "|", *rows])
@@ -175,7 +197,7 @@ def test_events_of_errors():
     assert fs.loss_of(given_up) == fs.LinkGaveUp(given_up)
     assert fs.loss_of(died) == fs.RankLost(died)
     other = LeaseNotRenewed(OSError("disk"))
-    assert fs.loss_of(other) == fs.Unseated(other)
+    assert fs.loss_of(other) == fs.OwnershipLost(other)
 
 
 @pytest.mark.parametrize("scope", ErrorScope)
@@ -190,18 +212,18 @@ def test_drain_names_all_ranks_and_the_first_one_s_endpoint():
     state.heard_drain(1, drains=True)
     state.heard_drain(0, drains=True)
     with pytest.raises(DrainingError, match=r"rank 0 at here: DRAINING: ranks \[0, 1\] drain"):
-        state.check(Request.STEP, ["here", "there"])
+        state.check(GroupRequest.STEP, ["here", "there"])
     state.heard_drain(0, drains=False)
     with pytest.raises(DrainingError, match="rank 1 at there"):
-        state.check(Request.STEP, ["here", "there"])
+        state.check(GroupRequest.STEP, ["here", "there"])
     state.heard_drain(1, drains=False)
-    state.check(Request.STEP, ["here", "there"])
+    state.check(GroupRequest.STEP, ["here", "there"])
 
 
 def serving(world_size):
     state = fs.FailureState(world_size)
     state.apply(fs.AttachBegun())
-    state.apply(fs.Attached())
+    state.apply(fs.GroupAttached())
     return state
 
 
@@ -222,11 +244,11 @@ def test_cause_is_there_exactly_where_a_seat_is_refused(events):
     for event in events:
         state.apply(event)
         seat = state.state.seat
-        if seat in (Seat.NEW, Seat.SERVING):
+        if seat in (Ownership.NEW, Ownership.SERVING):
             assert state.cause is None
-        elif seat is not Seat.REPLACING:
+        elif seat is not Ownership.REPLACING:
             assert state.cause is not None
-            for request in Request:
+            for request in GroupRequest:
                 if state.answer(request) is Answer.CAUSE:
                     with pytest.raises(type(state.cause)) as raised:
                         state.check(request)
@@ -242,20 +264,20 @@ def failed_links(count, world_size=2):
 
 def test_third_failed_link_is_given_up_and_an_end_expected():
     state = failed_links(MAX_LINK_FAILURES - 1)
-    assert state.answer(Request.OPERATION) is Answer.GO
+    assert state.answer(GroupRequest.OPERATION) is Answer.GO
     state.relink_failed(error_of(reply()))
-    assert state.answer(Request.OPERATION) is Answer.AWAIT_END
+    assert state.answer(GroupRequest.OPERATION) is Answer.AWAIT_END
     state.apply(fs.EndAwaited())
-    assert state.answer(Request.OPERATION) is Answer.CAUSE
+    assert state.answer(GroupRequest.OPERATION) is Answer.CAUSE
     with pytest.raises(LinkGivenUp, match="3 times in a row"):
-        state.check(Request.STEP)
+        state.check(GroupRequest.STEP)
 
 
 @pytest.mark.parametrize(
     "events",
     [
-        (fs.AttachBegun(), fs.Attached()),
-        (fs.RankLost(DEATH), fs.ReplaceBegun(), fs.Attached(), fs.Replaced()),
+        (fs.AttachBegun(), fs.GroupAttached()),
+        (fs.RankLost(DEATH), fs.ReplaceBegun(), fs.GroupAttached(), fs.RankReplaced()),
     ],
     ids=["attached", "replaced"],
 )
@@ -265,7 +287,7 @@ def test_failed_links_are_counted_anew_once_all_begins_anew(events):
         state.apply(event)
     for _ in range(MAX_LINK_FAILURES - 1):
         state.relink_failed(error_of(reply()))
-    assert state.answer(Request.OPERATION) is Answer.GO
+    assert state.answer(GroupRequest.OPERATION) is Answer.GO
 
 
 def test_one_rank_alone_never_gives_a_link_up():
@@ -274,7 +296,7 @@ def test_one_rank_alone_never_gives_a_link_up():
         told = reply(ErrorCode.COMM, ErrorScope.GROUP, seq)
         error = error_of(told)
         assert state.step_failed(told, error) is error
-    assert state.answer(Request.SEND) is state.answer(Request.STEP) is Answer.GO
+    assert state.answer(GroupRequest.SEND) is state.answer(GroupRequest.STEP) is Answer.GO
 
 
 # ------------------------------------------------------------------ against plain flags
@@ -379,7 +401,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.takes_steps)
     @rule(seq=SEQS)
     def step_hangs(self, seq):
-        self.owner.apply(fs.LinkBroke())
+        self.owner.apply(fs.LinkBroken())
         self.needs_relink = self.has_link
         self.fail(seq)
 
@@ -426,7 +448,7 @@ class Histories(RuleBasedStateMachine):
     def future_tells(self, data):
         number = data.draw(st.integers(1, self.newest))
         was_to_tell = self.to_tell
-        self.owner.apply(fs.Told(number))
+        self.owner.apply(fs.FailureReported(number))
         if number == was_to_tell:
             self.to_tell = None
 
@@ -455,10 +477,10 @@ class Histories(RuleBasedStateMachine):
     @rule(must_relink=st.booleans())
     def attach(self, must_relink):
         self.fail()
-        for event in (fs.AttachBegun(), fs.EpochBegun(), fs.Attached()):
+        for event in (fs.AttachBegun(), fs.EpochBegun(), fs.GroupAttached()):
             self.owner.apply(event)
         if must_relink and self.has_link:
-            self.owner.apply(fs.LinkBroke())
+            self.owner.apply(fs.LinkBroken())
         self.is_attached, self.dead, self.has_doomed = True, None, False
         self.needs_relink = must_relink and self.has_link
         self.to_tell, self.last_given_up = None, 0
@@ -478,7 +500,7 @@ class Histories(RuleBasedStateMachine):
         self.owner.apply(fs.ReplaceBegun())
         self.dead, self.is_replacing = None, True
         self.owner.apply(fs.EpochBegun())
-        self.owner.apply(fs.Attached())
+        self.owner.apply(fs.GroupAttached())
         self.needs_relink, self.last_given_up, self.draining = False, 0, set()
 
     @precondition(lambda self: self.is_replacing)
@@ -490,7 +512,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.is_replacing)
     @rule(lost=st.booleans())
     def replacement_succeeds(self, lost):
-        self.owner.apply(fs.Replaced())
+        self.owner.apply(fs.RankReplaced())
         self.is_replacing = self.needs_relink = self.has_doomed = False
         self.bad_links, self.to_tell = [], None
         if lost:
@@ -511,23 +533,23 @@ class Histories(RuleBasedStateMachine):
 
     def refusal(self, request):
         """The kind of error that a request is refused with, or None."""
-        if request in (Request.ATTACH, Request.LOOK):
+        if request in (GroupRequest.ATTACH, GroupRequest.LOOK):
             return WorkerDied if self.is_lost else None
         if self.dead is not None:
             return type(self.dead)
         if not self.is_attached:
             return ClientError
-        if request is Request.STEP and self.draining:
+        if request is GroupRequest.STEP and self.draining:
             return DrainingError
-        if request is Request.STEP and self.weights:
+        if request is GroupRequest.STEP and self.weights:
             return WeightsNotWhole
         return None
 
     @invariant()
     def requests_are_refused_as_by_the_flags(self):
-        asked = [Request.OPERATION, Request.LOOK]
+        asked = [GroupRequest.OPERATION, GroupRequest.LOOK]
         if not self.is_replacing:  # nobody can ask more meanwhile
-            asked += [Request.STEP, Request.ATTACH]
+            asked += [GroupRequest.STEP, GroupRequest.ATTACH]
         for request in asked:
             expected = self.refusal(request)
             try:
@@ -540,12 +562,12 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def dead_group_takes_no_step(self):
         if not self.takes_steps:
-            assert self.owner.answer(Request.STEP) is not Answer.GO
+            assert self.owner.answer(GroupRequest.STEP) is not Answer.GO
 
     @invariant()
     def end_is_awaited_before_a_given_up_link_is_told(self):
         awaits = isinstance(self.dead, LinkGivenUp) and self.has_doomed
-        assert (self.owner.answer(Request.OPERATION) is Answer.AWAIT_END) is awaits
+        assert (self.owner.answer(GroupRequest.OPERATION) is Answer.AWAIT_END) is awaits
 
     @invariant()
     def what_comes_before_a_step_is_what_the_flags_say(self):
@@ -554,7 +576,7 @@ class Histories(RuleBasedStateMachine):
             expected = Answer.AWAIT_END
         if self.to_tell is not None:
             expected = Answer.FAIL
-        assert self.owner.answer(Request.SEND) is expected
+        assert self.owner.answer(GroupRequest.SEND) is expected
 
     @invariant()
     def values_are_those_of_the_flags(self):
@@ -567,9 +589,9 @@ class Histories(RuleBasedStateMachine):
         assert owner.suspect == self.suspect
         assert owner.weights_cause == self.weights
         assert owner.last_given_up == self.last_given_up
-        assert (owner.state.blame is fs.Blame.AWAITED) is (self.suspect is not None)
+        assert (owner.state.blame is fs.RootCause.AWAITED) is (self.suspect is not None)
         assert (owner.state.weights is fs.Weights.NOT_WHOLE) is bool(self.weights)
-        assert (owner.state.drain is fs.Drain.DRAINING) is bool(self.draining)
+        assert (owner.state.drain is fs.DrainState.DRAINING) is bool(self.draining)
         states = [getattr(owner.state, field.name) for field in fields(owner.state)]
         assert [type(state) for state in states] == list(AXES)
 

@@ -8,7 +8,7 @@ from rpc_schema.codec import MAX_CONTROL_BYTES, encode_control
 from rpc_schema.trace import MAX_DRIVER_STEPS, PutDriverSteps
 from worker_client.clocks import Offset
 from worker_client.scheduler_output import SchedulerOutput
-from worker_client.step_times import StepTimes
+from worker_client.step_times import StepHistory
 
 AHEAD = 10**15
 CLOCK = Offset(5, AHEAD, 3)
@@ -23,7 +23,7 @@ def numbers(raw, kind="<i8"):
 
 
 def test_each_step_has_its_moments_and_its_tokens():
-    times = StepTimes()
+    times = StepHistory()
     began = time.monotonic_ns()
     times.sent(3, began, SchedulerOutput({"a": 7, "b": 1, "c": 2}, ("d", "e")))
     times.sent(4, began + 1, None)
@@ -46,7 +46,7 @@ def test_each_step_has_its_moments_and_its_tokens():
 
 
 def test_only_steps_of_the_window_of_the_daemon_s_clock():
-    times = StepTimes()
+    times = StepHistory()
     for seq in range(1, 6):
         times.sent(seq, time.monotonic_ns(), None)
         times.settled(seq)
@@ -59,7 +59,7 @@ def test_only_steps_of_the_window_of_the_daemon_s_clock():
 
 
 def test_the_most_that_is_kept_fits_a_message():
-    times = StepTimes()
+    times = StepHistory()
     for seq in range(MAX_DRIVER_STEPS + 10):
         times.sent(seq, 1, None)
     steps = everything(times)

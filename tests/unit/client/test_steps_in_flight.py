@@ -11,7 +11,7 @@ from rpc_schema.errors import ErrorCode, ErrorReply, ErrorScope
 from rpc_schema.step import ModelRunnerOutput
 from worker_client import failure_state as fs
 from worker_client.errors import LinkGivenUp, RemoteError, StepFailed, WorkerDied, remote_error
-from worker_client.failure_state import Answer, FailureState, Request
+from worker_client.failure_state import Answer, FailureState, GroupRequest
 from worker_client.outcomes import StepFuture, StepsInFlight
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.step_checks import GroupLimits
@@ -52,7 +52,7 @@ class Futures(RuleBasedStateMachine):
         self.state = FailureState(2)
         self.steps = StepsInFlight(self.state, OUTPUT_RANK)
         self.state.apply(fs.AttachBegun())
-        self.state.apply(fs.Attached())
+        self.state.apply(fs.GroupAttached())
         self.steps.start(SLOTS, GroupLimits(), 60.0)
         self.waiter = NobodyWaits()
         self.seq = 0
@@ -65,10 +65,10 @@ class Futures(RuleBasedStateMachine):
 
     @property
     def is_usable(self):
-        return self.state.answer(Request.OPERATION) is Answer.GO
+        return self.state.answer(GroupRequest.OPERATION) is Answer.GO
 
     def comes_next(self, what):
-        return self.is_usable and self.state.answer(Request.SEND) is what
+        return self.is_usable and self.state.answer(GroupRequest.SEND) is what
 
     def reply(self, seq, code, scope):
         """A gap is that of the oldest step in flight."""
@@ -191,7 +191,7 @@ class Futures(RuleBasedStateMachine):
     def replace(self, goes_well):
         self.state.apply(fs.ReplaceBegun())
         self.state.apply(fs.EpochBegun())
-        self.state.apply(fs.Attached())
+        self.state.apply(fs.GroupAttached())
         self.seq, self.sent = 0, {}
         if not goes_well:
             self.state.apply(fs.ReplaceFailed(DEATH))
@@ -199,15 +199,15 @@ class Futures(RuleBasedStateMachine):
         self.steps.revive()
         failed = [future for future in self.held if isinstance(cause_of(future), WorkerDied)]
         assert not any(future.failure.ends_group for future in failed)
-        assert self.state.answer(Request.STEP) is Answer.GO
-        assert self.state.answer(Request.SEND) in (Answer.FAIL, Answer.GO)
+        assert self.state.answer(GroupRequest.STEP) is Answer.GO
+        assert self.state.answer(GroupRequest.SEND) in (Answer.FAIL, Answer.GO)
 
-    @precondition(lambda self: self.state.answer(Request.ATTACH) is Answer.GO)
+    @precondition(lambda self: self.state.answer(GroupRequest.ATTACH) is Answer.GO)
     @precondition(lambda self: not self.is_usable)
     @rule()
     def attach(self):
         self.steps.abandon()
-        self.state.apply(fs.Attached())
+        self.state.apply(fs.GroupAttached())
         self.steps.start(SLOTS, GroupLimits(), 60.0)
         self.given_up |= self.admitted
         self.seq, self.sent = 0, {}
@@ -235,7 +235,7 @@ class Futures(RuleBasedStateMachine):
         else:
             assert self.steps.untold_failure is was_untold
         if was_untold is failure and self.is_usable:
-            assert self.state.answer(Request.SEND) is not Answer.FAIL
+            assert self.state.answer(GroupRequest.SEND) is not Answer.FAIL
 
     @invariant()
     def every_future_has_one_outcome_or_is_in_flight(self):

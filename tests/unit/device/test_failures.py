@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from worker_daemon.device.failures import (
-    Verdict,
+    FailureKind,
     drop_scratch,
     judge,
     out_of_memory,
@@ -21,37 +21,40 @@ CUDA_OOM = (
 @pytest.mark.parametrize(
     ("error", "verdict"),
     [
-        (torch.OutOfMemoryError(CUDA_OOM), Verdict.OUT_OF_MEMORY),
-        (torch.AcceleratorError("CUDA error: out of memory", 2), Verdict.OUT_OF_MEMORY),
-        (RuntimeError("Triton Error [CUDA]: out of memory"), Verdict.OUT_OF_MEMORY),
+        (torch.OutOfMemoryError(CUDA_OOM), FailureKind.OUT_OF_MEMORY),
+        (torch.AcceleratorError("CUDA error: out of memory", 2), FailureKind.OUT_OF_MEMORY),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), FailureKind.OUT_OF_MEMORY),
         (
             RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"),
-            Verdict.OUT_OF_MEMORY,
+            FailureKind.OUT_OF_MEMORY,
         ),
-        (MemoryError(), Verdict.OUT_OF_MEMORY),
-        (RuntimeError("std::bad_alloc"), Verdict.OUT_OF_MEMORY),
-        (torch.AcceleratorError("CUDA error: unspecified launch failure", 719), Verdict.LOST),
-        (torch.AcceleratorError("CUDA error: unknown error", 999), Verdict.LOST),
-        (torch.AcceleratorError("CUDA error: device-side assert triggered"), Verdict.LOST),
+        (MemoryError(), FailureKind.OUT_OF_MEMORY),
+        (RuntimeError("std::bad_alloc"), FailureKind.OUT_OF_MEMORY),
+        (torch.AcceleratorError("CUDA error: unspecified launch failure", 719), FailureKind.LOST),
+        (torch.AcceleratorError("CUDA error: unknown error", 999), FailureKind.LOST),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), FailureKind.LOST),
         (
             RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
-            Verdict.LOST,
+            FailureKind.LOST,
         ),
-        (DeviceError("the driver says 214"), Verdict.LOST),
-        (torch.AcceleratorError("CUDA error: invalid argument", 1), Verdict.OTHER),
-        (torch.AcceleratorError("CUDA error: invalid configuration argument", 9), Verdict.OTHER),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), Verdict.OTHER),
-        (CommError("out of memory at a peer"), Verdict.OTHER),
-        (KeyError("device-side assert triggered"), Verdict.OTHER),
+        (DeviceError("the driver says 214"), FailureKind.LOST),
+        (torch.AcceleratorError("CUDA error: invalid argument", 1), FailureKind.OTHER),
+        (
+            torch.AcceleratorError("CUDA error: invalid configuration argument", 9),
+            FailureKind.OTHER,
+        ),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), FailureKind.OTHER),
+        (CommError("out of memory at a peer"), FailureKind.OTHER),
+        (KeyError("device-side assert triggered"), FailureKind.OTHER),
     ],
     ids=str,
 )
 def test_verdicts(error, verdict):
     assert judge(error) is verdict
     typed = typed_device_error(error)
-    assert isinstance(typed, OutOfMemoryError) == (verdict is Verdict.OUT_OF_MEMORY)
-    assert isinstance(typed, DeviceError) == (verdict is Verdict.LOST)
-    assert (typed is error) == (verdict is Verdict.OTHER or isinstance(error, DeviceError))
+    assert isinstance(typed, OutOfMemoryError) == (verdict is FailureKind.OUT_OF_MEMORY)
+    assert isinstance(typed, DeviceError) == (verdict is FailureKind.LOST)
+    assert (typed is error) == (verdict is FailureKind.OTHER or isinstance(error, DeviceError))
 
 
 def test_figures_of_a_gpu_are_those_of_its_message():

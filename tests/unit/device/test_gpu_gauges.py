@@ -7,9 +7,9 @@ import pynvml
 import pytest
 
 from worker_daemon.device.fault_watch import NoFaultWatch
-from worker_daemon.device.gauges import GpuLoad, open_gauges
+from worker_daemon.device.gauges import GaugeReading, open_gauges
 from worker_daemon.device.nvml import CudaDevice
-from worker_daemon.server.device_watch import DeviceWatch
+from worker_daemon.server.health.device_watch import DeviceWatch
 
 
 class FakeNvml:
@@ -49,8 +49,8 @@ class FakeNvml:
 @pytest.mark.parametrize(
     ("fails", "expected"),
     [
-        ((), GpuLoad(87, 61, 402)),
-        (("rates",), GpuLoad(None, 61, 402)),
+        ((), GaugeReading(87, 61, 402)),
+        (("rates",), GaugeReading(None, 61, 402)),
         (("rates", "temperature", "power"), None),
     ],
 )
@@ -73,6 +73,6 @@ def test_gauges_are_read_though_no_fault_can_be_watched_for():
     while watch.load is None:
         assert time.monotonic() < until
         time.sleep(0.01)
-    assert watch.load == GpuLoad(87, 61, 402)
+    assert watch.load == GaugeReading(87, 61, 402)
     watch.stop()
     assert watch.join(5)

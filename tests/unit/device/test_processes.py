@@ -169,7 +169,7 @@ def test_a_daemon_on_the_cpu_never_asks_nvml():
     code = (
         "import worker_daemon.device.nvml as nvml\n"
         "nvml.load_nvml = None\n"  # whoever asks, fails
-        "import torch, worker_daemon.server.assembly as daemon, worker_daemon.worker\n"
+        "import torch, worker_daemon.server.assembly as daemon, worker_daemon.worker.worker\n"
         "from worker_daemon.device.health import open_health\n"
         "from worker_daemon.device.memory_sources import memory_source\n"
         "memory_source(torch.device('cpu')).snapshot()\n"

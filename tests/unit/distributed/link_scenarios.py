@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from worker_daemon.distributed import link
-from worker_daemon.distributed.link import Link, Place
+from worker_daemon.distributed.link import Link, RendezvousPoint
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.pp import StageInbound, StageOutbound
 from worker_daemon.distributed.symmetric import BLANK, NoPeers, Window
@@ -66,7 +66,7 @@ def open_member(rank, pp_size, tp_size, generation, address, timeout_s=20.0):
     Member.state = ParallelState(pp_size, tp_size, rank)
     with no_unpickling():
         Member.link = Link(generation, CPU)
-        Member.link.open(Member.state, Place(*address), timeout_s)
+        Member.link.open(Member.state, RendezvousPoint(*address), timeout_s)
     Member.tp = tensor_parallel(Member.state.tp_rank, tp_size)
     Member.tp.bind(Member.link.groups.stage)
     return Member.link.backend

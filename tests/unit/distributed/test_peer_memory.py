@@ -4,7 +4,7 @@ import ctypes
 
 import pytest
 
-from worker_daemon.distributed.peer_memory import Driver, PeerMemoryError, adopt, allocate
+from worker_daemon.distributed.peer_memory import CudaDriver, PeerMemoryError, adopt, allocate
 
 UNDOES = {
     "cuMemRelease": ("cuMemCreate", "cuMemImportFromShareableHandle"),
@@ -79,6 +79,6 @@ def test_without_a_driver_there_is_an_error_of_our_own():
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         with pytest.raises(PeerMemoryError, match="libcuda"):
-            Driver()
+            CudaDriver()
     else:
-        Driver()
+        CudaDriver()

@@ -18,8 +18,8 @@ from worker_daemon.models.safetensors_file import MalformedError, SafetensorsFil
 from worker_daemon.models.saved_set import read_saved_set
 from worker_daemon.models.weights import read_headers
 from worker_daemon.regular_file import MAX_TEXT_BYTES
-from worker_daemon.resolve import confine_directory, resolve_model
 from worker_daemon.settings import read_file
+from worker_daemon.worker.resolve import confine_directory, resolve_model
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],

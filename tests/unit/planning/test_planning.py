@@ -27,8 +27,8 @@ from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage
 from worker_daemon.models.partition import partition_layers
-from worker_daemon.plan_report import plan_json, plan_text
-from worker_daemon.planning import plan_memory, read_partition
+from worker_daemon.plan.plan_report import plan_json, plan_text
+from worker_daemon.plan.planning import plan_memory, read_partition
 
 BENCHMARK_MODELS = Path(__file__).parents[3] / "benchmarks" / "models"
 H200_BYTES = 150_109_880_320

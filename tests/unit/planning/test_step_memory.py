@@ -13,8 +13,8 @@ from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import parse_model_config
 from worker_daemon.models.decoder import build_stage
+from worker_daemon.plan.step_memory import StageWidths, estimate_step_bytes
 from worker_daemon.runner.scheduled_step import StepLimits
-from worker_daemon.step_memory import StageWidths, estimate_step_bytes
 
 NUM_TOKENS = 512
 HIDDEN_SIZE = 64

@@ -123,8 +123,8 @@ class Recorded:
     def __init__(self, program):
         self.program, self.last = program, None
 
-    def thinned(self):
-        return self.program.thinned()
+    def compile_subset(self):
+        return self.program.compile_subset()
 
     def run(self, inputs, arrived):
         return self.program.run(inputs, arrived)
@@ -407,7 +407,7 @@ def test_a_failed_capture_leaves_the_program_and_its_shapes_as_they_were(tmp_pat
 
 
 class Failing:
-    def thinned(self):
+    def compile_subset(self):
         return self
 
     def run(self, inputs, arrived):
@@ -445,7 +445,7 @@ class Account:
     def used_bytes(self):
         return 777 + self.pool + self.own
 
-    def thinned(self):
+    def compile_subset(self):
         return self
 
     def run(self, inputs, arrived):

@@ -26,10 +26,10 @@ from rpc_schema.codec import (
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
-    MeetingAddress,
     ModelConfig,
     ParallelConfig,
     Rendezvous,
+    RendezvousAddress,
     SchedulerConfig,
 )
 from rpc_schema.kv_cache import KVCacheConfig
@@ -256,7 +256,7 @@ def new_request(req_id: str) -> step.NewRequestData:
 
 
 def rendezvous(link: int, host: str = "127.0.0.1") -> Rendezvous:
-    place = MeetingAddress(host=host, port=1, secret=bytes(32))
+    place = RendezvousAddress(host=host, port=1, secret=bytes(32))
     return Rendezvous(link=link, place=place, rank=0, local_world_size=1)
 
 

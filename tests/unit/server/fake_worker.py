@@ -20,8 +20,8 @@ from rpc_schema.base import StepReply, StepRequest
 from rpc_schema.codec import Frame
 from rpc_schema.config import WorkerConfig
 from worker_daemon import errors
-from worker_daemon.description import WorkerDescription
 from worker_daemon.phases import SetPhase
+from worker_daemon.worker.description import WorkerDescription
 
 ERRORS: dict[str, Exception] = {
     "COMM": errors.CommError("peer 1 is gone"),

@@ -15,20 +15,20 @@ from tests.contract.random_messages import fixed_example
 from worker_client import keys as client_keys
 from worker_daemon.errors import ConfigError, ForbiddenError
 from worker_daemon.interfaces import interface_address
-from worker_daemon.server import security
-from worker_daemon.server.access import Access, KeyedAccess, OpenAccess, needed_role
-from worker_daemon.server.bad_peers import (
+from worker_daemon.server.auth import security
+from worker_daemon.server.auth.access import Access, KeyedAccess, OpenAccess, needed_role
+from worker_daemon.server.auth.bad_peers import (
     BAN_S,
     MAX_BAD_FRAMES,
     MAX_REMEMBERED,
     WINDOW_S,
     BadPeers,
 )
-from worker_daemon.server.doorkeeper import AuditLog
-from worker_daemon.server.endpoints import TcpEndpoint
-from worker_daemon.server.keygen import make_key_files
-from worker_daemon.server.keys import AuthorizedKeys, read_identity
-from worker_daemon.server.security import cipher_mb_s
+from worker_daemon.server.auth.keygen import make_key_files
+from worker_daemon.server.auth.keys import AuthorizedKeys, read_identity
+from worker_daemon.server.auth.security import cipher_mb_s
+from worker_daemon.server.auth.zap import AuditLog
+from worker_daemon.server.wire.endpoints import TcpEndpoint
 from worker_daemon.settings import load_settings, prepare_environment
 
 

@@ -6,11 +6,11 @@ import time
 import pytest
 
 from worker_daemon.errors import StateError
-from worker_daemon.server import draining as drains_module
-from worker_daemon.server.draining import Draining
-from worker_daemon.server.lease import DriverIdentity, Lease, LeaseTerms
 from worker_daemon.server.progress import Progress
-from worker_daemon.server.step_thread import Drain, Resume
+from worker_daemon.server.session import draining as drains_module
+from worker_daemon.server.session.draining import Draining
+from worker_daemon.server.session.lease import DriverIdentity, Lease, LeaseRequest
+from worker_daemon.server.step_thread import Resume, StopSteps
 
 LIMIT_S = 20.0
 
@@ -26,7 +26,7 @@ class StepThreadSide:
         self.commands.append(command)
         if self.busy:
             return
-        if isinstance(command, Drain):
+        if isinstance(command, StopSteps):
             command.idle()
         elif isinstance(command, Resume):
             command.serving()
@@ -55,7 +55,7 @@ def test_without_a_driver_nobody_is_given_notice() -> None:
     asyncio.run(drains.undo())
     asyncio.run(drains.undo())
     assert (drains.is_on, told) == (False, [True, False])
-    assert [type(command) for command in side.commands] == [Drain, Resume]
+    assert [type(command) for command in side.commands] == [StopSteps, Resume]
 
 
 @pytest.mark.usefixtures("long_notice")
@@ -69,7 +69,7 @@ def test_holder_that_leaves_ends_its_notice() -> None:
 
     side = StepThreadSide(busy=False)
     lease = Lease(time.monotonic)
-    lease.grant(DriverIdentity("", b"d"), 1, LeaseTerms(60.0, 60.0))
+    lease.grant(DriverIdentity("", b"d"), 1, LeaseRequest(60.0, 60.0))
     drains = Draining(side.post, lambda: None, lease, Progress("cpu"))
     asyncio.run(leave_while_draining())
 

@@ -9,15 +9,15 @@ import pytest
 from rpc_schema.lifecycle import MAX_EPOCH_STEP
 from worker_daemon.directories import claim_directory
 from worker_daemon.errors import ConfigError
-from worker_daemon.server.endpoints import (
+from worker_daemon.server.session.epochs import EpochFile
+from worker_daemon.server.wire.endpoints import (
     CLOSED_TO_OTHERS,
     MAX_PATH_BYTES,
     RESERVED_SUFFIXES,
-    Endpoint,
     EndpointInUseError,
     EndpointLock,
+    IpcEndpoint,
 )
-from worker_daemon.server.epochs import EpochFile
 from worker_daemon.settings import (
     build_settings,
     load_settings,
@@ -41,18 +41,18 @@ from worker_daemon.settings import (
 )
 def test_bad_endpoint_is_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Endpoint.parse(text)
+        IpcEndpoint.parse(text)
 
 
 def test_path_limit_is_exact() -> None:
     longest = "ipc:///" + "d" * (MAX_PATH_BYTES - 1 - len(".results"))
-    assert len(str(Endpoint.parse(longest).socket_path("results"))) == MAX_PATH_BYTES
+    assert len(str(IpcEndpoint.parse(longest).socket_path("results"))) == MAX_PATH_BYTES
     with pytest.raises(ConfigError, match="108 bytes"):
-        Endpoint.parse(longest + "d")
+        IpcEndpoint.parse(longest + "d")
 
 
 def test_addresses() -> None:
-    endpoint = Endpoint.parse("ipc:///run/x/w.0")
+    endpoint = IpcEndpoint.parse("ipc:///run/x/w.0")
     assert endpoint.address("control") == "ipc:///run/x/w.0"
     assert endpoint.address("step") == "ipc:///run/x/w.0.step"
     assert endpoint.lock_path == Path("/run/x/w.0.lock")
@@ -66,7 +66,7 @@ def claim(directory: Path) -> Path:
 @pytest.mark.parametrize("suffix", RESERVED_SUFFIXES)
 def test_name_that_a_file_of_another_endpoint_may_have_is_refused(suffix: str) -> None:
     with pytest.raises(ConfigError, match=r"a file of another endpoint's.*w0.*does not end in"):
-        Endpoint.parse(f"ipc:///run/x/w0{suffix}")
+        IpcEndpoint.parse(f"ipc:///run/x/w0{suffix}")
 
 
 def test_directory_is_made_private_and_an_open_one_refused(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_directory_of_somebody_else_is_refused(
 
 
 def test_second_lock_names_the_holder_and_release_frees(tmp_path: Path) -> None:
-    endpoint = Endpoint.parse(f"ipc://{tmp_path}/w0")
+    endpoint = IpcEndpoint.parse(f"ipc://{tmp_path}/w0")
     lock = EndpointLock(endpoint)
     with pytest.raises(EndpointInUseError, match=f"pid {os.getpid()}"):
         EndpointLock(endpoint)
@@ -98,15 +98,15 @@ def test_second_lock_names_the_holder_and_release_frees(tmp_path: Path) -> None:
 
 
 def test_epochs_survive_and_are_told_apart_by_endpoint(tmp_path: Path) -> None:
-    first = Endpoint.parse("ipc:///run/a/w0")
-    second = Endpoint.parse("ipc:///run/b/w0")
+    first = IpcEndpoint.parse("ipc:///run/a/w0")
+    second = IpcEndpoint.parse("ipc:///run/b/w0")
     EpochFile(tmp_path, first).record(41)
     assert EpochFile(tmp_path, first).last == 41
     assert EpochFile(tmp_path, second).last == 0
 
 
 def test_unreadable_epoch_is_not_taken_for_zero(tmp_path: Path) -> None:
-    endpoint = Endpoint.parse("ipc:///run/a/w0")
+    endpoint = IpcEndpoint.parse("ipc:///run/a/w0")
     epochs = EpochFile(tmp_path, endpoint)
     epochs.record(3)
     epochs.path.write_text("x")
@@ -116,7 +116,7 @@ def test_unreadable_epoch_is_not_taken_for_zero(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "-1", str(2**62 + 1), "9" * 10_000])
 def test_unusable_epoch_names_its_reset_and_is_reset_on_demand(tmp_path: Path, text: str) -> None:
-    endpoint = Endpoint.parse("ipc:///run/a/w0")
+    endpoint = IpcEndpoint.parse("ipc:///run/a/w0")
     stored = EpochFile(tmp_path, endpoint).path
     stored.write_text(text)
     with pytest.raises(ConfigError, match="--reset-epoch"):
@@ -131,23 +131,23 @@ def test_unusable_epoch_names_its_reset_and_is_reset_on_demand(tmp_path: Path, t
 def test_only_an_epoch_that_nobody_counted_up_to_is_reset(
     tmp_path: Path, stored: int, stays: bool
 ) -> None:
-    endpoint = Endpoint.parse("ipc:///run/a/w0")
+    endpoint = IpcEndpoint.parse("ipc:///run/a/w0")
     EpochFile(tmp_path, endpoint).path.write_text(f"{stored}\n")
     assert EpochFile(tmp_path, endpoint).last == stored
     assert (EpochFile(tmp_path, endpoint, reset=True).last == stored) == stays
 
 
 def test_epoch_goes_up_by_bounded_steps(tmp_path: Path) -> None:
-    epochs = EpochFile(tmp_path, Endpoint.parse("ipc:///run/a/w0"))
+    epochs = EpochFile(tmp_path, IpcEndpoint.parse("ipc:///run/a/w0"))
     with pytest.raises(ConfigError, match=r"epoch = 1048577; fix: ask for one of 1 to 1048576"):
         epochs.record(MAX_EPOCH_STEP + 1)
     assert epochs.last == 0
     epochs.record(MAX_EPOCH_STEP)
-    assert EpochFile(tmp_path, Endpoint.parse("ipc:///run/a/w0")).last == MAX_EPOCH_STEP
+    assert EpochFile(tmp_path, IpcEndpoint.parse("ipc:///run/a/w0")).last == MAX_EPOCH_STEP
 
 
 def test_epoch_that_cannot_be_written_is_not_granted(tmp_path: Path) -> None:
-    epochs = EpochFile(tmp_path / "state", Endpoint.parse("ipc:///run/a/w0"))
+    epochs = EpochFile(tmp_path / "state", IpcEndpoint.parse("ipc:///run/a/w0"))
     (tmp_path / "state").rmdir()
     with pytest.raises(ConfigError, match="cannot be recorded"):
         epochs.record(1)

@@ -11,8 +11,8 @@ from rpc_schema import lifecycle as lc
 from rpc_schema import step
 from tests.unit.server.driver import wait_for
 from worker_daemon.server.dispatch import legal_silence_s
-from worker_daemon.server.guard import TICK_S, Guard, HangHistory
-from worker_daemon.server.hang_reports import HangReports
+from worker_daemon.server.health.guard import TICK_S, Guard, HangHistory
+from worker_daemon.server.health.hang_reports import HangReports
 from worker_daemon.server.progress import Progress, Stamp
 
 

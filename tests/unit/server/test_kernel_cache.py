@@ -85,7 +85,7 @@ def test_environment_is_set_for_a_device_and_left_where_it_was_set(
     [
         ("worker_daemon.cli", ("torch", "numpy", "triton")),
         (
-            "worker_daemon.worker",
+            "worker_daemon.worker.worker",
             ("transformers", "sympy", "torch._dynamo", "torch._inductor", "triton", "networkx"),
         ),
     ],

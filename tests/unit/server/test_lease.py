@@ -11,11 +11,11 @@ from worker_daemon.errors import (
     LeaseHeldError,
     NotAttachedError,
 )
-from worker_daemon.server.lease import DriverIdentity, Lease, LeaseTerms, lease_terms
+from worker_daemon.server.session.lease import DriverIdentity, Lease, LeaseRequest, lease_terms
 
 A, B = DriverIdentity("key", b"a" * 16), DriverIdentity("key", b"b" * 16)
 THIEF = DriverIdentity("another key", A.driver_id)
-TERMS = LeaseTerms(3.0, 60.0, "host:1")
+TERMS = LeaseRequest(3.0, 60.0, "host:1")
 
 
 class Clock:
@@ -237,4 +237,4 @@ def test_terms_out_of_bounds_are_refused_by_name(ttl_ms: int, kv_ms: int, field:
 
 @pytest.mark.parametrize(("ttl_ms", "kv_ms"), [(1000, 0), (60_000, 3_600_000)])
 def test_terms_at_their_bounds(ttl_ms: int, kv_ms: int) -> None:
-    assert lease_terms(ttl_ms, kv_ms, "x") == LeaseTerms(ttl_ms / 1000, kv_ms / 1000, "x")
+    assert lease_terms(ttl_ms, kv_ms, "x") == LeaseRequest(ttl_ms / 1000, kv_ms / 1000, "x")

@@ -13,16 +13,16 @@ from rpc_schema.adoption import AdoptRequests
 from rpc_schema.operations import LINK_STATES, LOAD_CHAIN, STEP_OPERATIONS, StepMessage
 from tests.unit.server.driver import rendezvous
 from worker_daemon.errors import StateError
-from worker_daemon.memory_tags import MemoryTags
 from worker_daemon.server.lifecycle import (
     HISTORY,
     SERVING_STATES,
+    DaemonState,
     Lifecycle,
-    State,
     after,
     legal,
     reset_targets,
 )
+from worker_daemon.worker.memory_tags import MemoryTags
 
 CREATED, DEVICE, MODEL, KV, READY = LOAD_CHAIN
 ANY_LINK = {"none", "up", "broken"}
@@ -59,14 +59,14 @@ EXPECTED = {
     step.ExecuteDummyBatch: ({READY}, {"up"}),
 }
 IDS = {"epoch": 1, "link": 0, "seq": 1}
-STATES = [State(*axes) for axes in product(LOAD_CHAIN, LINK_STATES, SERVING_STATES)]
+STATES = [DaemonState(*axes) for axes in product(LOAD_CHAIN, LINK_STATES, SERVING_STATES)]
 
 
 def reset(to: str) -> lc.Reset:
     return lc.Reset(**IDS, to=to)
 
 
-def in_state(state: State) -> Lifecycle:
+def in_state(state: DaemonState) -> Lifecycle:
     """A cursor brought to `state` by legal moves only."""
     lifecycle = Lifecycle()
     chain = [
@@ -110,7 +110,7 @@ def test_every_step_message_has_a_rule() -> None:
 
 
 @pytest.mark.parametrize("state", STATES, ids=str)
-def test_legal_operations_of_every_state(state: State) -> None:
+def test_legal_operations_of_every_state(state: DaemonState) -> None:
     expected = {
         kind
         for kind, (loads, links) in EXPECTED.items()
@@ -152,7 +152,7 @@ def test_sleep_forbids_what_reads_the_memory_that_is_away(load, memory) -> None:
         forbidden |= NEEDS_KV_CACHE | NEEDS_BOTH
     if memory.weights in ("asleep", "discarded"):
         forbidden |= NEEDS_THEIR_MEMORY
-    awake = State(load, "up")
+    awake = DaemonState(load, "up")
     assert legal(replace(awake, memory=memory)) == legal(awake) - forbidden
 
 
@@ -177,7 +177,7 @@ def test_sleep_forbids_what_reads_the_memory_that_is_away(load, memory) -> None:
     ],
 )
 def test_what_sleep_makes_of_each_tag(moves, weights, kv_cache) -> None:
-    lifecycle = in_state(State(READY, "up"))
+    lifecycle = in_state(DaemonState(READY, "up"))
     for move in moves:
         lifecycle.check(move)
         lifecycle.succeeded(move)
@@ -211,7 +211,7 @@ def test_what_sleep_makes_of_each_tag(moves, weights, kv_cache) -> None:
     ],
 )
 def test_refusal_names_the_way_to_wake(moves, memory, fix) -> None:
-    lifecycle = in_state(State(READY, "up"))
+    lifecycle = in_state(DaemonState(READY, "up"))
     for move in moves:
         lifecycle.succeeded(move)
     with pytest.raises(StateError) as caught:
@@ -222,7 +222,7 @@ def test_refusal_names_the_way_to_wake(moves, memory, fix) -> None:
 
 @pytest.mark.parametrize("load", LOAD_CHAIN)
 def test_reset_never_goes_up(load: str) -> None:
-    lifecycle = in_state(State(load, "up" if load != CREATED else "none"))
+    lifecycle = in_state(DaemonState(load, "up" if load != CREATED else "none"))
     for target in (CREATED, DEVICE, MODEL):
         if LOAD_CHAIN.index(target) <= LOAD_CHAIN.index(load):
             lifecycle.check(reset(target))
@@ -233,16 +233,16 @@ def test_reset_never_goes_up(load: str) -> None:
 
 
 def test_load_chain_goes_up_and_reset_down() -> None:
-    lifecycle = in_state(State(READY, "up"))
-    assert lifecycle.state == State(READY, "up")
+    lifecycle = in_state(DaemonState(READY, "up"))
+    assert lifecycle.state == DaemonState(READY, "up")
     lifecycle.succeeded(reset(MODEL))
-    assert lifecycle.state == State(MODEL, "up")
+    assert lifecycle.state == DaemonState(MODEL, "up")
     lifecycle.succeeded(reset(CREATED))
-    assert lifecycle.state == State(CREATED, "none")
+    assert lifecycle.state == DaemonState(CREATED, "none")
 
 
 def test_broken_link_refuses_steps_until_relink() -> None:
-    lifecycle = in_state(State(READY, "broken"))
+    lifecycle = in_state(DaemonState(READY, "broken"))
     with pytest.raises(StateError, match="ExecuteModel is not legal in READY/link broken"):
         lifecycle.check(step.ExecuteModel(**IDS, total_num_scheduled_tokens=0))
     relink = lc.Relink(**IDS, rendezvous=rendezvous(2))
@@ -252,7 +252,7 @@ def test_broken_link_refuses_steps_until_relink() -> None:
 
 
 @pytest.mark.parametrize("state", STATES, ids=str)
-def test_success_changes_only_what_the_operation_is_about(state: State) -> None:
+def test_success_changes_only_what_the_operation_is_about(state: DaemonState) -> None:
     for name in ("KV", "READY"):
         assert after(state, build_move(name)).link == state.link
     assert after(state, lc.Relink(**IDS, rendezvous=rendezvous(2))) == replace(state, link="up")
@@ -260,7 +260,7 @@ def test_success_changes_only_what_the_operation_is_about(state: State) -> None:
 
 
 def test_refusal_names_state_legal_requests_and_last_transitions() -> None:
-    lifecycle = in_state(State(DEVICE, "up"))
+    lifecycle = in_state(DaemonState(DEVICE, "up"))
     with pytest.raises(StateError) as caught:
         lifecycle.check(step.ExecuteModel(**IDS, total_num_scheduled_tokens=0))
     text = str(caught.value)

@@ -14,9 +14,9 @@ from worker_daemon.errors import (
     StateError,
     WorkerError,
 )
-from worker_daemon.server.replies import classify, control_error_reply, error_reply
-from worker_daemon.server.reply_channel import MAX_RING_BYTES, ReplyRing
 from worker_daemon.server.sequence import REPLAYABLE
+from worker_daemon.server.wire.replies import classify, control_error_reply, error_reply
+from worker_daemon.server.wire.reply_channel import MAX_RING_BYTES, ReplyRing
 
 
 def all_errors(root: type[WorkerError] = WorkerError) -> Iterator[type[WorkerError]]:

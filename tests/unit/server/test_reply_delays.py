@@ -1,7 +1,7 @@
 """What is said of the last replies' delays."""
 
 from rpc_schema.lifecycle import ReplyDelay
-from worker_daemon.server.reply_channel import MAX_DELAYS, ReplyDelays
+from worker_daemon.server.wire.reply_channel import MAX_DELAYS, ReplyDelays
 
 
 def test_percentiles_are_delays_that_occurred() -> None:

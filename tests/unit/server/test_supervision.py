@@ -5,10 +5,10 @@ import socket
 import pytest
 
 from worker_daemon.errors import ConfigError
-from worker_daemon.server.guard import SLOW_AT_LEAST_S, SLOW_FACTOR, Pace
-from worker_daemon.server.hang_reports import MAX_STACKS_BYTES, HangReports
+from worker_daemon.server.health.guard import SLOW_AT_LEAST_S, SLOW_FACTOR, Pace
+from worker_daemon.server.health.hang_reports import MAX_STACKS_BYTES, HangReports
+from worker_daemon.server.health.systemd import open_notifier
 from worker_daemon.server.progress import MAX_STEPS, NO_RESULT, Stamp, StepTimes
-from worker_daemon.server.systemd import open_notifier
 
 
 @pytest.mark.parametrize("abstract", [False, True])

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from worker_driver import WorkerDriver
 
-from worker_daemon.worker import Worker
+from worker_daemon.worker.worker import Worker
 
 SIZES = {
     "vocab_size": 151,

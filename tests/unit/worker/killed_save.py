@@ -15,7 +15,7 @@ import torch
 from worker_driver import WorkerDriver
 
 from rpc_schema import lifecycle
-from worker_daemon.worker import Worker
+from worker_daemon.worker.worker import Worker
 
 STEPS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 PATTERN = "part-{part}-of-{rank}.safetensors"

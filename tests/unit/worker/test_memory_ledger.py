@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.driven_memory import GIB, MIB, DrivenMemory
-from worker_daemon.memory_ledger import CUSHION_BYTES, MemoryLedger, memory_line
+from worker_daemon.worker.memory_ledger import CUSHION_BYTES, MemoryLedger, memory_line
 
 CONTEXT = 500 * MIB
 WORKSPACE = 64 * MIB

@@ -14,10 +14,10 @@ from rpc_schema import config
 from tests.support.driven_memory import GIB, MIB, DrivenMemory
 from worker_daemon.device.memory_sources import HOST_KV_CACHE_LIMIT_BYTES, HostMemory
 from worker_daemon.errors import CapacityError, ConfigError
-from worker_daemon.memory_ledger import CUSHION_BYTES
-from worker_daemon.resolve import check_deadline
 from worker_daemon.runner.cuda_graph import NoGraphs
-from worker_daemon.worker import Worker
+from worker_daemon.worker.memory_ledger import CUSHION_BYTES
+from worker_daemon.worker.resolve import check_deadline
+from worker_daemon.worker.worker import Worker
 
 CONTEXT = 500 * MIB
 WEIGHTS = 16 * GIB
@@ -298,7 +298,7 @@ def test_what_graphs_will_take_is_subtracted_once(start, monkeypatch):
     """Edge 5."""
     memory = DrivenMemory()
     graphs = DrivenGraphs(memory, GIB, kept=100 * MIB)
-    monkeypatch.setattr("worker_daemon.serving.step_graphs", lambda *_, **__: graphs)
+    monkeypatch.setattr("worker_daemon.worker.serving.step_graphs", lambda *_, **__: graphs)
     begun = start(memory).load()
     for estimate in (GIB + 100 * MIB, GIB):
         found = begun.profile()
@@ -328,13 +328,13 @@ def test_graphs_that_do_not_fit_are_a_typed_error(start, monkeypatch, raised, ex
 
     begun = start(DrivenMemory()).load()
     found = begun.profile()
-    monkeypatch.setattr("worker_daemon.serving.step_graphs", lambda *_, **__: Failing())
+    monkeypatch.setattr("worker_daemon.worker.serving.step_graphs", lambda *_, **__: Failing())
     with pytest.raises(expected or torch.AcceleratorError):
         begun.profile()
     begun.driver.allocate()
     with pytest.raises(expected or torch.AcceleratorError):
         begun.driver.warm_up()
-    monkeypatch.setattr("worker_daemon.serving.step_graphs", lambda *_, **__: NoGraphs())
+    monkeypatch.setattr("worker_daemon.worker.serving.step_graphs", lambda *_, **__: NoGraphs())
     begun.driver.reset("MODEL_LOADED")
     assert begun.profile().available_bytes == found.available_bytes
 

@@ -16,7 +16,7 @@ from worker_daemon.runner.step_layout import (
     decode_sizes,
     mixed_plans,
 )
-from worker_daemon.worker import Worker
+from worker_daemon.worker.worker import Worker
 
 SAMPLING = {
     "greedy": SamplingParams(),

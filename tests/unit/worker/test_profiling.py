@@ -18,8 +18,8 @@ from rpc_schema.errors import BadFrameError
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.errors import CapacityError, ConfigError, InvalidStepError, StateError
-from worker_daemon.profiling import Profiler, ProfileRequest, step_label, trace_name
-from worker_daemon.worker import Worker
+from worker_daemon.worker.profiling import Profiler, ProfileRequest, step_label, trace_name
+from worker_daemon.worker.worker import Worker
 
 SUFFIX = "-pp0-tp0-rank0.json.gz"
 

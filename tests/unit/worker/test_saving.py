@@ -18,7 +18,7 @@ from worker_driver import WorkerDriver
 
 from rpc_schema import lifecycle
 from worker_daemon.errors import CapacityError, CheckpointError, ConfigError, WorkerError
-from worker_daemon.worker import Worker
+from worker_daemon.worker.worker import Worker
 
 pytestmark = pytest.mark.slow
 

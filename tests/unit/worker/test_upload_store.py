@@ -15,7 +15,7 @@ import torch
 from rpc_schema.uploads import CHUNK_BYTES, MAX_UPLOAD_BYTES, UploadChunk
 from tests.support.uploads import chunks_of, reference_hash
 from worker_daemon.errors import CapacityError, ConfigError
-from worker_daemon.uploads import MAX_UNFINISHED, MAX_UPLOADS, Uploads
+from worker_daemon.worker.uploads import MAX_UNFINISHED, MAX_UPLOADS, Uploads
 
 ROOM = 64 << 20
 PAGE = resource.getpagesize()
@@ -235,7 +235,7 @@ import sys
 from pathlib import Path
 from rpc_schema.uploads import CHUNK_BYTES, MAX_UPLOAD_BYTES, UploadChunk
 from worker_daemon.errors import CapacityError
-from worker_daemon.uploads import Uploads
+from worker_daemon.worker.uploads import Uploads
 
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 most = pages * resource.getpagesize() + (64 << 20)

@@ -26,10 +26,10 @@ from worker_daemon.runner.parts.interface import (
 from worker_daemon.runner.sample_rows import BY_LOGITS, SampleRows
 from worker_daemon.runner.scheduled_step import (
     NOTHING_BROUGHT,
-    Brought,
     Int32s,
     Int64s,
     ScheduledStep,
+    StepExtensions,
     StepLimits,
     invalid,
 )
@@ -97,7 +97,7 @@ class StepParts:
 
     def judge_step(
         self, extensions: Sequence[StepExtension], frames: Sequence[Frame], limits: StepLimits
-    ) -> Brought:
+    ) -> StepExtensions:
         """Check a step's extensions with their frames. Pure; raises InvalidStepError."""
         expected = sum(extension.num_frames for extension in extensions)
         if len(frames) != expected:
@@ -113,7 +113,7 @@ class StepParts:
             own = frames[first : first + extension.num_frames]
             data.append((bit, part.judge_step(extension, own, limits)))
             first += extension.num_frames
-        return Brought(sum(bit for bit, _ in data), tuple(data))
+        return StepExtensions(sum(bit for bit, _ in data), tuple(data))
 
     # Rows.
 
@@ -196,7 +196,7 @@ class StepParts:
 
     # Sampling.
 
-    def sample(self, logits: Tensor, rows: SampleRows, brought: Brought) -> SamplerOutput:
+    def sample(self, logits: Tensor, rows: SampleRows, brought: StepExtensions) -> SamplerOutput:
         """Choose a token for each of the rows: logits [R, V] in the model's dtype, which stay as
         they are; a row is contiguous. Nothing waits for the device."""
         rows = rows.without_padding()

@@ -1,0 +1,82 @@
+"""Where each unfinished request is: waiting, or running with blocks. Knows no tokens, and decides
+nothing."""
+
+from bisect import insort
+from collections import deque
+
+from worker_client.errors import RequestError
+from worker_client.scheduler.decode_groups import DecodeGroups
+from worker_client.scheduler.request import Request
+from worker_client.scheduler.request_blocks import RequestBlocks
+
+
+class RequestQueues:
+    """Who waits, in order of arrival, and who runs, in order of admission. Those that run are in
+    one of three places: `prefilling`, a decode group, or nowhere, when their last token is being
+    sampled. Others may read the collections; only the methods change them."""
+
+    def __init__(self, blocks: RequestBlocks, groups: DecodeGroups, max_running: int) -> None:
+        self.unfinished: dict[str, Request] = {}
+        self.waiting: deque[Request] = deque()
+        self.running: dict[str, Request] = {}
+        self.prefilling: dict[str, Request] = {}
+        self._blocks = blocks
+        self._groups = groups
+        self._max_running = max_running
+        self._num_arrivals = 0
+        self._num_admissions = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nobody else may run."""
+        return len(self.running) >= self._max_running
+
+    def check_unused(self, req_id: str, fix: str) -> None:
+        """Raise RequestError where an unfinished request has this id."""
+        if req_id in self.unfinished:
+            raise RequestError("the id is in use", field="id", value=req_id, fix=fix)
+
+    def add(self, request: Request) -> None:
+        """Let a request wait: at the end, unless it was adopted and has its place already."""
+        if request.arrival < 0:
+            request.arrival = self._num_arrivals
+        self._num_arrivals = max(self._num_arrivals, request.arrival + 1)
+        self.unfinished[request.id] = request
+        self._wait(request)
+
+    def start(self, request: Request) -> None:
+        """Let a waiting request run, with the blocks that it has."""
+        self.waiting.remove(request)
+        request.admission = self._num_admissions
+        self._num_admissions += 1
+        self.running[request.id] = self.prefilling[request.id] = request
+
+    def end_prefill(self, request: Request) -> None:
+        """Let a request decode, unless its last token is being sampled."""
+        del self.prefilling[request.id]
+        if request.num_tokens < request.limit:
+            self._groups.join(request)
+
+    def requeue(self, request: Request) -> None:
+        """Let a running request wait again, without blocks."""
+        self._stop(request)
+        self._wait(request)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request, which has ended."""
+        del self.unfinished[request.id]
+        if request.is_running:
+            self._stop(request)
+        else:
+            self.waiting.remove(request)
+
+    def _wait(self, request: Request) -> None:
+        insort(self.waiting, request, key=lambda waiting: waiting.arrival)
+
+    def _stop(self, request: Request) -> None:
+        self._groups.leave(request)
+        self.prefilling.pop(request.id, None)
+        del self.running[request.id]
+        self._blocks.release(request)
+        request.admission = -1
+        request.unannounced = False

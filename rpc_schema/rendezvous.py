@@ -1,0 +1,464 @@
+"""A meeting place: a small key-value store over TCP at which the ranks of a link, or a trainer and
+its workers, exchange addresses. It serves only peers that prove that they hold its secret: nobody
+else can read it, write it, or make it grow. Knows no torch and no message.
+
+A connection starts with a nonce from each side and a proof from each side; after that each frame
+carries a code that only a holder of the secret can make. Nothing is encrypted.
+"""
+
+import contextlib
+import hmac
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from typing import Final
+
+SECRET_BYTES: Final = 32
+MAX_KEY_BYTES: Final = 512
+MAX_VALUE_BYTES: Final = 1 << 16
+MAX_STORED_BYTES: Final = 16 << 20
+MAX_UNPROVEN: Final = 16
+"""Connections that may be without a proof at once: a further one closes the oldest."""
+PROOF_S: Final = 2.0
+"""How long a connection may be without a proof."""
+
+_NONCE = _CODE = 32
+_LENGTH: Final = struct.Struct("!I")
+_REQUEST: Final = struct.Struct("!cH")
+_COUNTER: Final = struct.Struct("!Q")
+_SET, _GET, _REFUSED, _OK = b"s", b"g", b"r", b"o"
+_MAX_BODY: Final = _REQUEST.size + MAX_KEY_BYTES + MAX_VALUE_BYTES
+_RETRY_S: Final = 0.05
+_PAUSE_S: Final = 0.05
+_READ_BYTES: Final = 1 << 16
+
+
+class RendezvousError(Exception):
+    """The meeting place cannot be reached, is closed, or the peer does not hold its secret."""
+
+
+class ImpostorError(RendezvousError):
+    """Whoever listens there does not hold the secret."""
+
+
+def new_secret() -> bytes:
+    """Return the secret of a new meeting place."""
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+def proof(secret: bytes, *parts: bytes) -> bytes:
+    """Return the code over `parts` that only a holder of the secret can make: 32 bytes."""
+    framed = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+    return hmac.digest(secret, framed, "sha256")
+
+
+def member_proof(secret: bytes, group: str, sender: int, receiver: int) -> bytes:
+    """Return what a member of a group sends to another one to prove that it is that member."""
+    return proof(secret, f"{group} {sender} {receiver}".encode())
+
+
+class _Codes:
+    """The codes of one direction of a connection, in order."""
+
+    def __init__(self, secret: bytes, direction: bytes, nonces: bytes) -> None:
+        self._key = proof(secret, direction, nonces)
+        self._count = 0
+
+    def next(self, body: bytes) -> bytes:
+        self._count += 1
+        return proof(self._key, _COUNTER.pack(self._count), body)
+
+    def frame(self, body: bytes) -> bytes:
+        return _LENGTH.pack(len(body)) + body + self.next(body)
+
+
+class _Store:
+    """Values by key, bounded; any thread may use it."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._num_bytes = 0
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def set(self, key: str, value: bytes) -> None:
+        """Raises MeetingError: it would be too much."""
+        with self._changed:
+            size = len(key) + len(value)
+            if len(value) > MAX_VALUE_BYTES or self._num_bytes + size > MAX_STORED_BYTES:
+                raise RendezvousError(f"the value of {key!r} is too long for the meeting place")
+            self._remove(key)
+            self._values[key] = value
+            self._num_bytes += size
+            self._changed.notify_all()
+
+    def find(self, key: str) -> bytes | None:
+        with self._changed:
+            return self._values.get(key)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._closed or key in self._values, timeout_s):
+                raise RendezvousError(f"{key!r} was not set within {timeout_s:g} s")
+            if key not in self._values:
+                raise RendezvousError("the meeting place is closed")
+            return self._values[key]
+
+    def has(self, keys: Iterable[str]) -> bool:
+        with self._changed:
+            return all(key in self._values for key in keys)
+
+    def forget(self, keys: Iterable[str]) -> None:
+        with self._changed:
+            for key in keys:
+                self._remove(key)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _remove(self, key: str) -> None:
+        if (old := self._values.pop(key, None)) is not None:
+            self._num_bytes -= len(key) + len(old)
+
+
+class _Visitor:
+    """One connection as the meeting place sees it. Serving thread only."""
+
+    def __init__(self, connection: socket.socket, secret: bytes) -> None:
+        self.connection = connection
+        self.is_proven = False
+        self.arrived_at = time.monotonic()
+        self.awaited: str | None = None
+        """The key whose value it waits for."""
+        self._secret = secret
+        self._nonce = secrets.token_bytes(_NONCE)
+        self._received = bytearray()
+        self._up: _Codes
+        self._down: _Codes
+        connection.setblocking(False)
+        self._send(self._nonce)
+
+    def read(self, board: _Store) -> None:
+        """Take what has come. Raises OSError or MeetingError: the connection is to be closed."""
+        data = self.connection.recv(_READ_BYTES if self.is_proven else _NONCE + _CODE)
+        if not data:
+            raise RendezvousError("it has gone")
+        self._received += data
+        if not self.is_proven:
+            self._take_proof()
+        while (body := self._take_frame()) is not None:
+            self._answer(body, board)
+
+    def look(self, board: _Store) -> None:
+        """Answer a request that waits, if its value is there."""
+        if self.awaited is not None and (value := board.find(self.awaited)) is not None:
+            self.awaited = None
+            self._send(self._down.frame(_OK + value))
+
+    def _take_proof(self) -> None:
+        if len(self._received) < _NONCE + _CODE:
+            return
+        nonces = self._nonce + bytes(self._received[:_NONCE])
+        code = bytes(self._received[_NONCE:])
+        if not hmac.compare_digest(code, proof(self._secret, b"member", nonces)):
+            raise RendezvousError("it does not hold the secret")
+        self._received.clear()
+        self.is_proven = True
+        self._up = _Codes(self._secret, b"up", nonces)
+        self._down = _Codes(self._secret, b"down", nonces)
+        self._send(proof(self._secret, b"place", nonces))
+
+    def _take_frame(self) -> bytes | None:
+        """Return the body of the next whole frame."""
+        if not self.is_proven or len(self._received) < _LENGTH.size:
+            return None
+        (size,) = _LENGTH.unpack_from(self._received)
+        if size > _MAX_BODY:
+            raise RendezvousError("its frame is too long")
+        end = _LENGTH.size + size
+        if len(self._received) < end + _CODE:
+            return None
+        body = bytes(self._received[_LENGTH.size : end])
+        code = bytes(self._received[end : end + _CODE])
+        del self._received[: end + _CODE]
+        if not hmac.compare_digest(code, self._up.next(body)):
+            raise RendezvousError("its frame was forged")
+        return body
+
+    def _answer(self, body: bytes, board: _Store) -> None:
+        operation, key_size = _REQUEST.unpack_from(body)
+        end = _REQUEST.size + key_size
+        key = body[_REQUEST.size : end].decode()
+        if operation == _GET:
+            self.awaited = key
+            self.look(board)
+            return
+        try:
+            board.set(key, body[end:])
+        except RendezvousError as error:
+            self._send(self._down.frame(_REFUSED + str(error).encode()))
+        else:
+            self._send(self._down.frame(_OK))
+
+    def _send(self, data: bytes) -> None:
+        """Replies are shorter than the socket's buffer, and a guest reads each before it asks
+        again."""
+        if self.connection.send(data) != len(data):
+            raise RendezvousError("it does not read")
+
+
+class StoreServer:
+    """Serves one meeting on a thread of its own: takes connections until all members are there and
+    have proven themselves, then closes its door, and ends once they have left. Any thread may use
+    it."""
+
+    def __init__(self, host: str, num_members: int, secret: bytes | None = None) -> None:
+        """Listen on a free port of host, an IPv4 or IPv6 address. num_members: connections with a
+        proof that make the meeting complete.
+
+        Raises:
+            OSError: the address is none of this host's.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.host = host
+        self.secret = secret or new_secret()
+        self._board = _Store()
+        self._num_members = num_members
+        self._guests: dict[socket.socket, _Visitor] = {}
+        self._closing = threading.Event()
+        self._door: socket.socket | None = socket.create_server(
+            (host, 0), family=family, backlog=128
+        )
+        self._door.setblocking(False)
+        self.port: int = self._door.getsockname()[1]
+        self._bell, self._bell_end = socket.socketpair()
+        self._bell.setblocking(False)
+        self._bell_end.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._door, selectors.EVENT_READ)
+        self._selector.register(self._bell_end, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="meeting-place", daemon=True)
+        self._thread.start()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set a value, as a member would. Raises MeetingError: it is too long."""
+        self._board.set(key, value)
+        self._ring()
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Wait for a value. Raises MeetingError: it was not set in time, or the place is closed."""
+        return self._board.get(key, timeout_s)
+
+    def has(self, keys: Iterable[str]) -> bool:
+        """Tell whether all these were set."""
+        return self._board.has(keys)
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Remove these."""
+        self._board.forget(keys)
+
+    def close(self) -> None:
+        """Hang up on everybody. Idempotent."""
+        self._closing.set()
+        self._ring()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError):  # full: it rings already; closed: it has ended
+            self._bell.send(b"\0")
+
+    def _serve(self) -> None:
+        try:
+            while not self._closing.is_set() and (self._door is not None or self._guests):
+                self._turn()
+        finally:
+            self._board.close()
+            for guest in list(self._guests):
+                self._show_out(guest)
+            self._shut_door()
+            self._selector.close()
+            self._bell.close()
+            self._bell_end.close()
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(self._patience_s()):
+            connection = key.fileobj
+            assert isinstance(connection, socket.socket)
+            if connection is self._door:
+                self._welcome()
+            elif connection is self._bell_end:
+                connection.recv(_READ_BYTES)
+            elif connection in self._guests:  # not shown out in this turn
+                self._hear(connection)
+        self._answer_those_who_wait()
+        self._show_out_late()
+
+    def _patience_s(self) -> float | None:
+        return PROOF_S / 4 if any(not guest.is_proven for guest in self._guests.values()) else None
+
+    def _welcome(self) -> None:
+        assert self._door is not None
+        try:
+            connection, _ = self._door.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptor is left: those without a proof give theirs back
+            self._make_room(0)
+            time.sleep(_PAUSE_S)
+            return
+        self._make_room(MAX_UNPROVEN - 1)
+        try:
+            self._guests[connection] = _Visitor(connection, self.secret)
+        except (OSError, RendezvousError):
+            connection.close()
+            return
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _make_room(self, limit: int) -> None:
+        """Keep no more than so many connections without a proof, the newest."""
+        unproven = [each for each, guest in self._guests.items() if not guest.is_proven]
+        for connection in unproven[: max(0, len(unproven) - limit)]:
+            self._show_out(connection)
+
+    def _hear(self, connection: socket.socket) -> None:
+        guest = self._guests[connection]
+        was_proven = guest.is_proven
+        try:
+            guest.read(self._board)
+        except (OSError, RendezvousError, ValueError, struct.error):
+            self._show_out(connection)
+        if guest.is_proven and not was_proven and self._are_all_here():
+            self._make_room(0)
+            self._shut_door()
+
+    def _are_all_here(self) -> bool:
+        return sum(guest.is_proven for guest in self._guests.values()) == self._num_members
+
+    def _answer_those_who_wait(self) -> None:
+        for connection, guest in list(self._guests.items()):
+            try:
+                guest.look(self._board)
+            except (OSError, RendezvousError):
+                self._show_out(connection)
+
+    def _show_out_late(self) -> None:
+        before = time.monotonic() - PROOF_S
+        for connection, guest in list(self._guests.items()):
+            if not guest.is_proven and guest.arrived_at < before:
+                self._show_out(connection)
+
+    def _show_out(self, connection: socket.socket) -> None:
+        del self._guests[connection]
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(connection)
+        connection.close()
+
+    def _shut_door(self) -> None:
+        if self._door is not None:
+            self._selector.unregister(self._door)
+            self._door.close()
+            self._door = None
+
+
+class Member:
+    """A connection to a meeting place elsewhere. Any thread may ask; one waits for the other."""
+
+    def __init__(self, host: str, port: int, secret: bytes, timeout_s: float) -> None:
+        """Connect and exchange proofs; a place that is too busy with others is asked again.
+
+        Raises:
+            MeetingError: nobody who holds the secret answers there within timeout_s.
+        """
+        self._asking = threading.Lock()
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._connect(host, port, secret, max(_RETRY_S, deadline - time.monotonic()))
+            except ConnectionRefusedError as error:
+                raise RendezvousError(f"nothing listens there: {error}") from error
+            except ImpostorError:
+                raise
+            except (OSError, RendezvousError) as error:
+                if time.monotonic() + _RETRY_S >= deadline:
+                    raise RendezvousError(f"no meeting place answers: {error}") from error
+                time.sleep(_RETRY_S)
+            else:
+                return
+
+    def set(self, key: str, value: bytes) -> None:
+        """Raises MeetingError: the value is too long, or the place is closed."""
+        self._ask(_SET, key, value, PROOF_S)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Wait for a value. Raises MeetingError: it was not set in time, or the place is closed;
+        after that the connection is of no use."""
+        return self._ask(_GET, key, b"", timeout_s)
+
+    def close(self) -> None:
+        """Leave. Idempotent."""
+        self._connection.close()
+
+    def _connect(self, host: str, port: int, secret: bytes, timeout_s: float) -> None:
+        # As bytes: a name would have Python load a codec first.
+        address = (host.encode(), port)
+        connection = socket.create_connection(
+            address,  # type: ignore[arg-type]  # typeshed leaves bytes out
+            timeout_s,
+        )
+        try:
+            connection.settimeout(min(timeout_s, PROOF_S))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._connection = connection
+            own = secrets.token_bytes(_NONCE)
+            nonces = self._receive(_NONCE) + own
+            connection.sendall(own + proof(secret, b"member", nonces))
+            if not hmac.compare_digest(self._receive(_CODE), proof(secret, b"place", nonces)):
+                raise ImpostorError("whoever listens there does not hold the secret")
+        except BaseException:
+            connection.close()
+            raise
+        self._up = _Codes(secret, b"up", nonces)
+        self._down = _Codes(secret, b"down", nonces)
+
+    def _ask(self, operation: bytes, key: str, value: bytes, timeout_s: float) -> bytes:
+        name = key.encode()
+        if len(name) > MAX_KEY_BYTES or len(value) > MAX_VALUE_BYTES:
+            raise RendezvousError(f"{key[:64]!r} is too long for the meeting place")
+        request = _REQUEST.pack(operation, len(name)) + name + value
+        with self._asking:
+            return self._exchange(request, key, timeout_s)
+
+    def _exchange(self, request: bytes, key: str, timeout_s: float) -> bytes:
+        try:
+            self._connection.settimeout(max(timeout_s, _RETRY_S))
+            self._connection.sendall(self._up.frame(request))
+            (size,) = _LENGTH.unpack(self._receive(_LENGTH.size))
+            if size > _MAX_BODY:
+                raise RendezvousError("the meeting place sends too much")
+            body, code = self._receive(size), self._receive(_CODE)
+        except TimeoutError as error:
+            self.close()
+            raise RendezvousError(f"{key!r} was not set within {timeout_s:g} s") from error
+        except OSError as error:
+            raise RendezvousError(f"the meeting place has gone: {error}") from error
+        if not hmac.compare_digest(code, self._down.next(body)):
+            raise RendezvousError("the meeting place's reply was forged")
+        if body[:1] != _OK:
+            raise RendezvousError(body[1:].decode(errors="replace"))
+        return body[1:]
+
+    def _receive(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            part = self._connection.recv(size - len(data))
+            if not part:
+                raise RendezvousError("the meeting place has hung up")
+            data += part
+        return bytes(data)

@@ -1,0 +1,1 @@
+"""Memory planning from a model's configuration alone."""

@@ -1,0 +1,417 @@
+"""The memory plan that a group of daemons arrives at, worked out from config.json and sizes: what
+`worker-daemon plan` prints. Reads the model's configuration, no weights; uses no device.
+
+Weights are exact: they are those of the stages that the daemons would build, built without memory.
+The largest step is an estimate (plan/step_memory.py). Blocks are counted as the driver counts them
+(rpc_schema/kv_cache.py). Must not know how a plan is shown.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+
+from rpc_schema.config import ParallelConfig, WorkerConfig, read_layer_partition
+from rpc_schema.kv_cache import (
+    KVCacheSpec,
+    LayerGroup,
+    bytes_per_block,
+    fitting_blocks,
+    longest_requests,
+    most_blocks,
+    plan_groups,
+    request_blocks,
+    smallest_fitting_blocks,
+    usable_tokens,
+)
+from worker_daemon.device.memory import MemorySnapshot, request_memory
+from worker_daemon.distributed.parallel_state import ParallelState
+from worker_daemon.distributed.tp import tensor_parallel
+from worker_daemon.errors import CapacityError, ConfigError
+from worker_daemon.kv_cache.spec import describe_layers
+from worker_daemon.layers.attention import NullAttention
+from worker_daemon.layers.embedding import padded_vocab_size
+from worker_daemon.layers.torch_ops import TorchOps
+from worker_daemon.models.decoder import DecoderStage, build_stage
+from worker_daemon.models.partition import check_partition, partition_layers
+from worker_daemon.plan.step_memory import StageWidths, estimate_step_bytes
+from worker_daemon.runner.scheduled_step import StepLimits
+from worker_daemon.worker.resolve import ResolvedModel, check_cache, resolve_model
+
+_MOST_BYTES = 1 << 50
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """One daemon's part. All sizes are bytes of its device."""
+
+    rank: int
+    pp_rank: int
+    tp_rank: int
+    first_layer: int
+    num_layers: int
+    weights_bytes: int
+    """Exact."""
+    rotary_table_bytes: int
+    """Exact."""
+    step_estimate_bytes: int
+    """What the largest step takes: an estimate."""
+    kv_available_bytes: int
+    """What is left of the group's requested_bytes."""
+    kv_block_bytes: int
+    """A page for each layer of the group that has the most here."""
+    num_blocks: int
+    """Blocks that fit here; one of them is the null block."""
+    num_tokens: int
+    """What the others hold."""
+    num_longest_requests: int
+    """Requests of max_model_len tokens that these hold at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayersPlan:
+    """A group of layers, which share a block table."""
+
+    num_layers: int
+    """Of all stages."""
+    block_size: int
+    sliding_window: int | None
+    num_blocks_longest_request: int
+    """That a request of max_model_len tokens has at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """The group's plan: what its smallest rank allows."""
+
+    architecture: str
+    dtype: str
+    memory_bytes: int
+    """Of each device."""
+    requested_bytes: int
+    """What a daemon may use of it by gpu_memory_utilization, from its baseline on."""
+    max_model_len: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_blocks: int
+    """Of every rank, the null block included."""
+    num_tokens: int
+    num_longest_requests: int
+    """Requests of max_model_len tokens at once, max_num_seqs aside."""
+    layer_groups: tuple[LayersPlan, ...]
+    longest_request_bytes: int
+    """What a request of max_model_len tokens takes of the KV caches of all ranks."""
+    longest_request_bytes_without_windows: int
+    """What it would take if all layers kept all of it."""
+    max_model_len_fits: bool
+    longest_model_len: int
+    """The longest max_model_len that would fit, within the model's own limit; 0 if none."""
+    kv_cache_memory_bytes_request: int
+    """The kv_cache_memory_bytes that gives these num_blocks: it keeps to requested_bytes."""
+    kv_cache_memory_bytes_card: int
+    """The kv_cache_memory_bytes that would fill the device, if nothing ran beside."""
+    ranks: tuple[RankPlan, ...]
+
+
+def plan_memory(config: WorkerConfig, memory_bytes: int, model_roots: Sequence[Path]) -> GroupPlan:
+    """Plan a group whose devices have memory_bytes each.
+
+    Raises:
+        ConfigError: a value is not allowed, or the model or its partition is not possible.
+        CheckpointError: the directory or its config.json is missing or broken.
+        CapacityError: a rank has nothing left for a KV cache.
+    """
+    if not 1 <= memory_bytes <= _MOST_BYTES:
+        raise ConfigError(
+            "no device has that much memory",
+            field="memory_bytes",
+            value=memory_bytes,
+            fix="its total bytes",
+        )
+    _check_values(config)
+    check_cache(config.cache, config.scheduler)
+    resolved = resolve_model(config.model, model_roots)
+    group = _Group(config, resolved, _rank_sizes(config.parallel, resolved))
+    requested = request_memory(
+        MemorySnapshot(memory_bytes, memory_bytes, 0, 0), config.cache.gpu_memory_utilization
+    )
+    return group.plan(memory_bytes, requested)
+
+
+def plan_fitted_memory(
+    config: WorkerConfig, memory_bytes: int, model_roots: Sequence[Path]
+) -> GroupPlan:
+    """Plan for the longest max_model_len that fits, as a driver does that fits it. Raises what
+    plan_memory does."""
+    plan = plan_memory(config, memory_bytes, model_roots)
+    if plan.max_model_len_fits:
+        return plan
+    model = msgspec.structs.replace(config.model, max_model_len=plan.longest_model_len)
+    return plan_memory(msgspec.structs.replace(config, model=model), memory_bytes, model_roots)
+
+
+def resolve_directory(model: Path) -> Path:
+    """Return the model's directory with symbolic links resolved. ConfigError where it is no
+    path."""
+    try:
+        return model.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links
+        raise ConfigError(
+            f"this is no path: {error}", field="model", value=str(model), fix="name a directory"
+        ) from None
+
+
+def read_partition(text: str) -> tuple[int, ...]:
+    """Return the counts of "N,N,...". ConfigError for anything else."""
+    try:
+        return read_layer_partition(text)
+    except ValueError as error:
+        raise ConfigError(
+            str(error),
+            field="layer_partition",
+            value=text,
+            fix="give each stage's number of layers, as in 17,15",
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _RankSizes:
+    """What of a rank does not depend on steps and lengths."""
+
+    state: ParallelState
+    layers: range
+    weights_bytes: int
+    kv_specs: tuple[KVCacheSpec, ...]
+    widths: StageWidths
+
+
+class _Group:
+    """The ranks of one configuration, for any max_model_len."""
+
+    def __init__(
+        self, config: WorkerConfig, resolved: ResolvedModel, sizes: Sequence[_RankSizes]
+    ) -> None:
+        self._config = config
+        self._resolved = resolved
+        self._sizes = sizes
+        self._block_size = config.cache.block_size
+        self._max_num_batched_tokens = config.scheduler.max_num_batched_tokens
+        self._layers = self._cut([rank.kv_specs for rank in sizes])
+        self._groups = [group.blocks for group in self._layers]
+
+    def plan(self, memory_bytes: int, requested: int) -> GroupPlan:
+        length = self._resolved.max_model_len
+        ranks = tuple(self._plan_rank(sizes, requested) for sizes in self._sizes)
+        smallest = min(ranks, key=lambda rank: rank.num_blocks)
+        if not smallest.num_tokens:
+            raise self._nothing_left(smallest, requested)
+        return GroupPlan(
+            architecture=self._resolved.decoder.architecture,
+            dtype=str(self._resolved.dtype).removeprefix("torch."),
+            memory_bytes=memory_bytes,
+            requested_bytes=requested,
+            max_model_len=length,
+            block_size=self._block_size,
+            max_num_seqs=self._config.scheduler.max_num_seqs,
+            max_num_batched_tokens=self._config.scheduler.max_num_batched_tokens,
+            num_blocks=smallest.num_blocks,
+            num_tokens=smallest.num_tokens,
+            num_longest_requests=smallest.num_longest_requests,
+            layer_groups=tuple(map(self._plan_layers, self._layers)),
+            longest_request_bytes=self._longest_request_bytes(self._layers),
+            longest_request_bytes_without_windows=self._longest_request_bytes(
+                self._cut([_without_windows(rank.kv_specs) for rank in self._sizes])
+            ),
+            max_model_len_fits=smallest.num_longest_requests > 0,
+            longest_model_len=self._longest_model_len(requested),
+            kv_cache_memory_bytes_request=self._kv_cache_memory_bytes(smallest.num_blocks),
+            kv_cache_memory_bytes_card=self._kv_cache_memory_bytes(
+                self._num_blocks(length, memory_bytes)
+            ),
+            ranks=ranks,
+        )
+
+    def _plan_rank(self, sizes: _RankSizes, requested: int) -> RankPlan:
+        length, block_bytes = self._resolved.max_model_len, self._block_bytes(sizes)
+        available = self._available(sizes, length, requested)
+        blocks = fitting_blocks(available, block_bytes)
+        return RankPlan(
+            rank=sizes.state.rank,
+            pp_rank=sizes.state.pp_rank,
+            tp_rank=sizes.state.tp_rank,
+            first_layer=sizes.layers.start,
+            num_layers=len(sizes.layers),
+            weights_bytes=sizes.weights_bytes,
+            rotary_table_bytes=self._rotary_table_bytes(length),
+            step_estimate_bytes=self._step_bytes(sizes, length),
+            kv_available_bytes=available,
+            kv_block_bytes=block_bytes,
+            num_blocks=blocks,
+            num_tokens=usable_tokens(blocks, self._groups, length, self._max_num_batched_tokens),
+            num_longest_requests=longest_requests(
+                blocks, self._groups, length, self._max_num_batched_tokens
+            ),
+        )
+
+    def _cut(self, ranks: Sequence[Sequence[KVCacheSpec]]) -> tuple[LayerGroup, ...]:
+        length, step = self._resolved.max_model_len, self._max_num_batched_tokens
+        return plan_groups(ranks, self._block_size, length, step)
+
+    def _plan_layers(self, group: LayerGroup) -> LayersPlan:
+        length = self._resolved.max_model_len
+        # Tensor ranks have the same layers.
+        stages = group.layer_names[:: self._config.parallel.tensor_parallel_size]
+        return LayersPlan(
+            num_layers=sum(map(len, stages)),
+            block_size=group.blocks.block_size,
+            sliding_window=group.blocks.window,
+            num_blocks_longest_request=most_blocks(
+                length, group.blocks, self._max_num_batched_tokens
+            ),
+        )
+
+    def _longest_request_bytes(self, layers: Sequence[LayerGroup]) -> int:
+        blocks = [group.blocks for group in layers]
+        length = self._resolved.max_model_len
+        num_blocks = request_blocks(length, blocks, self._max_num_batched_tokens)
+        return num_blocks * sum(bytes_per_block(layers, rank) for rank in range(len(self._sizes)))
+
+    def _longest_model_len(self, requested: int) -> int:
+        """A longer context takes a longer rotary table and block table: it fits or not, once and
+        for all longer ones."""
+        most = min(self._resolved.decoder.max_position_embeddings, requested)  # rotary tables alone
+        lengths = range(1, most + 1)
+        return bisect_left(lengths, True, key=partial(self._is_too_long, requested=requested))
+
+    def _is_too_long(self, length: int, requested: int) -> bool:
+        num_blocks = self._num_blocks(length, requested)
+        return not longest_requests(num_blocks, self._groups, length, self._max_num_batched_tokens)
+
+    def _kv_cache_memory_bytes(self, num_blocks: int) -> int:
+        """One value for all ranks, of which each takes what its blocks need: the largest blocks
+        decide."""
+        return num_blocks * max(map(self._block_bytes, self._sizes))
+
+    def _num_blocks(self, length: int, budget: int) -> int:
+        available = [self._available(sizes, length, budget) for sizes in self._sizes]
+        return smallest_fitting_blocks(self._layers, available)
+
+    def _available(self, sizes: _RankSizes, length: int, budget: int) -> int:
+        taken = sizes.weights_bytes + self._rotary_table_bytes(length)
+        return budget - taken - self._step_bytes(sizes, length)
+
+    def _block_bytes(self, sizes: _RankSizes) -> int:
+        return bytes_per_block(self._layers, sizes.state.rank)
+
+    def _rotary_table_bytes(self, length: int) -> int:
+        """float32 [length, 2, head_dim / 2] (layers/rotary.py)."""
+        return length * self._resolved.decoder.head_dim * torch.float32.itemsize
+
+    def _step_bytes(self, sizes: _RankSizes, length: int) -> int:
+        scheduler = self._config.scheduler
+        limits = StepLimits(
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=length,
+            vocab_size=self._resolved.decoder.vocab_size,
+            block_size=self._block_size,
+            num_blocks=1 << 30,
+            groups=tuple(self._groups),
+        )
+        return estimate_step_bytes(sizes.widths, limits)
+
+    def _nothing_left(self, rank: RankPlan, requested: int) -> CapacityError:
+        return CapacityError(
+            f"on rank {rank.rank} weights take {rank.weights_bytes}, the rotary table "
+            f"{rank.rotary_table_bytes} and a step about {rank.step_estimate_bytes} of {requested} "
+            f"bytes: nothing is left for a KV cache",
+            field="gpu_memory_utilization",
+            value=self._config.cache.gpu_memory_utilization,
+            fix="a larger share, a larger device, smaller steps, or more ranks",
+        )
+
+
+def _check_values(config: WorkerConfig) -> None:
+    """Check every field against the schema, which does so itself only when it decodes."""
+    for section, part in msgspec.structs.asdict(config).items():
+        values = msgspec.structs.asdict(part)
+        for entry in msgspec.structs.fields(part):
+            value = values[entry.name]
+            try:
+                msgspec.convert(value, entry.type)
+            except msgspec.ValidationError as error:
+                raise ConfigError(
+                    "the value is not allowed",
+                    field=f"{section}.{entry.name}",
+                    value=value,
+                    fix=str(error),
+                ) from None
+
+
+def _rank_sizes(parallel: ParallelConfig, resolved: ResolvedModel) -> list[_RankSizes]:
+    """Build every rank's stage without memory, and measure it."""
+    pp_size, tp_size = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+    decoder = resolved.decoder
+    check_partition(decoder, pp_size, tp_size)
+    layers = partition_layers(decoder.num_hidden_layers, pp_size, parallel.layer_partition)
+    states = [ParallelState(pp_size, tp_size, rank) for rank in range(parallel.world_size)]
+    try:
+        return [_measure(state, layers[state.pp_rank], resolved) for state in states]
+    except (RuntimeError, TypeError, OverflowError) as error:  # torch about sizes beyond 64 bits
+        raise ConfigError(
+            f"no tensor has sizes like this model's: {str(error).splitlines()[0]}",
+            field="model",
+            value=str(resolved.directory),
+            fix="correct the sizes in config.json",
+        ) from None
+
+
+def _measure(state: ParallelState, layers: range, resolved: ResolvedModel) -> _RankSizes:
+    stage = _build_stage(state, layers, resolved)
+    specs = describe_layers(stage.kv_layer_specs, resolved.dtype)
+    decoder, tp_size = resolved.decoder, state.tp_size
+    q_size = decoder.num_attention_heads // tp_size * decoder.head_dim
+    return _RankSizes(
+        state=state,
+        layers=layers,
+        weights_bytes=stage.num_parameters_bytes,
+        kv_specs=specs,
+        widths=StageWidths(
+            hidden_size=decoder.hidden_size,
+            qkv_size=q_size + 2 * specs[0].num_kv_heads * decoder.head_dim,
+            q_size=q_size,
+            inner_size=decoder.intermediate_size // tp_size,
+            vocab_size=decoder.vocab_size,
+            vocab_rows=padded_vocab_size(decoder.vocab_size, tp_size) // tp_size,
+            itemsize=resolved.dtype.itemsize,
+            pp_size=state.pp_size,
+            tp_size=tp_size,
+            is_first_stage=state.is_first_stage,
+            is_last_stage=state.is_last_stage,
+        ),
+    )
+
+
+def _without_windows(layers: Sequence[KVCacheSpec]) -> list[KVCacheSpec]:
+    return [msgspec.structs.replace(layer, sliding_window=None) for layer in layers]
+
+
+def _build_stage(state: ParallelState, layers: range, resolved: ResolvedModel) -> DecoderStage:
+    """As worker/loading.py does, on a device that keeps shapes alone."""
+    return build_stage(
+        resolved.decoder,
+        layers,
+        state.is_first_stage,
+        state.is_last_stage,
+        tensor_parallel(state.tp_rank, state.tp_size),
+        resolved.dtype,
+        torch.device("meta"),
+        resolved.max_model_len,
+        NullAttention(),
+        TorchOps(),
+    )

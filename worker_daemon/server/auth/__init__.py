@@ -1,0 +1,1 @@
+"""Authentication and authorization: keys, ZAP, roles, connection limits."""

@@ -1,0 +1,156 @@
+"""How many connections strangers may open to a tcp socket: beyond that the kernel drops their
+attempts, before libzmq accepts them or reads a byte. Addresses from which an authorized key has
+come in are let through always, so that a flood from elsewhere does not keep a driver out. Belongs
+to the door thread; knows no key.
+
+libzmq accepts whatever its listening socket has. So the limit is a filter on that socket (classic
+BPF, which needs no privilege: socket(7), SO_ATTACH_FILTER). Connections that are open are sockets
+of their own, and not touched.
+"""
+
+import ipaddress
+import socket
+import struct
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final, TypeAlias
+
+from rpc_schema.borrowed_sockets import borrowed
+from rpc_schema.listeners import NOBODY, RETURN, Instruction, attach_filter
+
+RATE_PER_S: Final = 20.0
+"""Connections of strangers that each socket takes for long."""
+BURST: Final = 100
+"""And at once."""
+SHUT_S: Final = 1.0
+"""The least time for which strangers are kept out: a filter is not put on for each connection."""
+MAX_FRIENDS: Final = 16
+
+_SO_DETACH_FILTER: Final = 27
+_LOAD, _JUMP_IF_EQUAL = 0x20, 0x15
+_NETWORK_HEADER: Final = -0x100000
+"""SKF_NET_OFF: offsets from here on count from the IP header."""
+_SOURCE: Final = {socket.AF_INET: 12, socket.AF_INET6: 8}
+"""Where that has the sender's address."""
+_KEEP: Final = 0xFFFFFFFF
+
+Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class TrustedAddresses:
+    """The addresses from which authorized keys came in last."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Address, None] = OrderedDict()
+
+    def add(self, text: str) -> None:
+        """Note one; what is no IP address (of ipc, say) is ignored."""
+        with suppress(ValueError):
+            address = ipaddress.ip_address(text)
+            self._known[address] = None
+            self._known.move_to_end(address)
+            if len(self._known) > MAX_FRIENDS:
+                self._known.popitem(last=False)
+
+    def __contains__(self, text: str) -> bool:
+        with suppress(ValueError):
+            return ipaddress.ip_address(text) in self._known
+        return False
+
+    def addresses(self) -> list[Address]:
+        """Return all."""
+        return list(self._known)
+
+
+class ConnectionLimit:
+    """For one listening socket; shut and opened again as long as there is a flood."""
+
+    def __init__(
+        self,
+        descriptor: int,
+        friends: TrustedAddresses,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """descriptor: of the listening socket, which is another thread's."""
+        self.is_shut = False
+        self._descriptor = descriptor
+        self._friends = friends
+        self._clock = clock
+        self._name = _with_listener(descriptor, lambda listener: listener.getsockname())
+        self._left = float(BURST)
+        self._filled_at = clock()
+        self._reopens_at = 0.0
+
+    def entered(self, address: str) -> bool:
+        """A connection from this address was accepted; tell whether strangers are kept out from now
+        on."""
+        if address in self._friends or self.is_shut:
+            return False
+        now = self._clock()
+        self._left = min(BURST, self._left + RATE_PER_S * (now - self._filled_at)) - 1.0
+        self._filled_at = now
+        if self._left >= 0.0:
+            return False
+        self._reopens_at = now + SHUT_S
+        self.is_shut = self._apply(lambda listener: _attach(listener, self._friends.addresses()))
+        return self.is_shut
+
+    def look(self) -> None:
+        """Let strangers in again, if their time has come."""
+        if self.is_shut and self._clock() >= self._reopens_at:
+            self.is_shut = False
+            self._apply(_detach)
+
+    def renew(self) -> None:
+        """There is a new friend."""
+        if self.is_shut:
+            self._apply(lambda listener: _attach(listener, self._friends.addresses()))
+
+    def _apply(self, change: "Callable[[socket.socket], None]") -> bool:
+        """Change the filter, if the socket is still there; tell whether it was."""
+
+        def if_ours(listener: socket.socket) -> bool:
+            if listener.getsockname() != self._name:
+                return False
+            change(listener)
+            return True
+
+        return bool(_with_listener(self._descriptor, if_ours))
+
+
+def _with_listener(descriptor: int, use: "Callable[[socket.socket], object]") -> object:
+    """Call `use` with a listening internet socket; None where the descriptor is of none."""
+    with suppress(OSError), borrowed(descriptor) as listener:
+        if listener.family in _SOURCE and listener.getsockopt(
+            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+        ):
+            return use(listener)
+    return None
+
+
+def _attach(listener: socket.socket, friends: Sequence[Address]) -> None:
+    """Replace the socket's filter, at once."""
+    version = 4 if listener.family == socket.AF_INET else 6
+    wanted = [friend.packed for friend in friends if friend.version == version]
+    attach_filter(listener, program(wanted, _SOURCE[listener.family]))
+
+
+def _detach(listener: socket.socket) -> None:
+    with suppress(OSError):  # there is none
+        listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+
+
+def program(friends: Sequence[bytes], offset: int) -> list[Instruction]:
+    """Return the filter that keeps packets from these addresses alone; they lie at this offset of
+    the IP header. Of each address word by word: the next address is tried where one differs."""
+    made: list[Instruction] = []
+    for friend in friends:
+        words = struct.unpack(f"!{len(friend) // 4}I", friend)
+        for index, word in enumerate(words):
+            rest = 2 * (len(words) - 1 - index) + 1  # to the end of this address's instructions
+            made.append((_LOAD, 0, 0, (_NETWORK_HEADER + offset + 4 * index) & 0xFFFFFFFF))
+            made.append((_JUMP_IF_EQUAL, 0, rest, word))
+        made.append((RETURN, 0, 0, _KEEP))
+    return [*made, *NOBODY]

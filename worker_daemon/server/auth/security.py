@@ -1,0 +1,186 @@
+"""What protects a daemon's sockets: nothing beyond their directory, or keys. Put together once, on
+the main thread; knows no message."""
+
+import logging
+import os
+import time
+from typing import Final, Protocol, TypeAlias
+
+import zmq
+import zmq.asyncio
+
+from rpc_schema.codec import CURVE_BYTES
+from worker_daemon.server.auth.access import Access, KeyedAccess, OpenAccess
+from worker_daemon.server.auth.bad_peers import BadPeers
+from worker_daemon.server.auth.keys import AuthorizedKeys, Identity, read_identity
+from worker_daemon.server.auth.zap import ZapHandler
+from worker_daemon.settings import ProcessSettings
+
+HANDSHAKE_MS: Final = 1000
+"""Of strangers; doorkeeper.py has the other bounds. More than a driver's:
+client/worker_client/keys.py."""
+LOCAL_HANDSHAKE_MS: Final = 3000
+"""Where nobody but this user can connect."""
+SLOW_CIPHER_MB_S: Final = 300
+_TEST_BYTES: Final = 1 << 20
+_TEST_ROUNDS: Final = 2
+_TEST_LIMIT_MS: Final = 2000
+
+AnySocket: TypeAlias = "zmq.Socket[bytes] | zmq.asyncio.Socket"
+
+logger = logging.getLogger(__name__)
+
+
+class Security(Protocol):
+    """Owned by the main thread; `access` and `bad_peers` are for all."""
+
+    access: Access
+    bad_peers: BadPeers
+    frame_bytes: int
+    """By which frames are longer on their way than they are here."""
+
+    @property
+    def num_refused(self) -> int:
+        """Handshakes that were refused, since the start; any thread may ask."""
+
+    def protect(self, socket: AnySocket, name: str) -> None:
+        """Set what a socket needs before it is bound."""
+
+    def start(self) -> None:
+        """Let peers in; after protect() and before the sockets are bound."""
+
+    def reload(self) -> bool:
+        """Read again who may come in; tell whether somebody may do less than before."""
+
+    def stop(self, timeout_s: float) -> bool:
+        """Let nobody in any more; tell whether that took no longer."""
+
+
+class DirectorySecurity:
+    """An ipc endpoint without keys: its directory is closed to other users."""
+
+    def __init__(self) -> None:
+        self.access: Access = OpenAccess()
+        self.bad_peers = BadPeers()
+        self.frame_bytes = 0
+        self.num_refused = 0
+
+    def protect(self, socket: AnySocket, name: str) -> None:
+        """See Security."""
+        socket.setsockopt(zmq.HANDSHAKE_IVL, LOCAL_HANDSHAKE_MS)
+
+    def start(self) -> None:
+        """See Security."""
+
+    def reload(self) -> bool:
+        """See Security."""
+        return False
+
+    def stop(self, timeout_s: float) -> bool:
+        """See Security."""
+        return True
+
+
+class KeySecurity:
+    """CURVE on all four sockets: a peer proves that it has an authorized key before anything that
+    it sends is read, and the daemon proves its own."""
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        identity: Identity,
+        authorized: AuthorizedKeys,
+    ) -> None:
+        self.access: Access = KeyedAccess(authorized)
+        self.bad_peers = BadPeers()
+        self.frame_bytes = CURVE_BYTES
+        self._identity = identity
+        self._authorized = authorized
+        self._door = ZapHandler(context, authorized, self.bad_peers)
+
+    @property
+    def num_refused(self) -> int:
+        """See Security."""
+        return self._door.num_refused
+
+    def protect(self, socket: AnySocket, name: str) -> None:
+        """See Security. Without an answer to the domain's question libzmq lets nobody in."""
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._identity.secret_key)
+        socket.setsockopt(zmq.ZAP_DOMAIN, name.encode())
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        self._door.watch(name, socket)
+
+    def start(self) -> None:
+        """See Security."""
+        self._door.start()
+
+    def reload(self) -> bool:
+        """See Security."""
+        return self._authorized.reload()
+
+    def stop(self, timeout_s: float) -> bool:
+        """See Security."""
+        return self._door.stop(timeout_s)
+
+
+def open_security(context: "zmq.Context[zmq.Socket[bytes]]", settings: ProcessSettings) -> Security:
+    """Read the keys, if there are any.
+
+    Raises:
+        ConfigError: a key file cannot be used.
+    """
+    if settings.key_file is None or settings.authorized_keys is None:
+        return DirectorySecurity()
+    identity = read_identity(settings.key_file, is_credential=settings.key_is_credential)
+    authorized = AuthorizedKeys(settings.authorized_keys)
+    _report_cipher()
+    return KeySecurity(context, identity, authorized)
+
+
+def _report_cipher() -> None:
+    speed = cipher_mb_s()
+    if speed is None:
+        logger.warning("the cipher could not be tried")
+    elif speed < SLOW_CIPHER_MB_S:
+        logger.warning(
+            "the cipher encrypts %.0f MB/s, less than %d: messages of 4 KiB take %.0f us longer on "
+            "their way; build pyzmq against the system's libzmq and libsodium (docs/security.md)",
+            speed,
+            SLOW_CIPHER_MB_S,
+            2 * 4096 / speed,
+        )
+    else:
+        logger.info("the cipher encrypts %.0f MB/s", speed)
+
+
+def cipher_mb_s() -> float | None:
+    """Return how fast messages are encrypted (and as fast decrypted), in 10^6 bytes a second: a
+    large one is sent to ourselves, under keys of its own. None: it did not come."""
+    public, secret = zmq.curve_keypair()
+    address = f"ipc://@worker-daemon-{os.getpid()}-{os.urandom(8).hex()}"
+    message = bytes(_TEST_BYTES)
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PULL) as pull,
+        context.socket(zmq.PUSH) as push,
+    ):
+        for socket in (pull, push):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        pull.setsockopt(zmq.CURVE_SERVER, 1)
+        push.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        push.setsockopt(zmq.CURVE_SERVERKEY, public)
+        pull.bind(address)
+        push.connect(address)
+        best_s = float("inf")
+        for content in (b"", *[message] * _TEST_ROUNDS):  # the first waits for the handshake
+            began = time.perf_counter()
+            push.send(content)
+            if not pull.poll(_TEST_LIMIT_MS):
+                return None
+            pull.recv()
+            if content:
+                best_s = min(best_s, time.perf_counter() - began)
+    return 2 * _TEST_BYTES / best_s / 1e6

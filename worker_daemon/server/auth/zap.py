@@ -1,0 +1,339 @@
+"""The door thread: answers ZeroMQ's question whether a key may come in (ZAP, ZeroMQ RFC 27), writes
+a line for whoever was turned away, and keeps strangers out while they are too many (turnstile.py)
+or shuts them down where they send too much (handshakes.py). Owns the ZAP socket and the monitors of
+the four sockets; never waits for another thread, so that handshakes end while the main thread is
+busy.
+
+libzmq asks only peers that have proved to have their key. Those that speak without a key, or look
+for another daemon's, it turns away itself and tells the monitors; no byte of theirs comes further.
+"""
+
+import errno
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import zmq
+import zmq.asyncio
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from rpc_schema.borrowed_sockets import borrowed
+from rpc_schema.key_files import fingerprint
+from worker_daemon.server.auth.access import SOCKET_ROLES, Roles
+from worker_daemon.server.auth.bad_peers import BadPeers
+from worker_daemon.server.auth.connection_limit import ConnectionLimit, TrustedAddresses
+from worker_daemon.server.auth.handshakes import Handshakes, PeerName
+
+ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
+_BELL: Final = "inproc://zap-wakeup"
+_REQUEST_FRAMES: Final = 7
+"""version, request id, domain, address, routing id, mechanism, the client's public key."""
+_WATCHED: Final = (
+    zmq.EVENT_LISTENING
+    | zmq.EVENT_ACCEPTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_MONITOR_STOPPED
+)
+_WATCH: Final = b"watch"
+_STOP: Final = b"stop"
+MAX_ADDRESSES: Final = 4096
+_SHUT_POLL_MS: Final = 100
+_MAX_EVENTS: Final = 32
+
+logger = logging.getLogger(__name__)
+
+
+class AuditLog:
+    """Writes at most `burst` lines in `window_s` seconds, and counts the others into the next
+    one."""
+
+    def __init__(
+        self,
+        write: Callable[[str], None],
+        burst: int = 10,
+        window_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_refused = 0
+        """Since the start."""
+        self._write = write
+        self._burst = burst
+        self._window_s = window_s
+        self._clock = clock
+        self._window_ends = 0.0
+        self._in_window = 0
+        self._withheld = 0
+
+    def refused(self, where: str, who: str, why: str) -> None:
+        """Note that a peer was turned away."""
+        self.num_refused += 1
+        now = self._clock()
+        if now >= self._window_ends:
+            self._window_ends, self._in_window = now + self._window_s, 0
+        self._in_window += 1
+        if self._in_window > self._burst:
+            self._withheld += 1
+            return
+        others = f" ({self._withheld} such lines were left out)" if self._withheld else ""
+        self._withheld = 0
+        self._write(f"refused at the {where} socket: {who}: {why}{others}")
+
+
+class ZapHandler:
+    """Made and started by the main thread before the sockets that it keeps are bound."""
+
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", roles: Roles, bad_peers: BadPeers
+    ) -> None:
+        self._context = context
+        self._roles = roles
+        self._bad_peers = bad_peers
+        self._audit = AuditLog(logger.warning)
+        self._floods = AuditLog(logger.warning, burst=4)
+        self._friends = TrustedAddresses()
+        self._zap = context.socket(zmq.REP)
+        self._zap.setsockopt(zmq.LINGER, 0)
+        self._zap.bind(ZAP_ADDRESS)
+        self._heard = context.socket(zmq.PAIR)
+        self._heard.bind(_BELL)
+        self._bell = context.socket(zmq.PAIR)
+        self._bell.connect(_BELL)
+        self._to_watch: queue.SimpleQueue[tuple[zmq.Socket[bytes], _Watch]] = queue.SimpleQueue()
+        self._num_watched = 0
+        self._monitors: dict[zmq.Socket[bytes], _Watch] = {}
+        """The door thread's."""
+        self._thread = threading.Thread(target=self._run, name="zap", daemon=True)
+
+    @property
+    def num_refused(self) -> int:
+        """Handshakes that were refused, since the start; any thread may ask."""
+        return self._audit.num_refused
+
+    def watch(self, name: str, watched: "zmq.Socket[bytes] | zmq.asyncio.Socket") -> None:
+        """Watch a socket until it is closed; to be called by its owner before it is bound."""
+        self._num_watched += 1
+        address = f"inproc://monitor-{self._num_watched}"
+        watched.monitor(address, _WATCHED)
+        monitor = self._context.socket(zmq.PAIR)
+        monitor.setsockopt(zmq.LINGER, 0)
+        monitor.connect(address)
+        watch = _Watch(name, self._audit, self._floods, self._friends, self._bad_peers)
+        self._to_watch.put((monitor, watch))
+        if self._thread.ident is not None:
+            self._bell.send(_WATCH)
+
+    def start(self) -> None:
+        """Start the thread: nobody can come in before."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread; tell whether it ended in time. Nobody can come in any more."""
+        if self._thread.ident is None:
+            self._close()
+        else:
+            self._bell.send(_STOP)
+            self._thread.join(timeout_s)
+        self._bell.close(linger=0)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._zap, zmq.POLLIN)
+        poller.register(self._heard, zmq.POLLIN)
+        self._watch_more(poller)
+        try:
+            while True:
+                ready = dict(poller.poll(self._patience_ms()))
+                if self._heard in ready:
+                    if self._heard.recv() == _STOP:
+                        return
+                    self._watch_more(poller)
+                # Before the question of a connection's handshake: that it was accepted.
+                for monitor in ready.keys() & self._monitors.keys():
+                    self._take_events(monitor, poller)
+                if self._zap in ready:
+                    self._zap.send_multipart(self._answer(self._zap.recv_multipart()))
+        except Exception:
+            logger.exception("the door is shut: nobody can connect any more")
+        finally:
+            self._close()
+
+    def _patience_ms(self) -> int | None:
+        """Look after all sockets; return how long to wait until the next look. None: until
+        something happens."""
+        patience = [watch.look() for watch in self._monitors.values()]
+        return min((each for each in patience if each is not None), default=None)
+
+    def _watch_more(self, poller: zmq.Poller) -> None:
+        while not self._to_watch.empty():
+            monitor, watch = self._to_watch.get()
+            self._monitors[monitor] = watch
+            poller.register(monitor, zmq.POLLIN)
+
+    def _take_events(self, monitor: "zmq.Socket[bytes]", poller: zmq.Poller) -> None:
+        """Take in what has happened at one socket, up to a bound: the others wait."""
+        for _ in range(_MAX_EVENTS):
+            if not monitor.poll(0):
+                return
+            event = recv_monitor_message(monitor)
+            if event["event"] == zmq.EVENT_MONITOR_STOPPED:
+                del self._monitors[monitor]
+                poller.unregister(monitor)
+                monitor.close()
+                return
+            self._monitors[monitor].take(int(event["event"]), int(event["value"]))
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        version, number = [*request, b"", b""][:2]
+        try:
+            why = self._refusal(request)
+        except Exception as error:  # a question that libzmq does not ask
+            logger.exception("a handshake could not be judged")
+            why = repr(error)
+        if why:
+            return [version, number, b"400", why.encode(), b"", b""]
+        return [version, number, b"200", b"", z85.encode(request[6]), b""]
+
+    def _refusal(self, request: list[bytes]) -> str:
+        """Return why a peer may not come in; empty: it may."""
+        if len(request) != _REQUEST_FRAMES or request[5] != b"CURVE":
+            self._audit.refused("?", "?", "no key")
+            return "a key is needed"
+        domain, address = request[2].decode(), _zap_address(request[3].decode(errors="replace"))
+        key = z85.encode(request[6]).decode()
+        role, needed = self._roles.role(key), SOCKET_ROLES[domain]
+        if role is None:
+            why = "the key is not authorized"
+        elif not role.covers(needed):
+            why = f"the key has the role {role}, the {domain} socket needs {needed}"
+        elif key in self._bad_peers:
+            why = "the key is banned for a while"
+        else:
+            self._came_in(domain, request[3].decode(errors="replace"), key)
+            return ""
+        self._audit.refused(domain, f"{address}, key {fingerprint(key)}", why)
+        return why
+
+    def _came_in(self, domain: str, address: str, key: str) -> None:
+        """An authorized key came from there."""
+        for watch in self._monitors.values():
+            watch.came_in(domain, address, key)
+        if address not in self._friends:
+            self._friends.add(address)
+            for watch in self._monitors.values():
+                watch.renew()
+
+    def _close(self) -> None:
+        for each in (self._zap, self._heard, *self._monitors):
+            each.close(linger=0)
+
+
+class _Watch:
+    """What happens at one socket. A monitor names the peer of a failed handshake only by the end of
+    its connection, which follows."""
+
+    def __init__(
+        self,
+        name: str,
+        audit: AuditLog,
+        floods: AuditLog,
+        friends: TrustedAddresses,
+        bad_peers: BadPeers,
+    ) -> None:
+        self._name = name
+        self._audit = audit
+        self._floods = floods
+        self._friends = friends
+        self._handshakes = Handshakes(
+            listens=name == "events", is_friend=friends.__contains__, ban=bad_peers.ban
+        )
+        self._turnstile: ConnectionLimit | None = None
+        self._addresses: dict[int, str] = {}
+        """Of connections, by file descriptor. A descriptor that was closed and used again before we
+        looked would give the wrong address: good enough for a line in a log."""
+        self._failed = ""
+
+    def take(self, kind: int, value: int) -> None:
+        """Take in one event."""
+        if kind == zmq.EVENT_LISTENING:
+            self._turnstile = ConnectionLimit(value, self._friends)
+        elif kind == zmq.EVENT_ACCEPTED:
+            self._accepted(value)
+        elif kind == zmq.EVENT_DISCONNECTED:
+            address = self._addresses.pop(value, "unknown address")
+            why = self._handshakes.ended(value) or self._failed
+            if why:
+                self._audit.refused(self._name, address, why)
+            self._failed = ""
+        else:
+            self._failed = _why(kind, value)
+
+    def _accepted(self, descriptor: int) -> None:
+        address, name = _address(descriptor)
+        if len(self._addresses) < MAX_ADDRESSES:
+            self._addresses[descriptor] = address
+        if name is None or self._turnstile is None:
+            return
+        host = name[0]
+        self._handshakes.began(descriptor, name)
+        if self._turnstile.entered(host):
+            self._floods.refused(self._name, "strangers", "there are too many: all must wait")
+
+    def look(self) -> int | None:
+        """Let strangers in again, if it is time, and look at handshakes; return in how many
+        milliseconds to look again, if at all."""
+        if self._turnstile is None:
+            return None
+        self._turnstile.look()
+        self._handshakes.look()
+        patience = self._handshakes.patience_ms
+        if not self._turnstile.is_shut:
+            return patience
+        return _SHUT_POLL_MS if patience is None else min(patience, _SHUT_POLL_MS)
+
+    def came_in(self, domain: str, address: str, key: str) -> None:
+        """An authorized key was let in at the socket of this domain."""
+        if domain == self._name:
+            self._handshakes.came_in(address, key)
+
+    def renew(self) -> None:
+        """There is a new friend."""
+        if self._turnstile is not None:
+            self._turnstile.renew()
+
+
+def _why(kind: int, value: int) -> str:
+    if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+        return f"it left during the handshake, or has no key ({errno.errorcode.get(value, value)})"
+    if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+        return "it has no key"
+    if value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+        return "it looks for a daemon with another key"
+    return f"it does not speak ZMTP (protocol error {value:#x})"
+
+
+def _zap_address(text: str) -> str:
+    """A peer's address as libzmq gives it; of ipc "localhost:UID:GID:PID"."""
+    host, *ids = text.split(":")
+    return f"pid {ids[2]} of user {ids[0]}" if host == "localhost" and len(ids) == 3 else text
+
+
+def _address(descriptor: int) -> tuple[str, PeerName | None]:
+    """Return who is at the other end of a connection, and its address and port if it has one."""
+    try:
+        with borrowed(descriptor) as copy:
+            if copy.family == socket.AF_UNIX:
+                data = copy.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                pid, uid = (int.from_bytes(data[at : at + 4], "little") for at in (0, 4))
+                return f"pid {pid} of user {uid}", None
+            host, port = copy.getpeername()[:2]
+            return f"{host}:{port}", (host, port)
+    except (OSError, ValueError):
+        return "unknown address", None

@@ -1,0 +1,1 @@
+"""Watchdogs, gauges, status and traces."""

@@ -1,0 +1,218 @@
+"""Traces for an observer: what control answers about them. Owns which trace runs, where the last
+one lies and what the driver said of its steps. Runs on the event loop; the recording itself is done
+on the step thread, between two requests, and the compression on a thread of its own."""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+from rpc_schema import lifecycle as lc
+from rpc_schema import trace as tr
+from rpc_schema.codec import ControlMessage, ControlReplyMessage
+from worker_daemon.errors import StateError
+from worker_daemon.server.dispatch import PlainTraceLike, WorkerLike
+from worker_daemon.server.step_thread import OutOfBandTask
+
+START_LIMIT_S: Final = 60.0
+"""How long a start waits for the step thread; a step that runs comes first."""
+WRITE_LIMIT_S: Final = 1800.0
+
+_T = TypeVar("_T")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A trace that is recorded, or will be."""
+
+    trace: bytes
+    expiry: asyncio.TimerHandle | None = None
+
+
+class Tracing:
+    """Answers everything of rpc_schema/trace.py. One trace runs at a time, and one can be read."""
+
+    def __init__(
+        self,
+        post: Callable[[OutOfBandTask], None],
+        need_attached: Callable[[int], None],
+        ask_driver: Callable[[bytes, int, int], None],
+    ) -> None:
+        """post: to the step thread. need_attached(epoch) raises unless the epoch is the attached
+        driver's. ask_driver(trace, begin_ns, end_ns) publishes DriverStepsWanted."""
+        self._post = post
+        self._need_attached = need_attached
+        self._publish_question = ask_driver
+        self._running: _Running | None = None
+        self._file: Path | None = None
+        self._readable = b""
+        self._asked = b""
+        self._driver_steps: tr.DriverSteps | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.handlers: Mapping[type[ControlMessage], Callable[..., ControlReplyMessage]] = {
+            tr.ReadClock: self._read_clock,
+            tr.ReadTrace: self._read_trace,
+            tr.AskDriver: self._ask_driver,
+            tr.PutDriverSteps: self._put_driver_steps,
+            tr.ReadDriverSteps: self._read_driver_steps,
+        }
+        """Those that answer at once."""
+
+    async def start(self, message: tr.StartTrace) -> ControlReplyMessage:
+        """Have the step thread record.
+
+        Raises:
+            StateError: a trace or a profile runs, there is no device yet, or the step thread is
+                busy for longer than START_LIMIT_S.
+            ConfigError: there is no directory for traces, or it cannot be used.
+        """
+        if self._running is not None:
+            raise StateError("a trace runs already", fix="start again once that has ended")
+        running = self._running = _Running(message.trace)
+        due = time.monotonic() + START_LIMIT_S
+        try:
+            await self._on_step_thread("STARTING TRACE", partial(_start, due), START_LIMIT_S)
+            running.expiry = asyncio.get_running_loop().call_later(
+                message.max_ms / 1000, self._expire, running
+            )
+        except TimeoutError:
+            self._post(OutOfBandTask("STARTING TRACE", START_LIMIT_S, _drop))
+            raise StateError(
+                "the step thread is busy with something else",
+                fix="try again when its present operation is over",
+            ) from None
+        finally:
+            if running.expiry is None:
+                self._running = None
+        return lc.Acknowledged(call=message.call)
+
+    async def stop(self, message: tr.StopTrace) -> ControlReplyMessage:
+        """Have the step thread stop, then put the trace in its place.
+
+        Raises:
+            StateError: no such trace runs.
+            CapacityError: the disk is full. ConfigError: the file cannot be written. After either
+            the trace is over, and lost.
+        """
+        running = self._running
+        if running is None or running.trace != message.trace or running.expiry is None:
+            logger.warning("no such trace runs: there is nothing to stop")
+            raise StateError(
+                "no such trace runs", fix="start one; it ends by itself at its longest duration"
+            )
+        running.expiry.cancel()
+        running.expiry = None
+        try:
+            plain = await self._on_step_thread(
+                "WRITING TRACE", partial(_stop, message.keep), WRITE_LIMIT_S
+            )
+            if plain is None:
+                return tr.StopTraceReply(call=message.call, size_bytes=0)
+            self._readable = b""
+            self._file = await _on_a_thread(plain.pack)
+        finally:
+            self._running = None
+        self._readable = message.trace
+        return tr.StopTraceReply(call=message.call, size_bytes=self._file.stat().st_size)
+
+    def close(self) -> None:
+        """Stop waiting; what is recorded ends with the worker."""
+        if self._running is not None and self._running.expiry is not None:
+            self._running.expiry.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    def _read_clock(self, message: tr.ReadClock) -> ControlReplyMessage:
+        return tr.ReadClockReply(call=message.call, monotonic_ns=time.monotonic_ns())
+
+    def _read_trace(self, message: tr.ReadTrace) -> ControlReplyMessage:
+        if self._file is None or message.trace != self._readable:
+            raise StateError("there is no such trace to read", fix="stop it first, and keep it")
+        try:
+            with self._file.open("rb") as file:
+                file.seek(message.offset)
+                return tr.ReadTraceReply(call=message.call, data=file.read(tr.TRACE_CHUNK_BYTES))
+        except OSError as error:
+            raise StateError(f"the trace's file is gone: {error.strerror}", fix="trace anew") from (
+                error
+            )
+
+    def _ask_driver(self, message: tr.AskDriver) -> ControlReplyMessage:
+        self._asked, self._driver_steps = message.trace, None
+        self._publish_question(message.trace, message.begin_ns, message.end_ns)
+        return lc.Acknowledged(call=message.call)
+
+    def _put_driver_steps(self, message: tr.PutDriverSteps) -> ControlReplyMessage:
+        self._need_attached(message.epoch)
+        if message.trace != self._asked:
+            raise StateError("nobody asks for these steps", fix="answer the last question only")
+        self._driver_steps = message.steps
+        return lc.Acknowledged(call=message.call)
+
+    def _read_driver_steps(self, message: tr.ReadDriverSteps) -> ControlReplyMessage:
+        steps = self._driver_steps if message.trace == self._asked else None
+        return tr.ReadDriverStepsReply(call=message.call, steps=steps)
+
+    def _expire(self, running: _Running) -> None:
+        """Whoever started it is gone: throw it away."""
+        if self._running is running:
+            logger.warning("a trace was not stopped in time and is thrown away")
+            stop = tr.StopTrace(call=0, trace=running.trace, keep=False)
+            task = asyncio.ensure_future(self._discard(stop))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _discard(self, stop: tr.StopTrace) -> None:
+        try:
+            await self.stop(stop)
+        except Exception as error:  # nobody is left to hear it
+            logger.warning("a trace did not end as it should: %s", error)
+
+    async def _on_step_thread(
+        self, phase: str, work: Callable[[WorkerLike], _T], limit_s: float
+    ) -> _T:
+        """Run `work` there; return or raise what it does, or TimeoutError: it has not run within
+        the limit."""
+        future: Future[_T] = Future()
+        self._post(
+            OutOfBandTask(phase, limit_s, lambda worker: _settle(future, partial(work, worker)))
+        )
+        return await asyncio.wait_for(asyncio.wrap_future(future), limit_s)
+
+
+async def _on_a_thread(work: Callable[[], _T]) -> _T:
+    """Run `work` on a thread that ends with it; an executor's would be waited for at the end."""
+    future: Future[_T] = Future()
+    threading.Thread(target=_settle, args=(future, work), name="trace", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def _settle(future: Future[_T], work: Callable[[], _T]) -> None:
+    """Run `work` on this thread, and settle the future with what it returns or raises."""
+    with contextlib.suppress(InvalidStateError):  # nobody waits any more
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+
+def _start(due: float, worker: WorkerLike) -> None:
+    if time.monotonic() < due:  # else nobody waits any more
+        worker.start_trace()
+
+
+def _drop(worker: WorkerLike) -> None:
+    with contextlib.suppress(Exception):  # nothing runs: so it should be
+        worker.stop_trace(keep=False)
+
+
+def _stop(keep: bool, worker: WorkerLike) -> PlainTraceLike | None:
+    return worker.stop_trace(keep=keep)

@@ -1,0 +1,252 @@
+"""Who drives the daemon: attach in two phases, detach, and the lease between them. Owns which epoch
+is prepared or being taken, and changes the lease; knows no socket. On the main thread's event loop:
+the step thread, which takes an epoch, hears by commands and is waited for with a bound."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from importlib import metadata
+from typing import Final, TypeAlias
+
+from rpc_schema import lease as ls
+from rpc_schema import lifecycle as lc
+from rpc_schema.codec import ControlReplyMessage
+from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
+from worker_daemon.errors import FencedError, IncompatibleError, NotAttachedError, StateError
+from worker_daemon.server.auth.access import Sender
+from worker_daemon.server.health.guard import Guard
+from worker_daemon.server.progress import Progress
+from worker_daemon.server.session.draining import Draining
+from worker_daemon.server.session.epochs import EpochFile
+from worker_daemon.server.session.lease import DriverIdentity, Lease, LeaseRequest, lease_terms
+from worker_daemon.server.session.status import StatusReport
+from worker_daemon.server.step_thread import (
+    UID_BYTES,
+    Attach,
+    AttachSnapshot,
+    Command,
+    DropRequests,
+    EndEpoch,
+    EpochOwner,
+    Orphan,
+)
+from worker_daemon.worker.uploads import Uploads
+
+BUSY_GRACE_S: Final = 0.2
+"""How long attach waits for a running step before it has the link aborted."""
+ATTACH_SLACK_S: Final = 3.0
+"""What attach waits beyond the step deadline: a wait on gloo ends one second after that."""
+MAX_GREETED: Final = 64
+"""Drivers of one key whose version is remembered; one that attaches has said Hello just before."""
+_LINK_PACKAGES: Final = ("torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+
+_Claim: TypeAlias = tuple[int, DriverIdentity]
+"""An epoch, and the driver that it is for."""
+
+logger = logging.getLogger(__name__)
+
+
+class AttachHandler:
+    """Epochs go up: prepared by one driver, granted on disk, taken by the step thread, and held by
+    the lease. Of two drivers the one with the higher epoch has the daemon."""
+
+    def __init__(
+        self,
+        epochs: EpochFile,
+        lease: Lease,
+        draining: Draining,
+        progress: Progress,
+        guard: Guard,
+        report: StatusReport,
+        uploads: Uploads,
+        post: Callable[[Command], None],
+    ) -> None:
+        """uploads: end with the lease. post: to the step thread."""
+        self._epochs = epochs
+        self._lease = lease
+        self._draining = draining
+        self._progress = progress
+        self._guard = guard
+        self._report = report
+        self._uploads = uploads
+        self._post = post
+        self._software = f"worker-daemon {SOFTWARE_VERSION}"
+        self._link_software = link_software()
+        self._versions: dict[str, OrderedDict[bytes, int]] = {}
+        """By owner and driver id. Only drivers are remembered: there are no more owners than the
+        operator has given keys of that role."""
+        self._prepared: _Claim = (0, DriverIdentity("", b""))
+        self._taken: tuple[_Claim, asyncio.Task[AttachSnapshot]] | None = None
+        """Who took the daemon over last, or is about to."""
+
+    def hello(self, message: lc.Hello, sender: Sender) -> ControlReplyMessage:
+        """Answer whatever the version, and remember it; a driver that attaches has a proper id."""
+        if sender.drives and len(message.driver_id) == UID_BYTES:
+            versions = self._versions.setdefault(sender.owner, OrderedDict())
+            versions[message.driver_id] = message.protocol_version
+            versions.move_to_end(message.driver_id)
+            if len(versions) > MAX_GREETED:
+                versions.popitem(last=False)
+        return lc.HelloReply(
+            call=message.call,
+            protocol_version=PROTOCOL_VERSION,
+            worker_uid=self._report.worker_uid,
+            software=self._software,
+            link_software=self._link_software,
+        )
+
+    def prepare(self, message: lc.PrepareAttach, sender: Sender) -> ControlReplyMessage:
+        """Grant an epoch above all before it, for good: it is on disk when this returns. Raises
+        IncompatibleError, and what the draining, the lease and the epochs have against it."""
+        driver = DriverIdentity(sender.owner, message.driver_id)
+        self._draining.check_takes_drivers()
+        self._need_same_version(driver)
+        self._lease.check_free_for(driver, force=message.force)
+        last = self._epochs.last
+        if message.epoch <= last:
+            return lc.PrepareAttachReply(call=message.call, granted=False, last_epoch=last)
+        self._epochs.record(message.epoch)
+        self._prepared = (message.epoch, driver)
+        return lc.PrepareAttachReply(call=message.call, granted=True, last_epoch=message.epoch)
+
+    async def commit(self, message: lc.CommitAttach, sender: Sender) -> ControlReplyMessage:
+        """Take the prepared epoch. An attempt goes on though nobody may wait for it any more.
+
+        Raises:
+            FencedError: another driver has prepared a higher epoch.
+            NotAttachedError: the epoch was never prepared by this driver.
+            ConfigError: the lease's terms are out of bounds.
+            StateError: the step thread did not come back in time.
+        """
+        standing = await asyncio.shield(self._taking(message, sender.owner))
+        return lc.CommitAttachReply(
+            call=message.call,
+            previous_epoch=standing.epoch,
+            previous_seq=standing.seq,
+            previous_clean=standing.clean,
+            status=self._report.status(),
+        )
+
+    def check_owner(self, epoch: int, sender: Sender) -> None:
+        """Raise ForbiddenError if `epoch` was granted to another key or user."""
+        self._lease.check_owner(sender.owner, epoch)
+
+    def detach(self, message: lc.Detach) -> ControlReplyMessage:
+        """Also after the lease has expired, or twice: a late goodbye does no harm."""
+        if self._lease.release(message.epoch):
+            self._uploads.drop_all()
+            self._post(EndEpoch(message.epoch))
+        elif not self._lease.was_released(message.epoch):
+            self.need_attached(message.epoch)
+        return lc.Acknowledged(call=message.call)
+
+    def renew_lease(self, message: ls.RenewLease, sender: Sender) -> ControlReplyMessage:
+        """Let the lease last its full time from now on. Raises as Lease.renew does."""
+        driver = DriverIdentity(sender.owner, message.driver_id)
+        remaining_s = self._lease.renew(driver, message.epoch)
+        return ls.RenewLeaseReply(call=message.call, remaining_ms=round(remaining_s * 1000))
+
+    def watch_lease(self) -> None:
+        """Have the step thread take notice of what the lease's end means for it."""
+        expired = self._lease.take_expiry()
+        if expired:
+            logger.warning("the lease of epoch %d has expired: waiting for a driver", expired)
+            self._uploads.drop_all()
+            self._post(Orphan(expired))
+        unclaimed = self._lease.take_kv_end()
+        if unclaimed:
+            self._post(DropRequests(unclaimed))
+
+    def need_attached(self, epoch: int) -> None:
+        """Raise FencedError, LeaseExpiredError or NotAttachedError unless the epoch is the attached
+        driver's."""
+        current = self._progress.epoch
+        if epoch < current:
+            raise FencedError(f"epoch {epoch} is fenced by {current}", fix="attach")
+        if epoch > current or epoch == 0:
+            raise NotAttachedError(f"epoch {epoch} is not attached; {current} is", fix="attach")
+        self._lease.need_held(epoch)
+
+    def close(self) -> None:
+        """Wait for the step thread no longer."""
+        if self._taken is not None:
+            self._taken[1].cancel()
+
+    def _need_same_version(self, driver: DriverIdentity) -> None:
+        greeted = self._versions.get(driver.owner)
+        version = None if greeted is None else greeted.get(driver.driver_id)
+        if version == PROTOCOL_VERSION:
+            return
+        spoken = "has not said Hello" if version is None else f"speaks protocol version {version}"
+        raise IncompatibleError(
+            f"the driver {spoken}; the daemon speaks protocol version {PROTOCOL_VERSION}",
+            fix="say Hello first" if version is None else "use releases of the same version",
+        )
+
+    def _taking(self, message: lc.CommitAttach, owner: str) -> "asyncio.Task[AttachSnapshot]":
+        """Begin to take the prepared epoch; the same driver's repeated request joins the attempt,
+        however far it is."""
+        asked = (message.epoch, DriverIdentity(owner, message.driver_id))
+        if message.epoch < self._prepared[0]:
+            raise FencedError(
+                f"epoch {message.epoch} is fenced by {self._prepared[0]}", fix="prepare again"
+            )
+        if asked != self._prepared:
+            raise NotAttachedError(f"epoch {message.epoch} was not prepared", fix="prepare first")
+        if self._taken is None or self._taken[0] != asked:
+            terms = lease_terms(message.lease_ttl_ms, message.orphan_kv_ttl_ms, message.holder_name)
+            taking = self._take_epoch(message, asked[1], terms)
+            self._taken = asked, asyncio.ensure_future(taking)
+        return self._taken[1]
+
+    async def _take_epoch(
+        self, message: lc.CommitAttach, driver: DriverIdentity, terms: LeaseRequest
+    ) -> AttachSnapshot:
+        """Have the step thread take the prepared epoch; free it from a step that hangs on its
+        peers. The lease begins at once: whoever waits for a hanging step renews it meanwhile."""
+        epoch, seat = message.epoch, EpochOwner(driver.owner, message.results_route)
+        self._lease.grant(driver, epoch, terms)
+        self._uploads.drop_all()
+        self._guard.forgive_hangs()
+        told: Future[AttachSnapshot] = Future()  # on the completion thread
+        self._post(Attach(epoch, seat, told.set_result, message.keep_requests))
+        taken = asyncio.wrap_future(told)
+        was_freed = False
+        done, _ = await asyncio.wait((taken,), timeout=BUSY_GRACE_S)
+        if not done:
+            was_freed = self._free_from_peers(f"epoch {epoch} attaches")
+            await asyncio.wait((taken,), timeout=self._progress.step_deadline_s + ATTACH_SLACK_S)
+        if taken.done():
+            standing = taken.result()
+            return replace(standing, clean=standing.clean and not was_freed)
+        self._lease.release(epoch)
+        self._post(EndEpoch(epoch))  # should it take the epoch after all
+        stamp = self._progress.stamp
+        raise StateError(
+            f"the step thread has been in {stamp.phase} for {stamp.age_ms(time.monotonic())} ms",
+            fix="attach again later, or restart this daemon",
+        )
+
+    def _free_from_peers(self, cause: str) -> bool:
+        """Abort the link if the step or a result may be waiting for other ranks; tell whether that
+        was so. If not, a thread of ours is late, and nothing is cut off."""
+        for stamp in (self._progress.stamp, self._progress.result):
+            if stamp.on_link:
+                self._guard.request_abort(f"{cause} while {stamp.phase} is waited for")
+                return True
+        return False
+
+
+def link_software() -> str:
+    """Return HelloReply.link_software: what the ranks of a link must have alike, by the packages'
+    names. Imports none."""
+    found = []
+    for package in _LINK_PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package)}")
+    return ", ".join(found)

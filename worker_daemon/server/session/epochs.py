@@ -1,0 +1,121 @@
+"""The last epoch that this endpoint granted, on disk, so that a restarted daemon grants none twice.
+Knows no driver."""
+
+import hashlib
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Final
+
+from rpc_schema.lifecycle import MAX_EPOCH_STEP
+from worker_daemon.directories import (
+    claim_directory,
+    open_own_file,
+    replace_own_file,
+    unusable,
+)
+from worker_daemon.errors import ConfigError
+from worker_daemon.server.wire.endpoints import AnyEndpoint
+
+MAX_EPOCH: Final = 1 << 62
+"""More than this no daemon grants: the file is damaged, or an older release took what a driver
+asked for. In steps of MAX_EPOCH_STEP nobody gets there."""
+MAX_COUNTED: Final = 1 << 32
+"""Nor do drivers that ask for the next epoch each: one a second takes 136 years. What is below is
+never reset."""
+_MAX_BYTES: Final = 32
+"""More than any epoch has digits."""
+
+logger = logging.getLogger(__name__)
+
+
+class EpochFile:
+    """One number in one file. Used by the control thread."""
+
+    def __init__(self, state_dir: Path, endpoint: AnyEndpoint, *, reset: bool = False) -> None:
+        """Read the file in `state_dir` (claimed: see claim_directory) that belongs to `endpoint`.
+        reset: replace a number that cannot be used, or that no daemon has counted up to.
+
+        Raises:
+            ConfigError: the directory or the file cannot be used, or others can change them.
+            StartLaterError: there is no room for the directory now.
+        """
+        digest = hashlib.blake2b(os.fsencode(endpoint.path), digest_size=8).hexdigest()
+        self.path = state_dir / f"{endpoint.path.name}-{digest}.epoch"
+        claim_directory(state_dir, "epochs", "state-dir")
+        try:
+            self.last = self._reset() if reset else self._read()
+        except OSError as error:
+            message = f"the epoch file cannot be read: {error}"
+            fix = f"remove {self.path} if no driver is alive"
+            raise unusable(error, message, "state-dir", self.path, fix) from error
+
+    def record(self, epoch: int) -> None:
+        """Make `epoch` the last one; it is on disk when this returns.
+
+        Raises:
+            ConfigError: it is too far above the last one, or cannot be written; the last epoch
+                stays as it was.
+        """
+        highest = min(self.last + MAX_EPOCH_STEP, MAX_EPOCH)
+        if epoch > highest:
+            raise ConfigError(
+                f"the last epoch is {self.last}, and this one is too far above it",
+                field="epoch",
+                value=epoch,
+                fix=f"ask for one of {self.last + 1} to {highest}",
+            )
+        try:
+            replace_own_file(self.path, f"{epoch}\n".encode("ascii"))
+        except OSError as error:
+            raise ConfigError(
+                f"epoch {epoch} cannot be recorded: {error}",
+                field="state-dir",
+                value=str(self.path.parent),
+                fix="make room on that disk, or make it writable",
+            ) from error
+        self.last = epoch
+
+    def remove(self) -> None:
+        """Forget: for a daemon whose endpoint ends with it."""
+        self.path.unlink(missing_ok=True)
+
+    def _read(self) -> int:
+        try:
+            fd = open_own_file(self.path, os.O_RDONLY)
+        except FileNotFoundError:
+            return 0
+        try:
+            text = os.read(fd, _MAX_BYTES).decode("ascii", errors="replace")
+        finally:
+            os.close(fd)
+        digits = text.strip()
+        if not digits.isdecimal() or len(digits) > len(str(MAX_EPOCH)) or int(digits) > MAX_EPOCH:
+            raise ConfigError(
+                f"the epoch file does not hold a number from 0 to {MAX_EPOCH}",
+                field="state-dir",
+                value=str(self.path),
+                fix="write the last granted epoch into it, or start once with --reset-epoch",
+            )
+        return int(digits)
+
+    def _reset(self) -> int:
+        """Return the last epoch, after putting a usable one in the place of one that is not.
+
+        The new one is the time in minutes. Daemons that count from 1 do not get there, and two
+        resets give two numbers, so no epoch that an old driver may hold is granted again.
+        """
+        try:
+            last = self._read()
+        except ConfigError as error:
+            logger.warning("%s", error)
+        else:
+            if last <= MAX_COUNTED:
+                logger.warning("epoch %d is usable: --reset-epoch leaves it as it is", last)
+                return last
+            logger.warning("epoch %d is more than any daemon counts up to", last)
+        minutes = int(time.time() / 60)
+        replace_own_file(self.path, f"{minutes}\n".encode("ascii"))
+        logger.warning("the last epoch is %d from now on", minutes)
+        return minutes

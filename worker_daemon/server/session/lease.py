@@ -1,0 +1,262 @@
+"""The lease: which driver may step this daemon, until when, and what is left once it has expired. A
+state machine with clocks handed in; knows no socket, no thread and no step. Owned by the control
+thread."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from rpc_schema import lease as ls
+from rpc_schema.plain_text import one_line
+from worker_daemon.errors import (
+    ConfigError,
+    FencedError,
+    ForbiddenError,
+    LeaseExpiredError,
+    LeaseHeldError,
+    NotAttachedError,
+)
+
+MAX_SILENCE_S: Final = 1.0
+"""The owner looks at the lease four times a second. Where it did not for longer than this, it did
+not run, and could not have heard the holder: that time does not count. Time in which the whole host
+did not run does: its driver, elsewhere, has gone on without it."""
+MIN_SUSPENSION_S: Final = 0.1
+"""Less is only that two clocks were not read at the same moment."""
+
+
+MAX_NAME_BYTES: Final = 128
+"""Of a holder's name, as it is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRequest:
+    """What a driver asks for as it attaches."""
+
+    ttl_s: float
+    orphan_kv_ttl_s: float
+    holder_name: str = ""
+
+
+class DriverIdentity(NamedTuple):
+    """A driver's name, and whom the handshake says it belongs to. The name alone proves nothing."""
+
+    owner: str
+    """A public key or, without keys, a user."""
+    driver_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """A driver with its lease."""
+
+    driver: DriverIdentity
+    epoch: int
+    terms: LeaseRequest
+
+    @property
+    def digest(self) -> bytes:
+        """What others are shown of its id."""
+        return ls.driver_digest(self.driver.driver_id)
+
+    def __str__(self) -> str:
+        return self.terms.holder_name or f"driver {self.digest.hex()[:8]}"
+
+
+def lease_terms(ttl_ms: int, orphan_kv_ttl_ms: int, holder_name: str) -> LeaseRequest:
+    """Return the terms that a message asks for.
+
+    Raises:
+        ConfigError: a time is out of bounds.
+    """
+    for field, value, low, high in (
+        ("lease_ttl_ms", ttl_ms, ls.MIN_LEASE_TTL_MS, ls.MAX_LEASE_TTL_MS),
+        ("orphan_kv_ttl_ms", orphan_kv_ttl_ms, 0, ls.MAX_ORPHAN_KV_TTL_MS),
+    ):
+        if not low <= value <= high:
+            raise ConfigError(
+                "the time is out of bounds",
+                field=field,
+                value=value,
+                fix=f"use {low} to {high} milliseconds",
+            )
+    name = one_line(holder_name, MAX_NAME_BYTES)
+    return LeaseRequest(ttl_ms / 1000, orphan_kv_ttl_ms / 1000, name)
+
+
+def never_suspended() -> float:
+    """Of a host that runs on."""
+    return 0.0
+
+
+def suspended_s() -> float:
+    """For how long this host has been suspended since it was started, by Linux's two clocks."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+
+
+class Lease:
+    """FREE -> HELD (grant) -> ORPHAN (its time is over) or FREE (release); a grant leads from
+    anywhere to HELD. Every method first takes notice of the time that has passed."""
+
+    __slots__ = (
+        "_clock",
+        "_ends",
+        "_holder",
+        "_kv_ends",
+        "_last_look",
+        "_state",
+        "_suspended",
+        "_suspended_s",
+        "_unheard_expiry",
+        "_unheard_kv_end",
+    )
+
+    def __init__(
+        self, clock: Callable[[], float], suspended: Callable[[], float] = never_suspended
+    ) -> None:
+        """clock: seconds that only rise, as time.monotonic. suspended: for how many seconds the
+        host has been suspended so far, which the clock leaves out."""
+        self._clock = clock
+        self._suspended = suspended
+        self._suspended_s = suspended()
+        self._state: ls.LeaseState = "free"
+        self._holder: _Holder | None = None
+        self._ends = 0.0
+        self._kv_ends = 0.0
+        self._last_look = clock()
+        self._unheard_expiry = False
+        self._unheard_kv_end = False
+
+    def check_free_for(self, driver: DriverIdentity, *, force: bool) -> None:
+        """Raise LeaseHeldError if another driver holds the lease, unless it is to be taken."""
+        now = self._look()
+        holder = self._holder
+        if force or self._state != "held" or holder is None or holder.driver == driver:
+            return
+        remaining_ms = _ms(self._ends - now)
+        raise LeaseHeldError(
+            f"{holder} holds the lease of epoch {holder.epoch}, for another "
+            f"{remaining_ms / 1000:.1f} s unless it renews it",
+            fix="wait until it is free, or attach by force",
+            lease=self.status(),
+        )
+
+    def grant(self, driver: DriverIdentity, epoch: int, terms: LeaseRequest) -> None:
+        """Begin the lease of an epoch above all before it, whoever held it."""
+        now = self._look()
+        self._holder = _Holder(driver, epoch, terms)
+        self._state = "held"
+        self._ends = now + terms.ttl_s
+        self._unheard_expiry = self._unheard_kv_end = False
+
+    def check_owner(self, owner: str, epoch: int) -> None:
+        """Raise ForbiddenError if the lease of `epoch` was granted to somebody else, also when it
+        has ended."""
+        holder = self._holder
+        if holder is not None and holder.epoch == epoch and holder.driver.owner != owner:
+            raise ForbiddenError(
+                f"{holder} attached with another key, or as another user",
+                field="epoch",
+                value=epoch,
+                fix="attach: an epoch is for the key that it was granted to",
+            )
+
+    def renew(self, driver: DriverIdentity, epoch: int) -> float:
+        """Let the lease last its full time from now on; return that time in seconds. Raises as
+        `need_held` does."""
+        now = self._look()
+        self.need_held(epoch)
+        holder = self._holder
+        assert holder is not None
+        if holder.driver != driver:
+            raise FencedError(f"{holder} holds the lease of epoch {epoch}", fix="attach")
+        self._ends = now + holder.terms.ttl_s
+        return holder.terms.ttl_s
+
+    def need_held(self, epoch: int) -> None:
+        """Raise unless the driver of `epoch` holds the lease.
+
+        Raises:
+            FencedError: a driver of a higher epoch has attached since.
+            LeaseExpiredError: it was not renewed in time.
+            NotAttachedError: the epoch has no lease: never granted, or given back.
+        """
+        self._look()
+        held = 0 if self._holder is None else self._holder.epoch
+        if epoch < held:
+            raise FencedError(f"epoch {epoch} is fenced by {held}", fix="attach")
+        if epoch > held or epoch == 0 or self._state == "free":
+            raise NotAttachedError(f"epoch {epoch} is not attached", fix="attach")
+        if self._state == "orphan":
+            raise LeaseExpiredError(f"the lease of epoch {epoch} has expired", fix="attach again")
+
+    def release(self, epoch: int) -> bool:
+        """Give the lease of `epoch` back, also one that has expired; tell whether there was one."""
+        self._look()
+        if self._state == "free" or self._holder is None or self._holder.epoch != epoch:
+            return False
+        self._state = "free"
+        self._unheard_expiry = self._unheard_kv_end = False
+        return True
+
+    def was_released(self, epoch: int) -> bool:
+        """Whether `epoch` was the last one with a lease, and gave it back."""
+        return self._state == "free" and self._holder is not None and self._holder.epoch == epoch
+
+    def take_expiry(self) -> int:
+        """Return the epoch whose lease has expired, once; 0 where there is no such news."""
+        self._look()
+        if not self._unheard_expiry or self._holder is None:
+            return 0
+        self._unheard_expiry = False
+        return self._holder.epoch
+
+    def take_kv_end(self) -> int:
+        """Return the epoch whose requests have stayed for their time after the expiry, once; 0
+        where there is no such news."""
+        now = self._look()
+        if not self._unheard_kv_end or self._holder is None or now < self._kv_ends:
+            return 0
+        self._unheard_kv_end = False
+        return self._holder.epoch
+
+    def status(self) -> ls.LeaseStatus:
+        """Say how the lease stands."""
+        now = self._look()
+        holder = self._holder
+        if self._state == "free" or holder is None:
+            return ls.FREE_LEASE
+        kept_s = self._kv_ends - now if self._state == "orphan" else 0.0
+        return ls.LeaseStatus(
+            state=self._state,
+            holder=holder.digest,
+            holder_name=holder.terms.holder_name,
+            epoch=holder.epoch,
+            ttl_ms=_ms(holder.terms.ttl_s),
+            remaining_ms=_ms(self._ends - now) if self._state == "held" else 0,
+            orphan_kv_remaining_ms=_ms(kept_s),
+        )
+
+    def _look(self) -> float:
+        """Take notice of the time; return it."""
+        now = self._clock()
+        silence = now - self._last_look
+        self._last_look = now
+        suspended_s = self._suspended()
+        asleep_s, self._suspended_s = suspended_s - self._suspended_s, suspended_s
+        if self._state != "held" or self._holder is None:
+            return now
+        if silence > MAX_SILENCE_S:
+            self._ends += silence
+        if asleep_s >= MIN_SUSPENSION_S:
+            self._ends -= asleep_s
+        if now >= self._ends:
+            self._state = "orphan"
+            self._kv_ends = self._ends + self._holder.terms.orphan_kv_ttl_s
+            self._unheard_expiry = self._unheard_kv_end = True
+        return now
+
+
+def _ms(seconds: float) -> int:
+    return max(0, round(seconds * 1000))

@@ -1,0 +1,74 @@
+"""Where the ranks of a link meet, and the way out for a rank that waits there or on the link. Owns
+the rendezvous servers; knows no socket of the daemon's. Main thread only: the guard thread aborts
+links, the step thread hears by commands."""
+
+from collections import deque
+from collections.abc import Callable
+
+from rpc_schema import lifecycle as lc
+from rpc_schema.codec import ControlReplyMessage
+from rpc_schema.config import RendezvousAddress
+from rpc_schema.plain_text import one_line
+from worker_daemon.errors import FencedError
+from worker_daemon.server.dispatch import OpenRendezvousServer, RendezvousServerLike
+from worker_daemon.server.health.guard import Guard
+from worker_daemon.server.lifecycle import MAX_CAUSE_BYTES
+from worker_daemon.server.progress import Progress
+from worker_daemon.server.step_thread import Command, LinkLost
+
+
+class LinkRendezvous:
+    """The newest, and the one before it, where ranks may still be."""
+
+    def __init__(
+        self,
+        open_rendezvous: OpenRendezvousServer,
+        host: str,
+        need_attached: Callable[[int], None],
+        progress: Progress,
+        guard: Guard,
+        post: Callable[[Command], None],
+    ) -> None:
+        """host: where they are. need_attached(epoch) raises unless the epoch is the attached
+        driver's. post: to the step thread."""
+        self._open_rendezvous = open_rendezvous
+        self._host = host
+        self._need_attached = need_attached
+        self._progress = progress
+        self._guard = guard
+        self._post = post
+        self._servers: deque[RendezvousServerLike] = deque()
+
+    def open(self, message: lc.OpenRendezvous) -> ControlReplyMessage:
+        """Open a place for a link above the current one. Raises FencedError for any other, and
+        what need_attached does."""
+        self._need_attached(message.epoch)
+        if message.link <= self._progress.link:
+            raise FencedError(
+                f"link {message.link} is not above link {self._progress.link}", fix="raise it"
+            )
+        while len(self._servers) > 1:
+            self._servers.popleft().close()
+        server = self._open_rendezvous(self._host, message.num_ranks)
+        self._servers.append(server)
+        place = RendezvousAddress(host=server.host, port=server.port, secret=server.secret)
+        return lc.OpenRendezvousReply(call=message.call, place=place)
+
+    def abort_link(self, message: lc.AbortLink) -> ControlReplyMessage:
+        """Free whoever waits for other ranks: on NCCL by an abort, at a meeting place by closing
+        it; on gloo a lost neighbour's connections have ended by themselves. Raises as need_attached
+        does."""
+        self._need_attached(message.epoch)
+        link, cause = self._progress.link, one_line(message.cause, MAX_CAUSE_BYTES)
+        self._guard.forgive_hangs()
+        if self._progress.snapshot.state.link != "none":
+            self._guard.request_abort(cause)
+            self._post(LinkLost(link, cause))
+        if self._servers:
+            self._servers.pop().close()
+        return lc.Acknowledged(call=message.call)
+
+    def close(self) -> None:
+        """Close them all."""
+        for server in self._servers:
+            server.close()

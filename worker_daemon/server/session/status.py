@@ -1,0 +1,143 @@
+"""What the daemon says of itself: status, health, heartbeat. Reads what the other threads publish
+and the main thread's own parts; owns nothing but the daemon's uid, changes nothing."""
+
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Final
+
+from msgspec import msgpack, structs
+
+from rpc_schema import lifecycle as lc
+from rpc_schema.codec import MAX_CONTROL_BYTES, ControlReplyMessage
+from rpc_schema.plain_text import one_line
+from rpc_schema.weight_transfer import WeightsStatus
+from worker_daemon.device.gauges import GaugeReading
+from worker_daemon.models.weight_state import WeightReport
+from worker_daemon.server.auth.security import Security
+from worker_daemon.server.completion import Completion
+from worker_daemon.server.health.device_watch import DeviceWatch
+from worker_daemon.server.health.guard import Guard
+from worker_daemon.server.progress import Progress
+from worker_daemon.server.session.draining import Draining
+from worker_daemon.server.session.lease import Lease
+from worker_daemon.server.step_thread import MAX_FAILURE_BYTES, UID_BYTES
+from worker_daemon.server.wire.endpoints import AnyEndpoint
+from worker_daemon.worker.uploads import Uploads
+
+MAX_STATUS_BYTES: Final = MAX_CONTROL_BYTES // 2
+_ENCODER: Final = msgpack.Encoder()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusReport:
+    """Made anew each time that somebody asks. Main thread only, as lease and draining are."""
+
+    endpoint: AnyEndpoint
+    progress: Progress
+    guard: Guard
+    lease: Lease
+    draining: Draining
+    security: Security
+    completion: Completion
+    device_watch: DeviceWatch
+    uploads: Uploads
+    worker_uid: bytes = field(default_factory=lambda: os.urandom(UID_BYTES))
+    """Tells this process from any other that ever had the endpoint."""
+
+    def get_status(self, message: lc.GetStatus) -> ControlReplyMessage:
+        """Answer with the status."""
+        return lc.GetStatusReply(call=message.call, status=self.status())
+
+    def check_health(self, message: lc.CheckHealth) -> ControlReplyMessage:
+        """Answer whether the daemon can work, and what its last hang was."""
+        stamp = self.progress.stamp
+        failure = self.progress.snapshot.failure or self.progress.overdue()
+        return lc.CheckHealthReply(
+            call=message.call,
+            healthy=not failure,
+            phase=stamp.phase,
+            phase_ms=stamp.age_ms(time.monotonic()),
+            detail=failure or self.guard.last_hang,
+        )
+
+    def status(self) -> lc.Status:
+        """Return all there is to say. What a driver has loaded is left out where it would not fit
+        into a reply: who attaches needs one, if only to reset."""
+        status = self._whole_status()
+        num_bytes = len(_ENCODER.encode(status))
+        if num_bytes <= MAX_STATUS_BYTES:
+            return status
+        note = f"config, kv_cache, memory and providers are left out: they have {num_bytes} bytes"
+        return structs.replace(
+            status, config=None, kv_cache=None, memory_bytes={}, providers={}, degraded=note
+        )
+
+    def _whole_status(self) -> lc.Status:
+        progress, replied = self.progress, self.completion.reply_counts
+        stamp, snapshot = progress.stamp, progress.snapshot
+        return lc.Status(
+            worker_uid=self.worker_uid,
+            pid=os.getpid(),
+            endpoint=str(self.endpoint),
+            device=snapshot.description.device,
+            serving=self.draining.serving,
+            load=snapshot.state.load,
+            link_state=snapshot.state.link,
+            link=progress.link,
+            epoch=progress.epoch,
+            last_seq=progress.last_seq,
+            rank=snapshot.rank,
+            phase=stamp.phase,
+            phase_ms=stamp.age_ms(time.monotonic()),
+            config=snapshot.description.config,
+            kv_cache=snapshot.description.kv_cache,
+            memory_bytes=dict(snapshot.description.memory_bytes),
+            providers=dict(snapshot.description.providers),
+            input_wait_share=snapshot.description.input_wait_share(),
+            reply_delay=self.completion.reply_delays.summary(),
+            transitions=snapshot.transitions,
+            failure=snapshot.failure,
+            degraded=one_line(self.guard.degraded, MAX_FAILURE_BYTES),
+            kv_cache_advice=snapshot.description.kv_cache_advice,
+            memory_tags=dict(snapshot.description.memory_tags),
+            weights=_weights_status(snapshot.description.weights()),
+            lease=self.lease.status(),
+            num_bad_frames=self.security.bad_peers.num_bad_frames,
+            num_refused=self.security.num_refused,
+            num_tokens=replied.num_tokens,
+            num_requests=replied.num_requests,
+            usual_step_us=min(int(progress.step_times.usual_s * 1e6), 2**31 - 1),
+            gpu_load=_gpu_load(self.device_watch.load),
+            num_kv_blocks_held=snapshot.description.num_kv_blocks_held(),
+            upload_bytes=self.uploads.num_bytes,
+        )
+
+    def heartbeat(self) -> lc.Heartbeat:
+        """Return what is said four times a second."""
+        progress, lease = self.progress, self.lease.status()
+        stamp, snapshot = progress.stamp, progress.snapshot
+        return lc.Heartbeat(
+            worker_uid=self.worker_uid,
+            rank=snapshot.rank,
+            serving=self.draining.serving,
+            load=snapshot.state.load,
+            link_state=snapshot.state.link,
+            epoch=progress.epoch,
+            link=progress.link,
+            last_seq=progress.last_seq,
+            phase=stamp.phase,
+            phase_ms=stamp.age_ms(time.monotonic()),
+            phase_limit_ms=stamp.limit_ms,
+            drains=self.draining.is_on,
+            lease=lease.state,
+            lease_remaining_ms=lease.remaining_ms,
+        )
+
+
+def _gpu_load(load: GaugeReading | None) -> lc.GpuLoad | None:
+    return None if load is None else lc.GpuLoad(**asdict(load))
+
+
+def _weights_status(report: WeightReport | None) -> WeightsStatus | None:
+    return None if report is None else WeightsStatus(**asdict(report))

@@ -1,0 +1,61 @@
+"""Uploads as the control thread answers them: who may put and drop tensors, and when. The tensors
+are kept by worker_daemon/worker/uploads.py. A chunk takes the main thread about a millisecond, most
+of it without the interpreter's lock."""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from rpc_schema import lifecycle as lc
+from rpc_schema import uploads as up
+from rpc_schema.codec import ControlMessage, ControlReplyMessage
+from worker_daemon.errors import StateError
+from worker_daemon.server.progress import Progress
+from worker_daemon.server.session.draining import Draining
+from worker_daemon.worker.uploads import Uploads
+
+_WITHOUT_MODEL: Final = ("CREATED", "DEVICE_READY")
+
+
+class UploadHandler:
+    """Answers everything of rpc_schema/uploads.py, for the holder of the lease alone."""
+
+    def __init__(
+        self,
+        uploads: Uploads,
+        need_attached: Callable[[int], None],
+        draining: Draining,
+        progress: Progress,
+    ) -> None:
+        """need_attached(epoch) raises unless the epoch is the attached driver's."""
+        self._uploads = uploads
+        self._need_attached = need_attached
+        self._draining = draining
+        self._progress = progress
+        self.handlers: Mapping[type[ControlMessage], Callable[..., ControlReplyMessage]] = {
+            up.UploadChunk: self._upload_chunk,
+            up.FindUploads: self._find_uploads,
+            up.DropUploads: self._drop_uploads,
+        }
+
+    def _upload_chunk(self, message: up.UploadChunk) -> ControlReplyMessage:
+        """Raises what need_attached, the draining and Uploads.put do; StateError below
+        MODEL_LOADED."""
+        self._need_attached(message.epoch)
+        self._draining.check_takes_drivers()
+        load = self._progress.snapshot.state.load
+        if load in _WITHOUT_MODEL:
+            raise StateError(
+                f"the state is {load}: uploads are for the steps of a model",
+                fix="load it first, up to MODEL_LOADED",
+            )
+        return up.UploadChunkReply(call=message.call, is_complete=self._uploads.put(message))
+
+    def _find_uploads(self, message: up.FindUploads) -> ControlReplyMessage:
+        self._need_attached(message.epoch)
+        found = [self._uploads.get(name) is not None for name in message.content_hashes]
+        return up.FindUploadsReply(call=message.call, are_complete=tuple(found))
+
+    def _drop_uploads(self, message: up.DropUploads) -> ControlReplyMessage:
+        self._need_attached(message.epoch)
+        self._uploads.drop(message.content_hashes)
+        return lc.Acknowledged(call=message.call)

@@ -1,0 +1,1 @@
+"""Sockets, their files, and what goes over them."""

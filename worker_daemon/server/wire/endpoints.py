@@ -1,0 +1,355 @@
+"""Where a daemon listens: parsing of ipc and tcp endpoints, their lock and socket files. Opens no
+socket."""
+
+import contextlib
+import fcntl
+import ipaddress
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from worker_daemon.directories import open_own_file, unusable
+from worker_daemon.errors import ConfigError, WorkerError
+from worker_daemon.server.lock_holder import describe_holder
+
+MAX_PATH_BYTES: Final = 107
+"""sockaddr_un's 108 bytes less the final zero."""
+
+LOCK_PATIENCE_S: Final = 0.1
+"""A lock that is held for no longer is one of a daemon that looks for dead ones' files."""
+
+SOCKETS: Final = ("control", "step", "results", "events")
+RESERVED_SUFFIXES: Final = (
+    *(".step", ".results", ".events", ".lock", ".epoch", ".stacks", ".flight.json", ".tmp"),
+)
+"""Of the files beside a control socket: another endpoint's name must not end in one."""
+MAX_PORT: Final = 65535
+
+logger = logging.getLogger(__name__)
+
+
+class EndpointInUseError(ConfigError):
+    """Another daemon serves this endpoint. The process ends with exit code 73."""
+
+
+TCP_DIRECTORY: Final = "tcp"
+_HOST_AND_PORT: Final = re.compile(r"tcp://(?:\[([0-9A-Fa-f:.]+)\]|([0-9.]+)):([0-9]{1,5})")
+
+
+@dataclass(frozen=True, slots=True)
+class IpcEndpoint:
+    """An `ipc://DIR/NAME` address: the control socket's; the other sockets' paths append to it."""
+
+    path: Path
+
+    @classmethod
+    def parse(cls, text: str) -> "IpcEndpoint":
+        """Parse an endpoint.
+
+        Raises:
+            ConfigError: not ipc, not absolute, too long for a Unix socket, or a name that another
+                endpoint's files may have.
+        """
+        path = Path(text.removeprefix("ipc://"))
+        if not text.startswith("ipc:///") or not path.name or "\0" in text:
+            raise ConfigError(
+                "an endpoint is ipc:// and an absolute path",
+                field="endpoint",
+                value=text,
+                fix="use ipc:///DIR/NAME or, with keys, tcp://ADDRESS:PORT",
+            )
+        if path.name.endswith(RESERVED_SUFFIXES):
+            raise ConfigError(
+                f"its name ends in {path.suffix}, as a file of another endpoint's does",
+                field="endpoint",
+                value=text,
+                fix=f"use a name that does not end in {', '.join(RESERVED_SUFFIXES)}",
+            )
+        endpoint = cls(path)
+        longest = max(len(os.fsencode(endpoint.socket_path(name))) for name in SOCKETS)
+        if longest > MAX_PATH_BYTES:
+            raise ConfigError(
+                f"its longest socket path has {longest} bytes; the limit is {MAX_PATH_BYTES}",
+                field="endpoint",
+                value=text,
+                fix="use a shorter directory or name",
+            )
+        return endpoint
+
+    def socket_path(self, socket: str) -> Path:
+        """Return the file of one of SOCKETS."""
+        return (
+            self.path if socket == "control" else self.path.with_name(f"{self.path.name}.{socket}")
+        )
+
+    def address(self, socket: str) -> str:
+        """Return what zmq binds for one of SOCKETS."""
+        return f"ipc://{self.socket_path(socket)}"
+
+    @property
+    def lock_path(self) -> Path:
+        """The file whose flock says that a daemon lives here; holds its pid."""
+        return self.path.with_name(f"{self.path.name}.lock")
+
+    @property
+    def socket_paths(self) -> tuple[Path, ...]:
+        """The files of all sockets."""
+        return tuple(self.socket_path(name) for name in SOCKETS)
+
+    def __str__(self) -> str:
+        return f"ipc://{self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class TcpEndpoint:
+    """A `tcp://ADDRESS:PORT` address: the control socket's; the others have the next ports. What it
+    needs in the file system lies in the state directory."""
+
+    host: str
+    """An address of this host; of IPv6 in brackets."""
+    port: int
+    path: Path
+    """Stands for the endpoint in the file system: no file itself."""
+
+    @classmethod
+    def parse(cls, text: str, state_dir: Path) -> "TcpEndpoint":
+        """Parse an endpoint.
+
+        Raises:
+            ConfigError: no address and port, or all addresses of the host.
+        """
+        found = _HOST_AND_PORT.fullmatch(text)
+        address = None
+        if found is not None:
+            with contextlib.suppress(ValueError):
+                address = ipaddress.ip_address(found[1] or found[2])
+        if found is None or address is None or (address.version == 6) != bool(found[1]):
+            raise ConfigError(
+                "a tcp endpoint is tcp:// and a numeric address and port",
+                field="endpoint",
+                value=text,
+                fix="use tcp://ADDRESS:PORT with an address of this host, [...] around IPv6",
+            )
+        if address.is_unspecified:
+            raise ConfigError(
+                "it would listen on every interface of this host",
+                field="endpoint",
+                value=text,
+                fix="name the address of one interface",
+            )
+        port = int(found[3])
+        if not 1 <= port <= MAX_PORT - (len(SOCKETS) - 1):
+            raise ConfigError(
+                "the sockets take four ports from this one on",
+                field="endpoint",
+                value=text,
+                fix=f"use a port from 1 to {MAX_PORT - (len(SOCKETS) - 1)}",
+            )
+        host = f"[{address}]" if address.version == 6 else str(address)
+        return cls(
+            host, port, state_dir / TCP_DIRECTORY / f"{str(address).replace(':', '.')}-{port}"
+        )
+
+    def address(self, socket: str) -> str:
+        """Return what zmq binds for one of SOCKETS."""
+        return f"tcp://{self.host}:{self.port + SOCKETS.index(socket)}"
+
+    @property
+    def lock_path(self) -> Path:
+        """The file whose flock says that a daemon lives here; holds its pid."""
+        return self.path.with_name(f"{self.path.name}.lock")
+
+    @property
+    def socket_paths(self) -> tuple[Path, ...]:
+        """None: ports have no files."""
+        return ()
+
+    def __str__(self) -> str:
+        return f"tcp://{self.host}:{self.port}"
+
+
+AnyEndpoint: TypeAlias = IpcEndpoint | TcpEndpoint
+
+
+CLOSED_TO_OTHERS: Final = 0o077
+"""Bits that an endpoint's directory must not have: who reaches the sockets drives the daemon."""
+
+
+class EndpointLock:
+    """The flock on an endpoint, from construction to `release`. Owned by the main thread."""
+
+    def __init__(self, endpoint: AnyEndpoint) -> None:
+        """Take the lock.
+
+        Raises:
+            EndpointInUseError: another process holds it; the message names it if it can be told.
+            ConfigError: what is at the lock's path cannot be opened, or is no regular file of ours.
+            StartLaterError: there is no room for the file now.
+        """
+        self._endpoint = endpoint
+        self._fd = _take(endpoint)
+
+    def keep(self) -> None:
+        """Make sure that the lock still keeps other daemons off: where its file was removed, lock a
+        new one.
+
+        Raises:
+            EndpointInUseError: another process has put its own lock there, or none can be made.
+        """
+        if self.is_held():
+            return
+        try:
+            renewed = _take(self._endpoint)
+        except WorkerError as error:
+            raise EndpointInUseError(
+                f"the endpoint's lock file was removed, and cannot be made again: {error}",
+                field="endpoint",
+                value=str(self._endpoint),
+                fix="keep other processes from removing files of the endpoint's directory",
+            ) from error
+        os.close(self._fd)
+        self._fd = renewed
+        logger.warning("%s was removed, and is there again", self._endpoint.lock_path)
+
+    def is_held(self) -> bool:
+        """Tell whether the lock file is still the one that we locked."""
+        return _is_at(self._fd, self._endpoint.lock_path)
+
+    def release(self) -> None:
+        """Remove the file if it is ours, then let go: in this order nobody locks a file that is
+        about to vanish unnoticed."""
+        if self.is_held():
+            with contextlib.suppress(OSError):
+                self._endpoint.lock_path.unlink()
+        os.close(self._fd)
+
+
+def _take(endpoint: AnyEndpoint) -> int:
+    try:
+        fd = _lock(endpoint)
+        try:
+            os.ftruncate(fd, 0)
+            os.write(fd, f"{os.getpid()}\n".encode())
+        except OSError:
+            os.close(fd)
+            raise
+    except OSError as error:
+        path = endpoint.lock_path
+        message = f"the endpoint's lock {path} cannot be used: {error.strerror}"
+        fix = f"remove {path} if it is no daemon's, or choose another endpoint"
+        raise unusable(error, message, "endpoint", path, fix) from error
+    return fd
+
+
+def _lock(endpoint: AnyEndpoint) -> int:
+    """Open and lock the file that is at the path now: one that was removed while we waited does not
+    count."""
+    give_up = time.monotonic() + LOCK_PATIENCE_S
+    while True:
+        fd = open_own_file(endpoint.lock_path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = describe_holder(fd)
+            os.close(fd)
+            if time.monotonic() < give_up:
+                time.sleep(LOCK_PATIENCE_S / 5)
+                continue
+            raise EndpointInUseError(
+                f"{holder} serves this endpoint",
+                field="endpoint",
+                value=str(endpoint),
+                fix="choose another endpoint or stop that daemon",
+            ) from None
+        if _is_at(fd, endpoint.lock_path):
+            return fd
+        os.close(fd)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Tell whether the open file is the one at the path."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    return False
+
+
+class SocketFiles:
+    """The files of an endpoint's sockets, by what they were when they were bound: a daemon that has
+    taken the endpoint over has others there, which are left alone. Owned by the main thread, which
+    holds the endpoint's lock."""
+
+    def __init__(self, endpoint: AnyEndpoint) -> None:
+        """Check what is there: libzmq would remove it, whatever it is.
+
+        Raises:
+            ConfigError: something other than a socket is in a socket's place.
+        """
+        self._paths = endpoint.socket_paths
+        self._bound: dict[Path, os.stat_result] = {}
+        for path in self._paths:
+            facts = _facts(path)
+            if facts is not None and not stat.S_ISSOCK(facts.st_mode):
+                raise ConfigError(
+                    f"{path} is there already, and is no socket",
+                    field="endpoint",
+                    value=str(endpoint),
+                    fix=f"remove {path}, or choose another endpoint",
+                )
+
+    def are_bound(self) -> None:
+        """Remember the files that are there now."""
+        self._bound = {path: facts for path in self._paths if (facts := _facts(path)) is not None}
+
+    def missing(self) -> list[Path]:
+        """Return the paths at which our files are no more."""
+        return [path for path in self._paths if path in self._bound and not self._is_ours(path)]
+
+    def remove(self) -> None:
+        """Remove those that are ours."""
+        for path in self._bound:
+            if self._is_ours(path):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        self._bound.clear()
+
+    def _is_ours(self, path: Path) -> bool:
+        facts = _facts(path)
+        return facts is not None and os.path.samestat(facts, self._bound[path])
+
+
+def _facts(path: Path) -> os.stat_result | None:
+    try:
+        return path.lstat()
+    except OSError:
+        return None
+
+
+def remove_sockets(endpoint: AnyEndpoint) -> None:
+    """Remove the socket files of a dead daemon; for the holder of its lock."""
+    for path in endpoint.socket_paths:
+        facts = _facts(path)
+        if facts is not None and stat.S_ISSOCK(facts.st_mode):
+            path.unlink(missing_ok=True)
+
+
+def remove_if_empty(directory: Path) -> None:
+    """Remove a directory that nobody else uses."""
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+@contextlib.contextmanager
+def private_umask() -> Iterator[None]:
+    """Make every file of the block 0600 or 0700. For the main thread before others run: a umask is
+    the process's."""
+    previous = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(previous)

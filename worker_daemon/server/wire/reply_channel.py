@@ -1,0 +1,236 @@
+"""The way back to the driver: encodes replies, keeps the last ones for replays, and sends them.
+Owns the results socket and the reply ring; knows neither threads that wait nor devices, and decides
+nothing.
+
+Two threads use it, one at a time behind its lock, which is the full fence that libzmq asks for when
+a socket changes hands. Which of them may is the business of completion.py.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Final, TypeAlias
+
+import zmq
+
+from rpc_schema.base import StepReply
+from rpc_schema.codec import Frame, encode_step, mark_replayed
+from rpc_schema.errors import ErrorReply
+from rpc_schema.lifecycle import Attached, ReplyDelay
+from rpc_schema.step import ModelRunnerOutput
+from worker_daemon.errors import StaleError
+from worker_daemon.server.sequence import REPLAYABLE
+from worker_daemon.server.wire.replies import error_reply
+
+MAX_RING_BYTES: Final = 64 << 20
+MAX_DELAYS: Final = 1024
+ATTACH_LIMIT_S: Final = 5.0
+STOP_LINGER_MS: Final = 200
+_NOBLOCK: Final = int(zmq.NOBLOCK)
+_ADDRESS: Final = int(zmq.SNDMORE | zmq.NOBLOCK)
+# As plain numbers: pyzmq's flag enumerations cost a microsecond each time two are combined.
+
+logger = logging.getLogger(__name__)
+
+
+_Kept: TypeAlias = tuple[int, Sequence[Frame], int]
+"""seq, the frames of its reply, their bytes."""
+_NOTHING_KEPT: Final[_Kept] = (-1, (), 0)
+
+
+class ReplyRing:
+    """The encoded replies of the last REPLAYABLE steps, at most MAX_RING_BYTES, so that a repeated
+    seq gets the same bytes. A step that owes no reply is kept as no frames."""
+
+    __slots__ = ("_bytes", "_kept")
+
+    def __init__(self) -> None:
+        self._kept: list[_Kept] = [_NOTHING_KEPT] * REPLAYABLE
+        """The reply to a seq is at seq % REPLAYABLE."""
+        self._bytes = 0
+
+    def keep(self, seq: int, frames: Sequence[Frame]) -> None:
+        """Keep a reply; the oldest ones make room."""
+        self._put(seq % REPLAYABLE, (seq, frames, sum(map(len, frames))))
+        while self._bytes > MAX_RING_BYTES:
+            oldest = min((kept for kept in self._kept if kept[2]), key=itemgetter(0))
+            self._put(oldest[0] % REPLAYABLE, _NOTHING_KEPT)
+
+    def get(self, seq: int) -> Sequence[Frame] | None:
+        """Return the frames of a seq that is still kept."""
+        kept_seq, frames, _ = self._kept[seq % REPLAYABLE]
+        return frames if kept_seq == seq else None
+
+    def _put(self, index: int, kept: "_Kept") -> None:
+        self._bytes += kept[2] - self._kept[index][2]
+        self._kept[index] = kept
+
+
+class ReplyCounts:
+    """Since the daemon's start. Written by one thread at a time, read by any."""
+
+    __slots__ = ("num_requests", "num_tokens")
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        """Sampled."""
+        self.num_requests = 0
+        """That the last step with a sample had."""
+
+    def add(self, reply: StepReply) -> None:
+        """Note a reply that is sent for the first time."""
+        if type(reply) is ModelRunnerOutput and reply.sampled_token_ids:
+            self.num_requests = len(reply.sampled_token_ids) // 4
+            self.num_tokens += self.num_requests
+
+
+class ReplyDelays:
+    """The delays of the last MAX_DELAYS results. Written by one thread at a time; any thread may
+    ask for the summary, which costs what a step need not pay."""
+
+    __slots__ = ("_delays_ns",)
+
+    def __init__(self) -> None:
+        self._delays_ns: deque[int] = deque(maxlen=MAX_DELAYS)
+
+    def add(self, delay_ns: int) -> None:
+        """Note one delay, in nanoseconds."""
+        self._delays_ns.append(delay_ns)
+
+    def clear(self) -> None:
+        """Forget all: another driver begins."""
+        self._delays_ns.clear()
+
+    def summary(self) -> ReplyDelay:
+        """Return median and 99th percentile, each the delay at its rank (no interpolation)."""
+        ordered = sorted(self._delays_ns.copy())
+        if not ordered:
+            return ReplyDelay(num_replies=0, p50_us=0.0, p99_us=0.0)
+        return ReplyDelay(
+            num_replies=len(ordered),
+            p50_us=_at_rank(ordered, 50) / 1000,
+            p99_us=_at_rank(ordered, 99) / 1000,
+        )
+
+
+class ReplyChannel:
+    """Every method may be called from any thread and returns without waiting for a peer."""
+
+    def __init__(self, results: "zmq.Socket[bytes]") -> None:
+        """Take over the socket: nobody else uses or closes it from here on."""
+        self._results = results
+        # pyzmq's compiled send: the Python around it takes longer when it ran last 5 ms ago.
+        self._send_part = super(zmq.Socket, results).send
+        self.delays = ReplyDelays()
+        """Of the attached driver's results, from the host to the socket."""
+        self.counts = ReplyCounts()
+        self._lock = threading.Lock()
+        self._ring = ReplyRing()
+        self._route = b""
+        self._epoch = 0
+        self._rank = 0
+        self._greeting: Sequence[Frame] = ()
+        self._greet_until = 0.0
+
+    @property
+    def is_greeting(self) -> bool:
+        """Whether an attached driver has not been told so yet."""
+        return bool(self._greeting)
+
+    def reply(
+        self, reply: StepReply, arrays: Sequence[Frame] = (), known_ns: int | None = None
+    ) -> None:
+        """Send a reply and keep it for its seq. One that cannot be encoded becomes a failure, which
+        is an outcome of its seq too. known_ns: since when the result that it carries was known to
+        be on the host, of time.monotonic_ns."""
+        try:
+            frames = encode_step(reply, arrays)
+        except Exception as error:
+            frames = encode_step(
+                error_reply(error, epoch=reply.epoch, seq=reply.seq, rank=reply.rank)
+            )
+        with self._lock:
+            self._send(self._route, frames)
+            if known_ns is not None:
+                self.delays.add(time.monotonic_ns() - known_ns)
+            self._rank = reply.rank
+            self.counts.add(reply)
+            self._ring.keep(reply.seq, frames)
+
+    def fail(self, seq: int, error: Exception) -> ErrorReply:
+        """Send the failure of `seq`, a step of the attached driver, and keep it; return what was
+        sent."""
+        failure = error_reply(error, epoch=self._epoch, seq=seq, rank=self._rank)
+        self.reply(failure)
+        return failure
+
+    def nothing(self, seq: int) -> None:
+        """Keep the fact that this rank owes no reply to `seq`."""
+        with self._lock:
+            self._ring.keep(seq, ())
+
+    def replay(self, seq: int) -> None:
+        """Send the reply to `seq` again, its bytes as they were, marked as a replay; or say that it
+        is no longer kept."""
+        with self._lock:
+            frames = self._ring.get(seq)
+            if frames is None:
+                stale = StaleError(f"the reply to seq {seq} is no longer kept")
+                reply = error_reply(stale, epoch=self._epoch, seq=seq, rank=self._rank)
+                self._send(self._route, encode_step(reply))
+            elif frames:
+                self._send(self._route, mark_replayed(frames))
+
+    def refuse(self, route: bytes, reply: ErrorReply) -> None:
+        """Send a refusal to any driver; it is not kept, because its request was not accepted."""
+        frames = encode_step(reply)
+        with self._lock:
+            self._send(route, frames)
+
+    def attach(self, route: bytes, reply: Attached) -> None:
+        """Forget the former driver and its replies, and begin to greet this one."""
+        frames = encode_step(reply)
+        with self._lock:
+            self._route = route
+            self._epoch = reply.epoch
+            self._rank = reply.rank
+            self._ring = ReplyRing()
+            self.delays.clear()
+            self._greeting = frames
+            self._greet_until = time.monotonic() + ATTACH_LIMIT_S
+        self.greet()
+
+    def greet(self) -> None:
+        """Send Attached if the driver's results socket is there by now; give up at the limit."""
+        with self._lock:
+            if self._send(self._route, self._greeting):
+                self._greeting = ()
+            elif time.monotonic() > self._greet_until:
+                logger.warning("epoch %d: the driver's results socket never came", self._epoch)
+                self._greeting = ()
+
+    def close(self) -> None:
+        """Close the socket, after what was sent just now has had a moment to leave."""
+        with self._lock:
+            self._results.close(STOP_LINGER_MS)
+
+    def _send(self, route: bytes, frames: Sequence[Frame]) -> bool:
+        """Send without waiting, the lock held: a driver that is gone or does not read asks for the
+        seq again, if it ever can."""
+        try:
+            self._send_part(route, _ADDRESS)
+            if len(frames) == 1:
+                self._send_part(frames[0], _NOBLOCK)
+            else:
+                self._results.send_multipart(frames, _NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+
+def _at_rank(ordered: list[int], percent: int) -> int:
+    """The smallest value that `percent` of all do not exceed."""
+    return ordered[-(-len(ordered) * percent // 100) - 1]

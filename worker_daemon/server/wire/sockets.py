@@ -1,0 +1,129 @@
+"""Makes the daemon's sockets with their bounds and binds them, all on the main thread before the
+other threads start: the start of a thread is the memory barrier that libzmq asks for when a socket
+changes hands."""
+
+import errno
+from dataclasses import dataclass
+from typing import Final
+
+import zmq
+import zmq.asyncio
+
+from rpc_schema.codec import MAX_CONTROL_BYTES, MAX_STEP_BYTES
+from worker_daemon.directories import unusable
+from worker_daemon.server.auth.security import AnySocket, Security
+from worker_daemon.server.wire.endpoints import AnyEndpoint, EndpointInUseError, private_umask
+
+HIGH_WATER_MARK: Final = 64
+MAX_SILENT_BYTES: Final = 512
+"""Of a frame on the sockets that only send: a handshake's largest (about 320 bytes), or one
+subscription."""
+EVENTS_RECEIVE_BYTES: Final = 16 << 10
+"""Of the kernel, for each subscriber: what it can have sent before anybody looks."""
+DOORBELL: Final = "inproc://step-commands"
+"""A second address of the step socket, so that the step thread waits for requests and commands in
+one blocking receive. Whoever else sends an empty message only makes it look for commands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sockets:
+    """Each is handed to its owner thread, which alone uses and closes it."""
+
+    control: zmq.asyncio.Socket
+    events: zmq.Socket[bytes]
+    """Of the main thread too, but not of its loop: a PUB socket never waits."""
+    doorbell: zmq.Socket[bytes]
+    """Of the control thread: an empty message on it wakes the step thread."""
+    step: zmq.Socket[bytes]
+    results: zmq.Socket[bytes]
+
+
+def bind_sockets(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: AnyEndpoint, security: Security
+) -> Sockets:
+    """Make and bind all of a daemon's sockets, and let peers in; the caller holds the endpoint's
+    lock.
+
+    Raises:
+        EndpointInUseError: another process listens on one of the ports.
+        ConfigError: this host has no such address, or the directory cannot be written.
+        StartLaterError: the host has no room for the sockets now.
+    """
+    loop_context = zmq.asyncio.Context.shadow(context)
+    sockets = Sockets(
+        control=loop_context.socket(zmq.ROUTER),
+        events=context.socket(zmq.PUB),
+        doorbell=context.socket(zmq.DEALER),
+        step=context.socket(zmq.ROUTER),
+        results=context.socket(zmq.ROUTER),
+    )
+    bounded: dict[str, tuple[AnySocket, int]] = {
+        "control": (sockets.control, MAX_CONTROL_BYTES),
+        "events": (sockets.events, MAX_SILENT_BYTES),
+        "step": (sockets.step, MAX_STEP_BYTES),
+        "results": (sockets.results, MAX_SILENT_BYTES),
+    }
+    for name, (socket, max_bytes) in bounded.items():
+        _bound(socket, max_bytes + security.frame_bytes)
+        security.protect(socket, name)
+    # The driver may connect again before its former connection has ended. Nobody else knows the
+    # routing id of its results socket; the other sockets' are given by libzmq.
+    sockets.results.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    security.start()
+    with private_umask():
+        for name, (socket, _) in bounded.items():
+            _bind(socket, endpoint, name)
+    sockets.step.bind(DOORBELL)
+    sockets.doorbell.connect(DOORBELL)
+    return sockets
+
+
+def events_socket(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: AnyEndpoint, security: Security
+) -> "zmq.Socket[bytes]":
+    """Make and bind another events socket in the place of one that was closed: so that everybody
+    who listens has to come in anew.
+
+    Raises:
+        EndpointInUseError: the former one is still bound (on tcp; a file is taken over).
+    """
+    events = context.socket(zmq.PUB)
+    _bound(events, MAX_SILENT_BYTES + security.frame_bytes)
+    security.protect(events, "events")
+    with private_umask():
+        _bind(events, endpoint, "events")
+    return events
+
+
+def _bind(socket: AnySocket, endpoint: AnyEndpoint, name: str) -> None:
+    address = endpoint.address(name)
+    socket.setsockopt(zmq.IPV6, int(address.startswith("tcp://[")))
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise EndpointInUseError(
+                f"another process listens at {address}",
+                field="endpoint",
+                value=str(endpoint),
+                fix="choose another port, four of which are free, or stop that process",
+            ) from None
+        raise unusable(
+            error,
+            f"{address} cannot be bound: {error.strerror}",
+            "endpoint",
+            endpoint.path,
+            "use an address of this host, or a directory that this user may write",
+        ) from None
+
+
+def _bound(socket: AnySocket, max_bytes: int) -> None:
+    socket.set_hwm(HIGH_WATER_MARK)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    # No heartbeats from this side: libzmq 4.3.5 aborts the process when the timer fires for a peer
+    # that filled a queue and went away ("!_io_error"). Drivers send them, and libzmq answers.
+    if socket.type == zmq.PUB:
+        socket.setsockopt(zmq.RCVBUF, EVENTS_RECEIVE_BYTES)
+    if socket.type == zmq.ROUTER:
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)

@@ -1,0 +1,427 @@
+"""From a LoadModel request to this rank's stage, built and filled. Knows no runner, no link and no
+socket; what it makes belongs to the worker.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from rpc_schema import lifecycle as lc
+from rpc_schema.config import ModelConfig, ParallelConfig, WorkerConfig
+from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
+from rpc_schema.lifecycle import MemoryTag, SleepLevel
+from worker_daemon.backend import Backend
+from worker_daemon.device.failures import FailureKind, drop_scratch, judge, out_of_memory
+from worker_daemon.device.init import supports
+from worker_daemon.distributed.parallel_state import ParallelState
+from worker_daemon.distributed.tp import LinkedTensorParallel
+from worker_daemon.errors import CapacityError, ConfigError
+from worker_daemon.kv_cache.allocate import LayerKV, allocate_kv_caches
+from worker_daemon.kv_cache.spec import describe_layers
+from worker_daemon.layers.attention import HeadSizes, NullAttention
+from worker_daemon.layers.attention_choice import ChosenAttention, choose_attention
+from worker_daemon.layers.rotary import rotary_table
+from worker_daemon.models.decoder import (
+    DecoderStage,
+    build_stage,
+    checkpoint_names,
+    checkpoint_shapes,
+)
+from worker_daemon.models.description import DecoderConfig
+from worker_daemon.models.partition import check_partition, partition_layers
+from worker_daemon.models.saved_set import LOAD_FORMATS, GroupShape, load_saved
+from worker_daemon.models.saving import RankWeights
+from worker_daemon.models.tensorized import read_tensorized, require_tensorizer
+from worker_daemon.models.weight_state import WeightState
+from worker_daemon.models.weights import (
+    LoadProgress,
+    LoadReport,
+    WriteObserver,
+    check_checkpoint,
+    load_dummy_weights,
+    load_weights,
+)
+from worker_daemon.phases import LONG_OPERATION_S, SetPhase
+from worker_daemon.worker.resolve import ResolvedModel, check_cache, resolve_model
+from worker_daemon.worker.sleep_memory import TaggedMemory, open_memory
+
+_LOG = logging.getLogger(__name__)
+_PROGRESS_EVERY_S = 1.0
+_MAX_NAMES = 16
+"""Of tensors, in the log."""
+_FIT = "more pipeline stages or tensor ranks, or free memory and load again"
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank stands in its group, and what it computes on."""
+
+    device: torch.device
+    config: ParallelConfig
+    parallel: ParallelState
+    tp: LinkedTensorParallel
+    backend: Backend
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """Directories under which models may lie."""
+
+    model_roots: Sequence[Path]
+    save_root: Path | None
+    """Saved sets may lie there too."""
+
+    def resolve(self, config: ModelConfig) -> ResolvedModel:
+        """Find a model. Raises ConfigError and CheckpointError as resolve_model does."""
+        if config.load_format not in LOAD_FORMATS.values() or self.save_root is None:
+            return resolve_model(config, self.model_roots)
+        return resolve_model(config, (self.save_root, *self.model_roots))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What load_model makes and reset(DEVICE_READY) gives up."""
+
+    config: WorkerConfig
+    resolved: ResolvedModel
+    stage: DecoderStage
+    attention: ChosenAttention
+    max_model_len: int
+    memory: TaggedMemory
+    """Where the stage's parameters lie, and its KV cache will: closed by whoever drops this."""
+    weights: WeightState
+    next_load: ModelConfig
+    """What reload_weights reads: as it was loaded, until update_config changes that."""
+
+    def limited_to(self, max_model_len: int) -> "LoadedModel":
+        """Return it with another limit, up to the one that it was loaded with.
+
+        Raises:
+            ConfigError: it is longer than that.
+        """
+        longest = self.resolved.max_model_len
+        if max_model_len > longest:
+            raise ConfigError(
+                "the model was loaded for shorter contexts",
+                field="max_model_len",
+                value=max_model_len,
+                fix=f"at most {longest}",
+            )
+        return replace(self, max_model_len=max_model_len)
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Give up the memory of both tags. Raises: see TaggedMemory.sleep."""
+        self._leave(lambda: self.memory.sleep(level), "Sleep")
+
+    def discard(self, tags: Collection[MemoryTag]) -> None:
+        """Give up the memory of tags. Raises: see TaggedMemory.discard."""
+        self._leave(lambda: self.memory.discard(tags), "Discard")
+
+    def _leave(self, change: Callable[[], None], cause: str) -> None:
+        had_gone = self.memory.tags.weights == "discarded"
+        change()
+        if self.memory.tags.weights == "discarded" and not had_gone:
+            self.weights.discard(f"{cause} kept nothing of them")
+
+    def finish_update(self) -> int:
+        """Every weight was written: they are whole, and lost no more. Raises, and returns what
+        WeightState.finish does."""
+        number = self.weights.finish()
+        self.memory.weights_filled()
+        return number
+
+    @property
+    def kv_cache_specs(self) -> tuple[KVCacheSpec, ...]:
+        """The layers of this stage and shard, as the wire describes them."""
+        return describe_layers(self.stage.kv_layer_specs, self.resolved.dtype)
+
+    def allocate_kv_caches(
+        self, plan: KVCacheConfig, make_zeros: Callable[[int, torch.dtype], torch.Tensor]
+    ) -> list[LayerKV]:
+        """Return zeroed caches. Raises: see kv_cache.allocate.allocate_kv_caches."""
+        return allocate_kv_caches(plan, self.stage.kv_layer_specs, self.resolved.dtype, make_zeros)
+
+
+def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPhase) -> LoadedModel:
+    """Build this rank's stage and shard, and fill it.
+
+    Raises:
+        ConfigError: the model, its partition or a size is not possible.
+        CheckpointError: its files are missing, truncated or not what config.json says.
+        CapacityError: it does not fit on the device.
+    """
+    check_cache(message.cache, message.scheduler)
+    if message.model.load_format == "tensorizer":
+        require_tensorizer("load_format", "tensorizer")
+    resolved = roots.resolve(message.model)
+    if not supports(place.device, resolved.dtype):
+        raise ConfigError(
+            "the device does not compute in it",
+            field="dtype",
+            value=str(resolved.dtype),
+            fix="float16",
+        )
+    if resolved.saved is not None:
+        resolved.saved.check(_group_shape(resolved, place), resolved.decoder)
+    memory = open_memory(place.device, can_sleep=message.model.enable_sleep_mode)
+    try:
+        stage = _build_stage(resolved, place, memory)
+        _fill(stage, message.model, resolved, place.parallel.rank, set_phase)
+    except CapacityError as error:
+        memory.close()
+        drop_scratch(error)
+        raise CapacityError(f"the weights do not fit: {error}", fix=_FIT) from None
+    except BaseException as error:
+        memory.close()
+        if isinstance(error, Exception) and judge(error) is FailureKind.OUT_OF_MEMORY:
+            drop_scratch(error)
+            raise out_of_memory(error, _FIT, "the weights do not fit") from None
+        raise
+    return LoadedModel(
+        config=WorkerConfig(
+            parallel=place.config,
+            model=message.model,
+            scheduler=message.scheduler,
+            cache=message.cache,
+            graph=message.graph,
+        ),
+        resolved=resolved,
+        stage=stage,
+        attention=_choose_attention(stage, resolved.decoder, resolved.dtype, place),
+        max_model_len=resolved.max_model_len,
+        memory=memory,
+        weights=WeightState(stage.checkpoint_views()),
+        next_load=message.model,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """What reload makes of a model."""
+
+    model: LoadedModel
+    size_bytes: int
+    num_updates: int
+
+
+def reload(
+    model: LoadedModel, config: ModelConfig, place: RankPlace, roots: Roots, set_phase: SetPhase
+) -> Reloaded:
+    """Fill the stage again, in place: no tensor moves, and none is held twice.
+
+    Everything that headers can tell is checked before the first byte is written; a failure after
+    that leaves the weights dirty.
+
+    Raises:
+        ConfigError: the directory lies outside the roots, or holds another model.
+        CheckpointError: its files are missing, truncated or not what config.json says.
+    """
+    resolved = roots.resolve(config)
+    _check_same_model(resolved.decoder, model.resolved.decoder)
+    if resolved.saved is not None:
+        resolved.saved.check(_group_shape(model.resolved, place), resolved.decoder)
+    elif config.load_format == "auto":
+        check_checkpoint(resolved.directory, checkpoint_shapes(resolved.decoder))
+    overwriting = _Overwriting(model.weights)
+    try:
+        report = _fill(model.stage, config, resolved, place.parallel.rank, set_phase, overwriting)
+        number = model.finish_update()
+    except BaseException as error:
+        overwriting.failed(f"{type(error).__name__} in reload_weights: {error}")
+        raise
+    resolved = replace(
+        resolved, dtype=model.resolved.dtype, max_model_len=model.resolved.max_model_len
+    )
+    renewed = replace(
+        model,
+        config=replace_model(model.config, config),
+        resolved=resolved,
+        next_load=config,
+    )
+    return Reloaded(renewed, report.bytes_loaded, number)
+
+
+class _Overwriting:
+    """Opens an update of a model's weights at the first byte, not before."""
+
+    def __init__(self, weights: WeightState) -> None:
+        self._weights = weights
+        self._has_begun = False
+
+    def writing(self, names: Iterable[str]) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._weights.begin(partial=False)
+        self._weights.writing(names)
+
+    def written(self, names: Iterable[str]) -> None:
+        self._weights.written(names)
+
+    def failed(self, cause: str) -> None:
+        if self._has_begun:
+            self._weights.interrupt(cause)
+
+
+def replace_model(config: WorkerConfig, model: ModelConfig) -> WorkerConfig:
+    """Return the configuration with another model section."""
+    return WorkerConfig(
+        parallel=config.parallel,
+        model=model,
+        scheduler=config.scheduler,
+        cache=config.cache,
+        graph=config.graph,
+    )
+
+
+def _check_same_model(found: DecoderConfig, loaded: DecoderConfig) -> None:
+    """What a checkpoint may say differently is in which dtype it is, and when to stop."""
+    found = replace(found, dtype=loaded.dtype, eos_token_ids=loaded.eos_token_ids)
+    for (name, value), (_, mine) in zip(_values(found), _values(loaded), strict=True):
+        if value != mine:
+            raise ConfigError(
+                f"the loaded model has {mine!r}",
+                field=name,
+                value=value,
+                fix="reload weights of the same model, or reset and load this one",
+            )
+
+
+def _values(decoder: DecoderConfig) -> Iterator[tuple[str, object]]:
+    """Every value that shapes a decoder, by its name; as many as those of a decoder of as many
+    layers."""
+    values = asdict(decoder) | {"rope": decoder.rope}
+    layers = values.pop("layers")
+    yield "num_hidden_layers", decoder.num_hidden_layers
+    yield from _leaves(values)
+    for layer in layers:
+        yield from _leaves(layer)
+
+
+def _leaves(values: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value)
+        else:
+            yield name, value
+
+
+def rank_weights(model: LoadedModel, place: RankPlace) -> RankWeights:
+    """Return what a saved set holds of this rank."""
+    return RankWeights(
+        rank=place.parallel.rank,
+        shape=_group_shape(model.resolved, place),
+        decoder=model.resolved.decoder,
+        config_files=model.resolved.config_files,
+        tensors=model.stage.checkpoint_views(),
+    )
+
+
+def _partition(decoder: DecoderConfig, place: RankPlace) -> tuple[range, ...]:
+    return partition_layers(
+        decoder.num_hidden_layers, place.parallel.pp_size, place.config.layer_partition
+    )
+
+
+def _group_shape(resolved: ResolvedModel, place: RankPlace) -> GroupShape:
+    return GroupShape(
+        pipeline_parallel_size=place.config.pipeline_parallel_size,
+        tensor_parallel_size=place.config.tensor_parallel_size,
+        layer_partition=tuple(map(len, _partition(resolved.decoder, place))),
+        dtype=str(resolved.dtype).removeprefix("torch."),
+    )
+
+
+def _build_stage(resolved: ResolvedModel, place: RankPlace, memory: TaggedMemory) -> DecoderStage:
+    """Without memory first: then its size is known, and memory says where it lies."""
+    decoder, parallel = resolved.decoder, place.parallel
+    check_partition(decoder, parallel.pp_size, parallel.tp_size)
+    stage = build_stage(
+        decoder,
+        _partition(decoder, place)[parallel.pp_rank],
+        parallel.is_first_stage,
+        parallel.is_last_stage,
+        place.tp,
+        resolved.dtype,
+        torch.device("meta"),
+        resolved.max_model_len,
+        NullAttention(),
+        place.backend.make_ops(),
+    )
+    rotary = rotary_table(decoder.rope, resolved.max_model_len, place.device)
+    memory.hold_stage(stage, rotary)
+    return stage
+
+
+def _choose_attention(
+    stage: DecoderStage, decoder: DecoderConfig, dtype: torch.dtype, place: RankPlace
+) -> ChosenAttention:
+    heads = HeadSizes(
+        decoder.num_attention_heads // place.parallel.tp_size,
+        stage.kv_layer_specs[0].num_kv_heads,
+        decoder.head_dim,
+    )
+    return choose_attention(place.backend.attention, place.device, heads, dtype)
+
+
+def _fill(
+    stage: DecoderStage,
+    config: ModelConfig,
+    resolved: ResolvedModel,
+    rank: int,
+    set_phase: SetPhase,
+    observer: WriteObserver | None = None,
+) -> LoadReport:
+    parameters = list(stage.parameters())
+    progress = _ProgressLine(set_phase)
+    if config.load_format == "dummy":
+        report = load_dummy_weights(parameters, config.seed, progress, observer)
+    elif resolved.saved is not None:
+        verify = config.verify_checksums
+        saved = resolved.saved
+        load_file = read_tensorized if config.load_format == "tensorizer" else None
+        report = load_saved(
+            parameters,
+            saved,
+            rank,
+            progress,
+            verify=verify,
+            load_file=load_file,
+            observer=observer,
+        )
+    else:
+        names = checkpoint_names(resolved.decoder)
+        report = load_weights(parameters, resolved.directory, names, progress, observer)
+    _LOG.info("loaded %.3f GB in %.1f s", report.bytes_loaded / 1e9, report.seconds)
+    if report.ignored_tensors:
+        shown = ", ".join(map(repr, report.ignored_tensors[:_MAX_NAMES]))
+        _LOG.warning("the model does not use %d tensors: %s", len(report.ignored_tensors), shown)
+    return report
+
+
+class _ProgressLine:
+    """Says how far a load has come, in the log and in the phase, once a second."""
+
+    def __init__(self, set_phase: SetPhase) -> None:
+        self._set_phase = set_phase
+        self._last_s = 0.0
+
+    def __call__(self, progress: LoadProgress) -> None:
+        if progress.seconds - self._last_s < _PROGRESS_EVERY_S:
+            return
+        self._last_s = progress.seconds
+        rate = progress.bytes_done / progress.seconds
+        left_s = (progress.bytes_total - progress.bytes_done) / rate
+        percent = 100 * progress.bytes_done // progress.bytes_total
+        self._set_phase(
+            f"LOADING {percent}%, {rate / 1e9:.1f} GB/s, {left_s:.0f} s left", LONG_OPERATION_S
+        )
+        _LOG.info(
+            "loading: %.2f of %.2f GB, %.2f GB/s, %.0f s left",
+            progress.bytes_done / 1e9,
+            progress.bytes_total / 1e9,
+            rate / 1e9,
+            left_s,
+        )

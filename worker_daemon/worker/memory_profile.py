@@ -1,0 +1,170 @@
+"""How much memory is left for a KV cache: found by running the largest step, and capturing some of
+the graphs, over a KV cache of next to nothing. Knows no reply and no KV plan but its own.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec.structs import replace
+
+from rpc_schema.kv_cache import KVCacheConfig, build_kv_cache_config, plan_groups
+from rpc_schema.operations import StepMessage
+from worker_daemon.device.memory import MemoryProfile, profile
+from worker_daemon.errors import CapacityError, CommError
+from worker_daemon.kv_cache.allocate import LayerKV
+from worker_daemon.layers.attention import NullAttention
+from worker_daemon.models.partition import partition_layers
+from worker_daemon.phases import LONG_OPERATION_S, SetPhase
+from worker_daemon.worker.loading import LoadedModel
+from worker_daemon.worker.rank_device import OpenedDevice
+from worker_daemon.worker.resolve import check_deadline
+from worker_daemon.worker.serving import Serving
+from worker_daemon.worker.sleep_memory import PlainMemory
+
+_LOG = logging.getLogger(__name__)
+SHORT_DEADLINE_MS: Final = 20_000
+"""A deadline below this may be one that a legal step misses."""
+_NUM_BLOCKS: Final = 2
+"""The null block, and one that all synthetic requests share: nobody reads their output."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledMemory:
+    """What a rehearsal found, in bytes."""
+
+    available: int
+    """For the KV cache; negative where nothing is left, and others were at work meanwhile."""
+    graphs: int
+    profile: MemoryProfile
+
+
+def profile_memory(
+    opened: OpenedDevice, model: LoadedModel, message: StepMessage, set_phase: SetPhase
+) -> ProfiledMemory:
+    """Run the largest step over a KV cache of next to nothing, capture some of the graphs, and see
+    what that leaves of the budget, and of the device.
+
+    Raises:
+        CapacityError: nothing, though nobody else took any.
+    """
+    set_phase("PROFILING", LONG_OPERATION_S)
+    memory, cache = opened.memory, model.config.cache
+    with _profiling_runner(opened, model, set_phase) as serving:
+        serving.compile_graphs()
+    # `serving` stays until the end: its rows stand for those that steps will have.
+    with profile(memory, opened.baseline) as result:
+        _run_largest_step(opened, model, message, set_phase)
+    opened.ledger.activations_peak = result.transient
+    graphs = _estimate_graphs(opened, model, set_phase)
+    memory.reset_peak()  # the rehearsed graphs' memory goes back to the device
+    _log(result, graphs)
+    available = memory.limit_kv_cache(result.available(opened.budget_bytes, graphs))
+    # Where others were at work meanwhile, the driver may ask again.
+    if cache.kv_cache_memory_bytes is None and available <= 0 and not result.changes:
+        raise _nothing_left(result, graphs, cache.gpu_memory_utilization)
+    return ProfiledMemory(available, graphs, result)
+
+
+def check_step_deadline(
+    opened: OpenedDevice, model: LoadedModel, message: StepMessage, set_phase: SetPhase
+) -> None:
+    """Time the longest step, where its deadline is short: by the configuration alone, so that all
+    ranks take part. Only on the CPU, where steps take long and can be timed by themselves.
+
+    Raises:
+        ConfigError: a legal step would be taken for a hanging one.
+        CommError: it took so long that a neighbour did not wait for it.
+    """
+    deadline_ms, device = model.config.scheduler.step_deadline_ms, opened.place.device
+    if deadline_ms >= SHORT_DEADLINE_MS or device.type != "cpu":
+        return
+    try:
+        with _profiling_runner(opened, model, set_phase, is_timed=True) as serving:
+            step_s = serving.time_longest_step(message)
+    except CommError as error:  # the communicators' own timeout is hardly longer
+        raise CommError(
+            "a rank is lost, or takes longer for the longest step than its deadline",
+            field="scheduler.step_deadline_ms",
+            value=deadline_ms,
+            fix="a longer deadline, or a lower max_num_batched_tokens",
+        ) from error
+    check_deadline(deadline_ms, step_s, opened.place.parallel.pp_size)
+
+
+def _run_largest_step(
+    opened: OpenedDevice, model: LoadedModel, message: StepMessage, set_phase: SetPhase
+) -> None:
+    """All of it is freed on return, for the profile to see what the step alone took."""
+    with _profiling_runner(opened, model, set_phase) as serving:
+        serving.run_largest_step(message)
+
+
+def _estimate_graphs(opened: OpenedDevice, model: LoadedModel, set_phase: SetPhase) -> int:
+    def used_bytes() -> int:
+        opened.memory.reset_peak()
+        return opened.memory.taken_since(opened.baseline, opened.memory.snapshot())
+
+    with _profiling_runner(opened, model, set_phase) as serving:
+        return serving.estimate_graphs(used_bytes)
+
+
+@contextmanager
+def _profiling_runner(
+    opened: OpenedDevice, model: LoadedModel, set_phase: SetPhase, *, is_timed: bool = False
+) -> Iterator[Serving]:
+    """Steps served as they will be, but over a KV cache of one block; on the CPU, where graphs do
+    not need it, without attention, which is slow there, unless they are to be timed."""
+    plan = _plan(opened, model)
+    kv: list[LayerKV] = []
+    if is_timed or opened.place.device.type == "cuda":
+        kv = model.allocate_kv_caches(plan, PlainMemory(opened.place.device).make_kv_cache)
+        model.stage.set_attention(model.attention.backend)
+    try:
+        yield Serving(opened, model, plan, kv, set_phase)
+    finally:
+        model.stage.set_attention(NullAttention())
+
+
+def _plan(opened: OpenedDevice, model: LoadedModel) -> KVCacheConfig:
+    """The groups of layers that the driver will find too: those of the whole pipeline."""
+    own, windows = model.kv_cache_specs, model.resolved.decoder.layer_windows
+    parallel, pp_rank = model.config.parallel, opened.place.parallel.pp_rank
+    stages = [
+        [replace(own[0], layer_name=str(layer), sliding_window=windows[layer]) for layer in layers]
+        for layers in partition_layers(
+            len(windows), parallel.pipeline_parallel_size, parallel.layer_partition
+        )
+    ]
+    groups = plan_groups(
+        [*stages[:pp_rank], own, *stages[pp_rank + 1 :]],
+        model.config.cache.block_size,
+        model.max_model_len,
+        model.config.scheduler.max_num_batched_tokens,
+    )
+    return build_kv_cache_config(groups, pp_rank, _NUM_BLOCKS)
+
+
+def _log(profile: MemoryProfile, graphs: int) -> None:
+    _LOG.info(
+        "profile: %.3f GB taken since the baseline (%.3f GB of it kept by the allocator), "
+        "%.3f GB for the largest step, %.3f GB for graphs",
+        profile.consumed / 1e9,
+        profile.pinned / 1e9,
+        profile.transient / 1e9,
+        graphs / 1e9,
+    )
+    for change in profile.changes:
+        _LOG.warning("while the memory was profiled, %s", change)
+
+
+def _nothing_left(profile: MemoryProfile, graphs: int, utilization: float) -> CapacityError:
+    return CapacityError(
+        f"{profile.consumed} bytes were taken since the baseline, a step takes {profile.transient} "
+        f"and graphs about {graphs}, and {profile.free} are free: nothing is left",
+        field="gpu_memory_utilization",
+        value=utilization,
+        fix="a larger share, smaller steps, or more ranks",
+    )

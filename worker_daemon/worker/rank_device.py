@@ -1,0 +1,200 @@
+"""A rank's device, and the link over which it meets the others: from init_device to the reset that
+gives both up. Knows no model and no runner.
+
+Used on the step thread; abort, dump and check are the guard thread's.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from rpc_schema.config import Rendezvous, RendezvousAddress
+from rpc_schema.lifecycle import InitDevice
+from worker_daemon.backend import choose_backend
+from worker_daemon.device.health import DeviceHealth, NoHealth
+from worker_daemon.device.init import open_capture_stream, open_device
+from worker_daemon.device.memory import MemorySnapshot, MemorySource
+from worker_daemon.device.threads import choose_threads
+from worker_daemon.distributed.link import Link, RendezvousPoint, meeting_s
+from worker_daemon.distributed.parallel_state import ParallelState
+from worker_daemon.distributed.tp import tensor_parallel
+from worker_daemon.errors import ConfigError
+from worker_daemon.phases import SetPhase
+from worker_daemon.worker.loading import RankPlace
+from worker_daemon.worker.memory_ledger import MemoryLedger
+
+logger = logging.getLogger(__name__)
+
+_DISPOSAL_S = 0.5
+_PEER_GRACE_S = 0.9
+"""For how long beyond a step's deadline its peers are waited for over gloo, so that whoever waits
+for them has an answer within a second of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedDevice:
+    """What init_device makes and reset(CREATED) gives up; a relink replaces link."""
+
+    place: RankPlace
+    memory: MemorySource
+    baseline: MemorySnapshot
+    budget_bytes: int
+    ledger: MemoryLedger
+    link: Link
+    timeout_s: float
+    capture_stream: torch.cuda.Stream | None
+    """Where graphs are captured; None on the CPU."""
+
+    def synchronize(self) -> None:
+        """Wait for what the device was given."""
+        if self.place.device.type == "cuda":
+            torch.cuda.synchronize(self.place.device)
+
+
+class RankDevice:
+    """The one of a worker, open or not."""
+
+    def __init__(
+        self,
+        name: str,
+        set_phase: SetPhase,
+        open_memory: Callable[[torch.device], MemorySource],
+        open_health: Callable[[torch.device], DeviceHealth],
+        num_threads: int | None = None,
+    ) -> None:
+        """Touches no device: that is open's. num_threads: torch's on the CPU, if the user said."""
+        self.name = name
+        self.opened_or_none: OpenedDevice | None = None
+        self._set_phase = set_phase
+        self._open_memory = open_memory
+        self._open_health = open_health
+        self._health: DeviceHealth = NoHealth()
+        self._num_threads = num_threads
+        self._max_threads = torch.get_num_threads()
+        self._newest_link: Link | None = None
+        """Open or not: abort sees it while it is opened."""
+        self._capture_stream: torch.cuda.Stream | None = None
+        """Outlives a reset: cuBLAS keeps what it has for a stream as long as the process lives."""
+
+    @property
+    def opened(self) -> OpenedDevice:
+        """What is open."""
+        assert self.opened_or_none is not None, "legal after init_device only"
+        return self.opened_or_none
+
+    def open(self, message: InitDevice) -> OpenedDevice:
+        """Device context, then the link, then the baseline: what those two take is not the KV
+        cache's to lose.
+
+        Raises:
+            ConfigError: no such device, or no such rank.
+            CommError: the other ranks did not come.
+            CapacityError: less memory is free than gpu_memory_utilization asks for.
+        """
+        rendezvous = message.rendezvous
+        parallel = ParallelState(
+            message.parallel.pipeline_parallel_size,
+            message.parallel.tensor_parallel_size,
+            rendezvous.rank,
+        )
+        threads = choose_threads(self._num_threads, rendezvous.local_world_size, self._max_threads)
+        if self.name == "cpu":
+            logger.info("torch computes with %d threads (%s)", *threads)
+        device = open_device(self.name, threads)
+        timeout_s = message.scheduler.step_deadline_ms / 1000 + _PEER_GRACE_S
+        backend = choose_backend(device)
+        tp = tensor_parallel(parallel.tp_rank, parallel.tp_size, backend.make_reducer)
+        place = RankPlace(device, message.parallel, parallel, tp, backend)
+        link = self._meet(rendezvous, place, timeout_s)
+        try:
+            if self._capture_stream is None:
+                self._capture_stream = open_capture_stream(device)
+            memory = self._open_memory(device)
+            memory.reset_peak()
+            baseline = memory.snapshot()
+            budget = memory.budget(baseline, message.cache.gpu_memory_utilization)
+        except BaseException:
+            link.leave()
+            raise
+        self.opened_or_none = OpenedDevice(
+            place=place,
+            memory=memory,
+            baseline=baseline,
+            budget_bytes=budget,
+            ledger=MemoryLedger(memory, baseline, budget),
+            link=link,
+            timeout_s=timeout_s,
+            capture_stream=self._capture_stream,
+        )
+        self._health = self._open_health(device)
+        return self.opened_or_none
+
+    def meet_again(self, rendezvous: Rendezvous) -> Link:
+        """Meet the other ranks on a new link, after the last one was left.
+
+        Raises:
+            CommError: they did not come. There is no link then, and another try may be made.
+        """
+        opened = self.opened
+        link = self._meet(rendezvous, opened.place, opened.timeout_s)
+        self.opened_or_none = replace(opened, link=link)
+        return link
+
+    def leave_link(self) -> threading.Thread | None:
+        """Give the link up without asking any peer. Returns as Link.leave does."""
+        return None if self.opened_or_none is None else self.opened_or_none.link.leave()
+
+    def give_up(self) -> threading.Thread | None:
+        """Leave the link, and forget the device. Returns as Link.leave does."""
+        disposal = self.leave_link()
+        self.opened_or_none = None
+        return disposal
+
+    def close(self) -> None:
+        """Leave the link, in good order where the peers let us; the process's end gives back the
+        rest."""
+        disposal = self.leave_link()
+        if disposal is not None:
+            disposal.join(_DISPOSAL_S)
+
+    def abort(self) -> bool:
+        """Unblock whoever waits in NCCL; tell whether there was a link to abort."""
+        return self._newest_link is not None and self._newest_link.abort()
+
+    def dump(self) -> bytes:
+        """What the communicators last did, as JSON; empty where nobody keeps it."""
+        opened = self.opened_or_none
+        return b"" if opened is None else opened.link.dump()
+
+    def check(self) -> str:
+        """What is amiss with the device, though it may compute; empty: nothing."""
+        return self._health.check()
+
+    def _meet(self, rendezvous: Rendezvous, place: RankPlace, timeout_s: float) -> Link:
+        meeting_place = _resolved(rendezvous.place, place.parallel)
+        self._set_phase("LINKING", meeting_s(timeout_s) + _DISPOSAL_S)
+        link = self._newest_link = Link(rendezvous.link, place.device)
+        link.open(place.parallel, meeting_place, timeout_s)
+        try:
+            place.tp.bind(link.groups.stage, link.peers)
+        except BaseException:
+            link.leave()
+            raise
+        return link
+
+
+def _resolved(address: RendezvousAddress | None, parallel: ParallelState) -> RendezvousPoint | None:
+    """Raises ConfigError: there is none, and others to meet."""
+    if address is not None:
+        return RendezvousPoint(address.host, address.port, address.secret)
+    if parallel.world_size > 1:
+        raise ConfigError(
+            "a rank of several needs a place to meet the others at",
+            field="rendezvous.place",
+            value=None,
+            fix="name what OpenRendezvous answered",
+        )
+    return None

@@ -1,0 +1,196 @@
+"""The runner over its KV cache, and the graphs that replay its steps. Made by
+initialize_from_config, and in a small form by the memory profile (worker/memory_profile.py)."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+import torch
+
+from rpc_schema.kv_cache import KVCacheConfig, groups_of
+from rpc_schema.operations import StepMessage
+from worker_daemon.distributed.link import Link
+from worker_daemon.errors import CapacityError, CommError
+from worker_daemon.kv_cache.allocate import LayerKV
+from worker_daemon.phases import LONG_OPERATION_S, SetPhase
+from worker_daemon.raising import Translation
+from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
+from worker_daemon.runner.cuda_graph import NoGraphs, StepGraphs
+from worker_daemon.runner.scheduled_step import StepLimits
+from worker_daemon.runner.warmup import (
+    SyntheticStep,
+    decode_sweep,
+    largest_step,
+    longest_step,
+    size_sweep,
+    warm_up_steps,
+)
+from worker_daemon.worker.loading import LoadedModel
+from worker_daemon.worker.rank_device import OpenedDevice
+
+
+class Serving:
+    """Owned by the worker and used on the step thread; freed by reset, with its device memory."""
+
+    def __init__(
+        self,
+        opened: OpenedDevice,
+        model: LoadedModel,
+        plan: KVCacheConfig,
+        kv: Sequence[LayerKV],
+        set_phase: SetPhase,
+    ) -> None:
+        """With empty rows, and before any graph. kv: one a local layer, of plan.num_blocks, or none
+        for NullAttention."""
+        self.plan = plan
+        self.kv = kv
+        self._set_phase = set_phase
+        self._enforce_eager = model.config.graph.enforce_eager
+        self._parts = RunnerParts(
+            parallel=opened.place.parallel,
+            tp=opened.place.tp,
+            stage=model.stage,
+            hidden_size=model.resolved.decoder.hidden_size,
+            dtype=model.resolved.dtype,
+            device=opened.place.device,
+            capture_stream=opened.capture_stream,
+            sampling=opened.place.backend.sampling,
+            rows=opened.place.backend.rows,
+            open_staging=opened.place.backend.open_staging,
+        )
+        self.runner = assemble_runner(self._parts, opened.link, _limits(model, plan), kv)
+        self._graphs: StepGraphs = NoGraphs()
+        self.is_warm = False
+        """It has been through its first warm-up."""
+
+    @property
+    def num_graphs(self) -> int:
+        """How many are replayed."""
+        return self._graphs.count
+
+    def warm_up(self, message: StepMessage) -> None:
+        """Run synthetic steps through the normal entry, and leave no trace of them in the rows."""
+        self._set_phase("COMPILING", LONG_OPERATION_S)
+        runner = self.runner
+        limits = runner.state.limits
+        if self._parts.device.type == "cuda":  # elsewhere there is nothing to compile
+            runner.use(runner.eager.compile_subset())
+            self._run_all(size_sweep(message, limits))
+            if self._enforce_eager:
+                self._run_all(decode_sweep(message, limits))
+            runner.use(runner.eager)
+        self._run_all(warm_up_steps(message, limits))
+        runner.forget_requests()
+        torch.cuda.empty_cache()  # what the allocator keeps for steps, no graph can have
+
+    def capture_graphs(self) -> None:
+        """Capture the graphs that steps replay, at the end of the first warm-up.
+
+        Raises:
+            CapacityError: they do not fit beside weights and KV cache.
+        """
+        graphs = self._step_graphs()
+        with self._capturing():
+            graphs.capture(self.runner)
+        torch.cuda.empty_cache()  # of the steps that ran before each capture: no part of the graphs
+        self._graphs = graphs
+        self.is_warm = True
+
+    def warm_up_again(self, message: StepMessage) -> None:
+        """Take part in a new rank's warm-up, which runs kernel by kernel and unpadded: so must we,
+        for what is passed between ranks to agree. Keeps the graphs that are there."""
+        self._graphs.set_aside(self.runner)
+        self.warm_up(message)
+        self._restore_graphs()
+        self.take_memory_of_steps(message)
+
+    def take_memory_of_steps(self, message: StepMessage) -> None:
+        """Have the allocator hold what the largest step takes when all else has its place: among
+        what smaller steps have left, that is more than it takes by itself."""
+        if self._parts.device.type == "cuda":  # elsewhere nobody keeps it
+            self.run_largest_step(message)
+            self.runner.forget_requests()
+
+    def run_largest_step(self, message: StepMessage) -> None:
+        """Run a step as large as any can be."""
+        self._run_all([largest_step(message, self.runner.state.limits)])
+        self.runner.settle()
+
+    def time_longest_step(self, message: StepMessage) -> float:
+        """Return the processor time that the longest step takes this thread: where the device is
+        the CPU that is computing, without the waits for other ranks and other processes."""
+        began = time.thread_time()
+        self._run_all([longest_step(message, self.runner.state.limits)])
+        self.runner.settle()
+        return time.thread_time() - began
+
+    def compile_graphs(self) -> None:
+        """Compile the kernels of what will be captured, many at once."""
+        with self._capturing():
+            self._step_graphs().compile(self.runner)
+
+    def estimate_graphs(self, used_bytes: Callable[[], int]) -> int:
+        """Return about how many bytes the graphs will take: see StepGraphs.rehearse."""
+        with self._capturing():
+            return self._step_graphs().rehearse(self.runner, used_bytes)
+
+    def before_relink(self) -> None:
+        """The communicators are about to go: drop the graphs that hold them."""
+        self._graphs.before_relink(self.runner)
+
+    def tie(self, link: Link, *, restore_graphs: bool) -> None:
+        """Use a new link. Graphs that were dropped are captured again now, or at the next
+        warm-up."""
+        runner = self.runner
+        limits, inputs = runner.state.limits, runner.inputs
+        runner.tie(tie_stage(self._parts, link, limits, inputs, runner.state.parts, runner.history))
+        if restore_graphs:
+            self._restore_graphs()
+
+    def settle_if_sound(self) -> None:
+        """Wait for what is under way from and to the neighbours; after a failure that is the
+        link's business."""
+        if not self.runner.state.has_failed:
+            with suppress(CommError):
+                self.runner.settle()
+
+    def _run_all(self, steps: Iterable[SyntheticStep]) -> None:
+        """Run synthetic steps, and wait for each. Raises what a step raised."""
+        for step in steps:
+            reply = self.runner.execute_model(step.message, step.arrays)
+            if reply is not None:
+                reply.result()
+
+    def _step_graphs(self) -> StepGraphs:
+        return step_graphs(self._parts, self.runner, enforce_eager=self._enforce_eager)
+
+    def _restore_graphs(self) -> None:
+        with self._capturing():
+            self._graphs.restore(self.runner)
+
+    def _capturing(self) -> Translation:
+        self._set_phase("CAPTURING", LONG_OPERATION_S)
+        return Translation((torch.OutOfMemoryError, torch.AcceleratorError), _too_large_graphs)
+
+
+def _too_large_graphs(error: Exception) -> CapacityError | None:
+    # The driver's own memory for a graph is no allocator's.
+    if "out of memory" not in str(error):
+        return None
+    return CapacityError(
+        f"the graphs do not fit: {error}",
+        fix="a smaller kv_cache_memory_bytes or max_num_seqs, or enforce_eager",
+    )
+
+
+def _limits(model: LoadedModel, plan: KVCacheConfig) -> StepLimits:
+    scheduler = model.config.scheduler
+    return StepLimits(
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+        vocab_size=model.resolved.decoder.vocab_size,
+        block_size=model.config.cache.block_size,
+        num_blocks=plan.num_blocks,
+        groups=groups_of(plan),
+    )

@@ -1,0 +1,367 @@
+"""Where a rank's weights, model buffers and KV cache lie, and how they go to sleep and come back.
+Owns that memory and the state of its tags. Knows no message, no runner and no link.
+
+`ArenaMemory` can sleep: each tag's tensors lie in arenas, whose addresses stay. `PlainMemory`
+cannot, and is torch's own. Used on the step thread, with no request's rows alive.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rpc_schema.lifecycle import MemoryTag, SleepLevel, TagState
+from worker_daemon.device.arena import Arena, arena_bytes, open_arena
+from worker_daemon.device.backup import HostBackup
+from worker_daemon.device.pinned import DeviceCopier, open_uploads
+from worker_daemon.errors import ConfigError
+from worker_daemon.models.decoder import DecoderStage
+from worker_daemon.worker.memory_tags import ALL_AWAKE, MemoryTags
+
+WEIGHT_CHUNK_BYTES: Final = 128 << 20
+"""Small enough that what sleeps gives memory back while the rest is copied, large enough that
+mapping costs little."""
+KV_CHUNK_BYTES: Final = 4 << 30
+"""Of what is never copied, only mapped and zeroed."""
+
+_AWAY: Final[frozenset[TagState]] = frozenset(("asleep", "discarded"))
+"""States without memory."""
+
+_LOG = logging.getLogger(__name__)
+
+
+class TaggedMemory(Protocol):
+    """What a loaded model's memory is asked for."""
+
+    @property
+    def tags(self) -> MemoryTags:
+        """How awake it is."""
+
+    @property
+    def states(self) -> Mapping[MemoryTag, TagState]:
+        """The same by tag; nothing where it cannot sleep."""
+
+    def hold_stage(self, stage: DecoderStage, rotary: Tensor) -> None:
+        """Give zeroed memory to the parameters of a stage that was built on the meta device, and
+        lay its rotary table, which is on the device, beside them. Raises torch.OutOfMemoryError or
+        CapacityError."""
+
+    def make_kv_cache(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a zeroed [numel], in place of the one before. Raises as hold_stage does."""
+
+    def drop_kv_cache(self) -> None:
+        """Give it back; its tensors must not be used any more. Idempotent."""
+
+    def prepare(self) -> None:
+        """The model serves from now on: get ready for its first sleep."""
+
+    def sleep(self, level: SleepLevel) -> None:
+        """Take memory away from both tags; the weights' content goes to the host at level 1.
+
+        Raises:
+            CapacityError: the host has no room for it; nothing has changed.
+            ConfigError: sleeping is not enabled.
+        """
+
+    def wake_up(self, tags: Collection[MemoryTag] | None) -> None:
+        """Give memory back to the tags, or to all.
+
+        Raises:
+            CapacityError: the device has not that much left; all sleeps on as it did.
+            ConfigError: sleeping is not enabled.
+        """
+
+    def discard(self, tags: Collection[MemoryTag]) -> None:
+        """Take memory away from the tags; their content is kept nowhere. Raises ConfigError."""
+
+    def weights_filled(self) -> None:
+        """Whoever loads weights into memory that is there has written all of them: they are no
+        longer lost."""
+
+    def bytes_by_kind(self) -> Mapping[str, int]:
+        """Say what it takes now, where that can change; in bytes."""
+
+    def stop(self) -> None:
+        """The process is about to end: begin nothing any more."""
+
+    def close(self) -> None:
+        """Give everything back; no tensor of it may be used any more. Idempotent."""
+
+
+class PlainMemory:
+    """torch's own memory, which stays until it is freed. Sleep is refused."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    tags = ALL_AWAKE
+    states: Mapping[MemoryTag, TagState] = MappingProxyType({})
+
+    def hold_stage(self, stage: DecoderStage, rotary: Tensor) -> None:
+        for parameter in stage.parameters():
+            meta = parameter.data
+            parameter.data = torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
+        stage.rotary = rotary
+
+    def make_kv_cache(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """On the CPU, pages that the kernel zeroes when they are first touched."""
+        if self._device.type == "cpu":
+            return torch.from_numpy(np.zeros(numel * dtype.itemsize, np.uint8)).view(dtype)
+        return torch.zeros(numel, dtype=dtype, device=self._device)
+
+    def drop_kv_cache(self) -> None:
+        return None
+
+    def prepare(self) -> None:
+        return None
+
+    def sleep(self, level: SleepLevel) -> None:
+        raise _not_enabled()
+
+    def wake_up(self, tags: Collection[MemoryTag] | None) -> None:
+        raise _not_enabled()
+
+    def discard(self, tags: Collection[MemoryTag]) -> None:
+        raise _not_enabled()
+
+    def weights_filled(self) -> None:
+        return None
+
+    def bytes_by_kind(self) -> Mapping[str, int]:
+        return {}
+
+    def stop(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class _Kept:
+    """An arena, and the host memory that its content can go to."""
+
+    def __init__(
+        self,
+        num_bytes: int,
+        device: torch.device,
+        chunk_bytes: int,
+        host_room: Callable[[], int] | None,
+    ) -> None:
+        self.arena = open_arena(num_bytes, chunk_bytes, device)
+        sizes = [span.num_bytes for span in self.arena.spans]
+        self.backup = HostBackup(sizes, device, host_room)
+
+    def save(self, copies: DeviceCopier) -> list[Callable[[], None]]:
+        """Begin to copy all chunks to the host; return what waits for each, in order."""
+        waits = []
+        for span, buffer in zip(self.arena.spans, self.backup.buffers(), strict=True):
+            copies.copy(self.arena.bytes_of(span), buffer.bytes)
+            waits.append(copies.mark())
+        return waits
+
+    def restore(self, copies: DeviceCopier) -> None:
+        """Map all of it, then begin to copy its content back."""
+        buffers = self.backup.buffers()
+        self.arena.map_all()
+        for span, buffer in zip(self.arena.spans, buffers, strict=True):
+            copies.copy(buffer.bytes, self.arena.bytes_of(span))
+
+    def close(self) -> None:
+        self.arena.close()
+        self.backup.close()
+
+
+class ArenaMemory:
+    """Arenas for weights, model buffers and KV cache, and page-locked host memory for the first
+    two. Buffers belong to the tag `weights`: they go with it and come back with it, with their
+    content at any level, since no checkpoint has them."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        weight_chunk_bytes: int = WEIGHT_CHUNK_BYTES,
+        kv_chunk_bytes: int = KV_CHUNK_BYTES,
+        host_room: Callable[[], int] | None = None,
+    ) -> None:
+        """Takes no memory yet; host_room: see HostBackup."""
+        self._device = device
+        self._weight_chunk_bytes = weight_chunk_bytes
+        self._kv_chunk_bytes = kv_chunk_bytes
+        self._host_room = host_room
+        self._weights: _Kept | None = None
+        self._buffers: _Kept | None = None
+        self._kv_cache: Arena | None = None
+        self._tags = ALL_AWAKE
+
+    @property
+    def tags(self) -> MemoryTags:
+        return self._tags
+
+    @property
+    def states(self) -> Mapping[MemoryTag, TagState]:
+        return self._tags.states
+
+    def hold_stage(self, stage: DecoderStage, rotary: Tensor) -> None:
+        parameters = list(stage.parameters())
+        self._weights = self._keep(parameter.num_bytes for parameter in parameters)
+        for parameter in parameters:
+            meta = parameter.data
+            parameter.data = self._weights.arena.take(tuple(meta.shape), meta.dtype)
+        self._buffers = self._keep([rotary.numel() * rotary.element_size()])
+        stage.rotary = self._buffers.arena.take(tuple(rotary.shape), rotary.dtype).copy_(rotary)
+
+    def make_kv_cache(self, numel: int, dtype: torch.dtype) -> Tensor:
+        self.drop_kv_cache()
+        self._kv_cache = open_arena(numel * dtype.itemsize, self._kv_chunk_bytes, self._device)
+        return self._kv_cache.take((numel,), dtype)
+
+    def drop_kv_cache(self) -> None:
+        if self._kv_cache is not None:
+            self._synchronize()
+            self._kv_cache.close()
+            self._kv_cache = None
+        self._tags = self._tags.after_dropping_kv_cache()
+
+    def prepare(self) -> None:
+        for kept in self._held:
+            kept.backup.prepare_ahead()
+
+    def sleep(self, level: SleepLevel) -> None:
+        self._leave(self._tags.after_sleep(level))
+
+    def discard(self, tags: Collection[MemoryTag]) -> None:
+        self._leave(self._tags.after_discard(tags))
+
+    def wake_up(self, tags: Collection[MemoryTag] | None) -> None:
+        after = self._tags.after_wake_up(tags)
+        began = time.monotonic()
+        self._release_cached()
+        copies = open_uploads(self._device)
+        returning = self._returning(after)
+        try:
+            for arena, kept in returning:
+                if kept is None:
+                    arena.map_all()
+                    arena.zero()
+                else:
+                    kept.restore(copies)
+        except BaseException:
+            self._synchronize()
+            for arena, _ in returning:
+                arena.unmap_all()
+            raise
+        self._synchronize()
+        self._change(after, began)
+
+    def weights_filled(self) -> None:
+        assert self._tags.weights in ("awake", "lost"), "nobody can write what has no memory"
+        self._tags = self._tags.after_filling()
+
+    def bytes_by_kind(self) -> Mapping[str, int]:
+        held = {
+            "weights": 0 if self._weights is None else self._weights.arena.mapped_bytes,
+            "buffers": 0 if self._buffers is None else self._buffers.arena.mapped_bytes,
+            "kv_cache": 0 if self._kv_cache is None else self._kv_cache.mapped_bytes,
+            "host_backup": sum(kept.backup.held_bytes for kept in self._held),
+        }
+        if self._device.type == "cuda":
+            held["torch_reserved"] = torch.cuda.memory_reserved(self._device)
+        return held
+
+    def stop(self) -> None:
+        for kept in self._held:
+            kept.backup.stop()
+
+    def close(self) -> None:
+        self.drop_kv_cache()
+        self._synchronize()
+        for kept in self._held:
+            kept.close()
+        self._weights = self._buffers = None
+        self._tags = ALL_AWAKE
+
+    @property
+    def _held(self) -> list[_Kept]:
+        return [kept for kept in (self._weights, self._buffers) if kept is not None]
+
+    def _keep(self, sizes: Iterable[int]) -> _Kept:
+        return _Kept(arena_bytes(sizes), self._device, self._weight_chunk_bytes, self._host_room)
+
+    def _leave(self, after: MemoryTags) -> None:
+        """Take away what is not there in `after`. The KV cache goes while copies run, each chunk of
+        the others once its own copy is done."""
+        began = time.monotonic()
+        saved, dropped = self._leaving(after)
+        for kept in saved:
+            kept.backup.buffers()  # may raise: nothing has changed yet
+        self._synchronize()
+        copies = open_uploads(self._device)
+        saving = [(kept.arena, kept.save(copies)) for kept in saved]
+        for arena in dropped:
+            arena.unmap_all()
+        for arena, waits in saving:
+            for wait_until_copied in waits:
+                wait_until_copied()
+                arena.unmap_first()
+        self._release_cached()
+        self._change(after, began)
+
+    def _leaving(self, after: MemoryTags) -> tuple[list[_Kept], list[Arena]]:
+        """What of the mapped memory goes: kept on the host, or for good."""
+        saved: list[_Kept] = []
+        dropped: list[Arena] = []
+        weights, buffers, kv_cache = self._weights, self._buffers, self._kv_cache
+        if weights and buffers and weights.arena.is_mapped and after.weights in _AWAY:
+            if after.weights == "asleep":
+                saved.append(weights)
+            else:
+                dropped.append(weights.arena)
+            saved.append(buffers)
+        if kv_cache is not None and kv_cache.is_mapped and after.kv_cache in _AWAY:
+            dropped.append(kv_cache)
+        return saved, dropped
+
+    def _returning(self, after: MemoryTags) -> list[tuple[Arena, _Kept | None]]:
+        """What comes back, and where its content is, if anywhere. The KV cache comes last: it is
+        mapped while weights are copied."""
+        returning: list[tuple[Arena, _Kept | None]] = []
+        weights, buffers, kv_cache = self._weights, self._buffers, self._kv_cache
+        if weights and buffers and not weights.arena.is_mapped and after.weights not in _AWAY:
+            returning.append((weights.arena, weights if after.weights == "awake" else None))
+            returning.append((buffers.arena, buffers))
+        if kv_cache is not None and not kv_cache.is_mapped and after.kv_cache not in _AWAY:
+            returning.append((kv_cache, None))
+        return returning
+
+    def _change(self, after: MemoryTags, began: float) -> None:
+        self._tags = after
+        _LOG.info("memory is %s after %.3f s", str(after) or "awake", time.monotonic() - began)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _release_cached(self) -> None:
+        """torch keeps what was freed: the memory is wanted elsewhere."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def open_memory(device: torch.device, *, can_sleep: bool) -> TaggedMemory:
+    """Return the memory for a model that is about to be built."""
+    return ArenaMemory(device) if can_sleep else PlainMemory(device)
+
+
+def _not_enabled() -> ConfigError:
+    return ConfigError(
+        "this model's memory cannot sleep",
+        field="enable_sleep_mode",
+        value=False,
+        fix="load the model with enable_sleep_mode",
+    )

@@ -1,0 +1,399 @@
+"""Where the weights of an update come from: a trainer's broadcasts, its CUDA memory, or files. Each
+engine brings the bytes to the places that it is given; it knows no update and no state.
+
+Used on the step thread, abort() apart.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from rpc_schema import weight_transfer as wt
+from rpc_schema.weight_packing import Part, Transfer, plan_transfers
+from worker_daemon.device.ipc_memory import ImportedMemory
+from worker_daemon.distributed.transfer_group import (
+    IncomingBroadcast,
+    TrainerRendezvous,
+    TransferGroup,
+)
+from worker_daemon.errors import CapacityError, ConfigError, TransferError
+from worker_daemon.models.weight_places import Manifest
+from worker_daemon.models.weights import read_headers, read_tensor
+from worker_daemon.worker.resolve import confine_directory
+
+NUM_BUFFERS: Final = 2
+"""One is received into while the other is copied from."""
+MAX_BUFFER_BYTES: Final = 64 << 30
+DTYPES: Final = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Rows(NamedTuple):
+    """Rows of one tensor, as they have come."""
+
+    name: str
+    first_row: int
+    values: Tensor
+    """[rows, ...], whole rows; of a tensor's own shape where it came in one piece."""
+    is_last: bool
+    """The tensor is complete with these."""
+
+
+class _Reserved(NamedTuple):
+    """For one round of broadcasts."""
+
+    transfers: list[Transfer]
+    buffers: list[Tensor]
+
+
+Place = Callable[[Sequence[Rows]], None]
+"""Takes what has come; does not keep it."""
+
+
+class TransferEngine(Protocol):
+    """A way in for weights."""
+
+    @property
+    def transfer_rank(self) -> int:
+        """In the trainer's communicator; 0 where there is none."""
+
+    def describe(self, message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
+        """Say what a request brings, before a byte of it is taken. former: what is meant where it
+        names nothing.
+
+        Raises:
+            ConfigError: the request is not for this engine, or names too little.
+            CheckpointError: its files are missing, truncated or no safetensors files.
+        """
+
+    def reserve(self, manifest: Manifest, source: wt.Source) -> None:
+        """Take what memory receive() will need. Raises CapacityError where there is none."""
+
+    def accept(self, source: wt.Source) -> None:
+        """Tell the trainer that its tensors are awaited. Raises TransferError."""
+
+    def refuse(self, source: wt.Source) -> None:
+        """Tell the trainer that they are not; never fails."""
+
+    def receive(self, manifest: Manifest, source: wt.Source, place: Place) -> int:
+        """Take all tensors, in order, after reserve() and accept(); return how many bytes came. On
+        return the device has them.
+
+        Raises:
+            TransferError: the trainer is lost, or what it names cannot be reached.
+        """
+
+    def abort(self) -> None:
+        """End the operation that the step thread is in, if it waits for a trainer. From any
+        thread."""
+
+    def close(self) -> "threading.Thread | None":
+        """Give up what it holds; return the thread that does so, if it takes time."""
+
+
+class NoEngine:
+    """None was chosen yet."""
+
+    transfer_rank = 0
+
+    def describe(self, message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
+        raise _wrong_engine("none", message.source)
+
+    def reserve(self, manifest: Manifest, source: wt.Source) -> None:
+        return None
+
+    def accept(self, source: wt.Source) -> None:
+        raise _wrong_engine("none", source)
+
+    def refuse(self, source: wt.Source) -> None:
+        return None
+
+    def receive(self, manifest: Manifest, source: wt.Source, place: Place) -> int:
+        raise _wrong_engine("none", source)
+
+    def abort(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class BroadcastReceiver:
+    """Receives a trainer's broadcasts."""
+
+    def __init__(self, meeting: TrainerRendezvous, device: torch.device) -> None:
+        """Meets nobody yet: open() does, and may be aborted meanwhile. gloo's buffers are in host
+        memory, also where the weights are on a GPU."""
+        self._buffer_device = device if meeting.backend == "nccl" else torch.device("cpu")
+        self._group = TransferGroup(meeting, self._buffer_device)
+        self._reserved = _Reserved([], [])
+        self._device = device
+
+    @property
+    def transfer_rank(self) -> int:
+        return self._group.meeting.rank
+
+    def open(self) -> None:
+        """Meet the trainer and the other workers. Raises TransferError."""
+        self._group.open()
+
+    def describe(self, message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
+        if not isinstance(message.source, wt.BroadcastSource):
+            raise _wrong_engine("broadcasts", message.source)
+        if message.source.packed_bytes > MAX_BUFFER_BYTES:
+            raise ConfigError(
+                "a buffer is not that large",
+                field="packed_bytes",
+                value=message.source.packed_bytes,
+                fix=f"at most {MAX_BUFFER_BYTES}",
+            )
+        return _named(message, former)
+
+    def reserve(self, manifest: Manifest, source: wt.Source) -> None:
+        assert isinstance(source, wt.BroadcastSource), "described before"
+        dtypes = [_NAMES[dtype] for dtype in manifest.dtypes]
+        transfers = plan_transfers(manifest.shapes, dtypes, source.packed_bytes)
+        longest = max((transfer.num_bytes for transfer in transfers), default=0)
+        buffers = self._allocate(min(NUM_BUFFERS, len(transfers)), longest)
+        self._reserved = _Reserved(transfers, buffers)
+
+    def accept(self, source: wt.Source) -> None:
+        assert isinstance(source, wt.BroadcastSource), "described before"
+        self._answer(source, "ready")
+
+    def refuse(self, source: wt.Source) -> None:
+        if isinstance(source, wt.BroadcastSource):
+            try:
+                self._answer(source, "refused")
+            except TransferError:
+                return  # nobody to tell
+
+    def receive(self, manifest: Manifest, source: wt.Source, place: Place) -> int:
+        (transfers, buffers), self._reserved = self._reserved, _Reserved([], [])
+        under_way: deque[tuple[IncomingBroadcast, Transfer]] = deque()
+
+        def take_oldest() -> None:
+            arrival, transfer = under_way.popleft()
+            received = self._group.wait(arrival)
+            place([_rows(manifest, part, received) for part in transfer.parts])
+
+        for number, transfer in enumerate(transfers):
+            if len(under_way) == NUM_BUFFERS:
+                # On a device the next broadcast into that buffer waits for the copies out of it.
+                take_oldest()
+            buffer = buffers[number % NUM_BUFFERS][: transfer.num_bytes]
+            under_way.append((self._group.receive(buffer), transfer))
+        while under_way:
+            take_oldest()
+        _synchronize(self._device)
+        place(_empty_rows(manifest))
+        return sum(part.num_bytes for transfer in transfers for part in transfer.parts)
+
+    def abort(self) -> None:
+        self._group.abort()
+
+    def close(self) -> threading.Thread | None:
+        return self._group.leave()
+
+    def _answer(self, source: wt.BroadcastSource, word: str) -> None:
+        self._group.tell(f"round/{source.round}/{self.transfer_rank}", word)
+
+    def _allocate(self, count: int, num_bytes: int) -> list[Tensor]:
+        try:
+            return [
+                torch.empty(num_bytes, dtype=torch.uint8, device=self._buffer_device)
+                for _ in range(count)
+            ]
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"no memory for {count} buffers of {num_bytes} bytes: {error}",
+                field="packed_bytes",
+                fix="pack into smaller buffers, which also cut large tensors",
+            ) from None
+
+
+class IpcReader:
+    """Copies out of a trainer's CUDA memory."""
+
+    transfer_rank = 0
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises ConfigError on a CPU, TransferError without a driver."""
+        if device.type != "cuda":
+            raise ConfigError(
+                "CUDA memory is shared between GPUs' processes only",
+                field="engine",
+                value="ipc",
+                fix="gloo or disk",
+            )
+        self._device = device
+        self._memory = ImportedMemory(device)
+
+    def describe(self, message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
+        source = message.source
+        if not isinstance(source, wt.IpcSource):
+            raise _wrong_engine("CUDA IPC", source)
+        manifest = _named(message, former)
+        count = len(manifest.names)
+        if not len(source.blocks) == len(source.offsets) == count:
+            raise ConfigError(
+                "one block and one offset a tensor",
+                field="blocks",
+                value=len(source.blocks),
+                fix=str(count),
+            )
+        if any(block >= len(source.handles) for block in source.blocks):
+            raise ConfigError(
+                "there is no such handle",
+                field="blocks",
+                value=max(source.blocks),
+                fix=f"below {len(source.handles)}",
+            )
+        return manifest
+
+    def reserve(self, manifest: Manifest, source: wt.Source) -> None:
+        return None
+
+    def accept(self, source: wt.Source) -> None:
+        return None
+
+    def refuse(self, source: wt.Source) -> None:
+        return None
+
+    def receive(self, manifest: Manifest, source: wt.Source, place: Place) -> int:
+        assert isinstance(source, wt.IpcSource), "described before"
+        views = [  # all of them first: a wrong offset leaves the weights whole
+            self._memory.view(source.handles[block], offset, shape, dtype)
+            for block, offset, shape, dtype in zip(
+                source.blocks, source.offsets, manifest.shapes, manifest.dtypes, strict=True
+            )
+        ]
+        for name, values in zip(manifest.names, views, strict=True):
+            place([Rows(name, 0, values, True)])
+        _synchronize(self._device)
+        num_bytes = sum(view.numel() * view.element_size() for view in views)
+        del views
+        self._memory.close()
+        return num_bytes
+
+    def abort(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+class DiskReader:
+    """Reads checkpoints under the daemon's model roots."""
+
+    transfer_rank = 0
+
+    def __init__(self, roots: Sequence[Path], device: torch.device) -> None:
+        self._roots = roots
+        self._device = device
+
+    def describe(self, message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
+        source = message.source
+        if not isinstance(source, wt.DiskSource):
+            raise _wrong_engine("disk", source)
+        if message.dtypes or message.shapes:
+            raise ConfigError(
+                "the files say dtypes and shapes",
+                field="shapes",
+                value=len(message.shapes),
+                fix="leave dtypes and shapes empty",
+            )
+        headers = read_headers(confine_directory(source.model, self._roots), message.names)
+        return Manifest(
+            tuple(headers),
+            tuple(header.dtype for header in headers.values()),
+            tuple(header.shape for header in headers.values()),
+        )
+
+    def reserve(self, manifest: Manifest, source: wt.Source) -> None:
+        return None
+
+    def accept(self, source: wt.Source) -> None:
+        return None
+
+    def refuse(self, source: wt.Source) -> None:
+        return None
+
+    def receive(self, manifest: Manifest, source: wt.Source, place: Place) -> int:
+        assert isinstance(source, wt.DiskSource), "described before"
+        headers = read_headers(confine_directory(source.model, self._roots), manifest.names)
+        num_bytes = 0
+        for name in manifest.names:
+            values = read_tensor(headers[name].path, name)
+            place([Rows(name, 0, values, True)])
+            num_bytes += values.numel() * values.element_size()
+        _synchronize(self._device)
+        return num_bytes
+
+    def abort(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+def _named(message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
+    """What a request names, or what the one before did."""
+    if not (message.names or message.dtypes or message.shapes):
+        if former is None:
+            raise ConfigError(
+                "there is no former round whose names could be meant",
+                field="names",
+                value=[],
+                fix="send names, dtypes and shapes once",
+            )
+        return former
+    if not len(message.names) == len(message.dtypes) == len(message.shapes):
+        raise ConfigError(
+            "names, dtypes and shapes are of different lengths",
+            field="names",
+            value=[len(message.names), len(message.dtypes), len(message.shapes)],
+            fix="one of each a tensor, or none at all",
+        )
+    dtypes = tuple(DTYPES[name] for name in message.dtypes)
+    return Manifest(message.names, dtypes, message.shapes)
+
+
+def _rows(manifest: Manifest, part: Part, received: Tensor) -> Rows:
+    dtype, shape = manifest.dtypes[part.tensor], manifest.shapes[part.tensor]
+    raw = received[part.offset : part.offset + part.num_bytes]
+    values = raw.view(dtype).view(part.stop - part.start, *shape[1:])
+    return Rows(manifest.names[part.tensor], part.start, values, part.is_last)
+
+
+def _empty_rows(manifest: Manifest) -> list[Rows]:
+    """Tensors without elements are in no transfer."""
+    return [
+        Rows(name, 0, torch.empty(shape, dtype=dtype), True)
+        for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
+        if 0 in shape
+    ]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _wrong_engine(engine: str, source: wt.Source) -> ConfigError:
+    return ConfigError(
+        f"the weight transfer engine is {engine}",
+        field="source",
+        value=type(source).__name__,
+        fix="init_weight_transfer_engine for this source first",
+    )

@@ -1,0 +1,267 @@
+"""Weight updates of a loaded model: begin, take tensors, finish, and what a failure leaves. Owns
+the engine and the open update; whether the weights are whole belongs to `models/weight_state.py`.
+
+Used on the step thread, abort() apart.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from rpc_schema import weight_transfer as wt
+from worker_daemon.distributed.transfer_group import TrainerRendezvous
+from worker_daemon.errors import ConfigError, StateError
+from worker_daemon.models.weight_places import Manifest, Places, checkpoint_places, kernel_places
+from worker_daemon.phases import SetPhase
+from worker_daemon.worker.loading import LoadedModel, RankPlace, Roots
+from worker_daemon.worker.weight_transfer.engines import (
+    BroadcastReceiver,
+    DiskReader,
+    IpcReader,
+    NoEngine,
+    Rows,
+    TransferEngine,
+)
+
+_LOG = logging.getLogger(__name__)
+_SLACK_S: Final = 30.0
+"""A wait for the trainer ends by itself; a phase that is that much longer hangs elsewhere."""
+_DISPOSAL_S: Final = 0.5
+_PHASE_EVERY_S: Final = 0.25
+
+
+@dataclass
+class _Update:
+    """An update that is open."""
+
+    places: Places
+    model: LoadedModel
+    partial: bool
+    received: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """What one update_weights did."""
+
+    num_tensors: int
+    """Of this rank."""
+    size_bytes: int
+    seconds: float
+
+
+class WeightTransfer:
+    """One rank's updates, one open at a time."""
+
+    def __init__(self, set_phase: SetPhase) -> None:
+        self._set_phase = set_phase
+        self._engine: TransferEngine = NoEngine()
+        self._timeout_s = 60.0
+        self._former: Manifest | None = None
+        self._update: _Update | None = None
+        self._may_wait = False
+        """Whether the step thread is where it may wait for a trainer."""
+
+    def init_engine(
+        self, engine: wt.Engine, timeout_s: float, place: RankPlace, roots: Roots
+    ) -> int:
+        """Give the engine of before up, and open this one; return the rank in its communicator.
+
+        Raises:
+            ConfigError: the engine is not for this device, or there is no such rank.
+            TransferError: the trainer, or another worker, has not come. There is no engine then.
+        """
+        self.close_engine()
+        self._timeout_s = timeout_s
+        if isinstance(engine, wt.BroadcastEngine):
+            receiver = BroadcastReceiver(_meeting(engine, timeout_s, place), place.device)
+            self._engine = receiver  # for abort() to see while it opens
+            self._set_phase("MEETING TRAINER", timeout_s + _SLACK_S)
+            try:
+                with self._waiting():
+                    receiver.open()
+            except BaseException:
+                self._engine = NoEngine()
+                raise
+        elif isinstance(engine, wt.IpcEngine):
+            self._engine = IpcReader(place.device)
+        else:
+            self._engine = DiskReader(roots.model_roots, place.device)
+        return self._engine.transfer_rank
+
+    def start(self, message: wt.StartWeightUpdate, model: LoadedModel, place: RankPlace) -> None:
+        """Open an update; one that is open is given up, and what it wrote must come again."""
+        if message.format == "kernel":
+            parallel = place.parallel
+            places = kernel_places(
+                model.stage,
+                model.resolved.decoder,
+                parallel.tp_rank,
+                parallel.tp_size,
+                model.resolved.dtype,
+            )
+        else:
+            places = checkpoint_places(model.stage, model.resolved.decoder)
+        self._update = _Update(places, model, message.partial)
+        model.weights.begin(partial=message.partial)
+
+    def update(self, message: wt.UpdateWeights) -> RoundReport:
+        """Take the tensors of one request.
+
+        A request that is refused before its first byte leaves the update open.
+
+        Raises:
+            StateError: no update is open.
+            ConfigError: the tensors are not the model's, or the engine is another one.
+            CheckpointError: files are missing, truncated or not the model's.
+            CapacityError: there is no memory for the buffers.
+            TransferError: the bytes did not come. The update has failed: the weights are dirty, and
+                a communicator is given up.
+        """
+        began = time.monotonic()
+        update, engine = self._open_update(), self._engine
+        try:
+            manifest = engine.describe(message, self._former)
+            update.places.check(manifest)
+            engine.reserve(manifest, message.source)
+        except Exception:
+            engine.refuse(message.source)
+            raise
+        self._former = manifest
+        writer = _Writer(update, len(manifest.names), self._timeout_s, self._set_phase)
+        try:
+            with self._waiting():
+                engine.accept(message.source)
+                size_bytes = engine.receive(manifest, message.source, writer.place)
+        except BaseException as error:
+            self._fail(f"{type(error).__name__} in update_weights: {error}")
+            raise
+        update.received.update(manifest.names)
+        update.model.weights.publish()
+        return RoundReport(writer.num_tensors, size_bytes, time.monotonic() - began)
+
+    def finish(self) -> int:
+        """Close the update; return how many the model has had.
+
+        Raises:
+            StateError: none is open, or this rank misses tensors.
+            ConfigError: the model misses tensors. The update stays open.
+        """
+        update = self._open_update()
+        if not update.partial:
+            update.places.check_complete(update.received)
+        number = update.model.finish_update()
+        self._update = None
+        return number
+
+    def drop_update(self) -> None:
+        """Forget an open update: the weights have been loaded anew meanwhile."""
+        self._update = None
+
+    def abandon(self, cause: str) -> None:
+        """Give up what a driver has left: its update, which leaves the weights dirty, and its
+        trainer."""
+        self.interrupt(cause)
+        self.close_engine()
+
+    def interrupt(self, cause: str) -> None:
+        """Give up an open update."""
+        if self._update is not None:
+            self._update.model.weights.interrupt(cause)
+            self._update = None
+
+    def abort(self) -> bool:
+        """End an operation that may wait for a trainer, if one runs; tell whether one does. From
+        any thread."""
+        if not self._may_wait:
+            return False
+        self._engine.abort()
+        return True
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._may_wait = True
+        try:
+            yield
+        finally:
+            self._may_wait = False
+
+    def close_engine(self) -> None:
+        """Leave the trainer, in the background where that takes time."""
+        engine, self._engine = self._engine, NoEngine()
+        self._former = None
+        disposal = engine.close()
+        if disposal is not None:
+            disposal.join(_DISPOSAL_S)
+
+    def _open_update(self) -> _Update:
+        if self._update is None:
+            raise StateError("no weight update is open", fix="start_weight_update first")
+        return self._update
+
+    def _fail(self, cause: str) -> None:
+        _LOG.error("the weights are dirty: %s", cause)
+        self.abandon(cause)
+
+
+class _Writer:
+    """Puts what comes in its place, and keeps the state and the phase up to date."""
+
+    def __init__(
+        self, update: _Update, num_tensors: int, timeout_s: float, set_phase: SetPhase
+    ) -> None:
+        self.num_tensors = 0
+        self._update = update
+        self._of = num_tensors
+        self._num_complete = 0
+        self._silence_s = timeout_s + _SLACK_S
+        self._set_phase = set_phase
+        self._phase_s = 0.0
+        self._show()
+
+    def place(self, pieces: Sequence[Rows]) -> None:
+        places, weights = self._update.places, self._update.model.weights
+        for rows in pieces:
+            names = places.names_of(rows.name)
+            if names:
+                weights.writing(names)
+                places.fill(rows.name, rows.first_row, rows.values)
+            if rows.is_last:
+                weights.written(names)
+                self.num_tensors += bool(names)
+                self._num_complete += 1
+        self._show()
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        if now - self._phase_s >= _PHASE_EVERY_S:
+            self._phase_s = now
+            self._set_phase(f"UPDATING {self._num_complete} of {self._of}", self._silence_s)
+
+
+def _meeting(engine: wt.BroadcastEngine, timeout_s: float, place: RankPlace) -> TrainerRendezvous:
+    rank = engine.rank_offset + place.parallel.rank
+    needed = engine.rank_offset + place.parallel.world_size
+    if engine.world_size < needed:  # all ranks refuse, also those that would have a place
+        raise ConfigError(
+            "the communicator has no such rank",
+            field="rank_offset",
+            value=engine.rank_offset,
+            fix=f"a world_size of {needed} at least",
+        )
+    if engine.backend == "nccl" and place.device.type != "cuda":
+        raise ConfigError(
+            "NCCL needs a GPU", field="backend", value=engine.backend, fix="gloo on this device"
+        )
+    return TrainerRendezvous(
+        engine.backend,
+        engine.place.host,
+        engine.place.port,
+        engine.place.secret,
+        rank,
+        engine.world_size,
+        timeout_s,
+    )

@@ -1,0 +1,693 @@
+"""The worker: one short method per operation, in the order in which a driver calls them, over its
+device and link (rank_device.py), its model (loading.py) and its runner (serving.py).
+
+server/lifecycle.py has decided that a call is legal before it comes here. Used on the step thread
+only, except `abort_link`.
+"""
+
+import gc
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from rpc_schema import lifecycle as lc
+from rpc_schema import weight_transfer as wt
+from rpc_schema.adoption import AdoptRequests, AdoptRequestsReply
+from rpc_schema.codec import Frame
+from rpc_schema.kv_cache import KVCacheConfig
+from rpc_schema.operations import StepMessage
+from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
+from worker_daemon.device.failures import FailureKind, drop_scratch, judge, typed_device_error
+from worker_daemon.device.health import DeviceHealth, open_health
+from worker_daemon.device.init import device_name
+from worker_daemon.device.memory import MemorySource
+from worker_daemon.device.memory_sources import memory_source
+from worker_daemon.distributed.bubbles import InputWaits
+from worker_daemon.errors import CommError, ConfigError, StateError
+from worker_daemon.kv_cache.allocate import LayerKV
+from worker_daemon.layers.attention import NullAttention
+from worker_daemon.models.saving import Saver, SaveReport, SaveRequest
+from worker_daemon.models.tensor_bytes import checksum
+from worker_daemon.models.tensorized import TENSORIZER_PATTERN, tensorizer_files
+from worker_daemon.models.weight_state import WeightReport, WeightState
+from worker_daemon.phases import LONG_OPERATION_S, SetPhase
+from worker_daemon.runner.stage_ends import PendingOutput
+from worker_daemon.worker.description import WorkerDescription, no_weights
+from worker_daemon.worker.loading import LoadedModel, Roots, load, rank_weights, reload
+from worker_daemon.worker.memory_ledger import memory_line
+from worker_daemon.worker.memory_profile import check_step_deadline, profile_memory
+from worker_daemon.worker.profiling import PlainTrace, Profiler, ProfileRequest
+from worker_daemon.worker.rank_device import RankDevice
+from worker_daemon.worker.serving import Serving
+from worker_daemon.worker.weight_transfer.overrides import apply_overrides
+from worker_daemon.worker.weight_transfer.session import WeightTransfer
+
+_LOG = logging.getLogger(__name__)
+
+
+class Worker:
+    """One daemon's worker, from an idle process to a serving stage and back."""
+
+    def __init__(
+        self,
+        device: str,
+        model_roots: Sequence[Path],
+        set_phase: SetPhase,
+        save_root: Path | None = None,
+        profile_dir: Path | None = None,
+        open_memory: Callable[[torch.device], MemorySource] = memory_source,
+        open_health: Callable[[torch.device], DeviceHealth] = open_health,
+        num_threads: int | None = None,
+    ) -> None:
+        """Touches no device: that is init_device's. Without a save_root nothing can be saved,
+        without a profile_dir no trace written. open_memory: what measures a device's memory;
+        open_health: what looks after the device itself; num_threads: torch's, if the user said."""
+        self._roots = Roots(model_roots, save_root)
+        self._saver = Saver(save_root)
+        self._profiler = Profiler(profile_dir, self._settle_transfers)
+        self._set_phase = set_phase
+        self._device = RankDevice(device, set_phase, open_memory, open_health, num_threads)
+        self._transfer = WeightTransfer(set_phase)
+        self._model_or_none: LoadedModel | None = None
+        self._serving_or_none: Serving | None = None
+
+    @property
+    def rank(self) -> int:
+        """The global rank; 0 before init_device."""
+        opened = self._device.opened_or_none
+        return opened.place.parallel.rank if opened else 0
+
+    # Start-up, in order.
+
+    def init_device(self, message: lc.InitDevice) -> lc.InitDeviceReply:
+        """Open the device and the link. Raises: see RankDevice.open."""
+        opened = self._device.open(message)
+        return lc.InitDeviceReply(
+            **self._identity(message),
+            device_name=device_name(opened.place.device),
+            total_memory_bytes=opened.baseline.total,
+            free_memory_bytes=opened.baseline.free,
+            backend=opened.link.backend,
+        )
+
+    def load_model(self, message: lc.LoadModel) -> lc.LoadModelReply:
+        """Build this rank's stage and shard, and fill it. Raises: see loading.load."""
+        began = time.monotonic()
+        self._set_phase("LOADING", LONG_OPERATION_S)
+        opened = self._device.opened
+        with opened.ledger.taking("weights"):
+            model = load(message, opened.place, self._roots, self._set_phase)
+        self._model_or_none = model
+        return lc.LoadModelReply(
+            **self._identity(message),
+            model_memory_bytes=model.stage.num_parameters_bytes,
+            seconds=time.monotonic() - began,
+            max_model_len=model.max_model_len,
+        )
+
+    def get_kv_cache_spec(self, message: lc.GetKVCacheSpec) -> lc.GetKVCacheSpecReply:
+        """Describe the layers of this stage and shard."""
+        layers = self._model.kv_cache_specs
+        return lc.GetKVCacheSpecReply(**self._identity(message), layers=layers)
+
+    def determine_available_memory(
+        self, message: lc.DetermineAvailableMemory
+    ) -> lc.DetermineAvailableMemoryReply:
+        """Rehearse the largest step and the graphs.
+
+        Raises: see rehearse_memory and check_step_deadline.
+        """
+        opened, model = self._device.opened, self._model
+        found = profile_memory(opened, model, message, self._set_phase)
+        check_step_deadline(opened, model, message, self._set_phase)
+        override = model.config.cache.kv_cache_memory_bytes
+        return lc.DetermineAvailableMemoryReply(
+            **self._identity(message),
+            available_bytes=max(0, found.available) if override is None else override,
+            weights_bytes=model.stage.num_parameters_bytes,
+            activation_peak_bytes=found.profile.transient,
+            requested_bytes=opened.budget_bytes,
+            graph_bytes=found.graphs,
+            changes=tuple(
+                lc.MemoryChange(pid=change.pid, num_bytes=change.num_bytes)
+                for change in found.profile.changes
+            ),
+        )
+
+    def initialize_from_config(self, message: lc.InitializeFromConfig) -> Done:
+        """Allocate the KV cache by this rank's entry, and tie attention to it.
+
+        Raises:
+            ConfigError: there is no entry for this rank, or it does not fit its layers.
+            CapacityError: it does not fit on the device.
+        """
+        model, configs = self._model, message.kv_cache_configs
+        opened = self._device.opened
+        world_size = opened.place.parallel.world_size
+        if len(configs) != world_size:
+            raise ConfigError(
+                "one entry a rank",
+                field="kv_cache_configs",
+                value=len(configs),
+                fix=f"{world_size} entries",
+            )
+        plan = configs[self.rank]
+        if plan.block_size != model.config.cache.block_size:
+            raise ConfigError(
+                "the model was loaded for another block size",
+                field="kv_cache_config.block_size",
+                value=plan.block_size,
+                fix=str(model.config.cache.block_size),
+            )
+        with opened.ledger.taking("kv_cache"):
+            kv = model.allocate_kv_caches(plan, model.memory.make_kv_cache)
+        model.stage.set_attention(model.attention.backend)
+        self._serve(plan, kv)
+        return Done(**self._identity(message))
+
+    def initialize_cache(self, message: lc.InitializeCache) -> Done:
+        """Check that the block counts which the driver settled on are those that were allocated.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        num_blocks = self._serving.plan.num_blocks
+        if message.num_gpu_blocks != num_blocks:
+            raise ConfigError(
+                "another number of blocks was allocated",
+                field="num_gpu_blocks",
+                value=message.num_gpu_blocks,
+                fix=str(num_blocks),
+            )
+        if message.num_cpu_blocks:
+            raise ConfigError(
+                "no blocks are kept in host memory",
+                field="num_cpu_blocks",
+                value=message.num_cpu_blocks,
+                fix="0",
+            )
+        return Done(**self._identity(message))
+
+    def update_max_model_len(self, message: lc.UpdateMaxModelLen) -> Done:
+        """Take another limit. Raises: see LoadedModel.limited_to."""
+        self._model_or_none = self._model.limited_to(message.max_model_len)
+        serving = self._serving_or_none
+        if serving is not None:
+            serving.runner.settle()
+            self._serve(serving.plan, serving.kv)
+        return Done(**self._identity(message))
+
+    def compile_or_warm_up_model(
+        self, message: lc.CompileOrWarmUpModel
+    ) -> lc.CompileOrWarmUpModelReply:
+        """Run synthetic steps, and capture graphs of them. Done again beside a rank that is new, it
+        keeps the graphs that are there.
+
+        Raises:
+            CapacityError: the graphs do not fit beside weights and KV cache.
+        """
+        began = time.monotonic()
+        serving = self._serving
+        if serving.is_warm:
+            serving.warm_up_again(message)
+        else:
+            serving.warm_up(message)
+            with self._device.opened.ledger.taking("graphs"):
+                serving.capture_graphs()
+            serving.take_memory_of_steps(message)
+            # What start-up has made stays: the collector need never look at it again.
+            gc.collect()
+            gc.freeze()
+            self._model.memory.prepare()
+            _LOG.info("%d graphs, ready in %.1f s", serving.num_graphs, time.monotonic() - began)
+            self._log_memory()
+        seconds = time.monotonic() - began
+        return lc.CompileOrWarmUpModelReply(**self._identity(message), seconds=seconds)
+
+    def _log_memory(self) -> None:
+        advice = self._device.opened.ledger.advise()
+        _LOG.info("memory: %s", memory_line(self._memory_by_kind()))
+        _LOG.info(
+            "kv_cache_memory_bytes: %d would fit the request, %d would fill the card",
+            advice.request_bytes,
+            advice.card_bytes,
+        )
+
+    # Serving.
+
+    def execute_model(self, message: ExecuteModel, arrays: Sequence[Frame]) -> PendingOutput | None:
+        """See ModelRunner.execute_model. Raises StateError, alike on every rank, while a weight
+        update is open or has failed."""
+        if not self._model.weights.is_whole:
+            self._model.weights.require_whole("ExecuteModel")
+        with self._profiler.step(message):
+            return self._serving.runner.execute_model(message, arrays)
+
+    def sample_tokens(self, message: SampleTokens, arrays: Sequence[Frame]) -> PendingOutput | None:
+        """See ModelRunner.sample_tokens."""
+        with self._profiler.step(message):
+            return self._serving.runner.sample_tokens(message, arrays)
+
+    def execute_dummy_batch(self, message: ExecuteDummyBatch) -> PendingOutput | None:
+        """See ModelRunner.execute_dummy_batch."""
+        with self._profiler.step(message):
+            return self._serving.runner.execute_dummy_batch(message)
+
+    def refuse_step(self, seq: int) -> None:
+        """Have the steps behind `seq`, which could not be read, fail until a resynchronisation."""
+        if self._serving_or_none is not None:
+            self._serving_or_none.runner.state.mark_failed(seq)
+
+    def get_supported_tasks(self, message: lc.GetSupportedTasks) -> lc.GetSupportedTasksReply:
+        """Every architecture of the registry generates."""
+        return lc.GetSupportedTasksReply(**self._identity(message), tasks=("generate",))
+
+    def get_model_metadata(self, message: lc.GetModelMetadata) -> lc.GetModelMetadataReply:
+        """Say what a driver needs to know of the model."""
+        model = self._model
+        decoder = model.resolved.decoder
+        return lc.GetModelMetadataReply(
+            **self._identity(message),
+            architecture=decoder.architecture,
+            vocab_size=decoder.vocab_size,
+            hidden_size=decoder.hidden_size,
+            num_layers=decoder.num_hidden_layers,
+            max_model_len=model.max_model_len,
+            dtype=str(model.resolved.dtype).removeprefix("torch."),
+            eos_token_ids=decoder.eos_token_ids,
+            attention_backend=model.attention.name,
+        )
+
+    # Weights.
+
+    def compute_weight_checksums(
+        self, message: lc.ComputeWeightChecksums
+    ) -> lc.ComputeWeightChecksumsReply:
+        """Hash what this rank holds of each tensor of the checkpoint."""
+        self._set_phase("HASHING", LONG_OPERATION_S)
+        views = self._model.stage.checkpoint_views()
+        checksums = {name: checksum(view) for name, view in views.items()}
+        return lc.ComputeWeightChecksumsReply(**self._identity(message), checksums=checksums)
+
+    def save_sharded_state(self, message: lc.SaveShardedState) -> lc.SaveShardedStateReply:
+        """Write this rank's weights beside the set of that name, which stays in use.
+
+        Raises: see Saver.write; StateError while the weights are not whole.
+        """
+        request = SaveRequest(
+            message.save.hex(), message.name, message.pattern, message.max_size_bytes
+        )
+        report = self._save(message, request)
+        return lc.SaveShardedStateReply(
+            **self._identity(message),
+            num_files=report.num_files,
+            size_bytes=report.size_bytes,
+            seconds=report.seconds,
+        )
+
+    def save_tensorized_model(self, message: lc.SaveTensorizedModel) -> lc.SaveTensorizedModelReply:
+        """The same through the tensorizer library, in one file.
+
+        Raises: see Saver.write and tensorizer_files.
+        """
+        files = tensorizer_files("name", message.name)
+        request = SaveRequest(
+            message.save.hex(), message.name, TENSORIZER_PATTERN, sys.maxsize, files
+        )
+        report = self._save(message, request)
+        return lc.SaveTensorizedModelReply(
+            **self._identity(message),
+            size_bytes=report.size_bytes,
+            seconds=report.seconds,
+        )
+
+    def _save(self, message: StepMessage, request: SaveRequest) -> SaveReport:
+        model = self._model
+        model.weights.require_whole(type(message).__name__)
+        report = self._saver.write(
+            request,
+            rank_weights(model, self._device.opened.place),
+            lambda: self._set_phase("SAVING", LONG_OPERATION_S),
+        )
+        _LOG.info("saved %.3f GB in %.1f s", report.size_bytes / 1e9, report.seconds)
+        return report
+
+    def finish_sharded_state(self, message: lc.FinishShardedState) -> Done:
+        """Put what save_sharded_state wrote in place, or remove it.
+
+        Raises: see Saver.finish.
+        """
+        self._saver.finish(message.save.hex(), keep=message.keep)
+        return Done(**self._identity(message))
+
+    # Sleep. A failure is typed and has changed nothing.
+
+    def sleep(self, message: lc.Sleep) -> lc.MemoryTagsReply:
+        """Give up the memory of weights and KV cache, and all requests. Raises: see
+        TaggedMemory.sleep."""
+        return self._change_memory(message, lambda model: model.sleep(message.level))
+
+    def wake_up(self, message: lc.WakeUp) -> lc.MemoryTagsReply:
+        """Take memory for tags again. Raises: see TaggedMemory.wake_up."""
+        return self._change_memory(message, lambda model: model.memory.wake_up(message.tags))
+
+    def discard(self, message: lc.Discard) -> lc.MemoryTagsReply:
+        """Give up the memory of tags, and what it holds. Raises: see TaggedMemory.discard."""
+        return self._change_memory(message, lambda model: model.discard(message.tags))
+
+    def _change_memory(
+        self, message: lc.Sleep | lc.WakeUp | lc.Discard, change: Callable[[LoadedModel], None]
+    ) -> lc.MemoryTagsReply:
+        began = time.monotonic()
+        model = self._model
+        change(model)
+        if model.memory.tags.kv_cache != "awake":
+            self._forget_requests()
+        return lc.MemoryTagsReply(
+            **self._identity(message),
+            memory_tags=dict(model.memory.states),
+            seconds=time.monotonic() - began,
+        )
+
+    # Weights that come in.
+
+    def init_weight_transfer_engine(
+        self, message: wt.InitWeightTransferEngine
+    ) -> wt.InitWeightTransferEngineReply:
+        """Choose where updates come from; wait for the trainer, where there is one.
+
+        Raises: see WeightTransfer.init_engine.
+        """
+        rank = self._transfer.init_engine(
+            message.engine, message.timeout_ms / 1000, self._device.opened.place, self._roots
+        )
+        return wt.InitWeightTransferEngineReply(**self._identity(message), transfer_rank=rank)
+
+    def start_weight_update(self, message: wt.StartWeightUpdate) -> Done:
+        """Open an update: no step runs until it is finished."""
+        self._transfer.start(message, self._model, self._device.opened.place)
+        self._forget_requests()
+        return Done(**self._identity(message))
+
+    def update_weights(self, message: wt.UpdateWeights) -> wt.UpdateWeightsReply:
+        """Take some tensors, in place.
+
+        Raises: see WeightTransfer.update.
+        """
+        report = self._transfer.update(message)
+        return wt.UpdateWeightsReply(
+            **self._identity(message),
+            num_tensors=report.num_tensors,
+            size_bytes=report.size_bytes,
+            seconds=report.seconds,
+        )
+
+    def finish_weight_update(self, message: wt.FinishWeightUpdate) -> wt.FinishWeightUpdateReply:
+        """Close the update.
+
+        Raises: see WeightTransfer.finish.
+        """
+        number = self._transfer.finish()
+        if self._device.opened.place.device.type == "cuda":
+            torch.cuda.empty_cache()  # of the buffers: others may need that memory
+        return wt.FinishWeightUpdateReply(**self._identity(message), num_updates=number)
+
+    def reload_weights(self, message: wt.ReloadWeights) -> wt.ReloadWeightsReply:
+        """Read the weights again, in place; an update that is open is given up.
+
+        Raises: see loading.reload.
+        """
+        began = time.monotonic()
+        self._set_phase("LOADING", LONG_OPERATION_S)
+        config = self._model.next_load
+        if message.model:
+            config = apply_overrides(config, {"model.model": message.model})
+        place = self._device.opened.place
+        done = reload(self._model, config, place, self._roots, self._set_phase)
+        self._transfer.drop_update()
+        self._forget_requests()
+        self._model_or_none = done.model
+        return wt.ReloadWeightsReply(
+            **self._identity(message),
+            size_bytes=done.size_bytes,
+            seconds=time.monotonic() - began,
+            num_updates=done.num_updates,
+        )
+
+    def _forget_requests(self) -> None:
+        """Their KV is of weights that were replaced: nobody may adopt them."""
+        if self._serving_or_none is not None:
+            self._serving_or_none.runner.forget_requests()
+
+    def update_config(self, message: wt.UpdateConfig) -> Done:
+        """Change what the next reload_weights reads.
+
+        Raises: see apply_overrides.
+        """
+        model = self._model
+        changed = apply_overrides(model.next_load, message.overrides)
+        self._model_or_none = replace(model, next_load=changed)
+        return Done(**self._identity(message))
+
+    # Profiles.
+
+    def profile(self, message: lc.Profile) -> lc.ProfileReply:
+        """Begin or end a profile. What the device was given before belongs to what was before.
+
+        Raises: see Profiler.start and Profiler.stop.
+        """
+        opened = self._device.opened
+        opened.synchronize()
+        if message.action == "start":
+            request = ProfileRequest(message.kind, message.prefix)
+            self._profiler.start(request, opened.place.device, opened.place.parallel)
+            return lc.ProfileReply(**self._identity(message), file="")
+        self._set_phase("WRITING TRACE", LONG_OPERATION_S)
+        written = self._profiler.stop(message.kind)
+        return lc.ProfileReply(**self._identity(message), file=str(written or ""))
+
+    def start_trace(self) -> None:
+        """Record the steps to come for an observer.
+
+        Raises:
+            StateError: there is no device yet, or see Profiler.start_observed.
+        """
+        opened = self._device.opened_or_none
+        if opened is None:
+            raise StateError("there is nothing to trace in CREATED", fix="trace a group that runs")
+        opened.synchronize()
+        self._profiler.start_observed(opened.place.device, opened.place.parallel)
+
+    def stop_trace(self, *, keep: bool) -> PlainTrace | None:
+        """End that. Raises: see Profiler.stop_observed."""
+        return self._profiler.stop_observed(keep=keep)
+
+    # Changes of hands, and the way back.
+
+    def on_attach(self, *, keep_requests: bool = False) -> bool:
+        """Drop all requests unless they are to be kept, and the profile of the driver before. True
+        if no step was cut off; whether every send was received, only the group's seqs tell."""
+        self._profiler.abandon()
+        self._transfer.abandon("its driver was replaced")
+        if self._serving_or_none is None:
+            return True
+        clean = not self._serving_or_none.runner.state.has_failed
+        if not keep_requests:
+            self._forget_requests()
+        return clean
+
+    def adopt_requests(self, message: AdoptRequests) -> AdoptRequestsReply:
+        """Tell which requests there are, and how far: see ModelRunner.adopt_requests."""
+        page = self._serving.runner.adopt_requests(message.first_slot)
+        return AdoptRequestsReply(
+            **self._identity(message),
+            rows=page.rows,
+            next_slot=page.next_slot,
+            token_ids=page.token_ids,
+            block_ids=page.block_ids,
+        )
+
+    def relink(self, message: lc.Relink) -> Done:
+        """Leave the link as it is, meet the other ranks anew. Weights, KV cache and rows stay.
+
+        Raises:
+            CommError: the other ranks did not come. This rank then has no link, and can be linked
+            again.
+        """
+        serving = self._serving_or_none
+        if serving is not None:
+            serving.before_relink()
+        self._profiler.link_left(self._device.leave_link())
+        link = self._device.meet_again(message.rendezvous)
+        if serving is not None:
+            serving.tie(link, restore_graphs=not message.warm_up_follows)
+        return Done(**self._identity(message))
+
+    def reset(self, message: lc.Reset) -> Done:
+        """Give up the KV cache, then the model, then the device, as far down as asked; then end a
+        profile."""
+        if self._serving_or_none is not None and message.to != "CREATED":
+            with suppress(CommError):  # what a lost neighbour has not received is nobody's now
+                self._serving_or_none.runner.settle()
+        self._serving_or_none = None
+        self._transfer.interrupt("the group was reset")
+        opened = self._device.opened_or_none
+        if opened is not None:
+            opened.ledger.forget("graphs", "kv_cache")
+            if message.to != "MODEL_LOADED":
+                opened.ledger.forget("weights")
+        model = self._model_or_none
+        if message.to == "MODEL_LOADED":
+            self._model.stage.set_attention(NullAttention())
+            self._model.memory.drop_kv_cache()
+        else:
+            self._model_or_none = None
+            self._transfer.close_engine()
+        reply = Done(**self._identity(message))
+        if message.to == "CREATED" and opened is not None:
+            self._profiler.link_left(self._device.give_up())
+        if model is not None and message.to != "MODEL_LOADED":
+            model.memory.close()
+        del model
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()  # until the next reset; mostly modules
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if self._profiler.is_recording:
+            self._set_phase("WRITING TRACE", LONG_OPERATION_S)
+        self._profiler.end()
+        return reply
+
+    def _settle_transfers(self) -> None:
+        if self._serving_or_none is not None:
+            self._serving_or_none.settle_if_sound()
+
+    def abort_link(self) -> bool:
+        """Unblock whoever waits in NCCL; tell whether there was a link to abort. A wait for a
+        trainer ends without the link. The guard thread's only call."""
+        if self._transfer.abort():
+            return False
+        return self._device.abort()
+
+    def dump_link(self) -> bytes:
+        """What the communicators last did, as JSON; empty where nobody keeps it. For the guard
+        thread."""
+        return self._device.dump()
+
+    def check_device(self) -> str:
+        """What is amiss with the device, though it may compute; empty: nothing. For the guard
+        thread."""
+        return self._device.check()
+
+    def typed_error(self, error: Exception) -> Exception:
+        """Return what an operation's failure is called: OutOfMemoryError, after which what it held
+        is free again, DeviceError, or the error itself."""
+        typed = typed_device_error(error, "smaller settings, or free memory and try again")
+        if judge(error) is FailureKind.OUT_OF_MEMORY:
+            drop_scratch(error)
+        if typed is not error:
+            typed.__cause__ = error
+        return typed.with_traceback(error.__traceback__)
+
+    def step_error(self, error: Exception) -> Exception:
+        """Return what a failure is called that no one foresaw and that ended a step: of several
+        ranks, the others are in it and wait for this one, which breaks the link."""
+        opened = self._device.opened_or_none
+        if opened is None or opened.place.parallel.world_size == 1:
+            return error
+        broken = CommError(f"rank {self.rank} left the others in a step: {error}")
+        broken.__cause__ = error
+        return broken.with_traceback(error.__traceback__)
+
+    def close(self) -> None:
+        """Leave the link, in good order where the peers let us; the process's end gives back the
+        rest."""
+        self._profiler.end()
+        self._transfer.close_engine()
+        # Graphs first: NCCL gives a communicator up only once no graph holds its kernels.
+        self._serving_or_none = None
+        if self._model_or_none is not None:
+            self._model_or_none.memory.stop()
+        self._device.close()
+
+    def describe(self) -> WorkerDescription:
+        """Say what is on the device now, and who uses how much of it."""
+        opened, model = self._device.opened_or_none, self._model_or_none
+        serving = self._serving_or_none
+        return WorkerDescription(
+            device=self._device.name,
+            config=model.config if model else None,
+            kv_cache=serving.plan if serving else None,
+            memory_bytes=self._memory_by_kind(),
+            kv_cache_advice=opened.ledger.advice if opened else None,
+            providers=self._providers(),
+            memory_tags=model.memory.states if model else {},
+            weights=no_weights if model is None else partial(_weights_report, model.weights),
+            # What is published outlives a reset: it must hold nothing of the device.
+            num_kv_blocks_held=serving.runner.state.num_held_blocks if serving else int,
+            input_wait_share=partial(_waiting_share, serving.runner.waits) if serving else _no_wait,
+        )
+
+    def _memory_by_kind(self) -> dict[str, int]:
+        opened, model = self._device.opened_or_none, self._model_or_none
+        if opened is None:
+            return {}
+        held = dict(model.memory.bytes_by_kind()) if model else {}
+        weights = model.stage.num_parameters_bytes if model else 0
+        kv_cache = self._serving_or_none.plan.size_bytes if self._serving_or_none else 0
+        kinds = opened.ledger.by_kind(
+            {"weights": held.pop("weights", weights), "kv_cache": held.pop("kv_cache", kv_cache)}
+        )
+        return kinds | held
+
+    def _providers(self) -> dict[str, str]:
+        model, serving = self._model_or_none, self._serving_or_none
+        if model is None:
+            return {}
+        place = self._device.opened.place
+        threads = {"threads": str(torch.get_num_threads())} if place.device.type == "cpu" else {}
+        return {
+            "attention": model.attention.name,
+            "layers": model.stage.ops_name,
+            "all_reduce": place.tp.all_reduce_name,
+            "graphs": str(serving.num_graphs if serving else 0),
+            **threads,
+        }
+
+    # Parts.
+
+    @property
+    def _model(self) -> LoadedModel:
+        assert self._model_or_none is not None, "legal after load_model only"
+        return self._model_or_none
+
+    @property
+    def _serving(self) -> Serving:
+        assert self._serving_or_none is not None, "legal after initialize_from_config only"
+        return self._serving_or_none
+
+    def _serve(self, plan: KVCacheConfig, kv: Sequence[LayerKV]) -> None:
+        self._serving_or_none = Serving(self._device.opened, self._model, plan, kv, self._set_phase)
+
+    def _identity(self, message: StepMessage) -> dict[str, int]:
+        return {"epoch": message.epoch, "seq": message.seq, "rank": self.rank}
+
+
+def _no_wait() -> float:
+    return 0.0
+
+
+def _weights_report(weights: WeightState) -> WeightReport:
+    return weights.report
+
+
+def _waiting_share(waits: InputWaits) -> float:
+    return waits.bubbles.waiting_share
