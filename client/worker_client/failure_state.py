@@ -23,7 +23,7 @@ from worker_client.errors import (
 )
 from worker_client.link_tries import LinkTries
 
-UNSEATING: Final = (
+ENDS_OWNERSHIP: Final = (
     DrainingError,
     FencedError,
     LeaseExpiredError,
@@ -36,18 +36,18 @@ reach each other."""
 
 
 class Ownership(enum.Enum):
-    """Whether the group is this driver's to use."""
+    """Ownership of the group by this driver."""
 
     NEW = "never attached"
     SERVING = "attached: it takes steps"
-    UNSEATED = "fenced, the lease lost, drained in a step, or a reply could not be read"
+    ENDED = "fenced, the lease lost, drained in a step, or a reply could not be read"
     LINK_GIVEN_UP = "link after link has failed, though all daemons live"
     LOST = "a daemon is gone"
     REPLACING = "another daemon is taking a lost one's place"
 
 
 class LinkState(enum.Enum):
-    """Between the ranks."""
+    """State of the links between ranks."""
 
     NONE = "the group is one rank"
     WHOLE = "ranks reach each other, as far as is known"
@@ -55,38 +55,38 @@ class LinkState(enum.Enum):
 
 
 class Ending(enum.Enum):
-    """Of a daemon's process."""
+    """An announced end of a daemon's process."""
 
     NONE = "no rank has announced its end"
     ANNOUNCED = "a rank has announced its end, or may end as the link is given up; not waited for"
 
 
-class News(enum.Enum):
-    """The latest failure, and whether a future has told it."""
+class FailureReport(enum.Enum):
+    """State of the latest failure: reported by a future, or not yet."""
 
     NONE = "nothing has failed since prepare() or attach()"
-    UNTOLD = "a failure that no future has told"
-    TOLD = "a failure that was told"
-    DEATH_UNTOLD = "a daemon's death that no future has told"
-    DEATH_TOLD = "a death that was told; what it took is told again with what fails next"
+    UNREPORTED = "a failure that no future has reported"
+    REPORTED = "a failure that a future has reported"
+    DEATH_UNREPORTED = "a daemon's death that no future has reported"
+    DEATH_REPORTED = "a reported death; what it took is reported again with the next failure"
 
 
 class RootCause(enum.Enum):
-    """For a step that a rank failed as a consequence only."""
+    """Search for the cause of a step that a rank failed as a consequence only."""
 
     SETTLED = "no step waits for its cause"
-    AWAITED = "another rank may yet tell why a step failed"
+    AWAITED = "another rank may yet report why a step failed"
 
 
 class Weights(enum.Enum):
-    """Of the model, as far as the driver knows."""
+    """Completeness of the model's weights, as far as the driver knows."""
 
     WHOLE = "steps can run on them"
     NOT_WHOLE = "an update is open, or has failed"
 
 
 class DrainState(enum.Enum):
-    """What an operator wants of the group."""
+    """Drain, as an operator has asked for it."""
 
     NONE = "steps are wanted"
     DRAINING = "a rank's heartbeat says that it drains"
@@ -96,17 +96,17 @@ class DrainState(enum.Enum):
 class GroupState:
     """One value an axis."""
 
-    seat: Ownership = Ownership.NEW
+    ownership: Ownership = Ownership.NEW
     link: LinkState = LinkState.NONE
     ending: Ending = Ending.NONE
-    news: News = News.NONE
-    blame: RootCause = RootCause.SETTLED
+    report: FailureReport = FailureReport.NONE
+    root_cause: RootCause = RootCause.SETTLED
     weights: Weights = Weights.WHOLE
     drain: DrainState = DrainState.NONE
 
 
 class Suspect(NamedTuple):
-    """An UPSTREAM_FAILED whose cause may still be told by another rank."""
+    """An UPSTREAM_FAILED whose cause another rank may still report."""
 
     reply: ErrorReply
     error: RemoteError
@@ -147,7 +147,7 @@ class LinkMade:
 
 @dataclass(frozen=True, slots=True)
 class EndAnnounced:
-    """A rank has told of a failure that ends its process, or may end as the link is given up."""
+    """A rank has reported a failure that ends its process, or may end as the link is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class CauseAwaited:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Steps have failed; number: of the failure, which takes over those not told before.
+    """Steps have failed; number: of the failure, which takes over those not yet reported.
     last_seq: the last step that it took, 0 where there was none."""
 
     number: int
@@ -181,7 +181,7 @@ class DeathFailed:
 
 @dataclass(frozen=True, slots=True)
 class FailureReported:
-    """A future has told the failure of this number; nothing changes where that is not the
+    """A future has reported the failure of this number; nothing changes where that is not the
     latest."""
 
     number: int
@@ -289,11 +289,11 @@ def _as_it_is() -> Mapping[AxisT, AxisT]:
 class Row:
     """What an event makes of the values of each axis; those that are not named stay."""
 
-    seat: Mapping[Ownership, Ownership] = field(default_factory=_as_it_is)
+    ownership: Mapping[Ownership, Ownership] = field(default_factory=_as_it_is)
     link: Mapping[LinkState, LinkState] = field(default_factory=_as_it_is)
     ending: Mapping[Ending, Ending] = field(default_factory=_as_it_is)
-    news: Mapping[News, News] = field(default_factory=_as_it_is)
-    blame: Mapping[RootCause, RootCause] = field(default_factory=_as_it_is)
+    report: Mapping[FailureReport, FailureReport] = field(default_factory=_as_it_is)
+    root_cause: Mapping[RootCause, RootCause] = field(default_factory=_as_it_is)
     weights: Mapping[Weights, Weights] = field(default_factory=_as_it_is)
     drain: Mapping[DrainState, DrainState] = field(default_factory=_as_it_is)
 
@@ -302,36 +302,41 @@ _LINK_WHOLE: Final = _to(LinkState.WHOLE, but=[LinkState.NONE])
 
 TABLE: Final[Mapping[type[Event], Row]] = MappingProxyType(
     {
-        RankLost: Row(seat=_to(Ownership.LOST)),
-        OwnershipLost: Row(seat=_to(Ownership.UNSEATED, but=[Ownership.LOST])),
-        LinkGaveUp: Row(seat=_to(Ownership.LINK_GIVEN_UP, but=[Ownership.LOST])),
+        RankLost: Row(ownership=_to(Ownership.LOST)),
+        OwnershipLost: Row(ownership=_to(Ownership.ENDED, but=[Ownership.LOST])),
+        LinkGaveUp: Row(ownership=_to(Ownership.LINK_GIVEN_UP, but=[Ownership.LOST])),
         LinkBroken: Row(link=_to(LinkState.BROKEN, but=[LinkState.NONE])),
         LinkMade: Row(link=_LINK_WHOLE),
         EndAnnounced: Row(ending=_to(Ending.ANNOUNCED)),
         EndAwaited: Row(ending=_to(Ending.NONE)),
-        CauseAwaited: Row(blame=_to(RootCause.AWAITED)),
-        Failed: Row(news=_to(News.UNTOLD), blame=_to(RootCause.SETTLED)),
-        DeathFailed: Row(news=_to(News.DEATH_UNTOLD), blame=_to(RootCause.SETTLED)),
+        CauseAwaited: Row(root_cause=_to(RootCause.AWAITED)),
+        Failed: Row(report=_to(FailureReport.UNREPORTED), root_cause=_to(RootCause.SETTLED)),
+        DeathFailed: Row(
+            report=_to(FailureReport.DEATH_UNREPORTED), root_cause=_to(RootCause.SETTLED)
+        ),
         FailureReported: Row(
-            news=MappingProxyType(
-                {News.UNTOLD: News.TOLD, News.DEATH_UNTOLD: News.DEATH_TOLD},
+            report=MappingProxyType(
+                {
+                    FailureReport.UNREPORTED: FailureReport.REPORTED,
+                    FailureReport.DEATH_UNREPORTED: FailureReport.DEATH_REPORTED,
+                },
             )
         ),
-        Prepared: Row(news=_to(News.NONE)),
+        Prepared: Row(report=_to(FailureReport.NONE)),
         AttachBegun: Row(
-            seat=_to(Ownership.SERVING, but=[Ownership.LOST, Ownership.REPLACING]),
+            ownership=_to(Ownership.SERVING, but=[Ownership.LOST, Ownership.REPLACING]),
             ending=_to(Ending.NONE),
-            news=_to(News.NONE),
+            report=_to(FailureReport.NONE),
         ),
         EpochBegun: Row(drain=_to(DrainState.NONE)),
         GroupAttached: Row(link=_LINK_WHOLE),
-        ReplaceBegun: Row(seat=_to(Ownership.REPLACING)),
-        ReplaceFailed: Row(seat=_to(Ownership.LOST)),
+        ReplaceBegun: Row(ownership=_to(Ownership.REPLACING)),
+        ReplaceFailed: Row(ownership=_to(Ownership.LOST)),
         RankReplaced: Row(
-            seat=MappingProxyType({Ownership.REPLACING: Ownership.SERVING}),
+            ownership=MappingProxyType({Ownership.REPLACING: Ownership.SERVING}),
             link=_LINK_WHOLE,
             ending=_to(Ending.NONE),
-            news=_to(News.NONE),
+            report=_to(FailureReport.NONE),
         ),
         WeightsGone: Row(weights=_to(Weights.NOT_WHOLE)),
         WeightsFilled: Row(weights=_to(Weights.WHOLE)),
@@ -346,11 +351,11 @@ def after(state: GroupState, event: Event) -> GroupState:
     """Return the state that an event makes of `state`."""
     row = TABLE[type(event)]
     return GroupState(
-        seat=row.seat.get(state.seat, state.seat),
+        ownership=row.ownership.get(state.ownership, state.ownership),
         link=row.link.get(state.link, state.link),
         ending=row.ending.get(state.ending, state.ending),
-        news=row.news.get(state.news, state.news),
-        blame=row.blame.get(state.blame, state.blame),
+        report=row.report.get(state.report, state.report),
+        root_cause=row.root_cause.get(state.root_cause, state.root_cause),
         weights=row.weights.get(state.weights, state.weights),
         drain=row.drain.get(state.drain, state.drain),
     )
@@ -368,7 +373,7 @@ class GroupRequest(enum.Enum):
 
 
 class Answer(enum.Enum):
-    """What becomes of a request."""
+    """The outcome of a request."""
 
     GO = "allowed"
     CAUSE = "raises its cause"
@@ -377,50 +382,50 @@ class Answer(enum.Enum):
     NOT_WHOLE = "raises WeightsNotWhole"
     AWAIT_END = "the announced end is waited for first"
     RELINK = "the ranks are linked anew first"
-    FAIL = "its future fails with the failure that was not told"
+    FAIL = "its future fails with the failure not yet reported"
 
 
-def _by_seat(
+def _by_ownership(
     new: Answer,
     serving: Answer,
-    unseated: Answer,
+    ended: Answer,
     given_up: Answer,
     lost: Answer,
     replacing: Answer,
 ) -> Mapping[Ownership, Answer]:
-    answers = (new, serving, unseated, given_up, lost, replacing)
+    answers = (new, serving, ended, given_up, lost, replacing)
     return MappingProxyType(dict(zip(Ownership, answers, strict=True)))
 
 
 _GO, _CAUSE, _NOT_ATTACHED = Answer.GO, Answer.CAUSE, Answer.NOT_ATTACHED
 
-BY_SEAT: Final[Mapping[GroupRequest, Mapping[Ownership, Answer]]] = MappingProxyType(
+BY_OWNERSHIP: Final[Mapping[GroupRequest, Mapping[Ownership, Answer]]] = MappingProxyType(
     {
-        GroupRequest.STEP: _by_seat(_NOT_ATTACHED, _GO, _CAUSE, _CAUSE, _CAUSE, _CAUSE),
-        GroupRequest.OPERATION: _by_seat(_NOT_ATTACHED, _GO, _CAUSE, _CAUSE, _CAUSE, _GO),
-        GroupRequest.ATTACH: _by_seat(_GO, _GO, _GO, _GO, _CAUSE, _CAUSE),
-        GroupRequest.REPLACE: _by_seat(_NOT_ATTACHED, _GO, _GO, _GO, _GO, _GO),
-        GroupRequest.LOOK: _by_seat(_GO, _GO, _GO, _GO, _CAUSE, _GO),
+        GroupRequest.STEP: _by_ownership(_NOT_ATTACHED, _GO, _CAUSE, _CAUSE, _CAUSE, _CAUSE),
+        GroupRequest.OPERATION: _by_ownership(_NOT_ATTACHED, _GO, _CAUSE, _CAUSE, _CAUSE, _GO),
+        GroupRequest.ATTACH: _by_ownership(_GO, _GO, _GO, _GO, _CAUSE, _CAUSE),
+        GroupRequest.REPLACE: _by_ownership(_NOT_ATTACHED, _GO, _GO, _GO, _GO, _GO),
+        GroupRequest.LOOK: _by_ownership(_GO, _GO, _GO, _GO, _CAUSE, _GO),
     }
 )
-"""What the seat alone allows; SEND does not look at it, and `answer` adds the other axes."""
+"""Answers by ownership alone; SEND does not look at it, and `answer` adds the other axes."""
 
 
 def answer(state: GroupState, request: GroupRequest) -> Answer:
     """Return what becomes of a request in `state`. SEND is asked of steps that were let in, again
-    after each thing that comes first; it does not look at the seat."""
+    after each thing that comes first; it does not look at the ownership."""
     if request is GroupRequest.SEND:
         return _before_sending(state)
-    by_seat = BY_SEAT[request][state.seat]
-    if by_seat is Answer.CAUSE:
-        waits = state.seat is Ownership.LINK_GIVEN_UP and state.ending is Ending.ANNOUNCED
-        return Answer.AWAIT_END if waits else by_seat
-    if request is GroupRequest.STEP and by_seat is Answer.GO:
+    by_ownership = BY_OWNERSHIP[request][state.ownership]
+    if by_ownership is Answer.CAUSE:
+        waits = state.ownership is Ownership.LINK_GIVEN_UP and state.ending is Ending.ANNOUNCED
+        return Answer.AWAIT_END if waits else by_ownership
+    if request is GroupRequest.STEP and by_ownership is Answer.GO:
         if state.drain is DrainState.DRAINING:
             return Answer.DRAINING
         if state.weights is Weights.NOT_WHOLE:
             return Answer.NOT_WHOLE
-    return by_seat
+    return by_ownership
 
 
 def answers(state: GroupState) -> Mapping[GroupRequest, Answer]:
@@ -429,7 +434,7 @@ def answers(state: GroupState) -> Mapping[GroupRequest, Answer]:
 
 
 def _before_sending(state: GroupState) -> Answer:
-    if state.news in (News.UNTOLD, News.DEATH_UNTOLD):
+    if state.report in (FailureReport.UNREPORTED, FailureReport.DEATH_UNREPORTED):
         return Answer.FAIL
     if state.ending is Ending.ANNOUNCED:
         return Answer.AWAIT_END
@@ -492,7 +497,7 @@ class FailureState:
     @property
     def is_lost(self) -> bool:
         """Whether a daemon is gone and no other one is taking its place."""
-        return self.state.seat is Ownership.LOST
+        return self.state.ownership is Ownership.LOST
 
     @property
     def is_end_announced(self) -> bool:
@@ -501,18 +506,18 @@ class FailureState:
 
     @property
     def has_failure(self) -> bool:
-        """Whether there is a latest failure, told or not."""
-        return self.state.news is not News.NONE
+        """Whether there is a latest failure, reported or not."""
+        return self.state.report is not FailureReport.NONE
 
     @property
-    def is_untold(self) -> bool:
-        """Whether no future has told the latest failure."""
+    def is_unreported(self) -> bool:
+        """Whether no future has reported the latest failure."""
         return self._answers[GroupRequest.SEND] is Answer.FAIL
 
     @property
     def is_open(self) -> bool:
         """Whether somebody has yet to hear of the latest failure, or of what it took with it."""
-        return self.has_failure and self.state.news is not News.TOLD
+        return self.has_failure and self.state.report is not FailureReport.REPORTED
 
     @property
     def verdict_due(self) -> float:
@@ -545,7 +550,7 @@ class FailureState:
             return
         before, self.state = self.state, after(self.state, event)
         self._answers = answers(self.state)
-        self._keep_cause(before.seat, event)
+        self._keep_cause(before.ownership, event)
         self._keep_values(event)
 
     def worked(self, seq: int) -> None:
@@ -558,7 +563,7 @@ class FailureState:
         breaks = reply.scope is ErrorScope.GROUP or reply.code in (ErrorCode.COMM, ErrorCode.GAP)
         if breaks:
             self.apply(LinkBroken())
-        if isinstance(error, UNSEATING):
+        if isinstance(error, ENDS_OWNERSHIP):
             self.apply(loss_of(error))
         elif breaks and self.state.link is not LinkState.NONE and reply.code is not ErrorCode.GAP:
             return self._link_failed(reply.seq, error)
@@ -566,7 +571,7 @@ class FailureState:
 
     def relink_failed(self, error: ClientError | WireError) -> ClientError | WireError:
         """Take in that no new link could be had; return the error that the next step fails with."""
-        if isinstance(error, UNSEATING):
+        if isinstance(error, ENDS_OWNERSHIP):
             self.apply(loss_of(error))
         elif isinstance(error, ClientError):
             return self._link_failed(0, error)
@@ -587,7 +592,7 @@ class FailureState:
         return given_up
 
     def _keep_cause(self, before: Ownership, event: Event) -> None:
-        if before not in TABLE[type(event)].seat:
+        if before not in TABLE[type(event)].ownership:
             return
         match event:
             case RankLost() | OwnershipLost() | LinkGaveUp() | ReplaceFailed():

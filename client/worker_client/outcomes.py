@@ -20,7 +20,7 @@ from worker_client.errors import (
     WorkerDied,
 )
 from worker_client.failure_state import (
-    UNSEATING,
+    ENDS_OWNERSHIP,
     AttachBegun,
     CauseAwaited,
     DeathFailed,
@@ -80,7 +80,7 @@ class Failure:
         self.code = code
         self.traceback = traceback
         self.lost: set[str] = set()
-        self.ends_group = isinstance(error, UNSEATING) and not is_mended
+        self.ends_group = isinstance(error, ENDS_OWNERSHIP) and not is_mended
         """Told by its own error, not as a StepFailed: the group takes no steps after it."""
         self._state = state
         self._futures: list[StepFuture] = []
@@ -231,7 +231,7 @@ class StepsInFlight:
     @property
     def untold_failure(self) -> Failure | None:
         """The failure that no result() has told yet, if any."""
-        return self._latest if self._state.is_untold else None
+        return self._latest if self._state.is_unreported else None
 
     def expect(
         self, waiter: StepWaiter, seq: int, step: EncodedStep | None, *, samples: bool

@@ -5,7 +5,7 @@ import itertools
 import math
 from dataclasses import fields
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import given, settings
@@ -30,7 +30,8 @@ from worker_client.errors import (
 from worker_client.failure_state import Answer, GroupRequest, Ownership
 from worker_client.link_tries import MAX_LINK_FAILURES
 
-AXES = (fs.Ownership, fs.LinkState, fs.Ending, fs.News, fs.RootCause, fs.Weights, fs.DrainState)
+FIELD_OF = {kind: name for name, kind in get_type_hints(fs.GroupState).items()}
+AXES = tuple(FIELD_OF)
 STATES = [fs.GroupState(*values) for values in itertools.product(*AXES)]
 RELIABILITY = Path(__file__).parents[3] / "docs" / "reliability.md"
 
@@ -89,8 +90,8 @@ def test_each_state_and_event_give_a_state_of_the_same_axes():
 def test_each_state_answers_each_request():
     for state, request in itertools.product(STATES, GroupRequest):
         assert isinstance(fs.answer(state, request), Answer)
-    assert set(fs.BY_SEAT) == set(GroupRequest) - {GroupRequest.SEND}
-    assert all(list(row) == list(Ownership) for row in fs.BY_SEAT.values())
+    assert set(fs.BY_OWNERSHIP) == set(GroupRequest) - {GroupRequest.SEND}
+    assert all(list(row) == list(Ownership) for row in fs.BY_OWNERSHIP.values())
 
 
 def test_every_axis_state_event_request_and_answer_is_documented():
@@ -103,7 +104,7 @@ def test_every_axis_state_event_request_and_answer_is_documented():
 
 def changes(axis):
     """(event, before, after) of all that changes one axis."""
-    name = axis.__name__.lower()
+    name = FIELD_OF[axis]
     return {
         (type(event), getattr(before, name), getattr(fs.after(before, event), name))
         for before, event in itertools.product(STATES, EVENTS)
@@ -113,14 +114,14 @@ def changes(axis):
 
 ENDS = {
     fs.LinkState.BROKEN: {fs.LinkMade, fs.GroupAttached, fs.RankReplaced},
-    fs.News.UNTOLD: {
+    fs.FailureReport.UNREPORTED: {
         fs.FailureReported,
         fs.DeathFailed,
         fs.Prepared,
         fs.AttachBegun,
         fs.RankReplaced,
     },
-    fs.News.DEATH_UNTOLD: {
+    fs.FailureReport.DEATH_UNREPORTED: {
         fs.FailureReported,
         fs.Failed,
         fs.Prepared,
@@ -151,9 +152,9 @@ def test_steps_begin_again_by_attach_and_replace_alone():
     ways = {
         (event, before) for event, before, now in changes(Ownership) if now is Ownership.SERVING
     }
-    unseated = (Ownership.NEW, Ownership.UNSEATED, Ownership.LINK_GIVEN_UP)
+    left = (Ownership.NEW, Ownership.ENDED, Ownership.LINK_GIVEN_UP)
     assert ways == {
-        *((fs.AttachBegun, seat) for seat in unseated),
+        *((fs.AttachBegun, seat) for seat in left),
         (fs.RankReplaced, Ownership.REPLACING),
     }
 
@@ -172,21 +173,21 @@ def test_documented_tables_are_those_of_the_module():
 
 def table_of_states():
     rows = [
-        f"| {axis.__name__.lower()} | `{state.name}` | {state.value} |"
-        for axis in AXES
-        for state in axis
+        f"| {FIELD_OF[axis]} | `{state.name}` | {state.value} |" for axis in AXES for state in axis
     ]
     return "\n".join(["| axis | state | meaning |", "|---|---|---|", *rows])
 
 
 def table_of_answers():
-    asked = list(fs.BY_SEAT)
+    asked = list(fs.BY_OWNERSHIP)
     rows = [
-        f"| `{seat.name}` | " + " | ".join(fs.BY_SEAT[r][seat].value for r in asked) + " |"
-        for seat in Ownership
+        f"| `{ownership.name}` | "
+        + " | ".join(fs.BY_OWNERSHIP[r][ownership].value for r in asked)
+        + " |"
+        for ownership in Ownership
     ]
     heads = " | ".join(request.value for request in asked)
-    return "\n".join([f"| seat | {heads} |", "|---" * (len(asked) + 1) + "|", *rows])
+    return "\n".join([f"| ownership | {heads} |", "|---" * (len(asked) + 1) + "|", *rows])
 
 
 # ------------------------------------------------------------------ single values
@@ -239,14 +240,14 @@ def test_first_suspect_is_kept_until_the_step_has_failed():
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=30))
 @settings(max_examples=200)
-def test_cause_is_there_exactly_where_a_seat_is_refused(events):
+def test_cause_is_there_exactly_where_ownership_is_refused(events):
     state = fs.FailureState(2)
     for event in events:
         state.apply(event)
-        seat = state.state.seat
-        if seat in (Ownership.NEW, Ownership.SERVING):
+        ownership = state.state.ownership
+        if ownership in (Ownership.NEW, Ownership.SERVING):
             assert state.cause is None
-        elif seat is not Ownership.REPLACING:
+        elif ownership is not Ownership.REPLACING:
             assert state.cause is not None
             for request in GroupRequest:
                 if state.answer(request) is Answer.CAUSE:
@@ -302,7 +303,7 @@ def test_one_rank_alone_never_gives_a_link_up():
 # ------------------------------------------------------------------ against plain flags
 
 SEQS = st.integers(1, 20)
-UNSEATING = st.sampled_from(
+ENDS_OWNERSHIP = st.sampled_from(
     [ErrorCode.FENCED, ErrorCode.LEASE_EXPIRED, ErrorCode.NOT_ATTACHED, ErrorCode.DRAINING]
 )
 
@@ -368,7 +369,7 @@ class Histories(RuleBasedStateMachine):
         self.fail(of_death=True)
 
     @precondition(lambda self: self.is_attached and not self.is_lost)
-    @rule(code=UNSEATING)
+    @rule(code=ENDS_OWNERSHIP)
     def lease_is_lost(self, code):
         self.dead, self.is_replacing = error_of(reply(code)), False
         self.owner.apply(fs.loss_of(self.dead))
@@ -384,10 +385,10 @@ class Histories(RuleBasedStateMachine):
         breaks = breaks and self.has_link
         self.needs_relink = self.needs_relink or breaks
         gives_up = False
-        unseats = isinstance(
+        ends_ownership = isinstance(
             error, FencedError | LeaseExpiredError | NotAttachedError | DrainingError
         )
-        if unseats:
+        if ends_ownership:
             self.dead = error
         elif breaks and code is not ErrorCode.GAP:
             gives_up = self.link_fails(seq)
@@ -584,12 +585,12 @@ class Histories(RuleBasedStateMachine):
         assert (owner.cause if not self.is_replacing else None) is self.dead
         assert owner.needs_relink is self.needs_relink
         assert owner.is_end_announced is self.has_doomed
-        assert owner.is_untold is (self.to_tell is not None)
+        assert owner.is_unreported is (self.to_tell is not None)
         assert owner.is_lost is self.is_lost
         assert owner.suspect == self.suspect
         assert owner.weights_cause == self.weights
         assert owner.last_given_up == self.last_given_up
-        assert (owner.state.blame is fs.RootCause.AWAITED) is (self.suspect is not None)
+        assert (owner.state.root_cause is fs.RootCause.AWAITED) is (self.suspect is not None)
         assert (owner.state.weights is fs.Weights.NOT_WHOLE) is bool(self.weights)
         assert (owner.state.drain is fs.DrainState.DRAINING) is bool(self.draining)
         states = [getattr(owner.state, field.name) for field in fields(owner.state)]
