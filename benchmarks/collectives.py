@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from torch.distributed import _symmetric_memory as symm_mem
 
 from worker_daemon.distributed.link import Link, RendezvousPoint
 from worker_daemon.distributed.parallel_state import ParallelState
-from worker_daemon.distributed.pp import STATUS_OK, StageInbound, StageOutbound
+from worker_daemon.distributed.pp import STATUS_OK, HopShape, StageInbound, StageOutbound
 from worker_daemon.distributed.rendezvous import RendezvousServer
 from worker_daemon.distributed.tokens import TokenBroadcast
 from worker_daemon.distributed.tp import tensor_parallel
@@ -200,17 +199,11 @@ class Ends:
     """One of two stages."""
 
     def __init__(self, link: Link, rank: int, device: torch.device) -> None:
-        options: dict[str, Any] = {
-            "hidden_size": HIDDEN,
-            "dtype": torch.bfloat16,
-            "device": device,
-            "max_num_tokens": max(HOP_TOKENS),
-            "depth": DEPTH,
-        }
+        hop = HopShape(HIDDEN, torch.bfloat16, device, max(HOP_TOKENS), DEPTH)
         tp = tensor_parallel(0, 1)
         self.rank = rank
-        self.outbound = StageOutbound(link, tp, **options) if rank == 0 else None
-        self.inbound = StageInbound(link, tp, **options) if rank == 1 else None
+        self.outbound = StageOutbound(link, tp, hop) if rank == 0 else None
+        self.inbound = StageInbound(link, tp, hop) if rank == 1 else None
         self.last_sampled = torch.zeros(256, dtype=torch.int64, device=device)
         refused = torch.zeros(256, dtype=torch.int32, device=device)
         self.tokens = TokenBroadcast(link, self.last_sampled, refused, num_stages=2, depth=DEPTH)

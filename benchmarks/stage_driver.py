@@ -21,7 +21,7 @@ from rpc_schema.kv_cache import (
     plan_groups,
 )
 from rpc_schema.step import ExecuteModel, NewRequestData
-from worker_daemon.runner.stage_ends import PendingOutput
+from worker_daemon.runner.output import PendingOutput
 from worker_daemon.worker.worker import Worker
 
 BLOCK_SIZE = 16

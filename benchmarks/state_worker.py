@@ -13,11 +13,12 @@ from rpc_schema.adoption import AdoptRequests
 from rpc_schema.base import StepReply
 from rpc_schema.codec import Frame
 from rpc_schema.operations import StepMessage
+from worker_daemon.contracts.arrays import Bools
 from worker_daemon.errors import ConfigError
 from worker_daemon.phases import SetPhase
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.request_state import RequestState
-from worker_daemon.runner.scheduled_step import Bools, StepLimits
+from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.slot_bitmap import slot_bitmap
 from worker_daemon.sample.sampler import TorchSampling
 from worker_daemon.worker.description import WorkerDescription

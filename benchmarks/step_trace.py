@@ -35,8 +35,9 @@ from benchmarks.trace_table import StepTable, tabulate
 from rpc_schema.codec import decode_step, encode_step
 from rpc_schema.step import ExecuteModel
 from worker_daemon.runner.input_batch import InputBuilder
+from worker_daemon.runner.model_runner import SoleStage
+from worker_daemon.runner.output import PendingOutput
 from worker_daemon.runner.request_state import RequestState
-from worker_daemon.runner.stage_ends import LastStageExit, PendingOutput
 
 CONTEXT = 160
 TRACED_STEPS = 8
@@ -48,7 +49,7 @@ DECODES = (1, 64, 256)
 TIMED_METHODS: tuple[tuple[str, type, str], ...] = (
     ("apply", RequestState, "apply"),
     ("build", InputBuilder, "build"),
-    ("publish", LastStageExit, "sample"),
+    ("publish", SoleStage, "sample"),
 )
 
 

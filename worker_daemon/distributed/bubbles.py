@@ -8,7 +8,7 @@ no message and no step.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -37,15 +37,6 @@ class InputWaits(Protocol):
 
     def waiting(self) -> AbstractContextManager[None]:
         """Around a step's wait for its input, once a step."""
-
-
-class UnmeasuredWaits:
-    """Measures nothing: the null twin."""
-
-    bubbles = Bubbles(0.0, 0)
-
-    def waiting(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 class _Clock(Protocol[T]):

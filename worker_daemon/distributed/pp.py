@@ -10,7 +10,7 @@ sends, so that nobody hangs, and its status travels on to the last stage.
 
 import zlib
 from collections import deque
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,54 +35,16 @@ does not fit is left out: a message is never so old that its seq or link could c
 _TAG_RANGE = 1 << 30
 
 
-class Arrival(Protocol):
-    """Activations on their way in."""
+class HopShape(NamedTuple):
+    """What both ends of a hop agree on."""
 
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """Return (hidden [N, H], status int64 [], on the device). On CUDA only the stream waits,
-        not this thread.
-
-        Valid until as many further receives have been posted as the inbound side has buffers.
-
-        Raises:
-            CommError: the neighbour is gone.
-        """
-
-
-class Inbound(Protocol):
-    """This stage's side of the hop from the stage before."""
-
-    def post(self, num_tokens: int, seq: int) -> Arrival:
-        """Start to receive the activations of step seq."""
-
-
-class Outbound(Protocol):
-    """This stage's side of the hop to the stage after."""
-
-    def send(self, hidden: Tensor, num_tokens: int, status: Tensor, seq: int) -> None:
-        """Start to send hidden [:num_tokens, H] and status int64 [] of step seq; both may be
-        overwritten at once.
-
-        Raises:
-            CommError: the neighbour is gone.
-        """
-
-    def settle(self) -> None:
-        """Wait until everything is sent: a buffer that is freed earlier takes its message with it.
-
-        Raises:
-            CommError: the neighbour is gone.
-        """
-
-
-class NoOutbound:
-    """The last stage has no stage after it."""
-
-    def send(self, hidden: Tensor, num_tokens: int, status: Tensor, seq: int) -> None:
-        return None
-
-    def settle(self) -> None:
-        return None
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+    max_num_tokens: int
+    """Of the largest step."""
+    depth: int
+    """Steps in flight, and the one being built."""
 
 
 class _Layout:
@@ -134,24 +96,14 @@ class StageInbound:
     """Receives into `depth` rotating buffers, one a step in flight. Used on the step thread
     only."""
 
-    def __init__(
-        self,
-        link: Link,
-        tp: TensorParallel,
-        *,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_num_tokens: int,
-        depth: int,
-    ) -> None:
+    def __init__(self, link: Link, tp: TensorParallel, hop: HopShape) -> None:
         self._group = link.groups.from_previous
         self._generation = link.generation
-        self._layout = _Layout(hidden_size, dtype, tp)
-        size = self._layout.message_bytes(max_num_tokens)
-        self._buffers = MessageBuffers(self._group, size, depth, device)
+        self._layout = _Layout(hop.hidden_size, hop.dtype, tp)
+        size = self._layout.message_bytes(hop.max_num_tokens)
+        self._buffers = MessageBuffers(self._group, size, hop.depth, hop.device)
 
-    def post(self, num_tokens: int, seq: int) -> Arrival:
+    def post(self, num_tokens: int, seq: int) -> "StageArrival":
         """Start to receive the activations of step seq."""
         message = self._buffers.take()[: self._layout.message_bytes(num_tokens)]
         tag = seq % _TAG_RANGE
@@ -159,10 +111,13 @@ class StageInbound:
             work = dist.irecv(message, group=self._group, group_src=0, tag=tag)
         assert work is not None, "this rank is in the group"
         expected = _identity(self._generation, seq, self._layout.shape_hash(num_tokens))
-        return _StageArrival(message, work, self._layout, num_tokens, expected)
+        return StageArrival(message, work, self._layout, num_tokens, expected)
 
 
-class _StageArrival:
+class StageArrival:
+    """Activations on their way in. Valid until as many further receives have been posted as the hop
+    is deep."""
+
     def __init__(
         self,
         message: Tensor,
@@ -179,6 +134,12 @@ class _StageArrival:
         self._expected = expected
 
     def wait(self) -> tuple[Tensor, Tensor]:
+        """Return (hidden [N, H], status int64 [], on the device). On CUDA only the stream waits,
+        not this thread.
+
+        Raises:
+            CommError: the neighbour is gone.
+        """
         with communication("receiving from the previous stage"):
             self._work.wait()
         return self._gather(), self._status()
@@ -200,27 +161,21 @@ class StageOutbound:
     """Sends from `depth` rotating buffers; a buffer's send is waited for only before its next
     use."""
 
-    def __init__(
-        self,
-        link: Link,
-        tp: TensorParallel,
-        *,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_num_tokens: int,
-        depth: int,
-    ) -> None:
+    def __init__(self, link: Link, tp: TensorParallel, hop: HopShape) -> None:
         self._group = link.groups.to_next
-        self._layout = _Layout(hidden_size, dtype, tp)
+        self._layout = _Layout(hop.hidden_size, hop.dtype, tp)
         self._generation = link.generation
-        size = self._layout.message_bytes(max_num_tokens)
-        self._buffers = MessageBuffers(self._group, size, depth, device)
+        size = self._layout.message_bytes(hop.max_num_tokens)
+        self._buffers = MessageBuffers(self._group, size, hop.depth, hop.device)
         self._in_flight: deque[dist.Work] = deque()
 
     def send(self, hidden: Tensor, num_tokens: int, status: Tensor, seq: int) -> None:
         """Start to send hidden [:num_tokens, H] and status int64 [] of step seq; both may be
-        overwritten at once."""
+        overwritten at once.
+
+        Raises:
+            CommError: the neighbour is gone.
+        """
         layout = self._layout
         if len(self._in_flight) == len(self._buffers):
             self._await_oldest()
@@ -238,7 +193,11 @@ class StageOutbound:
         self._in_flight.append(work)
 
     def settle(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until everything is sent: a buffer that is freed earlier takes its message with it.
+
+        Raises:
+            CommError: the neighbour is gone.
+        """
         while self._in_flight:
             self._await_oldest()
 

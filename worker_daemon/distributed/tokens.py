@@ -7,7 +7,6 @@ waits for them only when a later step is about to read them. The last of several
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,65 +16,19 @@ from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.tp import communication
 
 
-class TokenReturn(Protocol):
-    """Brings each step's sampled tokens into last_sampled int64 [rows] of this rank, and where
-    tokens may be refused, how many a row has refused into refused int32 [rows]."""
-
-    def publish(self, step: int, rows: Tensor, news: Tensor | None, *, counted: bool) -> None:
-        """Start the return of news, of rows int32 [R]: int64 [R], the tokens that these go on with,
-        or where counted int64 [2, R], below them what each row has refused in all. None on stages
-        that do not sample; counted is the same on all. news and rows may be overwritten at once.
-
-        step is a count that rises with each publication.
-
-        Raises:
-            CommError: a peer is gone.
-        """
-
-    def publish_greedy(self, step: int, rows: Tensor, token_ids: Tensor, count: int) -> None:
-        """As publish, of the first count, where last_sampled of this rank holds the tokens already
-        if it is read."""
-
-    def collect(self, step: int) -> None:
-        """Make last_sampled hold the tokens of all publications up to step. On CUDA only the stream
-        waits."""
-
-    def settle(self) -> None:
-        """Collect everything that was published."""
-
-
-class LocalTokens:
-    """The token return of a pipeline of one stage: tokens are where they are needed."""
-
-    def __init__(self, last_sampled: Tensor) -> None:
-        self._last_sampled = last_sampled
-
-    def publish(self, step: int, rows: Tensor, news: Tensor | None, *, counted: bool) -> None:
-        assert news is not None, "the only stage samples"
-        if not counted:  # else the rows know already
-            self._last_sampled[rows.long()] = news
-
-    def publish_greedy(self, step: int, rows: Tensor, token_ids: Tensor, count: int) -> None:
-        return None
-
-    def collect(self, step: int) -> None:
-        return None
-
-    def settle(self) -> None:
-        return None
-
-
 @dataclass(frozen=True, slots=True)
 class _Publication:
     step: int
     work: dist.Work
     rows: Tensor
     news: Tensor
-    """As in TokenReturn.publish."""
+    """As in TokenBroadcast.publish."""
 
 
 class TokenBroadcast:
-    """Tokens go from the last stage to all others over the column group, on that group's stream."""
+    """Brings each step's sampled tokens from the last stage into last_sampled int64 [rows] of all
+    others, and where tokens may be refused, how many a row has refused into refused int32 [rows]:
+    over the column group, on that group's stream."""
 
     def __init__(
         self, link: Link, last_sampled: Tensor, refused: Tensor, *, num_stages: int, depth: int
@@ -88,6 +41,15 @@ class TokenBroadcast:
         self._on_their_way: deque[_Publication] = deque()
 
     def publish(self, step: int, rows: Tensor, news: Tensor | None, *, counted: bool) -> None:
+        """Start the return of news, of rows int32 [R]: int64 [R], the tokens that these go on with,
+        or where counted int64 [2, R], below them what each row has refused in all. None on stages
+        that do not sample; counted is the same on all. news and rows may be overwritten at once.
+
+        step is a count that rises with each publication.
+
+        Raises:
+            CommError: a peer is gone.
+        """
         if news is None:
             rows = rows.long()  # a copy: the next step overwrites the step's own columns
             message = rows.new_empty((2, rows.shape[0])) if counted else torch.empty_like(rows)
@@ -104,11 +66,9 @@ class TokenBroadcast:
         if len(self._on_their_way) > self._depth:
             self._apply(self._on_their_way.popleft())
 
-    def publish_greedy(self, step: int, rows: Tensor, token_ids: Tensor, count: int) -> None:
-        self.publish(step, rows[:count], token_ids[:count], counted=False)
-
     def collect(self, step: int) -> None:
-        """Make last_sampled hold the tokens of all publications up to step."""
+        """Make last_sampled hold the tokens of all publications up to step. On CUDA only the stream
+        waits."""
         while self._on_their_way and self._on_their_way[0].step <= step:
             self._apply(self._on_their_way.popleft())
 

@@ -175,6 +175,16 @@ class DecoderStage:
         }
 
     @property
+    def is_first(self) -> bool:
+        """It embeds tokens."""
+        return self._embedding is not None
+
+    @property
+    def is_last(self) -> bool:
+        """It has the output layer."""
+        return self._head is not None
+
+    @property
     def num_parameters_bytes(self) -> int:
         return sum(parameter.num_bytes for parameter in self.parameters())
 

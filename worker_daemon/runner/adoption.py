@@ -18,9 +18,9 @@ from rpc_schema.adoption import (
     RequestRow,
 )
 from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind
+from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.request_state import RequestState
-from worker_daemon.runner.scheduled_step import Int32s
 from worker_daemon.runner.token_history import TokenHistory
 
 _ROW_BYTES = 128

@@ -6,47 +6,33 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_daemon.distributed.bubbles import UnmeasuredWaits, input_waits
+from worker_daemon.distributed.bubbles import InputWaits, input_waits
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.parallel_state import ParallelState
-from worker_daemon.distributed.pp import NoOutbound, StageInbound, StageOutbound
-from worker_daemon.distributed.tokens import LocalTokens, TokenBroadcast, TokenReturn
+from worker_daemon.distributed.pp import HopShape, StageInbound, StageOutbound
+from worker_daemon.distributed.tokens import TokenBroadcast
 from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.kernels.tiles import DeviceLimits, length_bounds
 from worker_daemon.kv_cache.allocate import LayerKV
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.cuda_graph import LadderGraphs, NoGraphs, StepGraphs
 from worker_daemon.runner.input_batch import InputBuilder, most_seqs, staging_capacity
-from worker_daemon.runner.model_runner import ModelRunner, StageEnds
+from worker_daemon.runner.model_runner import ModelRunner, SoleStage, Stage
+from worker_daemon.runner.output import StepReplies
 from worker_daemon.runner.parts.registry import make_parts
-from worker_daemon.runner.parts.step_parts import StepParts
+from worker_daemon.runner.pipeline_stage import Neighbours, PipelineStage
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import RowKernels, RowTables
 from worker_daemon.runner.scheduled_step import StepLimits
-from worker_daemon.runner.stage_ends import (
-    EarlierStageExit,
-    FirstStageEntry,
-    LastStageExit,
-    LaterStageEntry,
-    StageEntry,
-    StageExit,
-)
-from worker_daemon.runner.stage_program import (
-    ArrivedFront,
-    EagerProgram,
-    EmbeddingFront,
-    NoSink,
-    RowSink,
-    ScoringBack,
-    SendingBack,
-)
-from worker_daemon.runner.staging import OpenStaging, TokenStore
+from worker_daemon.runner.stage_program import EagerProgram
+from worker_daemon.runner.staging import OpenStaging
 from worker_daemon.runner.step_layout import (
     ExactShapes,
     StepLadder,
     decode_sizes,
     mixed_plans,
 )
+from worker_daemon.runner.step_sampler import StepSampler
 from worker_daemon.runner.token_history import NoHistory, SampledTokens, TokenHistory
 from worker_daemon.sample.sampler import Sampling
 
@@ -87,22 +73,61 @@ def assemble_runner(
     )
     state = RequestState(limits, step_parts)
     tables = RowTables(limits, parts.device, parts.rows)
+    is_sole = parallel.pp_size == 1
     buffers = parts.open_staging(
-        staging_capacity(state), most_seqs(state), parts.depth, delivers=parallel.pp_size == 1
+        staging_capacity(state), most_seqs(state), parts.depth, delivers=is_sole
     )
     inputs = InputBuilder(state, tables, buffers, ExactShapes())
     history = _token_history(parts, state)
+    waits = None if is_sole else input_waits(parts.device)
     return ModelRunner(
-        _eager_program(parts, tables, kv, buffers, step_parts),
+        EagerProgram(parts.stage, tables, kv, step_parts, buffers if is_sole else None),
         state,
         inputs,
-        tie_stage(parts, link, limits, inputs, step_parts, history),
-        no_hidden=torch.zeros((1, parts.hidden_size), dtype=parts.dtype, device=parts.device),
+        tie_stage(parts, link, state, inputs, waits, history),
         rank=parallel.rank,
         tp_size=parallel.tp_size,
         num_ranks=parallel.world_size,
-        waits=UnmeasuredWaits() if parallel.pp_size == 1 else input_waits(parts.device),
+        waits=waits,
         history=history,
+    )
+
+
+def tie_stage(
+    parts: RunnerParts,
+    link: Link,
+    state: RequestState,
+    inputs: InputBuilder,
+    waits: InputWaits | None,
+    history: TokenHistory,
+) -> Stage:
+    """Return the stage on a link. waits: None on a sole stage."""
+    parallel = parts.parallel
+    replies = StepReplies(link, history, is_output_rank=parallel.is_output_rank)
+    sampler = StepSampler(parts.stage, state.parts, inputs.tables)
+    no_hidden = torch.zeros((1, parts.hidden_size), dtype=parts.dtype, device=parts.device)
+    if waits is None:
+        return SoleStage(inputs, sampler, replies, no_hidden[:0])
+    last = sampler if parallel.is_last_stage else None
+    neighbours = _neighbours(parts, link, state.limits, inputs.tables)
+    return PipelineStage(state, inputs, neighbours, waits, last, replies, no_hidden)
+
+
+def _neighbours(
+    parts: RunnerParts, link: Link, limits: StepLimits, tables: RowTables
+) -> Neighbours:
+    parallel, most_tokens = parts.parallel, limits.max_num_batched_tokens
+    hop = HopShape(parts.hidden_size, parts.dtype, parts.device, most_tokens, parts.depth)
+    return Neighbours(
+        None if parallel.is_first_stage else StageInbound(link, parts.tp, hop),
+        None if parallel.is_last_stage else StageOutbound(link, parts.tp, hop),
+        TokenBroadcast(
+            link,
+            tables.last_sampled,
+            tables.refused,
+            num_stages=parallel.pp_size,
+            depth=parts.depth,
+        ),
     )
 
 
@@ -137,106 +162,4 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
         torch.zeros((arriving, parts.hidden_size), dtype=parts.dtype, device=parts.device),
         parts.capture_stream,
         holds_communication=parts.parallel.tp_size > 1,
-    )
-
-
-def _eager_program(
-    parts: RunnerParts,
-    tables: RowTables,
-    kv: Sequence[LayerKV],
-    store: TokenStore,
-    step_parts: StepParts,
-) -> EagerProgram:
-    parallel = parts.parallel
-    embeds_next = parallel.pp_size == 1
-    sink = RowSink(store, tables.last_sampled) if embeds_next else NoSink()
-    return EagerProgram(
-        parts.stage,
-        tables,
-        kv,
-        EmbeddingFront(parts.stage) if parallel.is_first_stage else ArrivedFront(),
-        ScoringBack(parts.stage, sink) if parallel.is_last_stage else SendingBack(),
-        step_parts,
-    )
-
-
-def tie_stage(
-    parts: RunnerParts,
-    link: Link,
-    limits: StepLimits,
-    inputs: InputBuilder,
-    step_parts: StepParts,
-    history: TokenHistory,
-) -> StageEnds:
-    """Return the ends that tie this stage to its neighbours over a link."""
-    tokens = _token_return(parts, link, inputs)
-    return StageEnds(
-        entry=_entry(parts, link, limits, tokens),
-        exit=_exit(parts, link, step_parts, inputs.tables, tokens, history),
-        tokens=tokens,
-        outbound=NoOutbound()
-        if parts.parallel.is_last_stage
-        else StageOutbound(
-            link,
-            parts.tp,
-            hidden_size=parts.hidden_size,
-            dtype=parts.dtype,
-            device=parts.device,
-            max_num_tokens=limits.max_num_batched_tokens,
-            depth=parts.depth,
-        ),
-    )
-
-
-def _token_return(parts: RunnerParts, link: Link, inputs: InputBuilder) -> TokenReturn:
-    if parts.parallel.pp_size == 1:
-        return LocalTokens(inputs.tables.last_sampled)
-    tables = inputs.tables
-    return TokenBroadcast(
-        link,
-        tables.last_sampled,
-        tables.refused,
-        num_stages=parts.parallel.pp_size,
-        depth=parts.depth,
-    )
-
-
-def _entry(parts: RunnerParts, link: Link, limits: StepLimits, tokens: TokenReturn) -> StageEntry:
-    if parts.parallel.is_first_stage:
-        nothing = torch.empty((0, parts.hidden_size), dtype=parts.dtype, device=parts.device)
-        # Without another stage nobody on the device reads the status.
-        reader = "cpu" if parts.parallel.pp_size == 1 else parts.device
-        return FirstStageEntry(tokens, nothing, torch.device(reader))
-    return LaterStageEntry(
-        StageInbound(
-            link,
-            parts.tp,
-            hidden_size=parts.hidden_size,
-            dtype=parts.dtype,
-            device=parts.device,
-            max_num_tokens=limits.max_num_batched_tokens,
-            depth=parts.depth,
-        ),
-        tokens,
-    )
-
-
-def _exit(
-    parts: RunnerParts,
-    link: Link,
-    step_parts: StepParts,
-    tables: RowTables,
-    tokens: TokenReturn,
-    history: TokenHistory,
-) -> StageExit:
-    if not parts.parallel.is_last_stage:
-        return EarlierStageExit(step_parts, tokens)
-    return LastStageExit(
-        parts.stage,
-        step_parts,
-        tables,
-        tokens,
-        link,
-        history,
-        replies=parts.parallel.is_output_rank,
     )

@@ -5,26 +5,20 @@ the device, unless it is as many steps behind as there are buffers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 from worker_daemon.contracts.attention import AttentionMetadata
-from worker_daemon.device.pinned import upload
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import TOKEN_ON_DEVICE, Gathered, RowTables
-from worker_daemon.runner.sample_rows import BY_LOGITS, SampleRows
-from worker_daemon.runner.scheduled_step import (
-    BlockUpdates,
-    Bools,
-    Int32s,
-    Int64s,
-    ScheduledStep,
-)
+from worker_daemon.runner.sample_rows import BY_LOGITS, SampleRows, Unsampled
+from worker_daemon.runner.scheduled_step import BlockUpdates, ScheduledStep
 from worker_daemon.runner.staging import Packed, Staging
+from worker_daemon.runner.steady_batch import SteadyBatch
 from worker_daemon.runner.step_layout import (
     Ladder,
     StepColumns,
@@ -47,11 +41,9 @@ class StepInputs(NamedTuple):
     seq_lens_np: Int32s
     """[B] host"""
     sample_rows: SampleRows
-    tokens_from: int
-    """The publication (tokens.py) that brings the last of the sampled tokens that this step reads;
-    -1: reads none."""
-    counts_from: int = -1
-    """The one that brings the last of the rows' counts; -1: all are exact."""
+    reads: Int64s
+    """Slots whose newest sampled token the step reads, or where counts may be corrected, all of its
+    slots."""
 
     @property
     def columns(self) -> StepColumns[Tensor]:
@@ -91,16 +83,12 @@ class InputBuilder:
         staging: Staging,
         ladder: Ladder,
     ) -> None:
-        num_rows = state.limits.max_num_seqs + 1
         self.tables = tables
         self._parts = state.parts
         self._state = state
         self._staging = staging
         self._ladder = ladder
-        self._published = np.full(num_rows, -1, np.int64)
-        self._newest = (np.zeros(0, np.int64), -1)
-        """The last publication, and its rows: noted in _published when others come."""
-        self._steady: _Batch | None = None
+        self._no_column = torch.zeros(0, dtype=torch.int32, device=tables.device)
         self._count = np.arange(most_seqs(state) + 1, dtype=np.int32)
 
     def with_parts(self, plans: Sequence[StepPlan]) -> list[StepPlan]:
@@ -117,89 +105,70 @@ class InputBuilder:
 
     def build(self, step: ScheduledStep) -> StepInputs:
         """Fill in what changed and what this step is; the rest is gathered on the device."""
-        batch, ends = self._batch(step), step.ends
+        if step.new_requests:
+            self._parts.admit(step.new_requests)
         plan = self._ladder.fit(step)
         if self._parts.in_forward:
-            plan = self._parts.extended(plan, batch.in_forward | step.brought.used)
+            plan = self._parts.extended(plan, self._used_by(step) | step.brought.used)
         packed = self._staging.open(plan.shape)
-        held = packed.holds
-        if isinstance(held, _Held) and held.batch is batch:
-            held.advance(step)
+        filled, steady = packed.holds, step.steady
+        if steady is not None and isinstance(filled, _Filled) and filled.steady is steady:
+            filled.advance(step)
         else:
             packed.holds = None
-            self._fill(packed.host, step, batch)
-            held = _Held(batch, packed.host, ends.size)
-            packed.holds = held if batch.goes_on else None
-        self._fill_updates(packed.host, step.block_updates, held.num_updates)
-        held.num_updates = step.block_updates.rows.size
+            packed.holds = filled = self._fill(packed.host, step)
+        self._fill_updates(packed.host, step.block_updates, filled.num_updates)
+        filled.num_updates = step.block_updates.rows.size
         if plan.parts:
             self._parts.fill(plan.parts, packed.host, step)
-        columns, newest = packed.columns, self._newest_publication(batch)
-        are_bounds = step.corrections is not None
+        columns, rows = packed.columns, filled.rows
         # By position, in the order of the fields: names would cost as much as all the rest here.
         return StepInputs(
             plan,
             packed,
             step.total_num_tokens,
             step.num_tokens,
-            ends,
+            step.ends,
             SampleRows(
-                batch.sampling_slots,
-                batch.generations,
-                ends if batch.goes_on else ends[batch.sampling],
-                batch.used,
+                rows.slots,
+                rows.generations,
+                step.ends if steady is not None else step.ends[rows.sampling],
+                rows.used,
                 columns.sample_rows,
                 columns.sample_tokens,
                 columns.sample_positions,
                 packed.delivery,
-                are_bounds,
+                step.corrections is not None,
+                rows.bitmap,
             ),
-            newest,
-            newest if are_bounds else -1,
+            rows.reads,
         )
 
-    def _batch(self, step: ScheduledStep) -> "_Batch":
-        """What this step has in common with the one before, if it only goes on; else anew."""
-        batch = self._steady
-        if batch is None or batch.slots is not step.slots or step.new_requests:
-            self._admit(step)
-            batch = self._survey(step)
-            self._steady = batch if batch.goes_on else None
-        return batch
+    def _used_by(self, step: ScheduledStep) -> int:
+        return self._parts.used_by(step.slots) if step.steady is None else step.steady.used
 
-    def _survey(self, step: ScheduledStep) -> "_Batch":
+    def _fill(self, columns: StepColumns[Int32s], step: ScheduledStep) -> "_Filled":
         on_device = step.starts >= self._state.num_known_tokens[step.slots]
         sampling = np.flatnonzero(step.samples)
-        slots = step.slots[sampling]
-        is_decode = 0 < step.slots.size == step.total_num_tokens
-        return _Batch(
-            slots=step.slots,
-            on_device=on_device,
-            # Counts of a slot's former request must have come before a new one's are set to zero.
-            reading_slots=step.slots[on_device] if step.corrections is None else step.slots,
-            sampling=sampling,
-            sampling_slots=slots,
-            generations=self._state.generation[slots],
-            used=self._parts.used_by(slots),
-            in_forward=self._parts.used_by(step.slots) if self._parts.in_forward else 0,
-            goes_on=bool(is_decode and step.samples.all() and on_device.all()),
-        )
-
-    def _newest_publication(self, batch: "_Batch") -> int:
-        slots, publication = self._newest
-        if batch.goes_on and slots is batch.sampling_slots:
-            return publication
-        self._note_newest()
-        return int(self._published[batch.reading_slots].max(initial=-1))
-
-    def _fill(self, columns: StepColumns[Int32s], step: ScheduledStep, batch: "_Batch") -> None:
         if step.total_num_tokens == step.slots.size:
             self._fill_decode(columns, step)
         else:
             self._fill_mixed(columns, step)
         columns.seq_order[:] = np.argsort(-columns.seq_lens, kind="stable")
-        self._fill_known_tokens(columns, step, batch.on_device)
-        self._fill_samples(columns, step, batch.sampling)
+        self._fill_known_tokens(columns, step, on_device)
+        self._fill_samples(columns, step, sampling)
+        return _Filled(step.steady, columns, self._rows_of(step, on_device, sampling))
+
+    def _rows_of(self, step: ScheduledStep, on_device: Bools, sampling: Int64s) -> "_Rows":
+        # Counts of a slot's former request must have come before a new one's are set to zero.
+        reads = step.slots[on_device] if step.corrections is None else step.slots
+        steady = step.steady
+        if steady is not None:
+            slots, generations = steady.slots, steady.generations
+            return _Rows(sampling, slots, generations, steady.used, reads, steady.reply_bitmap)
+        slots = step.slots[sampling]
+        used = self._parts.used_by(slots)
+        return _Rows(sampling, slots, self._state.generation[slots], used, reads, b"")
 
     def padding(self, plan: StepPlan) -> StepInputs:
         """Return inputs that are padding alone: for warm-up and capture, without a request."""
@@ -236,34 +205,23 @@ class InputBuilder:
                 on_device.sample_positions,
                 None,
             ),
-            tokens_from=-1,
+            reads=none,
         )
 
-    def lost_rows(self, step: ScheduledStep) -> SampleRows:
-        """Return the sequences that sample in a step whose inputs could not be built or used."""
-        slots_np = step.slots[step.samples]
-        slots = upload(slots_np, self.tables.device).int()
-        nothing = torch.zeros_like(slots)
-        return SampleRows(
-            slots_np=slots_np,
-            generations=self._state.generation[slots_np],
-            positions_np=np.zeros(slots_np.size, np.int32),
-            used=BY_LOGITS | self._parts.used_by(slots_np),
-            slots=slots,
-            token_indices=nothing,
-            positions=nothing,
+    def lost(self, step: ScheduledStep) -> Unsampled:
+        """Return a step with deferred sampling that failed before there was anything to sample."""
+        slots, none = step.slots[step.samples], self._no_column
+        rows = SampleRows(
+            slots_np=slots,
+            generations=self._state.generation[slots],
+            positions_np=np.zeros(slots.size, np.int32),
+            used=BY_LOGITS | self._parts.used_by(slots),
+            slots=none,
+            token_indices=none,
+            positions=none,
             delivery=None,
         )
-
-    def note_publication(self, slots: Int64s, publication: int) -> None:
-        """Remember which publication brings the newest token of these rows."""
-        if slots is not self._newest[0]:
-            self._note_newest()
-        self._newest = (slots, publication)
-
-    def _note_newest(self) -> None:
-        slots, publication = self._newest
-        self._published[slots] = publication
+        return Unsampled(rows, None, none, step.brought)
 
     def _fill_decode(self, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
         """Every sequence has one token; padding is sequences of one token on the spare row."""
@@ -337,49 +295,41 @@ class InputBuilder:
             columns.update_indices[used:num_filled] = 0
             columns.update_block_ids[used:num_filled] = 0
 
-    def _admit(self, step: ScheduledStep) -> None:
-        if step.new_requests:
-            self._parts.admit(step.new_requests)
 
+class _Rows(NamedTuple):
+    """The rows of a step."""
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Batch:
-    """What steps of the same rows have in common."""
-
-    slots: Int64s
-    """[B], the very array that the steps carry."""
-    on_device: Bools
-    """[B] whether the row's token was sampled, and so is on the device."""
-    reading_slots: Int64s
-    """Rows whose newest publication the step reads."""
     sampling: Int64s
     """Indices of the sequences that sample."""
-    sampling_slots: Int64s
+    slots: Int64s
+    """Theirs."""
     generations: Int64s
-    """Of sampling_slots."""
+    """Theirs."""
     used: int
-    """Of sampling_slots, as SampleRows has it."""
-    in_forward: int
-    """Of all slots; 0 where no part acts around the forward pass."""
-    goes_on: bool
-    """One token each, all on the device, all sampling: a next step of the same rows is the same but
-    for its positions and blocks."""
+    """As SampleRows has it."""
+    reads: Int64s
+    """As StepInputs has it."""
+    bitmap: bytes
+    """As SampleRows.known_bitmap."""
 
 
-class _Held:
-    """What a buffer's columns were filled for."""
+class _Filled:
+    """Columns that were filled for a step, and for the steps behind it of the same steady batch."""
 
-    def __init__(self, batch: _Batch, columns: StepColumns[Int32s], used: int) -> None:
-        """used: sequences, without padding."""
-        self.batch = batch
+    def __init__(
+        self, steady: SteadyBatch | None, columns: StepColumns[Int32s], rows: _Rows
+    ) -> None:
+        self.steady = steady
+        self.rows = rows
         self.num_updates: int = columns.update_rows.size
         """Entries of the block table that may be no padding: before the first step, all."""
+        used = 0 if steady is None else steady.slots.size
         self._positions = columns.positions[:used]
         self._seq_lens = columns.seq_lens[:used]
         self._sample_positions = columns.sample_positions[:used]
 
     def advance(self, step: ScheduledStep) -> None:
-        """Bring columns that were filled for an earlier step of the same batch up to this one."""
+        """Bring the columns up to a later step of the same batch."""
         np.copyto(self._positions, step.starts)
         np.copyto(self._seq_lens, step.ends)
         np.copyto(self._sample_positions, step.ends)

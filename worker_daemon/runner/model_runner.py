@@ -5,8 +5,8 @@ Dummy, profile and warm-up steps come through the same entry (see warmup.py). Us
 thread only.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,42 +15,103 @@ from torch import Tensor
 from rpc_schema.codec import Frame
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, SampleTokens
+from worker_daemon.contracts.arrays import Int64s
 from worker_daemon.device.failures import drop_scratch, typed_device_error
-from worker_daemon.device.pinned import upload
 from worker_daemon.distributed.bubbles import InputWaits
-from worker_daemon.distributed.pp import STATUS_FAILED, Outbound
-from worker_daemon.distributed.tokens import TokenReturn
-from worker_daemon.errors import CommError, DeviceError, OutOfMemoryError
+from worker_daemon.distributed.pp import STATUS_OK
+from worker_daemon.errors import CommError, DeviceError
 from worker_daemon.raising import raise_caused
 from worker_daemon.runner.adoption import Page, describe_requests
 from worker_daemon.runner.input_batch import InputBuilder
-from worker_daemon.runner.output import ReplyIdentity
+from worker_daemon.runner.output import PendingOutput, ReplyIdentity, StepReplies
 from worker_daemon.runner.request_state import RequestState
-from worker_daemon.runner.sample_rows import SampleRows
-from worker_daemon.runner.scheduled_step import Int64s, ScheduledStep, StepExtensions
-from worker_daemon.runner.stage_ends import Entering, PendingOutput, StageEntry, StageExit
-from worker_daemon.runner.stage_program import EagerProgram, SamplingInputs, StageProgram
+from worker_daemon.runner.sample_rows import Unsampled
+from worker_daemon.runner.scheduled_step import ScheduledStep, StepExtensions
+from worker_daemon.runner.stage_program import EagerProgram, StageProgram
+from worker_daemon.runner.step_sampler import StepSampler
 from worker_daemon.runner.token_history import TokenHistory
 
 
-@dataclass(frozen=True, slots=True)
-class StageEnds:
-    """How this stage is tied to its neighbours; a new link brings new ones."""
+class Stage(Protocol):
+    """A place in the pipeline: SoleStage, or PipelineStage (pipeline_stage.py)."""
 
-    entry: StageEntry
-    exit: StageExit
-    outbound: Outbound
-    tokens: TokenReturn
+    def forward(self, program: StageProgram, step: ScheduledStep) -> Unsampled:
+        """Run a step's forward pass, and pass its hidden states on where they go."""
+
+    def sample(self, step: Unsampled, identity: ReplyIdentity) -> PendingOutput | None:
+        """Sample a step's rows. Return the reply on the output rank, None elsewhere."""
+
+    def sample_later(
+        self, step: Unsampled, kept: Int64s, brought: StepExtensions, identity: ReplyIdentity
+    ) -> PendingOutput | None:
+        """Sample those rows of a step with deferred sampling that are left. kept int64 [R'] indexes
+        its rows; brought: extensions of the message that samples them."""
+
+    def reply_without_tokens(
+        self, step: Unsampled, identity: ReplyIdentity
+    ) -> PendingOutput | None:
+        """Return the reply of a step with deferred sampling."""
+
+    def give_up(self) -> bool:
+        """Do for the request at hand, which has failed, what other ranks still wait for. Return
+        False where that is not known: the ranks are out of step."""
+
+    def settle(self) -> None:
+        """Wait for what is on its way from and to other stages."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Unsampled:
-    """What a step with deferred sampling leaves behind."""
+class SoleStage:
+    """All layers: nothing is received or sent."""
 
-    chosen: SamplingInputs
-    rows: SampleRows
-    status: Tensor
-    brought: StepExtensions
+    def __init__(
+        self, inputs: InputBuilder, sampler: StepSampler, replies: StepReplies, no_hidden: Tensor
+    ) -> None:
+        """no_hidden: [0, H], the hidden states that arrive from no stage."""
+        self._inputs = inputs
+        self._sampler = sampler
+        self._replies = replies
+        self._no_hidden = no_hidden
+        self._ok = torch.full((), STATUS_OK, dtype=torch.int64)  # read by the host alone
+
+    def forward(self, program: StageProgram, step: ScheduledStep) -> Unsampled:
+        """See Stage."""
+        inputs = self._inputs.build(step)
+        output = program.run(inputs, self._no_hidden)
+        return Unsampled(inputs.sample_rows, output.chosen, self._ok, step.brought)
+
+    def sample(self, step: Unsampled, identity: ReplyIdentity) -> PendingOutput | None:
+        """See Stage. The forward pass has given the rows their likeliest tokens already."""
+        rows, count = step.rows, step.rows.slots_np.size
+        if not count:
+            return self._replies.without_tokens(identity, step.status)
+        is_greedy = not rows.used | step.brought.used
+        if is_greedy and rows.delivery is not None:
+            return self._replies.of_delivery(identity, rows, rows.delivery)
+        sampled = self._sampler.sample(step)
+        if sampled.refused is not None:
+            self._sampler.refuse(step, sampled, sampled.refused)
+        elif not is_greedy:
+            self._inputs.tables.last_sampled[rows.slots[:count].long()] = sampled.token_ids
+        return self._replies.of_tokens(identity, rows, sampled, step.status)
+
+    def sample_later(
+        self, step: Unsampled, kept: Int64s, brought: StepExtensions, identity: ReplyIdentity
+    ) -> PendingOutput | None:
+        """See Stage."""
+        return None if step.chosen is None else self.sample(step.keep(kept, brought), identity)
+
+    def reply_without_tokens(
+        self, step: Unsampled, identity: ReplyIdentity
+    ) -> PendingOutput | None:
+        """See Stage."""
+        return self._replies.without_tokens(identity, step.status)
+
+    def give_up(self) -> bool:
+        """See Stage: there is no other."""
+        return True
+
+    def settle(self) -> None:
+        """See Stage: there is no other."""
 
 
 class ModelRunner:
@@ -61,46 +122,37 @@ class ModelRunner:
         eager: EagerProgram,
         state: RequestState,
         inputs: InputBuilder,
-        ends: StageEnds,
+        stage: Stage,
         *,
-        no_hidden: Tensor,
         rank: int,
         tp_size: int,
         num_ranks: int,
-        waits: InputWaits,
+        waits: InputWaits | None,
         history: TokenHistory,
     ) -> None:
-        """eager: runs steps until `use`; no_hidden: zeros [1, H] in the model's dtype, sent on in
-        place of what a failed step computed."""
+        """eager: runs steps until `use`; waits: measures the stage's waits for its input, None on a
+        sole stage."""
         self.state = state
         self.inputs = inputs
         self.eager = eager
+        self.waits = waits
+        self.history = history
+        """Of results; outlives a link."""
         self._program: StageProgram = eager
-        self._ends = ends
-        self._no_hidden = no_hidden
+        self._stage = stage
         self._rank = rank
         self._tp_size = tp_size
         self._num_ranks = num_ranks
-        self._waits = waits
-        self.history = history
-        """Of results; outlives a link."""
-        device = inputs.tables.device
-        self._failed = torch.full((), STATUS_FAILED, dtype=torch.int64, device=device)
-        self._publications = 0
-        self._unsampled: dict[int, _Unsampled] = {}
-
-    @property
-    def waits(self) -> InputWaits:
-        """What measures the stage's waits for its input; it holds nothing of the runner."""
-        return self._waits
+        self._unsampled: dict[int, Unsampled] = {}
+        """Steps with deferred sampling, by seq."""
 
     def use(self, program: StageProgram) -> None:
         """Run steps by another program from here on, as once graphs are captured."""
         self._program = program
 
-    def tie(self, ends: StageEnds) -> None:
-        """Use a new link's stage ends from here on."""
-        self._ends = ends
+    def tie(self, stage: Stage) -> None:
+        """Use a new link's stage from here on."""
+        self._stage = stage
 
     def settle(self) -> None:
         """Wait for what is on its way from and to the neighbours, before buffers are given up.
@@ -108,8 +160,7 @@ class ModelRunner:
         Raises:
             CommError: a neighbour is gone.
         """
-        self._ends.outbound.settle()
-        self._ends.tokens.settle()
+        self._stage.settle()
 
     def forget_requests(self) -> None:
         """Free every row, and whatever waits to be sampled."""
@@ -140,6 +191,21 @@ class ModelRunner:
         """Run one token through the stage, on behalf of no request."""
         return self._run(self.state.dummy_step(request.seq), self._identify(request))
 
+    def _run(self, step: ScheduledStep, identity: ReplyIdentity) -> PendingOutput | None:
+        try:
+            computed = self._stage.forward(self._program, step)
+            if step.defer_sampling:
+                self._unsampled[step.seq] = computed.clone()
+                reply = self._stage.reply_without_tokens(computed, identity)
+            else:
+                reply = self._stage.sample(computed, identity)
+        except Exception as error:
+            if step.defer_sampling:
+                self._unsampled[step.seq] = self.inputs.lost(step)
+            raise_caused(self._failure(step.seq, error), error)
+        self.state.raise_if_failed()
+        return reply
+
     def sample_tokens(self, request: SampleTokens, arrays: Sequence[Frame]) -> PendingOutput | None:
         """Sample a step that deferred it. Requests that have finished in between are left out.
         Where a feature has an extension here and in the step, this one counts.
@@ -147,157 +213,43 @@ class ModelRunner:
         Raises:
             InvalidStepError: no such step waits, or an extension does not fit.
         """
-        brought = self.state.parts.judge_step(request.extensions, arrays, self.state.limits)
-        self.state.take_unsampled(request.step_seq)
-        waiting = self._unsampled.pop(request.step_seq, None)
-        if waiting is None:  # its step broke the link before there was anything to sample
-            self.state.raise_if_failed()
-        assert waiting is not None, "a step that did not fail has left its hidden states"
-        kept = np.flatnonzero(
-            self.state.are_current(waiting.rows.slots_np, waiting.rows.generations)
-        )
+        state = self.state
+        brought = state.parts.judge_step(request.extensions, arrays, state.limits)
+        state.take_unsampled(request.step_seq)
+        step = self._unsampled.pop(request.step_seq)
+        kept = np.flatnonzero(state.are_current(step.rows.slots_np, step.rows.generations))
         try:
-            rows = waiting.rows.keep(kept)
-            chosen = waiting.chosen.keep(kept)
-            brought = waiting.brought.with_those_of(brought)
+            reply = self._stage.sample_later(step, kept, brought, self._identify(request))
         except Exception as error:
-            kept_slots, used = waiting.rows.slots_np[kept], waiting.rows.used
-            raise_caused(
-                self._failed_at(
-                    request.seq, error, lambda: self._bring_no_tokens(kept_slots, used)
-                ),
-                error,
-            )
-        try:
-            reply = self._sample(chosen, rows, waiting.status, brought, self._identify(request))
-        except Exception as error:
-            raise_caused(self._failed_at(request.seq, error), error)
-        self.state.raise_if_failed()
+            raise_caused(self._failure(request.seq, error), error)
+        state.raise_if_failed()
         return reply
 
-    def _run(self, step: ScheduledStep, identity: ReplyIdentity) -> PendingOutput | None:
-        try:
-            entering = self._ends.entry.post(step.total_num_tokens, step.seq)
-        except Exception as error:
-            raise_caused(self._out_of_step(step.seq, error), error)
-        try:
-            inputs = self.inputs.build(step)
-            with self._waits.waiting():
-                arrived, status = entering.wait(inputs)
-            output = self._program.run(inputs, arrived)
-            chosen, rows = _hold(step, output.chosen, inputs.sample_rows)
-        except Exception as error:
-            raise_caused(
-                self._failed_at(step.seq, error, lambda: self._give_up(step, entering)), error
-            )
-        try:
-            self._ends.outbound.send(
-                output.hidden, inputs.num_tokens, self._status_to_send(status), step.seq
-            )
-        except Exception as error:
-            raise_caused(self._out_of_step(step.seq, error), error)
-        try:
-            reply = self._finish(step, chosen, rows, status, identity)
-        except Exception as error:
-            raise_caused(self._failed_at(step.seq, error), error)
-        self.state.raise_if_failed()
-        return reply
-
-    def _finish(
-        self,
-        step: ScheduledStep,
-        chosen: SamplingInputs,
-        rows: SampleRows,
-        status: Tensor,
-        identity: ReplyIdentity,
-    ) -> PendingOutput | None:
-        if step.defer_sampling:
-            self._unsampled[step.seq] = _Unsampled(chosen, rows, status, step.brought)
-            return self._ends.exit.reply_without_tokens(status, identity)
-        return self._sample(chosen, rows, status, step.brought, identity)
-
-    def _sample(
-        self,
-        chosen: SamplingInputs,
-        rows: SampleRows,
-        status: Tensor,
-        brought: StepExtensions,
-        identity: ReplyIdentity,
-    ) -> PendingOutput | None:
-        if not rows.slots_np.size:
-            return self._ends.exit.reply_without_tokens(status, identity)
-        self._publications += 1
-        self.inputs.note_publication(rows.slots_np, self._publications)
-        return self._ends.exit.sample(chosen, rows, status, brought, self._publications, identity)
-
-    def _failed_at(
-        self, seq: int, error: Exception, settle: Callable[[], None] | None = None
-    ) -> Exception:
-        """A step failed: settle what the neighbours wait for; return what is to be raised.
+    def _failure(self, seq: int, error: Exception) -> Exception:
+        """Return what is raised for a request that failed, once the other ranks have what they wait
+        for.
 
         A rank of several in a tensor-parallel stage that fails has left a collective that the
-        others are in: that breaks the link. A lost device can settle nothing: the process ends.
+        others are in, and one that fails in an exchange is out of step: either breaks the link. A
+        lost device can do nothing for anybody: the process ends.
         """
         self.state.mark_failed(seq)
         failure = typed_device_error(error)
         if isinstance(failure, CommError | DeviceError):
             return failure
-        if isinstance(failure, OutOfMemoryError):
-            drop_scratch(error)
-        if settle is not None:
-            try:
-                settle()
-            except Exception as second:
-                return self._out_of_step(seq, second)
+        drop_scratch(error)
+        try:
+            in_step = self._stage.give_up()
+        except Exception as second:
+            failure, in_step = typed_device_error(second), False
+            if isinstance(failure, CommError | DeviceError):
+                return failure
+            drop_scratch(second)
+        if not in_step and self._num_ranks > 1:
+            return CommError(f"rank {self._rank} left the others waiting: {failure}")
         if self._tp_size > 1:
             return CommError(f"rank {self._rank} left a collective: {failure}")
         return failure
 
-    def _out_of_step(self, seq: int, error: Exception) -> Exception:
-        """The neighbours were not sent what they wait for: that breaks the link, if there is
-        one."""
-        self.state.mark_failed(seq)
-        failure = typed_device_error(error)
-        if isinstance(failure, CommError | DeviceError):
-            return failure
-        drop_scratch(error)
-        if self._num_ranks > 1:
-            return CommError(f"rank {self._rank} left the others waiting: {failure}")
-        return failure
-
-    def _give_up(self, step: ScheduledStep, entering: Entering) -> None:
-        """Receive and send what the neighbours of a failed step expect, and bring no tokens."""
-        entering.discard()
-        num_tokens = step.total_num_tokens
-        self._ends.outbound.send(self._nothing(num_tokens), num_tokens, self._failed, step.seq)
-        rows = self.inputs.lost_rows(step)
-        if step.defer_sampling:
-            no_tokens = torch.zeros_like(rows.slots).long()
-            nothing = SamplingInputs(self._nothing(rows.slots_np.size), no_tokens, no_tokens)
-            self._unsampled[step.seq] = _Unsampled(nothing, rows, self._failed, step.brought)
-        else:
-            self._bring_no_tokens(rows.slots_np, rows.used)
-
-    def _bring_no_tokens(self, slots: Int64s, used: int) -> None:
-        """Take part in the return of tokens that this rank cannot sample or use. used: as in
-        SampleRows."""
-        if slots.size:
-            self._publications += 1
-            on_device, counted = upload(slots, self._failed.device), self.state.parts.counts(used)
-            self._ends.exit.give_up(on_device, self._publications, counted=counted)
-
-    def _nothing(self, num_tokens: int) -> Tensor:
-        return self._no_hidden.expand(num_tokens, -1)
-
-    def _status_to_send(self, status: Tensor) -> Tensor:
-        return self._failed if self.state.has_failed else status
-
     def _identify(self, request: StepMessage) -> ReplyIdentity:
         return ReplyIdentity(request.epoch, request.seq, self._rank)
-
-
-def _hold(
-    step: ScheduledStep, chosen: SamplingInputs, rows: SampleRows
-) -> tuple[SamplingInputs, SampleRows]:
-    """What is sampled in a later step is copied: buffers are this step's alone."""
-    return (chosen.clone(), rows.clone()) if step.defer_sampling else (chosen, rows)

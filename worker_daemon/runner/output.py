@@ -2,7 +2,7 @@
 thread, then encoded."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from worker_daemon.distributed.pp import STATUS_MISMATCH, STATUS_OK
 from worker_daemon.errors import CommError, UpstreamFailedError
 from worker_daemon.raising import raise_caused
 from worker_daemon.runner.parts.step_parts import SamplerOutput
-from worker_daemon.runner.staging import Delivered
+from worker_daemon.runner.sample_rows import SampleRows
+from worker_daemon.runner.staging import Delivered, Delivery
 from worker_daemon.runner.token_history import ALL_GAIN_ONE, Sampled, TokenHistory
 
 
@@ -26,6 +27,52 @@ class ReplyIdentity(NamedTuple):
     epoch: int
     seq: int
     rank: int
+
+
+class PendingOutput(Protocol):
+    """A reply whose data may still be on its way to the host."""
+
+    @property
+    def is_ready(self) -> bool:
+        """result() returns at once."""
+
+    def result(self) -> tuple[ModelRunnerOutput, Sequence[Frame]]:
+        """Wait for it. Raises UpstreamFailedError where the step failed before this stage."""
+
+
+class StepReplies:
+    """Makes a rank's replies; a rank that sends none gets None."""
+
+    def __init__(self, link: Link, history: TokenHistory, *, is_output_rank: bool) -> None:
+        self._link = link
+        self._history = history
+        self._is_output_rank = is_output_rank
+
+    def without_tokens(self, identity: ReplyIdentity, status: Tensor) -> PendingOutput | None:
+        """The step samples nothing, or not yet."""
+        if not self._is_output_rank:
+            return None
+        return NoTokens(identity, status, self._link, self._history)
+
+    def of_tokens(
+        self, identity: ReplyIdentity, rows: SampleRows, sampled: SamplerOutput, status: Tensor
+    ) -> PendingOutput | None:
+        """Start the copies to the host."""
+        if not self._is_output_rank:
+            return None
+        link, history = self._link, self._history
+        return StepOutput(identity, rows.sampled, rows.bitmap, sampled, status, link, history)
+
+    def of_delivery(
+        self, identity: ReplyIdentity, rows: SampleRows, delivery: Delivery
+    ) -> PendingOutput | None:
+        """The step itself brings its tokens to the host."""
+        if not self._is_output_rank:
+            return None
+        delivered = delivery.expect(rows.slots_np.size)
+        return DeliveredOutput(
+            identity, rows.sampled, rows.bitmap, delivered, self._link, self._history
+        )
 
 
 class StepOutput:

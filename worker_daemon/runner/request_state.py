@@ -1,61 +1,41 @@
-"""The request rows: what every rank knows of every request, and the one judge of whether a step is
-valid.
+"""The request rows: what every rank knows of every request, and the last steps, so that they can be
+taken back.
 
 A row is a slot of the wire. A step is checked whole before any of it is applied, by its bytes and
-by these rows alone, so that all ranks accept or refuse alike: step_columns.py reads it against the
-rows' counts (row_counts.py), decode_run.py is the short way of a batch that only goes on. Host
-memory is the source of truth; device copies are input_batch.py's business.
+by these rows alone, so that all ranks accept or refuse alike: step_judge.py checks it against the
+rows' counts (row_counts.py); a step that continues a steady batch (steady_batch.py) takes a short
+cut. Host memory is the source of truth; input_batch.py makes the device copies.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from rpc_schema.codec import Frame
 from rpc_schema.extensions import RequestExtension
+from rpc_schema.kv_cache import BlockGroup
 from rpc_schema.step import ExecuteModel, NewRequestData
+from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 from worker_daemon.errors import InvalidStepError, PrecededByError
-from worker_daemon.runner.decode_run import DecodeRun
 from worker_daemon.runner.parts.step_parts import StepParts
-from worker_daemon.runner.row_counts import (
-    EXACT,
-    FREE_ROW_BLOCKS,
-    NOT_SAMPLED,
-    RowCounts,
-    StepRecord,
-)
+from worker_daemon.runner.row_counts import FREE_ROW_BLOCKS, NOT_SAMPLED, RowCounts
 from worker_daemon.runner.scheduled_step import (
     NO_UPDATES,
     NOTHING_BROUGHT,
     BlockUpdates,
-    Bools,
-    Int32s,
-    Int64s,
     ScheduledStep,
     StepLimits,
     invalid,
     places_behind,
 )
-from worker_daemon.runner.step_columns import Batch, BatchReader, BlockReader, change_requests
+from worker_daemon.runner.slot_bitmap import slot_bitmap
+from worker_daemon.runner.steady_batch import SteadyBatch
+from worker_daemon.runner.step_judge import Batch, JudgedStep, StepJudge
 
-MAX_UNSAMPLED_STEPS = 16
-"""Steps whose sampling may be deferred at a time: each keeps its hidden states on the device."""
-
+MAX_TAKEN_BACK = 64
+"""Steps that can be taken back: more than a driver may have under way."""
 _NO_TOKENS = np.zeros(0, np.int32)
-
-
-class _Verdict(NamedTuple):
-    """A valid step, and what it makes of the rows."""
-
-    scheduled: ScheduledStep
-    batch: Batch
-    counts: RowCounts
-    """With the step's requests and blocks, without its tokens."""
-    capacity: Int32s
-    """[B] tokens that each row has room for."""
-    new_tokens: Int32s
-    """Of its new requests."""
 
 
 class RequestState:
@@ -80,14 +60,13 @@ class RequestState:
         self.extensions: list[tuple[RequestExtension, ...]] = [()] * num_rows
         self.notes = [b""] * num_rows
         self._counts = RowCounts.of_free_rows(num_rows, limits.num_groups)
-        self._run: DecodeRun | None = None
-        """Where the last step was a decode that may go on."""
+        self._steady: dict[bytes, SteadyBatch] = {}
+        """Batches that may go on, no row in two of them, by bitmap: one, or one for each
+        micro-batch of a pipeline. Replaced, never changed: any thread may read it."""
         self._deferred: dict[int, tuple[Int64s, Int64s]] = {}
         """Slots and generations that each step with deferred sampling is to sample."""
         self._record = StepRecord(limits.block_groups)
-        self._batches = BatchReader(limits)
-        self._blocks = BlockReader(limits)
-        self._block_sizes = _block_sizes(limits)
+        self._judge = StepJudge(limits, parts)
 
     @property
     def spare_slot(self) -> int:
@@ -96,18 +75,18 @@ class RequestState:
 
     @property
     def counts(self) -> RowCounts:
-        """How far the rows are, with what a run has kept to itself."""
-        if self._run is not None:
-            self._run.write(self._counts)
+        """How far the rows are, those of steady batches included."""
+        for batch in self._steady.values():
+            self._counts.write(batch)
         return self._counts
 
     def num_held_blocks(self) -> int:
         """Return how many blocks the rows have, one that several share counted for each, and those
         behind a window not. Any thread may ask: it sees some moment of a step."""
-        num_blocks, run = self._counts.blocks_by_group.copy(), self._run
+        num_blocks, steady = self._counts.blocks_by_group.copy(), self._steady
         num_computed = self._counts.num_computed.copy()
-        if run is not None:
-            num_computed[run.batch.rows] = run.last.ends
+        for batch in steady.values():
+            num_computed[batch.rows] = batch.ends
         num_held = 0
         for own, group in zip(num_blocks, self.limits.block_groups, strict=True):
             held = own - np.minimum(places_behind(num_computed, group), own)
@@ -128,7 +107,7 @@ class RequestState:
     def drop_all(self) -> None:
         """Free every row, and forget a failure: a new driver, or a new purpose, begins."""
         self._counts.clear(slice(None))
-        self._run = None
+        self._steady = {}
         self._deferred.clear()
         self._record.restart()
 
@@ -156,7 +135,7 @@ class RequestState:
         A failure stands, as before, until a resynchronisation.
         """
         kept = self._record.take_back(self.counts, has_ended_well)
-        self._run = None
+        self._steady = {}
         return kept
 
     def apply(self, step: ExecuteModel, arrays: Sequence[Frame]) -> ScheduledStep:
@@ -166,91 +145,52 @@ class RequestState:
             InvalidStepError: some value is out of range or disagrees with the rows. Nothing is
             applied, but the steps behind it fail as after any failed step.
         """
-        run, scheduled = self._run, None
         try:
-            if run is not None and run.is_continued_by(step, arrays):
-                scheduled = self._go_on(run, step)
+            scheduled = self._go_on(step, arrays)
             if scheduled is None:
-                scheduled = self._accept(step, self._judge(step, arrays))
+                known, deferred = self.num_known_tokens, self._deferred
+                judged = self._judge.judge(step, arrays, self.counts, known, deferred)
+                scheduled = self._accept(step, judged)
         except InvalidStepError:
             self._record.fail(step.seq)
             raise
         self._record.add(step.epoch, scheduled)
         return scheduled
 
-    def _go_on(self, run: DecodeRun, step: ExecuteModel) -> ScheduledStep | None:
-        updates = self._blocks.updates(step, self._counts)
-        self._counts.append(updates)
-        scheduled = run.advance(step.seq, updates, self._counts)
-        if scheduled is None:
+    def _go_on(self, step: ExecuteModel, arrays: Sequence[Frame]) -> ScheduledStep | None:
+        """Apply a step that gives one more token to each row of a steady batch, and does nothing
+        else but append blocks. Return None, and do nothing, with any other."""
+        batch = self._steady.get(step.scheduled)
+        if (
+            batch is None
+            or step.total_num_scheduled_tokens != batch.slots.size
+            or step.num_scheduled_tokens
+            or step.finished
+            or step.scheduled_new_reqs
+            or step.corrections
+            or step.extensions
+            or step.defer_sampling
+            or step.resync is not None
+            or arrays
+        ):
+            return None
+        updates, capacity, starts = NO_UPDATES, None, batch.ends
+        if step.new_block_slots or step.new_block_ids or step.new_block_groups:
+            updates = self._judge.blocks.updates(step, self._counts)
+            self._counts.append(updates)
+            capacity = self._counts.capacity(batch.rows, self._judge.block_sizes)
+        if not batch.advance(capacity):
             self._counts.remove(updates)
-        return scheduled
-
-    def _judge(self, step: ExecuteModel, arrays: Sequence[Frame]) -> _Verdict:
-        """Check a step whole. Rows stay as they are: what becomes of requests is noted in a copy of
-        their counts, blocks that are appended to them go again with a refusal."""
-        counts, tokens = self.counts, _NO_TOKENS
-        num_own = 1 if step.scheduled_new_reqs else 0
-        changes_rows = step.finished or step.corrections or step.scheduled_new_reqs
-        if changes_rows or step.resync is not None:
-            counts, own = counts.copy(), arrays[:num_own]
-            known = self.num_known_tokens
-            tokens = change_requests(step, own, counts, known, self.limits, self.parts)
-        brought = self.parts.judge_step(step.extensions, arrays[num_own:], self.limits)
-        updates = self._blocks.updates(step, counts)
-        waiting = {} if step.resync is not None else self._deferred
-        if step.defer_sampling and len(waiting) == MAX_UNSAMPLED_STEPS:
-            raise invalid("defer_sampling", True, f"sample step {min(waiting)} first")
-        batch = self._batches.batch(step)
-        slots, rows = batch.slots, batch.rows
-        if self._deferred:
-            counts.check_sampled(slots)
-        num_tokens = self._batches.num_tokens(step, batch)
-        counts.append(updates)
-        starts, known = counts.num_computed[rows].copy(), counts.num_tokens[rows]
-        ends = starts + num_tokens
-        room = counts.capacity(rows, self._block_sizes)
-        capacity = np.minimum(room, self.limits.max_model_len)
-        beyond = ends > np.minimum(known, capacity)
-        if np.count_nonzero(beyond):
-            counts.remove(updates)
-            counts.check_live("scheduled", slots)
-            at = int(beyond.argmax())
-            raise invalid(
-                "num_scheduled_tokens",
-                f"slot {int(slots[at])}: {int(num_tokens[at])}",
-                f"it has {starts[at]} of {known[at]} tokens computed, "
-                f"blocks for {capacity[at]}, and max_model_len is {self.limits.max_model_len}",
-            )
-        scheduled = ScheduledStep(
-            seq=step.seq,
-            slots=slots,
-            num_tokens=num_tokens,
-            starts=starts,
-            ends=ends,
-            total_num_tokens=step.total_num_scheduled_tokens,
-            longest=int(ends.max()) if ends.size else 0,
-            samples=ends == known,
-            new_requests=step.scheduled_new_reqs,
-            block_updates=updates,
-            defer_sampling=step.defer_sampling,
-            brought=brought,
-            corrections=self._corrections(counts, rows),
-        )
-        return _Verdict(scheduled, batch, counts, capacity, tokens)
-
-    def _corrections(self, counts: RowCounts, rows: slice | Int64s) -> Int32s | None:
-        """As ScheduledStep has them, of these rows."""
-        if not self.parts.refusing:
             return None
-        corrected = counts.corrected[rows]
-        if not corrected.size or int(corrected.max()) == EXACT:
-            return None
-        return np.maximum(corrected, NOT_SAMPLED)
+        # By position, in the order of the fields: names would cost as much as the checks above.
+        return ScheduledStep(
+            step.seq, batch.slots, batch.one_each, starts, batch.ends, batch.slots.size,
+            batch.longest, batch.all_sample, (), updates, False, NOTHING_BROUGHT, None, batch,
+        )  # fmt: skip
 
-    def _accept(self, step: ExecuteModel, verdict: _Verdict) -> ScheduledStep:
+    def _accept(self, step: ExecuteModel, judged: JudgedStep) -> ScheduledStep:
         """Apply a step that was checked."""
-        scheduled, batch, counts, capacity, tokens = verdict
+        scheduled, batch, counts, capacity, tokens = judged
         self._counts = counts
         self._remember(scheduled.new_requests, tokens)
         if step.resync is not None:
@@ -259,7 +199,6 @@ class RequestState:
         samples = scheduled.samples
         counts.num_computed[batch.rows] = scheduled.ends
         counts.num_tokens[batch.rows] += samples
-        self._run = None
         if scheduled.corrections is not None:
             first = batch.slots[samples & (counts.corrected[batch.rows] == NOT_SAMPLED)]
             counts.corrected[first] = 0
@@ -267,14 +206,56 @@ class RequestState:
             sampling = batch.slots[samples]
             counts.unsampled[sampling] = True
             self._deferred[step.seq] = (sampling, self.generation[sampling])
-        elif (
-            samples.size
-            and np.count_nonzero(samples) == samples.size
-            and scheduled.corrections is None
-        ):
-            max_model_len = self.limits.max_model_len
-            self._run = DecodeRun(batch, scheduled, capacity, self._block_sizes, max_model_len)
+        steady = self._steady_batch(scheduled, batch, capacity)
+        still = self._still_steady(step)
+        if steady is not None:
+            still[step.scheduled] = steady
+            scheduled = scheduled._replace(steady=steady)
+        self._steady = still
         return scheduled
+
+    def _steady_batch(
+        self, step: ScheduledStep, batch: Batch, capacity: Int32s
+    ) -> SteadyBatch | None:
+        """Return the steady batch that begins with a step: one token for each row, sampled before,
+        and each row samples the next."""
+        slots = batch.slots
+        if (
+            not 0 < slots.size == step.total_num_tokens
+            or step.defer_sampling
+            or step.new_requests
+            or step.corrections is not None
+            or not step.samples.all()
+            or np.count_nonzero(step.starts < self.num_known_tokens[slots])
+        ):
+            return None
+        return SteadyBatch(
+            bitmap=batch.bitmap,
+            reply_bitmap=slot_bitmap(slots),
+            slots=slots,
+            rows=batch.rows,
+            generations=self.generation[slots],
+            one_each=batch.one_each,
+            all_sample=step.samples,
+            used=self.parts.used_by(slots),
+            max_model_len=self.limits.max_model_len,
+            ends=step.ends,
+            longest=step.longest,
+            capacity=capacity,
+        )
+
+    def _still_steady(self, step: ExecuteModel) -> dict[bytes, SteadyBatch]:
+        """Return the steady batches that a judged step leaves alone: those without a row of it, if
+        it does nothing but schedule."""
+        changes_rows = step.finished or step.corrections or step.scheduled_new_reqs
+        if not self._steady or changes_rows or step.resync is not None:
+            return {}
+        rows = int.from_bytes(step.scheduled, "little")
+        return {
+            bitmap: batch
+            for bitmap, batch in self._steady.items()
+            if not rows & int.from_bytes(bitmap, "little")
+        }
 
     def _remember(self, requests: Sequence[NewRequestData], tokens: Int32s) -> None:
         first = 0
@@ -310,9 +291,100 @@ class RequestState:
         )
 
 
-def _block_sizes(limits: StepLimits) -> Int32s:
-    """What RowCounts.capacity takes: numpy multiplies by arrays faster than by its scalars and
-    Python's."""
-    if limits.num_groups == 1:
-        return np.array(limits.block_groups[0].block_size, np.int32)
-    return np.array([[group.block_size] for group in limits.block_groups], np.int32)
+class StepRecord:
+    """Steps since the last full resynchronisation. Owned by RequestState."""
+
+    def __init__(self, groups: Sequence[BlockGroup]) -> None:
+        self._groups = groups
+        self.failed_seq: int | None = None
+        """Of the first step that failed since."""
+        self._num_before = 0
+        """Steps accepted before that one; meaningless without a failure."""
+        self._num_accepted = 0
+        """Over all epochs."""
+        self._steps: deque[tuple[int, ScheduledStep]] = deque(maxlen=MAX_TAKEN_BACK)
+        """The newest, with their epochs."""
+
+    def add(self, epoch: int, step: ScheduledStep) -> None:
+        """Note a step that was accepted."""
+        self._num_accepted += 1
+        self._steps.append((epoch, step))
+
+    def fail(self, seq: int) -> None:
+        """Note a failure, unless one stands: of the newest step, or of what is behind it."""
+        if self.failed_seq is None:
+            self.failed_seq = seq
+            is_newest = bool(self._steps) and self._steps[-1][1].seq == seq
+            self._num_before = self._num_accepted - is_newest
+
+    def restart(self) -> None:
+        """Forget all steps, and the failure."""
+        self.failed_seq = None
+        self._steps.clear()
+
+    def take_back(
+        self, counts: RowCounts, has_ended_well: Callable[[int, int], bool]
+    ) -> BlockUpdates:
+        """Forget all steps, but not the failure; undo those from the first one on that failed or is
+        not known to have ended well (by epoch and seq). See RequestState.take_back."""
+        steps = list(self._steps)
+        self._steps.clear()
+        most = len(steps)
+        if self.failed_seq is not None:
+            most -= self._num_accepted - self._num_before
+        good = 0
+        while good < most and has_ended_well(steps[good][0], steps[good][1].seq):
+            good += 1
+        undone = [step for _, step in steps[good:]]
+        released_to = counts.num_computed.copy()
+        if undone:
+            released_to[undone[-1].slots] = undone[-1].starts
+        # Steps before these may be forgotten: who knows then where the rows were?
+        all_unknown = good == 0 and len(steps) == MAX_TAKEN_BACK
+        unknown = np.full(counts.live.size, all_unknown)
+        for step in reversed(undone):
+            counts.num_computed[step.slots] = step.starts
+            counts.remove(step.block_updates)
+            unknown[_admitted(step)] = True
+        counts.num_computed[unknown] = 0
+        counts.blocks_by_group[:, unknown] = 0
+        kept = NO_UPDATES
+        # Behind a step that was refused, and so is not among these, nothing is sure.
+        is_first = bool(undone) and (self.failed_seq is None or undone[0].seq <= self.failed_seq)
+        if is_first and not all_unknown:
+            kept = self._admit_again(undone, counts)
+        self._drop_overwritten(counts, released_to)
+        counts.clear(~counts.live)
+        return kept
+
+    def _drop_overwritten(self, counts: RowCounts, released_to: Int32s) -> None:
+        """Vouch for nothing of rows that see blocks again which their windows had left behind
+        before the last step: these may have gone to other rows, which have written to them.
+        released_to [S + 1]: where each row was then."""
+        for group in self._groups:
+            released, seen = (places_behind(at, group) for at in (released_to, counts.num_computed))
+            lost = released > seen
+            counts.num_computed[lost] = 0
+            counts.blocks_by_group[:, lost] = 0
+
+    def _admit_again(self, undone: Sequence[ScheduledStep], counts: RowCounts) -> BlockUpdates:
+        """Give the rows that the first undone step admitted the KV that they came with: good steps
+        have computed it, or an earlier driver's. What later ones admitted may rest on KV that was
+        never computed. Return those rows' blocks."""
+        computed = np.zeros(counts.live.size, np.int32)
+        computed[_admitted(undone[0])] = [r.num_computed_tokens for r in undone[0].new_requests]
+        for later in undone[1:]:
+            computed[_admitted(later)] = 0
+        num_blocks = np.stack([-(-computed // group.block_size) for group in self._groups])
+        rows, indices, block_ids = undone[0].block_updates
+        theirs = np.flatnonzero(indices < num_blocks.reshape(-1)[rows])
+        kept = BlockUpdates(rows[theirs], indices[theirs], block_ids[theirs])
+        num_kept = np.bincount(kept.rows, minlength=num_blocks.size).reshape(num_blocks.shape)
+        warm = np.flatnonzero((num_kept == num_blocks).all(axis=0) & (computed > 0))
+        counts.num_computed[warm] = computed[warm]
+        counts.blocks_by_group[:, warm] = num_blocks[:, warm]
+        return kept
+
+
+def _admitted(step: ScheduledStep) -> Int64s:
+    return np.array([request.slot for request in step.new_requests], np.int64)

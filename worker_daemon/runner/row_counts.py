@@ -1,5 +1,4 @@
-"""How far each request row is, and the last steps that brought the rows there, so that they can be
-taken back. Knows of a request its counts alone.
+"""How far each request row is: its counts.
 
 Computed and known tokens are upper bounds in rows whose steps may refuse tokens: the device has the
 true counts (row_tables.py), a later message's corrections lower these. Both fall alike, so that
@@ -8,27 +7,14 @@ whether a row samples follows from the bounds.
 Shapes: S rows (plus one spare row, which no request ever has), G groups of layers.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rpc_schema.kv_cache import BlockGroup
+from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 from worker_daemon.errors import InvalidStepError
-from worker_daemon.runner.scheduled_step import (
-    NO_UPDATES,
-    BlockUpdates,
-    Bools,
-    Int32s,
-    Int64s,
-    ScheduledStep,
-    invalid,
-    places_behind,
-)
-
-MAX_TAKEN_BACK = 64
-"""Steps that can be taken back: more than a driver may have under way."""
+from worker_daemon.runner.scheduled_step import BlockUpdates, invalid
+from worker_daemon.runner.steady_batch import SteadyBatch
 
 FREE_ROW_BLOCKS = 1 << 30
 """The block count of a row without a request: no request reaches it, so that one comparison refuses
@@ -103,6 +89,11 @@ class RowCounts:
         self.num_tokens[slots] -= by
         self.corrected[slots] += by
 
+    def write(self, batch: SteadyBatch) -> None:
+        """Write how far a steady batch is."""
+        self.num_computed[batch.rows] = batch.ends
+        self.num_tokens[batch.rows] = batch.ends + _ONE
+
     def append(self, updates: BlockUpdates) -> None:
         """Count a step's blocks."""
         if updates.rows.size:
@@ -132,102 +123,3 @@ class RowCounts:
     def unknown(self, field: str, slot: int) -> InvalidStepError:
         """Return the refusal of a slot that there is not."""
         return invalid(field, slot, f"slots from 0 to {self.live.size - 2}")
-
-
-class StepRecord:
-    """Steps since the last full resynchronisation. Owned by RequestState."""
-
-    def __init__(self, groups: Sequence[BlockGroup]) -> None:
-        self._groups = groups
-        self.failed_seq: int | None = None
-        """Of the first step that failed since."""
-        self._num_before = 0
-        """Steps accepted before that one; meaningless without a failure."""
-        self._num_accepted = 0
-        """Over all epochs."""
-        self._steps: deque[tuple[int, ScheduledStep]] = deque(maxlen=MAX_TAKEN_BACK)
-        """The newest, with their epochs."""
-
-    def add(self, epoch: int, step: ScheduledStep) -> None:
-        """Note a step that was accepted."""
-        self._num_accepted += 1
-        self._steps.append((epoch, step))
-
-    def fail(self, seq: int) -> None:
-        """Note a failure, unless one stands: of the newest step, or of what is behind it."""
-        if self.failed_seq is None:
-            self.failed_seq = seq
-            is_newest = bool(self._steps) and self._steps[-1][1].seq == seq
-            self._num_before = self._num_accepted - is_newest
-
-    def restart(self) -> None:
-        """Forget all steps, and the failure."""
-        self.failed_seq = None
-        self._steps.clear()
-
-    def take_back(
-        self, counts: RowCounts, has_ended_well: Callable[[int, int], bool]
-    ) -> BlockUpdates:
-        """Forget all steps, but not the failure; undo those from the first one on that failed or is
-        not known to have ended well (by epoch and seq). See RequestState.take_back."""
-        steps = list(self._steps)
-        self._steps.clear()
-        most = len(steps)
-        if self.failed_seq is not None:
-            most -= self._num_accepted - self._num_before
-        good = 0
-        while good < most and has_ended_well(steps[good][0], steps[good][1].seq):
-            good += 1
-        undone = [step for _, step in steps[good:]]
-        released_to = counts.num_computed.copy()
-        if undone:
-            released_to[undone[-1].slots] = undone[-1].starts
-        # Steps before these may be forgotten: who knows then where the rows were?
-        all_unknown = good == 0 and len(steps) == MAX_TAKEN_BACK
-        unknown = np.full(counts.live.size, all_unknown)
-        for step in reversed(undone):
-            counts.num_computed[step.slots] = step.starts
-            counts.remove(step.block_updates)
-            unknown[_admitted(step)] = True
-        counts.num_computed[unknown] = 0
-        counts.blocks_by_group[:, unknown] = 0
-        kept = NO_UPDATES
-        # Behind a step that was refused, and so is not among these, nothing is sure.
-        is_first = bool(undone) and (self.failed_seq is None or undone[0].seq <= self.failed_seq)
-        if is_first and not all_unknown:
-            kept = self._admit_again(undone, counts)
-        self._drop_overwritten(counts, released_to)
-        counts.clear(~counts.live)
-        return kept
-
-    def _drop_overwritten(self, counts: RowCounts, released_to: Int32s) -> None:
-        """Vouch for nothing of rows that see blocks again which their windows had left behind
-        before the last step: these may have gone to other rows, which have written to them.
-        released_to [S + 1]: where each row was then."""
-        for group in self._groups:
-            released, seen = (places_behind(at, group) for at in (released_to, counts.num_computed))
-            lost = released > seen
-            counts.num_computed[lost] = 0
-            counts.blocks_by_group[:, lost] = 0
-
-    def _admit_again(self, undone: Sequence[ScheduledStep], counts: RowCounts) -> BlockUpdates:
-        """Give the rows that the first undone step admitted the KV that they came with: good steps
-        have computed it, or an earlier driver's. What later ones admitted may rest on KV that was
-        never computed. Return those rows' blocks."""
-        computed = np.zeros(counts.live.size, np.int32)
-        computed[_admitted(undone[0])] = [r.num_computed_tokens for r in undone[0].new_requests]
-        for later in undone[1:]:
-            computed[_admitted(later)] = 0
-        num_blocks = np.stack([-(-computed // group.block_size) for group in self._groups])
-        rows, indices, block_ids = undone[0].block_updates
-        theirs = np.flatnonzero(indices < num_blocks.reshape(-1)[rows])
-        kept = BlockUpdates(rows[theirs], indices[theirs], block_ids[theirs])
-        num_kept = np.bincount(kept.rows, minlength=num_blocks.size).reshape(num_blocks.shape)
-        warm = np.flatnonzero((num_kept == num_blocks).all(axis=0) & (computed > 0))
-        counts.num_computed[warm] = computed[warm]
-        counts.blocks_by_group[:, warm] = num_blocks[:, warm]
-        return kept
-
-
-def _admitted(step: ScheduledStep) -> Int64s:
-    return np.array([request.slot for request in step.new_requests], np.int64)

@@ -1,11 +1,14 @@
-"""The sequences of a step that sample, on the host and on the device. Values alone."""
+"""The sequences of a step that sample, on the host and on the device, and what is sampled of them.
+Values alone."""
 
 from typing import Final, NamedTuple
 
 from torch import Tensor
 
+from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.device.pinned import upload
-from worker_daemon.runner.scheduled_step import Int32s, Int64s
+from worker_daemon.runner.scheduled_step import StepExtensions
+from worker_daemon.runner.slot_bitmap import slot_bitmap
 from worker_daemon.runner.staging import Delivery
 from worker_daemon.runner.token_history import Sampled
 
@@ -37,6 +40,13 @@ class SampleRows(NamedTuple):
     """Where the host finds the likeliest tokens of all; None where they are copied to it."""
     are_bounds: bool = False
     """Some row's tokens may have been refused: the device alone has all positions."""
+    known_bitmap: bytes = b""
+    """slots_np as a reply names them, where somebody has packed them before."""
+
+    @property
+    def bitmap(self) -> bytes:
+        """Return slots_np as a reply names them."""
+        return self.known_bitmap or slot_bitmap(self.slots_np)
 
     @property
     def sampled(self) -> Sampled:
@@ -74,4 +84,54 @@ class SampleRows(NamedTuple):
             slots=self.slots[:count],
             token_indices=self.token_indices[:count],
             positions=self.positions[:count],
+        )
+
+
+class SamplingInputs(NamedTuple):
+    """Hidden states and tokens to sample from: empty tensors on a stage that does not sample."""
+
+    hidden: Tensor
+    """[R, H] residual stream of each sequence's last token."""
+    greedy: Tensor
+    """int64 [R] the likeliest token."""
+    inputs: Tensor | None = None
+    """int64 [R] each sequence's last token, where it may be computed again; else None."""
+
+    def keep(self, kept: Int64s) -> "SamplingInputs":
+        """Return these rows only: kept int64 [R'] indexes the rows."""
+        if not self.hidden.shape[0]:
+            return self
+        on_device = upload(kept, self.hidden.device)
+        inputs = None if self.inputs is None else self.inputs[on_device]
+        return SamplingInputs(self.hidden[on_device], self.greedy[on_device], inputs)
+
+    def clone(self) -> "SamplingInputs":
+        """Return a copy that no later step overwrites."""
+        inputs = None if self.inputs is None else self.inputs.clone()
+        return SamplingInputs(self.hidden.clone(), self.greedy.clone(), inputs)
+
+
+class Unsampled(NamedTuple):
+    """A step after its forward pass. Valid until the next step runs, a clone for longer."""
+
+    rows: SampleRows
+    chosen: SamplingInputs | None
+    """None: the step failed on this rank before it had any."""
+    status: Tensor
+    """int64 [], see distributed/pp.py; on the device where there are other stages."""
+    brought: StepExtensions
+
+    def clone(self) -> "Unsampled":
+        """Return a copy that no later step overwrites."""
+        chosen = None if self.chosen is None else self.chosen.clone()
+        return self._replace(rows=self.rows.clone(), chosen=chosen)
+
+    def keep(self, kept: Int64s, later: StepExtensions) -> "Unsampled":
+        """Return these rows only, with the extensions of the message that samples them. kept int64
+        [R'] indexes the rows."""
+        return Unsampled(
+            self.rows.keep(kept),
+            None if self.chosen is None else self.chosen.keep(kept),
+            self.status,
+            self.brought.with_those_of(later),
         )

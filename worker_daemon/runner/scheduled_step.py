@@ -7,18 +7,15 @@ request rows themselves.
 """
 
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from rpc_schema.kv_cache import BlockGroup, block_groups
 from rpc_schema.step import NewRequestData
+from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 from worker_daemon.errors import InvalidStepError
-
-Int32s: TypeAlias = npt.NDArray[np.int32]
-Int64s: TypeAlias = npt.NDArray[np.int64]
-Bools: TypeAlias = npt.NDArray[np.bool_]
+from worker_daemon.runner.steady_batch import SteadyBatch
 
 MAX_BLOCK_UPDATES: Final = 1 << 20
 """Entries of the block table that one step may write: they have a place in its packed buffer."""
@@ -112,6 +109,8 @@ class ScheduledStep(NamedTuple):
     """[B] tokens by which the row's bounds were lowered since its admission; -1 where none of its
     tokens can have been refused. starts and ends are upper bounds then: the device's counts hold.
     None: all rows are exact."""
+    steady: SteadyBatch | None = None
+    """The batch of which this step is the first or goes on; None for any other."""
 
 
 def places_behind(num_computed: Int32s, group: BlockGroup) -> Int32s:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker_daemon.runner.scheduled_step import Int32s, Int64s
+from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.runner.step_layout import StepColumns, StepShape, packed_size, split_columns
 
 _POLL_S: Final = 50e-6

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from worker_daemon.runner.scheduled_step import Int32s, Int64s
+from worker_daemon.contracts.arrays import Int32s, Int64s
 
 MAX_CONFIRMED = 256
 """Steps that are remembered to have ended well: more than are ever under way."""

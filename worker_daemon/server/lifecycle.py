@@ -115,11 +115,12 @@ def _memory_after(memory: MemoryTags, message: StepMessage, rule: Rule) -> Memor
 class Lifecycle:
     """The cursor: the state, what it allows, and how it came about. Owned by the step thread."""
 
-    __slots__ = ("_history", "_legal", "state")
+    __slots__ = ("_history", "legal", "state")
 
     def __init__(self) -> None:
         self.state = DaemonState()
-        self._legal = legal(self.state)
+        self.legal = legal(self.state)
+        """Operations that the state allows."""
         self._history: deque[str] = deque(maxlen=HISTORY)
 
     @property
@@ -129,7 +130,7 @@ class Lifecycle:
 
     def check(self, message: StepMessage) -> None:
         """Raise StateError unless `message` is legal now."""
-        if type(message) not in self._legal:
+        if type(message) not in self.legal:
             self._refuse(message)
         if type(message) is lc.Reset and message.to not in reset_targets(self.state):
             self._refuse(message)
@@ -160,11 +161,11 @@ class Lifecycle:
             return False
         self._history.append(f"{self.state} -> {to} ({one_line(cause, MAX_CAUSE_BYTES)})")
         self.state = to
-        self._legal = legal(to)
+        self.legal = legal(to)
         return True
 
     def _refuse(self, message: StepMessage) -> None:
-        names = ", ".join(sorted(kind.__name__ for kind in self._legal)) or "none"
+        names = ", ".join(sorted(kind.__name__ for kind in self.legal)) or "none"
         told = list(self._history)[-TOLD:]  # a status has all
         wanted = type(message).__name__
         if isinstance(message, lc.Reset):

@@ -373,7 +373,8 @@ class _StepLoop:
         kind = type(message)
         try:
             self._access.check(peer, message)
-            self._lifecycle.check(message)
+            if kind not in self._array_steps or kind not in self._lifecycle.legal:
+                self._lifecycle.check(message)
             self._begin(message)
             if kind in self._array_steps:
                 self._pend(message.seq, self._array_steps[kind](message, arrays))

@@ -142,8 +142,8 @@ class Serving:
         """Use a new link. Graphs that were dropped are captured again now, or at the next
         warm-up."""
         runner = self.runner
-        limits, inputs = runner.state.limits, runner.inputs
-        runner.tie(tie_stage(self._parts, link, limits, inputs, runner.state.parts, runner.history))
+        state, inputs = runner.state, runner.inputs
+        runner.tie(tie_stage(self._parts, link, state, inputs, runner.waits, runner.history))
         if restore_graphs:
             self._restore_graphs()
 

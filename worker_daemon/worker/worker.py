@@ -38,7 +38,7 @@ from worker_daemon.models.tensor_bytes import checksum
 from worker_daemon.models.tensorized import TENSORIZER_PATTERN, tensorizer_files
 from worker_daemon.models.weight_state import WeightReport, WeightState
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
-from worker_daemon.runner.stage_ends import PendingOutput
+from worker_daemon.runner.output import PendingOutput
 from worker_daemon.worker.description import WorkerDescription, no_weights
 from worker_daemon.worker.loading import LoadedModel, Roots, load, rank_weights, reload
 from worker_daemon.worker.memory_ledger import memory_line
@@ -247,6 +247,8 @@ class Worker:
         update is open or has failed."""
         if not self._model.weights.is_whole:
             self._model.weights.require_whole("ExecuteModel")
+        if self._profiler.is_idle:
+            return self._serving.runner.execute_model(message, arrays)
         with self._profiler.step(message):
             return self._serving.runner.execute_model(message, arrays)
 
@@ -633,7 +635,7 @@ class Worker:
             weights=no_weights if model is None else partial(_weights_report, model.weights),
             # What is published outlives a reset: it must hold nothing of the device.
             num_kv_blocks_held=serving.runner.state.num_held_blocks if serving else int,
-            input_wait_share=partial(_waiting_share, serving.runner.waits) if serving else _no_wait,
+            input_wait_share=partial(_waiting_share, serving.runner.waits if serving else None),
         )
 
     def _memory_by_kind(self) -> dict[str, int]:
@@ -681,13 +683,9 @@ class Worker:
         return {"epoch": message.epoch, "seq": message.seq, "rank": self.rank}
 
 
-def _no_wait() -> float:
-    return 0.0
-
-
 def _weights_report(weights: WeightState) -> WeightReport:
     return weights.report
 
 
-def _waiting_share(waits: InputWaits) -> float:
-    return waits.bubbles.waiting_share
+def _waiting_share(waits: InputWaits | None) -> float:
+    return waits.bubbles.waiting_share if waits is not None else 0.0

@@ -15,7 +15,7 @@ import torch
 from worker_daemon.distributed import link
 from worker_daemon.distributed.link import Link, RendezvousPoint
 from worker_daemon.distributed.parallel_state import ParallelState
-from worker_daemon.distributed.pp import StageInbound, StageOutbound
+from worker_daemon.distributed.pp import HopShape, StageInbound, StageOutbound
 from worker_daemon.distributed.symmetric import BLANK, NoPeers, Window
 from worker_daemon.distributed.tokens import TokenBroadcast
 from worker_daemon.distributed.tp import tensor_parallel
@@ -104,15 +104,9 @@ def _ends(hidden_size, dtype, depth, generation=None):
     if generation is not None:
         groups, link = link.groups, Link(generation, CPU)
         link.groups = groups
-    options = {
-        "hidden_size": hidden_size,
-        "dtype": dtype,
-        "device": CPU,
-        "max_num_tokens": MAX_TOKENS,
-        "depth": depth,
-    }
-    inbound = None if Member.state.is_first_stage else StageInbound(link, Member.tp, **options)
-    outbound = None if Member.state.is_last_stage else StageOutbound(link, Member.tp, **options)
+    hop = HopShape(hidden_size, dtype, CPU, MAX_TOKENS, depth)
+    inbound = None if Member.state.is_first_stage else StageInbound(link, Member.tp, hop)
+    outbound = None if Member.state.is_last_stage else StageOutbound(link, Member.tp, hop)
     return inbound, outbound
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from worker_daemon.distributed.bubbles import UnmeasuredWaits, input_waits
+from worker_daemon.distributed.bubbles import input_waits
 
 
 class Clock:
@@ -58,10 +58,3 @@ def test_a_wait_that_fails_is_no_sample():
         raise ValueError("lost")
     run(waits, clock, [(1.0, 3.0), (0, 0)])
     assert waits.bubbles == (0.25, 1)
-
-
-def test_the_null_twin_measures_nothing():
-    waits = UnmeasuredWaits()
-    with waits.waiting():
-        pass
-    assert waits.bubbles == (0.0, 0)

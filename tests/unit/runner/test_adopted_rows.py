@@ -15,7 +15,7 @@ from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner import adoption, token_history
 from worker_daemon.runner.adoption import describe_requests
 from worker_daemon.runner.input_batch import InputBuilder
-from worker_daemon.runner.row_counts import MAX_TAKEN_BACK
+from worker_daemon.runner.request_state import MAX_TAKEN_BACK
 from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.staging import HostStaging

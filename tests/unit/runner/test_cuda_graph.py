@@ -25,17 +25,10 @@ from worker_daemon.runner.input_batch import InputBuilder, staging_capacity
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.parts.random_sampling import RandomSamplingPart
 from worker_daemon.runner.parts.step_parts import StepParts
+from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.scheduled_step import StepLimits
-from worker_daemon.runner.stage_program import (
-    ArrivedFront,
-    EagerProgram,
-    EmbeddingFront,
-    NoSink,
-    RowSink,
-    ScoringBack,
-    SendingBack,
-)
+from worker_daemon.runner.stage_program import EagerProgram
 from worker_daemon.runner.staging import HostStaging
 from worker_daemon.runner.step_layout import (
     ExactShapes,
@@ -188,19 +181,18 @@ class Rank:
         if parts:
             context = PartContext(LIMITS, CPU, is_first, is_last, TorchSampling())
             chooser = RandomSamplingPart(context)
-            self.state.parts = StepParts([*(p(context) for p in parts), chooser], chooser, context)
+            made = StepParts([*(p(context) for p in parts), chooser], chooser, context)
+            self.state = RequestState(LIMITS, made)
         self.tables = RowTables(LIMITS, CPU, TorchRowKernels())
         staging = StaticStaging(staging_capacity(self.state))
         self.inputs = InputBuilder(self.state, self.tables, staging, ExactShapes())
         keeps = num_stages == 1
-        sink = RowSink(HostStaging(), self.tables.last_sampled) if keeps else NoSink()
         self.program = EagerProgram(
             stage,
             self.tables,
             caches,
-            EmbeddingFront(stage) if is_first else ArrivedFront(),
-            ScoringBack(stage, sink) if is_last else SendingBack(),
             self.state.parts,
+            HostStaging() if keeps else None,
         )
         if graphs is not None:
             self.capture(graphs, is_first)
@@ -220,7 +212,6 @@ class Rank:
     def run(self, message, arrays, arrived):
         inputs = self.inputs.build(self.state.apply(message, arrays))
         output = self.program.run(inputs, arrived)
-        self.inputs.note_publication(inputs.sample_rows.slots_np, message.seq)
         return inputs, output.hidden[: inputs.num_tokens].clone(), output.chosen
 
 

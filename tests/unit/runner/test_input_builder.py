@@ -146,17 +146,15 @@ def test_gathered_tensors_equal_naive_ones_over_random_steps(seed, padded):
     limits = draw_limits(rng)
     state, rows, steps = request_state(limits), NaiveRows(limits), StepGenerator(rng, limits)
     builder = make_builder(state, make_ladder(limits) if padded else None)
-    published, num_from_device, num_padded = {}, 0, 0
+    num_from_device = num_padded = 0
     for seq in range(1, 200):
         plan = steps.draw(rows)
         plan.defer = False
         message, arrays = encode(seq, plan, rows)
         ran = rows.apply(seq, plan)
         inputs = builder.build(state.apply(message, arrays))
-        published = {s: p for s, p in published.items() if s in rows.requests}
-        published |= {new.slot: -1 for new in plan.admissions}
         read = [s for s, (start, _, _) in ran.items() if start >= len(rows.requests[s].known)]
-        assert inputs.tokens_from == max((published[s] for s in read), default=-1)
+        assert inputs.reads.tolist() == read
         num_padded += inputs.plan.shape.num_seqs > len(ran)
         builder.tables.update(inputs.columns)
         gathered = builder.tables.gather(inputs.columns)
@@ -170,10 +168,8 @@ def test_gathered_tensors_equal_naive_ones_over_random_steps(seed, padded):
         count = chosen.slots_np.size
         rows_of = chosen.slots[:count].long()
         builder.tables.last_sampled[rows_of] = torch.from_numpy(sampled)
-        builder.note_publication(chosen.slots_np, seq)
         for slot, token in zip(chosen.slots_np.tolist(), sampled.tolist(), strict=True):
             rows.requests[slot].sampled.append(token)
-            published[slot] = seq
     assert num_from_device > 5
     assert not num_padded or padded
 
@@ -197,7 +193,6 @@ def test_steps_that_only_go_on_fill_the_columns_as_if_they_were_the_first(padded
         pairs = zip(inputs.columns.every, other.build(step).columns.every, strict=True)
         for place, (own, column) in enumerate(pairs):
             assert own.tolist() == column.tolist(), inputs.columns._fields[place]
-        builder.note_publication(inputs.sample_rows.slots_np, seq)
         for slot in inputs.sample_rows.slots_np.tolist():
             rows.requests[slot].sampled.append(0)
         return inputs
@@ -221,7 +216,7 @@ def test_steps_that_only_go_on_fill_the_columns_as_if_they_were_the_first(padded
                 if len(request.blocks) * 4 < request.computed + 1:
                     step.blocks.append((slot, int(next(free))))
             inputs = run(step)
-            assert inputs.tokens_from == seq - 1
+            assert inputs.reads.tolist() == sorted(live)
             assert state.are_current(inputs.sample_rows.slots_np, last.generations).all()
             num_same += inputs.sample_rows.slots_np is last.slots_np
     assert num_same > 5
@@ -317,4 +312,4 @@ def test_dummy_step_reads_and_writes_the_null_block_alone():
     assert inputs.columns.seq_rows.tolist() == [state.spare_slot]
     assert not builder.tables.block_table[state.spare_slot].any()
     assert inputs.sample_rows.slots_np.size == 0
-    assert inputs.tokens_from == -1
+    assert inputs.reads.tolist() == [state.spare_slot]  # nobody has ever sampled for it

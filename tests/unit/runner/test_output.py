@@ -13,7 +13,7 @@ from worker_daemon.errors import CommError
 from worker_daemon.runner.output import NoTokens, ReplyIdentity, StepOutput
 from worker_daemon.runner.parts.interface import Report
 from worker_daemon.runner.parts.step_parts import SamplerOutput
-from worker_daemon.runner.slot_bitmap import SlotBitmaps, slot_bitmap
+from worker_daemon.runner.slot_bitmap import slot_bitmap
 from worker_daemon.runner.token_history import NoHistory, Sampled
 
 LINK = Link(1, torch.device("cpu"))
@@ -89,10 +89,9 @@ def test_failure_upstream_is_raised_when_the_reply_is_taken(value, message):
             output.result()
 
 
-def test_bitmap_of_the_same_rows_is_kept():
-    rng, bitmaps = np.random.default_rng(1), SlotBitmaps()
+def test_bitmap_names_the_rows():
+    rng = np.random.default_rng(1)
     for count in (0, 1, 7, 1024):
         slots = np.sort(rng.choice(4096, count, replace=False))
-        made = bitmaps.of(slots)
+        made = slot_bitmap(slots)
         assert named_slots(made) == slots.tolist() and not made.endswith(b"\0")
-        assert bitmaps.of(slots) is made

@@ -22,8 +22,8 @@ from row_steps import (
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel
 from worker_daemon.errors import InvalidStepError, PrecededByError
-from worker_daemon.runner.request_state import MAX_UNSAMPLED_STEPS
 from worker_daemon.runner.scheduled_step import StepLimits
+from worker_daemon.runner.step_judge import MAX_UNSAMPLED_STEPS
 
 LIMITS = StepLimits(
     max_num_seqs=9,
@@ -33,7 +33,7 @@ LIMITS = StepLimits(
     block_size=4,
     num_blocks=30,
 )
-MEMOS = {"_record", "_batches", "_blocks", "_run", "limits"}
+MEMOS = {"_record", "_judge", "_steady", "limits"}
 
 
 def draw_limits(rng):

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from rpc_schema.codec import Frame
 from rpc_schema.sampling import GrammarMasks
+from worker_daemon.contracts.arrays import Int64s
 from worker_daemon.device.pinned import upload
 from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner.parts.interface import StepPart
 from worker_daemon.runner.sample_rows import SampleRows
-from worker_daemon.runner.scheduled_step import Int64s, StepLimits
+from worker_daemon.runner.scheduled_step import StepLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from rpc_schema.base import Extension
 from rpc_schema.codec import Frame
 from rpc_schema.extensions import RequestExtension, StepExtension, extension_of
 from rpc_schema.step import NewRequestData
+from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.runner.parts.interface import (
     PartContext,
     Per,
@@ -26,8 +27,6 @@ from worker_daemon.runner.parts.interface import (
 from worker_daemon.runner.sample_rows import BY_LOGITS, SampleRows
 from worker_daemon.runner.scheduled_step import (
     NOTHING_BROUGHT,
-    Int32s,
-    Int64s,
     ScheduledStep,
     StepExtensions,
     StepLimits,

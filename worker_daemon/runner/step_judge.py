@@ -1,11 +1,11 @@
-"""A step's columns: read from the message, and judged by the step's limits and the rows' counts.
-What is not valid raises InvalidStepError with field, value and fix. Keeps the columns that come
-again and again; owns no row.
+"""The one judge of a step: reads the message's columns and checks the whole step against its limits
+and the rows' counts, before any of it is applied. What is not valid raises InvalidStepError with
+field, value and fix. Alike on every rank.
 
 Shapes: B scheduled requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,14 +14,14 @@ import numpy.typing as npt
 from rpc_schema.codec import Frame
 from rpc_schema.kv_cache import NULL_BLOCK
 from rpc_schema.step import ExecuteModel, NewRequestData
+from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.row_counts import EXACT, NOT_SAMPLED, RowCounts
 from worker_daemon.runner.scheduled_step import (
     MAX_BLOCK_UPDATES,
     NO_UPDATES,
     BlockUpdates,
-    Int32s,
-    Int64s,
+    ScheduledStep,
     StepLimits,
     invalid,
     places_behind,
@@ -31,11 +31,16 @@ _INT32 = np.dtype("<i4")
 _UINT8 = np.dtype("u1")
 _UINT16 = np.dtype("<u2")
 
+MAX_UNSAMPLED_STEPS = 16
+"""Steps whose sampling may be deferred at a time: each keeps its hidden states on the device."""
+
 MAX_BLOCK_COLUMNS = 64
 """Decoded columns of block updates that are remembered. Rows that decode side by side fill their
 blocks together, so the same columns come back every block_size steps."""
 _FEW = 64
 """Values that Python's min and max look through faster than numpy's."""
+
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 def _read(field: str, raw: Frame, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -50,7 +55,7 @@ def _check_unique(field: str, slots: Int64s | Int32s) -> None:
         raise invalid(field, int(values[int(counts.argmax())]), "name each slot once")
 
 
-def change_requests(
+def _change_requests(
     step: ExecuteModel,
     arrays: Sequence[Frame],
     counts: RowCounts,
@@ -361,3 +366,109 @@ def _occurrences(slots: Int64s) -> Int32s:
     result = np.empty(slots.size, np.int32)
     result[order] = np.arange(slots.size) - np.repeat(starts, run_lengths)
     return result
+
+
+class JudgedStep(NamedTuple):
+    """A valid step, and what it makes of the rows."""
+
+    scheduled: ScheduledStep
+    batch: Batch
+    counts: RowCounts
+    """With the step's requests and blocks, without its tokens."""
+    capacity: Int32s
+    """[B] tokens that each row has room for."""
+    new_tokens: Int32s
+    """Of its new requests."""
+
+
+class StepJudge:
+    """Owned by RequestState."""
+
+    def __init__(self, limits: StepLimits, parts: StepParts) -> None:
+        self._limits = limits
+        self._parts = parts
+        self._batches = BatchReader(limits)
+        self.blocks = BlockReader(limits)
+        self.block_sizes = _block_sizes(limits)
+        """As RowCounts.capacity takes them."""
+
+    def judge(
+        self,
+        step: ExecuteModel,
+        arrays: Sequence[Frame],
+        counts: RowCounts,
+        num_known: Int32s,
+        deferred: Collection[int],
+    ) -> JudgedStep:
+        """Check a step whole. Rows stay as they are: what becomes of requests is noted in a copy of
+        their counts, blocks that are appended to them go again with a refusal. num_known [S + 1]:
+        tokens that came with each row's admission; deferred: steps that wait for SampleTokens.
+
+        Raises:
+            InvalidStepError: some value is out of range or disagrees with the rows.
+        """
+        tokens = _NO_TOKENS
+        num_own = 1 if step.scheduled_new_reqs else 0
+        changes_rows = step.finished or step.corrections or step.scheduled_new_reqs
+        if changes_rows or step.resync is not None:
+            counts, own = counts.copy(), arrays[:num_own]
+            tokens = _change_requests(step, own, counts, num_known, self._limits, self._parts)
+        brought = self._parts.judge_step(step.extensions, arrays[num_own:], self._limits)
+        updates = self.blocks.updates(step, counts)
+        waiting = () if step.resync is not None else deferred
+        if step.defer_sampling and len(waiting) == MAX_UNSAMPLED_STEPS:
+            raise invalid("defer_sampling", True, f"sample step {min(waiting)} first")
+        batch = self._batches.batch(step)
+        slots, rows = batch.slots, batch.rows
+        if deferred:
+            counts.check_sampled(slots)
+        num_tokens = self._batches.num_tokens(step, batch)
+        counts.append(updates)
+        starts, known = counts.num_computed[rows].copy(), counts.num_tokens[rows]
+        ends = starts + num_tokens
+        room = counts.capacity(rows, self.block_sizes)
+        capacity = np.minimum(room, self._limits.max_model_len)
+        beyond = ends > np.minimum(known, capacity)
+        if np.count_nonzero(beyond):
+            counts.remove(updates)
+            counts.check_live("scheduled", slots)
+            at = int(beyond.argmax())
+            raise invalid(
+                "num_scheduled_tokens",
+                f"slot {int(slots[at])}: {int(num_tokens[at])}",
+                f"it has {starts[at]} of {known[at]} tokens computed, "
+                f"blocks for {capacity[at]}, and max_model_len is {self._limits.max_model_len}",
+            )
+        scheduled = ScheduledStep(
+            seq=step.seq,
+            slots=slots,
+            num_tokens=num_tokens,
+            starts=starts,
+            ends=ends,
+            total_num_tokens=step.total_num_scheduled_tokens,
+            longest=int(ends.max()) if ends.size else 0,
+            samples=ends == known,
+            new_requests=step.scheduled_new_reqs,
+            block_updates=updates,
+            defer_sampling=step.defer_sampling,
+            brought=brought,
+            corrections=self._corrections(counts, rows),
+        )
+        return JudgedStep(scheduled, batch, counts, capacity, tokens)
+
+    def _corrections(self, counts: RowCounts, rows: slice | Int64s) -> Int32s | None:
+        """As ScheduledStep has them, of these rows."""
+        if not self._parts.refusing:
+            return None
+        corrected = counts.corrected[rows]
+        if not corrected.size or int(corrected.max()) == EXACT:
+            return None
+        return np.maximum(corrected, NOT_SAMPLED)
+
+
+def _block_sizes(limits: StepLimits) -> Int32s:
+    """What RowCounts.capacity takes: numpy multiplies by arrays faster than by its scalars and
+    Python's."""
+    if limits.num_groups == 1:
+        return np.array(limits.block_groups[0].block_size, np.int32)
+    return np.array([[group.block_size] for group in limits.block_groups], np.int32)

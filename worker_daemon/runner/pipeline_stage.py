@@ -1,0 +1,205 @@
+"""One stage of several: receives hidden states from the stage before, sends its own to the stage
+after, and takes part in the return of sampled tokens. Every rank makes the same exchanges in the
+same order, also where the step fails on one of them.
+
+Shapes: N tokens, H hidden size, R sequences that sample. Status is an int64 scalar on the device
+(distributed/pp.py).
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker_daemon.contracts.arrays import Int64s
+from worker_daemon.device.pinned import upload
+from worker_daemon.distributed.bubbles import InputWaits
+from worker_daemon.distributed.pp import (
+    STATUS_FAILED,
+    STATUS_OK,
+    StageArrival,
+    StageInbound,
+    StageOutbound,
+)
+from worker_daemon.distributed.tokens import TokenBroadcast
+from worker_daemon.runner.input_batch import InputBuilder, StepInputs
+from worker_daemon.runner.output import PendingOutput, ReplyIdentity, StepReplies
+from worker_daemon.runner.request_state import RequestState
+from worker_daemon.runner.sample_rows import Unsampled
+from worker_daemon.runner.scheduled_step import ScheduledStep, StepExtensions
+from worker_daemon.runner.stage_program import StageProgram
+from worker_daemon.runner.step_sampler import StepSampler
+
+_NO_SLOTS: Final = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """A stage's side of its exchanges over one link."""
+
+    inbound: StageInbound | None
+    """None on the first stage."""
+    outbound: StageOutbound | None
+    """None on the last stage."""
+    tokens: TokenBroadcast
+
+
+@dataclass(slots=True)
+class _Due:
+    """Exchanges of the request at hand that the other stages still expect."""
+
+    slots: Int64s
+    """Rows whose tokens are to be returned."""
+    seq: int = 0
+    num_tokens: int = 0
+    sends: bool = False
+    """Hidden states are to be sent."""
+    arrival: StageArrival | None = None
+    """To be received."""
+    is_torn: bool = False
+    """An exchange has begun and not ended."""
+
+
+class PipelineStage:
+    """Used on the step thread only. A new link brings a new one."""
+
+    def __init__(
+        self,
+        state: RequestState,
+        inputs: InputBuilder,
+        neighbours: Neighbours,
+        waits: InputWaits,
+        sampler: StepSampler | None,
+        replies: StepReplies,
+        no_hidden: Tensor,
+    ) -> None:
+        """sampler: None on stages but the last. no_hidden: zeros [1, H] in the model's dtype, sent
+        on in place of what a failed step computed."""
+        self._state = state
+        self._inputs = inputs
+        self._neighbours = neighbours
+        self._waits = waits
+        self._sampler = sampler
+        self._replies = replies
+        self._no_hidden = no_hidden
+        self._ok = torch.full((), STATUS_OK, dtype=torch.int64, device=no_hidden.device)
+        self._failed = torch.full_like(self._ok, STATUS_FAILED)
+        self._num_published = 0
+        self._published = np.full(state.limits.max_num_seqs + 1, -1, np.int64)
+        """The publication (tokens.py) that brings each row's newest token."""
+        self._due = _Due(_NO_SLOTS)
+
+    def forward(self, program: StageProgram, step: ScheduledStep) -> Unsampled:
+        """Receive, compute, send."""
+        due = self._begin(step)
+        inputs = self._inputs.build(step)
+        with self._waits.waiting():
+            hidden, status = self._receive(due, inputs)
+        output = program.run(inputs, hidden)
+        self._send(due, output.hidden, self._failed if self._state.has_failed else status)
+        return Unsampled(inputs.sample_rows, output.chosen, status, step.brought)
+
+    def sample(self, step: Unsampled, identity: ReplyIdentity) -> PendingOutput | None:
+        """Sample and return the tokens to the other stages, or start to receive them."""
+        rows, count = step.rows, step.rows.slots_np.size
+        if not count:
+            return self._replies.without_tokens(identity, step.status)
+        slots = rows.slots[:count]
+        if self._sampler is None:
+            self._publish(slots, None, counted=self._state.parts.counts(rows.used))
+            return None
+        sampled = self._sampler.sample(step)
+        if sampled.refused is None:
+            self._publish(slots, sampled.token_ids, counted=False)
+        else:
+            news = self._sampler.refuse(step, sampled, sampled.refused)
+            self._publish(slots, news, counted=True)
+        return self._replies.of_tokens(identity, rows, sampled, step.status)
+
+    def sample_later(
+        self, step: Unsampled, kept: Int64s, brought: StepExtensions, identity: ReplyIdentity
+    ) -> PendingOutput | None:
+        """Sample what is kept of a step that deferred it."""
+        self._due = _Due(step.rows.slots_np[kept])
+        if step.chosen is None:
+            self.give_up()
+            return None
+        return self.sample(step.keep(kept, brought), identity)
+
+    def reply_without_tokens(
+        self, step: Unsampled, identity: ReplyIdentity
+    ) -> PendingOutput | None:
+        """The step is sampled later."""
+        return self._replies.without_tokens(identity, step.status)
+
+    def give_up(self) -> bool:
+        """Make the exchanges that are left of a request that has failed, without any result. Return
+        False where one has begun and not ended: the ranks are out of step.
+
+        Raises:
+            CommError: a neighbour is gone.
+        """
+        due = self._due
+        if due.is_torn:
+            return False
+        if due.arrival is not None:
+            arrival, due.arrival = due.arrival, None
+            arrival.wait()
+        if due.sends:
+            self._send(due, self._no_hidden.expand(due.num_tokens, -1), self._failed)
+        if due.slots.size:
+            slots = upload(due.slots, self._failed.device)
+            parts = self._state.parts
+            counted = parts.counts(parts.used_by(due.slots))
+            shape = (2, due.slots.size) if counted else (due.slots.size,)
+            zeros = None if self._sampler is None else slots.new_zeros(shape)
+            self._publish(slots, zeros, counted=counted)
+        return True
+
+    def settle(self) -> None:
+        """Wait for what is on its way from and to the neighbours, before buffers are given up.
+
+        Raises:
+            CommError: a neighbour is gone.
+        """
+        if self._neighbours.outbound is not None:
+            self._neighbours.outbound.settle()
+        self._neighbours.tokens.settle()
+
+    def _begin(self, step: ScheduledStep) -> _Due:
+        """Note a step's exchanges, and start to receive before anything else of it is done."""
+        slots = _NO_SLOTS if step.defer_sampling else step.slots[step.samples]
+        sends = self._neighbours.outbound is not None
+        self._due = due = _Due(slots, step.seq, step.total_num_tokens, sends)
+        if self._neighbours.inbound is not None:
+            due.is_torn = True
+            due.arrival = self._neighbours.inbound.post(due.num_tokens, due.seq)
+            due.is_torn = False
+        return due
+
+    def _receive(self, due: _Due, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """Return (hidden [N, H], or [0, H] on the first stage; status), once the tokens and counts
+        that the step reads are there too."""
+        arrival = due.arrival
+        if arrival is None or inputs.sample_rows.are_bounds:
+            newest = int(self._published[inputs.reads].max(initial=-1))
+            self._neighbours.tokens.collect(newest)
+        due.arrival = None
+        return (self._no_hidden[:0], self._ok) if arrival is None else arrival.wait()
+
+    def _send(self, due: _Due, hidden: Tensor, status: Tensor) -> None:
+        if self._neighbours.outbound is None:
+            return
+        due.is_torn = True
+        self._neighbours.outbound.send(hidden, due.num_tokens, status, due.seq)
+        due.is_torn = due.sends = False
+
+    def _publish(self, slots: Tensor, news: Tensor | None, *, counted: bool) -> None:
+        due = self._due
+        self._num_published += 1
+        self._published[due.slots] = self._num_published
+        due.is_torn = True
+        self._neighbours.tokens.publish(self._num_published, slots, news, counted=counted)
+        due.is_torn, due.slots = False, _NO_SLOTS

@@ -1,0 +1,40 @@
+"""Sampling: from a step's last hidden states to the tokens that its rows go on with. On stages with
+the output layer."""
+
+import torch
+from torch import Tensor
+
+from worker_daemon.models.decoder import DecoderStage
+from worker_daemon.runner.parts.step_parts import SamplerOutput, StepParts
+from worker_daemon.runner.row_tables import RowTables
+from worker_daemon.runner.sample_rows import Unsampled
+
+
+class StepSampler:
+    """Owned by the stage that samples."""
+
+    def __init__(self, stage: DecoderStage, parts: StepParts, tables: RowTables) -> None:
+        self._stage = stage
+        self._parts = parts
+        self._tables = tables
+
+    def sample(self, step: Unsampled) -> SamplerOutput:
+        """Choose a token for each row."""
+        rows, chosen = step.rows, step.chosen
+        assert chosen is not None, "the step has got this far"
+        count = rows.slots_np.size
+        if not rows.used | step.brought.used:
+            return SamplerOutput(chosen.greedy[:count])
+        logits = self._stage.compute_logits(chosen.hidden[:count])
+        return self._parts.sample(logits, rows, step.brought)
+
+    def refuse(self, step: Unsampled, sampled: SamplerOutput, refused: Tensor) -> Tensor:
+        """Write to this rank's rows what they refuse. Return int64 [2, R]: the tokens that they go
+        on with, where one was refused the one before it, and what each has refused in all."""
+        assert step.chosen is not None, "the step has got this far"
+        assert step.chosen.inputs is not None, "steps that may refuse keep their last tokens"
+        count = step.rows.slots_np.size
+        last = step.chosen.inputs[:count]
+        token_ids = torch.where(refused > 0, last, sampled.token_ids)
+        total = self._tables.refuse(step.rows.slots[:count], token_ids, refused)
+        return torch.stack((token_ids, total.long()))
