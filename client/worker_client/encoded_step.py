@@ -1,5 +1,5 @@
-"""A step as sent: its plan and its frames, and its reply turned back into request ids. Knows no
-scheduling and no rows."""
+"""A step as sent: its frames and the steady requests in it, and its reply turned back into request
+ids."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ Int32s = NDArray[np.int32]
 _INT32 = np.dtype("<i4")
 
 
-class DecodePlan:
-    """A set of requests that all decode one token a step, with everything that stays the same from
-    step to step."""
+class SteadyRequests:
+    """Requests that decode one token a step, and everything that stays the same from step to step:
+    the driver's side of the daemon's SteadyBatch. Each step that has them carries it."""
 
     __slots__ = (
         "bitmap",
@@ -52,10 +52,10 @@ class EncodedStep:
         "extra_slots",
         "frames",
         "output",
-        "plan",
         "reporting",
         "resync",
         "seq",
+        "steady",
     )
 
     def __init__(
@@ -63,7 +63,7 @@ class EncodedStep:
         seq: int,
         output: SchedulerOutput,
         frames: list[Frame],
-        plan: DecodePlan | None,
+        steady: SteadyRequests | None,
         extra_slots: Sequence[int],
         extra_req_ids: Sequence[str],
         reporting: Mapping[str, Extensions],
@@ -73,32 +73,32 @@ class EncodedStep:
         self.seq = seq
         self.output = output
         self.frames = frames
-        self.plan = plan
+        self.steady = steady
         self.extra_slots = extra_slots
-        """Slots outside the plan that sample in this step."""
+        """Slots of other requests that sample in this step."""
         self.extra_req_ids = extra_req_ids
         self.reporting = reporting
-        """Extensions of the requests that replies tell more of than tokens, as of this step."""
+        """Extensions of the requests whose replies have more than tokens, as of this step."""
         self.resync = resync
         """Sent in full: if this one fails, the rows it names cannot be trusted either."""
 
     def sampled_bitmap(self) -> tuple[bytes, Sequence[str]]:
         """Return the slots that sample as a bitmap, and their request ids, slots ascending."""
-        plan = self.plan
-        if plan is not None and not self.extra_slots:
-            return plan.bitmap, plan.sorted_req_ids
+        steady = self.steady
+        if steady is not None and not self.extra_slots:
+            return steady.bitmap, steady.sorted_req_ids
         slots, req_ids = self.sampled()
         return _bitmap(slots), req_ids
 
     def sampled(self) -> tuple[bytes, Sequence[str]]:
         """Return the slots that sample, ascending, as little-endian uint16, and their request
         ids."""
-        plan = self.plan
-        if plan is not None and not self.extra_slots:
-            return plan.slots_bytes, plan.sorted_req_ids
+        steady = self.steady
+        if steady is not None and not self.extra_slots:
+            return steady.slots_bytes, steady.sorted_req_ids
         pairs = list(zip(self.extra_slots, self.extra_req_ids, strict=True))
-        if plan is not None:
-            pairs += zip(plan.slots.tolist(), plan.sorted_req_ids, strict=True)
+        if steady is not None:
+            pairs += zip(steady.slots.tolist(), steady.sorted_req_ids, strict=True)
         pairs.sort()
         return array("H", [slot for slot, _ in pairs]).tobytes(), [req_id for _, req_id in pairs]
 

@@ -3,7 +3,7 @@ back. Mirrors the counts of the workers' rows, so that it can send a step in ful
 and no scheduling.
 
 A pure decode step with an unchanged set costs nothing per request: bitmap, slots and the ids of the
-reply are kept in a plan, and its rows' counts are brought up to date only when somebody needs them.
+reply are kept in SteadyRequests, whose rows' counts are brought up to date only when they are read.
 """
 
 from array import array
@@ -21,7 +21,7 @@ from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind
 from rpc_schema.sampling import GrammarMasks
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput, NewRequestData
 from worker_client.block_holders import BlockHolders, BlockTaken
-from worker_client.encoded_step import DecodePlan, EncodedStep, decode_reply, pack_bits
+from worker_client.encoded_step import EncodedStep, SteadyRequests, decode_reply, pack_bits
 from worker_client.errors import InvalidSchedulerOutput
 from worker_client.parts.registry import Extensions, reports
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
@@ -48,7 +48,8 @@ from worker_client.step_checks import (
 )
 from worker_client.step_checks import MAX_ADMITTED_TOKENS as MAX_ADMITTED_TOKENS
 
-MAX_PLANS = 16
+MAX_STEADY = 16
+"""Sets of requests that are remembered: more than micro-batches of a pipeline."""
 
 MAX_UNCOUNTED_BYTES = 1 << 16
 """Of appended blocks, two bytes each, before they are counted; their counting is vectorised."""
@@ -133,7 +134,8 @@ class SlotTable:
         self._reporting: Mapping[str, Extensions] = {}
         """Of the requests that replies tell more of than tokens. Replaced, never changed: steps in
         flight share it."""
-        self._plans: dict[int, DecodePlan] = {}
+        self._steady: list[SteadyRequests] = []
+        """Of the last values of decode_req_ids."""
         self._must_resync = False
         self._admitted_at = np.zeros(max_num_seqs, np.int64)
         """Of each slot, the seq of the step that admitted its request."""
@@ -163,27 +165,25 @@ class SlotTable:
             InvalidSchedulerOutput: the output breaks a rule; nothing has changed.
         """
         ids = epoch, link, seq
-        plan = self._plans.get(id(output.decode_req_ids))
-        is_known = plan is not None and plan.req_ids is output.decode_req_ids
-        is_steady = self._is_steady(output)
-        if plan is not None and is_known and is_steady:
-            return self._encode_steady(output, plan, ids)
+        known = next((s for s in self._steady if s.req_ids is output.decode_req_ids), None)
+        only_decodes = self._only_decodes(output)
+        if known is not None and only_decodes:
+            return self._encode_steady(output, known, ids)
         check_shape(output)
         self._flush()
-        if not is_known:
-            plan = self._make_plan(output.decode_req_ids)
-        if plan is not None and is_steady:
-            return self._encode_steady(output, plan, ids)
+        steady = known or self._make_steady(output.decode_req_ids)
+        if steady is not None and only_decodes:
+            return self._encode_steady(output, steady, ids)
         counts = output.num_scheduled_tokens
-        if plan is None and output.decode_req_ids:
+        if steady is None and output.decode_req_ids:
             counts = {**dict.fromkeys(output.decode_req_ids, 1), **counts}
             if len(counts) != len(output.decode_req_ids) + len(output.num_scheduled_tokens):
                 both = chain(output.decode_req_ids, output.num_scheduled_tokens)
                 message = "it is in decode_req_ids twice, or in num_scheduled_tokens too"
                 raise wrong_ids(message, "decode_req_ids", repeated(both))
-        return self._encode_changed(output, plan, counts, ids)
+        return self._encode_changed(output, steady, counts, ids)
 
-    def _is_steady(self, output: SchedulerOutput) -> bool:
+    def _only_decodes(self, output: SchedulerOutput) -> bool:
         """Whether a step does nothing but decode and append blocks."""
         blocks: object = output.new_block_ids
         if type(blocks) is not dict and not isinstance(blocks, Mapping):
@@ -266,25 +266,25 @@ class SlotTable:
         """Send the next step in full."""
         self._must_resync = True
 
-    def _make_plan(self, req_ids: tuple[str, ...]) -> DecodePlan | None:
-        """The plan of decode_req_ids; None where not all of them are at their last token."""
+    def _make_steady(self, req_ids: tuple[str, ...]) -> SteadyRequests | None:
+        """Return those of decode_req_ids; None where not all of them are at their last token."""
         if not req_ids:
             return None
         slots = self._slots(req_ids)
         if np.any(self._num_computed[slots] + 1 != self._num_tokens[slots]):
             return None
-        plan = DecodePlan(req_ids, slots, self.capacity)
-        if int(np.count_nonzero(plan.bits)) != len(req_ids):
+        steady = SteadyRequests(req_ids, slots, self.capacity)
+        if int(np.count_nonzero(steady.bits)) != len(req_ids):
             twice = repeated(req_ids)
             raise wrong_ids("it is in decode_req_ids twice", "decode_req_ids", twice)
         self._check_total(len(req_ids))
-        if len(self._plans) == MAX_PLANS:
-            self._plans.clear()
-        self._plans[id(req_ids)] = plan
-        return plan
+        if len(self._steady) == MAX_STEADY:
+            self._steady.clear()
+        self._steady.append(steady)
+        return steady
 
     def _encode_steady(
-        self, output: SchedulerOutput, plan: DecodePlan, ids: tuple[int, int, int]
+        self, output: SchedulerOutput, steady: SteadyRequests, ids: tuple[int, int, int]
     ) -> EncodedStep:
         epoch, link, seq = ids
         blocks = self._take_blocks(output)
@@ -293,8 +293,8 @@ class SlotTable:
             epoch=epoch,
             link=link,
             seq=seq,
-            total_num_scheduled_tokens=len(plan.req_ids),
-            scheduled=plan.bitmap,
+            total_num_scheduled_tokens=len(steady.req_ids),
+            scheduled=steady.bitmap,
             new_block_slots=blocks.slots,
             new_block_ids=blocks.ids,
             new_block_groups=blocks.groups,
@@ -307,7 +307,7 @@ class SlotTable:
             if self._holders is not None:
                 self._holders.give_back(array("i", blocks.ids))
             raise
-        plan.num_pending += 1
+        steady.num_pending += 1
         if corrections:
             self._lower()
         if blocks.slots:
@@ -317,7 +317,7 @@ class SlotTable:
                 self._taken_ids += blocks.ids
             if len(self._appended) > MAX_UNCOUNTED_BYTES:
                 self._count_blocks()
-        return EncodedStep(seq, output, frames, plan, (), (), self._reporting)
+        return EncodedStep(seq, output, frames, steady, (), (), self._reporting)
 
     def _take_blocks(self, output: SchedulerOutput) -> _Blocks:
         """Return blocks for running requests, judged, and taken from all others. Nearly always it
@@ -370,23 +370,23 @@ class SlotTable:
     def _encode_changed(
         self,
         output: SchedulerOutput,
-        plan: DecodePlan | None,
+        steady: SteadyRequests | None,
         counts: Mapping[str, int],
         ids: tuple[int, int, int],
     ) -> EncodedStep:
-        change = self._judge(output, plan, counts)
+        change = self._judge(output, steady, counts)
         resync = self._resync_rows(change.ended) if self._must_resync else None
-        frames = self._encode_change(output, plan, change, resync, ids)
+        frames = self._encode_change(output, steady, change, resync, ids)
         self._apply(change, ids[2])
         self._must_resync = False
-        if plan is not None:
-            plan.num_pending += 1
+        if steady is not None:
+            steady.num_pending += 1
         rows = change.rows
         return EncodedStep(
             ids[2],
             output,
             frames,
-            plan,
+            steady,
             rows.slots[rows.samples].tolist(),
             rows.sampling_ids,
             self._reporting,
@@ -394,7 +394,7 @@ class SlotTable:
         )
 
     def _judge(
-        self, output: SchedulerOutput, plan: DecodePlan | None, counts: Mapping[str, int]
+        self, output: SchedulerOutput, steady: SteadyRequests | None, counts: Mapping[str, int]
     ) -> _Change:
         """Check a step whole, and return what it does. Nothing changes."""
         new = tuple(output.scheduled_new_reqs)
@@ -403,13 +403,13 @@ class SlotTable:
         new_slots = self._judge_admissions(new, ended_ids, ended)
         slot_of_new = dict(zip((request.req_id for request in new), new_slots, strict=True))
         gone = set(ended_ids)
-        self._check_gone(output, gone.difference(slot_of_new), ended, plan, counts)
+        self._check_gone(output, gone.difference(slot_of_new), ended, steady, counts)
         rows = self._judge_rows(counts, new, slot_of_new)
         num_decodes = 0
-        if plan is not None:
-            num_decodes = len(plan.req_ids)
-            if plan.bits[rows.slots].any():
-                both = counts.keys() & set(plan.req_ids)
+        if steady is not None:
+            num_decodes = len(steady.req_ids)
+            if steady.bits[rows.slots].any():
+                both = counts.keys() & set(steady.req_ids)
                 message = "it is in decode_req_ids and in num_scheduled_tokens"
                 raise wrong_ids(message, "decode_req_ids", both)
         total = num_decodes + int(rows.num_scheduled.sum())
@@ -453,10 +453,10 @@ class SlotTable:
         output: SchedulerOutput,
         gone: set[str],
         ended: Sequence[int],
-        plan: DecodePlan | None,
+        steady: SteadyRequests | None,
         counts: Mapping[str, int],
     ) -> None:
-        decodes_on = plan is not None and plan.bits[ended].any()
+        decodes_on = steady is not None and steady.bits[ended].any()
         if decodes_on or any(req_id in counts for req_id in gone):
             scheduled = {*counts, *output.decode_req_ids}
             message = "it is finished and scheduled in the same step"
@@ -624,14 +624,14 @@ class SlotTable:
     def _encode_change(
         self,
         output: SchedulerOutput,
-        plan: DecodePlan | None,
+        steady: SteadyRequests | None,
         change: _Change,
         resync: bytes | None,
         ids: tuple[int, int, int],
     ) -> list[Frame]:
         """Encode a step that was judged."""
         rows, new = change.rows, change.admitted
-        bits = np.zeros(self.capacity, np.bool_) if plan is None else plan.bits.copy()
+        bits = np.zeros(self.capacity, np.bool_) if steady is None else steady.bits.copy()
         bits[rows.slots] = True
         several = rows.num_scheduled != 1
         pairs = np.empty((int(np.count_nonzero(several)), 2), "<i4")
@@ -711,7 +711,7 @@ class SlotTable:
             raise wrong_ids("request ids are strings", "finished_req_ids", wrong) from None
 
     def _release(self, req_ids: Sequence[str]) -> None:
-        """Free the slots of known requests, and drop the plans that name them. _flush() comes
+        """Free the slots of known requests, and drop the steady sets that name them. _flush() comes
         first: rows and blocks that these count would be lost, or those of the slots' next."""
         if not req_ids:
             return
@@ -724,7 +724,7 @@ class SlotTable:
             self._refused.pop(slot, None)
         if self._holders is not None:
             self._holders.release(slots)
-        self._plans = {key: plan for key, plan in self._plans.items() if not plan.bits[slots].any()}
+        self._steady = [steady for steady in self._steady if not steady.bits[slots].any()]
 
     def _admit(self, request: NewRequest, slot: int) -> None:
         self._slot_of[request.req_id] = slot
@@ -778,11 +778,11 @@ class SlotTable:
             self._taken_ids.clear()
 
     def _flush(self) -> None:
-        for plan in self._plans.values():
-            if plan.num_pending:
-                self._num_computed[plan.slots] += plan.num_pending
-                self._num_tokens[plan.slots] += plan.num_pending
-                plan.num_pending = 0
+        for steady in self._steady:
+            if steady.num_pending:
+                self._num_computed[steady.slots] += steady.num_pending
+                self._num_tokens[steady.slots] += steady.num_pending
+                steady.num_pending = 0
         if self._appended:
             self._count_blocks()
 
