@@ -1,5 +1,5 @@
-"""A stage of several keeps its exchanges with the others, whatever fails in a step: each once and in
-order, or the link is broken."""
+"""Exchanges of a pipeline stage, whatever fails in a step: each once and in order, or the link is
+broken."""
 
 import numpy as np
 import pytest
@@ -246,8 +246,8 @@ def test_first_stage_collects_the_newest_tokens_that_a_step_reads():
         rank.runner.execute_model(message, arrays)
         newest = max((published[slot] for slot in reads), default=-1)
         assert rank.others.collected == [newest]
-        seen.add(newest - steps.publications)
+        seen.add(newest)
         sampling = [slot for slot, (_, _, samples) in ran.items() if samples]
         steps.publications += bool(sampling)
         published |= dict.fromkeys(sampling, steps.publications)
-    assert len(seen) > 2
+    assert len(seen) > 20
