@@ -14,7 +14,7 @@ Letters: R rows, V vocabulary, S splits of a row.
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
 # mypy: disable-error-code="no-untyped-def"
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
 from worker_daemon.contracts.layer_ops import NO_TOKEN
+from worker_daemon.contracts.sampling import SamplingMetadata
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import (
     await_previous,
@@ -63,42 +64,6 @@ _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _HEAVIEST = tl.constexpr(2**62)
 
 
-class SamplingRows(Protocol):
-    """How to sample each of R rows; tensors on the device, of any stride."""
-
-    @property
-    def temperature(self) -> torch.Tensor:
-        """float32 [R]; 0 means greedy."""
-
-    @property
-    def top_k(self) -> torch.Tensor:
-        """int32 [R]; 0 means all tokens."""
-
-    @property
-    def top_p(self) -> torch.Tensor:
-        """float32 [R] in (0, 1]; 1 means all tokens."""
-
-    @property
-    def min_p(self) -> torch.Tensor:
-        """float32 [R] in [0, 1]; 0 means all tokens."""
-
-    @property
-    def seeds(self) -> torch.Tensor:
-        """int64 [R], any 64-bit pattern."""
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """int64 [R]"""
-
-    @property
-    def any_top_k(self) -> bool:
-        """False only if top_k is 0 in every row that is not greedy."""
-
-    @property
-    def any_top_p(self) -> bool:
-        """False only if top_p is 1 in every row that is not greedy."""
-
-
 class TritonSampling:
     """Our Triton kernels; stateless. Scratch memory is the caching allocator's: 4 bytes a logit of
     at most MAX_LISTED where a row has a top-k or top-p, else a few bytes a row."""
@@ -109,7 +74,7 @@ class TritonSampling:
         """device is the one whose tensors tokens will get."""
         self._pdl = has_dependent_launch(device)
 
-    def tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    def tokens(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         """int64 [R], sampled as the torch path does, -1 in rows without numbers to choose by;
         nothing waits for the device.
 
@@ -121,8 +86,8 @@ class TritonSampling:
         tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         # A multiple of 16, so that no slice is aligned otherwise and compiled anew.
         step = max(16, MAX_LISTED // vocab_size // 16 * 16)
-        columns = _columns(rows)
-        narrows = rows.any_top_k or rows.any_top_p
+        columns = _columns(metadata)
+        narrows = metadata.any_top_k or metadata.any_top_p
         for start in range(0, num_rows, step):
             part = slice(start, start + step)
             _sample(
@@ -136,8 +101,8 @@ class TritonSampling:
 
 
 class _Columns(NamedTuple):
-    """SamplingRows' tensors. temperature, top_p and min_p have one stride; seeds and positions are
-    contiguous."""
+    """SamplingMetadata's tensors. temperature, top_p and min_p have one stride; seeds and positions
+    are contiguous."""
 
     temperature: torch.Tensor
     top_p: torch.Tensor
@@ -147,7 +112,7 @@ class _Columns(NamedTuple):
     positions: torch.Tensor
 
 
-def _columns(rows: SamplingRows) -> _Columns:
+def _columns(rows: SamplingMetadata) -> _Columns:
     temperature, top_p, min_p = rows.temperature, rows.top_p, rows.min_p
     if not temperature.stride(0) == top_p.stride(0) == min_p.stride(0):
         temperature, top_p, min_p = (c.contiguous() for c in (temperature, top_p, min_p))

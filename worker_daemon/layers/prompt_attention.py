@@ -120,7 +120,7 @@ class PromptAttention:
         return torch.split(out, [part.shape[0] for part in queries])
 
 
-class _Place(NamedTuple):
+class _HeadRange(NamedTuple):
     """Where a head lies in its step."""
 
     seq: int
@@ -141,7 +141,7 @@ class _Head:
     start: int
     length: int
     num_planned: int
-    """As in _Place."""
+    """As in _HeadRange."""
     pages: Tensor
     """int64 [2, P / block_size, rounded up], device: twice the id of each block of its context,
     then the same plus one; the null block's behind its end."""
@@ -178,14 +178,14 @@ def _split_step(metadata: AttentionMetadata, block_size: int) -> _Split:
     )
 
 
-def _places(query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> list[_Place]:
+def _places(query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> list[_HeadRange]:
     """Return the heads of all whole prompts that are long enough."""
     lengths = query_lens.tolist()
     starts = [0, *accumulate(lengths)]
     chosen = np.flatnonzero((query_lens == seq_lens) & (query_lens >= PLAN_TOKENS[0])).tolist()
     planned = [_num_planned(lengths[seq]) for seq in chosen]
     return [
-        _Place(seq, starts[seq], min(lengths[seq], num_planned), num_planned)
+        _HeadRange(seq, starts[seq], min(lengths[seq], num_planned), num_planned)
         for seq, num_planned in zip(chosen, planned, strict=True)
     ]
 
@@ -195,7 +195,7 @@ def _num_planned(length: int) -> int:
     return max(plan for plan in PLAN_TOKENS if plan * _PADDED_EIGHTHS <= length * 8)
 
 
-def _head(place: _Place, metadata: AttentionMetadata, block_size: int) -> _Head:
+def _head(place: _HeadRange, metadata: AttentionMetadata, block_size: int) -> _Head:
     row = metadata.block_table.index_select(0, metadata.seq_rows[place.seq : place.seq + 1])[0]
     num_blocks = -(-place.length // block_size)
     padding = -(-place.num_planned // block_size) - num_blocks

@@ -29,7 +29,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _WeightPlace:
     """A region of one parameter, and what of the incoming tensor fills it."""
 
     parameter: Parameter
@@ -41,7 +41,7 @@ class _Place:
 class Places:
     """The places of one rank, and what the whole group expects."""
 
-    places: Mapping[str, Sequence[_Place]]
+    places: Mapping[str, Sequence[_WeightPlace]]
     """By incoming name; a name that other ranks take has none."""
     tensors: Mapping[str, tuple[str, ...]]
     """Incoming name -> checkpoint names of what it fills on this rank."""
@@ -130,7 +130,7 @@ class Places:
 def checkpoint_places(stage: DecoderStage, config: DecoderConfig) -> Places:
     """Places by the checkpoint's names: whole tensors come, and each rank takes its part."""
     shapes = checkpoint_shapes(config)
-    places: dict[str, list[_Place]] = {}
+    places: dict[str, list[_WeightPlace]] = {}
     for parameter in stage.parameters():
         for piece in parameter.pieces:
             places.setdefault(piece.name, []).append(_of_piece(parameter, piece))
@@ -148,7 +148,7 @@ def kernel_places(
 ) -> Places:
     """Places by our parameters' own names. NAME is for every rank that has such a parameter,
     NAME@tpN for tensor-parallel rank N alone."""
-    places: dict[str, list[_Place]] = {}
+    places: dict[str, list[_WeightPlace]] = {}
     tensors: dict[str, tuple[str, ...]] = {}
     for parameter in stage.parameters():
         for name in (parameter.name, f"{parameter.name}@tp{tp_rank}"):
@@ -171,10 +171,10 @@ def _parameters(
     return whole_model(config, tensor_parallel(rank, size), dtype).parameters()
 
 
-def _of_piece(parameter: Parameter, piece: Piece) -> _Place:
-    return _Place(parameter, piece.source, piece.target)
+def _of_piece(parameter: Parameter, piece: Piece) -> _WeightPlace:
+    return _WeightPlace(parameter, piece.source, piece.target)
 
 
-def _of_parameter(parameter: Parameter) -> _Place:
+def _of_parameter(parameter: Parameter) -> _WeightPlace:
     whole = tuple(slice(0, size) for size in parameter.data.shape)
-    return _Place(parameter, whole, whole)
+    return _WeightPlace(parameter, whole, whole)

@@ -5,57 +5,18 @@ integers. `TorchSampling` is the definition.
 Shapes: R rows, V vocabulary.
 """
 
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from worker_daemon.contracts.layer_ops import NO_TOKEN
+from worker_daemon.contracts.sampling import SamplingMetadata
 from worker_daemon.layers.torch_ops import likeliest
 from worker_daemon.sample.noise import gumbel_noise
 
 _WEIGHT_ONE = 2.0**40
 _CHUNK_ELEMENTS = 1 << 25
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingMetadata:
-    """How to sample each row. The any_ flags only save work: needlessly true is harmless."""
-
-    temperature: Tensor
-    """float32 [R]; 0 means greedy."""
-    top_k: Tensor
-    """int32 [R]; 0 means all tokens."""
-    top_p: Tensor
-    """float32 [R] in (0, 1]; 1 means all tokens."""
-    min_p: Tensor
-    """float32 [R] in [0, 1]; 0 means all tokens."""
-    seeds: Tensor
-    """int64 [R], any 64-bit pattern."""
-    positions: Tensor
-    """int64 [R]: position in its sequence of the token that is sampled."""
-    any_random: bool
-    any_top_k: bool
-    any_top_p: bool
-    any_min_p: bool
-
-
-class Sampling(Protocol):
-    """Chooses tokens. Every implementation draws the same, but for the last bit of exp and log."""
-
-    name: str
-
-    def tokens(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-        """Return int64 [R], one token for each row of logits [R, V], float32, bf16 or fp16, which
-        are not changed: the same for a value in whichever dtype. Each row is contiguous. NO_TOKEN
-        for a row of which one is NaN, or the largest infinite.
-
-        Greedy rows take the largest logit, the lowest id among equals. Other rows: temperature,
-        then min-p, top-k and top-p, each on what the last has left (at least one token), then the
-        largest of logit plus Gumbel noise. top-k and top-p keep all tokens that tie with the last
-        one kept.
-        """
 
 
 class TorchSampling:
