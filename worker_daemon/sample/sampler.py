@@ -1,8 +1,7 @@
 """Logits to tokens. A row's token depends on that row alone, not on the rest of the batch.
 
-Hence every reduction over the vocabulary here is exact in any order: maxima, sorts and sums of
-integers. `TorchSampling` is the definition.
-Shapes: R rows, V vocabulary.
+So every reduction over the vocabulary is exact in any order: maxima, sorts and sums of integers.
+`TorchSampling` is the reference implementation. Shapes: R rows, V vocabulary.
 """
 
 from dataclasses import replace
@@ -69,19 +68,19 @@ def _sample_chunk(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
 
 
 def _scale(logits: Tensor, temperature: Tensor) -> Tensor:
-    """(logit - largest) / temperature: the likeliest is 0, so no temperature overflows."""
+    """Return (logit - largest) / temperature. The likeliest is 0, so no temperature overflows."""
     divisor = torch.where(temperature == 0, 1.0, temperature).unsqueeze(1)
     return (logits - logits.amax(dim=-1, keepdim=True)) / divisor
 
 
 def _filter_min_p(scaled: Tensor, min_p: Tensor) -> Tensor:
-    """Drops tokens less likely than min_p times the likeliest, whose scaled logit is 0."""
+    """Drop tokens less likely than min_p times the likeliest, whose scaled logit is 0."""
     least = min_p.to(torch.float64).log().to(torch.float32)
     return scaled.masked_fill(scaled < least.unsqueeze(1), -torch.inf)
 
 
 def _filter_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Keeps the top_k largest, of these the fewest whose probability reaches top_p."""
+    """Keep the top_k largest, and of these the fewest whose probability reaches top_p."""
     vocab_size = scaled.shape[1]
     ordered = scaled.sort(dim=-1, descending=True).values
     num_kept = torch.where(top_k == 0, vocab_size, top_k.clamp(max=vocab_size)).to(torch.int64)
@@ -97,7 +96,7 @@ def _filter_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def _weights(scaled: Tensor) -> Tensor:
     """exp as a fixed-point integer, int64: sums stay below 2^63 for vocabularies under 2^23.
 
-    A token under 2^-40 of the likeliest weighs nothing and is dropped even for top_p = 1; it lies
-    27.7 behind, and Gumbel noise, which spans 25.8, could never have lifted it to the top.
+    A token under 2^-40 of the likeliest has weight zero and is dropped even for top_p = 1. Its
+    logit is 27.7 lower, and Gumbel noise, which spans 25.8, could never make it the largest.
     """
     return scaled.exp().mul_(_WEIGHT_ONE).to(torch.int64)
