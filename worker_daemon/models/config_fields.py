@@ -1,5 +1,7 @@
 """Fields of config.json that families share, in both forms that transformers writes (releases 4 and
-5), with its defaults. All functions raise ConfigError, which names field and fix.
+5), with its defaults.
+
+All functions raise ConfigError, which names field and fix.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -82,8 +82,9 @@ def read_staged(
     num_readers: int = MAX_READERS,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> None:
-    """Fill the targets of all extents; on return the device has them. advance is called on the
-    calling thread with the number of target bytes submitted to the device.
+    """Fill the targets of all extents; on return the device has them.
+
+    advance is called on the calling thread with the number of target bytes submitted to the device.
 
     Raises:
         OSError: a file cannot be read.

@@ -1,6 +1,7 @@
-"""Tracks whether this rank's weights are complete, by checkpoint name. Code that writes, discards
-or restores weights reports it here; code that needs them asks here. Used on the step thread;
-`report` is a value that any thread may read.
+"""Tracks whether this rank's weights are complete, by checkpoint name.
+
+Code that writes, discards or restores weights reports it here; code that needs them asks here. Used
+on the step thread; `report` is a value that any thread may read.
 """
 
 from collections.abc import Collection, Iterable
