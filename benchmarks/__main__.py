@@ -1,5 +1,7 @@
 """`make bench`: every benchmark that this machine can run, one table at the end, and the figures in
-build/bench.json. Runs each in a process of its own; measures nothing itself.
+build/bench.json. Runs each in a process of its own; measures nothing itself. Figures of whole
+workloads, start-up and sleep also go into docs/performance.json and the table of
+docs/performance.md (benchmarks/records.py), unless --quick or --no-records says otherwise.
 
 Sections: `wire` (codec, transport and control plane, on any machine), and with a CUDA device
 `ceilings`, `kernels`, `loading`, `weights` (new weights into a running daemon), `startup`, `sleep`,
@@ -24,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import targets, workloads
+from benchmarks import records, targets, workloads
 from benchmarks.floors import Ceilings, ModelShape, workload_floor_s
 from benchmarks.targets import Target
 
@@ -305,6 +307,11 @@ def run_sections(parts: Parts, options: argparse.Namespace) -> None:
         DEVICE_SECTIONS[section](parts, options)
 
 
+def device_name() -> str:
+    """Return the GPU's name, or `cpu`."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
 def quick(options: argparse.Namespace) -> list[str]:
     """The option for runs of their own."""
     return ["--quick"] if options.quick else []
@@ -317,8 +324,8 @@ def shapes(options: argparse.Namespace) -> list[tuple[int, int]]:
     return [(1, 1), *([(2, 1), (1, 2)] if torch.cuda.device_count() > 1 else [])]
 
 
-def report(parts: Parts, out: Path) -> None:
-    """Print the table and write the file."""
+def report(parts: Parts, out: Path, run: records.BenchRun) -> dict[str, Any]:
+    """Print the table, write the file and return what is in it."""
     print(f"\n{'part':<30} {'figure':<52} {'value':>12} {'unit':<10} {'floor':>10} of floor")
     for row in parts.rows:
         floor = " " * 10 if row.floor is None else f"{row.floor:>10.4g}"
@@ -333,12 +340,14 @@ def report(parts: Parts, out: Path) -> None:
         print(line)
     out.parent.mkdir(parents=True, exist_ok=True)
     content = {
+        "run": asdict(run),
         "rows": [asdict(row) for row in parts.rows],
         "failed": parts.failed,
         "left_out": parts.left_out,
     }
     out.write_text(json.dumps(content, indent=1) + "\n")
     print(f"written to {out}")
+    return content
 
 
 def listed(allowed: Sequence[str]) -> Callable[[str], list[str]]:
@@ -367,6 +376,8 @@ def parse_options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="this many tensor ranks only")
     parser.add_argument("--quick", action="store_true", help="fewer rounds; figures are rough")
     parser.add_argument("--out", type=Path, default=BUILD / "bench.json")
+    parser.add_argument("--commit", default="", help="what runs, where git cannot tell")
+    parser.add_argument("--no-records", action="store_true", help="leave docs/performance.* alone")
     return parser.parse_args(words)
 
 
@@ -380,7 +391,10 @@ def main() -> int:
         try:
             run_sections(parts, options)
         finally:
-            report(parts, options.out)
+            run = records.current_run(device_name(), sys.argv[1:], options.commit)
+            content = report(parts, options.out, run)
+            if not (options.quick or options.no_records):
+                print(f"{records.keep(content)} figures kept in docs/performance.json")
     return 1 if parts.failed else 0
 
 

@@ -20,11 +20,8 @@ import triton.testing
 
 from benchmarks.kernels import host_us
 from worker_daemon.backend import choose_backend
-from worker_daemon.sample.sampler import (
-    Sampling,
-    SamplingMetadata,
-    TorchSampling,
-)
+from worker_daemon.contracts.sampling import Sampling, SamplingMetadata
+from worker_daemon.sample.sampler import TorchSampling
 
 FULL_BYTES_PER_S = 4.5e12
 NUM_ROWS = (1, 8, 64, 256)

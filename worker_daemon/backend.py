@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from worker_daemon.contracts.layer_ops import LayerOps
+from worker_daemon.contracts.sampling import Sampling
 from worker_daemon.distributed.symmetric import Window
 from worker_daemon.distributed.tp import MakeReducer, Reducer
 from worker_daemon.layers.attention_choice import ChosenAttention
@@ -14,7 +15,7 @@ from worker_daemon.layers.torch_attention import TorchPagedAttention
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.runner.row_tables import RowKernels, TorchRowKernels
 from worker_daemon.runner.staging import CudaStaging, HostStaging, OpenStaging
-from worker_daemon.sample.sampler import Sampling, TorchSampling
+from worker_daemon.sample.sampler import TorchSampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,7 @@ def wrong_shape(tensors):
 
 
 REFUSALS = [
-    ("checkpoint", wrong_shape, "k_proj.weight comes in another shape.*send it as"),
+    ("checkpoint", wrong_shape, "k_proj.weight has another shape.*send it as"),
     (
         "checkpoint",
         lambda tensors: tensors | {"model.layers.9.mlp.up_proj.weight": torch.zeros(2, 2)},
@@ -173,7 +173,7 @@ REFUSALS = [
     (
         "kernel",
         lambda tensors: tensors,
-        r"embed_tokens.weight comes in another shape.*\[331, 64\]; fix: send it as \[384, 64\]",
+        r"embed_tokens.weight has another shape.*\[331, 64\]; fix: send it as \[384, 64\]",
     ),
     (
         "kernel",
@@ -195,7 +195,7 @@ def test_update_that_cannot_be_is_refused_before_its_first_byte(served, new, old
         # All that the model needs, but for one tensor of the second stage.
         tensors = tensors_of(new)
         last = {"lm_head.weight": tensors.pop("lm_head.weight")}
-        with pytest.raises(RemoteConfigError, match=r"1 tensors have not come.*lm_head"):
+        with pytest.raises(RemoteConfigError, match=r"1 tensors are missing.*lm_head"):
             sender.send(tensors)
         weights = group.get_status()[1].weights
         assert (weights.state, weights.num_missing, weights.missing) == (
@@ -205,7 +205,7 @@ def test_update_that_cannot_be_is_refused_before_its_first_byte(served, new, old
         )
         with pytest.raises(WeightsNotWhole, match="reload_weights"):
             generate(group, loaded, old_requests)
-        with pytest.raises(IllegalStateError, match="needs whole weights"):
+        with pytest.raises(IllegalStateError, match="needs complete weights"):
             group.save_sharded_state("dirty")
         # A partial update may end only once it has brought what that one lacked.
         with pytest.raises(IllegalStateError, match="have not been written"):

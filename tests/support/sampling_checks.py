@@ -12,7 +12,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from worker_daemon.sample.sampler import SamplingMetadata, TorchSampling
+from worker_daemon.contracts.sampling import SamplingMetadata
+from worker_daemon.sample.sampler import TorchSampling
 
 CHI_SQUARE_SETTINGS = [
     {"temperature": 1.0},

@@ -1,1 +1,1 @@
-"""Values and interfaces that layers and kernels share. Knows neither of them."""
+"""Values and interfaces that layers and kernels share."""

@@ -1,5 +1,5 @@
-"""What attention takes of a layer and of a step, and the interface of whatever computes it over the
-paged KV cache.
+"""The inputs of attention from a layer and a step, and the interface of its implementations over
+the paged KV cache.
 
 Shapes: N tokens in the step, B sequences, Hq query heads and Hkv KV heads of this rank, D head_dim,
 P positions. A layer's cache is [num_blocks, 2, block_size, Hkv, D], index 0 of dim 1 being K; block
@@ -18,36 +18,36 @@ from worker_daemon.contracts.layer_ops import HeadNorms, LayerOps
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """A step's sequences. Tokens lie sequence after sequence, padding behind them. Layers of
-    different groups differ in block_table and slot_mapping alone."""
+    """A step's sequences. Tokens are ordered by sequence, with padding at the end. Layers of
+    different KV groups differ only in block_table and slot_mapping."""
 
     query_start_loc: Tensor
-    """int32 [B + 1], device: sequence b owns tokens from entry b up to entry b + 1, which may be
+    """int32 [B + 1], device: sequence b has the tokens from entry b up to entry b + 1; it may have
     none."""
     seq_lens: Tensor
     """int32 [B], device: context length, this step's tokens included."""
     seq_order: Tensor
-    """int32 [B], device: the sequences in the order in which work on them best starts."""
+    """int32 [B], device: the sequences in the order in which to start them."""
     block_table: Tensor
     """int32 [rows, max_blocks], device, rows contiguous: block ids of each request row in order."""
     seq_rows: Tensor
-    """int32 [B], device: the row of the block table that each sequence has."""
+    """int32 [B], device: each sequence's row of the block table."""
     slot_mapping: Tensor
     """int32 or int64 [N], device: block_id * block_size + offset; padding points into block 0."""
     num_seqs: int
     max_query_len: int
-    """An upper bound of a sequence's query tokens."""
+    """An upper bound on a sequence's query tokens."""
     max_seq_len: int
-    """An upper bound of seq_lens, on which the choice of launches may depend."""
+    """An upper bound on seq_lens; the choice of launches may depend on it."""
     query_lens_np: npt.NDArray[np.int32]
     """int32 [B], host: this step's tokens of each sequence."""
     seq_lens_np: npt.NDArray[np.int32]
-    """int32 [B], host: seq_lens, or an upper bound of a sequence that has sampled before."""
+    """int32 [B], host: seq_lens, or an upper bound for a sequence that has sampled before."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What the attention of all layers shares in one forward pass."""
+    """Inputs that the attention of all layers shares in one forward pass."""
 
     positions: Tensor
     """int32 or int64 [N], each below P."""
@@ -58,8 +58,8 @@ class AttentionStep:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """How a layer's projection becomes queries, keys and values, and what these attend to. Made
-    once a layer."""
+    """A layer's conversion of its projection into queries, keys and values, and its window. Made
+    once per layer."""
 
     ops: LayerOps
     num_kv_heads: int
@@ -85,27 +85,27 @@ class AttentionLayer:
 
 
 class AttentionBackend(Protocol):
-    """Computes attention. One object serves every layer: it keeps nothing but what the layers of
-    one step share."""
+    """Computes attention. One object serves every layer and keeps only what the layers of one step
+    share."""
 
     def attend(
         self, q: Tensor, kv_cache: Tensor, layer: AttentionLayer, metadata: AttentionMetadata
     ) -> Tensor:
-        """q [N, Hq, D], any strides with the last dimension contiguous -> [N, Hq, D]; this step's
-        keys and values are in kv_cache already.
+        """Return attention [N, Hq, D] of q [N, Hq, D], whose last dimension is contiguous. kv_cache
+        already has this step's keys and values.
 
         A query at position p sees keys at positions p - window + 1 to p (all up to p without a
-        window); blocks that no query of a sequence sees may hold anything, NaN too. Tokens behind
-        the last sequence are padding; their output is finite and otherwise unspecified. Never
-        waits for the device.
+        window); blocks that no query of a sequence sees may hold anything, even NaN. Tokens after
+        the last sequence are padding; their output is finite and otherwise unspecified. Never waits
+        for the device.
         """
 
     def rotate_and_attend(
         self, qkv: Tensor, kv_cache: Tensor, layer: AttentionLayer, step: AttentionStep
     ) -> Tensor:
-        """layer.rotate_and_store, then attend with what that returns, or both in one kernel: qkv
+        """Call layer.rotate_and_store, then attend with its result, or do both in one kernel: qkv
         [N, (Hq + 2 Hkv) D], which may be overwritten -> [N, Hq, D].
 
-        No sequence may see in its blocks what another one stores in this same step; behind its
-        window its row may name any block. What block 0 holds afterwards is unspecified.
+        No sequence may see in its blocks what another one stores in the same step. Behind its
+        window, its row may name any block. The content of block 0 is unspecified afterwards.
         """

@@ -1,5 +1,4 @@
-"""What a layer computes beside attention, as operations that a device may fuse. Knows no parameter
-and no parallelism.
+"""The operations of a layer besides attention, which a device may fuse.
 
 Shapes: N tokens, H hidden size, I inner size of the MLP, Hq / Hkv query and KV heads of this rank,
 D head_dim, P positions.
@@ -10,8 +9,7 @@ from typing import Final, NamedTuple, Protocol
 from torch import Tensor
 
 NO_TOKEN: Final = -1
-"""Chosen in place of a token where a row's logits are no numbers to choose by: one of them is NaN,
-or the largest is infinite."""
+"""Returned instead of a token if one of a row's logits is NaN, or the largest is infinite."""
 
 
 class HeadNorms(Protocol):
@@ -27,8 +25,8 @@ class HeadNorms(Protocol):
 
 
 class NormedSum(NamedTuple):
-    """A norm of the residual stream that is still to be computed: rms_norm(s, weight, eps) with
-    s = residual + part, rounded to the model's dtype before the norm."""
+    """A norm of the residual stream that has not been computed yet: rms_norm(s, weight, eps) with s
+    = residual + part, rounded to the model's dtype before the norm."""
 
     part: Tensor | None
     """[N, H]; None adds nothing."""
@@ -41,12 +39,12 @@ class NormedSum(NamedTuple):
 
 class LayerOps(Protocol):
     """One stateless object serves every layer. All tensors are contiguous and of the model's dtype
-    unless said otherwise; results are new, arguments stay as they are, unless said otherwise. Never
+    unless said otherwise; results are new and arguments unchanged, unless said otherwise. Never
     waits for the device."""
 
     @property
     def name(self) -> str:
-        """As a daemon reports it."""
+        """The name that a daemon reports."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b: x [N, K], weight [M, K], bias [M] -> [N, M]."""
@@ -58,13 +56,13 @@ class LayerOps(Protocol):
     def norm_linear(
         self, source: NormedSum, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(linear(n, weight, bias), s) with s the sum of source, n its norm, which need not be
-        rounded here. Without a part, s is source's residual itself."""
+        """Return (linear(n, weight, bias), s), where s is the sum of source and n its norm, which
+        need not be rounded. Without a part, s is source's residual itself."""
 
     def norm_gated_linear(
         self, source: NormedSum, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """As norm_linear, with gated_linear in place of linear."""
+        """Like norm_linear, with gated_linear instead of linear."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over H, in float32, rounded once: x [N, H], weight
@@ -81,8 +79,8 @@ class LayerOps(Protocol):
 
     def greedy_tokens(self, logits: Tensor, vocab_size: int) -> Tensor:
         """logits [R, >= vocab_size], rows contiguous -> int64 [R]: the id below vocab_size of each
-        row's largest logit, the lowest among equals; NO_TOKEN where one of the row's is NaN or the
-        largest is infinite."""
+        row's largest logit, the lowest among equals; NO_TOKEN if one of the row's logits is NaN or
+        the largest is infinite."""
 
     def rotate_and_store(
         self,
@@ -94,8 +92,8 @@ class LayerOps(Protocol):
         kv_cache: Tensor,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """Norms the q and k heads where asked, rotates them by `rotary_table` (rotary.py), stores k
-        and v, returns q [N, Hq, D].
+        """Norm the q and k heads if asked, rotate them by `rotary_table` (rotary.py), store k and
+        v, and return q [N, Hq, D].
 
         qkv [N, (Hq + 2 Hkv) D] may be overwritten, and q may be a view of it. positions [N] is
         integer, rotary_table float32 [P, 2, D / 2]. kv_cache [num_blocks, 2, block_size, Hkv, D]

@@ -1,4 +1,1 @@
-"""Triton kernels and their launchers, one operation per file.
-
-Knows tensors and devices; no layer, model or wire type.
-"""
+"""Triton kernels and their launchers, one operation per file."""

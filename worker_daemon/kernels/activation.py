@@ -1,7 +1,4 @@
-"""The gated activation of an MLP: silu of one half of a projection times the other half.
-
-Must not know layers.
-"""
+"""The gated activation of an MLP: silu of one half of a projection times the other half."""
 
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
 # mypy: disable-error-code="no-untyped-def"
@@ -22,7 +19,7 @@ def silu_and_mul(gate_up: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
 
     Args:
         gate_up: [N, 2 I] contiguous, fp32, bf16 or fp16: gate in the first I columns, then up.
-        pdl: launched as a dependent of the kernel before (see launch.py).
+        pdl: launch as a dependent of the previous kernel (see launch.py).
 
     Returns:
         [N, I], dtype of gate_up.

@@ -1,7 +1,6 @@
 """The most likely token of each row of logits.
 
-Must not know sampling parameters. A maximum is exact in any order, so a row's token depends on that
-row alone, and on nothing that depends on the batch.
+A maximum is exact in any order, so a row's token depends on that row alone and not on the batch.
 
 Letters: R rows, V vocabulary.
 """
@@ -18,13 +17,13 @@ from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 
 BLOCK = 4096
-"""Logits of one row that a program reads at a time."""
+"""Logits of a row that a program reads at a time."""
 
 MAX_SPLITS = 64
 """Parts of a row that one program merges."""
 
 ENOUGH_PROGRAMS = 1024
-"""With as many programs a launch reads as fast as memory allows: rows are not split further."""
+"""With this many programs a launch reads as fast as memory allows; rows are not split further."""
 
 _BEYOND = tl.constexpr(2**31 - 1)
 """More than any token's id."""
@@ -35,8 +34,8 @@ _INFINITY = tl.constexpr(float("inf"))
 def greedy_tokens(logits: torch.Tensor, vocab_size: int, *, pdl: bool = False) -> torch.Tensor:
     """int64 [R]: the id below vocab_size of each row's largest logit, the lowest among equals.
 
-    A row gives NO_TOKEN where one of its logits is NaN or the largest is infinite: there is nothing
-    to choose by. Nothing waits for the device.
+    A row gives NO_TOKEN if one of its logits is NaN or the largest is infinite. Never waits for the
+    device.
 
     Args:
         logits: [R, >= vocab_size], bf16, fp16 or fp32, each row contiguous; R may be 0.
@@ -101,7 +100,7 @@ def _scan_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each lane keeps the largest value of its columns, infinity for a NaN, then the lanes
+    """Each lane keeps the largest value of its columns, infinity for a NaN; then the lanes
     compare."""
     start_next(PDL)
     row = tl.program_id(0)
@@ -149,5 +148,5 @@ def _merge_kernel(tokens, best, ids, num_splits, BLOCK: tl.constexpr, PDL: tl.co
 
 @triton.jit
 def _chosen(token, top):
-    """int64: the token whose logit is top, if that is a number."""
+    """int64: the token whose logit is top, if that is finite."""
     return tl.where(tl.abs(top) < _INFINITY, token, _NO_TOKEN).to(tl.int64)

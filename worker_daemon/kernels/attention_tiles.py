@@ -1,7 +1,8 @@
-"""Pieces of the attention kernels: tiles of keys of the paged cache, folded into running softmaxes.
+"""Device functions of the attention kernels: tiles of keys of the paged cache, folded into running
+softmaxes.
 
-Must not know layers, launches or which queries a tile holds. Online softmax after Milakov and
-Gimelshein (arXiv 1805.02867), tiled as in FlashAttention-2 (Dao, arXiv 2307.08691).
+Online softmax after Milakov and Gimelshein (arXiv 1805.02867), tiled as in FlashAttention-2 (Dao,
+arXiv 2307.08691).
 
 Letters: D head dimension; a tile is BLOCK_M rows against BLOCK_N keys, BLOCK_D the padded D.
 """

@@ -1,9 +1,9 @@
-"""Compiling many kernels at once, before any of them runs. Must not know any kernel.
+"""Compiles many kernels in parallel, before any of them runs.
 
-Triton compiles a kernel when it is first launched, one after the other, half a second each. Inside
-`compiling_ahead()` a launch of a kernel that is marked `launched` only asks for its compilation,
-which threads do meanwhile; when the block ends all is in Triton's caches, in memory and on disk.
-Nothing is computed there, so nobody may read a result: capture a graph, and throw it away.
+Triton compiles a kernel at its first launch, one after the other, half a second each. Inside
+`compiling_ahead()`, launching a kernel that is marked `launched` only requests its compilation,
+which threads do meanwhile. When the block ends, all kernels are in Triton's caches, in memory and
+on disk. Nothing is computed, so results are undefined: capture a graph and drop it.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
 MAX_THREADS: Final = 16
-"""A kernel's passes leave the interpreter's lock alone; its code generator does not."""
+"""A kernel's compiler passes release the interpreter's lock; its code generator does not."""
 
 _Grid = TypeVar("_Grid")
 
@@ -36,13 +36,13 @@ class Launched:
 
 
 def launched(kernel: Any) -> Launched:
-    """Mark a kernel, above triton.jit."""
+    """Mark a kernel; goes above triton.jit."""
     return Launched(kernel)
 
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Let launches compile and do nothing else; all is compiled when this ends. One at a time.
+    """Let launches only compile; all kernels are compiled when this ends. One at a time.
 
     Raises:
         triton.CompilationError: a kernel cannot be compiled.

@@ -1,8 +1,9 @@
-"""Pieces of kernels: norm and rotation of heads, in the registers of a program that uses them.
+"""Device functions for kernels: norm and rotation of heads, in the registers of a program that uses
+them.
 
-Must not know layers, caches or launches. A head of D elements pairs element i with its partner
-i + D / 2 or i - D / 2 (the form of Su et al., 2021, that checkpoints of the Llama family use). Both
-are loaded, rather than exchanged, so that a head lies in its tile as any other row does.
+A head of D elements pairs element i with its partner i + D / 2 or i - D / 2 (the form of Su et al.,
+2021, that checkpoints of the Llama family use). Both are loaded rather than exchanged, so that a
+head has the same layout in its tile as any other row.
 """
 
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
@@ -16,8 +17,8 @@ import triton.language as tl
 def load_angles(
     rotary_table, position, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """cos and sin [ROWS, BLOCK_D] fp32 of a position, the sine as what the partner is to be
-    multiplied with. rotary_table is [P, 2, HEAD_DIM / 2] fp32: cos, then sin."""
+    """Return cos and sin [ROWS, BLOCK_D] fp32 of a position; sin has the sign for the
+    multiplication with the partner. rotary_table is [P, 2, HEAD_DIM / 2] fp32: cos, then sin."""
     HALF: tl.constexpr = HEAD_DIM // 2
     dim = tl.arange(0, BLOCK_D)
     # Loaded for every row alike: a row shared by all would pass through shared memory.
@@ -31,8 +32,8 @@ def load_angles(
 
 @triton.jit
 def load_pairs(heads, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The elements of heads and their partners, [ROWS, BLOCK_D] fp32 each. heads [ROWS] points at
-    each row's head; inside [ROWS, BLOCK_D] masks both."""
+    """Return the elements of heads and their partners, [ROWS, BLOCK_D] fp32 each. heads [ROWS]
+    points at each row's head; inside [ROWS, BLOCK_D] masks both."""
     dim = tl.arange(0, BLOCK_D)
     own = tl.load(heads[:, None] + dim[None, :], mask=inside, other=0.0)
     partner_dim = (dim + HEAD_DIM // 2) % HEAD_DIM
@@ -48,7 +49,7 @@ def load_gains(
     BLOCK_D: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """What turn takes of a norm's weights [HEAD_DIM], alike for every row; ones if not NORMED."""
+    """Return a norm's weights [HEAD_DIM] for turn, equal for every row; ones if not NORMED."""
     if NORMED:
         in_head = tl.broadcast_to((tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], [ROWS, BLOCK_D])
         row = tl.zeros([ROWS], tl.int32)
@@ -63,7 +64,8 @@ def turn(
     own, partner, own_gain, partner_gain, eps, cos, sin,
     NORMED: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Heads [ROWS, BLOCK_D] fp32 after their norm, where NORMED, and their rotation: not rounded.
+    """Return heads [ROWS, BLOCK_D] fp32 after their norm, if NORMED, and their rotation, not
+    rounded.
 
     The arithmetic is that of rope_store.py, except for the order of the norm's sum."""
     if NORMED:

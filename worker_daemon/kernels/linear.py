@@ -1,8 +1,7 @@
 """Products of few rows with a weight matrix, bound by reading the weights once.
 
-Must not know layers. One row takes dot products (row_linear.py), up to 64 rows matrix instructions;
-everything else is torch's. Sums that several programs share are added in a fixed order, so equal
-inputs give equal bits.
+One row uses dot products (row_linear.py), up to 64 rows matrix instructions; torch does everything
+else. Sums that several programs share are added in a fixed order, so equal inputs give equal bits.
 
 Letters: y[M, O] = x[M, I] W[O, I]^T + bias.
 """
@@ -27,17 +26,17 @@ from worker_daemon.kernels.row_linear import launch_row
 from worker_daemon.kernels.tuning import MatrixTile, Tile, Tuning, VectorTile, load_tuning
 
 MAX_TILES = 16384
-"""Tiles along O that one launch can count the arrivals at."""
+"""Tiles along O whose arrivals one launch can count."""
 
 
 class ThinLinear:
-    """The products of all layers, one object a daemon; its launches share one stream.
+    """The products of all layers; one object per daemon, on one stream.
 
     Owns MAX_TILES int32 counters on the device, which are zero between launches.
     """
 
     def __init__(self, device: torch.device, tuning: Tuning | None = None) -> None:
-        """device is the one of all tensors; tuning defaults to what ships for it."""
+        """device is that of all tensors; tuning defaults to the one shipped for it."""
         self._pdl = has_dependent_launch(device)
         self._tuning = _shipped_tuning(device) if tuning is None else tuning
         self._arrivals = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
@@ -51,7 +50,7 @@ class ThinLinear:
         """y [M, O], contiguous, of x [M, I], weight [O, I] and bias [O], all of one dtype.
 
         Sums are kept in fp32 and rounded once. A row of y depends on its row of x and on the bucket
-        of M alone. fp32, more than 64 rows and weights that are not contiguous are torch's.
+        of M alone. torch computes fp32, more than 64 rows, and weights that are not contiguous.
         """
         tile = self._choose(x, weight)
         if tile is None:
@@ -64,8 +63,8 @@ class ThinLinear:
         return y
 
     def row_tile(self, x: torch.Tensor, weight: torch.Tensor) -> VectorTile | None:
-        """The tile of a product of x [1, I] by row_linear.py; None where there are more rows, or
-        it is torch's."""
+        """Return the tile of a product of x [1, I] by row_linear.py; None if there are more rows or
+        torch computes it."""
         tile = self._choose(x, weight)
         return tile if isinstance(tile, VectorTile) else None
 
@@ -163,7 +162,8 @@ def _matrix_kernel(
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program of a tile's SPLITS sums over its share of the columns; the last one adds up."""
+    """Each of a tile's SPLITS programs sums over its share of the columns; the last to finish adds
+    the sums."""
     start_next(PDL)
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -201,7 +201,7 @@ def _matrix_kernel(
         element = tl.arange(0, BLOCK_O)[:, None] * BLOCK_M + m[None, :]
         here = parts + tile * (SPLITS * BLOCK_O * BLOCK_M) + element
         tl.store(here + split * (BLOCK_O * BLOCK_M), acc)
-        # All threads' parts come before the count, the count before other programs' parts.
+        # All threads write their parts before the count, and read other programs' parts after it.
         tl.debug_barrier()
         before = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
         tl.debug_barrier()

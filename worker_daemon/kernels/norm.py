@@ -1,7 +1,7 @@
 """Root-mean-square norm of rows, alone or fused with the residual addition before it.
 
-Must not know layers. One program normalises one row, with a tile that depends on the row's size
-alone: a row's result does not depend on the rows beside it.
+One program normalizes one row, with a tile that depends only on the row's size, so that a row's
+result does not depend on other rows.
 """
 
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
@@ -15,7 +15,7 @@ from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 
 MAX_SIZE = 16384
-"""A row of so many elements still fits the registers of one program."""
+"""A row of this many elements still fits the registers of one program."""
 
 _ELEMENTS_PER_THREAD = 8
 _WARPS = (4, 16)
@@ -31,7 +31,7 @@ def rms_norm(
         x: [N, H] contiguous, fp32, bf16 or fp16; H is at most MAX_SIZE.
         weight: [H], dtype of x.
         eps: added to the mean of squares.
-        pdl: launched as a dependent of the kernel before (see launch.py).
+        pdl: launch as a dependent of the previous kernel (see launch.py).
 
     Returns:
         [N, H], dtype of x.
@@ -44,8 +44,8 @@ def rms_norm(
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(s), s) with s = residual + x rounded to their dtype; x and residual stay as they
-    are.
+    """Return (rms_norm(s), s) with s = residual + x rounded to their dtype; x and residual are
+    unchanged.
 
     Args:
         x: [N, H] contiguous.

@@ -1,7 +1,7 @@
-"""The layer operations for GPUs: our Triton kernels and torch's matrix products behind one object.
+"""The layer operations for GPUs: Triton kernels and torch's matrix products behind one object.
 
-Must not know layers or models. Shapes: N tokens, H hidden size, I inner size of the MLP, Hq / Hkv
-query and KV heads, D head dimension.
+Shapes: N tokens, H hidden size, I inner size of the MLP, Hq / Hkv query and KV heads, D head
+dimension.
 """
 
 import torch
@@ -23,7 +23,7 @@ class TritonOps:
     name = "triton"
 
     def __init__(self, device: torch.device) -> None:
-        """device is the one whose tensors the operations will get."""
+        """device is that of all tensors."""
         self._pdl = has_dependent_launch(device)
         self._thin = ThinLinear(device)
 
@@ -116,7 +116,7 @@ class TritonOps:
 
 
 def _row_norm(source: NormedSum) -> tuple[torch.Tensor, RowNorm]:
-    """The row that launch_row takes, and what it makes of it."""
+    """Return the row for launch_row, and the norm to apply to it."""
     part, residual, weight, eps = source
     if part is None:
         return residual, RowNorm(weight, eps, None, residual)

@@ -1,7 +1,6 @@
 """Attention of a mixed batch of prefill and decode queries over a paged KV cache.
 
-Must not know layers or requests. Grids follow from host-side sizes: a launch never waits for the
-device.
+Grids depend on host-side sizes, so a launch never waits for the device.
 
 Letters: N tokens, B sequences, Hq / Hkv query and KV heads, G = Hq / Hkv, D head dimension.
 """
@@ -20,7 +19,7 @@ class TritonAttention:
     thread only."""
 
     def __init__(self, device: torch.device) -> None:
-        """device is the one whose tensors attend will get."""
+        """device is that of all tensors."""
         self._limits = DeviceLimits.of(device)
         self._pdl = has_dependent_launch(device)
 
@@ -31,7 +30,7 @@ class TritonAttention:
         layer: AttentionLayer,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """As AttentionBackend has it; the result is contiguous, 0 in the rows of padding."""
+        """See AttentionBackend. The result is contiguous, 0 in the rows of padding."""
         return paged_attention(
             q,
             kv_cache,
@@ -49,8 +48,8 @@ class TritonAttention:
         layer: AttentionLayer,
         step: AttentionStep,
     ) -> torch.Tensor:
-        """As AttentionBackend has it; by one kernel in a step of decodes alone that is not too
-        large, which then stores nothing of padding."""
+        """See AttentionBackend. A step of decodes alone that is not too large uses one kernel,
+        which stores nothing for padding."""
         metadata = step.metadata
         num_programs = metadata.num_seqs * kv_cache.shape[3]
         if metadata.max_query_len != 1 or not run_at_once(num_programs, self._limits):
@@ -84,10 +83,10 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal softmax(scale * q k^T) v of every query token over its sequence's cached keys.
 
-    Query token i of a sequence stands at p = seq_len - query_len + i and sees the keys
-    max(0, p - window + 1) .. p, which must already be in the cache. Sums are kept in fp32; fp32
-    inputs are multiplied exactly (no TF32). A batch whose max_query_len is 1 takes the decode
-    path, which may cut each sequence's keys into splits.
+    Query token i of a sequence stands at p = seq_len - query_len + i and sees the keys max(0, p -
+    window + 1) .. p, which must already be in the cache. Sums are kept in fp32; fp32 inputs are
+    multiplied exactly (no TF32). A batch whose max_query_len is 1 uses the decode path, which may
+    divide each sequence's keys into splits.
 
     Args:
         q: [N, Hq, D] fp32, bf16 or fp16, the last dimension contiguous. D is a multiple of 8 up to

@@ -1,8 +1,8 @@
-"""Paged attention of one query token a sequence, in Triton.
+"""Paged attention of one query token per sequence, in Triton.
 
-Must not know layers or requests. Long decodes are cut along the keys and merged by log-sum-exp
-(Flash-Decoding, Dao et al. 2023). Decodes may come as they leave the projection: their program
-turns the heads, stores key and value, and begins its softmax with them.
+Long decodes are split along the keys and merged by log-sum-exp (Flash-Decoding, Dao et al. 2023).
+Decodes may come directly from the projection: their program then rotates the heads, stores key and
+value, and starts its softmax with them.
 
 Letters: N tokens, B sequences, Hq / Hkv query and KV heads, G = Hq / Hkv, D head dimension;
 a tile is BLOCK_M rows (one token x G heads) against BLOCK_N keys.
@@ -61,11 +61,11 @@ def rotate_and_attend(
     num_splits: int | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """What rope_store.rotate_and_store and paged_attention do one after the other, for a batch of
-    decodes: no sequence has more than one query token.
+    """Do what rope_store.rotate_and_store and paged_attention do one after the other, for a batch
+    of decodes: no sequence has more than one query token.
 
     Equal to them up to rounding. A program attends to the newest key of its sequence without the
-    cache, so no sequence may have in its blocks what another one stores in this same batch. Tokens
+    cache, so no sequence may have in its blocks what another one stores in the same batch. Tokens
     past the last real one are not stored.
 
     Args:
@@ -98,18 +98,19 @@ def rotate_and_attend(
 
 
 def workspace_elements(num_tokens: int, num_q_heads: int, head_dim: int, num_splits: int) -> int:
-    """fp32 elements a split decode needs: for each head and split a row and its log-sum-exp."""
+    """Return the fp32 elements that a split decode needs: a row and its log-sum-exp for each head
+    and split."""
     return num_tokens * num_q_heads * num_splits * (head_dim + 1)
 
 
 class DecodePlan(NamedTuple):
-    """How a batch of decodes is cut into programs."""
+    """The division of a batch of decodes into programs."""
 
     num_splits: int
     tile: Tile
     are_few: bool
-    """All programs run at once: they ask for their first keys and values ahead, and hold them where
-    they may."""
+    """All programs run at the same time: they prefetch their first keys and values, and hold them
+    if allowed."""
 
 
 def plan_decode(
@@ -121,7 +122,7 @@ def plan_decode(
     tile: Tile | None,
     num_splits: int | None,
 ) -> DecodePlan:
-    """Choose what is None, by the batch's sizes alone."""
+    """Choose the arguments that are None, by the batch's sizes alone."""
     _, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
     group_size = num_q_heads // num_kv_heads
@@ -153,19 +154,19 @@ def launch_decode(
 ) -> None:
     """One program per (KV head, sequence, split); a second kernel merges several splits.
 
-    step: q is the beginning of a projection that is still to be turned and stored, with
-    head_norms; None = it is turned, and stored already."""
+    step: q is the start of a projection that must still be rotated and stored, with head_norms;
+    None = already rotated and stored."""
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
     num_splits, tile, are_few = plan
     if num_splits > 1 and workspace is None:
         elements = workspace_elements(num_tokens, num_q_heads, head_dim, num_splits)
         workspace = torch.empty(elements, dtype=torch.float32, device=q.device)
-    # Unsplit, the kernel never touches the workspace: any pointer will do.
+    # Without splits the kernel never uses the workspace: any pointer will do.
     partial_out = out if workspace is None else workspace
     partial_rows = num_tokens * num_q_heads * num_splits
     partial_lse = partial_out if num_splits == 1 else partial_out[partial_rows * head_dim :]
-    # Turned already, the kernel touches nothing of a projection: again any pointer will do.
+    # If already rotated, the kernel uses no projection: again any pointer will do.
     positions, rotary_table = (step.positions, step.rotary_table) if step else (q, q)
     norm_weights, eps = (head_norms.weight, head_norms.eps) if head_norms else (q, 0.0)
     rows = max(num_tokens, batch.num_seqs)
@@ -241,8 +242,8 @@ def _clear(pointers, inside):
 def _keys_of_split(
     num_keys, window, split, num_splits, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """The keys start .. end - 1 of a split: of those that a query at the last key sees, in whole
-    tiles. end <= start where the splits before have them all."""
+    """Return the keys start .. end - 1 of a split, in whole tiles, of those that a query at the
+    last key sees. end <= start if earlier splits have all of them."""
     first_tile = 0
     if HAS_WINDOW:
         first_tile = tl.maximum(num_keys - window, 0) // BLOCK_N
@@ -266,7 +267,7 @@ def _prefetch_keys(
     BLOCK_N: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Ask for the first BLOCK_N of the keys start .. end - 1, and for their values; the newest may
+    """Prefetch the first BLOCK_N of the keys start .. end - 1, and their values; the newest may
     still be written. See attend."""
     key_pos = start + tl.arange(0, BLOCK_N)
     inside = key_pos < end
@@ -289,8 +290,8 @@ def _load_turning(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """What turns a token's heads, all of it known before the projection: cos, sin, then the gains
-    of queries and of their partners, those of the key and of its partners."""
+    """Return what rotates a token's heads, all known before the projection: cos, sin, then the
+    gains of queries and their partners, and of the key and its partners."""
     position = tl.load(positions + token, mask=token < num_tokens, other=0)
     cos, sin = load_angles(rotary_table, position, BLOCK_M, HEAD_DIM, BLOCK_D)
     q_gain, q_partner = load_gains(norm_weights, BLOCK_M, HEAD_DIM, BLOCK_D, NORMED)
@@ -320,7 +321,7 @@ def _turn_and_store(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A token's heads as attention takes them, rounded: the queries [BLOCK_M, BLOCK_D], the key in
+    """Return a token's heads for attention, rounded: the queries [BLOCK_M, BLOCK_D], the key in
     every row of [BLOCK_M, BLOCK_D], the value [BLOCK_D]. If is_storing and slot >= 0, key and value
     go to the cache too.
 
@@ -352,7 +353,7 @@ def _turn_and_store(
 
 @triton.jit
 def _attend_to_one(queries, key, value, is_seen, score_scale):
-    """Begin a running softmax with one key, or without any if not is_seen. See attend."""
+    """Start a running softmax with one key, or without any if not is_seen. See attend."""
     score = tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1) * score_scale
     row_max = tl.where(is_seen, score, NO_SCORE)
     row_sum = tl.zeros(score.shape, tl.float32) + tl.where(is_seen, 1.0, 0.0)
@@ -363,17 +364,18 @@ def _attend_to_one(queries, key, value, is_seen, score_scale):
 def _store_partial(
     partial_out, partial_lse, partial, result, lse, inside, is_row, HEAD_DIM: tl.constexpr
 ):
-    """Write a split's rows [BLOCK_M, BLOCK_D] and their log-sum-exps to the places partial."""
+    """Write a split's rows [BLOCK_M, BLOCK_D] and their log-sum-exps to partial."""
     dim = tl.arange(0, result.shape[1])
     tl.store(partial_out + (partial * HEAD_DIM)[:, None] + dim[None, :], result, mask=inside)
-    # Without keys it is still NO_SCORE: such a split weighs nothing.
+    # Without keys it is still NO_SCORE: such a split has weight zero.
     tl.store(partial_lse + partial, lse, mask=is_row)
 
 
 @triton.jit
 def _find_decode(place, num_seqs, query_start_loc, seq_rows, seq_lens, seq_order):
-    """The place-th sequence in the order of decodes: its index, its query token and the next one's,
-    its row of the block table and its keys. Padding from num_seqs on has no query and no key."""
+    """Return the place-th sequence in the order of decodes: its index, its query token and the next
+    one's, its row of the block table and its keys. Padding from num_seqs on has no query and no
+    key."""
     is_seq = place < num_seqs
     seq = tl.load(seq_order + place, mask=is_seq, other=place)
     token = tl.load(query_start_loc + tl.minimum(seq, num_seqs))
@@ -432,14 +434,14 @@ def _decode_kernel(
     NORMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """LANES: BLOCK_N where a program asks for its first keys and values before it waits; if HOLDS,
-    which ROTATES allows, it loads these, and asks for the next.
+    """LANES: BLOCK_N if a program prefetches its first keys and values before it waits; with HOLDS,
+    which ROTATES allows, it loads these and prefetches the next.
 
     ROTATES: q is the projection, of which the key heads and the value heads follow, and the newest
     key is not in the cache yet. Only then are positions .. slot_mapping read.
     """
     start_next(PDL)
-    # Heads go first: those of one sequence run together and share the pages of its blocks.
+    # Heads vary fastest: those of one sequence run together and share its blocks' pages.
     kv_head = tl.program_id(0)
     split = tl.program_id(2)
     seq, token, next_token, table_row, num_keys = _find_decode(
@@ -452,7 +454,7 @@ def _decode_kernel(
     table = block_table + table_row * table_stride
     keys = kv_cache + kv_head * cache_head_stride
     if ROTATES:
-        # To the cached keys, the query is as one that stands at the last of them.
+        # For the cached keys, the query acts as if it stood at the last of them.
         num_keys -= 1
         window -= 1
     start, end = _keys_of_split(num_keys, window, split, num_splits, HAS_WINDOW, BLOCK_N)

@@ -1,7 +1,5 @@
 """Paged attention of batches in which sequences have several query tokens, in Triton.
 
-Must not know layers or requests.
-
 Letters: N tokens, B sequences, Hq / Hkv query and KV heads, G = Hq / Hkv, D head dimension;
 a tile is BLOCK_M rows (BLOCK_Q tokens x G heads) against BLOCK_N keys.
 """
@@ -81,7 +79,8 @@ def launch_prefill(
 
 @triton.jit
 def _find_sequence(query_start_loc, q_block, num_seqs, BLOCK_Q: tl.constexpr):
-    """The largest s in 0 .. num_seqs whose first block is <= q_block; num_seqs means padding."""
+    """Return the largest s in 0 .. num_seqs whose first block is <= q_block; num_seqs means
+    padding."""
     low = 0
     high = num_seqs
     while low < high:
@@ -163,7 +162,7 @@ def _prefill_kernel(
     if HAS_WINDOW:
         masked_from = tl.maximum(first_pos - window + 1, 0) // BLOCK_N * BLOCK_N
     else:
-        # Every row of the tile sees the keys up to its first row's own.
+        # Every row of the tile sees the keys up to the first row's own.
         masked_from = (first_pos + 1) // BLOCK_N * BLOCK_N
         acc, row_sum, row_max = attend(
             queries, first_pos + row // GROUP, acc, row_sum, row_max, keys, table,

@@ -1,14 +1,12 @@
 """All-reduce of short messages over memory that the ranks of a group write to each other directly,
 alone or fused with the residual addition and the norm that follow.
 
-Must not know how that memory was mapped, nor torch.distributed. Rows go to programs; each program
-stores its rows into every peer's window and then polls its own window, whose words are `blank`
-until they arrive. No flag and no fence is needed: a word is its own flag (the idea of Lamport's
-one-word channel, as NCCL's and TensorRT-LLM's low-latency protocols have it). What was read is made
-blank again.
-
-Why two slots for each program suffice: a peer stores into a slot again two calls later, after this
-rank's call in between has sent, hence after the call that made the slot blank has ended.
+Each program stores its rows into every peer's window and then polls its own window, whose words are
+`blank` until they arrive. This needs no flag and no fence, since a word is its own flag (the idea
+of Lamport's one-word channel, as NCCL's and TensorRT-LLM's low-latency protocols have it). Words
+are made blank again after they were read. Two slots per program suffice: a peer stores into a slot
+again two calls later. By then this rank's call in between has sent, so the call that made the slot
+blank has ended.
 """
 
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
@@ -26,7 +24,7 @@ from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 
 PROGRAMS = 128
-"""At most so many programs: all of them fit on the device at once beside other kernels."""
+"""Maximum number of programs: all of them fit on the device at one time beside other kernels."""
 SLOTS = 2
 
 _STOPPED = tl.constexpr(-1)
@@ -39,13 +37,13 @@ _ALIGNED = 4
 _WORDS_PER_THREAD = 8
 _WARPS = (4, 16)
 _LIMITS_BYTES = {("NVIDIA H200", 2): 4 << 20}
-"""(device, ranks): up to how many bytes a one-shot reduction was seen to be faster than NCCL."""
+"""(device, ranks): bytes up to which a one-shot reduction was measured to be faster than NCCL."""
 _UNMEASURED_LIMIT_BYTES = 256 << 10
-"""Elsewhere, for two ranks; what a rank sends grows with their number."""
+"""For other devices, with two ranks; what a rank sends grows with their number."""
 _POLLS_PER_STOP = 1 << 14
-"""Polls between two looks at the stop word, about 10 ms. Host memory is far, and a thousand warps
-that look at it take half a millisecond: more often, one late rank makes the others later, and they
-it."""
+"""Polls between two checks of the stop word, about 10 ms. Host memory is slow: a check by a
+thousand warps takes half a millisecond. With more frequent checks, one late rank would delay the
+others, and they would delay it."""
 
 
 class PeerWindow(Protocol):
@@ -57,7 +55,7 @@ class PeerWindow(Protocol):
 
     @property
     def addresses(self) -> Sequence[int]:
-        """Where each rank's window is mapped on this device, aligned to 16 bytes or more."""
+        """Address of each rank's window on this device, aligned to 16 bytes or more."""
 
     @property
     def num_bytes(self) -> int:
@@ -65,11 +63,11 @@ class PeerWindow(Protocol):
 
     @property
     def blank(self) -> int:
-        """int32 that every word of every window holds at first: a pair of negative zeros."""
+        """The initial int32 of every word of every window: a pair of negative zeros."""
 
     @property
     def stop_address(self) -> int:
-        """An int32 that the device can read; once it is not 0, nothing is waited for."""
+        """Address of an int32 that the device can read; once it is not 0, kernels stop waiting."""
 
 
 class PeerReduce:
@@ -106,10 +104,10 @@ class PeerReduce:
         self._polls_per_stop = polls_per_stop
         most = max_programs * self._region_words * _WORD_BYTES
         self.limit_bytes = min(most, limit_bytes or _limit_bytes(device, self._size))
-        """Messages up to this size are worth it."""
+        """The largest message for which this is worthwhile."""
 
     def takes(self, x: Tensor) -> bool:
-        """Whether x [..., H] can be reduced here, and is short enough to be worth it."""
+        """Return True if x [..., H] can be reduced here and is short enough to be worthwhile."""
         row_words = x.shape[-1] * x.element_size() // _WORD_BYTES
         return (
             x.dtype in _DTYPES
@@ -119,8 +117,9 @@ class PeerReduce:
         )
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum of x [..., H] over the ranks, in float32 in the order of the ranks, rounded once: the
-        same bits on every rank. A new tensor; x must be contiguous, and `takes(x)`."""
+        """Return the sum of x [..., H] over the ranks, in float32 in the order of the ranks,
+        rounded once: the same bits on every rank. A new tensor; x must be contiguous, and
+        `takes(x)`."""
         total = torch.empty_like(x)
         self._launch(total, total, x, None, None, 0.0)
         return total
@@ -128,7 +127,7 @@ class PeerReduce:
     def all_reduce_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """(rms_norm(s), s), s = residual + all_reduce(x), each rounded to their dtype; all
+        """Return (rms_norm(s), s), s = residual + all_reduce(x), each rounded to their dtype; all
         [N, H], weight [H]. Two new tensors."""
         normed, total = torch.empty_like(x), torch.empty_like(x)
         self._launch(normed, total, x, residual, weight, eps)
@@ -176,7 +175,7 @@ class PeerReduce:
         )
 
     def _rows_per_program(self, num_rows: int) -> int:
-        """A power of two, so that few variants of the kernel are compiled."""
+        """Return a power of two, so that few variants of the kernel are compiled."""
         return int(triton.next_power_of_2(-(-num_rows // self._max_programs)))
 
 
@@ -199,33 +198,33 @@ def _num_warps(block: int) -> int:
 
 @triton.jit
 def _low(words, DTYPE: tl.constexpr):
-    """The elements with even numbers, as float32."""
+    """Return the elements with even indices, as float32."""
     return (words & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _high(words, DTYPE: tl.constexpr):
-    """The elements with odd numbers, as float32."""
+    """Return the elements with odd indices, as float32."""
     return ((words >> 16) & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _pack(low, high, DTYPE: tl.constexpr):
-    """Two float32, rounded to DTYPE, in one word."""
+    """Pack two float32, rounded to DTYPE, into one word."""
     first = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return first | (high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit
 def _window(address):
-    """The int32 words behind an address that is stored as a number."""
+    """Return the int32 words at an address that is stored as a number."""
     return tl.multiple_of(tl.load(address).to(tl.pointer_type(tl.int32)), 16)
 
 
 @triton.jit
 def _await_words(address, inside, stop, is_stopped, BLANK: tl.constexpr, POLLS: tl.constexpr):
-    """The words at address once none of them is blank, or at once if everything is stopped; and
-    whether it is."""
+    """Return the words at address once none of them is blank, or at once if stopped; and whether it
+    is stopped."""
     words = tl.load(address, mask=inside, other=0, volatile=True)
     missing = tl.max((words == BLANK).to(tl.int32), axis=0)
     polls = 0
@@ -289,7 +288,7 @@ def _peer_reduce_kernel(
         row = program + index * programs
         inside = word < tl.where(row < num_rows, SIZE, 0)
         element = row.to(tl.int64) * SIZE + word
-        # Before the wait, so that these loads are done when it ends.
+        # Before the wait, so that these loads are complete when it ends.
         own = tl.load(x + element, mask=inside, other=0)
         own = tl.where(own == BLANK, 0, own)
         if FUSED:
@@ -317,5 +316,5 @@ def _peer_reduce_kernel(
             tl.store(normed + element, _pack(low, high, DTYPE), mask=inside)
         else:
             tl.store(total + element, _pack(low, high, DTYPE), mask=inside)
-    # A program that saw the stop is the last to wait: those after it do not look again.
+    # After a program saw the stop word, later ones do not check again.
     tl.store(turns + program, tl.where(is_stopped != 0, _STOPPED, (turn + 1) & _TURN_MASK))

@@ -1,4 +1,4 @@
-"""Asks for memory before it is needed. Must not know any kernel."""
+"""Prefetches memory before it is needed."""
 
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
 # mypy: disable-error-code="no-untyped-def"
@@ -9,10 +9,10 @@ import triton.language as tl
 
 @triton.jit
 def prefetch(pointers, num_bytes, LANES: tl.constexpr):
-    """Asks for num_bytes at each of LANES pointers to come to L2; both are multiples of 16.
+    """Prefetch num_bytes at each of LANES pointers into L2; both are multiples of 16.
 
-    Only a hint: the threads from LANES on hold copies of the pointers and ask for nothing. L2 is
-    coherent, so weights that a kernel before this one still writes are read anew.
+    Only a hint: the threads from LANES on hold copies of the pointers and prefetch nothing. L2 is
+    coherent, so weights that a previous kernel still writes are read again.
     """
     tl.inline_asm_elementwise(
         """{

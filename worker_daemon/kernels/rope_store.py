@@ -1,8 +1,8 @@
 """The step between the qkv projection and attention, in one kernel: norms of the query and key
 heads, rotary embedding, and the write of keys and values to their slots of the paged cache.
 
-Must not know layers, requests or block tables: a slot number says where a token's keys lie.
-Letters: N tokens, Hq / Hkv query and KV heads, D head dimension.
+A slot number gives the place of a token's keys. Letters: N tokens, Hq / Hkv query and KV heads, D
+head dimension.
 """
 
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
@@ -17,8 +17,8 @@ from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 
 _TILE_ELEMENTS = 1024
-"""Elements of each half of the heads that one program takes: 16 bytes a thread and load, where
-elements have two bytes."""
+"""Elements of each half of the heads per program: 16 bytes per thread and load, with elements of
+two bytes."""
 
 _NUM_WARPS = 4
 
@@ -34,7 +34,7 @@ def rotate_and_store(
     *,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Norm the q and k heads where asked, rotate them, store k and v; each value is rounded once.
+    """Norm the q and k heads if asked, rotate them, store k and v. Each value is rounded once.
 
     The queries are written over their place in qkv. The rotation pairs element i of a head with
     element i + D / 2 (the form of Su et al., 2021, that checkpoints of the Llama family use).
@@ -48,7 +48,7 @@ def rotate_and_store(
         kv_cache: [num_blocks, 2, block_size, Hkv, D], dtype of qkv, the last dimension contiguous;
             empty = nothing is stored.
         slot_mapping: [N] int32 or int64: block_id * block_size + offset; negative = not stored.
-        pdl: launched as a dependent of the kernel before (see launch.py).
+        pdl: launch as a dependent of the previous kernel (see launch.py).
 
     Returns:
         q [N, Hq, D], a view of qkv.
@@ -115,8 +115,8 @@ def _store(
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Write halves of heads to a slot: head h is the key of KV head h from 0 up to NUM_KV_HEADS,
-    then come the values; any other is left out."""
+    """Write halves of heads to a slot: heads 0 up to NUM_KV_HEADS are the keys, the next ones the
+    values; others are left out."""
     if slot >= 0:
         row = head // NUM_KV_HEADS * VALUE_STRIDE + head % NUM_KV_HEADS * HEAD_STRIDE
         place = kv_cache + (slot // BLOCK_SIZE) * BLOCK_STRIDE + (slot % BLOCK_SIZE) * TOKEN_STRIDE
@@ -166,7 +166,7 @@ def _rotate_and_store_kernel(
         gains = norm_weights + (is_key * (2 * HALF))[:, None] + dim[None, :]
         first_gain = tl.load(gains, mask=in_half[None, :], other=0.0).to(tl.float32)
         second_gain = tl.load(gains + HALF, mask=in_half[None, :], other=0.0).to(tl.float32)
-    # Loaded for every head alike: a row shared by all heads would pass through shared memory.
+    # Loaded for every head: a row shared by all heads would pass through shared memory.
     angle = rotary_table + tl.load(positions + token).to(tl.int64) * (2 * HALF) + dim
     angle = tl.broadcast_to(angle[None, :], [BLOCK_HEADS, BLOCK_HALF])
     cos = tl.load(angle, mask=in_half[None, :], other=0.0)

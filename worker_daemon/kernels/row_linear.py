@@ -1,9 +1,8 @@
-"""The product of one row with a weight matrix, bound by reading the weights once, with what stands
-before and behind it in a layer: the norm of the row, the gate of its result.
+"""The product of one row with a weight matrix, bound by reading the weights once, fused with the
+norm before it and the gate after it.
 
-Must not know layers. A program asks for the first of its weights before it waits for the kernel
-before it, so that the device's memory is busy while the row comes; each fused part is one launch,
-and one wait, less.
+A program prefetches its first weights before it waits for the previous kernel, so that memory is
+busy until the row arrives. Each fused part saves one launch and one wait.
 
 Letters: y[1, O] = x[1, I] W[O, I]^T + bias.
 """
@@ -21,12 +20,12 @@ from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 from worker_daemon.kernels.tuning import VectorTile
 
-# Elements of a row that one thread multiplies and adds before lanes exchange anything: 16 bytes.
+# Elements of a row that one thread multiplies and adds before lanes exchange sums: 16 bytes.
 _VECTOR = tl.constexpr(8)
 
 
 class RowNorm(NamedTuple):
-    """What makes the row of x: rms_norm(residual + x) * weight, or of x alone."""
+    """The norm that computes the row from x: rms_norm(residual + x) * weight, or of x alone."""
 
     weight: torch.Tensor
     """[I]"""
@@ -34,7 +33,7 @@ class RowNorm(NamedTuple):
     residual: torch.Tensor | None
     """[1, I], contiguous; rounded to the dtype of x when x is added."""
     total: torch.Tensor
-    """[1, I]: where residual + x is written; unused without residual."""
+    """[1, I]: receives residual + x; unused without residual."""
 
 
 def launch_row(
@@ -50,9 +49,9 @@ def launch_row(
 ) -> None:
     """y [1, O] = x [1, I] weight [O, I]^T + bias [O], each row contiguous; one dtype.
 
-    With norm, its result takes the place of x; it is not rounded before it is multiplied. gated:
-    the upper half of the product is multiplied by silu of the lower half, both rounded before,
-    and y is [1, O / 2]; a tile of one row then takes two.
+    With norm, its result replaces x and is not rounded before the multiplication. gated: the upper
+    half of the product is multiplied by silu of the lower half, both rounded before, and y is [1, O
+    / 2]; a tile of one row then takes two.
     """
     num_outputs, num_inputs = weight.shape
     assert x.shape[0] == 1
@@ -114,7 +113,7 @@ def _row_kernel(
     program = tl.program_id(0)
     row = program * BLOCK_O + tl.arange(0, BLOCK_O)
     present = row < num_outputs
-    if GATED:  # a gate's row, then that of what it gates
+    if GATED:  # a gate's row, then the row that it gates
         row = row // 2 + (row % 2) * (num_outputs // 2)
     column = tl.arange(0, BLOCK_I)
     weight_row = weight + row.to(tl.int64)[:, None] * weight_stride
@@ -164,7 +163,7 @@ def _row_kernel(
 
 @triton.jit
 def _load_weights(weight_row, present, column, SIZE: tl.constexpr, EVEN: tl.constexpr):
-    """[BLOCK_O, BLOCK_I] of the weights, read once by the whole device."""
+    """Return [BLOCK_O, BLOCK_I] of the weights, read once by the whole device."""
     if EVEN:
         w = tl.load(weight_row + column[None, :], eviction_policy="evict_first")
     else:

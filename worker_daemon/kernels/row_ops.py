@@ -1,6 +1,6 @@
-"""Applies a step's differences to the request rows on the device, and gathers its tokens from them.
+"""Applies a step's changes to the request rows on the device, and gathers its tokens from them.
 
-Must not know requests: rows, positions and block ids are integers that the host has checked.
+The host has checked rows, positions and block ids.
 """
 
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
@@ -16,7 +16,8 @@ _BLOCK = 128
 
 
 class TritonRowKernels:
-    """One launch each; stateless. Shapes and meaning are RowKernels' (runner/row_tables.py)."""
+    """One launch per method; stateless. RowKernels (runner/row_tables.py) defines shapes and
+    meaning."""
 
     def update_blocks(
         self,
@@ -40,8 +41,8 @@ class TritonRowKernels:
         block_table: torch.Tensor,
         block_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (token_ids, slot_mapping), int64 [N] each, for int32 columns [N]. A sampled token
-        that is none (-1) is read as 0."""
+        """Return (token_ids, slot_mapping), int64 [N] each, for int32 columns [N]. A missing
+        sampled token (-1) is read as 0."""
         num_tokens = host_token_ids.shape[0]
         token_ids = torch.empty(num_tokens, dtype=torch.int64, device=host_token_ids.device)
         slot_mapping = torch.empty_like(token_ids)
@@ -133,7 +134,7 @@ def _gather_tokens_kernel(
 def _correct_lengths_kernel(
     seq_lens, seq_rows, corrections, refused, shift, num_seqs, BLOCK: tl.constexpr
 ):
-    # Padding names the spare row again and again, with equal values.
+    # Padding names the spare row repeatedly, with equal values.
     seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = seq < num_seqs
     row = tl.load(seq_rows + seq, mask=inside, other=0).to(tl.int64)

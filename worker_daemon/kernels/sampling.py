@@ -1,12 +1,11 @@
-"""Random tokens of rows of logits, without a sort: the logits are read twice, or four times.
+"""Samples tokens from rows of logits without a sort: the logits are read twice, or four times.
 
-Must not know requests, nor where logits come from. What is computed is the torch path of
-worker_daemon/sample/sampler.py, bit for bit where both use the device's own exp and log. Sums over
-the vocabulary are of integers and every other reduction is a maximum, so a row's token depends on
-that row alone, however rows are batched and split.
+The result equals that of the torch path in worker_daemon/sample/sampler.py, bit for bit if both use
+the device's own exp and log. Sums over the vocabulary are of integers and every other reduction is
+a maximum, so a row's token depends on that row alone, however rows are batched and split.
 
-All is measured by a token's distance: (the row's largest logit - logit) / temperature. Its float32
-bits, read as an integer, are its key: the smaller, the likelier.
+Tokens are compared by their distance: (the row's largest logit - logit) / temperature. The
+distance's float32 bits, read as an integer, are the token's key: smaller keys are likelier.
 
 Letters: R rows, V vocabulary, S splits of a row.
 """
@@ -14,7 +13,7 @@ Letters: R rows, V vocabulary, S splits of a row.
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
 # mypy: disable-error-code="no-untyped-def"
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,6 +21,7 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
 from worker_daemon.contracts.layer_ops import NO_TOKEN
+from worker_daemon.contracts.sampling import SamplingMetadata
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import (
     await_previous,
@@ -34,27 +34,28 @@ _MAX_SPLITS = tl.constexpr(64)
 """Parts of a row that one program merges."""
 
 ENOUGH_PROGRAMS = 2048
-"""With as many programs a launch fills the device twice: rows are not split further."""
+"""With this many programs a launch fills the device twice; rows are not split further."""
 
 MAX_LISTED = 1 << 26
-"""Keys that may be listed at a time, 4 bytes each: more rows are sampled in turn."""
+"""Maximum number of listed keys, 4 bytes each; further rows are sampled in turn."""
 
 READ_BLOCK = 4096
 LIST_BLOCK = 2048
 DRAW_BLOCK = 1024
 
 _NUM_SUMS = tl.constexpr(8)
-"""Distances below which a row is summed: one less, then all that its filters can keep."""
+"""Number of distances below which a row is summed: fixed ones, then all that its filters can
+keep."""
 _STEP = tl.constexpr(1.25)
-"""Between those distances. A factor of 3.5 in probability."""
+"""The step between those distances: a factor of 3.5 in probability."""
 _ROW_SUMS = tl.constexpr(17)
-"""int64 of a row: _NUM_SUMS counts, _NUM_SUMS masses, the number of keys listed."""
+"""int64 values per row: _NUM_SUMS counts, _NUM_SUMS masses, the number of listed keys."""
 
 _WEIGHT_ONE = tl.constexpr(2.0**40)
 _WEIGHTLESS = tl.constexpr(28.0)
-"""Further behind, a token has no weight: exp(-28) is below 2^-40."""
+"""Beyond this distance a token has no weight: exp(-28) is below 2^-40."""
 _NOISE_SPAN = tl.constexpr(26.0)
-"""Further behind, no noise lifts a token to the top: it lies between -2.9 and 22.9."""
+"""Beyond this distance no noise makes a token the largest: noise is between -2.9 and 22.9."""
 _LARGEST_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
 _UNIFORM_STEP = tl.constexpr(2.0**-32)
 _LAST_KEY = tl.constexpr(2**31 - 1)
@@ -63,55 +64,19 @@ _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _HEAVIEST = tl.constexpr(2**62)
 
 
-class SamplingRows(Protocol):
-    """How to sample each of R rows; tensors on the device, of any stride."""
-
-    @property
-    def temperature(self) -> torch.Tensor:
-        """float32 [R]; 0 means greedy."""
-
-    @property
-    def top_k(self) -> torch.Tensor:
-        """int32 [R]; 0 means all tokens."""
-
-    @property
-    def top_p(self) -> torch.Tensor:
-        """float32 [R] in (0, 1]; 1 means all tokens."""
-
-    @property
-    def min_p(self) -> torch.Tensor:
-        """float32 [R] in [0, 1]; 0 means all tokens."""
-
-    @property
-    def seeds(self) -> torch.Tensor:
-        """int64 [R], any 64-bit pattern."""
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """int64 [R]"""
-
-    @property
-    def any_top_k(self) -> bool:
-        """False only if top_k is 0 in every row that is not greedy."""
-
-    @property
-    def any_top_p(self) -> bool:
-        """False only if top_p is 1 in every row that is not greedy."""
-
-
 class TritonSampling:
-    """Our Triton kernels; stateless. Scratch memory is the caching allocator's: 4 bytes a logit of
-    at most MAX_LISTED where a row has a top-k or top-p, else a few bytes a row."""
+    """Triton kernels; stateless. Scratch memory comes from the caching allocator: 4 bytes per
+    logit, at most MAX_LISTED logits, if a row has a top-k or top-p, else a few bytes per row."""
 
     name = "triton"
 
     def __init__(self, device: torch.device) -> None:
-        """device is the one whose tensors tokens will get."""
+        """device is that of all tensors."""
         self._pdl = has_dependent_launch(device)
 
-    def tokens(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-        """int64 [R], sampled as the torch path does, -1 in rows without numbers to choose by;
-        nothing waits for the device.
+    def tokens(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+        """Return int64 [R], the torch path's tokens; -1 in rows with a NaN or an infinite maximum.
+        Never waits for the device.
 
         Args:
             logits: [R, V], bf16, fp16 or fp32, each row contiguous; R may be 0, V is below 2^23.
@@ -119,10 +84,10 @@ class TritonSampling:
         num_rows, vocab_size = logits.shape
         assert 0 < vocab_size < 2**23
         tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-        # A multiple of 16, so that no slice is aligned otherwise and compiled anew.
+        # A multiple of 16, so that all slices have the same alignment and share one compilation.
         step = max(16, MAX_LISTED // vocab_size // 16 * 16)
-        columns = _columns(rows)
-        narrows = rows.any_top_k or rows.any_top_p
+        columns = _columns(metadata)
+        narrows = metadata.any_top_k or metadata.any_top_p
         for start in range(0, num_rows, step):
             part = slice(start, start + step)
             _sample(
@@ -136,8 +101,8 @@ class TritonSampling:
 
 
 class _Columns(NamedTuple):
-    """SamplingRows' tensors. temperature, top_p and min_p have one stride; seeds and positions are
-    contiguous."""
+    """SamplingMetadata's tensors. temperature, top_p and min_p have one stride; seeds and positions
+    are contiguous."""
 
     temperature: torch.Tensor
     top_p: torch.Tensor
@@ -147,7 +112,7 @@ class _Columns(NamedTuple):
     positions: torch.Tensor
 
 
-def _columns(rows: SamplingRows) -> _Columns:
+def _columns(rows: SamplingMetadata) -> _Columns:
     temperature, top_p, min_p = rows.temperature, rows.top_p, rows.min_p
     if not temperature.stride(0) == top_p.stride(0) == min_p.stride(0):
         temperature, top_p, min_p = (c.contiguous() for c in (temperature, top_p, min_p))
@@ -156,7 +121,7 @@ def _columns(rows: SamplingRows) -> _Columns:
 
 
 class _Grid(NamedTuple):
-    """How rows are split over programs."""
+    """The division of rows over programs."""
 
     num_splits: int
     num_blocks: int
@@ -175,9 +140,9 @@ def _sample(
 ) -> None:
     """Draw among the keys up to each row's threshold.
 
-    Where a top-k or top-p asks for it, the threshold is found in three steps: sum counts and
-    weights below a few fixed distances, list the keys between the two distances that enclose the
-    threshold, and search that list (selection by several pivots, as of Floyd and Rivest, 1975).
+    With a top-k or top-p, the threshold is found in three steps: sum counts and weights below a few
+    fixed distances, list the keys between the two distances that enclose the threshold, and search
+    that list (selection by several pivots, after Floyd and Rivest, 1975).
     """
     (num_rows, vocab_size), device = logits.shape, logits.device
     assert logits.stride(1) == 1
@@ -247,7 +212,7 @@ def _sample(
 def _largest_kernel(
     largest, logits, vocab_size, row_stride, num_blocks, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """largest [R, S]: the largest logit of each split; infinity where one is NaN."""
+    """largest [R, S]: the largest logit of each split; infinity if one is NaN."""
     start_next(PDL)
     row = tl.program_id(0)
     split = tl.program_id(1)
@@ -283,7 +248,7 @@ def _spread_kernel(
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Adds to sums, for rows with a top-k or top-p: the number and the weight of the tokens below
+    """Add to sums, for rows with a top-k or top-p: the number and the weight of the tokens below
     each fixed distance, and of all within reach."""
     start_next(PDL)
     row = tl.program_id(0)
@@ -342,7 +307,7 @@ def _collect_kernel(
     PDL: tl.constexpr,
 ):
     """listed [R, V]: the keys between the distances that enclose the row's threshold, in any order,
-    and how many they are."""
+    and their number."""
     start_next(PDL)
     row = tl.program_id(0)
     column = tl.program_id(1) * num_blocks * BLOCK + tl.arange(0, BLOCK)
@@ -387,9 +352,9 @@ def _select_kernel(
 ):
     """thresholds [R]: the last key that a row's min-p, top-k and top-p keep.
 
-    For the top-k that is the last key below which lie fewer than k tokens, for the top-p the last
-    one below which lies less than top_p of what top-k left. Both searches hold a first key of which
-    that is true and an end of which it is not, and look at three keys between them.
+    For top-k it is the last key below which there are fewer than k tokens. For top-p it is the last
+    key below which there is less than top_p of the mass that top-k left. Both searches keep a first
+    key for which this holds and an end for which it does not, and test three keys between them.
     """
     start_next(PDL)
     row = tl.program_id(0)
@@ -408,7 +373,7 @@ def _select_kernel(
 
         last = _last_in_count(row_list, num_listed, below, top_k, last, last_end, BLOCK)
         if top_p < 1:
-            # Where the threshold is the reach, top-k drops nothing: all the mass is left.
+            # If the threshold is the reach, top-k drops nothing and all the mass is left.
             left = tl.load(row_sums + 2 * _NUM_SUMS - 1)
             if last < reach:
                 left = mass + _mass_through(row_list, num_listed, last, BLOCK, NATIVE)
@@ -446,9 +411,9 @@ def _draw_kernel(
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """best and ids [R, S]: the largest noise - distance of each split among the tokens that are
-    kept, and the first token that has it. A greedy row keeps distance 0 and has no noise. A row
-    whose largest logit is infinite has _NO_TOKEN in every split."""
+    """best and ids [R, S]: the largest noise - distance of each split among the kept tokens, and
+    the first token that has it. A greedy row keeps distance 0 and has no noise. A row whose largest
+    logit is infinite has _NO_TOKEN in every split."""
     start_next(PDL)
     row = tl.program_id(0)
     split = tl.program_id(1)
@@ -506,8 +471,8 @@ def _merge_kernel(tokens, best, ids, num_splits, PDL: tl.constexpr):
 
 @triton.jit
 def _last_in_count(row_list, num_listed, below, top_k, last, end, BLOCK: tl.constexpr):
-    """The last key of [last, end) below which lie fewer than top_k tokens, `below` of them before
-    the list."""
+    """Return the last key of [last, end) below which there are fewer than top_k tokens, `below` of
+    them before the list."""
     lane = tl.arange(0, BLOCK)
     while end - last > 1:
         q1, q2, q3 = _between(last, end)
@@ -528,7 +493,7 @@ def _last_in_count(row_list, num_listed, below, top_k, last, end, BLOCK: tl.cons
 
 @triton.jit
 def _mass_through(row_list, num_listed, last, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
-    """The weight of the listed keys up to last."""
+    """Return the weight of the listed keys up to last."""
     lane = tl.arange(0, BLOCK)
     part = tl.zeros([BLOCK], tl.int64)
     for start in range(0, num_listed, BLOCK):
@@ -541,8 +506,8 @@ def _mass_through(row_list, num_listed, last, BLOCK: tl.constexpr, NATIVE: tl.co
 def _last_in_mass(
     row_list, num_listed, mass, limit, last, end, BLOCK: tl.constexpr, NATIVE: tl.constexpr
 ):
-    """The last key of [last, end) below which lies less than limit, `mass` of it before the list.
-    Overwrites the list."""
+    """Return the last key of [last, end) below which there is less than limit, `mass` of it before
+    the list. Overwrites the list."""
     lane = tl.arange(0, BLOCK)
     while end - last > 1:
         q1, q2, q3 = _between(last, end)
@@ -563,7 +528,7 @@ def _last_in_mass(
         fits3 = mass3.to(tl.float64) < limit
         last, end = _narrow(last, end, q1, q2, q3, fits1, fits2, fits3)
         if num_listed > BLOCK:
-            # Later rounds read a list ever shorter, of what lies between last and end.
+            # Later rounds read a shorter and shorter list: the keys between last and end.
             mass = tl.where(fits1, mass1, mass)
             mass = tl.where(fits2, mass2, mass)
             mass = tl.where(fits3, mass3, mass)
@@ -573,14 +538,14 @@ def _last_in_mass(
 
 @triton.jit
 def _keep(row_list, num_listed, first, end, BLOCK: tl.constexpr):
-    """Moves the keys of [first, end) to the front of the list and returns how many they are."""
+    """Move the keys of [first, end) to the front of the list and return their number."""
     lane = tl.arange(0, BLOCK)
     num_kept = 0
     for start in range(0, num_listed, BLOCK):
         key = _load_keys(row_list, start + lane, num_listed)
         inside = ((key >= first) & (key < end)).to(tl.int32)
         place = num_kept + tl.cumsum(inside, 0) - 1
-        tl.debug_barrier()  # all have read the block that is written now
+        tl.debug_barrier()  # all threads have read the block that is written next
         tl.store(row_list + place, key, mask=inside > 0)
         num_kept += tl.sum(inside, 0)
     tl.debug_barrier()
@@ -589,7 +554,7 @@ def _keep(row_list, num_listed, first, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def _add(sum, value):
-    """Return the sum before. Nothing is ordered by it: the kernel's end is."""
+    """Return the previous sum. It orders nothing; the kernel's end does."""
     return tl.atomic_add(sum, value, sem="relaxed")
 
 
@@ -602,8 +567,8 @@ def _load_logits(logits, row, row_stride, column, vocab_size):
 
 @triton.jit
 def _row_largest(largest, row, num_splits):
-    """Infinite where nothing can be chosen: then every distance is infinite but those of logits
-    that are."""
+    """Return the row's largest logit, infinite if nothing can be chosen. Then every distance is
+    infinite, except those of infinite logits."""
     split = tl.arange(0, _MAX_SPLITS)
     parts = tl.load(
         largest + row * _MAX_SPLITS + split, mask=split < num_splits, other=float("-inf")
@@ -614,13 +579,13 @@ def _row_largest(largest, row, num_splits):
 
 @triton.jit
 def _is_narrowed(temperature, top_k, top_p):
-    """Whether a row needs a threshold that is not known beforehand."""
+    """Return True if a row needs a threshold that is not known in advance."""
     return (temperature > 0) & ((top_k > 0) | (top_p < 1))
 
 
 @triton.jit
 def _distance(logit, largest, temperature):
-    """Minus the scaled logit, rounded as that is; infinite for NaN."""
+    """Return minus the scaled logit, rounded like it; infinite for NaN."""
     distance = tl.div_rn(largest - logit, temperature)
     distance = tl.where(logit == largest, 0.0, distance)
     return tl.where(distance >= 0, distance, _INFINITY)
@@ -628,7 +593,7 @@ def _distance(logit, largest, temperature):
 
 @triton.jit
 def _key(distance):
-    """int32 with the order of distances, which are not negative."""
+    """Return int32 keys in the order of the distances, which are not negative."""
     return distance.to(tl.int32, bitcast=True)
 
 
@@ -639,8 +604,8 @@ def _float_key(distance):
 
 @triton.jit
 def _reach(min_p):
-    """The last key within min-p and not without weight: -log(min_p) behind the likeliest, by the
-    logarithm in float64, rounded to float32."""
+    """Return the last key that is within min-p and has weight: at distance -log(min_p), computed in
+    float64 and rounded to float32."""
     behind = 0.0 - tl.log(tl.where(min_p > 0, min_p, 1.0).to(tl.float64)).to(tl.float32)
     bound = tl.where(min_p > 0, behind, _WEIGHTLESS)
     return tl.minimum(_key(bound), _float_key(_WEIGHTLESS))
@@ -655,7 +620,7 @@ def _weight(distance, NATIVE: tl.constexpr):
 
 @triton.jit
 def _key_weight(key, NATIVE: tl.constexpr):
-    """_weight of _load_keys' keys: 0 beyond the end of a list."""
+    """Return _weight of _load_keys' keys; 0 beyond the end of a list."""
     distance = key.to(tl.float32, bitcast=True)
     return _weight(tl.where(distance <= _WEIGHTLESS, distance, _INFINITY), NATIVE)
 
@@ -667,7 +632,7 @@ def _load_keys(row_list, index, num_listed):
 
 @triton.jit
 def _enclose(row_sums, reach, top_k, top_p):
-    """What the sums say about a row's thresholds.
+    """Return the bounds that the sums give for a row's thresholds.
 
     Returns:
         The first key and the end between which top-k's threshold lies, or reach and its successor
@@ -705,7 +670,7 @@ def _enclose(row_sums, reach, top_k, top_p):
 
 @triton.jit
 def _between(first, end):
-    """Three keys that quarter [first, end), which is longer than 1: the second lies inside."""
+    """Return three keys that quarter [first, end), which is longer than 1; the second is inside."""
     half = (end - first) // 2
     quarter = half // 2
     return first + quarter, first + half, first + half + quarter
@@ -713,8 +678,8 @@ def _between(first, end):
 
 @triton.jit
 def _narrow(first, end, q1, q2, q3, fits1, fits2, fits3):
-    """The quarter between the last key that fits and the next; fits never holds again after it
-    does not."""
+    """Return the quarter between the last key that fits and the next; once fits is false it stays
+    false."""
     new_first = tl.where(fits3, q3, tl.where(fits2, q2, tl.where(fits1, q1, first)))
     new_end = tl.where(fits3, end, tl.where(fits2, q3, tl.where(fits1, q2, q1)))
     return new_first, new_end
@@ -722,7 +687,8 @@ def _narrow(first, end, q1, q2, q3, fits1, fits2, fits3):
 
 @triton.jit
 def _gumbel_noise(seed, position, first, BLOCK: tl.constexpr, NATIVE: tl.constexpr):
-    """float32 [BLOCK] of the tokens from first on, a multiple of 4: sample/noise.py's."""
+    """Return the noise of sample/noise.py, float32 [BLOCK], for the tokens from first on, a
+    multiple of 4."""
     group = first // 4 + tl.arange(0, BLOCK // 4)
     zero = tl.zeros([BLOCK // 4], tl.int32)
     a, b, c, d = tl.philox(seed, group, zero + position, zero, zero)

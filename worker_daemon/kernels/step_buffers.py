@@ -1,8 +1,8 @@
-"""The ends of a step on the device: its columns are read from host memory when it begins, its
-tokens are written to host memory when they are chosen.
+"""The start and end of a step on the device: it reads its columns from host memory, and writes its
+tokens to host memory.
 
-Must not know what columns mean. Both sides of host memory are rings of slots, and which slot is a
-step's turn is counted on the device, so that a captured graph serves every step in turn.
+Both areas of host memory are rings of slots. The device counts which slot a step uses, so that one
+captured graph serves all steps.
 """
 
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
@@ -15,7 +15,7 @@ import triton.language as tl
 from worker_daemon.kernels.compile_ahead import launched
 
 _QUADS = 1024
-"""Times four int32 values: what 256 threads read at once, 16 bytes a load."""
+"""Groups of four int32 values: 256 threads read them with loads of 16 bytes."""
 _TOKENS = 256
 
 
@@ -83,7 +83,7 @@ def _take_columns_kernel(
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: the loads of all its threads come back before any of them counts the turn."""
+    """One program: all its threads' loads complete before any of them counts the turn."""
     now = tl.load(turn)
     source = ring + (now % DEPTH) * quads_a_slot * 4
     for start in range(0, num_quads * 4, BLOCK * 4):

@@ -1,6 +1,6 @@
-"""Which tile and how many splits a paged-attention launch takes: arithmetic on shapes and limits.
+"""Chooses tile and splits of a paged-attention launch by arithmetic on shapes and limits.
 
-Must not know Triton, streams or what tensors hold: a choice here may never wait for the device.
+A choice never waits for the device.
 """
 
 from __future__ import annotations
@@ -14,51 +14,55 @@ MIN_DOT_ROWS = 16
 """The smallest edge of a tile that a matrix instruction takes."""
 
 MIN_KEYS_PER_SPLIT = 64
-"""A split shorter than this costs more in the reduction than it gains in parallelism."""
+"""Shorter splits cost more in the reduction than they gain in parallelism."""
 
 MAX_KEYS_UNPIPELINED = 512
-"""Keys of a program up to which a software pipeline takes longer to begin than it saves."""
+"""Keys of a program up to which a software pipeline takes longer to start than it saves."""
 
 MAX_SPLITS = 64
 
 SHORT_CONTEXT = 256
-"""Keys up to which many decodes take shorter tiles: longer ones would be half empty."""
+"""Keys up to which many decodes use shorter tiles; longer ones would be half empty."""
 
 MANY_PROGRAMS = 1024
-"""Sequences x KV heads from which on that is worth graphs of its own."""
+"""Sequences x KV heads from which on this is worth separate graphs."""
 
 SMALL_TILES_RESIDENT, LARGE_TILES_RESIDENT = 4, 3
-"""Decodes' programs of 64 and of 128 keys a tile that a multiprocessor holds at a time."""
+"""Decode programs that a multiprocessor holds at a time, with tiles of 64 and of 128 keys."""
 
 HELD_ELEMENTS_PER_THREAD = 128
-"""Of a tile's keys, and as many of its values: more leave a thread too few registers."""
+"""Elements of a tile's keys, and the same of its values; more would leave a thread too few
+registers."""
 
 FEW_ROWS_PER_SEQ = 512
-"""Up to so many rows (query tokens x heads of a group) a sequence on average, tiles stay small."""
+"""Tiles stay small up to this many rows (query tokens x heads of a group) per sequence on
+average."""
 
 LARGE_TILE_ROWS = 256
-"""With a head dimension up to 128 the output of so many rows still fits eight warps' registers."""
+"""With a head dimension up to 128, the output of this many rows still fits eight warps'
+registers."""
 
 RESERVED_SHARED_BYTES = 8 * 1024
-"""Left to the compiler for reductions and layout conversions."""
+"""Reserved for the compiler's reductions and layout conversions."""
 
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What a launch has to fit: multiprocessors, and shared memory of one program in bytes."""
+    """Limits of a launch: multiprocessors, and shared memory of one program in bytes."""
 
     num_sms: int
     shared_memory_bytes: int
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceLimits:
-        """The limits of a CUDA device; nominal ones for a CPU, where Triton's interpreter runs."""
+        """Return the limits of a CUDA device; nominal ones for a CPU, where Triton's interpreter
+        runs."""
         if device.type != "cuda":
             return cls(num_sms=8, shared_memory_bytes=96 * 1024)
         properties = torch.cuda.get_device_properties(device)
         return cls(
             num_sms=properties.multi_processor_count,
-            # torch has it, its type stub has not.
+            # torch has it, but its type stub does not.
             shared_memory_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         )
 
@@ -78,12 +82,12 @@ class Tile:
 
 
 def next_power_of_two(value: int) -> int:
-    """The smallest power of two >= value (value >= 1)."""
+    """Return the smallest power of two >= value (value >= 1)."""
     return 1 << (value - 1).bit_length()
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The head dimension as tiles hold it: a power of two, at least one matrix instruction wide."""
+    """Return the head dimension of a tile: a power of two, at least one matrix instruction wide."""
     return max(MIN_DOT_ROWS, next_power_of_two(head_dim))
 
 
@@ -96,11 +100,11 @@ def prefill_tile(
     dtype: torch.dtype,
     limits: DeviceLimits,
 ) -> Tile:
-    """The tile for num_seqs sequences of num_tokens query tokens in all.
+    """Return the tile for num_seqs sequences of num_tokens query tokens in all.
 
-    Large tiles read keys less often, but where sequences have few tokens on average they would be
-    mostly empty, and where the batch is small they would leave multiprocessors idle. group_size is
-    query heads per KV head.
+    Large tiles read keys less often. But they would be mostly empty if sequences have few tokens on
+    average, and leave multiprocessors idle if the batch is small. group_size is query heads per KV
+    head.
     """
     rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
     large_tiles = num_tokens * group_size * num_kv_heads // LARGE_TILE_ROWS
@@ -123,11 +127,12 @@ def decode_tile(
     dtype: torch.dtype,
     limits: DeviceLimits,
 ) -> Tile:
-    """The tile for one query token a sequence, with just enough rows for a group.
+    """Return the tile for one query token per sequence, with just enough rows for a group.
 
-    num_programs is sequences x KV heads x splits, keys_per_program an upper bound. A few programs
-    hurry most with long tiles; of more, those that leave the fewest idle in the last wave. Unequal
-    sequences, the longest of which start first, take either equally well, or the long ones better.
+    num_programs is sequences x KV heads x splits, keys_per_program an upper bound. Few programs are
+    fastest with long tiles. With more programs, the tile that leaves the fewest idle in the last
+    wave is chosen. Sequences of unequal length, started longest first, run equally well with both,
+    or better with long tiles.
     """
     rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
     if dtype == torch.float32:
@@ -152,33 +157,36 @@ def _decode_tile_sizes(
 
 
 def _waves_cost(num_programs: int, residents: int, limits: DeviceLimits) -> int:
-    """How long equal programs take, in times that one alone on its multiprocessor would: those that
-    run beside each other share its bandwidth, and the last wave takes as long as a full one."""
+    """Return the time of equal programs, in units of one program alone on its multiprocessor.
+    Programs on one multiprocessor share its bandwidth, and the last wave takes as long as a full
+    one."""
     return residents * -(-num_programs // (residents * limits.num_sms))
 
 
 def run_at_once(num_programs: int, limits: DeviceLimits) -> bool:
-    """Whether decodes' programs are so few that all start together. Then they hold their first keys
-    and values before the projection is there, and turn its heads themselves; more programs lose
-    more by that, as it takes registers, than they gain by a launch less."""
+    """Return True if decode programs are so few that all start together. They then load their first
+    keys and values before the projection is ready, and rotate its heads themselves. With more
+    programs the registers for this cost more than the saved launch."""
     return num_programs <= 2 * limits.num_sms
 
 
 def can_hold(tile: Tile, head_dim: int) -> bool:
-    """Whether a program's registers hold a tile of keys and one of values beside its own."""
+    """Return True if a program's registers can hold a tile of keys and one of values in
+    addition."""
     elements = tile.block_n * padded_head_dim(head_dim)
     return elements <= HELD_ELEMENTS_PER_THREAD * 32 * tile.num_warps
 
 
 def _exact_tile(rows: int) -> Tile:
-    """Exact fp32 products run unrolled on the ordinary cores: larger tiles spill registers."""
+    """Return a tile for exact fp32 products. They run unrolled on the ordinary cores, where larger
+    tiles spill registers."""
     return Tile(rows, 32, num_warps=8, num_stages=3)
 
 
 def fit_tile(
     tile: Tile, min_rows: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits
 ) -> Tile:
-    """Shrink a tile until it fits shared memory; give up the last stages after long tiles."""
+    """Shrink a tile until it fits shared memory: first long tiles, then the last stages."""
     budget = limits.shared_memory_bytes - RESERVED_SHARED_BYTES
     while shared_bytes(tile, head_dim, dtype) > budget:
         if tile.num_stages > 3:
@@ -197,7 +205,8 @@ def fit_tile(
 
 
 def shared_bytes(tile: Tile, head_dim: int, dtype: torch.dtype) -> int:
-    """An upper estimate: K and V of the tiles in flight, the queries, and the probabilities."""
+    """Return an upper estimate: K and V of the tiles in flight, the queries, and the
+    probabilities."""
     width = padded_head_dim(head_dim)
     keys_and_values = 2 * (tile.num_stages // 2 + 1) * tile.block_n * width
     return (keys_and_values + tile.block_m * (width + tile.block_n)) * dtype.itemsize
@@ -209,8 +218,7 @@ def length_bounds(
     """Return ascending bounds of a decode's context length, the last one `longest`: a launch made
     for a bound serves every length up to it well.
 
-    Between two bounds neither the number of splits nor the tile would differ, or not by enough to
-    matter.
+    Between two bounds the number of splits and the tile are equal, or differ too little to matter.
     """
     bounds = [*(bound for bound in (SHORT_CONTEXT, 1024, 4096) if bound < longest), longest]
 
@@ -226,11 +234,11 @@ def length_bounds(
 def choose_num_splits(
     num_seqs: int, num_kv_heads: int, max_seq_len: int, window: int | None, limits: DeviceLimits
 ) -> int:
-    """Into how many parts a pure-decode batch cuts each sequence's keys.
+    """Return the number of parts into which a pure-decode batch divides each sequence's keys.
 
-    One as soon as sequences x KV heads give every multiprocessor two programs; otherwise as many
-    as that takes, while each part keeps MIN_KEYS_PER_SPLIT keys. Deterministic: a function of
-    its arguments alone.
+    It is one if sequences x KV heads give every multiprocessor two programs; otherwise as many as
+    that needs, with at least MIN_KEYS_PER_SPLIT keys per part. Deterministic: a function of its
+    arguments alone.
     """
     keys = max_seq_len if window is None else min(max_seq_len, window)
     wanted = 2 * limits.num_sms // max(1, num_seqs * num_kv_heads)

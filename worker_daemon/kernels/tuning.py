@@ -1,7 +1,7 @@
-"""Which kernel and tile a thin matrix product takes: read from files that ship with the package.
+"""The kernel and tile of thin matrix products, read from files that ship with the package.
 
-One file a device, written by `python -m benchmarks.linear_kernels --tune`, so that nothing is tuned
-when a daemon starts. Must not know Triton or tensors.
+One file per device, written by `python -m benchmarks.linear_kernels --tune`, so that nothing is
+tuned when a daemon starts.
 
 Letters: y[M, O] = x[M, I] W[O, I]^T.
 """
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 
 ROW_BUCKETS = (1, 16, 32, 64)
-"""The M that tiles are kept for; a product takes those of the smallest bucket that holds its M."""
+"""The values of M that have tiles; a product uses the smallest bucket that holds its M."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class MatrixTile:
     """One program's share of a product of several rows: block_o rows of W, x whole in M.
 
     It takes block_i columns at a time; both are powers of two >= 16. The columns are divided among
-    num_splits programs. num_stages is the depth of the software pipeline. Each program asks for
-    prefetch columns of its rows before x is ready.
+    num_splits programs. num_stages is the depth of the software pipeline. Each program prefetches
+    this many columns of its rows before x is ready.
     """
 
     block_o: int
@@ -51,9 +51,9 @@ Tile = VectorTile | MatrixTile
 
 
 def default_vector_tile(num_inputs: int) -> VectorTile:
-    """What a shape without an entry takes for one row: 64 weights a thread.
+    """The tile for one row of a shape without an entry: 64 weights per thread.
 
-    On an H200 the best tile of the products that norm their row: these lose most by a bad one.
+    On an H200 it is the best tile for products that norm their row, which lose most by a bad tile.
     """
     block_i = min(4096, max(16, 1 << (num_inputs - 1).bit_length()))
     if block_i <= 1024:
@@ -63,15 +63,15 @@ def default_vector_tile(num_inputs: int) -> VectorTile:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The tiles of one device, by (O, I, bucket of M); a shape that is best left to torch is None.
+    """The tiles of one device, by (O, I, bucket of M); None if torch is faster.
 
-    A bucket that has no entry of its own is torch's too, unless M = 1.
+    torch also computes buckets without an entry, unless M = 1.
     """
 
     tiles: Mapping[tuple[int, int, int], Tile | None]
 
     def tile(self, num_rows: int, num_outputs: int, num_inputs: int) -> Tile | None:
-        """The tile of a product of M x O x I, M >= 1, or None for torch."""
+        """Return the tile of a product of M x O x I, M >= 1, or None for torch."""
         bucket = row_bucket(num_rows)
         if bucket is None:
             return None
@@ -82,12 +82,13 @@ class Tuning:
 
 
 def row_bucket(num_rows: int) -> int | None:
-    """The bucket of M, or None beyond the largest."""
+    """Return the bucket of M, or None beyond the largest."""
     return next((bucket for bucket in ROW_BUCKETS if num_rows <= bucket), None)
 
 
 def load_tuning(device_name: str) -> Tuning:
-    """The tiles shipped for a device of this name as the driver gives it; none if unknown."""
+    """Return the tiles shipped for a device, by the name that the GPU driver reports; none if
+    unknown."""
     resource = files(__package__) / "tuned" / file_name(device_name)
     return parse_tuning(resource.read_text()) if resource.is_file() else Tuning({})
 
@@ -98,7 +99,7 @@ def file_name(device_name: str) -> str:
 
 
 def parse_tuning(text: str) -> Tuning:
-    """The inverse of format_tuning; raises ValueError, KeyError or TypeError for other text."""
+    """Parse the output of format_tuning; raise ValueError, KeyError or TypeError for other text."""
     return Tuning(
         {
             _parse_shape(shape, bucket): _parse_tile(tile)
@@ -109,7 +110,7 @@ def parse_tuning(text: str) -> Tuning:
 
 
 def format_tuning(tuning: Tuning) -> str:
-    """JSON, a line for each shape and bucket: {"OxI": {"bucket": {...}}}."""
+    """Return JSON with a line per shape and bucket: {"OxI": {"bucket": {...}}}."""
     shapes: dict[str, list[str]] = {}
     for (num_outputs, num_inputs, bucket), tile in sorted(tuning.tiles.items()):
         fields = "null" if tile is None else json.dumps(asdict(tile))

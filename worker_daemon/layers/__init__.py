@@ -1,1 +1,1 @@
-"""Building blocks of a tensor-parallel decoder. Knows no model and no file."""
+"""Building blocks of a tensor-parallel decoder."""

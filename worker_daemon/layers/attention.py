@@ -1,7 +1,7 @@
-"""The attention block of a decoder layer, and what stands in for attention without a KV cache.
+"""The attention block of a decoder layer, and a placeholder for attention without a KV cache.
 
 Shapes: N tokens in the step, Hq query heads and Hkv KV heads of this rank, D head_dim, H hidden
-size. The layout of a layer's cache is told in contracts/attention.py.
+size. contracts/attention.py defines the layout of a layer's cache.
 """
 
 from collections.abc import Iterator
@@ -29,8 +29,7 @@ from worker_daemon.layers.setup import LayerSetup
 
 
 class NullAttention:
-    """AttentionBackend that stands in while there is no KV cache, as in the memory profile:
-    zeros."""
+    """AttentionBackend that returns zeros while there is no KV cache, as in the memory profile."""
 
     def attend(
         self, q: Tensor, kv_cache: Tensor, layer: AttentionLayer, metadata: AttentionMetadata
@@ -46,7 +45,7 @@ class NullAttention:
 
 @dataclass(frozen=True, slots=True)
 class KVLayerSpec:
-    """What one local layer needs of the KV cache."""
+    """KV cache requirements of one local layer."""
 
     name: str
     """Checkpoint prefix of the layer's attention."""
@@ -59,7 +58,7 @@ class KVLayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class HeadSizes:
-    """The heads of an attention block: of a model, or of one rank of its tensor parallelism."""
+    """The heads of an attention block, either of the model or of one tensor-parallel rank."""
 
     num_attention_heads: int
     num_key_value_heads: int
@@ -77,17 +76,17 @@ class AttentionSpec:
     qkv_bias: bool
     o_bias: bool
     head_norm_eps: float | None = None
-    """Epsilon of the norm on each query and key head; None where the model has no such norm."""
+    """Epsilon of the norm on each query and key head; None if the model has no such norm."""
     sliding_window: int | None = None
     """In tokens; None attends to everything."""
 
 
 class AttentionBlock:
-    """Projections of the norm of the residual stream, optional head norms, rotation, attention by
-    the backend, output projection.
+    """Norm of the residual stream, projections, optional head norms, rotation, attention by the
+    backend, output projection.
 
     Query heads are split evenly. KV heads are split where the group's size divides their number; a
-    larger group holds each KV head on size / num_key_value_heads neighbouring ranks.
+    larger group holds each KV head on size / num_key_value_heads consecutive ranks.
     """
 
     kv_spec: KVLayerSpec
@@ -129,9 +128,9 @@ class AttentionBlock:
         step: AttentionStep,
         backend: AttentionBackend,
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream as (part, residual) [N, H] in and out, as DecoderLayer.forward;
-        writes k and v into kv_cache, unless that is empty."""
-        # One name for what flows: each result is freed once the next is there.
+        """Take and return the residual stream as (part, residual) [N, H], like
+        DecoderLayer.forward; write k and v into kv_cache, unless that is empty."""
+        # Reuse one name, so that each result is freed once the next exists.
         x, residual = self._norm.project(self._qkv, part, residual)
         x = backend.rotate_and_attend(x, kv_cache, self._layer, step)
         return self._out.forward(x.flatten(1)), residual

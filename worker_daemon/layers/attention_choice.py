@@ -1,5 +1,5 @@
-"""The choice of a model's attention: its device's, and cuDNN's for whole prompts where a try-out
-shows that it computes them rightly."""
+"""Chooses a model's attention: the device's own, and cuDNN for whole prompts if a trial shows that
+it computes them correctly."""
 
 import logging
 import warnings
@@ -25,14 +25,14 @@ MAX_HEAD_DIM = 256
 _MAX_CUDNN_HEAD_DIM = 128
 
 _MAX_RELATIVE_ERROR = 2e-2
-"""bf16 comes to a quarter of it; a wrong mask or scale to far more."""
+"""bf16 has a quarter of it, a wrong mask or scale far more."""
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenAttention:
-    """An implementation, and the name under which a daemon reports it."""
+    """An implementation and the name under which a daemon reports it."""
 
     name: str
     backend: AttentionBackend
@@ -41,9 +41,9 @@ class ChosenAttention:
 def choose_attention(
     paged: ChosenAttention, device: torch.device, heads: HeadSizes, dtype: torch.dtype
 ) -> ChosenAttention:
-    """Return the device's own paged attention, with whole prompts left to cuDNN where that
-    computes them rightly for this rank's heads. Waits for the device. To be called on the thread
-    that runs the steps.
+    """Return the device's own paged attention, with cuDNN for whole prompts if that computes them
+    correctly for this rank's heads. Wait for the device. Call this on the thread that runs the
+    steps.
 
     Raises:
         ConfigError: no implementation has heads of this size.
@@ -70,9 +70,9 @@ def choose_attention(
 def is_accurate(
     whole: WholeAttention, device: torch.device, heads: HeadSizes, dtype: torch.dtype
 ) -> bool:
-    """Tell whether a random prompt comes out as it does in plain torch and float32, in a step laid
-    out as a model's are. An implementation that raises is logged, and not accurate."""
-    num_tokens = PLAN_TOKENS[0] + 40  # a head and a chunk behind it
+    """Return True if a random prompt has the same result as in plain torch and float32, in a step
+    laid out like a model's. An implementation that raises is logged and counts as inaccurate."""
+    num_tokens = PLAN_TOKENS[0] + 40  # a head and a chunk after it
     random = torch.Generator(device).manual_seed(0)
     num_q_heads, num_kv_heads = heads.num_attention_heads, heads.num_key_value_heads
     shape = (num_tokens, num_q_heads + 2 * num_kv_heads, heads.head_dim)
@@ -83,7 +83,7 @@ def is_accurate(
     layer = AttentionLayer(TorchOps(), num_kv_heads, heads.head_dim**-0.5, window=None, norms=None)
     expected = plain.attend(q.float(), kv_cache.float(), layer, metadata)
     try:
-        with warnings.catch_warnings():  # torch tells by warnings why it has no kernel
+        with warnings.catch_warnings():  # torch warns about the reason why it has no kernel
             warnings.simplefilter("ignore")
             out = PromptAttention(plain, whole).attend(q, kv_cache, layer, metadata)
         error = torch.linalg.vector_norm(out - expected) / torch.linalg.vector_norm(expected)
@@ -98,7 +98,7 @@ def is_accurate(
 
 
 def _one_prompt(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, AttentionMetadata]:
-    """k and v [N, Hkv, D] -> a cache that holds them, and the step of a prompt that has them."""
+    """k and v [N, Hkv, D] -> a cache with them, and the step of a prompt that uses it."""
     block_size = 16
     num_tokens, num_kv_heads, head_dim = k.shape
     num_blocks = -(-num_tokens // block_size)

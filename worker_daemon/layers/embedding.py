@@ -1,8 +1,8 @@
 """Token embedding and LM head, both split over the vocabulary. Padded ids never leave this module.
 
 The vocabulary V is padded up to the next multiple of 64 * tp, so that every rank holds the same
-number of rows, a multiple of 64 (whole tiles for a matrix multiplication). Padding rows are zero
-and their logits are cut off.
+number of rows, a multiple of 64 (whole tiles for a matrix multiplication). Padding rows are zero,
+and their logits are dropped.
 """
 
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ class VocabParallelEmbedding:
 
 
 class LMHead:
-    """Hidden states -> logits over the true vocabulary, gathered from all ranks."""
+    """Hidden states -> logits over the unpadded vocabulary, gathered from all ranks."""
 
     def __init__(self, weight: Parameter, vocab_size: int, setup: LayerSetup) -> None:
         """weight: of `vocab_parallel_weight`; an embedding's may be shared."""
@@ -76,15 +76,15 @@ class LMHead:
         self._tp = setup.tp
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [R, H] -> [R, V] in the model's dtype, equal on every rank; a row is contiguous,
-        the next may lie behind padding."""
+        """hidden [R, H] -> [R, V] in the model's dtype, equal on every rank; each row is
+        contiguous, with possible padding between rows."""
         local = self._method.forward(hidden)
         return self._tp.all_gather_last_dim(local)[:, : self._vocab_size]
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] -> int64 [R]: each row's token with the largest logit, the lowest id among
-        equals; NO_TOKEN as LayerOps.greedy_tokens has it. Of several ranks each sends its best
-        alone, not its logits."""
+        equals; NO_TOKEN as in LayerOps.greedy_tokens. With several ranks each sends only its best
+        token, not its logits."""
         local = self._method.forward(hidden)
         if self._tp.size == 1:
             return self._ops.greedy_tokens(local, self._vocab_size)

@@ -34,17 +34,18 @@ def even_shard(prefix: str, total: int, tp: TensorParallel) -> RowShard:
 
 
 class Projection(Protocol):
-    """A linear layer that may read a norm, which it then computes with its product."""
+    """A linear layer that can compute the norm of its input together with its product."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, I] -> [N, O]."""
 
     def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
-        """(forward(n), s) with the norm n and the sum s of source, as LayerOps.norm_linear."""
+        """Return (forward(n), s) with the norm n and the sum s of source, like
+        LayerOps.norm_linear."""
 
 
 class ColumnParallelLinear:
-    """Several matrices over one input, merged to one: y = x W^T + b, each rank computing its own
+    """Several matrices over one input, merged into one: y = x W^T + b. Each rank computes its own
     rows.
 
     The output is [N, sum of the shards' rows], in the order of the shards; no communication.
@@ -80,8 +81,8 @@ class ColumnParallelLinear:
 
 
 class GatedColumnParallelLinear:
-    """silu(gate) * up of two matrices over one input, merged to one, each rank computing its own
-    rows of both; no communication."""
+    """silu(gate) * up of two matrices over one input, merged into one. Each rank computes its own
+    rows of both, without communication."""
 
     def __init__(
         self,
@@ -115,8 +116,9 @@ class GatedColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """y = x W^T + b with the input split over the group: each rank multiplies its columns. The sum
-    over the ranks is left to what reads it, a norm mostly, which does both at once.
+    """y = x W^T + b with the input split over the group: each rank multiplies its columns.
+
+    The reader of the output, mostly a norm, sums over the ranks and can do both in one call.
 
     Only rank 0 holds the bias, so that the sum contains it once.
     """

@@ -1,4 +1,5 @@
-"""How a linear layer multiplies: the parameters of its matrix, and the device's kernels for them.
+"""The multiplication of a linear layer: the parameters of its matrix, and the device's kernels for
+them.
 
 Shapes: N tokens, K input features, M output features of this rank.
 """
@@ -12,10 +13,10 @@ from worker_daemon.layers.parameter import Parameter
 
 
 class LinearMethod:
-    """Products with a matrix that is kept in the model's dtype: x W^T + b.
+    """Products with a matrix in the model's dtype: x W^T + b.
 
-    Owned by one layer. Parameters are read when they are used, since their data may be given other
-    memory after this was made.
+    Owned by one layer. Parameters are read at each use, since their data may move to other memory
+    later.
     """
 
     def __init__(self, weight: Parameter, bias: Parameter | None, ops: LayerOps) -> None:
@@ -29,15 +30,16 @@ class LinearMethod:
         return self._ops.linear(x, *self._matrix)
 
     def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
-        """(forward(n), s) with the norm n and the sum s of source, as LayerOps.norm_linear."""
+        """Return (forward(n), s) with the norm n and the sum s of source, like
+        LayerOps.norm_linear."""
         return self._ops.norm_linear(source, *self._matrix)
 
     def forward_gated(self, x: Tensor) -> Tensor:
-        """x [N, K] -> silu(gate) * up [N, M / 2], the rows of the gate being the first half."""
+        """x [N, K] -> silu(gate) * up [N, M / 2]; the gate's rows are the first half."""
         return self._ops.gated_linear(x, *self._matrix)
 
     def forward_normed_gated(self, source: NormedSum) -> tuple[Tensor, Tensor]:
-        """(forward_gated(n), s) with the norm n and the sum s of source, as
+        """Return (forward_gated(n), s) with the norm n and the sum s of source, like
         LayerOps.norm_gated_linear."""
         return self._ops.norm_gated_linear(source, *self._matrix)
 

@@ -26,7 +26,7 @@ class MLPSpec:
 
 
 class MLPBlock:
-    """down(silu(gate(x)) * up(x)) of the norm x of the residual stream."""
+    """down(silu(gate(x)) * up(x)), where x is the norm of the residual stream."""
 
     def __init__(self, prefix: str, spec: MLPSpec, setup: LayerSetup) -> None:
         """prefix: the checkpoint's name of the layer."""
@@ -49,7 +49,8 @@ class MLPBlock:
         )
 
     def forward(self, part: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream as (part, residual) [N, H] in and out, as DecoderLayer.forward."""
+        """Take and return the residual stream as (part, residual) [N, H], like
+        DecoderLayer.forward."""
         gated, residual = self._norm.project(self._gate_up, part, residual)
         return self._down.forward(gated), residual
 

@@ -16,7 +16,7 @@ class NormSpec:
     """A norm of the residual stream."""
 
     name: str
-    """In the checkpoint, without what holds it and without .weight."""
+    """In the checkpoint, without its parent's name and without .weight."""
     rms_norm_eps: float
 
 
@@ -25,7 +25,7 @@ class RMSNorm:
     once."""
 
     def __init__(self, prefix: str, spec: NormSpec, setup: LayerSetup) -> None:
-        """prefix: the checkpoint's name of what holds the norm."""
+        """prefix: the checkpoint's name of the norm's parent."""
         name, size = f"{prefix}.{spec.name}.weight", setup.hidden_size
         self._weight = setup.parameter(name, (size,), (whole_vector(name, size, "norm"),))
         self._eps = spec.rms_norm_eps
@@ -39,8 +39,8 @@ class RMSNorm:
     def project(
         self, projection: Projection, part: Tensor | None, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(projection(norm(s)), s) with s = residual + the sum of part over the ranks, rounded to
-        the model's dtype before the norm; without part, s is residual itself."""
+        """Return (projection(norm(s)), s) with s = residual + the sum of part over the ranks,
+        rounded to the model's dtype before the norm. Without part, s is residual itself."""
         weight, eps = self._weight.data, self._eps
         if part is None or self._tp.size == 1:
             return projection.forward_normed(NormedSum(part, residual, weight, eps))
@@ -54,7 +54,7 @@ class RMSNorm:
 
 
 class QueryKeyNorm:
-    """HeadNorms: the norms of the query and of the key heads, which their rotation applies."""
+    """HeadNorms: the norms of the query and key heads, which the rotation applies."""
 
     def __init__(self, prefix: str, head_dim: int, eps: float, setup: LayerSetup) -> None:
         """prefix: the checkpoint's name of the attention."""

@@ -1,4 +1,4 @@
-"""A weight of one rank, and which checkpoint tensors fill it. Knows no file format."""
+"""A weight of one rank, and the checkpoint tensors that fill it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ Kind = Literal["matrix", "norm", "bias"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A region of one checkpoint tensor, and its place in a parameter (equal shapes)."""
+    """A region of one checkpoint tensor and its place in a parameter, with equal shapes."""
 
     name: str
     """Name of the tensor in the checkpoint."""
     full_shape: tuple[int, ...]
     """Shape that the checkpoint tensor must have."""
     source: tuple[slice, ...]
-    """What to read of it; one slice with explicit bounds for each dimension."""
+    """The region to read; one slice with explicit bounds per dimension."""
     target: tuple[slice, ...]
-    """Where it goes in the parameter; one slice with explicit bounds for each dimension."""
+    """Its place in the parameter; one slice with explicit bounds per dimension."""
     kind: Kind = "matrix"
-    """What the tensor is for; decides its values when weights are made up."""
+    """The tensor's purpose, which decides its values in dummy weights."""
 
     @property
     def is_whole(self) -> bool:
@@ -35,16 +35,15 @@ class Piece:
 
 
 class Parameter:
-    """Owns `data`, the local shard, zero until loaded; rows that no piece covers (padding) stay
-    zero.
+    """Owns `data`, the local shard. It is zero until loaded; rows that no piece covers (padding)
+    stay zero.
 
-    Built and loaded on the step thread; lives in weight memory as long as the stage that holds it.
-    Built on the meta device it has none, until `data` is replaced
-    (worker_daemon/worker/sleep_memory.py).
+    Built and loaded on the step thread; lives in weight memory as long as its stage. On the meta
+    device it has no memory until `data` is replaced (worker_daemon/worker/sleep_memory.py).
     """
 
     name: str
-    """Its own, which is a checkpoint tensor's where that alone fills it."""
+    """Its own name; equal to the checkpoint tensor's if one tensor fills it."""
     data: Tensor
     pieces: tuple[Piece, ...]
 

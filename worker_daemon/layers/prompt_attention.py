@@ -1,14 +1,14 @@
-"""Attention of whole prompts by a kernel that knows no pages, for the sequences that have all of
-their context in one step; everything else goes on to a paged backend. Knows no device and no model.
+"""Attention of whole prompts by an unpaged kernel, for sequences that have all of their context in
+one step. All other tokens go to a paged backend.
 
 Shapes: N tokens in the step, Hq query and Hkv KV heads, D head_dim, P the tokens of a plan.
 
-An unpaged kernel is planned for each length anew, which takes cuDNN some tenths of a second, so it
-serves a few lengths only (PLAN_TOKENS). A prompt somewhat shorter than a plan is padded up to it: a
-causal query never sees the rows behind its own. Of a longer one the plan takes the first tokens,
-its head, and the rest is a chunk like any other. Heads read keys and values back from the cache,
-which spares all other steps from keeping rotated keys: at 8,192 tokens of Llama 8B's heads that
-moves 67 MB, about 16 us of an H200 beside 1 ms of attention.
+An unpaged kernel needs a plan for each length, which takes cuDNN some tenths of a second, so only a
+few lengths are served (PLAN_TOKENS). A prompt slightly shorter than a plan is padded, since a
+causal query never sees later rows. If it is longer, the plan serves its first tokens, the head, and
+the rest is an ordinary chunk. Heads read keys and values back from the cache, so that other steps
+need not keep rotated keys. At 8,192 tokens of Llama 8B's heads this moves 67 MB, about 16 us on an
+H200 beside 1 ms of attention.
 """
 
 from collections.abc import Callable
@@ -32,13 +32,14 @@ from worker_daemon.contracts.attention import (
 from worker_daemon.device.pinned import upload
 
 PLAN_TOKENS = (1024, 2048, 4096, 8192, 16384)
-"""Ascending. Powers of two, which the warm-up's sweep of sizes runs into, so that it makes every
-plan that a step may need. Prompts below the first are bound by their launches, of which the paged
+"""Ascending powers of two, all of which the warm-up's sweep of sizes reaches, so that it makes
+every plan that a step may need. Shorter prompts are bound by their launches, of which the paged
 kernel has fewer."""
 
 _PADDED_EIGHTHS = 7
-"""A plan takes a prompt of so many eighths of its length: that costs 1.3 times the prompt's
-attention, while cuDNN is 1.4 times as fast as the paged kernel (560 and 400 TFLOP/s on an H200)."""
+"""Eighths of a plan's length that a prompt must have. Padding then costs up to 1.3 times the
+prompt's attention, while cuDNN is 1.4 times as fast as the paged kernel (560 and 400 TFLOP/s on an
+H200)."""
 
 WholeAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """(q [1, Hq, P, D], k and v [1, Hkv, P, D], scale) -> [1, Hq, P, D], causal; the last dimension is
@@ -58,11 +59,12 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 class PromptAttention:
-    """AttentionBackend: heads of whole prompts by a WholeAttention, one after the other, all other
-    tokens of the step by one call of a paged backend. Layers with a window are left to the latter.
+    """AttentionBackend that computes heads of whole prompts by a WholeAttention, one after the
+    other, and all other tokens of the step by one call of a paged backend, which also serves layers
+    with a window.
 
-    One object for all layers, used on the step thread only. Keeps the last step's split, which its
-    layers share, and with it that step's metadata.
+    One object serves all layers, on the step thread only. It keeps the last step's split, which the
+    layers share, and so that step's metadata.
     """
 
     def __init__(self, paged: AttentionBackend, whole: WholeAttention) -> None:
@@ -73,7 +75,7 @@ class PromptAttention:
     def attend(
         self, q: Tensor, kv_cache: Tensor, layer: AttentionLayer, metadata: AttentionMetadata
     ) -> Tensor:
-        """As AttentionBackend has it. kv_cache is contiguous; its block size is every layer's."""
+        """See AttentionBackend. kv_cache is contiguous; all layers have the same block size."""
         if not _may_have_heads(metadata, layer.window):
             return self._paged.attend(q, kv_cache, layer, metadata)
         split = self._split(metadata, kv_cache.shape[2])
@@ -110,7 +112,7 @@ class PromptAttention:
     def _attend_gaps(
         self, q: Tensor, kv_cache: Tensor, layer: AttentionLayer, split: "_Split"
     ) -> tuple[Tensor, ...]:
-        """Return the rows before each head, then those behind the last one; any may be none."""
+        """Return the rows before each head, then those after the last one; each may be empty."""
         queries = [q[gap] for gap in split.gaps]
         filled = [part for part in queries if part.shape[0]]
         if not filled:
@@ -120,8 +122,8 @@ class PromptAttention:
         return torch.split(out, [part.shape[0] for part in queries])
 
 
-class _Place(NamedTuple):
-    """Where a head lies in its step."""
+class _HeadRange(NamedTuple):
+    """A head's place in its step."""
 
     seq: int
     start: int
@@ -141,10 +143,10 @@ class _Head:
     start: int
     length: int
     num_planned: int
-    """As in _Place."""
+    """See _HeadRange."""
     pages: Tensor
     """int64 [2, P / block_size, rounded up], device: twice the id of each block of its context,
-    then the same plus one; the null block's behind its end."""
+    then the same plus one. After its end come the null block's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +154,9 @@ class _Split:
     heads: tuple[_Head, ...]
     """In the order of their tokens."""
     gaps: tuple[slice, ...]
-    """The tokens before each head, then those behind the last one."""
+    """The tokens before each head, then those after the last one."""
     others: AttentionMetadata
-    """Of the gaps alone, put together."""
+    """The metadata of the gaps alone, joined."""
 
 
 def _may_have_heads(metadata: AttentionMetadata, window: int | None) -> bool:
@@ -178,14 +180,14 @@ def _split_step(metadata: AttentionMetadata, block_size: int) -> _Split:
     )
 
 
-def _places(query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> list[_Place]:
+def _places(query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> list[_HeadRange]:
     """Return the heads of all whole prompts that are long enough."""
     lengths = query_lens.tolist()
     starts = [0, *accumulate(lengths)]
     chosen = np.flatnonzero((query_lens == seq_lens) & (query_lens >= PLAN_TOKENS[0])).tolist()
     planned = [_num_planned(lengths[seq]) for seq in chosen]
     return [
-        _Place(seq, starts[seq], min(lengths[seq], num_planned), num_planned)
+        _HeadRange(seq, starts[seq], min(lengths[seq], num_planned), num_planned)
         for seq, num_planned in zip(chosen, planned, strict=True)
     ]
 
@@ -195,7 +197,7 @@ def _num_planned(length: int) -> int:
     return max(plan for plan in PLAN_TOKENS if plan * _PADDED_EIGHTHS <= length * 8)
 
 
-def _head(place: _Place, metadata: AttentionMetadata, block_size: int) -> _Head:
+def _head(place: _HeadRange, metadata: AttentionMetadata, block_size: int) -> _Head:
     row = metadata.block_table.index_select(0, metadata.seq_rows[place.seq : place.seq + 1])[0]
     num_blocks = -(-place.length // block_size)
     padding = -(-place.num_planned // block_size) - num_blocks
@@ -205,7 +207,7 @@ def _head(place: _Place, metadata: AttentionMetadata, block_size: int) -> _Head:
 
 
 def _select(metadata: AttentionMetadata, query_lens: npt.NDArray[np.int32]) -> AttentionMetadata:
-    """Return the metadata of the sequences that have query tokens left, with so many of them."""
+    """Return the metadata of the sequences that have query tokens left, with that many tokens."""
     seqs = np.flatnonzero(query_lens)
     query_lens, seq_lens = query_lens[seqs], metadata.seq_lens_np[seqs]
     starts = np.concatenate(([0], np.cumsum(query_lens)))
@@ -231,10 +233,10 @@ def _select(metadata: AttentionMetadata, query_lens: npt.NDArray[np.int32]) -> A
 
 
 def _gather(kv_cache: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
-    """Return keys and values [P, Hkv, D] of a head, zero behind its end.
+    """Return keys and values [P, Hkv, D] of a head, zero after its end.
 
-    Zero, because a kernel multiplies what lies there by weights of zero, and the rows behind a
-    sequence's end in its last block may hold anything.
+    A kernel multiplies these rows by weights of zero, and the rest of a sequence's last block may
+    hold NaN.
     """
     block_size, num_kv_heads, head_dim = kv_cache.shape[2:]
     pages = kv_cache.view(-1, block_size * num_kv_heads * head_dim)
@@ -248,8 +250,8 @@ def _gather(kv_cache: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
 def _queries(q: Tensor, head: _Head) -> Tensor:
     """Return [P, Hq, D] with the strides of q, on which a plan depends.
 
-    A query has no effect on the others: the rows behind the head's end are the neighbours', or
-    undefined in a copy where the step ends too early.
+    Queries do not affect each other: the rows after the head's end belong to the next sequence, or
+    are undefined if the step is too short.
     """
     end = head.start + head.num_planned
     if end <= q.shape[0]:

@@ -2,7 +2,8 @@
 the rotation.
 
 Frequencies are computed on the CPU in float32 by the formulas of transformers' modeling_rope_utils,
-so that they are equal on every device. Knows no config.json: models/config_fields.py builds them.
+so that they are equal on every device. models/config_fields.py builds these values from
+config.json.
 """
 
 import math
@@ -34,7 +35,7 @@ class DefaultRope:
 
 @dataclass(frozen=True, slots=True)
 class LinearRope:
-    """Position interpolation (Chen et al., 2023): every frequency divided by `factor`."""
+    """Position interpolation (Chen et al., 2023): divides every frequency by `factor`."""
 
     head_dim: int
     theta: float
@@ -50,12 +51,11 @@ class LinearRope:
 
 @dataclass(frozen=True, slots=True)
 class DynamicRope:
-    """NTK scaling that depends on the length of the sequence, and changes nothing up to
-    max_position_embeddings.
+    """NTK scaling by the length of the sequence, without effect up to max_position_embeddings.
 
-    Beyond it every key in the cache would need another rotation with each token, so such lengths
-    are refused when the configuration is resolved (`DecoderConfig.max_supported_len`); `factor`
-    then never takes effect.
+    Beyond that, each token would change the rotation of every cached key. Such lengths are refused
+    when the configuration is resolved (`DecoderConfig.max_supported_len`), so `factor` never takes
+    effect.
     """
 
     head_dim: int
@@ -72,7 +72,7 @@ class DynamicRope:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope:
-    """Llama 3.1: long waves divided by `factor`, short ones kept, those between interpolated."""
+    """Llama 3.1: divides low frequencies by `factor`, keeps high ones, and interpolates between."""
 
     head_dim: int
     theta: float
@@ -104,8 +104,8 @@ class Llama3Rope:
 class YarnRope:
     """YaRN (Peng et al., 2023): a ramp over the dimensions between interpolation and extrapolation.
 
-    attention_factor None means: computed from factor, mscale and mscale_all_dim. truncate rounds
-    the ramp's ends outward to whole dimensions.
+    If attention_factor is None, it is computed from factor, mscale and mscale_all_dim. truncate
+    rounds the ramp's ends outward to whole dimensions.
     """
 
     head_dim: int
@@ -157,12 +157,12 @@ Rope = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope
 
 
 def max_table_length(head_dim: int) -> int:
-    """Return how many positions a table may have: it is held in full."""
+    """Return the largest number of positions of a table, which is stored in full."""
     return MAX_TABLE_BYTES // (head_dim * torch.float32.itemsize)
 
 
 def is_finite(rope: Rope, length: int) -> bool:
-    """Tell whether the table of that many positions has only finite values."""
+    """Return True if a table of that many positions has only finite values."""
     try:
         fastest = float(rope.inv_freq().abs().max())  # NaN if any is
         largest = max(fastest, fastest * length, abs(rope.attention_scaling))
@@ -174,7 +174,9 @@ def is_finite(rope: Rope, length: int) -> bool:
 def rotary_table(rope: Rope, max_model_len: int, device: torch.device) -> Tensor:
     """float32 [max_model_len, 2, head_dim / 2]: cos and sin of every position's angles."""
     inv_freq = rope.inv_freq()
-    if device.type == "meta":  # arithmetic there imports torch's compiler, seconds of start-up
+    if (
+        device.type == "meta"
+    ):  # arithmetic on the meta device imports torch's compiler, which takes seconds
         return torch.empty((max_model_len, 2, inv_freq.numel()), device=device)
     positions = torch.arange(max_model_len, dtype=torch.float32, device=device)
     angles = positions.unsqueeze(-1) * inv_freq.to(device)
@@ -183,7 +185,8 @@ def rotary_table(rope: Rope, max_model_len: int, device: torch.device) -> Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [N, heads, D] turned by cos and sin, float32 [N, 1, D / 2]: halves paired, rounded once."""
+    """Rotate x [N, heads, D] by cos and sin, float32 [N, 1, D / 2]; halves are paired, rounded
+    once."""
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x.dtype)

@@ -1,4 +1,5 @@
-"""What the layers of a stage are built with: the one place that chooses how matrices are kept."""
+"""Shared inputs for building the layers of a stage. Chooses the format in which matrices are
+stored."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ class LayerSetup:
     tp: TensorParallel
     dtype: torch.dtype
     device: torch.device
-    """Where parameters are made: the meta device where they are given memory later."""
+    """The device of the parameters; the meta device if they get memory later."""
     ops: LayerOps
     """The kernels of the device that the layers will run on."""
 
@@ -35,8 +36,8 @@ class LayerSetup:
         weight: Iterable[Piece],
         bias: Iterable[Piece] | None,
     ) -> LinearMethod:
-        """Return the method of a matrix of this shape [M, K] whose name is prefix, without its
-        .weight or .bias; bias is None where there is none. Owned by the caller."""
+        """Return the method of a matrix [M, K]. prefix is its name without .weight or .bias; bias
+        is None if it has none. Owned by the caller."""
         return LinearMethod(
             self.parameter(f"{prefix}.weight", shape, weight),
             None if bias is None else self.parameter(f"{prefix}.bias", shape[:1], bias),

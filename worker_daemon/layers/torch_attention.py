@@ -1,7 +1,7 @@
-"""Paged attention in plain torch, for the CPU and as the reference of faster backends.
+"""Paged attention in plain torch, for the CPU and as the reference for faster backends.
 
-One scaled_dot_product_attention for each sequence, so that a sequence's result does not depend on
-its neighbours.
+It calls scaled_dot_product_attention once per sequence, so that a sequence's result does not depend
+on the others.
 """
 
 import torch
@@ -12,8 +12,8 @@ from worker_daemon.contracts.attention import AttentionLayer, AttentionMetadata,
 
 
 class TorchPagedAttention:
-    """AttentionBackend on any device; host work grows with the sequences, and it waits for the
-    lengths of these."""
+    """AttentionBackend on any device. Host work grows with the number of sequences, and it waits
+    for their lengths."""
 
     def attend(
         self, q: Tensor, kv_cache: Tensor, layer: AttentionLayer, metadata: AttentionMetadata
@@ -72,7 +72,7 @@ def _attend(
 
 
 def _visible(query_len: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [L, S]: key j is seen by query i; the last query sits at the last key."""
+    """bool [L, S]: query i sees key j; the last query is at the last key."""
     queries = torch.arange(num_keys - query_len, num_keys, device=device).unsqueeze(1)
     keys = torch.arange(num_keys, device=device)
     visible = keys <= queries

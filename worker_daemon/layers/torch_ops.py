@@ -1,4 +1,4 @@
-"""The layer operations in plain torch, for the CPU and as the reference of faster ones."""
+"""The layer operations in plain torch, for the CPU and as the reference for faster ones."""
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class TorchOps:
 
 def likeliest(logits: Tensor) -> Tensor:
     """logits [R, V] -> int64 [R]: as LayerOps.greedy_tokens."""
-    token_ids = logits.argmax(dim=-1)  # of a NaN, where there is one
+    token_ids = logits.argmax(dim=-1)  # the index of a NaN, if there is one
     largest = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
     return token_ids.masked_fill(~largest.isfinite(), NO_TOKEN)
 

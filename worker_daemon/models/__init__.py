@@ -1,1 +1,1 @@
-"""Model configurations, the decoder, and checkpoint loading. Knows no wire type."""
+"""Model configurations, the decoder, and checkpoint loading."""

@@ -1,4 +1,4 @@
-"""config.json -> DecoderConfig, by the family that it names. Knows no field of a family."""
+"""config.json -> DecoderConfig, by the family that it names."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _MAX_CONFIG_BYTES = 1 << 20
 
 
 def read_model_config(model_dir: Path) -> DecoderConfig:
-    """Reads config.json, and the end tokens of generation_config.json where that file names some.
+    """Read config.json, and the end tokens of generation_config.json if it has any.
 
     Raises CheckpointError for a missing file or invalid JSON, ConfigError for what the fields say.
     """
@@ -29,7 +29,8 @@ def read_model_config(model_dir: Path) -> DecoderConfig:
 
 
 def parse_model_config(hf: Mapping[str, object]) -> DecoderConfig:
-    """What transformers would make of this config.json; ConfigError names field and fix."""
+    """Return what transformers would make of this config.json. Raises ConfigError, which names
+    field and fix."""
     fields = Fields(hf)
     describe = find_family(architecture_name(fields))
     _refuse_unsupported(fields)
@@ -51,14 +52,14 @@ def _read_object(path: Path) -> Mapping[str, object]:
             f"{path} is not valid JSON: {error}",
             field="model",
             value=str(path.parent),
-            fix=f"write {path.name} anew",
+            fix=f"replace {path.name}",
         ) from error
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{path} holds no JSON object",
+            f"{path} is not a JSON object",
             field="model",
             value=str(path.parent),
-            fix=f"write {path.name} anew",
+            fix=f"replace {path.name}",
         )
     return value
 

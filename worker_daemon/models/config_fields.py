@@ -1,7 +1,7 @@
-"""Fields of config.json that families read alike, in both forms that transformers writes (releases
-4 and 5), with its defaults.
+"""Fields of config.json that families share, in both forms that transformers writes (releases 4 and
+5), with its defaults.
 
-Knows no family and no tensor. All raise ConfigError, which names field and fix.
+All functions raise ConfigError, which names field and fix.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,15 +33,17 @@ _MAX_WIDTH = 1 << 20
 _MAX_LAYERS = 1024
 _MAX_HEADS = 4096
 _MAX_HEAD_DIM = 4096
-"""Bounds on what a config.json can make a daemon build: beyond any model, far below what hurts."""
+"""Bounds on what config.json can make a daemon build: larger than any model, too small to do
+harm."""
 _MAX_LENGTH = 1 << 128
-"""What says "no limit". How long a context may be in truth is bound where it is resolved."""
+"""Stands for "no limit". The real limit of a context is applied when the configuration is
+resolved."""
 
 
 def decoder_config(
     fields: Fields, layers: Sequence[LayerSpec], *, default_eos_token_ids: tuple[int, ...] = ()
 ) -> DecoderConfig:
-    """A decoder of these layers, of one or more, with what all families have around them."""
+    """Return a decoder of these layers (at least one), with what all families have around them."""
     length = max_length(fields)
     return DecoderConfig(
         architecture=architecture_name(fields),
@@ -58,7 +60,7 @@ def decoder_config(
 
 
 def architecture_name(fields: Fields) -> str:
-    """The first of `architectures`."""
+    """Return the first of `architectures`."""
     names = fields.optional_texts("architectures")
     if not names:
         raise fields.error("architectures", "is missing", "name the model's class in config.json")
@@ -70,7 +72,7 @@ def num_layers(fields: Fields) -> int:
 
 
 def max_length(fields: Fields) -> int:
-    """Context length the model was made for, in tokens."""
+    """Return the context length the model was made for, in tokens."""
     return fields.integer("max_position_embeddings", maximum=_MAX_LENGTH)
 
 
@@ -85,22 +87,22 @@ def norm_eps(fields: Fields) -> float:
 def head_sizes(
     fields: Fields, *, default_num_kv_heads: int | None = None, default_head_dim: int | None = None
 ) -> HeadSizes:
-    """The heads of every layer. Defaults: as many KV heads as query heads, and
-    hidden_size / num_attention_heads."""
+    """Return the heads of every layer. Defaults: as many KV heads as query heads, and hidden_size /
+    num_attention_heads."""
     num_heads = fields.integer("num_attention_heads", maximum=_MAX_HEADS)
     head_dim = _head_dim(fields, default_head_dim, num_heads)
     return HeadSizes(num_heads, _num_kv_heads(fields, default_num_kv_heads, num_heads), head_dim)
 
 
 def sliding_window(fields: Fields) -> int | None:
-    """`sliding_window`, in tokens; None where it is null."""
+    """Return `sliding_window` in tokens; None if it is null."""
     if not fields.has("sliding_window"):
         return _DEFAULT_WINDOW
     return fields.optional_integer("sliding_window")
 
 
 def upper_layer_windows(fields: Fields) -> tuple[int | None, ...]:
-    """Each layer's window, by use_sliding_window, and layer_types or max_window_layers."""
+    """Return each layer's window, by use_sliding_window, and layer_types or max_window_layers."""
     count = num_layers(fields)
     window = sliding_window(fields)
     if not fields.flag("use_sliding_window", False):
@@ -170,7 +172,7 @@ def _eos_token_ids(fields: Fields, default: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _rope(fields: Fields, head_dim: int, length: int) -> Rope:
-    """transformers 4 has rope_scaling and a top-level rope_theta, 5 has both in rope_parameters."""
+    """transformers 4 has rope_scaling and a top-level rope_theta; 5 has both in rope_parameters."""
     field = "rope_scaling" if fields.optional_object("rope_scaling") else "rope_parameters"
     values = fields.optional_object(field) or {}
     if any(isinstance(value, dict) for value in values.values()):
@@ -235,7 +237,7 @@ def _yarn_rope(model: Fields, rope: Fields, head_dim: int, theta: float) -> Rope
 
 
 def _original_length(model: Fields, rope: Fields) -> int:
-    """The model's own field goes first, as in transformers; last comes max_position_embeddings."""
+    """The model's own field comes first, as in transformers, and max_position_embeddings last."""
     name = "original_max_position_embeddings"
     stated = model.optional_integer(name) or rope.optional_integer(name)
     return stated or max_length(model)

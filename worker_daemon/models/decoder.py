@@ -1,9 +1,8 @@
-"""The decoder: one pipeline stage of it, of whatever layers its description has. Knows no request
-and no file.
+"""One pipeline stage of a decoder, built from its description.
 
 Shapes: N tokens in the step, R rows with logits, H hidden size, V vocabulary. The residual stream
-[N, H] is summed and rounded to the model's dtype after every addition, between layers as between
-stages, so that a split model computes the same bits.
+[N, H] is summed and rounded to the model's dtype after every addition, both between layers and
+between stages, so that a split model computes the same bits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,10 +51,10 @@ class DecoderLayer:
         step: AttentionStep,
         backend: AttentionBackend,
     ) -> tuple[Tensor, Tensor]:
-        """Writes this layer's k and v into kv_cache; returns the next (part, residual), [N, H].
+        """Write this layer's k and v into kv_cache; return the next (part, residual), [N, H].
 
-        The residual stream is residual + the sum of part over the ranks: both are left to the next
-        norm, which reads it. A block that has summed its output already leaves no part.
+        The residual stream is residual + the sum of part over the ranks. The next norm computes
+        both. A block that has already summed its output returns no part.
         """
         part, residual = self._attention.forward(part, residual, kv_cache, step, backend)
         return self._mlp.forward(part, residual)
@@ -66,7 +65,7 @@ class DecoderLayer:
 
 
 class DecoderStage:
-    """Consecutive layers; the first stage has the embedding too, the last the LM head.
+    """Consecutive layers; the first stage also has the embedding, the last the LM head.
 
     Built by `build_stage` on the step thread; owns its parameters (zero until loaded) and the
     rotary table on the device, freed with it. The forward paths never wait for the device.
@@ -81,10 +80,11 @@ class DecoderStage:
         attention: AttentionBackend,
         setup: LayerSetup,
     ) -> None:
-        """rotary is the table of `rotary_table`; setup is what all of it was built with."""
+        """rotary is the result of `rotary_table`; setup is the one that all layers were built
+        with."""
         self._layers = layers
         self.rotary = rotary
-        """The one tensor on the device that is no parameter; may be replaced by an equal one."""
+        """The only device tensor that is not a parameter; may be replaced by an equal one."""
         self._embedding = embedding
         self._head = head
         self._attention = attention
@@ -92,12 +92,12 @@ class DecoderStage:
 
     @property
     def ops_name(self) -> str:
-        """What serves the layer operations."""
+        """The name of the layer operations' implementation."""
         return self._setup.ops.name
 
     def compile_subset(self) -> "tuple[DecoderStage, list[int]]":
-        """Return a stage of the first two layers of each kind, which launches every kernel that
-        this one does, and their indices. It shares all tensors; what it computes means nothing."""
+        """Return a stage of the first two layers of each kind, and their indices. It launches every
+        kernel that this one does and shares all tensors; its results are meaningless."""
         specs = [layer.spec for layer in self._layers]
         kinds = [[i for i, each in enumerate(specs) if each == kind] for kind in set(specs)]
         kept = sorted(index for indices in kinds for index in indices[:2])
@@ -112,7 +112,7 @@ class DecoderStage:
         return stage, kept
 
     def set_attention(self, attention: AttentionBackend) -> None:
-        """Replaces the attention of all layers, as after the memory profile."""
+        """Replace the attention of all layers, as after the memory profile."""
         self._attention = attention
 
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -127,11 +127,11 @@ class DecoderStage:
         kv_caches: Sequence[Tensor],
         metadata: Sequence[AttentionMetadata],
     ) -> Tensor:
-        """Residual stream in, residual stream out: hidden [N, H], positions int32 or int64 [N] ->
-        [N, H].
+        """Take and return the residual stream: hidden [N, H], positions int32 or int64 [N] -> [N,
+        H].
 
-        kv_caches holds one cache for each local layer; it may be empty under NullAttention.
-        metadata holds one for each too, the same for layers of the same group. hidden is not
+        kv_caches holds one cache per local layer; it may be empty under NullAttention. metadata
+        also holds one per local layer, the same object for layers of one KV group. hidden is not
         changed.
         """
         step = AttentionStep(positions, self.rotary, metadata[0])
@@ -144,21 +144,21 @@ class DecoderStage:
         return hidden if part is None else hidden + self._setup.tp.all_reduce(part)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Last stage only: residual stream [R, H] -> [R, V] in the model's dtype; a row is
-        contiguous, the next may lie behind padding."""
+        """Last stage only: residual stream [R, H] -> [R, V] in the model's dtype; each row is
+        contiguous, with possible padding between rows."""
         assert self._head is not None, "compute_logits on a stage that is not the last"
         norm, lm_head = self._head
         return lm_head.forward(norm.forward(hidden))
 
     def likeliest_tokens(self, hidden: Tensor) -> Tensor:
-        """Last stage only: residual stream [R, H] -> int64 [R], the largest logit of each row, the
-        lowest id among equals."""
+        """Last stage only: residual stream [R, H] -> int64 [R], the token with each row's largest
+        logit, the lowest id among equals."""
         assert self._head is not None, "likeliest_tokens on a stage that is not the last"
         norm, lm_head = self._head
         return lm_head.likeliest(norm.forward(hidden))
 
     def parameters(self) -> Iterator[Parameter]:
-        """Every parameter of this stage and rank once."""
+        """Yield every parameter of this stage and rank once."""
         embedding = [] if self._embedding is None else list(self._embedding.parameters())
         yield from embedding
         for layer in self._layers:
@@ -167,7 +167,7 @@ class DecoderStage:
             yield from (shared for shared in part.parameters() if shared not in embedding)
 
     def checkpoint_views(self) -> dict[str, Tensor]:
-        """Checkpoint name -> this rank's region of that tensor, a view of the parameter."""
+        """Return checkpoint name -> this rank's region of that tensor, a view of the parameter."""
         return {
             piece.name: parameter.data[piece.target]
             for parameter in self.parameters()
@@ -190,7 +190,7 @@ class DecoderStage:
 
     @property
     def kv_layer_specs(self) -> tuple[KVLayerSpec, ...]:
-        """One for each local layer, in the order of forward's kv_caches."""
+        """Return one per local layer, in the order of forward's kv_caches."""
         return tuple(layer.kv_spec for layer in self._layers)
 
 
@@ -206,9 +206,9 @@ def build_stage(
     attention: AttentionBackend,
     ops: LayerOps,
 ) -> DecoderStage:
-    """A stage with zero weights. The partition must have passed `check_partition`.
+    """Return a stage with zero weights. The partition must have passed `check_partition`.
 
-    max_model_len (tokens) is the length of the rotary table: no position may reach it. With tied
+    max_model_len (tokens) is the length of the rotary table: positions must be smaller. With tied
     embeddings a last stage that is not the first holds its own copy of the embedding.
     """
     setup = LayerSetup(config.hidden_size, tp, dtype, device, ops)
@@ -232,12 +232,13 @@ def build_stage(
 
 
 def checkpoint_names(config: DecoderConfig) -> frozenset[str]:
-    """Names of all tensors that the whole model reads; builds it without memory to find them."""
+    """Return the names of all tensors that the model reads. Builds it without memory to find
+    them."""
     return frozenset(checkpoint_shapes(config))
 
 
 def checkpoint_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors that the whole model reads."""
+    """Return names and shapes of all tensors that the model reads."""
     return {
         piece.name: piece.full_shape
         for parameter in whole_model(config, SingleRank(), torch.float32).parameters()
@@ -246,7 +247,7 @@ def checkpoint_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def whole_model(config: DecoderConfig, tp: TensorParallel, dtype: torch.dtype) -> DecoderStage:
-    """All layers of one tensor-parallel rank, without memory: for names and shapes."""
+    """Return all layers of one tensor-parallel rank, without memory: for names and shapes."""
     return build_stage(
         config,
         range(config.num_hidden_layers),

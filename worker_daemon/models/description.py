@@ -1,5 +1,5 @@
-"""What a decoder is made of: layers, and the blocks in them. A family makes it from config.json
-(`families/`), `decoder.py` builds it. Knows no file and no parallel size."""
+"""The description of a decoder: its layers, and the blocks in them. A family makes it from
+config.json (`families/`), `decoder.py` builds it."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from worker_daemon.layers.rotary import DynamicRope, Rope
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """The blocks of one decoder layer, in their order. Layers that are alike share it."""
+    """The blocks of one decoder layer, in order. Identical layers share it."""
 
     attention: AttentionSpec
     mlp: MLPSpec
@@ -19,21 +19,21 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Everything that shapes the decoder of one checkpoint. Built once at load, never changed."""
+    """All parameters of one checkpoint's decoder. Built once at load, never changed."""
 
     architecture: str
     """Name as in config.json's `architectures`."""
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
-    """One or more; their heads and inner sizes are alike, all else need not be."""
+    """At least one. Their heads and inner sizes are equal; all else may differ."""
     final_norm: NormSpec
     rope: Rope
     max_position_embeddings: int
     """Context length the model was made for, in tokens."""
     tie_word_embeddings: bool
     dtype: str | None
-    """float32, float16 or bfloat16, as the checkpoint states it; None where it does not."""
+    """float32, float16 or bfloat16, as the checkpoint states it; None if it does not."""
     eos_token_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -66,12 +66,12 @@ class DecoderConfig:
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each layer in tokens; None sees everything."""
+        """Sliding window of each layer in tokens; None for no window."""
         return tuple(layer.attention.sliding_window for layer in self.layers)
 
     @property
     def max_supported_len(self) -> int | None:
-        """Longest context that is computed exactly, in tokens; None where nothing limits it.
+        """Longest context that is computed exactly, in tokens; None if there is no limit.
 
         Dynamic RoPE scaling changes the rotation of past keys once a sequence exceeds
         max_position_embeddings.

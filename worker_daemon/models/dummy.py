@@ -1,7 +1,7 @@
-"""Made-up weights: a pure function of (tensor name, full shape, index, seed), so equal for every
+"""Dummy weights: a pure function of (tensor name, full shape, index, seed), so equal for every
 split and device.
 
-Every element is an integer hash of its own row and column; nothing is drawn in sequence, so each
+Every element is an integer hash of its own row and column. Nothing is drawn in sequence, so each
 rank makes only its shard. The hash is the two-round 32-bit mix "lowbias32" of Wellons (2018), in
 wrapping int32 arithmetic.
 """
@@ -26,9 +26,10 @@ _CHUNK_ELEMENTS_DEVICE = 1 << 26
 
 
 def fill_dummy(target: Tensor, piece: Piece, seed: int) -> None:
-    """Overwrites target, the region of a parameter that piece describes (1 or 2 dimensions).
+    """Overwrite target, the region of a parameter that piece describes (1 or 2 dimensions).
 
-    Values have a triangular distribution with standard deviation 0.02 around 0, around 1 for norms.
+    Values have a triangular distribution with standard deviation 0.02 around 0, or around 1 for
+    norms.
     """
     device = target.device
     rows, columns = (slice(0, 1), *piece.source) if target.dim() == 1 else piece.source
@@ -53,7 +54,7 @@ def _values(counters: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Hashes int32 in place; the masks turn torch's arithmetic shifts into logical ones."""
+    """Hash int32 in place; the masks turn torch's arithmetic shifts into logical ones."""
     x ^= (x >> 16) & 0xFFFF
     x *= _MIX_1
     x ^= (x >> 15) & 0x1FFFF

@@ -12,15 +12,15 @@ _MAX_NUMBER: Final = 1e30
 _MAX_CHARS: Final = 1024
 _MAX_ITEMS: Final = 4096
 _MAX_SHOWN: Final = 300
-"""Of a value in an error's message, which has to fit into a reply."""
+"""Characters of a value in an error message, which must fit into a reply."""
 _T = TypeVar("_T")
 
 
 class Fields:
-    """Reads the fields of one JSON object. null counts as absent; `prefix` goes before names in
-    errors.
+    """Reads the fields of one JSON object. null counts as absent; errors put `prefix` before names.
 
-    A `default` of None makes a field required; the optional_ forms give None for an absent field.
+    A `default` of None makes a field required; the optional_ methods return None for an absent
+    field.
     """
 
     def __init__(self, values: Mapping[str, object], prefix: str = "") -> None:
@@ -28,7 +28,7 @@ class Fields:
         self._prefix = prefix
 
     def has(self, name: str) -> bool:
-        """True when the field is there, even as null."""
+        """Return True if the field is present, even as null."""
         return name in self._values
 
     def integer(
@@ -65,7 +65,7 @@ class Fields:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(name, "must be a number")
-        if not above < value <= _MAX_NUMBER:  # compares integers of any size, and no NaN
+        if not above < value <= _MAX_NUMBER:  # compares integers of any size; NaN fails
             raise self.error(name, f"must be greater than {above:g} and at most {_MAX_NUMBER:g}")
         return float(value)
 
@@ -124,8 +124,8 @@ class Fields:
         return value
 
     def error(self, name: str, problem: str, fix: str | None = None) -> ConfigError:
-        """The error to raise about field `name`, with its present value; without a fix, the problem
-        says what the value has to be."""
+        """Return the error to raise about field `name`, with its value. Without a fix, the problem
+        says what the value must be."""
         field = self._prefix + name
         problem = _shown(problem)
         fix = fix or f"in config.json, {field} {problem}"
@@ -143,5 +143,5 @@ class Fields:
 
 
 def _shown(text: str) -> str:
-    """The begin of a text that may hold anything."""
+    """Return the beginning of a text that may hold anything."""
     return printable(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")

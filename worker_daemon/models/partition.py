@@ -1,4 +1,4 @@
-"""How a decoder is divided over stages and ranks. Pure; knows no process and no tensor."""
+"""Division of a decoder over stages and ranks. Pure functions."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from worker_daemon.models.description import DecoderConfig
 
 
 def check_partition(config: DecoderConfig, pp_size: int, tp_size: int) -> None:
-    """Raises ConfigError unless pp_size stages of tp_size ranks can share the model."""
+    """Raise ConfigError unless pp_size stages of tp_size ranks can share the model."""
     _require_positive("pipeline_parallel_size", pp_size)
     _require_positive("tensor_parallel_size", tp_size)
     _check_stage_count(config.num_hidden_layers, pp_size)
@@ -27,12 +27,12 @@ def check_partition(config: DecoderConfig, pp_size: int, tp_size: int) -> None:
 def partition_layers(
     num_layers: int, pp_size: int, explicit: Sequence[int] | None = None
 ) -> tuple[range, ...]:
-    """The layers of each stage, in order.
+    """Return the layers of each stage, in order.
 
-    Without an explicit list of layer counts the split is even; layers left over go to the middle
-    stages first, then to the first, because the first stage also has the embedding and the last the
-    LM head and the sampler. Raises ConfigError for more stages than layers and for a list that does
-    not fit.
+    Without an explicit list of layer counts the split is even. Remaining layers go to the middle
+    stages first, then to the first, because the first stage also has the embedding, and the last
+    the LM head and the sampler. Raises ConfigError for more stages than layers and for a list that
+    does not fit.
     """
     _require_positive("pipeline_parallel_size", pp_size)
     _check_stage_count(num_layers, pp_size)

@@ -1,4 +1,4 @@
-"""Which family describes which architecture. docs/adding-a-model.md shows how to add one."""
+"""The table of model families by architecture. docs/adding-a-model.md shows how to add one."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -9,7 +9,8 @@ from worker_daemon.models.families import llama, mistral, qwen2, qwen3
 from worker_daemon.models.fields import Fields
 
 Describe = Callable[[Fields], DecoderConfig]
-"""What transformers would make of a config.json; raises ConfigError, which names field and fix."""
+"""Turns a config.json into what transformers would make of it. Raises ConfigError, which names
+field and fix."""
 
 FAMILIES: Mapping[str, Describe] = MappingProxyType(
     {
@@ -23,7 +24,8 @@ FAMILIES: Mapping[str, Describe] = MappingProxyType(
 
 
 def find_family(architecture: str) -> Describe:
-    """The entry of the table; ConfigError with the supported names where there is none."""
+    """Return the entry of the table. Raises ConfigError with the supported names if there is
+    none."""
     describe = FAMILIES.get(architecture)
     if describe is None:
         raise ConfigError(

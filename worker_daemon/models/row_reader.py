@@ -1,4 +1,4 @@
-"""Reads a matrix's rows, or a rank's columns of them, out of a file. Knows no format."""
+"""Reads a matrix's rows, or a rank's columns of them, out of a file."""
 
 from typing import Final
 
@@ -7,17 +7,17 @@ import numpy as np
 from worker_daemon.regular_file import RegularFile
 
 _SPAN_BYTES: Final = 1 << 20
-"""What is read at a time where only columns are wanted: it stays in the processor's cache."""
+"""Bytes to read at a time if only columns are needed; they stay in the processor's cache."""
 _MIN_SINGLE_BYTES: Final = 4096
 _MIN_SINGLE_RATIO: Final = 4
-"""From here on a system call for each row costs less than to copy what lies between them."""
+"""From this ratio on, a system call per row costs less than copying the bytes between rows."""
 
 
 def read_rows(
     file: RegularFile, offset: int, row_bytes: int, row_stride: int, into: memoryview
 ) -> None:
-    """Fill `into` with rows of row_bytes that begin row_stride bytes apart, the first at
-    offset. Raises as RegularFile.read() does."""
+    """Fill `into` with rows of row_bytes that start row_stride bytes apart, the first at offset.
+    Raises as RegularFile.read() does."""
     num_rows = len(into) // row_bytes
     if row_bytes == row_stride or num_rows <= 1:
         file.read(offset, into)

@@ -1,5 +1,5 @@
-"""A safetensors file, open for reading: its header, checked in full before anything is read of the
-tensors, and their bytes. Knows no model and no parameter.
+"""A safetensors file, open for reading: its header, which is checked in full before any tensor is
+read, and the tensors' bytes.
 
 The format: eight bytes with the length of the header (little-endian), the header (a JSON object:
 name -> dtype, shape, data_offsets; `__metadata__` is for people), then the tensors' bytes without
@@ -27,26 +27,26 @@ FLOAT_DTYPES: Final = MappingProxyType(
         "BF16": torch.bfloat16,
     }
 )
-"""Those that are loaded, by the format's words."""
+"""The dtypes that are loaded, by their names in the format."""
 _OTHER_SIZES: Final = MappingProxyType(
     {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8}
 )
-"""Bytes of an element of some that are not; of further ones the size is not checked."""
+"""Bytes per element of dtypes that are not loaded. For others the size is not checked."""
 _LENGTH_BYTES: Final = 8
 _MAX_HEADER_BYTES: Final = 16 << 20
 _MAX_ENTRIES: Final = 1 << 16
-"""Of the header, and of its metadata."""
+"""Entries of the header, and of its metadata."""
 _MAX_VALUES: Final = 16 * _MAX_ENTRIES
-"""Of the header's JSON, by its brackets and commas: a tensor of eight dimensions has 14. Counted
-before the text is parsed, which holds the interpreter's lock."""
+"""Values of the header's JSON, counted by brackets and commas; a tensor of eight dimensions has 14.
+They are counted before parsing, which holds the interpreter's lock."""
 _METADATA: Final = "__metadata__"
 _MAX_NAME_CHARS: Final = 4096
 _BLOCK_BYTES: Final = 1 << 20
-"""What is converted at a time: it stays in the processor's cache."""
+"""Bytes to convert at a time; they stay in the processor's cache."""
 
 
 class MalformedError(Exception):
-    """It is no safetensors file, or not a whole one."""
+    """The file is not a safetensors file, or not a complete one."""
 
 
 class Entry(NamedTuple):
@@ -67,7 +67,7 @@ class SafetensorsFile:
 
         Raises:
             OSError: it cannot be read, or is no regular file.
-            MalformedError: it is truncated or no safetensors file.
+            MalformedError: it is truncated or not a safetensors file.
         """
         self.path = path
         self._file = RegularFile(path)
@@ -90,7 +90,7 @@ class SafetensorsFile:
         self._file.close()
 
     def check_whole(self, name: str) -> None:
-        """Raise TruncatedError if the file does not reach to a tensor's end any more."""
+        """Raise TruncatedError if the file has become too short for its tensors."""
         self._file.check_reaches(self.entries[name].end)
 
     def read(self, name: str) -> Tensor:
@@ -101,8 +101,8 @@ class SafetensorsFile:
         return values
 
     def read_into(self, name: str, region: tuple[slice, ...], target: Tensor) -> None:
-        """Fill a target on the CPU with a region of a tensor (slices with explicit bounds) of its
-        shape, converted to its dtype.
+        """Fill a target on the CPU with a region of a tensor (slices with explicit bounds) of the
+        same shape, converted to the target's dtype.
 
         Raises:
             OSError: the file cannot be read. After either the target is neither old nor new.
@@ -128,13 +128,13 @@ class SafetensorsFile:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous tensor on the CPU."""
     flat: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
     return flat
 
 
 class RowSpan(NamedTuple):
-    """Where the rows of a region lie in a tensor's bytes."""
+    """The position of a region's rows in a tensor's bytes."""
 
     offset: int
     """Of the first row."""
@@ -143,8 +143,8 @@ class RowSpan(NamedTuple):
 
 
 def row_span(shape: tuple[int, ...], region: tuple[slice, ...], itemsize: int) -> RowSpan:
-    """Return the rows of a region of a tensor in row-major order; a vector is rows of one element,
-    and dimensions beyond the second are taken whole."""
+    """Return the rows of a region of a tensor in row-major order. A vector has rows of one element;
+    dimensions after the second are complete."""
     if not region:
         return RowSpan(0, itemsize, itemsize)
     stride = math.prod(shape[1:]) * itemsize
@@ -180,9 +180,9 @@ def _parse(text: bytearray) -> dict[str, object]:
     try:
         header = json.loads(text.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise MalformedError(f"its header is no JSON object ({error})") from error
+        raise MalformedError(f"its header is not a JSON object ({error})") from error
     if not isinstance(header, dict):
-        raise MalformedError("its header is no JSON object")
+        raise MalformedError("its header is not a JSON object")
     return header
 
 
@@ -203,7 +203,7 @@ def _check_number(entries: dict[str, object]) -> None:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        raise ValueError("a name comes twice")
+        raise ValueError("a name occurs twice")
     return values
 
 
@@ -224,7 +224,7 @@ def _entry(name: str, value: object, base: int) -> Entry:
 
 
 def _are_sizes(values: object) -> bool:
-    """A list of up to eight integers that a file's size could be."""
+    """Return True for a list of up to eight integers that may be sizes in a file."""
     return (
         isinstance(values, list)
         and len(values) <= 8
@@ -233,7 +233,8 @@ def _are_sizes(values: object) -> bool:
 
 
 def _check_layout(entries: Iterable[Entry], base: int, num_bytes: int) -> None:
-    """Raise MalformedError unless the tensors follow each other without gaps, to the file's end."""
+    """Raise MalformedError unless the tensors follow each other without gaps, up to the file's
+    end."""
     at = base
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != at or entry.end < entry.begin:

@@ -7,7 +7,7 @@
     NAME/SAVE/*.safetensors    the parts of tensors that a rank holds, by their checkpoint names;
                                or *.tensors, by the index's word on its files
 
-Knows no root and no wire; `saving.py` writes sets.
+`saving.py` writes sets.
 """
 
 import json
@@ -37,7 +37,7 @@ from worker_daemon.regular_file import is_plain_name, read_whole
 
 INDEX_FILE = "index.json"
 CONFIG_FILES = ("config.json", "generation_config.json")
-"""What of a model's directory a set keeps a copy of, where it is there."""
+"""Files of a model's directory that a set copies, if they exist."""
 FORMAT = 1
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 _T = TypeVar("_T")
@@ -45,13 +45,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """How the tensors of a set are kept in files."""
+    """The file format of a set's tensors."""
 
     name: str
-    """As the index says it."""
+    """The name in the index."""
     suffix: str
     write: Callable[[BinaryIO, Mapping[str, Tensor]], dict[str, bytes]]
-    """Writes a whole file, which is open at its begin; returns each tensor's checksum. Raises
+    """Writes a complete file, which is open at its start; returns each tensor's checksum. Raises
     OSError as the file does."""
 
 
@@ -59,12 +59,13 @@ SAFETENSORS = FileKind("safetensors", ".safetensors", write_safetensors)
 TENSORS_SUFFIX = ".tensors"
 """Of the files of tensorizer."""
 LOAD_FORMATS = {"safetensors": "sharded_state", "tensorizer": "tensorizer"}
-"""By the index's word on a set's files, the load_format that reads them."""
+"""The load_format that reads a set's files, by their name in the index."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """What a group must have in common with the one that saved: else its ranks hold other parts."""
+    """The properties that a group must share with the one that saved; otherwise its ranks hold
+    other parts."""
 
     pipeline_parallel_size: int
     tensor_parallel_size: int
@@ -76,7 +77,7 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """What a rank's index says of one tensor."""
+    """The entry of one tensor in a rank's index."""
 
     file: str
     shape: tuple[int, ...]
@@ -88,7 +89,7 @@ class SavedSet:
     """The content of a set's index."""
 
     directory: Path
-    """Where the files of the save in use are."""
+    """The directory of the save in use."""
     shape: GroupShape
     model: Mapping[str, object]
     """See model_fields."""
@@ -96,7 +97,7 @@ class SavedSet:
     """The name of their FileKind."""
 
     def check_files(self, load_format: str) -> None:
-        """Raise ConfigError unless that is the format that reads the set."""
+        """Raise ConfigError unless this format reads the set."""
         fitting = LOAD_FORMATS[self.files]
         if load_format != fitting:
             raise ConfigError(
@@ -107,7 +108,7 @@ class SavedSet:
             )
 
     def check(self, group: GroupShape, decoder: DecoderConfig) -> None:
-        """Check that a group of that shape and that model may load the set.
+        """Check that a group of this shape and model may load the set.
 
         Raises:
             ConfigError: the group has another shape or dtype.
@@ -120,7 +121,7 @@ class SavedSet:
                     f"the set in {self.directory.parent} was saved with another value",
                     field=name,
                     value=wanted,
-                    fix=f"load it with {saved[name]}, or save it anew from a group of this shape",
+                    fix=f"load it with {saved[name]}, or save it again from a group of this shape",
                 )
         for name, value in model_fields(decoder).items():
             if value != self.model.get(name):
@@ -128,12 +129,12 @@ class SavedSet:
                     f"config.json is not the saved model's, which has {self.model.get(name)!r}",
                     field=name,
                     value=value,
-                    fix="put the saved config.json back, or save the set anew",
+                    fix="put the saved config.json back, or save the set again",
                 )
 
 
 def is_save_id(name: str) -> bool:
-    """Tell whether a directory of this name holds the files of one save."""
+    """Return True if a directory of this name holds the files of one save."""
     return _SAVE_ID.fullmatch(name) is not None
 
 
@@ -193,12 +194,12 @@ def read_saved_set(home: Path) -> SavedSet:
         if not is_save_id(save):
             raise ValueError(f"save is {save!r}")
         shape = _parse_shape(_take(values, "shape", dict))
-        files = values.get("files", SAFETENSORS.name)  # sets of before it was written
+        files = values.get("files", SAFETENSORS.name)  # older sets lack it
         if not isinstance(files, str) or files not in LOAD_FORMATS:
             raise ValueError(f"files is {files!r}")
         return SavedSet(home / save, shape, _take(values, "model", dict), files)
     except (ValueError, TypeError) as error:
-        raise _broken(path, f"is no index of a saved set ({error})") from error
+        raise _broken(path, f"is not an index of a saved set ({error})") from error
 
 
 def load_saved(
@@ -216,7 +217,7 @@ def load_saved(
     Checks all headers before the first byte is written; observer as in load_weights. load_file
     reads a file that is not of safetensors, and checks it.
 
-    verify: compare what is then in memory with the checksums that were taken at the save.
+    verify: compare the loaded tensors with the checksums taken at the save.
 
     Raises:
         CheckpointError: a file is missing or truncated, or a tensor is missing or not of the shape
@@ -246,7 +247,7 @@ def _by_file(
 
 
 def _items(parameters: Iterable[Parameter]) -> list[Item]:
-    """What a rank holds of each tensor is all that its file has of it."""
+    """Return the items of each tensor: a rank's file has exactly the part that the rank holds."""
     return [
         (parameter, _whole(piece, tuple(parameter.data[piece.target].shape)))
         for parameter in parameters
@@ -295,16 +296,16 @@ def _read_rank_index(path: Path) -> dict[str, SavedTensor]:
     tensors = _read_object(path).get("tensors")
     try:
         if not isinstance(tensors, dict):
-            raise ValueError("tensors is no object")
+            raise ValueError("tensors is not an object")
         return {name: _parse_tensor(entry) for name, entry in tensors.items()}
     except (ValueError, TypeError, AttributeError) as error:
-        raise _broken(path, f"is no index of saved tensors ({error})") from error
+        raise _broken(path, f"is not an index of saved tensors ({error})") from error
 
 
 def _parse_tensor(entry: Mapping[str, object]) -> SavedTensor:
     file = _take(entry, "file", str)
     if not is_plain_name(file, (SAFETENSORS.suffix, TENSORS_SUFFIX)):
-        raise ValueError(f"file is {file[:80]!r}, which is no plain name of a file of tensors")
+        raise ValueError(f"file is {file[:80]!r}, which is not a plain name of a tensor file")
     shape = tuple(_integers(_take(entry, "shape", list)))
     return SavedTensor(file, shape, bytes.fromhex(_take(entry, "checksum", str)))
 
@@ -331,7 +332,7 @@ def _read_object(path: Path) -> dict[str, object]:
     except (OSError, ValueError, RecursionError) as error:
         raise _broken(path, f"cannot be read ({error})") from error
     if not isinstance(values, dict):
-        raise _broken(path, "is no JSON object")
+        raise _broken(path, "is not a JSON object")
     return values
 
 
@@ -340,5 +341,5 @@ def _broken(path: Path, problem: str) -> CheckpointError:
         f"{path} {problem}",
         field="model",
         value=str(path.parent),
-        fix="name a set that save_sharded_state wrote, or save it anew",
+        fix="name a set that save_sharded_state wrote, or save it again",
     )

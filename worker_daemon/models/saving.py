@@ -1,10 +1,10 @@
-"""Writes this rank's part of a saved set, and puts the set in place. Knows the layout of
-`saved_set.py`, no model and no wire.
+"""Writes this rank's part of a saved set, in the layout of `saved_set.py`, and puts the set in
+place.
 
 The ranks of a group write side by side into one new directory beside the save in use. Once all have
 written, rank 0 renames its index over the set's: readers see the old set or the new one. Until then
-every rank holds a lock on the directory, which ends with its process; a directory without a lock is
-what a dead save left, and the next one removes it.
+every rank holds a lock on the directory, which ends with its process. A directory without a lock is
+left over from a dead save, and the next save removes it.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """What is saved as what."""
+    """The name and layout of a save."""
 
     save: str
     """32 hex digits, the same on all ranks."""
@@ -53,13 +53,13 @@ class SaveRequest:
     pattern: str
     """Of the file names, with {rank} and {part}."""
     max_size_bytes: int
-    """Of the tensors of one file; a larger tensor has a file of its own."""
+    """Maximum bytes of tensors per file; a larger tensor has a file of its own."""
     files: FileKind = SAFETENSORS
 
 
 @dataclass(frozen=True, slots=True)
 class RankWeights:
-    """What one rank saves."""
+    """The weights that one rank saves."""
 
     rank: int
     shape: GroupShape
@@ -72,7 +72,7 @@ class RankWeights:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """What a rank has written."""
+    """The files that a rank has written."""
 
     num_files: int
     size_bytes: int
@@ -125,12 +125,12 @@ class Saver:
         if pending is None or pending.save != save:
             if keep:
                 raise ConfigError(
-                    "no such save waits for its end here", field="save", value=save, fix="save anew"
+                    "no such save is open on this rank", field="save", value=save, fix="save again"
                 )
         elif keep:
             with _writing(pending.home):
                 pending.publish()
-            pending.release()  # but still known: where rank 0 fails, all are told to remove it
+            pending.release()  # still known: if rank 0 fails, all ranks are asked to remove it
         else:
             self._discard()
 
@@ -157,7 +157,7 @@ class Saver:
 
 
 class _PendingSave:
-    """Files of this rank that are not in use yet, and the lock that keeps them."""
+    """Files of this rank that are not in use yet, and the lock that protects them."""
 
     def __init__(self, home: Path, request: SaveRequest, weights: RankWeights) -> None:
         self.home = home
@@ -187,12 +187,12 @@ class _PendingSave:
         return SaveReport(len(parts), size_bytes, time.monotonic() - began)
 
     def publish(self) -> None:
-        """Rank 0: make this the set that has the name."""
+        """Rank 0: make this the set of that name."""
         if self._rank != 0:
             return
         self._check_complete()
         draft = self._directory / INDEX_FILE
-        draft.unlink(missing_ok=True)  # of an attempt that failed
+        draft.unlink(missing_ok=True)  # left by a failed attempt
         self._write_file(INDEX_FILE, self._index)
         draft.rename(self.home / INDEX_FILE)
         _sync_directory(self.home)
@@ -214,7 +214,7 @@ class _PendingSave:
         self.release()
 
     def release(self) -> None:
-        """Let go of the directory: once all ranks have, another save may remove it."""
+        """Release the directory. Once all ranks have, another save may remove it."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -233,7 +233,7 @@ class _PendingSave:
 
     @contextlib.contextmanager
     def _create(self, name: str) -> Iterator[BinaryIO]:
-        """A new file, on disk when the block ends."""
+        """Open a new file, which is on disk when the block ends."""
         path = self._directory / name
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
@@ -276,7 +276,7 @@ def _file_name(pattern: str, rank: int, part: int) -> str:
 
 
 def _parts(tensors: Mapping[str, Tensor], max_size_bytes: int) -> list[dict[str, Tensor]]:
-    """The tensors in order, in as few files as the size allows."""
+    """Divide the tensors, in order, into as few files as the size allows."""
     parts: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -289,11 +289,11 @@ def _parts(tensors: Mapping[str, Tensor], max_size_bytes: int) -> list[dict[str,
 
 
 def _open_locked(directory: Path) -> int:
-    """Make the directory in its home, and return a descriptor with a shared lock on it: on the one
-    that is there now, not on one that was removed meanwhile."""
+    """Make the directory, and return a descriptor with a shared lock on the directory that exists
+    now, not on one that was removed meanwhile."""
     while True:
         directory.parent.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # a rank that gave up has removed it
+        with contextlib.suppress(FileNotFoundError):  # another rank gave up and removed it
             _refuse_link(directory.parent)
             directory.mkdir(mode=0o700, exist_ok=True)
             fd = _open_directory(directory)
@@ -307,7 +307,7 @@ def _open_locked(directory: Path) -> int:
 def _refuse_link(home: Path) -> None:
     if not stat.S_ISDIR(home.lstat().st_mode):
         raise ConfigError(
-            f"{home} is a link, which is not followed",
+            f"{home} is a link; links are not followed",
             field="name",
             value=home.name,
             fix="remove it, or use another name",
@@ -315,7 +315,7 @@ def _refuse_link(home: Path) -> None:
 
 
 def _save_in_use(home: Path) -> str:
-    """The save that the set's index names; empty without one."""
+    """Return the save that the set's index names; empty if there is none."""
     try:
         return read_saved_set(home).directory.name
     except CheckpointError:
@@ -323,7 +323,7 @@ def _save_in_use(home: Path) -> str:
 
 
 def _remove_dead(home: Path, keep: Collection[str]) -> None:
-    """Remove all saves that nobody holds, apart from those to keep."""
+    """Remove all saves that nobody holds, except those to keep."""
     for directory in home.iterdir():
         if is_save_id(directory.name) and directory.name not in keep:
             with contextlib.suppress(OSError):  # BlockingIOError: it is alive

@@ -1,7 +1,7 @@
 """Reads regions of files into tensors of a device: reader threads fill a few page-locked buffers in
-file order while copies of the full ones run. Knows no checkpoint format.
+file order while copies of the full ones run.
 
-The calling thread alone talks to the device; the readers only read.
+Only the calling thread uses the device; the readers only read.
 """
 
 from collections import deque
@@ -20,16 +20,16 @@ from worker_daemon.models.row_reader import read_rows
 from worker_daemon.regular_file import RegularFile
 
 BUFFER_BYTES = 8 << 20
-"""Large enough for a disk, small enough that locking them takes no time to speak of."""
+"""Large enough for a disk, small enough to be page-locked quickly."""
 MAX_READERS = 12
 _SPARE_BUFFERS = 2
-"""Beside one buffer a reader: copies of these are still under way."""
+"""In addition to one buffer per reader: their copies may still be running."""
 _ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Equally long rows of bytes in a file, and the tensor that they fill."""
+    """Rows of equal length in a file, and the tensor that they fill."""
 
     offset: int
     """Of the first row, from the start of the file."""
@@ -68,7 +68,7 @@ class _Placed(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """What one buffer takes at a time, all from one file."""
+    """The content of one buffer at a time, all from one file."""
 
     file: RegularFile
     parts: tuple[_Placed, ...]
@@ -84,7 +84,7 @@ def read_staged(
 ) -> None:
     """Fill the targets of all extents; on return the device has them.
 
-    advance hears, on the calling thread, how many bytes of targets were handed to the device.
+    advance is called on the calling thread with the number of target bytes submitted to the device.
 
     Raises:
         OSError: a file cannot be read.

@@ -1,5 +1,4 @@
 """Tensors as bytes on the host, a chunk at a time: their checksums, and safetensors files of them.
-Knows no name of a file and no model.
 
 Elements come in row-major order and little-endian, which is how safetensors keeps them: a file and
 a checksum of the same tensor see the same bytes.
@@ -19,7 +18,7 @@ DTYPE_NAMES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
 }
-"""The words of safetensors' header."""
+"""The names of dtypes in safetensors' header."""
 _CHUNK_BYTES = 16 << 20
 _CHECKSUM_BYTES = 16
 _LENGTH_BYTES = 8
@@ -35,7 +34,7 @@ def checksum(tensor: Tensor) -> bytes:
 
 
 def write_safetensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Write a whole safetensors file, never holding more than a chunk of it; return each tensor's
+    """Write a complete safetensors file, with at most one chunk in memory; return each tensor's
     checksum. Raises OSError as the file does."""
     header = _header(tensors)
     file.write(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
@@ -70,7 +69,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _host_chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """The rows in order: as many at a time as fit a chunk, at least one."""
+    """Yield the rows in order: as many at a time as fit a chunk, at least one."""
     step = max(1, _CHUNK_BYTES * tensor.shape[0] // max(1, num_bytes(tensor)))
     for start in range(0, tensor.shape[0], step):
         rows = tensor[start : start + step].contiguous().cpu()

@@ -1,9 +1,8 @@
-"""Files of the tensorizer library, an optional extra: written and read through it, a tensor at a
-time. Knows the library and no set, no root and no wire.
+"""Reads and writes files of the tensorizer library, an optional extra, a tensor at a time.
 
 Of the library only plain local files are used: its format keeps names, dtypes, shapes, hashes and
-bytes, in structs of its own. Its other ways in and out (URIs, encryption, torch.save) are not used:
-what it is given is an open file, never a name.
+bytes, in structs of its own. Its other features (URIs, encryption, torch.save) are not used: it is
+given an open file, never a name.
 """
 
 import contextlib
@@ -28,7 +27,7 @@ _MALFORMED: Final = (
     *(struct.error, ValueError, TypeError, KeyError, IndexError, AttributeError),
     *(OverflowError, MemoryError, RuntimeError, EOFError, OSError, AssertionError),
 )
-"""What the library raises on a file that is damaged, apart from its own HashMismatchError."""
+"""Exceptions that the library raises for a damaged file, besides its own HashMismatchError."""
 
 
 def require_tensorizer(field: str, value: object) -> Any:
@@ -50,11 +49,11 @@ def require_tensorizer(field: str, value: object) -> Any:
 
 
 def tensorizer_files(field: str, value: object) -> FileKind:
-    """Return how a set's files are written by the library. Raises as require_tensorizer does."""
+    """Return the file format that the library writes. Raises as require_tensorizer does."""
     library = require_tensorizer(field, value)
 
     def write(file: BinaryIO, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-        # The library closes what it is given, and we have yet to put it on disk.
+        # The library closes the file that it is given, but it must still be synced to disk.
         with open(os.dup(file.fileno()), "wb+", buffering=0) as own:  # noqa: PTH123  # a number
             serializer = library.TensorSerializer(own, limit_cpu_concurrency=_num_threads())
             try:
@@ -79,7 +78,7 @@ def _write(library: Any, serializer: Any, name: str, tensor: Tensor) -> bytes:
 
 
 def read_tensorized(path: Path, items: Iterable[Item], advance: Callable[[int], None]) -> None:
-    """Fill the pieces of a file's items; advance hears of bytes of parameters.
+    """Fill the pieces of a file's items; advance is called with the number of parameter bytes.
 
     Raises:
         ConfigError: the library is not installed.
@@ -92,7 +91,7 @@ def read_tensorized(path: Path, items: Iterable[Item], advance: Callable[[int], 
         wanted[piece.name].append((parameter, piece))
     malformed = (*_MALFORMED, library.serialization.HashMismatchError)
     try:
-        RegularFile(path).close()  # what is none may be waited for without end
+        RegularFile(path).close()  # a FIFO, say, could block forever
         with (
             path.open("rb") as file,
             contextlib.closing(
@@ -105,7 +104,7 @@ def read_tensorized(path: Path, items: Iterable[Item], advance: Callable[[int], 
     except FileNotFoundError as error:
         raise _broken(path, "is missing") from error
     except malformed as error:
-        raise _broken(path, f"is truncated or no file of tensorizer's ({error!r})") from error
+        raise _broken(path, f"is truncated or not a tensorizer file ({error!r})") from error
     if wanted:
         raise _broken(path, f"has no tensor {min(wanted)}")
 
@@ -133,5 +132,5 @@ def _broken(path: Path, problem: str) -> CheckpointError:
         f"{path} {problem}",
         field="model",
         value=str(path.parent),
-        fix="name a set that save_tensorized_model wrote, or save it anew",
+        fix="name a set that save_tensorized_model wrote, or save it again",
     )

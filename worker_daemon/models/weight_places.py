@@ -1,7 +1,7 @@
-"""Where incoming tensors belong in a stage's parameters, by the checkpoint's names or by our own.
-Knows neither wire nor file nor sender.
+"""Maps incoming tensors to their places in a stage's parameters, by the checkpoint's names or by
+the parameters' own.
 
-What a model takes as a whole is the same on every rank, so that all ranks refuse the same tensors.
+All ranks expect the same tensors of the whole model, so that they refuse the same ones.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ _MAX_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What comes, in order; all of equal length."""
+    """The incoming tensors, in order; all lists have equal length."""
 
     names: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -29,8 +29,8 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """A region of one parameter, and what of the incoming tensor fills it."""
+class _WeightPlace:
+    """A region of one parameter, and the region of the incoming tensor that fills it."""
 
     parameter: Parameter
     source: tuple[slice, ...]
@@ -39,21 +39,21 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The places of one rank, and what the whole group expects."""
+    """The places of one rank, and the tensors that the whole group expects."""
 
-    places: Mapping[str, Sequence[_Place]]
-    """By incoming name; a name that other ranks take has none."""
+    places: Mapping[str, Sequence[_WeightPlace]]
+    """By incoming name; empty for names that only other ranks use."""
     tensors: Mapping[str, tuple[str, ...]]
     """Incoming name -> checkpoint names of what it fills on this rank."""
     shapes: Mapping[str, tuple[int, ...]]
     """Every incoming name that the group knows."""
     dtype: torch.dtype | None
-    """The one that must come; None: any, converted."""
+    """The required dtype; None accepts any and converts it."""
     required: Sequence[tuple[str, ...]]
-    """Of each of these, one name at least must come for the model to be complete."""
+    """Alternatives: the model is complete once at least one name of each has come."""
 
     def check(self, manifest: Manifest) -> None:
-        """Check what is to come, before a byte of it does; alike on every rank.
+        """Check the incoming tensors before any byte arrives; alike on every rank.
 
         Raises:
             ConfigError: a name is unknown or comes twice, or a shape or dtype is another one.
@@ -73,36 +73,36 @@ class Places:
                 )
             if shape != expected:
                 raise ConfigError(
-                    f"{name} comes in another shape",
+                    f"{name} has another shape",
                     field="shapes",
                     value=list(shape),
                     fix=f"send it as {list(expected)}",
                 )
             if self.dtype not in (None, dtype):
                 raise ConfigError(
-                    f"{name} comes in another dtype, and kernel names are copied as they are",
+                    f"{name} has another dtype; tensors under kernel names are not converted",
                     field="dtypes",
                     value=str(dtype),
                     fix=f"send it as {self.dtype}",
                 )
 
     def check_complete(self, received: Collection[str]) -> None:
-        """Check that all that the model needs has come; alike on every rank.
+        """Check that every tensor that the model needs has come; alike on every rank.
 
         Raises:
-            ConfigError: it has not; names the first that are missing.
+            ConfigError: some have not; names the first that are missing.
         """
         missing = [names[0] for names in self.required if not set(names) & set(received)]
         if missing:
             raise ConfigError(
-                f"{len(missing)} tensors have not come",
+                f"{len(missing)} tensors are missing",
                 field="names",
                 value=sorted(missing)[:_MAX_NAMED],
                 fix="send them with update_weights, or start a partial update",
             )
 
     def fill(self, name: str, first_row: int, values: Tensor) -> None:
-        """Copy rows of an incoming tensor, first_row and on, into what this rank holds of them.
+        """Copy rows of an incoming tensor, from first_row on, into this rank's part of them.
         values: [rows, ...] of any floating-point dtype, on any device."""
         for place in self.places.get(name, ()):
             rows = place.source[0]
@@ -112,13 +112,13 @@ class Places:
                 target = place.target[0].start + start - rows.start
                 into = (slice(target, target + stop - start), *place.target[1:])
                 of = (slice(start - first_row, stop - first_row), *place.source[1:])
-                # What is in host memory may change once this returns; a device keeps the order.
+                # Host memory may change once this returns; on a device the stream keeps the order.
                 on_device = values.device.type == "cuda"
                 place.parameter.data[into].copy_(values[of], non_blocking=on_device)
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """Return the checkpoint names that an incoming tensor fills here; none where it is not this
-        rank's."""
+        """Return the checkpoint names that an incoming tensor fills on this rank; none if it is for
+        other ranks."""
         return self.tensors.get(name, ())
 
     def _suggestion(self, name: str) -> str:
@@ -128,9 +128,10 @@ class Places:
 
 
 def checkpoint_places(stage: DecoderStage, config: DecoderConfig) -> Places:
-    """Places by the checkpoint's names: whole tensors come, and each rank takes its part."""
+    """Return places by the checkpoint's names: complete tensors arrive, and each rank takes its
+    part."""
     shapes = checkpoint_shapes(config)
-    places: dict[str, list[_Place]] = {}
+    places: dict[str, list[_WeightPlace]] = {}
     for parameter in stage.parameters():
         for piece in parameter.pieces:
             places.setdefault(piece.name, []).append(_of_piece(parameter, piece))
@@ -146,9 +147,9 @@ def checkpoint_places(stage: DecoderStage, config: DecoderConfig) -> Places:
 def kernel_places(
     stage: DecoderStage, config: DecoderConfig, tp_rank: int, tp_size: int, dtype: torch.dtype
 ) -> Places:
-    """Places by our parameters' own names. NAME is for every rank that has such a parameter,
+    """Return places by the parameters' own names. NAME is for every rank that has such a parameter,
     NAME@tpN for tensor-parallel rank N alone."""
-    places: dict[str, list[_Place]] = {}
+    places: dict[str, list[_WeightPlace]] = {}
     tensors: dict[str, tuple[str, ...]] = {}
     for parameter in stage.parameters():
         for name in (parameter.name, f"{parameter.name}@tp{tp_rank}"):
@@ -157,7 +158,7 @@ def kernel_places(
     shapes: dict[str, tuple[int, ...]] = {}
     required: dict[str, tuple[str, ...]] = {}
     for rank in range(tp_size):
-        # Ranks differ in which biases they hold: rank 0 has them all.
+        # Ranks hold different biases: only rank 0 has all of them.
         for parameter in _parameters(config, rank, tp_size, dtype):
             ranked = f"{parameter.name}@tp{rank}"
             shapes[parameter.name] = shapes[ranked] = tuple(parameter.data.shape)
@@ -171,10 +172,10 @@ def _parameters(
     return whole_model(config, tensor_parallel(rank, size), dtype).parameters()
 
 
-def _of_piece(parameter: Parameter, piece: Piece) -> _Place:
-    return _Place(parameter, piece.source, piece.target)
+def _of_piece(parameter: Parameter, piece: Piece) -> _WeightPlace:
+    return _WeightPlace(parameter, piece.source, piece.target)
 
 
-def _of_parameter(parameter: Parameter) -> _Place:
+def _of_parameter(parameter: Parameter) -> _WeightPlace:
     whole = tuple(slice(0, size) for size in parameter.data.shape)
-    return _Place(parameter, whole, whole)
+    return _WeightPlace(parameter, whole, whole)

@@ -1,7 +1,7 @@
-"""Whether this rank's weights are whole: the one owner of that fact, by checkpoint name. Whoever
-writes, discards or restores weights tells it; whoever needs them asks it. Knows no tensor.
+"""Tracks whether this rank's weights are complete, by checkpoint name.
 
-Used on the step thread; `report` is a value that any thread may read.
+Code that writes, discards or restores weights reports it here; code that needs them asks here. Used
+on the step thread; `report` is a value that any thread may read.
 """
 
 from collections.abc import Collection, Iterable
@@ -12,29 +12,29 @@ from worker_daemon.errors import StateError
 
 State = Literal["whole", "updating", "dirty", "discarded"]
 MAX_NAMES = 16
-"""In a report."""
+"""Names in a report."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightReport:
-    """What is known of the weights at one moment."""
+    """A snapshot of the weights' state."""
 
     state: State
     num_tensors: int
     num_updates: int
     """Finished since the model was loaded."""
     num_dirty: int
-    """Written since the weights were last whole."""
+    """Tensors written since the weights were last complete."""
     dirty: tuple[str, ...]
     """The first MAX_NAMES of them."""
     num_missing: int
-    """To be written before they are whole again."""
+    """Tensors still to be written before the weights are complete again."""
     missing: tuple[str, ...]
     cause: str
 
 
 class WeightState:
-    """Whole from the end of a load on. Belongs to the loaded model."""
+    """The state of the weights, complete once a load has ended. Belongs to the loaded model."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(names)
@@ -42,14 +42,15 @@ class WeightState:
         self._missing: set[str] = set()
         self._num_updates = 0
         self._is_complete = False
-        """Whether the update that is open, or failed, replaces every tensor."""
+        """True if the open or failed update replaces every tensor."""
         self.state: State = "whole"
         self.is_whole = True
         self.report = self._report("")
 
     def begin(self, *, partial: bool) -> None:
-        """Open an update, in place of one that is open. Unless it is partial, every tensor must be
-        written before it can end; a partial one must write what is not whole as it begins."""
+        """Open an update and drop one that is open. Unless it is partial, every tensor must be
+        written before it can end. A partial one must write the tensors that are incomplete at its
+        start."""
         self._close_open()
         self._is_complete = not partial
         if not partial:
@@ -57,17 +58,17 @@ class WeightState:
         self._move("updating")
 
     def writing(self, names: Iterable[str]) -> None:
-        """These are being overwritten: what they hold is neither old nor new."""
+        """Record that these tensors are being overwritten and hold neither old nor new values."""
         held = self._names.intersection(names)
         self._dirty |= held
         self._missing |= held
 
     def written(self, names: Iterable[str]) -> None:
-        """These are complete."""
+        """Record that these tensors are complete."""
         self._missing.difference_update(names)
 
     def finish(self) -> int:
-        """Close the update: the weights are whole. Returns the number of updates so far.
+        """Close the update: the weights are complete. Return the number of updates so far.
 
         Raises:
             StateError: tensors are missing; the update stays open.
@@ -84,32 +85,33 @@ class WeightState:
         return self._num_updates
 
     def interrupt(self, cause: str) -> None:
-        """The open update has failed: the weights are dirty until a complete one, or a reload."""
+        """Record that the open update failed: the weights are dirty until a complete one, or a
+        reload."""
         if self.state == "updating":
             self._close_open()
             self._move("dirty", cause)
 
     def discard(self, cause: str) -> None:
-        """The memory holds no weights any more."""
+        """Record that the memory no longer holds weights."""
         self._dirty = set()
         self._missing = set(self._names)
         self._is_complete = True
         self._move("discarded", cause)
 
     def require_whole(self, what: str) -> None:
-        """Raises StateError unless the weights are whole; `what` needs them."""
+        """Raise StateError unless the weights are complete; `what` needs them."""
         if not self.is_whole:
             report = self.report
             cause = f" ({report.cause})" if report.cause else ""
             raise StateError(
-                f"{what} needs whole weights, and they are {report.state}{cause}: "
+                f"{what} needs complete weights, but they are {report.state}{cause}: "
                 f"{len(self._dirty)} tensors are new, {len(self._missing)} of "
                 f"{report.num_tensors} missing",
                 fix="finish a complete weight update, or reload_weights",
             )
 
     def _close_open(self) -> None:
-        """What an unfinished update has touched must be written by the one that mends it."""
+        """Tensors that an unfinished update has touched must be written by the next one."""
         if self.state == "updating":
             self._missing |= self._names if self._is_complete else self._dirty
 

@@ -1,8 +1,8 @@
-"""Fills the parameters of a stage from safetensors files, or with made-up values. Knows no model.
+"""Fills the parameters of a stage from safetensors files, or with dummy values.
 
-Each parameter says which regions of which checkpoint tensors it wants; only those are kept. On the
-CPU they are read straight into place, on a device by way of page-locked buffers (`staged.py`);
-either way by position, so that a file that shrinks meanwhile is an error and no signal. They are
+Each parameter names the regions of checkpoint tensors that it needs; only those are kept. On the
+CPU they are read directly into place, on a device through page-locked buffers (`staged.py`), in
+both cases by position, so that a file that shrinks meanwhile is an error and not a signal. They are
 converted to the parameter's dtype. An error leaves the stage half filled: discard it.
 """
 
@@ -41,7 +41,7 @@ Item: TypeAlias = tuple[Parameter, Piece]
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """How far a load has come, in bytes of this rank's parameters."""
+    """Progress of a load, in bytes of this rank's parameters."""
 
     bytes_done: int
     bytes_total: int
@@ -51,7 +51,7 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a finished load did."""
+    """The result of a finished load."""
 
     bytes_loaded: int
     seconds: float
@@ -61,11 +61,11 @@ class LoadReport:
 
 OnProgress = Callable[[LoadProgress], None]
 LoadFile = Callable[[Path, Sequence[Item], Callable[[int], None]], None]
-"""(file, what it fills, who hears of bytes of parameters)."""
+"""(file, the items that it fills, a callback with the number of parameter bytes)."""
 
 
 class WriteObserver(Protocol):
-    """Hears which checkpoint tensors of a rank are being overwritten."""
+    """Receives the names of checkpoint tensors that are being overwritten on a rank."""
 
     def writing(self, names: Iterable[str]) -> None: ...
 
@@ -73,7 +73,7 @@ class WriteObserver(Protocol):
 
 
 class NoObserver:
-    """Hears nothing: what is loaded was nobody's before."""
+    """Ignores them: for a first load, which overwrites nothing."""
 
     def writing(self, names: Iterable[str]) -> None:
         return None
@@ -84,7 +84,7 @@ class NoObserver:
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a file says of one tensor."""
+    """A file's header entry of one tensor."""
 
     path: Path
     shape: tuple[int, ...]
@@ -98,13 +98,13 @@ def load_weights(
     progress: OnProgress,
     observer: WriteObserver | None = None,
 ) -> LoadReport:
-    """Loads from model.safetensors, or from the shards of model.safetensors.index.json.
+    """Load from model.safetensors, or from the shards of model.safetensors.index.json.
 
     known_names are the tensors that the whole model reads (`decoder.checkpoint_names`); others in
-    the checkpoint are reported, not loaded. progress is called after every tensor, or every buffer
-    full of them, observer (where there is one) around every tensor on a CPU and around all of them
-    on a device. Raises CheckpointError naming the file or tensor that is missing, truncated or not
-    of the expected shape or type.
+    the checkpoint are reported, not loaded. progress is called after every tensor or buffer. An
+    observer is called around every tensor on a CPU, and around all of them together on a device.
+    Raises CheckpointError naming the file or tensor that is missing, truncated or not of the
+    expected shape or type.
     """
     files = _tensor_files(model_dir)
     wanted = _group_by_file(parameters, files, model_dir)
@@ -119,8 +119,8 @@ def load_items(
     load_file: LoadFile | None = None,
     observer: WriteObserver | None = None,
 ) -> LoadReport:
-    """Fill the pieces of each file's items, by load_file where it is given. Calls progress and
-    raises as load_weights does."""
+    """Fill the pieces of each file's items, by load_file if given. Calls progress and raises like
+    load_weights."""
     observer = observer or NoObserver()
     meter = _Meter(sum(_num_bytes(*item) for items in wanted.values() for item in items), progress)
     device = next((item[0].data.device for items in wanted.values() for item in items), None)
@@ -135,7 +135,7 @@ def load_items(
             _load_file(path, items, meter, observer)
     else:
         names = {piece.name for items in wanted.values() for _, piece in items}
-        observer.writing(names)  # copies of all of them may be under way at a time
+        observer.writing(names)  # copies of all of them may be running at one time
         load_through_buffers(wanted, device, meter.advance)
         observer.written(names)
     return meter.report(ignored_tensors)
@@ -144,8 +144,8 @@ def load_items(
 def load_through_buffers(
     wanted: Mapping[Path, Sequence[Item]], device: torch.device, advance: Callable[[int], None]
 ) -> None:
-    """Fill the pieces of each file's items on device, through page-locked buffers; any device will
-    do. advance hears of bytes of parameters. Raises as load_weights does."""
+    """Fill the pieces of each file's items on any device, through page-locked buffers. advance is
+    called with the number of parameter bytes. Raises like load_weights."""
     extents = {path: list(_extents(path, items)) for path, items in wanted.items()}
     num_readers = max(2, min(MAX_READERS, torch.get_num_threads()))
     try:
@@ -158,11 +158,11 @@ def load_through_buffers(
 
 
 def check_checkpoint(model_dir: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check the headers of a whole checkpoint: every tensor of the model, whoever holds it, is
-    there, of its shape and of a type that is loaded, and no file is truncated. Reads no weights.
+    """Check the headers of a complete checkpoint: every tensor of the model, on any rank, exists
+    with its shape and a type that is loaded, and no file is truncated. Reads no weights.
 
     Raises:
-        CheckpointError: something of that is not so; names file and tensor.
+        CheckpointError: a check failed; names file and tensor.
     """
     headers = read_headers(model_dir, shapes)
     for name, shape in shapes.items():
@@ -174,7 +174,7 @@ def check_checkpoint(model_dir: Path, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def check_items(wanted: Mapping[Path, Sequence[Item]]) -> None:
-    """Check the headers of each file's items. Raises as load_weights does, before any byte."""
+    """Check the headers of each file's items. Raises like load_weights, before any byte is read."""
     for path, items in wanted.items():
         with _open(path) as file:
             for _, piece in items:
@@ -182,8 +182,8 @@ def check_items(wanted: Mapping[Path, Sequence[Item]]) -> None:
 
 
 def read_headers(model_dir: Path, names: Iterable[str] = ()) -> dict[str, TensorHeader]:
-    """Return what a checkpoint's files say of these tensors, in this order; of all of them, sorted,
-    without names.
+    """Return the header entries of these tensors, in this order; without names those of all
+    tensors, sorted.
 
     Raises:
         CheckpointError: a tensor or file is missing or truncated, or of a type that is not loaded.
@@ -212,7 +212,7 @@ def _header(path: Path, name: str, entry: Entry | None) -> TensorHeader:
 
 
 def read_tensor(path: Path, name: str) -> Tensor:
-    """Return a whole tensor on the CPU. Raises CheckpointError."""
+    """Return a complete tensor on the CPU. Raises CheckpointError."""
     with _open(path) as file:
         _header(path, name, file.entries.get(name))
         with _reading(path, name):
@@ -225,7 +225,8 @@ def load_dummy_weights(
     progress: OnProgress,
     observer: WriteObserver | None = None,
 ) -> LoadReport:
-    """Fills the parameters with values of name, full shape, index and seed alone (`dummy.py`)."""
+    """Fill the parameters with values that depend only on name, full shape, index and seed
+    (`dummy.py`)."""
     observer = observer or NoObserver()
     items = [(parameter, piece) for parameter in parameters for piece in parameter.pieces]
     meter = _Meter(sum(_num_bytes(*item) for item in items), progress)
@@ -238,7 +239,7 @@ def load_dummy_weights(
 
 
 def _extents(path: Path, items: Iterable[Item]) -> Iterator[Extent]:
-    """Where in the file each piece lies."""
+    """Return the place of each piece in the file."""
     with _open(path) as file:
         for parameter, piece in items:
             entry = _checked_entry(file, piece)
@@ -251,7 +252,7 @@ def _extents(path: Path, items: Iterable[Item]) -> Iterator[Extent]:
 
 
 class _Meter:
-    """Counts bytes against the clock."""
+    """Counts bytes and time."""
 
     def __init__(self, bytes_total: int, progress: OnProgress) -> None:
         self._start_s = time.monotonic()
@@ -275,7 +276,7 @@ def _num_bytes(parameter: Parameter, piece: Piece) -> int:
 
 
 def _tensor_files(model_dir: Path) -> Mapping[str, Path]:
-    """Tensor name -> the file that holds it."""
+    """Return tensor name -> the file that holds it."""
     single, index = model_dir / _SINGLE_FILE, model_dir / _INDEX_FILE
     if single.exists():
         with _open(single) as file:
@@ -286,7 +287,7 @@ def _tensor_files(model_dir: Path) -> Mapping[str, Path]:
     if any(model_dir.glob("*.bin")) or any(model_dir.glob("*.pt")):
         fix += "; .bin and .pt files are pickles and are not read, convert them with safetensors"
     raise CheckpointError(
-        f"{model_dir} holds no safetensors weights", field="model", value=str(model_dir), fix=fix
+        f"{model_dir} has no safetensors weights", field="model", value=str(model_dir), fix=fix
     )
 
 
@@ -294,13 +295,13 @@ def _read_index(path: Path) -> Mapping[str, Path]:
     try:
         weight_map = json.loads(read_whole(path))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _broken(path, f"is no index with a weight_map ({error})") from error
+        raise _broken(path, f"is not an index with a weight_map ({error})") from error
     if not isinstance(weight_map, dict) or not weight_map:
-        raise _broken(path, "has a weight_map that is no object or empty")
+        raise _broken(path, "has a weight_map that is empty or not an object")
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not is_plain_name(file, (_SUFFIX,)):
             shown = f"{tensor[:80]!r} to {file!r:.80}"
-            raise _broken(path, f"maps {shown}, which is no plain file name that ends in {_SUFFIX}")
+            raise _broken(path, f"maps {shown}, which is not a plain file name ending in {_SUFFIX}")
     return {tensor: path.parent / file for tensor, file in weight_map.items()}
 
 
@@ -321,7 +322,7 @@ def _load_file(path: Path, items: Iterable[Item], meter: _Meter, observer: Write
         for parameter, piece in items:
             _checked_entry(file, piece)
             with _reading(path, piece.name):
-                file.check_whole(piece.name)  # else this tensor would be lost with the file
+                file.check_whole(piece.name)  # otherwise this tensor would be skipped with the file
                 observer.writing((piece.name,))
                 file.read_into(piece.name, piece.source, parameter.data[piece.target])
             observer.written((piece.name,))
@@ -341,7 +342,7 @@ def _open(path: Path) -> SafetensorsFile:
             fix=f"let user {os.geteuid()}, who runs the daemon, read it",
         ) from error
     except (OSError, MalformedError) as error:
-        raise _broken(path, f"is truncated or no safetensors file ({error})") from error
+        raise _broken(path, f"is truncated or not a safetensors file ({error})") from error
 
 
 def _reading(path: Path, name: str) -> Translation:
@@ -354,7 +355,7 @@ def _reading(path: Path, name: str) -> Translation:
 
 
 def _checked_entry(file: SafetensorsFile, piece: Piece) -> Entry:
-    """What the file says of the piece's tensor, which is of the shape and a dtype that we load."""
+    """Return the file's entry of the piece's tensor, after a check of its shape and dtype."""
     path, entry = file.path, file.entries.get(piece.name)
     if entry is None:
         raise _missing(path, piece)

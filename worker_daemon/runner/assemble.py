@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from worker_daemon.contracts.sampling import Sampling
 from worker_daemon.distributed.bubbles import InputWaits, input_waits
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.parallel_state import ParallelState
@@ -34,7 +35,6 @@ from worker_daemon.runner.step_layout import (
 )
 from worker_daemon.runner.step_sampler import StepSampler
 from worker_daemon.runner.token_history import NoHistory, SampledTokens, TokenHistory
-from worker_daemon.sample.sampler import Sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""From logits to tokens, purely by (seed, position, logits). Knows no model and no socket."""
+"""Tokens from logits, as a pure function of seed, position and logits."""

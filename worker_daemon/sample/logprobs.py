@@ -20,7 +20,7 @@ class LogprobTensors:
 
 def gather_logprobs(logits: Tensor, sampled: Tensor, num_logprobs: int) -> LogprobTensors:
     """logits float32 [R, V], sampled int64 [R], 0 <= num_logprobs <= V. Rows whose sampled token is
-    NO_TOKEN hold nothing of use."""
+    NO_TOKEN are meaningless."""
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(1, sampled.clamp(min=0).unsqueeze(1))
     top, top_ids = logprobs.topk(num_logprobs, dim=-1)

@@ -1,8 +1,8 @@
 """Gumbel noise as a pure function of (seed, position, token id), for sampling by the Gumbel-max
 trick.
 
-argmax(logits + noise) is a draw from softmax(logits); with stateless noise a replay, another batch
-or another split of the model gives the same token.
+argmax(logits + noise) samples from softmax(logits). Since the noise is stateless, a replay, another
+batch or another split of the model gives the same token.
 """
 
 import torch
@@ -26,8 +26,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
     Token t takes word t % 4 of Philox with key = seed halves and counter = (t // 4, position, 0,
     0). With u uniform in (0, 1), the noise is -log(-log1p(-u)): large values, which decide an
-    argmax, come from small u, where float32 and log1p keep their full relative precision. u is kept
-    below 1; the noise lies between -2.9 and 22.9.
+    argmax, come from small u, where float32 and log1p have full relative precision. u is kept below
+    1; the noise lies between -2.9 and 22.9.
     """
     groups = torch.arange(-(-vocab_size // _LANES), device=seeds.device).unsqueeze(0)
     zero = torch.zeros_like(groups)
@@ -58,6 +58,6 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """High and low half of the 64-bit product; int64 wraps, which keeps all 64 bits."""
+    """Return the high and low half of the 64-bit product; int64 wraps, which keeps all 64 bits."""
     product = a * b
     return (product >> 32) & _MASK, product & _MASK

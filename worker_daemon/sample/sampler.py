@@ -1,61 +1,21 @@
 """Logits to tokens. A row's token depends on that row alone, not on the rest of the batch.
 
-Hence every reduction over the vocabulary here is exact in any order: maxima, sorts and sums of
-integers. `TorchSampling` is the definition.
-Shapes: R rows, V vocabulary.
+So every reduction over the vocabulary is exact in any order: maxima, sorts and sums of integers.
+`TorchSampling` is the reference implementation. Shapes: R rows, V vocabulary.
 """
 
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from worker_daemon.contracts.layer_ops import NO_TOKEN
+from worker_daemon.contracts.sampling import SamplingMetadata
 from worker_daemon.layers.torch_ops import likeliest
 from worker_daemon.sample.noise import gumbel_noise
 
 _WEIGHT_ONE = 2.0**40
 _CHUNK_ELEMENTS = 1 << 25
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingMetadata:
-    """How to sample each row. The any_ flags only save work: needlessly true is harmless."""
-
-    temperature: Tensor
-    """float32 [R]; 0 means greedy."""
-    top_k: Tensor
-    """int32 [R]; 0 means all tokens."""
-    top_p: Tensor
-    """float32 [R] in (0, 1]; 1 means all tokens."""
-    min_p: Tensor
-    """float32 [R] in [0, 1]; 0 means all tokens."""
-    seeds: Tensor
-    """int64 [R], any 64-bit pattern."""
-    positions: Tensor
-    """int64 [R]: position in its sequence of the token that is sampled."""
-    any_random: bool
-    any_top_k: bool
-    any_top_p: bool
-    any_min_p: bool
-
-
-class Sampling(Protocol):
-    """Chooses tokens. Every implementation draws the same, but for the last bit of exp and log."""
-
-    name: str
-
-    def tokens(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-        """Return int64 [R], one token for each row of logits [R, V], float32, bf16 or fp16, which
-        are not changed: the same for a value in whichever dtype. Each row is contiguous. NO_TOKEN
-        for a row of which one is NaN, or the largest infinite.
-
-        Greedy rows take the largest logit, the lowest id among equals. Other rows: temperature,
-        then min-p, top-k and top-p, each on what the last has left (at least one token), then the
-        largest of logit plus Gumbel noise. top-k and top-p keep all tokens that tie with the last
-        one kept.
-        """
 
 
 class TorchSampling:
@@ -108,19 +68,19 @@ def _sample_chunk(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
 
 
 def _scale(logits: Tensor, temperature: Tensor) -> Tensor:
-    """(logit - largest) / temperature: the likeliest is 0, so no temperature overflows."""
+    """Return (logit - largest) / temperature. The likeliest is 0, so no temperature overflows."""
     divisor = torch.where(temperature == 0, 1.0, temperature).unsqueeze(1)
     return (logits - logits.amax(dim=-1, keepdim=True)) / divisor
 
 
 def _filter_min_p(scaled: Tensor, min_p: Tensor) -> Tensor:
-    """Drops tokens less likely than min_p times the likeliest, whose scaled logit is 0."""
+    """Drop tokens less likely than min_p times the likeliest, whose scaled logit is 0."""
     least = min_p.to(torch.float64).log().to(torch.float32)
     return scaled.masked_fill(scaled < least.unsqueeze(1), -torch.inf)
 
 
 def _filter_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Keeps the top_k largest, of these the fewest whose probability reaches top_p."""
+    """Keep the top_k largest, and of these the fewest whose probability reaches top_p."""
     vocab_size = scaled.shape[1]
     ordered = scaled.sort(dim=-1, descending=True).values
     num_kept = torch.where(top_k == 0, vocab_size, top_k.clamp(max=vocab_size)).to(torch.int64)
@@ -136,7 +96,7 @@ def _filter_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def _weights(scaled: Tensor) -> Tensor:
     """exp as a fixed-point integer, int64: sums stay below 2^63 for vocabularies under 2^23.
 
-    A token under 2^-40 of the likeliest weighs nothing and is dropped even for top_p = 1; it lies
-    27.7 behind, and Gumbel noise, which spans 25.8, could never have lifted it to the top.
+    A token under 2^-40 of the likeliest has weight zero and is dropped even for top_p = 1. Its
+    logit is 27.7 lower, and Gumbel noise, which spans 25.8, could never make it the largest.
     """
     return scaled.exp().mul_(_WEIGHT_ONE).to(torch.int64)

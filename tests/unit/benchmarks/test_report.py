@@ -12,6 +12,7 @@ import pytest
 import benchmarks.__main__ as bench
 from benchmarks import workloads
 from benchmarks.floors import Ceilings
+from benchmarks.records import BenchRun
 from benchmarks.targets import WORKLOADS, Target
 from benchmarks.trace_table import GAPS, group_of, tabulate
 
@@ -55,7 +56,7 @@ def test_a_section_that_needs_a_device_is_left_out_without_one(monkeypatch, tmp_
     options = bench.parse_options(["--only", "e2e,step", "--out", str(tmp_path / "b" / "x.json")])
     parts = bench.Parts(tmp_path)
     bench.run_sections(parts, options)
-    bench.report(parts, options.out)
+    bench.report(parts, options.out, BenchRun("2026-12-01", "cpu", "abc1234", "make bench"))
     written = json.loads(options.out.read_text())
     assert written["rows"] == [] and "left out step, e2e" in written["left_out"][0]
     assert "left out step, e2e" in capsys.readouterr().out

@@ -488,7 +488,7 @@ def test_other_values_are_found_where_checksums_are_asked_for(saved, start):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda v: v.update(tensors=[]), "no object"),
+        (lambda v: v.update(tensors=[]), "not an object"),
         (lambda v: v["tensors"].pop("model.norm.weight"), "no tensor model.norm.weight"),
         (lambda v: v["tensors"]["model.norm.weight"].update(shape=[31]), "in shape"),
         (lambda v: v["tensors"]["model.norm.weight"].update(shape="x"), "shape"),

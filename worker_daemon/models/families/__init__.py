@@ -1,1 +1,1 @@
-"""One module a model family: what its config.json says, as a description of layers."""
+"""One module per model family: turns its config.json into a description of layers."""

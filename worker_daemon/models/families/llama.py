@@ -15,7 +15,7 @@ from worker_daemon.models.fields import Fields
 
 
 def describe(fields: Fields) -> DecoderConfig:
-    """Layers all alike; one switch for the biases of attention, one for those of the MLP."""
+    """Identical layers; one switch for the biases of attention, one for those of the MLP."""
     eps = norm_eps(fields)
     attention_bias = fields.flag("attention_bias", False)
     attention = AttentionSpec(

@@ -16,7 +16,7 @@ from worker_daemon.models.fields import Fields
 
 
 def describe(fields: Fields) -> DecoderConfig:
-    """Layers all alike, without biases; every one attends through the window."""
+    """Identical layers without biases; all have the window."""
     eps = norm_eps(fields)
     attention = AttentionSpec(
         norm=NormSpec("input_layernorm", eps),

@@ -17,7 +17,7 @@ from worker_daemon.models.fields import Fields
 
 
 def describe(fields: Fields) -> DecoderConfig:
-    """Biases of the query, key and value projections alone; some layers may have a window."""
+    """Biases only of the query, key and value projections; some layers may have a window."""
     eps = norm_eps(fields)
     attention = AttentionSpec(
         norm=NormSpec("input_layernorm", eps),

@@ -15,9 +15,9 @@ from rpc_schema.codec import Frame
 from rpc_schema.extensions import ReplyExtension, RequestExtension, StepExtension
 from rpc_schema.step import NewRequestData
 from worker_daemon.contracts.arrays import Int32s
+from worker_daemon.contracts.sampling import Sampling
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import ScheduledStep, StepLimits
-from worker_daemon.sample.sampler import Sampling
 
 Per: TypeAlias = Literal["token", "sequence", "sample"]
 """What a step's column has an entry for: each of its tokens, of its sequences, of those that

@@ -14,11 +14,11 @@ from torch import Tensor
 from rpc_schema.sampling import MIN_TEMPERATURE, RandomSampling
 from rpc_schema.step import NewRequestData
 from worker_daemon.contracts.arrays import Int32s
+from worker_daemon.contracts.sampling import SamplingMetadata
 from worker_daemon.device.pinned import upload
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import StepLimits, invalid
-from worker_daemon.sample.sampler import SamplingMetadata
 
 _TABLE_COLUMNS: Final = 6
 """int32 values of a row: temperature, top_p and min_p as float32 bits, top_k, then the seed's low

@@ -7,6 +7,7 @@ from typing import Final
 import torch
 
 from rpc_schema.extensions import RequestExtension
+from worker_daemon.contracts.sampling import Sampling
 from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.parts.random_sampling import RandomSamplingPart
@@ -14,7 +15,6 @@ from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.parts.stop_tokens import StopTokensPart
 from worker_daemon.runner.parts.token_logprobs import TokenLogprobsPart
 from worker_daemon.runner.scheduled_step import StepLimits
-from worker_daemon.sample.sampler import Sampling
 
 PARTS: Final[tuple[type[StepPart], ...]] = (
     GrammarMasksPart,

@@ -1,0 +1,165 @@
+"""Keeps the figures of docs/performance.md: one record a figure in docs/performance.json, from
+which the page's table is rendered.
+
+`make bench` adds what it measures on a GPU. `python -m benchmarks.records [BENCH.json ...]` adds
+figures of runs on other machines (the files that `make bench` writes), and renders the table.
+"""
+
+import argparse
+import json
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[1] / "docs"
+RECORDS = DOCS / "performance.json"
+PAGE = DOCS / "performance.md"
+BEGIN = "<!-- rendered from performance.json by python -m benchmarks.records -->"
+END = "<!-- end of the rendered table -->"
+HEADER = ("workload", "figure", "value", "target", "date", "device", "commit", "command")
+UNKNOWN = "unknown"
+RECORDED_PARTS = ("e2e ", "sleep ", "startup ")
+"""Beginnings of the parts of `make bench` whose figures are kept."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One figure, and what it takes to measure it again."""
+
+    part: str
+    """As `make bench` names it: section, model, pp x tp."""
+    name: str
+    value: float
+    unit: str
+    target: float | None
+    met: bool | None
+    date: str
+    device: str
+    commit: str
+    command: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """A newer figure replaces an older one that has the same key."""
+        return self.part, self.name, self.device
+
+
+@dataclass(frozen=True)
+class BenchRun:
+    """When, on what and from which source a run of `make bench` measured."""
+
+    date: str
+    device: str
+    commit: str
+    command: str
+
+
+def current_run(device: str, words: Sequence[str], commit: str = "") -> BenchRun:
+    """Describe this run, by its command line's words and, by default, the commit checked out."""
+    command = " ".join(["python -m benchmarks", *words])
+    today = datetime.now(UTC).date().isoformat()
+    return BenchRun(today, device, commit or current_commit(), command)
+
+
+def current_commit() -> str:
+    """Return the short hash of HEAD, with a + where files differ from it; UNKNOWN outside a git
+    checkout."""
+    try:
+        commit = _git("rev-parse", "--short", "HEAD")
+        return commit + ("+" if _git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return UNKNOWN
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(
+        ["git", *words], cwd=DOCS.parent, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def records_of(rows: Iterable[Mapping[str, Any]], run: BenchRun) -> list[Record]:
+    """Select the rows of a run that are kept: whole workloads, and what has a target."""
+    records = []
+    for row in rows:
+        is_kept = row["part"].startswith("e2e ") or row["target"] is not None
+        if is_kept and row["part"].startswith(RECORDED_PARTS):
+            fields = {name: row[name] for name in ("part", "name", "value", "unit")}
+            judged = {name: row[name] for name in ("target", "met")}
+            records.append(Record(**fields, **judged, **asdict(run)))
+    return records
+
+
+def read_records(path: Path = RECORDS) -> list[Record]:
+    """Read the kept figures."""
+    return [Record(**record) for record in json.loads(path.read_text())]
+
+
+def merged(old: Iterable[Record], new: Iterable[Record]) -> list[Record]:
+    """Replace figures of the same key, add the others, and sort by part."""
+    by_key = {record.key: record for record in old}
+    by_key |= {record.key: record for record in new}
+    return sorted(by_key.values(), key=lambda record: record.part)
+
+
+def rendered(records: Iterable[Record]) -> str:
+    """Return the page's table."""
+    lines = [HEADER, ("---",) * len(HEADER), *(_cells(record) for record in records)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+def _cells(record: Record) -> tuple[str, ...]:
+    """One figure as a line of the table."""
+    target = ""
+    if record.target is not None:
+        target = f"{_number(record.target)}, {'met' if record.met else 'missed'}"
+    value = f"{_number(record.value)} {record.unit}"
+    made = (record.date, record.device, record.commit, f"`{record.command}`")
+    return record.part, record.name, value, target, *made
+
+
+def _number(value: float) -> str:
+    """Whole numbers from a thousand on, else four digits that count."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def with_table(page: str, table: str) -> str:
+    """Return the page with another table between its two marks."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n\n{table}\n{END}{after}"
+
+
+def write(records: Sequence[Record], docs: Path = DOCS) -> None:
+    """Write the figures, and the page's table with them."""
+    lines = ",\n".join(json.dumps(asdict(record), ensure_ascii=False) for record in records)
+    (docs / RECORDS.name).write_text(f"[\n{lines}\n]\n")
+    page = docs / PAGE.name
+    page.write_text(with_table(page.read_text(), rendered(records)))
+
+
+def keep(content: Mapping[str, Any], docs: Path = DOCS) -> int:
+    """Add the figures of a file that `make bench` has written; return their number. Figures without
+    a commit are not added, since nobody could measure them again."""
+    if content["run"]["commit"] == UNKNOWN:
+        return 0
+    new = records_of(content["rows"], BenchRun(**content["run"]))
+    write(merged(read_records(docs / RECORDS.name), new), docs)
+    return len(new)
+
+
+def main() -> None:
+    """Add the figures of the given files, and render the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", type=Path, nargs="*", metavar="BENCH.json")
+    options = parser.parse_args()
+    write(read_records())
+    for path in options.files:
+        print(f"{keep(json.loads(path.read_text()))} figures of {path}")
+
+
+if __name__ == "__main__":
+    main()

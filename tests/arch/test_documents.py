@@ -1,0 +1,81 @@
+"""The documents name files, anchors and symbols that exist, and ARCHITECTURE.md is one page."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+LIVING = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
+"""Those that describe the tree as it is."""
+BASES = (ROOT, ROOT / "worker_daemon", ROOT / "client" / "worker_client")
+MAX_ARCHITECTURE_WORDS = 1000
+
+CODE = re.compile(r"`([^`\n]+)`")
+SOURCE = re.compile(r"([\w./@-]+\.(?:py|toml|yaml|txt|service))(?::([\w.]+))?")
+DIRECTORY = re.compile(r"((?:client|rpc_schema|worker_daemon|tests|docker|examples)/[\w/]*)")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+GIVEN_NAMES = {"models/families/seed_oss.py", "registry.py", "utils.py"}
+"""A file that a reader is told to write, one that the sentence locates, one that must not exist."""
+
+
+def ids(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def find(name):
+    """Return the files that a document may mean by a path."""
+    exact = [base / name for base in BASES if (base / name).exists()]
+    if exact or "/" in name:
+        return exact
+    return [path for base in ("worker_daemon", "client", "rpc_schema", "tests", "docker")
+            for path in (ROOT / base).rglob(name)]  # fmt: skip
+
+
+def anchors(path):
+    """Return the anchors that GitHub makes of a document's headings."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    plain = [re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("path", LIVING, ids=ids)
+def test_named_files_and_symbols_exist(path):
+    missing = []
+    for code in CODE.findall(path.read_text()):
+        if (match := SOURCE.fullmatch(code)) and code not in GIVEN_NAMES:
+            files = find(match[1])
+            symbols = (match[2] or "").split(".")
+            if not any(all(has(file, name) for name in symbols if name) for file in files):
+                missing.append(code)
+        elif DIRECTORY.fullmatch(code) and not (ROOT / code).exists():
+            missing.append(code)
+    assert not missing
+
+
+def has(file, name):
+    return re.search(rf"\b(?:class|def) {name}\b|^{name}\b", file.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=ids)
+def test_links_lead_to_files_and_headings(path):
+    broken = []
+    for link in LINK.findall(path.read_text()):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+def test_architecture_is_one_page():
+    assert len((ROOT / "ARCHITECTURE.md").read_text().split()) <= MAX_ARCHITECTURE_WORDS
+
+
+def test_every_document_is_listed_in_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    linked = {(ROOT / link.partition("#")[0]).resolve() for link in LINK.findall(readme)}
+    assert set((ROOT / "docs").glob("*.md")) <= linked
