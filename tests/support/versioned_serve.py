@@ -9,7 +9,7 @@ from tests.unit.server.fake_serve import FakeRendezvous
 from tests.unit.server.fake_worker import make_fake_worker
 from worker_daemon.cli import app
 from worker_daemon.server import assembly
-from worker_daemon.server.session import attaching
+from worker_daemon.server.session import attach
 
 
 def main() -> None:
@@ -17,9 +17,9 @@ def main() -> None:
     name, value = sys.argv.pop(1).split("=")
     with pytest.MonkeyPatch.context() as patch:
         if name == "protocol":
-            patch.setattr(attaching, "PROTOCOL_VERSION", int(value))
+            patch.setattr(attach, "PROTOCOL_VERSION", int(value))
         else:
-            patch.setattr(attaching, "link_software", lambda: value)
+            patch.setattr(attach, "link_software", lambda: value)
         patch.setattr(assembly, "make_worker", make_fake_worker)
         patch.setattr(assembly, "open_rendezvous", FakeRendezvous)
         app()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -71,43 +71,11 @@ def step_label(message: Step) -> str:
     )
 
 
-class _Recording(Protocol):
-    """What is being recorded: one of the three below."""
-
-    @property
-    def kind(self) -> Kind | None:
-        """None where nothing is."""
-
-    def step(self, message: Step) -> AbstractContextManager[object]:
-        """The range that a step's work is recorded under."""
-
-    def stop(self) -> Path | None:
-        """End it; return the trace that was written, if there is one."""
-
-    def discard(self) -> None:
-        """End it, and write nothing."""
-
-
-class _NoRecording:
-    """Nothing is recorded."""
-
-    kind: Kind | None = None
-
-    def step(self, message: Step) -> AbstractContextManager[object]:
-        return _NOTHING
-
-    def stop(self) -> Path | None:
-        return None
-
-    def discard(self) -> None:
-        return None
-
-
 class _CudaMarks:
     """cudaProfilerStart to cudaProfilerStop: an external profiler (nsys, ncu) records what lies
     between them, and writes it."""
 
-    kind: Kind | None = "cuda"
+    kind: Kind = "cuda"
 
     def __init__(self) -> None:
         torch.cuda.profiler.start()  # type: ignore[no-untyped-call]  # torch's
@@ -129,7 +97,7 @@ class _TorchTrace:
     torch.profiler.profile is a shell around the same recorder whose start imports the compiler.
     """
 
-    kind: Kind | None = "torch"
+    kind: Kind = "torch"
 
     def __init__(self, device: torch.device, target: Path) -> None:
         self._target = target
@@ -159,6 +127,9 @@ class _TorchTrace:
             _check_complete(plain)
             on_error.pop_all()
         return PlainTrace(plain, self._target)
+
+
+_Recording: TypeAlias = _CudaMarks | _TorchTrace
 
 
 class PlainTrace:
@@ -227,9 +198,9 @@ class Profiler:
         even if that is gone by then, which ends the process."""
         self._directory = directory
         self._prefix = DEFAULT_PREFIX
-        self._recording: _Recording = _NoRecording()
-        self._abandoned: _Recording = _NoRecording()
-        """Of a driver that is gone."""
+        self._recording: _Recording | None = None
+        self._abandoned: _Recording | None = None
+        """Of a driver that was replaced."""
         self._observed: _TorchTrace | None = None
         """What is recorded, where it is an observer's and no driver's."""
         self._settle = settle
@@ -239,7 +210,7 @@ class Profiler:
     @property
     def is_recording(self) -> bool:
         """Whether a profile or a trace runs."""
-        return self._recording.kind is not None
+        return self._recording is not None
 
     def start(self, request: ProfileRequest, device: torch.device, parallel: ParallelState) -> None:
         """Begin to record.
@@ -274,7 +245,7 @@ class Profiler:
                 trace lost.
         """
         recording = self._recording
-        if recording.kind is None or self._observed is not None:
+        if recording is None or self._observed is not None:
             _LOG.warning("no profile runs: there is nothing to stop")
             return None
         if recording.kind != kind:
@@ -308,7 +279,7 @@ class Profiler:
                 fix="start one, and stop it before the reset",
             )
         self._settle()
-        self._recording, self._observed = _NoRecording(), None
+        self._recording = self._observed = None
         if keep:
             return observed.write()
         observed.discard()
@@ -320,10 +291,10 @@ class Profiler:
         if self._disposal is not None:
             self._disposal.join(DISPOSAL_LIMIT_S)
         self._drop_abandoned()
-        kind = self._recording.kind
+        kind = self._recording and self._recording.kind
         if self._disposal is not None and kind is not None:
             _LOG.warning("the trace of the profile that was running is lost with its link")
-            self._abandoned, self._recording, self._observed = self._recording, _NoRecording(), None
+            self._abandoned, self._recording, self._observed = self._recording, None, None
             return
         try:
             written = self._stop()
@@ -336,14 +307,14 @@ class Profiler:
     def abandon(self) -> None:
         """The driver of whatever runs is gone: drop that before the next step or profile. Not now:
         it waits for the device, whose kernels may wait for a peer until the link is left."""
-        if self._recording.kind is not None and self._observed is None:
-            self._abandoned, self._recording = self._recording, _NoRecording()
+        if self._recording is not None and self._observed is None:
+            self._abandoned, self._recording = self._recording, None
 
     def step(self, message: Step) -> AbstractContextManager[object]:
         """Return what to run a step in, so that the profile shows it under its counts."""
-        if self._abandoned.kind is not None:
+        if self._abandoned is not None:
             self._drop_abandoned()
-        return self._recording.step(message)
+        return _NOTHING if self._recording is None else self._recording.step(message)
 
     def link_left(self, disposal: threading.Thread | None) -> None:
         """A link was left, whose last transfers end with `disposal`: a recording that they began
@@ -352,7 +323,7 @@ class Profiler:
 
     def _need_no_abandoned(self) -> None:
         self._drop_abandoned()
-        if self._abandoned.kind is not None:
+        if self._abandoned is not None:
             raise StateError(
                 "the profile of a driver that is gone has not ended yet",
                 field="action",
@@ -366,7 +337,9 @@ class Profiler:
                 return
             self._disposal = None
         self._settle()
-        abandoned, self._abandoned = self._abandoned, _NoRecording()
+        abandoned, self._abandoned = self._abandoned, None
+        if abandoned is None:
+            return
         try:
             abandoned.discard()
         except Exception:
@@ -374,12 +347,12 @@ class Profiler:
 
     def _stop(self) -> Path | None:
         self._settle()
-        recording, self._recording = self._recording, _NoRecording()
+        recording, self._recording = self._recording, None
         self._observed = None
-        return recording.stop()
+        return None if recording is None else recording.stop()
 
     def _refuse_second(self) -> None:
-        if self._recording.kind is None:
+        if self._recording is None:
             return
         whose = "a profile" if self._observed is None else "an observer's trace"
         raise StateError(
