@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import zmq
 
-from benchmarks.state_worker import make_worker
+from benchmarks.state_worker import StateWorker
 from rpc_schema.codec import decode_step, encode_step
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput
 from worker_daemon.server.daemon import serve
@@ -214,7 +214,14 @@ def run_daemon(endpoint: str, parent_fd: int, key_files: Mapping[str, str]) -> N
     settings = build_settings(
         {"endpoint": endpoint, "device": "cpu", "exit-with-parent-fd": parent_fd, **key_files}
     )
-    serve(settings, make_worker, _no_rendezvous)
+    serve(
+        settings,
+        lambda set_phase: StateWorker(settings.device),
+        _no_rendezvous,
+        lambda: None,
+        lambda: None,
+        str,
+    )
 
 
 def _no_rendezvous(host: str, num_ranks: int) -> RendezvousServerLike:

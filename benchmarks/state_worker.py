@@ -2,7 +2,6 @@
 every step, and a reply of the real size. Knows no torch."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,7 +14,6 @@ from rpc_schema.codec import Frame
 from rpc_schema.operations import StepMessage
 from worker_daemon.contracts.arrays import Bools
 from worker_daemon.errors import ConfigError
-from worker_daemon.phases import SetPhase
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.scheduled_step import StepLimits
@@ -166,10 +164,3 @@ class StateWorker:
 
     def _done(self, message: StepMessage) -> step.Done:
         return step.Done(epoch=message.epoch, seq=message.seq, rank=self.rank)
-
-
-def make_worker(
-    device: str, model_roots: Sequence[Path], set_phase: SetPhase, save_root: Path | None
-) -> StateWorker:
-    """The factory that the benchmark's daemons use."""
-    return StateWorker(device)

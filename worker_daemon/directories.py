@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from rpc_schema.safe_paths import WRITABLE_BY_OTHERS, why_unsafe
 from worker_daemon.errors import ConfigError, StartLaterError
@@ -17,16 +17,6 @@ _TRANSIENT: Final = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO)
 )
 """With these the same start may succeed later."""
-
-
-class SystemFailure(Protocol):
-    """An OSError, or zmq's error that is none."""
-
-    @property
-    def errno(self) -> int | None: ...
-
-    @property
-    def strerror(self) -> str | None: ...
 
 
 def state_home(state_dir: Path | None, environment: Mapping[str, str]) -> Path | None:
@@ -86,7 +76,7 @@ def _fix(directory: Path, why: str, field: str, forbidden: int) -> str:
 
 
 def unusable(
-    error: SystemFailure, message: str, field: str, place: Path, fix: str = ""
+    error: OSError, message: str, field: str, place: Path, fix: str = ""
 ) -> ConfigError | StartLaterError:
     """Return the error to raise when the system refuses a file or directory: StartLaterError where
     the same start may succeed later, else ConfigError."""

@@ -11,7 +11,6 @@ from typing import Final, TypeAlias
 
 from worker_daemon.directories import claim_directory, state_home
 from worker_daemon.errors import ConfigError
-from worker_daemon.kernel_cache import kernel_cache
 from worker_daemon.logs import LEVELS
 from worker_daemon.regular_file import read_whole
 
@@ -160,6 +159,26 @@ def prepare_kernel_cache(settings: ProcessSettings) -> None:
         claim_directory(Path(chosen).absolute(), "compiled kernels", _KERNEL_CACHE)
     else:
         os.environ[_KERNEL_CACHE] = str(kernel_cache(settings.state_dir, os.environ))
+
+
+def kernel_cache(state_dir: Path | None, environment: Mapping[str, str]) -> Path:
+    """Make and check the directory of compiled kernels: in the daemon's state directory or, without
+    one, in the user's cache directory (XDG Base Directory Specification 0.8), where all daemons
+    share it. Its files are loaded and run, so no other user may write there.
+
+    Raises:
+        ConfigError: it cannot be made, or others may write there.
+    """
+    home = state_home(state_dir, environment)
+    if home is None:
+        raise ConfigError(
+            "this user has no home directory for compiled kernels",
+            field="state-dir",
+            fix="give --state-dir, or set XDG_CACHE_HOME",
+        )
+    for directory in (home, home / "kernels"):
+        claim_directory(directory, "compiled kernels", "state-dir")
+    return home / "kernels"
 
 
 def prepare_waiting(settings: ProcessSettings) -> None:

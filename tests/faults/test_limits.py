@@ -27,7 +27,7 @@ from tests.unit.server.driver import DaemonProcess, Driver
 from worker_client.errors import TooManyStepsInFlight
 from worker_client.scheduler_output import SchedulerOutput
 from worker_client.worker_group import WorkerGroup
-from worker_daemon.server.auth.security import DirectorySecurity
+from worker_daemon.server.auth.security import Security
 from worker_daemon.server.sequence import REPLAYABLE
 from worker_daemon.server.wire.endpoints import IpcEndpoint
 from worker_daemon.server.wire.sockets import events_socket
@@ -153,7 +153,7 @@ def test_row_38_slow_reader_of_events_misses_some_and_costs_nobody_else(director
     event = encode_control(fixed_example(Heartbeat))
     rss_before = psutil.Process().memory_info().rss
     context = zmq.Context()
-    publisher = events_socket(context, endpoint, DirectorySecurity())
+    publisher = events_socket(context, endpoint, Security())
     readers = [dealer(context, endpoint.address("events"), None, "", zmq.SUB) for _ in range(2)]
     slow, attentive = readers
     try:

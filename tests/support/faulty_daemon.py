@@ -236,9 +236,9 @@ class FaultyWorker:
 
     def check_device(self) -> str:
         """As on a GPU whose NVML is lost as soon as there is a file that says so."""
-        from worker_daemon.device.health import NvmlHealth  # torch is loaded by now
+        from worker_daemon.device.health import check_nvml_device  # torch is loaded by now
 
-        return NvmlHealth("GPU-0", LosableNvml(self._faults)).check()
+        return check_nvml_device(LosableNvml(self._faults), "GPU-0")
 
     def execute_model(self, message: object, arrays: Sequence[bytes]) -> object:
         self._faults.strike("execute_model")

@@ -1,1 +1,1 @@
-"""The device: what it is, and how its memory is spent. Knows no model and no message."""
+"""The device and its memory."""

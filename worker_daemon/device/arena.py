@@ -1,9 +1,8 @@
-"""An arena: a range of addresses that stays, over memory that comes and goes in chunks. Tensors are
-carved out of it one behind the other and keep their addresses while the memory is away. Knows no
-tag and no model.
+"""Arenas: ranges of addresses that stay, over memory that is mapped and unmapped in chunks. The
+tensors of an arena lie one behind the other and keep their addresses while the memory is unmapped.
 
-Where the memory comes from is a `Pages`: the device's (cuda_pages.py) or the host's
-(host_pages.py). Used on the step thread only.
+The memory comes from a `Pages`: the device's (cuda_pages.py) or the host's (host_pages.py). Used on
+the step thread only.
 """
 
 import math
@@ -21,7 +20,7 @@ ALIGNMENT_BYTES = 512
 
 
 class Pages(Protocol):
-    """A reserved range of addresses, parts of which have memory. Offsets and sizes are multiples of
+    """A reserved range of addresses, parts of which are mapped. Offsets and sizes are multiples of
     granularity."""
 
     granularity: int
@@ -30,22 +29,21 @@ class Pages(Protocol):
     """Of the whole range."""
 
     def map(self, offset: int, num_bytes: int) -> None:
-        """Give a part memory, of undefined content. Raises CapacityError where there is none; the
-        part then has none."""
+        """Map a part, with undefined content. Raises CapacityError if there is no memory; the part
+        then stays unmapped."""
 
     def unmap(self, offset: int, num_bytes: int) -> None:
-        """Take back exactly what one map() gave, or several on end. Nothing may be at work on
-        it."""
+        """Unmap exactly the range of one map(), or of several adjacent ones. Nothing may use it."""
 
     def tensor(self) -> Tensor:
         """Return the range as uint8 [size_bytes]. It keeps the addresses reserved for as long as
-        there are views of it; a part without memory must not be touched."""
+        there are views of it; an unmapped part must not be touched."""
 
     def zero(self, memory: Tensor) -> None:
-        """Set a part that was just mapped to zero, in the order of the current stream's work."""
+        """Set a part that was just mapped to zero, in stream order."""
 
     def close(self) -> None:
-        """Give all memory back, for good. Idempotent."""
+        """Unmap everything for good. Idempotent."""
 
 
 class Span:
@@ -63,7 +61,7 @@ class Span:
 
 
 class Arena:
-    """Owns the range, and what of it has memory: all or nothing, between operations."""
+    """Owns the range and its memory; between operations all of it is mapped, or nothing."""
 
     def __init__(self, pages: Pages, chunk_bytes: int) -> None:
         """Map everything and zero it; chunk_bytes is rounded up to whole pages.
@@ -78,8 +76,8 @@ class Arena:
             for start in range(0, pages.size_bytes, chunk)
         )
         self._mapped: list[Span] = []
-        """On end, in order: chunks are mapped from the first on, and go in that order or at
-        once."""
+        """Adjacent and in order: chunks are mapped from the first on, and unmapped in that order or
+        all at once."""
         self._taken = 0
         try:
             self.map_all()
@@ -95,11 +93,11 @@ class Arena:
 
     @property
     def mapped_bytes(self) -> int:
-        """Device memory that it holds now."""
+        """Device memory held now."""
         return sum(span.num_bytes for span in self._mapped)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the next tensor, zero if nobody has written there; it is a view of the arena.
+        """Return the next tensor, a view of the arena; it is zero unless it was written.
 
         Raises:
             ValueError: the arena was made for less.
@@ -119,7 +117,7 @@ class Arena:
         """Map every chunk.
 
         Raises:
-            CapacityError: memory has run out; the chunks before stay mapped until unmap_all.
+            CapacityError: memory has run out; the chunks before it stay mapped until unmap_all.
         """
         assert not self._mapped, "mapped already"
         for span in self.spans:
@@ -127,23 +125,23 @@ class Arena:
             self._mapped.append(span)
 
     def unmap_first(self) -> None:
-        """Give the first chunk's memory back that is left; its content is gone."""
+        """Unmap the first chunk that is mapped; its content is lost."""
         span = self._mapped.pop(0)
         self._pages.unmap(span.start, span.num_bytes)
 
     def unmap_all(self) -> None:
-        """Give back what is mapped, in one go. Idempotent."""
+        """Unmap everything in one call. Idempotent."""
         if self._mapped:
             start, stop = self._mapped[0].start, self._mapped[-1].stop
             self._pages.unmap(start, stop - start)
             self._mapped.clear()
 
     def zero(self) -> None:
-        """Set all of it to zero, in the order of the current stream's work."""
+        """Set all of it to zero, in stream order."""
         self._pages.zero(self._base)
 
     def close(self) -> None:
-        """Give everything back, for good: its tensors must not be used any more. Idempotent."""
+        """Unmap everything for good: its tensors must not be used any more. Idempotent."""
         self._mapped.clear()
         self._pages.close()
 
@@ -158,7 +156,7 @@ def open_arena(num_bytes: int, chunk_bytes: int, device: torch.device) -> Arena:
 
     Raises:
         CapacityError: it does not fit.
-        ConfigError: the device's driver cannot do this.
+        ConfigError: the device's driver does not support this.
     """
     pages: Pages = CudaPages(num_bytes, device) if device.type == "cuda" else HostPages(num_bytes)
     return Arena(pages, chunk_bytes)

@@ -1,33 +1,31 @@
-"""Host memory that an arena's content goes to while the arena sleeps: page-locked, had once, ahead
-of the first sleep, and used again by every later one. Knows no tag and no model.
+"""Host memory that keeps an arena's content while the arena sleeps: page-locked once, ahead of the
+first sleep, and reused by every later one.
 
 Page-locking takes seconds for a large model, so a thread of its own does it; that thread touches no
-memory of the device. It stops where the host would be left with too little.
+device memory. It stops when the host would be left with too little.
 """
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from contextlib import suppress
 from typing import Final
 
 import torch
 
+from worker_daemon.device.host_limits import MEMINFO, own_cgroups, read_sizes
 from worker_daemon.device.pinned import PinnedBuffer
 from worker_daemon.errors import CapacityError
 
 RESERVE_BYTES: Final = 1 << 30
-"""What a backup leaves of the host's memory to everybody else."""
-_MEMINFO: Final = Path("/proc/meminfo")
-_OWN_GROUP: Final = Path("/proc/self/cgroup")
-_GROUPS: Final = Path("/sys/fs/cgroup")
+"""Host memory that a backup leaves to other processes."""
 
 logger = logging.getLogger(__name__)
 
 
 class HostBackup:
-    """Owns one buffer for each chunk of an arena. Everything but prepare_ahead()'s own thread is
-    the step thread's."""
+    """Owns one buffer for each chunk of an arena. Used on the step thread; prepare_ahead() starts a
+    thread of its own."""
 
     def __init__(
         self,
@@ -35,8 +33,8 @@ class HostBackup:
         device: torch.device,
         host_room: Callable[[], int] | None = None,
     ) -> None:
-        """Takes no memory yet. sizes are bytes; host_room says how many bytes of host memory are
-        free, by default those that Linux and the process's control group have."""
+        """Allocates nothing yet. sizes: bytes; host_room: returns the free bytes of host memory, by
+        default host_room_bytes."""
         self._sizes = sizes
         self._device = device
         self._host_room = host_room or host_room_bytes
@@ -46,22 +44,22 @@ class HostBackup:
 
     @property
     def held_bytes(self) -> int:
-        """Host memory that it holds now."""
+        """Host memory held now."""
         return sum(len(buffer.view) for buffer in self._buffers)
 
     def prepare_ahead(self) -> None:
-        """Begin to take the memory, beside whatever else goes on. Failing costs nothing yet:
-        buffers() tries again."""
+        """Start to allocate the memory on a thread. A failure is only logged: buffers() tries
+        again."""
         if self._buffers or self._thread is not None:
             return
         self._thread = threading.Thread(target=self._try_ahead, name="backup", daemon=True)
         self._thread.start()
 
     def buffers(self) -> Sequence[PinnedBuffer]:
-        """Return the buffers, in the order of the sizes; waits until they are there.
+        """Return the buffers, in the order of the sizes; waits until they are allocated.
 
         Raises:
-            CapacityError: the host has not that much memory to lock; none is held then.
+            CapacityError: the host cannot lock that much memory; none is held then.
         """
         self._join()
         if not self._buffers:
@@ -69,12 +67,12 @@ class HostBackup:
         return self._buffers
 
     def stop(self) -> None:
-        """End what prepare_ahead() began. Idempotent."""
+        """Stop the thread of prepare_ahead(). Idempotent."""
         self._stopping.set()
         self._join()
 
     def close(self) -> None:
-        """Give all memory back, for good; no copy may be under way. Idempotent."""
+        """Free all memory; no copy may be in progress. Idempotent."""
         self.stop()
         self._release()
 
@@ -119,37 +117,15 @@ class HostBackup:
 
 
 def host_room_bytes() -> int:
-    """Return how much memory this process may still take: of the host, and of its control group
-    where that has a limit."""
-    available = _read_words(_MEMINFO)["MemAvailable:"] * 1024
-    return min(available, _group_room(_own_group()))
-
-
-def _group_room(group: Path) -> int:
-    """What a control group (version 2) and those above it allow; file pages can be dropped."""
-    room = 1 << 62
-    while group.is_relative_to(_GROUPS):
-        try:
+    """Return how much memory this process may still allocate: of the host, and of its control
+    groups (version 2) if they have a limit. File pages of a group count as free: the kernel can
+    drop them."""
+    room = read_sizes(MEMINFO)["MemAvailable"]
+    for group in own_cgroups():
+        with suppress(OSError, ValueError, KeyError):  # no limit here, or another version
             limit = int((group / "memory.max").read_text())
             used = int((group / "memory.current").read_text())
-            dropped = _read_words(group / "memory.stat")["inactive_file"]
+            lines = (group / "memory.stat").read_text().splitlines()
+            dropped = int(dict(line.split() for line in lines)["inactive_file"])
             room = min(room, limit - used + dropped)
-        except (OSError, ValueError, KeyError):  # no limit here, or another version
-            pass
-        group = group.parent
     return max(0, room)
-
-
-def _own_group() -> Path:
-    try:
-        names = _OWN_GROUP.read_text().splitlines()
-    except OSError:
-        return _GROUPS
-    own = [line.removeprefix("0::/") for line in names if line.startswith("0::/")]
-    return _GROUPS / own[0] if own else _GROUPS
-
-
-def _read_words(path: Path) -> dict[str, int]:
-    """Parse lines of `name number ...`."""
-    lines = (line.split() for line in path.read_text().splitlines())
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

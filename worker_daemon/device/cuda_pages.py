@@ -1,9 +1,9 @@
-"""A GPU's memory behind addresses that stay, for arenas: CUDA's driver maps physical memory into a
-reserved range and takes it out again (CUDA driver API, "Virtual Memory Management"). torch's
-allocator is not involved. Knows no tensor's meaning.
+"""Pages of a GPU's memory, for arenas: CUDA's driver maps physical memory into a reserved range of
+addresses and unmaps it (CUDA driver API, "Virtual Memory Management"). torch's allocator is not
+involved.
 
 The calling thread has the device's context current. cuda-bindings comes with torch's CUDA builds
-and is imported only where an arena is made on a GPU.
+and is imported only when an arena is made on a GPU.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,11 @@ class CudaPages:
 
     def __init__(self, num_bytes: int, device: torch.device, driver: Any = None) -> None:
         """Reserve addresses, rounded up to the driver's granularity. driver: the module of the
-        bindings, where it is not the installed one.
+        bindings, if not the installed one.
 
         Raises:
-            ConfigError: there are no bindings here, or the device cannot do this.
-            CapacityError: the addresses cannot be had.
+            ConfigError: there are no bindings here, or the device does not support this.
+            CapacityError: the addresses cannot be reserved.
         """
         self._driver = _bindings() if driver is None else driver
         self._device = device
@@ -78,7 +78,7 @@ class CudaPages:
 
     def tensor(self) -> Tensor:
         """See Pages. All of it must be mapped: torch asks the driver whose memory it is."""
-        memory = _Memory(self, self._address, self.size_bytes)
+        memory = CudaArray(self._address, self.size_bytes, owner=self)
         return torch.as_tensor(memory, device=self._device)
 
     def zero(self, memory: Tensor) -> None:
@@ -107,16 +107,16 @@ class CudaPages:
         return access
 
     def __del__(self) -> None:
-        with suppress(Exception):  # at the interpreter's end nothing need work any more
+        with suppress(Exception):  # the interpreter may be shutting down
             self.close()
             if self._address:
                 _call(self._driver.cuMemAddressFree, self._address, self.size_bytes)
 
 
-class _Memory:
-    """What torch makes a tensor of. It keeps the reservation."""
+class CudaArray:
+    """Bytes on a GPU for torch.as_tensor, through the CUDA array interface. Keeps `owner` alive."""
 
-    def __init__(self, owner: CudaPages, address: int, num_bytes: int) -> None:
+    def __init__(self, address: int, num_bytes: int, owner: object = None) -> None:
         self.owner = owner
         self.__cuda_array_interface__: dict[str, Any] = {
             "version": 3,
@@ -135,14 +135,14 @@ def _bindings() -> Any:
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
-    """Call the driver; return what it gives beside its code."""
+    """Call the driver; return its results without the error code."""
     code, *values = function(*arguments)
     if int(code) == _SUCCESS:
         return tuple(values)
     what = f"{function.__name__}: CUDA error {int(code)}"
     if int(code) == _OUT_OF_MEMORY:
         raise CapacityError(
-            f"the device has not that much memory left ({what})",
+            f"the device has too little memory left ({what})",
             fix="free memory that other processes hold, or plan a smaller KV cache",
         )
     if int(code) == _NOT_SUPPORTED:
@@ -152,7 +152,7 @@ def _call(function: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
 
 def _unusable(why: str) -> ConfigError:
     return ConfigError(
-        f"this device's memory cannot come and go: {why}",
+        f"this device's memory cannot be unmapped and mapped again: {why}",
         field="enable_sleep_mode",
         value=True,
         fix="load without it",

@@ -1,18 +1,20 @@
-"""What torch, Triton and the host raise about memory and devices, in our own words: the one place
-where exceptions are classified. Knows no step.
+"""Classifies the exceptions that torch, Triton and the host raise about memory and devices, and
+makes the daemon's typed errors of them.
 
-An error of the device itself is sticky: every later call fails too, and only the process's end
-gives the device back. Memory that is not there is not sticky.
+An error of the device itself is sticky: every later call fails too, and only the end of the process
+frees the device. A lack of memory is not sticky.
 """
 
 import re
 import traceback
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Final
 
 import torch
 
+from worker_daemon.device.host_limits import MEMINFO, STATUS, read_sizes
 from worker_daemon.errors import DeviceError, OutOfMemoryError
 
 STEP_FIX: Final = "smaller steps, or less of the memory for the KV cache"
@@ -20,7 +22,7 @@ STEP_FIX: Final = "smaller steps, or less of the memory for the KV cache"
 _OUT_OF_MEMORY_CODE: Final = 2
 _HARMLESS_CODES: Final = frozenset((1, 9, 98, 209, 701, 801, *range(900, 910)))
 """CUDA errors of one call, after which the next may succeed: an invalid value or configuration, a
-kernel that the device has not or cannot launch, and those of graph capture."""
+kernel that the device lacks or cannot launch, and the errors of graph capture."""
 
 _OUT_OF_MEMORY: Final = (
     "can't allocate memory",
@@ -46,7 +48,7 @@ _LOST: Final = (
     "CUBLAS_STATUS_EXECUTION_FAILED",
     "CUDNN_STATUS_EXECUTION_FAILED",
 )
-"""As CUDA's runtime words its sticky errors (cudaGetErrorString), and what libraries call them."""
+"""Sticky errors in the words of CUDA's runtime (cudaGetErrorString) and of its libraries."""
 
 _ASKED: Final = re.compile(r"ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
 _FREE: Final = re.compile(r"of which ([\d.]+) (bytes|[KMGT]iB) is free")
@@ -54,7 +56,7 @@ _UNITS: Final = {"bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 
 
 class FailureKind(Enum):
-    """What an exception says about the device."""
+    """The kinds of exceptions."""
 
     OUT_OF_MEMORY = 0
     LOST = 1
@@ -71,22 +73,22 @@ def judge(error: BaseException) -> FailureKind:
 
 
 def _judge_text(error: RuntimeError) -> FailureKind:
-    """Of what torch and Triton raise without a class of its own."""
+    """Classify an exception of torch or Triton that has no class of its own."""
     text = str(error)
     code = _cuda_code(error)
     if code == _OUT_OF_MEMORY_CODE or any(words in text for words in _OUT_OF_MEMORY):
         return FailureKind.OUT_OF_MEMORY
     if any(words in text for words in _LOST):
         return FailureKind.LOST
-    # torch's own class: what is not known to be harmless is taken to be sticky.
+    # torch's own class: an error that is not known to be harmless counts as sticky.
     if isinstance(error, torch.AcceleratorError) and code not in _HARMLESS_CODES:
         return FailureKind.LOST
     return FailureKind.OTHER
 
 
 def typed_device_error(error: Exception, fix: str = STEP_FIX) -> Exception:
-    """Return OutOfMemoryError for memory that is not there, DeviceError for a device that is lost,
-    and anything else as it is. `fix` is what to do about the memory."""
+    """Return OutOfMemoryError for a lack of memory, DeviceError for a lost device, and any other
+    error unchanged. fix: the advice for a lack of memory."""
     if isinstance(error, OutOfMemoryError | DeviceError):
         return error
     verdict = judge(error)
@@ -98,8 +100,8 @@ def typed_device_error(error: Exception, fix: str = STEP_FIX) -> Exception:
 
 
 def out_of_memory(error: Exception, fix: str, what: str = "out of memory") -> OutOfMemoryError:
-    """Return the typed error for an exception that is judged OUT_OF_MEMORY: what was asked for, and
-    what was free then."""
+    """Return the typed error for an exception of kind OUT_OF_MEMORY, with the bytes that were asked
+    for and those that were free."""
     if isinstance(error, OutOfMemoryError):
         return OutOfMemoryError(
             what, needed_bytes=error.needed_bytes, free_bytes=error.free_bytes, fix=fix
@@ -115,8 +117,8 @@ def out_of_memory(error: Exception, fix: str, what: str = "out of memory") -> Ou
 
 
 def drop_scratch(error: BaseException) -> None:
-    """Free what the frames that failed still hold, which the exception keeps, and give what the
-    allocator has kept of it back to the device. Not for a device that is lost."""
+    """Free the tensors that the exception's frames still hold, and empty the allocator's cache. Not
+    for a lost device."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
@@ -126,7 +128,7 @@ def drop_scratch(error: BaseException) -> None:
 
 
 def _cuda_code(error: RuntimeError) -> int | None:
-    """The number that torch gives with an AcceleratorError."""
+    """Return the error number of an AcceleratorError."""
     code = getattr(error, "error_code", None)
     if code is None and isinstance(error, torch.AcceleratorError) and len(error.args) > 1:
         code = error.args[1]
@@ -143,28 +145,20 @@ def _bytes(pattern: re.Pattern[str], text: str) -> int | None:
 
 
 def _free_host_bytes() -> int | None:
-    """What this process could still take: of the host's memory, and of its own limits."""
-    figures = [_kib("/proc/meminfo", "MemAvailable")]
-    limits = _read("/proc/self/limits")
-    for name, used in (("Max address space", "VmSize"), ("Max data size", "VmData")):
-        limit, size = re.search(rf"{name}\s+(\d+)", limits), _kib("/proc/self/status", used)
-        if limit is not None and size is not None:
-            figures.append(max(0, int(limit[1]) - size))
-    return min((figure for figure in figures if figure is not None), default=None)
-
-
-def _kib(path: str, name: str) -> int | None:
-    found = re.search(rf"^{name}:\s+(\d+) kB$", _read(path), re.MULTILINE)
-    return None if found is None else int(found[1]) << 10
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text("ascii")
-    except OSError:
-        return ""
+    """Return what this process could still allocate: of the host's memory, and of its own limits;
+    None if Linux reports neither."""
+    figures: list[int] = []
+    with suppress(OSError, KeyError):
+        figures.append(read_sizes(MEMINFO)["MemAvailable"])
+    with suppress(OSError):
+        limits, sizes = Path("/proc/self/limits").read_text("ascii"), read_sizes(STATUS)
+        for name, used in (("Max address space", "VmSize"), ("Max data size", "VmData")):
+            limit = re.search(rf"{name}\s+(\d+)", limits)
+            if limit is not None and used in sizes:
+                figures.append(max(0, int(limit[1]) - sizes[used]))
+    return min(figures, default=None)
 
 
 def _first_line(error: Exception) -> str:
-    """torch's messages go on with advice for debugging."""
+    """Return the first line: torch's messages continue with advice for debugging."""
     return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,16 +1,16 @@
-"""The watch for a GPU's faults by NVML, which reports them as XIDs."""
+"""Watches a GPU for faults, which NVML reports as XIDs."""
 
 from collections.abc import Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final
 
 from worker_daemon.device.gpu_faults import LOST, Action, Fault, fault_of
 from worker_daemon.device.nvml import CudaDevice, Nvml, open_device
 
 RECOVERY_ACTION: Final = 230
-"""NVML_FI_DEV_GET_GPU_RECOVERY_ACTION of nvml.h, which older releases of nvidia-ml-py lack; older
-drivers do not know it either."""
+"""NVML_FI_DEV_GET_GPU_RECOVERY_ACTION of nvml.h, missing from older releases of nvidia-ml-py and
+older drivers."""
 _RECOVERY: Final[Mapping[int, Action]] = MappingProxyType(
     {
         0: Action.NONE,
@@ -21,50 +21,24 @@ _RECOVERY: Final[Mapping[int, Action]] = MappingProxyType(
         7: Action.REBOOT,
     }
 )
-"""nvmlDeviceGpuRecoveryAction_t. 3 and 5 are the peers' and the fabric's: the GPU itself serves
-on."""
+"""nvmlDeviceGpuRecoveryAction_t. 3 and 5 concern the peers and the fabric: the GPU itself keeps
+serving."""
 
 
-class FaultWatch(Protocol):
-    """Used by one thread."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is anything to wait for."""
-
-    def wait(self, timeout_ms: int) -> Fault | None:
-        """Return the next fault, or None if there was none in that time, or the watch has
-        ended."""
-
-    def close(self) -> None:
-        """End the watch."""
-
-
-class NoFaultWatch:
-    """Where there is no NVML, or it tells of no XIDs."""
-
-    is_on = False
-
-    def wait(self, timeout_ms: int) -> Fault | None:
-        return None
-
-    def close(self) -> None:
-        return None
-
-
-class NvmlFaultWatch:
-    """One device's XIDs. NVML stays open as long as the process lives."""
+class FaultWatch:
+    """The XIDs of one device. Used by one thread. NVML stays open as long as the process lives."""
 
     def __init__(self, handle: object, events: object, nvml: Nvml) -> None:
-        """events: a set with which the device is registered."""
+        """events: an event set in which the device is registered."""
         self._handle = handle
         self._events = events
         self._nvml = nvml
         self.is_on = True
+        """False once the watch has ended."""
 
     def wait(self, timeout_ms: int) -> Fault | None:
-        """See FaultWatch. NVML that fails otherwise than for the GPU's sake ends the watch: that is
-        no fault of the GPU's."""
+        """Return the next fault; None if none came in that time, or if the watch has ended. A
+        failure of NVML itself ends the watch: it is not a fault of the GPU."""
         nvml = self._nvml
         try:
             event = nvml.nvmlEventSetWait_v2(self._events, timeout_ms)
@@ -80,7 +54,7 @@ class NvmlFaultWatch:
         return fault.advised(self._recovery_action()) if fault.depends else fault
 
     def _recovery_action(self) -> Action | None:
-        """What the driver says that the GPU needs at this moment; None where it does not say."""
+        """Return the recovery action that the driver reports now; None if it reports none."""
         try:
             (field,) = self._nvml.nvmlDeviceGetFieldValues(self._handle, [RECOVERY_ACTION])
         except self._nvml.NVMLError:
@@ -88,13 +62,14 @@ class NvmlFaultWatch:
         return _RECOVERY.get(int(field.value.uiVal)) if field.nvmlReturn == 0 else None
 
     def close(self) -> None:
+        """End the watch."""
         self.is_on = False
         with suppress(self._nvml.NVMLError):
             self._nvml.nvmlEventSetFree(self._events)
 
 
-def open_fault_watch(nvml: Nvml, device: CudaDevice) -> FaultWatch:
-    """Watch a GPU. Where it cannot be watched, nothing is."""
+def open_fault_watch(nvml: Nvml, device: CudaDevice) -> FaultWatch | None:
+    """Watch a GPU; None if NVML cannot watch it."""
     events = None
     try:
         handle = open_device(nvml, device)
@@ -104,5 +79,5 @@ def open_fault_watch(nvml: Nvml, device: CudaDevice) -> FaultWatch:
         if events is not None:
             with suppress(nvml.NVMLError):
                 nvml.nvmlEventSetFree(events)
-        return NoFaultWatch()
-    return NvmlFaultWatch(handle, events, nvml)
+        return None
+    return FaultWatch(handle, events, nvml)

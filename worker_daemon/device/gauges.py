@@ -1,52 +1,30 @@
-"""How busy and how warm a device is: read now and then by the thread that watches it."""
+"""Gauges of a GPU: utilization, temperature and power, read from NVML by the device watch."""
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from worker_daemon.device.nvml import CudaDevice, Nvml, open_device
 
 
 @dataclass(frozen=True, slots=True)
 class GaugeReading:
-    """One reading; None where there is no such gauge."""
+    """One reading; None for a gauge that the device lacks."""
 
     utilization_percent: int | None
     temperature_c: int | None
     power_w: int | None
 
 
-class Gauges(Protocol):
-    """Used by one thread."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is anything to read."""
-
-    def read(self) -> GaugeReading | None:
-        """Return what they show; None: nothing at the moment."""
-
-
-class NoGauges:
-    """Those of the CPU, or of a GPU without NVML."""
-
-    is_on = False
-
-    def read(self) -> GaugeReading | None:
-        return None
-
-
-class NvmlGauges:
-    """One device's. A figure that NVML does not give (of a slice of a GPU, say) is left out."""
-
-    is_on = True
+class Gauges:
+    """The gauges of one device. Used by one thread."""
 
     def __init__(self, handle: object, nvml: Nvml) -> None:
         self._handle = handle
         self._nvml = nvml
 
     def read(self) -> GaugeReading | None:
-        """See Gauges."""
+        """Read all gauges; None if none can be read. A figure that NVML does not report (for a MIG
+        slice, say) is None."""
         nvml, handle = self._nvml, self._handle
         percent = celsius = watts = None
         with suppress(nvml.NVMLError):
@@ -60,9 +38,9 @@ class NvmlGauges:
         return GaugeReading(utilization_percent=percent, temperature_c=celsius, power_w=watts)
 
 
-def open_gauges(nvml: Nvml, device: CudaDevice) -> Gauges:
-    """Return a GPU's gauges; without NVML there are none."""
+def open_gauges(nvml: Nvml, device: CudaDevice) -> Gauges | None:
+    """Return a GPU's gauges; None without NVML."""
     try:
-        return NvmlGauges(open_device(nvml, device), nvml)
+        return Gauges(open_device(nvml, device), nvml)
     except (nvml.NVMLError, ValueError):
-        return NoGauges()
+        return None

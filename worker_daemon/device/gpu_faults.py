@@ -1,13 +1,13 @@
-"""Faults of a GPU, which its driver reports as XIDs, and which of them end the daemon.
+"""Faults of a GPU, which its driver reports as XIDs, and the action that each needs.
 
 Actions are the column "Resolution Bucket (Immediate Action)" of NVIDIA's catalogue for A100 and
 later, as of October 2025 (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html):
-RESTART_APP, RESET_GPU, and RESTART_BM or RESTART_VM, which are REBOOT here; IGNORE is NONE, and so
-is what the catalogue calls unused (CONTACT_SUPPORT). Where it names a workflow instead, which asks
-for more than the number, the driver's own verdict is asked for (NVML's recovery action); without
-one the second action below holds: a reset for 48, as in NVIDIA's health checks
-(https://docs.nvidia.com/health-validation/reference/checks/xid.md), nothing for the others, since
-an error of theirs that matters to us is an error of our own calls too.
+RESTART_APP, RESET_GPU, and RESTART_BM or RESTART_VM, which are REBOOT here. IGNORE and
+CONTACT_SUPPORT (for XIDs that the catalogue calls unused) are NONE. If the catalogue names a
+workflow instead, the action depends on more than the XID: then NVML's recovery action decides.
+Without one the table's fallback applies: a reset for 48, as in NVIDIA's health checks
+(https://docs.nvidia.com/health-validation/reference/checks/xid.md), and nothing for the others,
+since a fault of theirs that concerns us also fails our own calls.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from typing import Final
 
 
 class Action(Enum):
-    """What NVIDIA asks for."""
+    """The action that NVIDIA recommends."""
 
     NONE = "nothing"
     RESTART_APP = "restart the application"
@@ -27,27 +27,27 @@ class Action(Enum):
 
     @property
     def ends_gpu(self) -> bool:
-        """Whether no process may use the GPU before."""
+        """True if no process may use the GPU before the action."""
         return self in (Action.RESET_GPU, Action.REBOOT)
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that happened to the GPU."""
+    """One fault."""
 
     xid: int
-    """0 where NVML says no more than that the GPU is lost."""
+    """0 if NVML reports a lost GPU without an XID."""
     what: str
     action: Action
     depends: bool = False
-    """The number alone does not tell what to do: `action` is for want of a better word."""
+    """The action depends on more than the XID: `action` is a fallback."""
 
     def __str__(self) -> str:
         name = f"XID {self.xid}" if self.xid else "NVML"
         return f"{name}: {self.what}; NVIDIA's advice: {self.action.value}"
 
     def advised(self, action: Action | None) -> "Fault":
-        """Return it with the driver's own verdict, if there is one and it is needed."""
+        """Return the fault with NVML's recovery action, if there is one and it is needed."""
         return self if action is None or not self.depends else replace(self, action=action)
 
 
@@ -105,7 +105,7 @@ XIDS: Final[Mapping[int, tuple[str, Action]]] = MappingProxyType(
         **dict.fromkeys(_VIDEO_ENGINES, ("video engine error", Action.RESTART_APP)),
     }
 )
-"""What the number alone tells."""
+"""XIDs whose action is fixed."""
 
 WORKFLOWS: Final[Mapping[int, tuple[str, Action]]] = MappingProxyType(
     {
@@ -116,11 +116,11 @@ WORKFLOWS: Final[Mapping[int, tuple[str, Action]]] = MappingProxyType(
         154: ("what the GPU needs to recover has changed", Action.NONE),
     }
 )
-"""What to do depends on more; the actions are for where nobody can be asked."""
+"""XIDs whose action depends on more; these actions are the fallback."""
 
 
 def fault_of(xid: int) -> Fault:
-    """Return what an XID means. One that is not known is reported and ends nothing."""
+    """Return the fault of an XID. An unknown one is reported and ends nothing."""
     if xid in WORKFLOWS:
         return Fault(xid, *WORKFLOWS[xid], depends=True)
     return Fault(xid, *XIDS.get(xid, ("see NVIDIA's catalogue", Action.NONE)))

@@ -1,8 +1,9 @@
-"""Whether a device can still be looked after, apart from whether it computes: NVML may be lost (to
-a container whose device cgroup is renewed, say) while CUDA works, or say that the device is slowed
-down."""
+"""Device health as NVML reports it: NVML can be lost while CUDA still works (a container's device
+cgroup is rewritten, say), or report that the device is throttled."""
 
-from typing import Final, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Final, TypeAlias
 
 import torch
 
@@ -14,57 +15,44 @@ SLOWDOWNS: Final = {
     0x40: "it is too hot (hardware)",
     0x80: "the power supply asks for less (power brake)",
 }
-"""nvml.h's nvmlClocksEventReason bits, in words. The power cap (0x04) is none of them: large GPUs
-run into it whenever they are busy."""
+"""nvml.h's nvmlClocksEventReason bits, in words. The power cap (0x04) is left out: large GPUs reach
+it whenever they are busy."""
+
+CheckDevice: TypeAlias = Callable[[], str]
+"""Returns the device's problem, empty if it has none. Called by the guard thread now and then."""
 
 
-class DeviceHealth(Protocol):
-    """Asked by the guard thread now and then."""
+def check_nvml_device(nvml: Nvml, uuid: str) -> str:
+    """Return the problem that NVML reports for a device; empty if none.
 
-    def check(self) -> str:
-        """Return what is amiss; empty: nothing."""
-
-
-class NoHealth:
-    """A device that nobody watches: the CPU."""
-
-    def check(self) -> str:
+    Opens NVML on each call: one that was lost may be back. uuid: with its kind, GPU- or MIG-.
+    """
+    try:
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        nvml.nvmlDeviceGetPciInfo(handle)
+    except nvml.NVMLError as error:
+        return f"NVML is lost: {error}"
+    try:
+        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+    except nvml.NVMLError:  # a MIG slice has no clocks of its own
         return ""
+    words = [word for bit, word in SLOWDOWNS.items() if reasons & bit]
+    return f"the device is throttled: {', '.join(words)}" if words else ""
 
 
-class NvmlHealth:
-    """Asks NVML for a device that it has known before."""
-
-    def __init__(self, uuid: str, nvml: Nvml) -> None:
-        """uuid: with its kind, GPU- or MIG-."""
-        self._uuid = uuid
-        self._nvml = nvml
-
-    def check(self) -> str:
-        """See DeviceHealth. NVML is opened anew each time: one that was lost may have come back."""
-        nvml = self._nvml
-        try:
-            nvml.nvmlInit()
-            handle = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
-            nvml.nvmlDeviceGetPciInfo(handle)
-        except nvml.NVMLError as error:
-            return f"NVML is lost: {error}"
-        try:
-            reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-        except nvml.NVMLError:  # a slice of a device has no clocks of its own
-            return ""
-        words = [word for bit, word in SLOWDOWNS.items() if reasons & bit]
-        return f"the device is throttled: {', '.join(words)}" if words else ""
+def no_check() -> str:
+    """Report no problem: for the CPU, and for a GPU that NVML does not list."""
+    return ""
 
 
-def open_health(device: torch.device) -> DeviceHealth:
-    """Return what watches a device: nothing for the CPU, or where NVML does not know the device to
-    begin with."""
+def open_health(device: torch.device) -> CheckDevice:
+    """Return the health check of a device: no_check for the CPU, or if NVML does not list the
+    device to begin with."""
     if device.type != "cuda":
-        return NoHealth()
+        return no_check
     nvml = load_nvml()
     for uuid in nvml_uuids(str(torch.cuda.get_device_properties(device).uuid)):
-        health = NvmlHealth(uuid, nvml)
-        if not health.check():
-            return health
-    return NoHealth()
+        if not check_nvml_device(nvml, uuid):
+            return partial(check_nvml_device, nvml, uuid)
+    return no_check

@@ -1,7 +1,7 @@
-"""The host's memory behind addresses that stay, for arenas on the CPU: an anonymous mapping whose
-pages are given back and had anew at the same place. Linux only. Knows no tensor's meaning.
+"""Pages of the host's memory, for arenas on the CPU: an anonymous mapping whose pages are unmapped
+and mapped again at the same address. Linux only.
 
-What has no memory is protected: touching it ends the process, as it does on a GPU.
+An unmapped part is protected: touching it ends the process, as it does on a GPU.
 """
 
 import ctypes
@@ -53,17 +53,18 @@ class HostPages:
 
     def tensor(self) -> Tensor:
         """See Pages."""
-        return torch.from_numpy(np.asarray(_Memory(self, self._address, self.size_bytes)))
+        return torch.from_numpy(np.asarray(_HostArray(self, self._address, self.size_bytes)))
 
     def zero(self, memory: Tensor) -> None:
-        """See Pages: anonymous memory that comes is zero already."""
+        """See Pages: fresh anonymous memory is zero already."""
 
     def close(self) -> None:
         """See Pages."""
         self._protect(self._address, self.size_bytes)
 
     def _protect(self, address: int | None, num_bytes: int) -> int:
-        """Map nothing there, or anywhere; what was there goes back to the system."""
+        """Map the range without access, at this address or anywhere; the memory that was mapped
+        there is freed."""
         flags = _RESERVED if address is None else _RESERVED | _FIXED
         mapped: int | None = self._libc.mmap(address, num_bytes, _UNTOUCHABLE, flags, -1, 0)
         if mapped is None or mapped == _FAILED:
@@ -71,13 +72,13 @@ class HostPages:
         return mapped
 
     def __del__(self) -> None:
-        with suppress(Exception):  # at the interpreter's end nothing need work any more
+        with suppress(Exception):  # the interpreter may be shutting down
             if self._address:
                 self._libc.munmap(self._address, self.size_bytes)
 
 
-class _Memory:
-    """What numpy makes an array of. It keeps the reservation."""
+class _HostArray:
+    """Host bytes for numpy.asarray, through the array interface. Keeps the reservation."""
 
     def __init__(self, owner: HostPages, address: int, num_bytes: int) -> None:
         self.owner = owner
@@ -92,6 +93,6 @@ class _Memory:
 def _no_memory(num_bytes: int) -> CapacityError:
     why = os.strerror(ctypes.get_errno())
     return CapacityError(
-        f"{num_bytes} bytes of host memory cannot be had ({why})",
+        f"{num_bytes} bytes of host memory cannot be allocated ({why})",
         fix="free memory, or ask for less",
     )

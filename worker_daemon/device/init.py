@@ -1,18 +1,18 @@
-"""Making the device usable: the context, its numerics and threads. Knows no group and no model."""
+"""Opens a device: its context, numerics and threads."""
 
 import torch
 
-from worker_daemon.device.threads import Threads, use_threads
+from worker_daemon.device.threads import Threads
 from worker_daemon.errors import ConfigError
 
 
 def open_device(name: str, threads: Threads) -> torch.device:
-    """Create the device's context and settle what torch does on the calling thread.
+    """Create the device's context, and set torch's precision and the calling thread's threads.
 
     Raises:
         ConfigError: there is no such device here.
     """
-    use_threads(threads)
+    torch.set_num_threads(threads.num)
     torch.set_float32_matmul_precision("highest")
     device = find_device(name)
     if device.type == "cuda":
@@ -22,10 +22,10 @@ def open_device(name: str, threads: Threads) -> torch.device:
 
 
 def find_device(name: str) -> torch.device:
-    """Return a device that is here; nothing is created on it.
+    """Return a device of this host; creates nothing on it.
 
     Raises:
-        ConfigError: there is no such device here; names those that there are.
+        ConfigError: there is no such device here; the message lists the devices.
     """
     try:
         device = torch.device(name)
@@ -42,8 +42,8 @@ def find_device(name: str) -> torch.device:
 
 
 def _create_library_handles(device: torch.device) -> None:
-    """Make cuBLAS take its workspace now, so that it counts to the baseline and not to the KV
-    cache."""
+    """Have cuBLAS allocate its workspace now, so that the baseline includes it and the KV cache
+    does not lose it."""
     for dtype in (torch.float32, torch.bfloat16):
         square = torch.ones((16, 16), dtype=dtype, device=device)
         torch.mm(square, square)
@@ -51,11 +51,11 @@ def _create_library_handles(device: torch.device) -> None:
 
 
 def open_capture_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return the stream on which all graphs are captured, None on the CPU.
+    """Return the stream on which all graphs are captured; None on the CPU.
 
-    To be opened once a process: cuBLAS has a workspace for it as long as that lives. It has it from
-    now on: else the first capture would take it into its graphs' memory, and keep that from being
-    given back when the graphs go.
+    Open it once a process: cuBLAS keeps a workspace for each stream until the process ends. The
+    workspace is allocated here; otherwise the first capture would allocate it in the graphs' memory
+    pool, which could then not be freed with the graphs.
     """
     if device.type != "cuda":
         return None
@@ -66,12 +66,12 @@ def open_capture_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what the vendor calls it."""
+    """Return the vendor's name of the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tell whether the device computes in dtype."""
+    """Return True if the device computes in dtype."""
     if device.type == "cuda" and dtype is torch.bfloat16:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return True

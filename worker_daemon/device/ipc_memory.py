@@ -1,8 +1,7 @@
 """CUDA memory of another process, opened by a handle of 64 bytes and mapped here until closed.
-Knows no tensor's name and no message.
 
-Through CUDA's driver (CUDA driver API, "Interprocess communication"): the handle is plain bytes,
-made by cuIpcGetMemHandle over there.
+Uses CUDA's driver (CUDA driver API, "Interprocess communication"): the handle is plain bytes, made
+by cuIpcGetMemHandle in the other process.
 """
 
 import ctypes
@@ -13,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from worker_daemon.device.cuda_pages import CudaArray
 from worker_daemon.errors import TransferError
 
 HANDLE_BYTES: Final = 64
@@ -20,14 +20,14 @@ _LIBRARY = "libcuda.so.1"
 _LAZY_PEER_ACCESS = 1
 
 
-class _Handle(ctypes.Structure):
+class _IpcMemHandle(ctypes.Structure):
     """CUipcMemHandle."""
 
     _fields_ = (("reserved", c_ubyte * HANDLE_BYTES),)
 
 
 _SIGNATURES: Final[Mapping[str, Sequence[type[Any]]]] = {
-    "cuIpcOpenMemHandle_v2": (c_void_p, _Handle, c_uint),
+    "cuIpcOpenMemHandle_v2": (c_void_p, _IpcMemHandle, c_uint),
     "cuIpcCloseMemHandle": (c_uint64,),
     "cuMemGetAddressRange_v2": (c_void_p, c_void_p, c_uint64),
 }
@@ -35,10 +35,10 @@ _SIGNATURES: Final[Mapping[str, Sequence[type[Any]]]] = {
 
 class ImportedMemory:
     """Allocations of another process, each opened once. Belongs to the step thread, whose device is
-    current; nothing may read them after close()."""
+    current; no tensor of them may be used after close()."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises TransferError where there is no such driver."""
+        """Raises TransferError if CUDA's driver is missing."""
         try:
             library = ctypes.CDLL(_LIBRARY)
             self._functions = {name: library[name] for name in _SIGNATURES}
@@ -59,7 +59,7 @@ class ImportedMemory:
         """Return a tensor in the allocation of that handle, offset bytes from its start.
 
         Raises:
-            TransferError: the handle cannot be opened here, or the tensor leaves the allocation.
+            TransferError: the handle cannot be opened here, or the tensor is outside its block.
         """
         address, size = self._open(handle)
         num_bytes = dtype.itemsize
@@ -72,7 +72,7 @@ class ImportedMemory:
                 value=offset,
                 fix="offsets count from the start of the allocation",
             )
-        raw = torch.as_tensor(_DeviceBytes(address + offset, num_bytes), device=self._device)
+        raw = torch.as_tensor(CudaArray(address + offset, num_bytes), device=self._device)
         return raw.view(dtype).view(shape)
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class ImportedMemory:
     def _open(self, handle: bytes) -> tuple[int, int]:
         if handle not in self._opened:
             address, start, size = c_uint64(), c_uint64(), c_size_t()
-            copied = _Handle.from_buffer_copy(handle)
+            copied = _IpcMemHandle.from_buffer_copy(handle)
             self._call("cuIpcOpenMemHandle_v2", byref(address), copied, _LAZY_PEER_ACCESS)
             self._opened[handle] = (address.value, 0)
             self._call("cuMemGetAddressRange_v2", byref(start), byref(size), address)
@@ -99,15 +99,3 @@ class ImportedMemory:
                 field="handles",
                 fix="trainer and worker must be on one host and see each other's GPU",
             )
-
-
-class _DeviceBytes:
-    """What torch reads to wrap memory that it did not allocate."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }

@@ -1,6 +1,5 @@
-"""Memory of the device, measured: snapshots, and the profile that tells how much is left for the KV
-cache. Snapshots come from a source (memory_sources.py). All figures are bytes.
-"""
+"""Device memory figures: snapshots, and the profile that determines the memory left for the KV
+cache. Snapshots come from a source (memory_sources.py). All figures are bytes."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,40 +10,39 @@ from typing import Final, Protocol
 from worker_daemon.errors import CapacityError
 
 DISTURBANCE_BYTES: Final = 32 << 20
-"""A process that takes or frees less than this while a profile runs does not disturb it."""
+"""A process that allocates or frees less than this during a profile does not disturb it."""
 
 UNKNOWN_PROCESS: Final = 0
-"""In place of a pid: memory was freed, and NVML does not say by whom."""
+"""Stands in for a pid: memory was freed, and NVML does not report by which process."""
 
 _MOST_NAMED: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySnapshot:
-    """One moment."""
+    """The memory figures of one moment."""
 
     total: int
     free: int
-    """Of the whole device, whoever uses the rest."""
+    """Of the device, counting all processes."""
     allocated: int
     """By this process's tensors."""
     peak: int
     """Highest allocated since the last reset."""
     reserved: int = 0
-    """What this process's allocator has of the device, tensors or not."""
+    """Device memory of this process's allocator, used by tensors or not."""
     reserved_peak: int = 0
     """Highest reserved since the last reset."""
     others: Mapping[int, int] | None = field(default=None, hash=False)
-    """What other processes have, by pid, as far as they are known; None where that cannot be
-    told."""
+    """Memory of other processes by pid, as far as they are known; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignChange:
-    """Memory that another process took, or freed where num_bytes is negative."""
+    """Memory that another process allocated, or freed if num_bytes is negative."""
 
     pid: int
-    """UNKNOWN_PROCESS where it cannot be told."""
+    """UNKNOWN_PROCESS if it is not known."""
     num_bytes: int
 
     def __str__(self) -> str:
@@ -54,32 +52,32 @@ class ForeignChange:
 
 
 class MemorySource(Protocol):
-    """Where snapshots come from."""
+    """A source of snapshots."""
 
     def snapshot(self) -> MemorySnapshot:
         """Measure now."""
 
     def reset_peak(self) -> None:
-        """Let peak begin again from what is allocated now, with caches emptied."""
+        """Reset the peak to what is allocated now, with caches emptied."""
 
     def budget(self, baseline: MemorySnapshot, utilization: float) -> int:
-        """Return the bytes that this worker may use. Raises CapacityError where they are not
-        free."""
+        """Return the bytes that this worker may use. Raises CapacityError if they are not free."""
 
     def limit_kv_cache(self, available: int) -> int:
-        """Return how much of the available bytes a KV cache should take at most."""
+        """Return the share of the available bytes that a KV cache may take."""
 
     def own_bytes(self, now: MemorySnapshot) -> int:
-        """Return what this process has of the device; with that of the others, where theirs cannot
-        be told."""
+        """Return the device memory of this process; including other processes' if theirs is not
+        known."""
 
     def taken_since(self, before: MemorySnapshot, now: MemorySnapshot) -> int:
-        """Return what this process has taken in between; negative where it has given back."""
+        """Return the memory that this process allocated in between; negative if it freed more."""
 
     def foreign_changes(
         self, before: MemorySnapshot, now: MemorySnapshot
     ) -> tuple[ForeignChange, ...]:
-        """Return what other processes took or freed in between, small amounts left out."""
+        """Return the memory that other processes allocated or freed in between, without small
+        amounts."""
 
 
 def request_memory(baseline: MemorySnapshot, utilization: float) -> int:
@@ -107,11 +105,11 @@ def _name_holders(others: Mapping[int, int]) -> str:
 
 
 def device_bytes_taken(before: MemorySnapshot, now: MemorySnapshot) -> int:
-    """Return what this process has taken of a device in between.
+    """Return the device memory that this process allocated in between.
 
-    That is what the device has less, apart from what the others took; and it is no less than what
-    the allocator has more, which holds too where others freed memory and nobody says so, and where
-    the driver's figures lag behind.
+    That is the decrease of the free memory, less the growth of the other processes. It is at least
+    the growth of this process's allocator, which holds even if another process freed memory
+    unnoticed, or if the driver's figures lag behind.
     """
     taken = before.free - now.free
     if before.others is not None and now.others is not None:
@@ -120,10 +118,11 @@ def device_bytes_taken(before: MemorySnapshot, now: MemorySnapshot) -> int:
 
 
 def foreign_changes(before: MemorySnapshot, now: MemorySnapshot) -> tuple[ForeignChange, ...]:
-    """Return what other processes took or freed of a device in between, the largest first.
+    """Return the device memory that other processes allocated or freed in between, the largest
+    first.
 
-    Where nobody knows who has what, only this is seen: that more is free than this process gave
-    back.
+    Without figures by process only this is visible: more memory became free than this process
+    freed.
     """
     if before.others is None or now.others is None:
         freed = (now.free - before.free) - (before.reserved - now.reserved)
@@ -141,31 +140,32 @@ def foreign_changes(before: MemorySnapshot, now: MemorySnapshot) -> tuple[Foreig
 
 @dataclass(slots=True)
 class MemoryProfile:
-    """What the largest step took. Filled when profile() ends."""
+    """The memory that the largest step takes. Filled when profile() ends."""
 
     consumed: int = 0
     """Growth since the baseline that stays: weights, library workspaces."""
     transient: int = 0
-    """What the step had beside that at its peak, what the allocator took for it included."""
+    """Memory that the step allocates on top of that at its peak, the allocator's overhead
+    included."""
     pinned: int = 0
-    """What the allocator keeps of it although no tensor is there: part of consumed."""
+    """Memory that the allocator caches without a tensor in it: part of consumed."""
     free: int = 0
-    """What the device has free after it."""
+    """Free device memory after the step."""
     changes: Sequence[ForeignChange] = ()
-    """What others took or freed while it ran."""
+    """Changes of other processes during the step."""
 
     def available(self, budget: int, graphs: int) -> int:
-        """Return what is left for a KV cache of a budget, and of the device, beside the largest
-        step and graphs of so many bytes; negative where that is too little."""
+        """Return the bytes left for a KV cache, within a budget and the device's free memory,
+        beside the largest step and graphs of so many bytes; negative if there are none."""
         return min(budget - self.consumed, self.free) - self.transient - graphs
 
 
 @contextmanager
 def profile(source: MemorySource, baseline: MemorySnapshot) -> Iterator[MemoryProfile]:
-    """Measure what happens inside: run the largest step there.
+    """Measure the body of the block: run the largest step there.
 
-    The allocator's peak counts, not the tensors' alone: what it takes of the device for them is
-    more by rounding and by gaps.
+    The allocator's peak counts, not that of the tensors: rounding and gaps add to what it
+    allocates.
     """
     result = MemoryProfile()
     source.reset_peak()

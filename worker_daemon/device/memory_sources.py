@@ -1,4 +1,5 @@
-"""Sources of memory figures: of a GPU its driver, torch's allocator and NVML, of the CPU Linux."""
+"""Sources of memory figures: for a GPU its driver, torch's allocator and NVML; for the CPU
+Linux."""
 
 import gc
 import math
@@ -10,6 +11,7 @@ from typing import Final
 
 import torch
 
+from worker_daemon.device.host_limits import MEMINFO, STATUS, read_sizes
 from worker_daemon.device.memory import (
     ForeignChange,
     MemorySnapshot,
@@ -22,7 +24,7 @@ from worker_daemon.device.nvml import load_nvml
 from worker_daemon.device.processes import find_own, open_processes
 
 HOST_KV_CACHE_LIMIT_BYTES = 4 << 30
-"""What a CPU daemon offers for KV unless told otherwise: host memory is not its own to fill."""
+"""The most that a CPU daemon offers for KV unless configured: host memory is shared."""
 
 _CONSISTENT_READS: Final = 4
 
@@ -33,12 +35,12 @@ def memory_source(device: torch.device) -> MemorySource:
 
 
 class HostMemory:
-    """Linux's figures for the host and this process. What others do there is no disturbance: a host
-    never stands still, and this process's own memory is known."""
+    """Linux's figures for the host and this process. Changes of other processes are not reported:
+    host memory changes all the time, and this process's own memory is known exactly."""
 
     def snapshot(self) -> MemorySnapshot:
-        host = _read_kib(Path("/proc/meminfo"))
-        process = _read_kib(Path("/proc/self/status"))
+        host = read_sizes(MEMINFO)
+        process = read_sizes(STATUS)
         return MemorySnapshot(
             total=host["MemTotal"],
             free=host["MemAvailable"],
@@ -125,8 +127,8 @@ class CudaMemory:
         return foreign_changes(before, now)
 
     def _read(self) -> tuple[tuple[int, int], Mapping[int, int] | None]:
-        """What is free of the total, and what others have at that moment: they do not stand still
-        for two questions, so ask until the second has one answer before and after the first."""
+        """Return the free and total memory, and other processes' memory at the same moment: repeat
+        until the processes' figures are the same before and after."""
         others = self._others()
         for _ in range(_CONSISTENT_READS):
             info, again = torch.cuda.mem_get_info(self._device), self._others()
@@ -145,7 +147,7 @@ class CudaMemory:
 
     @contextmanager
     def _probing(self, num_bytes: int) -> Iterator[None]:
-        """Have that much more of the device meanwhile, if it is there."""
+        """Hold that much more device memory in the block, if it is free."""
         torch.cuda.empty_cache()
         probe: torch.Tensor | None = None
         with suppress(torch.OutOfMemoryError):
@@ -153,9 +155,3 @@ class CudaMemory:
         yield
         del probe
         torch.cuda.empty_cache()
-
-
-def _read_kib(path: Path) -> dict[str, int]:
-    """Parse lines of `Name:  123 kB` to bytes."""
-    fields = (line.split() for line in path.read_text().splitlines())
-    return {f[0].rstrip(":"): int(f[1]) * 1024 for f in fields if len(f) == 3 and f[2] == "kB"}

@@ -1,14 +1,13 @@
-"""NVIDIA's management library: loading it, finding a device in it, and what is asked once. Creates
-no CUDA context.
+"""NVIDIA's management library (NVML): loads it, finds a device in it, and answers one-off queries.
+Creates no CUDA context.
 
-NVML counts its users in a process. What watches a device (gauges, faults, processes, health) opens
-it and leaves it open as long as the process lives; a figure asked for once closes it again.
+NVML counts its users in a process. The watchers of a device (gauges, faults, processes, health)
+open it and leave it open as long as the process lives; a one-off query closes it again.
 """
 
 import logging
 import re
-from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from worker_daemon.errors import ConfigError
 
@@ -18,121 +17,33 @@ _UUID_KINDS: Final = ("GPU", "MIG")
 logger = logging.getLogger(__name__)
 
 
-class Utilization(Protocol):
-    """Percent of the last moments."""
-
-    gpu: int
-
-
-class MemoryInfo(Protocol):
-    """Bytes."""
-
-    total: int
-    reserved: int
-    """For the driver and the firmware: no program gets it."""
-
-
-class ProcessInfo(Protocol):
-    """One process on a device."""
-
-    pid: int
-    usedGpuMemory: int | None
-    """Bytes; None where NVML may not tell."""
-
-
-class FieldUnion(Protocol):
-    """A union; the members that are used of it."""
-
-    uiVal: int
-
-
-class FieldValue(Protocol):
-    """One field of a device."""
-
-    nvmlReturn: int
-    value: FieldUnion
-
-
-class EventData(Protocol):
-    """One event of a set."""
-
-    eventType: int
-    eventData: int
-
-
-class Nvml(Protocol):
-    """The calls of nvidia-ml-py that are made here. Every call may raise NVMLError."""
-
-    NVMLError: type[Exception]
-    NVML_ERROR_GPU_IS_LOST: int
-    NVML_ERROR_TIMEOUT: int
-    NVML_TEMPERATURE_GPU: int
-    nvmlEventTypeXidCriticalError: int
-    nvmlMemory_v2: int
-
-    def nvmlInit(self) -> None: ...
-
-    def nvmlShutdown(self) -> None: ...
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> object: ...
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> object: ...
-
-    def nvmlDeviceGetUUID(self, handle: object) -> str: ...
-
-    def nvmlDeviceGetPciInfo(self, handle: object) -> object: ...
-
-    def nvmlDeviceGetMemoryInfo(self, handle: object, version: int) -> MemoryInfo: ...
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: object) -> Sequence[ProcessInfo]: ...
-
-    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: object) -> Sequence[ProcessInfo]: ...
-
-    def nvmlDeviceGetUtilizationRates(self, handle: object) -> Utilization: ...
-
-    def nvmlDeviceGetTemperature(self, handle: object, sensor: int) -> int: ...
-
-    def nvmlDeviceGetPowerUsage(self, handle: object) -> int: ...
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: object) -> int: ...
-
-    def nvmlDeviceGetFieldValues(
-        self, handle: object, fields: Sequence[int]
-    ) -> Sequence[FieldValue]: ...
-
-    def nvmlEventSetCreate(self) -> object: ...
-
-    def nvmlDeviceRegisterEvents(self, handle: object, types: int, events: object) -> None: ...
-
-    def nvmlEventSetWait_v2(self, events: object, timeout_ms: int) -> EventData: ...
-
-    def nvmlEventSetFree(self, events: object) -> None: ...
+Nvml: TypeAlias = Any
+"""The module of nvidia-ml-py, which is untyped. Every call of it may raise NVMLError."""
 
 
 class CudaDevice(NamedTuple):
-    """A device as CUDA counts them."""
+    """A device by its CUDA index."""
 
     name: str
     """cuda:N."""
     visible_devices: str | None
-    """CUDA_VISIBLE_DEVICES, where that is set: N counts its entries, which are indices or UUIDs.
-    Without it N is NVML's index."""
+    """CUDA_VISIBLE_DEVICES if set: then N counts its entries, which are indices or UUIDs. Otherwise
+    N is NVML's index."""
 
 
 def load_nvml() -> Nvml:
     """Return nvidia-ml-py. To be called for GPUs only."""
     import pynvml  # a daemon on the CPU does without
 
-    bindings: Nvml = pynvml
-    return bindings
+    return pynvml
 
 
 def open_device(nvml: Nvml, device: CudaDevice) -> object:
     """Open NVML and return the device's handle.
 
     Raises:
-        ValueError: it is no GPU, or not one of the visible ones.
-        NVMLError: NVML is missing or lost, or does not know it.
+        ValueError: the device is no GPU, or not visible.
+        NVMLError: NVML is missing or lost, or does not list the device.
     """
     name = _nvml_name(device)
     nvml.nvmlInit()
@@ -140,15 +51,14 @@ def open_device(nvml: Nvml, device: CudaDevice) -> object:
 
 
 def nvml_uuids(uuid: str) -> tuple[str, ...]:
-    """Return what NVML may call a device, or a slice of one: CUDA leaves out which of them it is,
-    or says so in front."""
+    """Return the names that NVML may have for a device or a MIG slice: CUDA reports the UUID with
+    or without its kind."""
     bare = uuid.removeprefix("GPU-").removeprefix("MIG-")
     return tuple(f"{kind}-{bare}" for kind in _UUID_KINDS)
 
 
 def find_uuid(nvml: Nvml, device: CudaDevice) -> str:
-    """Return a device's UUID, GPU-... or MIG-...; empty where NVML does not tell: it is missing,
-    say, or the device is."""
+    """Return a device's UUID, GPU-... or MIG-...; empty if NVML or the device is missing."""
     try:
         return str(nvml.nvmlDeviceGetUUID(open_device(nvml, device)))
     except (nvml.NVMLError, ValueError) as error:
@@ -157,10 +67,10 @@ def find_uuid(nvml: Nvml, device: CudaDevice) -> str:
 
 
 def total_memory_bytes(nvml: Nvml, device: CudaDevice) -> int:
-    """Return the memory of a device that programs can have.
+    """Return the memory of a device that programs can use.
 
     Raises:
-        ConfigError: there is no such device here, or nobody to ask.
+        ConfigError: there is no such device here, or no NVML.
     """
     try:
         name = _nvml_name(device)
@@ -173,14 +83,14 @@ def total_memory_bytes(nvml: Nvml, device: CudaDevice) -> int:
     except ValueError as error:
         raise _no_memory(device, str(error)) from None
     except nvml.NVMLError as error:
-        raise _no_memory(device, f"it cannot be asked for its memory: {error}") from None
+        raise _no_memory(device, f"NVML cannot report its memory: {error}") from None
 
 
 def _nvml_name(device: CudaDevice) -> str:
-    """Return the index or UUID by which NVML knows a device."""
+    """Return the index or UUID of a device in NVML."""
     kind, _, digits = device.name.partition(":")
     if kind != "cuda" or not _INDEX.fullmatch(digits):
-        raise ValueError("only a GPU, cuda:N, can be asked for its memory")
+        raise ValueError("only a GPU, cuda:N, reports its memory")
     if device.visible_devices is None:
         return digits
     names = [entry.strip() for entry in device.visible_devices.split(",")]

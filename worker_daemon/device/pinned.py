@@ -1,5 +1,5 @@
-"""Page-locked host memory, and copies between it and a device beside the device's own work. Knows
-no file and no model. On the CPU both are plain memory and plain copies."""
+"""Page-locked host memory, and copies between it and a device beside the device's other work. On
+the CPU both are plain memory and plain copies."""
 
 import contextlib
 import mmap
@@ -24,15 +24,14 @@ def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 class PinnedBuffer:
     """Host memory that a device reads at full speed: mapped, touched and registered, which takes
-    half as long as the driver's own allocation. Page-locked until release().
-    """
+    half as long as the driver's own allocation. Page-locked until release()."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Raises CapacityError where the host cannot lock that much memory."""
+        """Raises CapacityError if the host cannot lock that much memory."""
         try:
             self._map = mmap.mmap(-1, num_bytes)
         except OSError as error:
-            raise CapacityError(f"{num_bytes} bytes of host memory cannot be had") from error
+            raise CapacityError(f"{num_bytes} bytes of host memory cannot be allocated") from error
         with contextlib.suppress(OSError):  # a kernel without huge pages takes small ones
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)
@@ -44,14 +43,14 @@ class PinnedBuffer:
             _register(self.bytes)
 
     def release(self) -> None:
-        """Unlock the memory. No copy from it may be under way. Idempotent."""
+        """Unlock the memory. No copy from it may be in progress. Idempotent."""
         if self._registered:
             self._registered = False
-            _runtime().cudaHostUnregister(self.bytes.data_ptr())
+            _cuda_runtime().cudaHostUnregister(self.bytes.data_ptr())
 
 
 def _register(data: Tensor) -> None:
-    code = int(_runtime().cudaHostRegister(data.data_ptr(), data.numel(), 0))
+    code = int(_cuda_runtime().cudaHostRegister(data.data_ptr(), data.numel(), 0))
     if code:
         raise CapacityError(
             f"{data.numel()} bytes of host memory cannot be page-locked (CUDA error {code})",
@@ -59,17 +58,9 @@ def _register(data: Tensor) -> None:
         )
 
 
-class _Runtime(Protocol):
-    """What is used of the CUDA runtime, which torch hands out without types."""
-
-    def cudaHostRegister(self, pointer: int, num_bytes: int, flags: int, /) -> int: ...
-
-    def cudaHostUnregister(self, pointer: int, /) -> int: ...
-
-
-def _runtime() -> _Runtime:
-    runtime: _Runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    return runtime
+def _cuda_runtime() -> Any:
+    """Return the CUDA runtime, which torch exposes without types."""
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 class DeviceCopier(Protocol):
@@ -77,8 +68,8 @@ class DeviceCopier(Protocol):
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy host memory [...] to a device's target [...], converting, or a device's source to
-        host memory of its dtype; source must stay as it is, and target is not there, until a mark
-        set after this call is passed."""
+        host memory of its dtype. Until a mark set after this call has passed, source must not
+        change and target is not ready."""
 
     def mark(self) -> Callable[[], None]:
         """Return a function that waits until every copy so far is done."""
@@ -101,7 +92,7 @@ class HostCopier:
 
 
 class CudaCopier:
-    """Copies on a stream of their own; behind what the current stream holds at construction."""
+    """Copies on a stream of their own, ordered after the current stream's work at construction."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -123,7 +114,7 @@ class CudaCopier:
 
 
 def open_uploads(device: torch.device) -> DeviceCopier:
-    """Return the copies that suit a device."""
+    """Return the copier for a device."""
     return CudaCopier(device) if device.type == "cuda" else HostCopier()
 
 

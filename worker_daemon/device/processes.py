@@ -1,4 +1,4 @@
-"""Which processes have how much of a GPU's memory, asked of NVML."""
+"""Lists the processes on a GPU and their memory, by NVML."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -7,7 +7,7 @@ from typing import Final
 from worker_daemon.device.nvml import Nvml, nvml_uuids
 
 PROBE_BYTES: Final = 64 << 20
-"""What find_own takes to see which of the processes has it."""
+"""Memory that find_own allocates to find its own process in NVML's list."""
 
 
 class DeviceProcesses:
@@ -18,8 +18,8 @@ class DeviceProcesses:
         self._nvml = nvml
 
     def used_bytes(self) -> dict[int, int] | None:
-        """Return the bytes of each process, by the pid that NVML gives it, which in a container may
-        be the host's; None where NVML does not tell."""
+        """Return the bytes of each process, by NVML's pid, which in a container may be the host's;
+        None if NVML does not report them."""
         used: dict[int, int] = {}
         nvml = self._nvml
         try:
@@ -36,8 +36,8 @@ class DeviceProcesses:
 
 
 def open_processes(nvml: Nvml, uuid: str) -> DeviceProcesses | None:
-    """Return the processes of the device, or slice of one, that CUDA gives this UUID; None where
-    there is no NVML or it knows no such device."""
+    """Return the processes of the device, or MIG slice, of this CUDA UUID; None if NVML is missing
+    or does not list the device."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
@@ -54,11 +54,11 @@ def find_own(
     own_bytes: int,
     probe: Callable[[int], AbstractContextManager[object]],
 ) -> int | None:
-    """Return the pid under which this process is listed, or None if that cannot be told.
+    """Return the pid under which NVML lists this process; None if it cannot be found.
 
-    pid is its own, which NVML lists as another number where this process lives in a container;
-    own_bytes is what it has of the device at least. Then it is the one that has PROBE_BYTES more
-    while it is inside probe(PROBE_BYTES), which takes them.
+    pid: the process's own, which NVML lists under another number if the process lives in a
+    container; own_bytes: the device memory that it has at least. If its own pid is not listed, the
+    process is the one that grows by PROBE_BYTES inside probe(PROBE_BYTES), which allocates them.
     """
     before = used_bytes()
     if before is None:

@@ -1,5 +1,4 @@
-"""How many threads torch computes with: the user's number, or a share of the cores that this
-process may use. Knows no model."""
+"""Chooses the number of torch's threads: the user's number, or a share of the usable cores."""
 
 import math
 import os
@@ -7,21 +6,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUP = Path("/proc/self/cgroup")
+from worker_daemon.device.host_limits import CGROUPS, OWN_CGROUP, own_cgroups
 
 
 class Threads(NamedTuple):
-    """A choice, and the reason to log with it."""
+    """The number of threads, and the reason to log with it."""
 
     num: int
     why: str
 
 
 def choose_threads(wanted: int | None, local_world_size: int, most: int) -> Threads:
-    """Return how many threads a daemon computes with.
+    """Choose how many threads a daemon computes with.
 
     Args:
         wanted: the user's number (OMP_NUM_THREADS), which wins.
@@ -36,31 +32,17 @@ def choose_threads(wanted: int | None, local_world_size: int, most: int) -> Thre
     return Threads(num, why)
 
 
-def use_threads(threads: Threads) -> None:
-    """Have torch compute with them, on the calling thread."""
-    torch.set_num_threads(threads.num)
-
-
 def usable_cores(cgroups: Path = CGROUPS, own_cgroup: Path = OWN_CGROUP) -> int:
-    """Return how many cores this process may keep busy: those of its affinity, as far as the CPU
-    quota of its cgroup (version 2) and of those around it goes."""
+    """Return how many cores this process may keep busy: those of its affinity, limited by the CPU
+    quotas of its control group (version 2) and of that group's ancestors."""
     limits = [float(len(os.sched_getaffinity(0)))]
-    with suppress(OSError):
-        inner = cgroups / _path_of(own_cgroup.read_text())
-        for directory in (inner, *inner.parents):
-            if directory.is_relative_to(cgroups):
-                limits += _quota(directory / "cpu.max")
+    for group in own_cgroups(cgroups, own_cgroup):
+        limits += _quota(group / "cpu.max")
     return max(1, math.ceil(min(limits)))
 
 
-def _path_of(cgroup: str) -> str:
-    """The path in a line `0::/PATH`; empty without one, or where it lies outside of our root."""
-    paths = [line[3:].lstrip("/") for line in cgroup.splitlines() if line.startswith("0::")]
-    return paths[0] if paths and ".." not in paths[0] else ""
-
-
 def _quota(file: Path) -> list[float]:
-    """The cores in `QUOTA PERIOD`; nothing where there is no limit, or no such file."""
+    """Parse the cores in `QUOTA PERIOD`; empty if there is no limit, or no such file."""
     with suppress(OSError, ValueError, ZeroDivisionError):
         quota, period = file.read_text().split()
         return [int(quota) / int(period)]

@@ -32,13 +32,13 @@ from worker_daemon.device.memory import MemorySnapshot, request_memory
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import CapacityError, ConfigError
-from worker_daemon.kv_cache.spec import describe_layers
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.embedding import padded_vocab_size
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.decoder import DecoderStage, build_stage
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.plan.step_memory import StageWidths, estimate_step_bytes
+from worker_daemon.runner.kv_cache import describe_layers
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.worker.resolve import ResolvedModel, check_cache, resolve_model
 
@@ -86,7 +86,8 @@ class LayersPlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """The group's plan: what its smallest rank allows."""
+    """The report that `worker-daemon plan --json` prints, field by field: the plan of a group, as
+    its smallest rank allows."""
 
     architecture: str
     dtype: str
@@ -136,11 +137,11 @@ def plan_memory(config: WorkerConfig, memory_bytes: int, model_roots: Sequence[P
     _check_values(config)
     check_cache(config.cache, config.scheduler)
     resolved = resolve_model(config.model, model_roots)
-    group = _Group(config, resolved, _rank_sizes(config.parallel, resolved))
+    ranks = _PlannedRanks(config, resolved, _rank_sizes(config.parallel, resolved))
     requested = request_memory(
         MemorySnapshot(memory_bytes, memory_bytes, 0, 0), config.cache.gpu_memory_utilization
     )
-    return group.plan(memory_bytes, requested)
+    return ranks.plan(memory_bytes, requested)
 
 
 def plan_fitted_memory(
@@ -190,7 +191,7 @@ class _RankSizes:
     widths: StageWidths
 
 
-class _Group:
+class _PlannedRanks:
     """The ranks of one configuration, for any max_model_len."""
 
     def __init__(

@@ -14,10 +14,10 @@ from worker_daemon.distributed.pp import HopShape, StageInbound, StageOutbound
 from worker_daemon.distributed.tokens import TokenBroadcast
 from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.kernels.tiles import DeviceLimits, length_bounds
-from worker_daemon.kv_cache.allocate import LayerKV
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.cuda_graph import LadderGraphs, NoGraphs, StepGraphs
 from worker_daemon.runner.input_batch import InputBuilder, most_seqs, staging_capacity
+from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.runner.model_runner import ModelRunner, SoleStage, Stage
 from worker_daemon.runner.output import StepReplies
 from worker_daemon.runner.parts.registry import make_parts

@@ -9,9 +9,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from worker_daemon.kv_cache.allocate import LayerKV
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.input_batch import StepInputs
+from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.row_tables import RowTables
 from worker_daemon.runner.sample_rows import SamplingInputs

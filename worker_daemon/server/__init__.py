@@ -1,2 +1,2 @@
-"""The daemon process around a worker: threads, sockets, lifecycle, order of steps. Knows no tensor
-and imports no torch."""
+"""The daemon process around a worker: threads, sockets, lifecycle, order of steps. Imports no
+torch."""

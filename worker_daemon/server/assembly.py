@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from worker_daemon.device import fault_watch, gauges, nvml
-from worker_daemon.device.fault_watch import FaultWatch, NoFaultWatch
-from worker_daemon.device.gauges import Gauges, NoGauges
+from worker_daemon.device.fault_watch import FaultWatch
+from worker_daemon.device.gauges import Gauges
 from worker_daemon.phases import SetPhase
 from worker_daemon.server.daemon import serve
 from worker_daemon.server.dispatch import RendezvousServerLike, WorkerLike
@@ -28,7 +28,13 @@ def run_daemon(settings: ProcessSettings) -> int:
     prepare_environment(settings.data_interface or None)
     prepare_flight_recorder(settings)
     prepare_waiting(settings)
-    make = partial(make_worker, profile_dir=profile_directory(settings))
+    make = partial(
+        make_worker,
+        settings.device,
+        settings.model_roots,
+        save_root=settings.save_root,
+        profile_dir=profile_directory(settings),
+    )
     return serve(
         settings,
         make,
@@ -60,24 +66,24 @@ def make_worker(
     )
 
 
-def open_fault_watch(device: str) -> FaultWatch:
+def open_fault_watch(device: str) -> FaultWatch | None:
     """Watch a GPU for faults; called on the thread that waits for them."""
     if device == "cpu":
-        return NoFaultWatch()
+        return None
     return fault_watch.open_fault_watch(nvml.load_nvml(), _visible(device))
 
 
 def find_gpu(device: str) -> str:
-    """Return a GPU's UUID; empty for the CPU, or where NVML does not tell. Creates no context."""
+    """Return a GPU's UUID; empty for the CPU, or if NVML does not report it. Creates no context."""
     if device == "cpu":
         return ""
     return nvml.find_uuid(nvml.load_nvml(), _visible(device))
 
 
-def open_gauges(device: str) -> Gauges:
-    """Read a GPU's gauges; called on the thread that does so."""
+def open_gauges(device: str) -> Gauges | None:
+    """Open a GPU's gauges; called on the thread that reads them."""
     if device == "cpu":
-        return NoGauges()
+        return None
     return gauges.open_gauges(nvml.load_nvml(), _visible(device))
 
 
@@ -86,9 +92,7 @@ def _visible(device: str) -> nvml.CudaDevice:
 
 
 def open_rendezvous(host: str, num_ranks: int) -> RendezvousServerLike:
-    """Serve a meeting on `host`; called when the worker is there, so torch is loaded."""
-    from worker_daemon.distributed.rendezvous import (  # loads torch
-        RendezvousServer,
-    )
+    """Open a rendezvous server on `host`; called once the worker is ready, so torch is loaded."""
+    from worker_daemon.distributed.rendezvous import RendezvousServer  # loads torch
 
     return RendezvousServer(host, num_ranks)

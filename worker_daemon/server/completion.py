@@ -1,13 +1,12 @@
-"""Outcomes of steps on their way to the driver, in the order of the steps: at once from the step
-thread where nothing has to be waited for, else by the completion thread, which waits for results.
-Owns that thread; knows no socket and no device, and decides nothing."""
+"""Sends the outcomes of steps to the driver, in the order of the steps: from the step thread at
+once where there is nothing to wait for, otherwise from the completion thread, which waits for
+results. Owns that thread."""
 
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable
-from enum import IntEnum
+from functools import partial
 from typing import Final, NamedTuple
 
 import zmq
@@ -17,7 +16,8 @@ from rpc_schema.errors import ErrorReply
 from rpc_schema.lifecycle import Attached
 from worker_daemon.server.dispatch import PendingReply
 from worker_daemon.server.progress import NO_RESULT, Progress
-from worker_daemon.server.wire.reply_channel import ReplyChannel, ReplyCounts, ReplyDelays
+from worker_daemon.server.server_thread import ServerThread
+from worker_daemon.server.wire.reply_channel import ReplyChannel
 
 ATTACH_RETRY_S: Final = 0.005
 
@@ -26,47 +26,26 @@ logger = logging.getLogger(__name__)
 OnFailure = Callable[[ErrorReply, int], None]
 
 
-class _Kind(IntEnum):
-    REPLY = 0
-    PENDING = 1
-    NOTHING = 2
-    REPLAY = 3
-    REFUSAL = 4
-    ATTACHED = 5
-    STOP = 6
-
-
-def _nothing() -> None:
-    return None
-
-
 class _Outcome(NamedTuple):
-    """What the step thread hands over. seq is 0 where it has no meaning; began_s is when its step
-    began; link is the one that a pending result was made on, known_ns since when that is on the
-    host (None: not yet); route is a refusal's or an attached driver's; heard is told that an
-    attached driver's turn has come."""
+    """Work for the completion thread. seq: of the step; 0 if none."""
 
-    kind: _Kind
-    seq: int = 0
-    reply: StepReply | None = None
-    pending: PendingReply | None = None
-    route: bytes = b""
-    heard: Callable[[], None] = _nothing
-    link: int = 0
-    known_ns: int | None = None
-    began_s: float = 0.0
+    seq: int
+    send: Callable[[], None]
 
 
-_STOP: Final = _Outcome(_Kind.STOP)
+class _Stop(Exception):
+    """The thread is to end."""
+
+
+def _stop() -> None:
+    raise _Stop
 
 
 class Completion:
-    """Takes the outcomes of the step thread, which alone calls these methods (start, stop and join
-    apart).
+    """Takes the outcomes of the step thread, which alone calls these methods (stop apart).
 
-    While nothing that was handed over is unfinished, an outcome that is there already is sent at
-    once: the hand-over would cost more than the sending. Otherwise it queues, so that outcomes
-    leave in the order in which they came.
+    While no outcome is queued or awaited, an outcome that is ready is sent at once: queueing it
+    would cost more than sending it. Otherwise it is queued, so that outcomes leave in order.
     """
 
     def __init__(
@@ -75,45 +54,26 @@ class Completion:
         progress: Progress,
         on_failure: OnFailure,
     ) -> None:
-        """on_failure(reply, link) hears of steps whose result failed after the step itself had
-        succeeded; it is called on the thread that took the result."""
-        self._channel = ReplyChannel(results)
+        """on_failure(reply, link) is called for a step whose result failed after the step itself
+        had succeeded, on the thread that took the result."""
+        self.channel = ReplyChannel(results)
+        """Any thread may read its `delays` and `counts`."""
         self._progress = progress
         self._queue: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
-        self._waiter = _Waiter(self._channel, self._queue, progress, on_failure)
-        self._num_handed_over = 0
-        self._thread = threading.Thread(target=self._waiter.run, name="completion", daemon=True)
-
-    @property
-    def reply_delays(self) -> ReplyDelays:
-        """From results on the host to their replies sent; any thread may ask it."""
-        return self._channel.delays
-
-    @property
-    def reply_counts(self) -> ReplyCounts:
-        """What replies have brought; any thread may ask it."""
-        return self._channel.counts
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        self._waiter = _Waiter(self.channel, self._queue, progress, on_failure)
+        self._num_queued = 0
+        self.thread = ServerThread("completion", self._waiter.run)
 
     def stop(self) -> None:
-        """Ask the thread to end once all that was handed over is sent."""
-        self._queue.put(_STOP)
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the thread's end; tell whether it came."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        """Ask the thread to end once all queued outcomes are sent."""
+        self._queue.put(_Outcome(0, _stop))
 
     def reply(self, reply: StepReply) -> None:
         """Send a finished reply and keep it for its seq."""
         if self._is_idle:
-            self._channel.reply(reply)
+            self.channel.reply(reply)
         else:
-            self._hand_over(_Outcome(_Kind.REPLY, reply.seq, reply))
+            self._enqueue(reply.seq, partial(self.channel.reply, reply))
 
     def pending(self, seq: int, pending: PendingReply, link: int) -> None:
         """Wait for a result of the running step, which is on `link`, then as `reply`."""
@@ -122,44 +82,47 @@ class Completion:
         if known_ns is not None and self._is_idle:
             self._waiter.finish(seq, pending, link, known_ns, began_s)
         else:
-            self._hand_over(
-                _Outcome(_Kind.PENDING, seq, None, pending, b"", _nothing, link, known_ns, began_s)
-            )
+            wait = partial(self._waiter.wait, seq, pending, link, known_ns, began_s)
+            self._enqueue(seq, wait)
 
     def nothing(self, seq: int) -> None:
         """Keep the fact that this rank owes no reply to `seq`, the running step."""
         began_s = self._progress.stamp.since
         if self._is_idle:
-            self._progress.step_times.add(began_s, time.monotonic())
-            self._channel.nothing(seq)
+            self._waiter.finish_without_reply(seq, began_s)
         else:
-            self._hand_over(_Outcome(_Kind.NOTHING, seq, began_s=began_s))
+            self._enqueue(seq, partial(self._waiter.finish_without_reply, seq, began_s))
 
     def replay(self, seq: int) -> None:
         """Send the reply to `seq` again."""
-        self._hand_over(_Outcome(_Kind.REPLAY, seq))
+        self._enqueue(seq, partial(self.channel.replay, seq))
 
     def refuse(self, route: bytes, reply: ErrorReply) -> None:
         """Send a refusal to any driver; it is not kept, because its request was not accepted."""
-        self._hand_over(_Outcome(_Kind.REFUSAL, 0, reply, None, route))
+        self._enqueue(0, partial(self.channel.refuse, route, reply))
 
-    def attached(self, route: bytes, reply: Attached, heard: Callable[[], None]) -> None:
-        """Forget the former driver and greet this one; `heard` is called (on the completion thread)
-        once no result of the former one is waited for any more."""
-        self._hand_over(_Outcome(_Kind.ATTACHED, 0, reply, None, route, heard))
+    def attached(self, route: bytes, reply: Attached, on_greeting: Callable[[], None]) -> None:
+        """Forget the former driver and greet this one. `on_greeting` is called on the completion
+        thread, once it waits for no result of the former driver."""
+
+        def attach() -> None:
+            self.channel.attach(route, reply)
+            on_greeting()
+
+        self._enqueue(0, attach)
 
     @property
     def _is_idle(self) -> bool:
-        """Whether the completion thread has finished all that it was ever given."""
-        return self._waiter.num_finished == self._num_handed_over
+        """True once the completion thread has finished all queued outcomes."""
+        return self._waiter.num_finished == self._num_queued
 
-    def _hand_over(self, outcome: _Outcome) -> None:
-        self._num_handed_over += 1
-        self._queue.put(outcome)
+    def _enqueue(self, seq: int, send: Callable[[], None]) -> None:
+        self._num_queued += 1
+        self._queue.put(_Outcome(seq, send))
 
 
 class _Waiter:
-    """The thread's own state."""
+    """The state of the completion thread."""
 
     def __init__(
         self,
@@ -177,11 +140,14 @@ class _Waiter:
         self._on_failure = on_failure
 
     def run(self) -> None:
-        """Serve until told to stop. Nothing that a driver or a result does ends it."""
+        """Serve until stopped. No driver and no result can end it."""
         try:
-            while (outcome := self._next()) is not _STOP:
+            while True:
+                outcome = self._next()
                 try:
-                    self._take(outcome)
+                    outcome.send()
+                except _Stop:
+                    return
                 except Exception:
                     logger.exception("the outcome of seq %d is lost", outcome.seq)
                 self.num_finished += 1
@@ -189,7 +155,7 @@ class _Waiter:
             self._channel.close()
 
     def _next(self) -> _Outcome:
-        """Wait for the next outcome; meanwhile look for the driver that is to be greeted."""
+        """Wait for the next outcome; meanwhile try to greet a driver that has just attached."""
         while self._channel.is_greeting:
             try:
                 return self._queue.get(timeout=ATTACH_RETRY_S)
@@ -197,42 +163,25 @@ class _Waiter:
                 self._channel.greet()
         return self._queue.get()
 
-    def _take(self, outcome: _Outcome) -> None:
-        kind, channel = outcome.kind, self._channel
-        if kind is _Kind.PENDING:
-            self._await(outcome)
-        elif kind is _Kind.REPLY:
-            assert outcome.reply is not None
-            channel.reply(outcome.reply)
-        elif kind is _Kind.NOTHING:
-            self._progress.step_times.add(outcome.began_s, time.monotonic())
-            channel.nothing(outcome.seq)
-        elif kind is _Kind.REPLAY:
-            channel.replay(outcome.seq)
-        elif kind is _Kind.REFUSAL:
-            assert isinstance(outcome.reply, ErrorReply)
-            channel.refuse(outcome.route, outcome.reply)
-        else:
-            assert isinstance(outcome.reply, Attached)
-            channel.attach(outcome.route, outcome.reply)
-            outcome.heard()
-
-    def _await(self, outcome: _Outcome) -> None:
-        assert outcome.pending is not None
-        self._progress.await_result(outcome.seq)
+    def wait(
+        self, seq: int, pending: PendingReply, link: int, known_ns: int | None, began_s: float
+    ) -> None:
+        """Finish a result under its deadline."""
+        self._progress.await_result(seq)
         try:
-            self.finish(
-                outcome.seq, outcome.pending, outcome.link, outcome.known_ns, outcome.began_s
-            )
+            self.finish(seq, pending, link, known_ns, began_s)
         finally:
             self._progress.result = NO_RESULT
 
     def finish(
         self, seq: int, pending: PendingReply, link: int, known_ns: int | None, began_s: float
     ) -> None:
-        """Take a pending result, note how long its step took, and send it, or its failure. One that
-        is not known to be on the host (known_ns None) is there once it can be taken. Also for the
-        step thread, while this one is idle."""
+        """Take a pending result, record the duration of its step, and send the result or its
+        failure. Called by the step thread too, while this thread is idle.
+
+        link: the link of the step; known_ns: time since which the result is known to be on the
+        host, None if that is not known yet; began_s: the begin of the step.
+        """
         try:
             reply, arrays = pending.result()
         except Exception as error:  # the dispatch boundary, where a result ends a step
@@ -241,3 +190,8 @@ class _Waiter:
         now_ns = time.monotonic_ns()
         self._progress.step_times.add(began_s, now_ns / 1e9)
         self._channel.reply(reply, arrays, now_ns if known_ns is None else known_ns)
+
+    def finish_without_reply(self, seq: int, began_s: float) -> None:
+        """Record the duration of a step, and that this rank owes no reply to it."""
+        self._progress.step_times.add(began_s, time.monotonic())
+        self._channel.nothing(seq)

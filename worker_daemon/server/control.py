@@ -1,6 +1,6 @@
-"""What may be asked of the daemon at any time, and which part answers: receives each request,
-judges its sender, hands it on, sends the answer. Owns the control socket; runs on the main thread's
-event loop and never waits for the device without a bound."""
+"""The control thread's requests: receives each, checks its sender, calls the part that answers it,
+and sends the reply. Owns the control socket; runs on the main thread's event loop and never waits
+for the device without a limit."""
 
 import asyncio
 import logging
@@ -31,16 +31,16 @@ Handler: TypeAlias = Callable[..., ControlReplyMessage]
 LateHandler: TypeAlias = Callable[..., Awaitable[ControlReplyMessage]]
 
 _ATTACHING: Final = (lc.PrepareAttach, lc.CommitAttach)
-"""They bring an epoch that is nobody's yet."""
+"""Their epoch is not granted yet."""
 
-_TAKEN_OUT: Final = ForbiddenError("the key is not among the authorized keys any more")
+_TAKEN_OUT: Final = ForbiddenError("the key is no longer authorized")
 
 logger = logging.getLogger(__name__)
 
 
 class Control:
-    """Answers one request after the other; what waits for the step thread is a task of its own, so
-    that the others are answered meanwhile."""
+    """Answers one request after the other; a request that waits for the step thread runs as a task
+    of its own, so that the others are answered meanwhile."""
 
     def __init__(
         self,
@@ -48,25 +48,25 @@ class Control:
         socket: zmq.asyncio.Socket,
         security: Security,
         attaching: AttachHandler,
-        meeting_places: LinkRendezvous,
+        rendezvous: LinkRendezvous,
         report: StatusReport,
         draining: Draining,
         tracing: Tracing,
         uploading: UploadHandler,
         begin_shutdown: Callable[[str], None],
     ) -> None:
-        """begin_shutdown(cause) ends the process in time, and returns at once."""
+        """begin_shutdown(cause) starts the shutdown, and returns at once."""
         self._socket = socket
         self._access = security.access
         self._bad_peers = security.bad_peers
         self._begin_shutdown = begin_shutdown
-        self._parts = (tracing, attaching, meeting_places)
+        self._parts = (tracing, attaching, rendezvous)
         self._late: set[asyncio.Task[None]] = set()
         self._check_owner = attaching.check_owner
         self._handlers: Mapping[type[ControlMessage], Handler] = {
             lc.Detach: attaching.detach,
-            lc.OpenRendezvous: meeting_places.open,
-            lc.AbortLink: meeting_places.abort_link,
+            lc.OpenRendezvous: rendezvous.open,
+            lc.AbortLink: rendezvous.abort_link,
             lc.CheckHealth: report.check_health,
             lc.GetStatus: report.get_status,
             lc.Shutdown: self._shutdown,
@@ -78,7 +78,7 @@ class Control:
             lc.PrepareAttach: attaching.prepare,
             ls.RenewLease: attaching.renew_lease,
         }
-        """They are told who the sender is, as CommitAttach is."""
+        """These receive the sender too, as CommitAttach does."""
         self._commit = attaching.commit
         self._late_handlers: Mapping[type[ControlMessage], LateHandler] = {
             lc.Drain: draining.drain_or_undo,
@@ -106,7 +106,7 @@ class Control:
                 task.add_done_callback(self._late.discard)
 
     def close(self) -> None:
-        """Answer nothing more; close what answered."""
+        """Stop answering, and close the parts that answer."""
         for task in self._late:
             task.cancel()
         for part in self._parts:
@@ -116,9 +116,10 @@ class Control:
     async def _admit(
         self, route: bytes, peer: Peer, frames: Sequence[zmq.Frame]
     ) -> ControlMessage | None:
-        """Return a request that its sender may make; tell it why where it may not."""
+        """Decode a request and check its sender's rights; on failure send the error and return
+        None."""
         try:
-            if not self._access.opens(peer, "control"):  # taken out since it came in
+            if not self._access.opens(peer, "control"):  # removed since it connected
                 await self._reply(route, control_error_reply(_TAKEN_OUT, call=0))
                 return None
             message = decode_control([frame.buffer for frame in frames])
@@ -140,7 +141,8 @@ class Control:
     def _late_answer(
         self, message: ControlMessage, peer: Peer
     ) -> Awaitable[ControlReplyMessage] | None:
-        """Return the answer to come, of a request that waits for the step thread."""
+        """Return the awaitable reply of a request that waits for the step thread; None for other
+        requests."""
         if isinstance(message, lc.CommitAttach):
             return self._commit(message, sender(self._access, peer))
         late = self._late_handlers.get(type(message))
@@ -169,8 +171,7 @@ class Control:
         return lc.Acknowledged(call=message.call)
 
     async def _reply(self, route: bytes, reply: ControlReplyMessage) -> None:
-        """Send without waiting: a driver that is gone, or does not read, asks again if it ever
-        can."""
+        """Send without waiting: a driver that misses the reply asks again."""
         try:
             await self._socket.send_multipart([route, _encoded(reply)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -178,14 +179,14 @@ class Control:
 
 
 def _failure(message: ControlMessage, error: Exception) -> ControlErrorReply:
-    """Return the answer to a request that failed; what nobody foresaw goes to the log too."""
+    """Return the error reply of a failed request; an unexpected error is logged too."""
     if not isinstance(error, WorkerError):
         logger.error("%s failed", type(message).__name__, exc_info=error)
     return control_error_reply(error, call=message.call)
 
 
 def _encoded(reply: ControlReplyMessage) -> bytes:
-    """Encode a reply or, where it cannot be sent (over a bound, say), the reason."""
+    """Encode a reply or, if it cannot be encoded (over a limit, say), the reason."""
     try:
         return encode_control(reply)
     except Exception as error:

@@ -1,5 +1,5 @@
-"""The daemon as a process: start, loop, shutdown. Wires the threads and decides the exit code;
-knows no message."""
+"""The daemon as a process: start, loop, shutdown. Connects the threads and decides the exit
+code."""
 
 import asyncio
 import contextlib
@@ -10,34 +10,30 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Final, NoReturn
+from typing import Final
 
 import uvloop
 import zmq
 
 from rpc_schema.errors import ErrorReply
 from rpc_schema.exit_codes import ExitCode
-from worker_daemon.device.fault_watch import NoFaultWatch
-from worker_daemon.device.gauges import NoGauges
 from worker_daemon.device.gpu_faults import Fault
-from worker_daemon.directories import claim_directory
-from worker_daemon.errors import CapacityError, ConfigError
+from worker_daemon.errors import ConfigError
 from worker_daemon.interfaces import interface_address
 from worker_daemon.server.auth.security import open_security
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.control import Control
 from worker_daemon.server.dispatch import MakeWorker, OpenRendezvousServer, WorkerLike
 from worker_daemon.server.events import Events
-from worker_daemon.server.gpu_lock import GpuLock, GpuLockLike, NoGpuLock, lock_directory
 from worker_daemon.server.health.device_watch import DeviceWatch, OpenFaultWatch, OpenGauges
 from worker_daemon.server.health.guard import Guard
-from worker_daemon.server.health.hang_reports import HangReports
-from worker_daemon.server.health.systemd import open_notifier
+from worker_daemon.server.health.systemd import ServiceManager
 from worker_daemon.server.health.tracing import Tracing
+from worker_daemon.server.process_exit import DEVICE_CODES, ProcessExit
 from worker_daemon.server.progress import Progress
+from worker_daemon.server.runtime_files import FindGpu, RuntimeFiles, raise_file_limit
 from worker_daemon.server.session.attach import AttachHandler
 from worker_daemon.server.session.draining import Draining
-from worker_daemon.server.session.epochs import EpochFile
 from worker_daemon.server.session.lease import Lease, suspended_s
 from worker_daemon.server.session.rendezvous import LinkRendezvous
 from worker_daemon.server.session.status import StatusReport
@@ -52,35 +48,18 @@ from worker_daemon.server.step_thread import (
     fatal_exit_code,
     link_failure,
 )
-from worker_daemon.server.wire.endpoints import (
-    CLOSED_TO_OTHERS,
-    AnyEndpoint,
-    EndpointInUseError,
-    EndpointLock,
-    IpcEndpoint,
-    SocketFiles,
-    TcpEndpoint,
-    remove_if_empty,
-)
-from worker_daemon.server.wire.file_limit import raise_file_limit
-from worker_daemon.server.wire.sockets import bind_sockets, events_socket
-from worker_daemon.server.wire.stale_files import remove_stale
-from worker_daemon.settings import ONE_HOST, ProcessSettings, endpoint_home
+from worker_daemon.server.wire.sockets import Sockets, bind_sockets, events_socket
+from worker_daemon.settings import ONE_HOST, ProcessSettings
 from worker_daemon.worker.uploads import Uploads
 
 HEARTBEAT_S: Final = 0.25
 DRAIN_LIMIT_S: Final = 10.0
 STOP_LIMIT_S: Final = 0.8
-"""What an orderly end may take after the drain; a thread that is stuck for longer ends with the
+"""Limit of an orderly shutdown after the drain; a thread that is stuck for longer ends with the
 process."""
-
 LAST_WORDS_S: Final = 0.3
-"""From the loss of the device to the end of the process: for the failure's way to the driver, and
-for NVML to say more."""
-DEVICE_LIMIT_S: Final = 1.5
-"""Then the process ends even if its main thread hangs."""
-FindGpu = Callable[[], str]
-_DEVICE_CODES: Final = (ExitCode.CONTEXT_LOST, ExitCode.GPU_LOST)
+"""From the loss of the device to the end of the process: time for the failure to reach the driver,
+and for NVML to report more."""
 
 logger = logging.getLogger(__name__)
 
@@ -89,12 +68,11 @@ def serve(
     settings: ProcessSettings,
     make_worker: MakeWorker,
     open_rendezvous: OpenRendezvousServer,
-    open_watch: OpenFaultWatch = NoFaultWatch,
-    open_gauges: OpenGauges = NoGauges,
-    find_gpu: FindGpu = str,
+    open_watch: OpenFaultWatch,
+    open_gauges: OpenGauges,
+    find_gpu: FindGpu,
 ) -> int:
-    """Run a daemon on the main thread until it ends; return the exit code. find_gpu: the UUID of
-    the device; empty: it has none that is known.
+    """Run a daemon on the main thread until it ends; return the exit code.
 
     Raises:
         GpuInUseError: another daemon has the GPU.
@@ -106,12 +84,12 @@ def serve(
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))  # kept for its handler
     _check_parent_fd(settings.exit_with_parent_fd)
     raise_file_limit()
-    premises = RuntimeFiles(settings, find_gpu)
+    files = RuntimeFiles(settings, find_gpu)
     try:
-        daemon = Daemon(settings, premises, make_worker, open_rendezvous, open_watch, open_gauges)
+        daemon = Daemon(settings, files, make_worker, open_rendezvous, open_watch, open_gauges)
         return uvloop.run(daemon.run())
     finally:
-        premises.leave()
+        files.leave()
 
 
 def _check_parent_fd(fd: int | None) -> None:
@@ -127,76 +105,54 @@ def _check_parent_fd(fd: int | None) -> None:
         ) from None
 
 
-class RuntimeFiles:
-    """What a daemon holds in the file system: directory, locks of the endpoint and the GPU, socket
-    files, epoch file. Owned by the main thread."""
+class _Threads:
+    """The daemon's threads, started and stopped in the order in which they feed each other, and the
+    doorbell of the step thread. Main thread only."""
 
-    def __init__(self, settings: ProcessSettings, find_gpu: FindGpu = str) -> None:
-        """Claim them. Raises what `serve` does."""
-        self.endpoint = _parse_endpoint(settings)
-        self._directory = self.endpoint.path.parent
-        self._state_dir = settings.state_dir or self._directory
-        self._dies_with_parent = settings.exit_with_parent_fd is not None
-        claim_directory(self._directory, "the endpoint", "endpoint", forbidden=CLOSED_TO_OTHERS)
-        for dead in remove_stale(self._directory):
-            logger.info("removed what a daemon left that was killed: %s", dead)
-        self._lock = EndpointLock(self.endpoint)
-        self._gpu_lock: GpuLockLike = NoGpuLock()
-        try:
-            self.sockets = SocketFiles(self.endpoint)
-            self._gpu_lock = _lock_gpu(settings, find_gpu)
-            self.epochs = EpochFile(self._state_dir, self.endpoint, reset=settings.reset_epoch)
-            self.hang_reports = HangReports(self.epochs.path.with_suffix(".stacks"))
-        except (ConfigError, CapacityError):
-            self._gpu_lock.release()
-            self._lock.release()
-            remove_if_empty(self._directory)
-            raise
+    def __init__(
+        self,
+        step: StepThread,
+        completion: Completion,
+        guard: Guard,
+        watch: DeviceWatch,
+        doorbell: "zmq.Socket[bytes]",
+    ) -> None:
+        self._step = step
+        self._completion = completion
+        self.guard = guard
+        self._watch = watch
+        self._doorbell = doorbell
 
-    def keep(self) -> None:
-        """Make sure that what we hold is still ours; to be called now and then.
+    def start(self) -> None:
+        """Start them all."""
+        for part in (self.guard, self._watch, self._completion, self._step):
+            part.thread.start()
 
-        Raises:
-            GpuInUseError: another daemon has locked the GPU.
-            EndpointInUseError: the endpoint's files were removed, or another daemon's are there.
-        """
-        self._gpu_lock.keep()
-        missing = self.sockets.missing()
-        if missing:
-            raise EndpointInUseError(
-                f"{missing[0]} was removed or replaced: nobody can connect to this daemon any more",
-                field="endpoint",
-                value=str(self.endpoint),
-                fix="keep other processes from removing files of the endpoint's directory",
-            )
-        self._lock.keep()
+    def post(self, command: Command) -> None:
+        """Pass a command to the step thread; it comes before queued steps."""
+        self._step.commands.put(command)
+        with contextlib.suppress(zmq.Again):  # the doorbell is full: the thread is awake
+            self._doorbell.send(b"", zmq.NOBLOCK)
 
-    def leave(self) -> None:
-        """Remove what is ours; directories too, where nothing else is in them. The epoch file stays
-        unless the endpoint belongs to a launcher, ends with it, and is still ours."""
-        is_ours = self._lock.is_held()
-        self.sockets.remove()
-        self.hang_reports.close(keep=not is_ours)
-        if self._dies_with_parent and is_ours:
-            self.epochs.remove()
-        self._gpu_lock.release()
-        self._lock.release()
-        if self._directory in self._state_dir.parents:
-            remove_if_empty(self._state_dir)
-        remove_if_empty(self._directory)
+    def stop(self, deadline: float) -> bool:
+        """Stop them all; return True if they ended by the deadline, of time.monotonic. The end of
+        the process ends a stuck thread."""
+        self._watch.stop()
+        self.post(Stop())
+        joined = self._step.thread.join_within(deadline - time.monotonic())
+        self._completion.stop()
+        joined &= self._completion.thread.join_within(_left(deadline))
+        self.guard.stop()
+        joined &= self.guard.thread.join_within(_left(deadline))
+        return joined & self._watch.thread.join_within(_left(deadline, 0.3))
+
+    def close(self) -> None:
+        """Close the doorbell, after stop()."""
+        self._doorbell.close(linger=0)
 
 
-def _lock_gpu(settings: ProcessSettings, find_gpu: FindGpu) -> GpuLockLike:
-    if settings.share_gpu:
-        return NoGpuLock()
-    uuid = find_gpu()
-    return GpuLock(uuid, lock_directory(settings.gpu_lock_dir)) if uuid else NoGpuLock()
-
-
-def _parse_endpoint(settings: ProcessSettings) -> AnyEndpoint:
-    if settings.endpoint.startswith("tcp://"):
-        return TcpEndpoint.parse(settings.endpoint, endpoint_home(settings))
-    return IpcEndpoint.parse(settings.endpoint)
+def _left(deadline: float, least_s: float = 0.1) -> float:
+    return max(least_s, deadline - time.monotonic())
 
 
 class Daemon:
@@ -205,86 +161,85 @@ class Daemon:
     def __init__(
         self,
         settings: ProcessSettings,
-        premises: RuntimeFiles,
+        files: RuntimeFiles,
         make_worker: MakeWorker,
         open_rendezvous: OpenRendezvousServer,
         open_watch: OpenFaultWatch,
         open_gauges: OpenGauges,
     ) -> None:
         self._settings = settings
-        self._premises = premises
+        self._files = files
+        self._exit = ProcessExit(files)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         data_host = interface_address(settings.data_interface or ONE_HOST)
         self._security = open_security(self._context, settings)
-        self._sockets = bind_sockets(self._context, premises.endpoint, self._security)
-        premises.sockets.are_bound()
+        sockets = bind_sockets(self._context, files.endpoint, self._security)
+        files.sockets.are_bound()
         self._progress = Progress(settings.device)
-        self._uploads = Uploads(settings.upload_memory_bytes)
-        self._notifier = open_notifier(settings.notify_socket)
-        self._guard = Guard(self._progress, self._link_aborted, premises.hang_reports, self)
-        self._completion = Completion(self._sockets.results, self._progress, self._result_failed)
-        self._step_thread = StepThread(
-            step=self._sockets.step,
-            completion=self._completion,
+        self._service_manager = ServiceManager(settings.notify_socket)
+        guard = Guard(self._progress, self._link_aborted, files.hang_reports, self)
+        uploads = Uploads(settings.upload_memory_bytes)
+        completion = Completion(sockets.results, self._progress, self._result_failed)
+        step = StepThread(
+            step=sockets.step,
+            completion=completion,
             progress=self._progress,
             events=self,
             make_worker=make_worker,
-            device=settings.device,
-            model_roots=settings.model_roots,
-            save_root=settings.save_root,
             security=self._security,
-            uploads=self._uploads,
+            uploads=uploads,
         )
-        self._device_watch = DeviceWatch(open_watch, self._gpu_fault, open_gauges)
-        self._furnish_main_thread(open_rendezvous, data_host)
+        watch = DeviceWatch(open_watch, self._gpu_fault, open_gauges)
+        self._threads = _Threads(step, completion, guard, watch, sockets.doorbell)
+        self._serve_control(open_rendezvous, data_host, sockets, completion, watch, uploads)
         self._tasks: set[asyncio.Future[None]] = set()
         self._signals = 0
-        self._fatal_lock = threading.Lock()
-        self._fatal_code: ExitCode | None = None
 
-    def _furnish_main_thread(self, open_rendezvous: OpenRendezvousServer, data_host: str) -> None:
-        """Make what answers drivers and tells them; only the main thread may call any of it."""
-        progress, guard, lease = self._progress, self._guard, Lease(time.monotonic, suspended_s)
-        self._draining = Draining(self.post, lambda: self._events.tell_heartbeat(), lease, progress)
+    def _serve_control(
+        self,
+        open_rendezvous: OpenRendezvousServer,
+        data_host: str,
+        sockets: Sockets,
+        completion: Completion,
+        watch: DeviceWatch,
+        uploads: Uploads,
+    ) -> None:
+        """Make the parts that answer control requests and publish events. Main thread only."""
+        progress, guard, post = self._progress, self._threads.guard, self._threads.post
+        lease = Lease(time.monotonic, suspended_s)
+        self._draining = Draining(post, lambda: self._events.tell_heartbeat(), lease, progress)
         report = StatusReport(
-            endpoint=self._premises.endpoint,
+            endpoint=self._files.endpoint,
             progress=progress,
             guard=guard,
             lease=lease,
             draining=self._draining,
             security=self._security,
-            completion=self._completion,
-            device_watch=self._device_watch,
-            uploads=self._uploads,
+            completion=completion,
+            device_watch=watch,
+            uploads=uploads,
         )
-        self._events = Events(self._sockets.events, report)
+        self._events = Events(sockets.events, report)
         self._attaching = AttachHandler(
-            self._premises.epochs,
-            lease,
-            self._draining,
-            progress,
-            guard,
-            report,
-            self._uploads,
-            self.post,
+            self._files.epochs, lease, self._draining, progress, guard, report, uploads, post
         )
         need_attached = self._attaching.need_attached
         self._control = Control(
-            socket=self._sockets.control,
+            socket=sockets.control,
             security=self._security,
             attaching=self._attaching,
-            meeting_places=LinkRendezvous(
-                open_rendezvous, data_host, need_attached, progress, guard, self.post
+            rendezvous=LinkRendezvous(
+                open_rendezvous, data_host, need_attached, progress, guard, post
             ),
             report=report,
             draining=self._draining,
-            tracing=Tracing(self.post, need_attached, self._events.ask_driver),
-            uploading=UploadHandler(self._uploads, need_attached, self._draining, progress),
+            tracing=Tracing(post, need_attached, self._events.ask_driver),
+            uploading=UploadHandler(uploads, need_attached, self._draining, progress),
             begin_shutdown=self.begin_shutdown,
         )
 
     async def run(self) -> int:
-        """Serve until somebody ends it; return the exit code."""
+        """Serve until the end; return the exit code."""
         self._start()
         exit_code = await self._loop_until_end()
         self._shut_down(exit_code)
@@ -293,7 +248,7 @@ class Daemon:
     def _start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[int] = self._loop.create_future()
-        self._end: asyncio.Future[int] = self._loop.create_future()
+        self._end = self._exit.open(self._loop)
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._signalled, number)
         self._loop.add_signal_handler(signal.SIGHUP, self._reload_keys)
@@ -301,19 +256,16 @@ class Daemon:
         parent_fd = self._settings.exit_with_parent_fd
         if parent_fd is not None:
             self._loop.add_reader(parent_fd, self._parent_wrote, parent_fd)
-        self._guard.start()
-        self._device_watch.start()
-        self._completion.start()
-        self._step_thread.start()
+        self._threads.start()
 
     async def _loop_until_end(self) -> int:
-        """Answer control once the worker is there: a Hello that is answered means a daemon that can
-        work."""
+        """Answer control once the worker is ready: a driver takes an answered Hello as a working
+        daemon."""
         await asyncio.wait((self._ready, self._end), return_when=asyncio.FIRST_COMPLETED)
         if self._end.done():
             return self._end.result()
-        self._notifier.notify("READY=1")
-        logger.info("serving %s on %s", self._settings.device, self._premises.endpoint)
+        self._service_manager.notify("READY=1")
+        logger.info("serving %s on %s", self._settings.device, self._files.endpoint)
         serving = {self._spawn(self._control.serve()), self._spawn(self._beat())}
         waits: set[asyncio.Future[None] | asyncio.Future[int]] = {*serving, self._end}
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -325,59 +277,39 @@ class Daemon:
         return ExitCode.INTERNAL
 
     async def _beat(self) -> None:
-        """Take notice of the lease's end and of files that are gone; tell drivers and the
-        supervisor that we live."""
+        """Watch the lease and the runtime files; send heartbeats to drivers and the service
+        manager."""
         while True:
-            self._keep_premises()
+            self._keep_files()
             self._attaching.watch_lease()
             self._events.tell_heartbeat()
             if not self._progress.overdue():
-                self._notifier.notify("WATCHDOG=1")
+                self._service_manager.notify("WATCHDOG=1")
             await asyncio.sleep(HEARTBEAT_S)
 
-    def _keep_premises(self) -> None:
+    def _keep_files(self) -> None:
         if self._draining.ends:
             return
         try:
-            self._premises.keep()
+            self._files.keep()
         except ConfigError as error:
             logger.critical("%s", error)
-            self.begin_shutdown("its files are not its own any more", ExitCode.IN_USE)
+            self.begin_shutdown("its files belong to another process now", ExitCode.IN_USE)
 
     def _shut_down(self, exit_code: int) -> None:
-        """Stop the threads in the order in which they feed each other; leave a stuck one to the end
-        of the process."""
+        """Stop the threads and close the sockets; end the process at once if a thread is stuck."""
         for task in self._tasks:
             task.cancel()
         deadline = time.monotonic() + STOP_LIMIT_S
-        self._device_watch.stop()
-        self.post(Stop())
-        joined = self._step_thread.join(deadline - time.monotonic())
-        self._completion.stop()
-        joined &= self._completion.join(max(0.1, deadline - time.monotonic()))
-        self._guard.stop()
-        joined &= self._guard.join(max(0.1, deadline - time.monotonic()))
-        joined &= self._device_watch.join(max(0.3, deadline - time.monotonic()))
+        joined = self._threads.stop(deadline)
         self._control.close()
         self._events.close()
-        joined &= self._security.stop(max(0.1, deadline - time.monotonic()))
+        joined &= self._security.stop(_left(deadline))
         left = threading.active_count() > 1  # a link's disposal, say, which waits for dead peers
         if not joined or left or exit_code != 0:
-            self._exit_now(exit_code)
-        self._sockets.doorbell.close(linger=0)
+            self._exit.now(exit_code)
+        self._threads.close()
         self._context.term()
-
-    def _exit_now(self, exit_code: int) -> NoReturn:
-        """End without the interpreter's teardown, which would wait for a stuck thread or a lost
-        device."""
-        logger.info("exit %d", exit_code)
-        self._premises.leave()
-        logging.shutdown()
-        os._exit(exit_code)
-
-    def _finish(self, exit_code: int) -> None:
-        if not self._end.done():
-            self._end.set_result(exit_code)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> "asyncio.Future[None]":
         task = asyncio.ensure_future(work)
@@ -385,17 +317,15 @@ class Daemon:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    # Signals and the parent's pipe: on the main thread, by the event loop.
-
     def _signalled(self, number: int) -> None:
         self._signals += 1
         if self._signals > 1:
-            self._exit_now(128 + number)
+            self._exit.now(128 + number)
         self.begin_shutdown(signal.Signals(number).name)
 
     def _reload_keys(self) -> None:
-        """Read the authorized keys again. What comes over open connections is judged by them from
-        here on; those who only listen to events are made to come in anew."""
+        """Read the authorized keys again. Messages on open connections are checked against them
+        from here on; subscribers of events are disconnected, so that they authenticate again."""
         if self._settings.authorized_keys is None:
             logger.info("SIGHUP: this daemon has no authorized keys, so there is nothing to reload")
             return
@@ -404,51 +334,43 @@ class Daemon:
             self._spawn(self._reopen_events())
 
     async def _reopen_events(self) -> None:
-        bind = partial(events_socket, self._context, self._premises.endpoint, self._security)
+        bind = partial(events_socket, self._context, self._files.endpoint, self._security)
         if not await self._events.reopen(bind):
             logger.critical("the events socket cannot be bound again")
-            self._finish(ExitCode.INTERNAL)
-        self._premises.sockets.are_bound()
+            self._exit.finish(ExitCode.INTERNAL)
+        self._files.sockets.are_bound()
 
     def _parent_wrote(self, fd: int) -> None:
         with contextlib.suppress(BlockingIOError):
             if os.read(fd, 4096):
                 return
             self._loop.remove_reader(fd)
-            logger.info("the parent is gone")
-            self._finish(0)
-
-    # What control asks for.
-
-    def post(self, command: Command) -> None:
-        """Hand a command to the step thread; it comes before queued steps. Main thread only."""
-        self._step_thread.commands.put(command)
-        with contextlib.suppress(zmq.Again):  # a full doorbell has been heard
-            self._sockets.doorbell.send(b"", zmq.NOBLOCK)
+            logger.info("the parent process has ended")
+            self._exit.finish(0)
 
     def begin_shutdown(self, cause: str, exit_code: ExitCode = ExitCode.OK) -> None:
         """Refuse new steps, let the running one finish, end with exit_code."""
         if self._draining.ends:
             return
         logger.info("draining: %s", cause)
-        self._notifier.notify("STOPPING=1")
+        self._service_manager.notify("STOPPING=1")
         self._draining.ends = True
         self._spawn(self._drain(exit_code))
 
     async def _drain(self, exit_code: ExitCode) -> None:
         if self._ready.done():
             idle = asyncio.Event()
-            self.post(StopSteps(lambda: self._to_loop(idle.set)))
+            self._threads.post(StopSteps(lambda: self._to_loop(idle.set)))
             if not await _within(idle, DRAIN_LIMIT_S):
-                self._guard.request_abort("the drain time is over")
+                self._threads.guard.request_abort("the drain time is over")
                 await _within(idle, 1.0)
-        self._finish(exit_code)
+        self._exit.finish(exit_code)
 
-    # What the other threads tell: called there, done on the main thread.
+    # Called on other threads; the work is done on the main thread.
 
     def worker_ready(self, worker: WorkerLike) -> None:
         """See StepEvents."""
-        self._guard.watch(worker.abort_link, worker.dump_link, worker.check_device)
+        self._threads.guard.watch(worker)
         self._to_loop(lambda: self._ready.set_result(0))
 
     def state_changed(self, transition: str) -> None:
@@ -458,36 +380,31 @@ class Daemon:
 
     def _announce(self, transition: str) -> None:
         self._events.tell_transition(transition)
-        self._notifier.notify(f"STATUS={transition}")
+        self._service_manager.notify(f"STATUS={transition}")
 
     def fatal(self, exit_code: ExitCode, cause: str) -> None:
-        """End the process with exit_code; any thread may call this, and the first is heard, but
-        that a lost GPU outweighs a lost context."""
-        with self._fatal_lock:
-            is_first = self._fatal_code is None
-            if is_first or exit_code is ExitCode.GPU_LOST:
-                self._fatal_code = exit_code
-        if not is_first:
+        """End the process with exit_code. Any thread may call this; the first call counts, except
+        that a lost GPU replaces a lost context."""
+        if not self._exit.record_fatal(exit_code):
             return
         logger.critical("the process ends with %d: %s", exit_code, cause)
-        if exit_code in _DEVICE_CODES:
-            backstop = threading.Timer(DEVICE_LIMIT_S, lambda: os._exit(self._fatal_code or 0))
-            backstop.daemon = True
-            backstop.start()
+        if exit_code in DEVICE_CODES:
             self._to_loop(lambda: self._end_without_device(exit_code, cause))
         else:
-            self._to_loop(lambda: self._finish(exit_code))
+            self._to_loop(lambda: self._exit.finish(exit_code))
 
     def _end_without_device(self, exit_code: ExitCode, cause: str) -> None:
-        """Tell whoever listens, and end: nothing is waited for, since every further call of the
-        device's could hang."""
-        self.post(DeviceLost(exit_code, cause))
+        """Announce the failure, and end without waiting: every further call to the device could
+        hang."""
+        self._threads.post(DeviceLost(exit_code, cause))
         self._announce(f"{self._progress.snapshot.state} -> FAILED ({cause})")
-        self._loop.call_later(LAST_WORDS_S, lambda: self._exit_now(self._fatal_code or exit_code))
+        self._loop.call_later(
+            LAST_WORDS_S, lambda: self._exit.now(self._exit.fatal_code or exit_code)
+        )
 
     def _gpu_fault(self, fault: Fault) -> None:
-        """The GPU's driver reports a fault, perhaps another process's; heard on the watch's thread.
-        What is ours alone shows as an error of our own calls."""
+        """Handle a fault that the GPU's driver reports, perhaps of another process; called on the
+        watch thread. A fault of our own shows up as an error of our own calls too."""
         if fault.action.ends_gpu:
             self.fatal(ExitCode.GPU_LOST, str(fault))
         else:
@@ -502,25 +419,25 @@ class Daemon:
         self._to_loop(lambda: self._events.tell_slow(phase, phase_ms, usual_ms))
 
     def relapsed(self, cause: str) -> None:
-        """See GuardListener. A supervisor starts us again; so it does with each rank that waits in
-        the same hang."""
+        """See GuardListener. The service manager restarts this daemon, and each rank in the same
+        hang."""
         self.fatal(ExitCode.LINK_UNUSABLE, cause)
 
     def _link_aborted(self, link: int, cause: str) -> None:
-        """The guard thread has aborted `link`: whoever waited may come back with any outcome."""
-        self._to_loop(lambda: self.post(LinkLost(link, cause)))
+        """Post a LinkLost: the guard thread has aborted `link`."""
+        self._to_loop(lambda: self._threads.post(LinkLost(link, cause)))
 
     def _result_failed(self, reply: ErrorReply, link: int) -> None:
-        """A result failed on the completion thread, after the step thread was done with it."""
+        """Handle a result that failed on the completion thread, after its step had succeeded."""
         exit_code = fatal_exit_code(reply)
         if exit_code is not None:
             self.fatal(exit_code, reply.message)
         broke = link_failure(reply, link)
         if broke is not None:
-            self._to_loop(lambda: self.post(broke))
+            self._to_loop(lambda: self._threads.post(broke))
 
     def _to_loop(self, callback: Callable[[], object]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is left to hear it
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(callback)
 
 

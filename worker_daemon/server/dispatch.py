@@ -1,5 +1,5 @@
-"""From an operation to the worker's method, and the interfaces of what the server is built around.
-Knows no socket and no thread."""
+"""Maps operations to the worker's methods, and declares the interfaces of the worker and the
+rendezvous server, which keep torch out of the server."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ class PendingReply(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether result() would return at once; known without asking the device."""
+        """True if result() would return at once; known without asking the device."""
 
     def result(self) -> tuple[StepReplyMessage, Sequence[Frame]]:
         """Wait for the copy and return the reply with its array frames. Called once: on the
@@ -30,21 +30,22 @@ class PendingReply(Protocol):
 
 
 class PlainTraceLike(Protocol):
-    """A trace that was written, to be compressed on another thread than the step thread."""
+    """A trace that was written, to be compressed on another thread."""
 
     def pack(self) -> Path:
-        """Compress it and put it in its place."""
+        """Compress it and move it to its final path."""
 
     def discard(self) -> None:
-        """Throw it away."""
+        """Delete it."""
 
 
 class WorkerLike(Protocol):
-    """What runs the operations. Made and used on the step thread only, `abort_link` apart.
+    """Runs the operations. Made and used on the step thread only; the guard thread calls the three
+    methods that say so.
 
-    Beside what is named here it has a method for each other step operation, found by its name: that
-    takes the message and returns the complete reply, or raises a WorkerError with nothing applied.
-    The three step methods return None where no reply is due from this rank.
+    For each other step operation the worker has a method of the operation's name, which takes the
+    message and returns the complete reply, or raises a WorkerError with nothing applied. The three
+    step methods return None if this rank owes no reply.
     """
 
     @property
@@ -60,46 +61,45 @@ class WorkerLike(Protocol):
     def execute_dummy_batch(self, message: step.ExecuteDummyBatch) -> PendingReply | None: ...
 
     def refuse_step(self, seq: int) -> None:
-        """A step could not be read, on any rank: those behind it fail as after any failed step."""
+        """Record a step that could not be read, on any rank: the steps behind it fail as after any
+        failed step."""
 
     def start_trace(self) -> None:
-        """Record the steps to come for an observer, whoever drives."""
+        """Record the steps to come for an observer, whichever driver sends them."""
 
     def stop_trace(self, *, keep: bool) -> "PlainTraceLike | None":
-        """End that; the trace, if it is to be kept."""
+        """End the trace; return it if it is to be kept."""
 
     def on_attach(self, *, keep_requests: bool) -> bool:
-        """Drop all requests, unless they are to be kept; True if nothing was cut off and all sends
-        were received."""
+        """Drop all requests unless they are to be kept; return True if no step was cut off and all
+        sends were received."""
 
     def describe(self) -> WorkerDescription:
-        """Say what is on the device now."""
+        """Describe what is on the device now."""
 
     def abort_link(self) -> bool:
-        """End every wait for other ranks; tell whether there was a link to abort. Called from the
+        """End every wait for other ranks; return True if there was a link to abort. Called from the
         guard thread."""
 
     def dump_link(self) -> bytes:
-        """What the link's communicators last did, for people; empty where nobody knows. Called from
-        the guard thread."""
+        """Return the communicators' last operations, for people; empty if they are not recorded.
+        Called from the guard thread."""
 
     def check_device(self) -> str:
-        """What is amiss with the device, though it may compute; empty: nothing. Called from the
-        guard thread."""
+        """Return the device's present problem; empty if none. Called from the guard thread."""
 
     def typed_error(self, error: Exception) -> Exception:
-        """Return the typed error for what an operation or a step has raised, with its
-        traceback."""
+        """Return the typed error for an exception of an operation or a step, with its traceback."""
 
     def step_error(self, error: Exception) -> Exception:
-        """Return what a step's failure is called that no one foresaw."""
+        """Return the typed error for an unexpected failure of a step."""
 
     def close(self) -> None:
-        """Give back what the process end would not."""
+        """Free what the end of the process would not."""
 
 
 class RendezvousServerLike(Protocol):
-    """What serves the meeting of one link."""
+    """The rendezvous server of one link."""
 
     @property
     def host(self) -> str: ...
@@ -110,8 +110,7 @@ class RendezvousServerLike(Protocol):
     def close(self) -> None: ...
 
 
-MakeWorker: TypeAlias = Callable[[str, Sequence[Path], SetPhase, Path | None], WorkerLike]
-"""(device, model roots, set_phase, save root)."""
+MakeWorker: TypeAlias = Callable[[SetPhase], WorkerLike]
 OpenRendezvousServer: TypeAlias = Callable[[str, int], RendezvousServerLike]
 """(host, number of ranks)."""
 
@@ -121,7 +120,7 @@ OperationHandler: TypeAlias = Callable[[Any], StepReply]
 
 
 def array_step_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], ArrayStepHandler]:
-    """Bind the requests whose handler takes (message, arrays)."""
+    """Map the requests whose handler takes (message, arrays)."""
     return {
         step.ExecuteModel: worker.execute_model,
         step.SampleTokens: worker.sample_tokens,
@@ -129,7 +128,7 @@ def array_step_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], ArrayS
 
 
 def step_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], StepHandler]:
-    """Bind the requests that only the output rank answers, and whose handler takes the message
+    """Map the requests that only the output rank answers, and whose handler takes the message
     alone."""
     return {step.ExecuteDummyBatch: worker.execute_dummy_batch}
 
@@ -138,9 +137,9 @@ STEPS: Final = (step.ExecuteModel, step.SampleTokens, step.ExecuteDummyBatch)
 
 
 def operation_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], OperationHandler]:
-    """Bind all other rows of the table, each to the worker's method of its name (see
-    rpc_schema.operations.operation_name): every rank answers them. Raises AttributeError: the
-    worker lacks one."""
+    """Map all other operations, each to the worker's method of its name (see
+    rpc_schema.operations.operation_name): every rank answers them. Raises AttributeError if the
+    worker lacks a method."""
     return {
         request: getattr(worker, operation_name(request))
         for request in STEP_OPERATIONS
@@ -149,11 +148,11 @@ def operation_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], Operati
 
 
 def legal_silence_s(kind: type[StepMessage], step_deadline_s: float) -> float:
-    """Return the seconds without a sign of life before a request of this kind counts as hung; a
+    """Return the seconds without progress after which a request of this kind counts as hung; a
     worker may set finer phases. Steps have the driver's step deadline.
 
-    Ranks meet for at most 2 * (step deadline + 1) + 5 seconds: time enough for a peer to notice
-    that its old link is broken. What meets them must be allowed more.
+    A rendezvous of the ranks takes at most 2 * (step deadline + 1) + 5 seconds: enough for a peer
+    to notice that its old link is broken. Requests with a rendezvous are allowed more.
     """
     row = STEP_OPERATIONS[kind]
     own_s = step_deadline_s if row.deadline_s is None else row.deadline_s

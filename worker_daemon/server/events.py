@@ -1,5 +1,5 @@
-"""What the daemon says unasked: heartbeats, transitions, hangs, slow steps, a question to the
-driver. Owns the events socket. Main thread only; other threads go through the daemon."""
+"""Publishes events: heartbeats, transitions, hangs, slow steps, and the trace's question to the
+driver. Owns the events socket (PUB). Main thread only."""
 
 import asyncio
 import contextlib
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class _Origin(TypedDict):
-    """Who publishes an event."""
+    """The publisher of an event."""
 
     worker_uid: bytes
     rank: int
 
 
 class Events:
-    """Sends without waiting: whoever does not listen misses an event, and no other."""
+    """Sends without waiting: a subscriber that does not read misses events."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", report: StatusReport) -> None:
         self._socket = socket
@@ -54,18 +54,18 @@ class Events:
         self._publish(lc.Slow(**self._origin, phase=phase, phase_ms=phase_ms, usual_ms=usual_ms))
 
     def ask_driver(self, trace: bytes, begin_ns: int, end_ns: int) -> None:
-        """Ask the attached driver what it did, in that stretch of this host's monotonic clock."""
+        """Ask the attached driver for its steps in that period of this host's monotonic clock."""
         self._publish(
             tr.DriverStepsWanted(**self._origin, trace=trace, begin_ns=begin_ns, end_ns=end_ns)
         )
 
     def close(self) -> None:
-        """Publish nothing more, unless the socket is opened again."""
+        """Stop publishing, unless the socket is opened again."""
         self._socket.close(linger=0)
 
     async def reopen(self, bind: Callable[[], "zmq.Socket[bytes]"]) -> bool:
-        """Publish by another socket, after `close`; tell whether it could be bound. Waits until the
-        former one's address is free: it is closed by a thread of libzmq."""
+        """Publish on another socket, after `close`; return True if it was bound. Waits until the
+        address is free: a thread of libzmq closes the former socket."""
         for _ in range(REOPEN_TRIES):
             await asyncio.sleep(REOPEN_INTERVAL_S)
             with contextlib.suppress(EndpointInUseError):

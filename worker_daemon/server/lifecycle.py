@@ -1,8 +1,8 @@
-"""Which request is legal in which state, and what it makes of the state: the rules of
-rpc_schema/operations.py, and a cursor in them. No torch, no sockets, no event loop, no clock.
+"""The lifecycle: the legal requests of each state and the transitions, by the rules of
+rpc_schema/operations.py. Pure: no torch, no sockets, no event loop, no clock.
 
 The state is a product of axes. An operation names what it needs of each axis; a new axis is a field
-of State and a column of Rule.
+of DaemonState and a column of Rule.
 """
 
 from collections import deque
@@ -22,9 +22,9 @@ from worker_daemon.worker.memory_tags import ALL_AWAKE, MemoryTags
 SERVING_STATES: Final[tuple[ServingState, ...]] = ("SERVING", "DRAINING", "CLOSED", "FAILED")
 HISTORY: Final = 20
 MAX_CAUSE_BYTES: Final = 1024
-"""A driver may have written it; a status has HISTORY of them."""
+"""Limit of a cause, which a driver may have written; a status has HISTORY of them."""
 TOLD: Final = 3
-"""Changes that a refusal names."""
+"""Transitions that a refusal lists."""
 
 _SERVING_MOVES: Final[Mapping[ServingState, frozenset[ServingState]]] = MappingProxyType(
     {
@@ -38,8 +38,8 @@ _SERVING_MOVES: Final[Mapping[ServingState, frozenset[ServingState]]] = MappingP
 
 @dataclass(frozen=True, slots=True)
 class DaemonState:
-    """Where a daemon stands: one value an axis. `lease` is of no concern to the rules: the gate
-    (sequence.py) refuses all requests but the holder's before they are asked."""
+    """The state of a daemon: one value an axis. The rules ignore `lease`: the gate (sequence.py)
+    has refused all requests but the holder's before."""
 
     load: LoadState = "CREATED"
     link: LinkState = "none"
@@ -54,7 +54,8 @@ class DaemonState:
 
 
 def allows(rule: Rule, state: DaemonState) -> bool:
-    """Whether an operation with this rule is legal in `state`. Every operation needs SERVING."""
+    """Return True if an operation with this rule is legal in `state`. Every operation needs
+    SERVING."""
     return (
         state.serving == "SERVING"
         and state.load in rule.load
@@ -70,7 +71,7 @@ def legal(state: DaemonState) -> frozenset[type[StepMessage]]:
 
 
 def reset_targets(state: DaemonState) -> tuple[LoadState, ...]:
-    """Return what Reset may go back to from `state`."""
+    """Return the load states that Reset may go back to from `state`."""
     reached = LOAD_CHAIN[: LOAD_CHAIN.index(state.load) + 1]
     return tuple(
         target for target in reached if target in ("CREATED", "DEVICE_READY", "MODEL_LOADED")
@@ -78,7 +79,7 @@ def reset_targets(state: DaemonState) -> tuple[LoadState, ...]:
 
 
 def after(state: DaemonState, message: StepMessage) -> DaemonState:
-    """Return the state that the success of `message` makes of `state`."""
+    """Return the state after the success of `message` in `state`."""
     if isinstance(message, lc.Reset):
         return _after_reset(state, message)
     rule = STEP_OPERATIONS[type(message)].rule
@@ -91,7 +92,8 @@ def after(state: DaemonState, message: StepMessage) -> DaemonState:
 
 
 def _after_reset(state: DaemonState, message: lc.Reset) -> DaemonState:
-    """Memory that goes with the model or the KV cache sleeps no more."""
+    """Return the state after a Reset: memory that is freed with the model or the KV cache sleeps no
+    more."""
     memory = state.memory.after_dropping_kv_cache()
     return replace(
         state,
@@ -113,7 +115,7 @@ def _memory_after(memory: MemoryTags, message: StepMessage, rule: Rule) -> Memor
 
 
 class Lifecycle:
-    """The cursor: the state, what it allows, and how it came about. Owned by the step thread."""
+    """The current state, its legal requests, and its last transitions. Owned by the step thread."""
 
     __slots__ = ("_history", "legal", "state")
 
@@ -136,24 +138,26 @@ class Lifecycle:
             self._refuse(message)
 
     def succeeded(self, message: StepMessage) -> bool:
-        """Apply what `message` makes of the state; tell whether that changed it."""
+        """Apply the transition of `message`; return True if the state changed."""
         return self._move(after(self.state, message), type(message).__name__)
 
     def link_broke(self, cause: str) -> bool:
-        """A communicator failed: steps are illegal until a Relink. Tell whether that is news."""
+        """Record a broken link: steps are illegal until a Relink. Return True if the state
+        changed."""
         if self.state.link != "up":
             return False
         return self._move(replace(self.state, link="broken"), cause)
 
     def serve(self, to: ServingState, cause: str) -> bool:
-        """Go on to DRAINING, CLOSED or FAILED, or back from DRAINING; a move that the axis lacks is
-        ignored."""
+        """Move to DRAINING, CLOSED or FAILED, or back from DRAINING; return True if the state
+        changed. A move that the axis lacks is ignored."""
         if to not in _SERVING_MOVES[self.state.serving]:
             return False
         return self._move(replace(self.state, serving=to), cause)
 
     def leased(self, to: LeaseState, cause: str) -> bool:
-        """The lease was granted, given back or has expired. Tell whether that is news."""
+        """Record that the lease was granted, released or has expired. Return True if the state
+        changed."""
         return self._move(replace(self.state, lease=to), cause)
 
     def _move(self, to: DaemonState, cause: str) -> bool:
@@ -179,7 +183,7 @@ class Lifecycle:
 
 
 def _way_to_wake(state: DaemonState, message: StepMessage) -> str | None:
-    """What makes `message` legal, if it is sleep that forbids it."""
+    """Return the fix that makes `message` legal, if only sleep forbids it."""
     rule = STEP_OPERATIONS[type(message)].rule
     if not allows(rule, replace(state, memory=ALL_AWAKE)):
         return None
@@ -188,5 +192,5 @@ def _way_to_wake(state: DaemonState, message: StepMessage) -> str | None:
     if away:
         steps.append(f"wake_up({away})")
     if state.memory.weights in ("discarded", "lost"):
-        steps.append("load the weights again: their content is gone")
+        steps.append("load the weights again: their content is lost")
     return ", then ".join(steps) or None

@@ -1,5 +1,5 @@
-"""What the step thread is doing, written by it alone and read by every thread without a lock: each
-field is one reference, replaced whole. Knows no worker and no socket."""
+"""The state of the step thread, written by it alone and read by every thread without a lock: each
+field is one reference that is replaced as a whole."""
 
 import math
 import time
@@ -12,39 +12,39 @@ from worker_daemon.server.lifecycle import DaemonState
 from worker_daemon.worker.description import WorkerDescription
 
 MAX_STEPS: Final = 64
-"""The mean time of steps is exact over so many; later it moves by this part of each new one."""
+"""The mean step time is exact over this many steps; from then on each new step has this weight."""
 
 
 class Stamp(msgspec.Struct, frozen=True, gc=False):
-    """One phase. Times are of time.monotonic, in seconds. A Struct for its constructor, which every
-    step calls twice and which is not Python."""
+    """One phase. Times are of time.monotonic, in seconds. A Struct for its fast constructor, which
+    every step calls twice."""
 
     phase: str
     since: float
     deadline: float
-    """Silence beyond this is a hang; infinite while idle."""
+    """After this the phase counts as hung; infinite while idle."""
     on_link: bool
-    """Whether the phase may wait for other ranks, so that aborting the link can end it."""
+    """True if the phase may wait for other ranks, so that aborting the link can end it."""
 
     @property
     def idle(self) -> bool:
-        """Whether the step thread waits for a request."""
+        """True if the step thread waits for a request."""
         return self.phase == IDLE
 
     @property
     def limit_ms(self) -> int:
-        """How long the phase may last; 0 where it may for ever."""
+        """The limit of the phase's duration; 0 if there is none."""
         limit_s = self.deadline - self.since
         return 0 if math.isinf(limit_s) else min(int(limit_s * 1000), 2**31 - 1)
 
     def age_ms(self, now: float) -> int:
-        """How long the phase has lasted at `now`."""
+        """Return the duration of the phase at `now`."""
         return min(int((now - self.since) * 1000), 2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What changes with lifecycle operations only."""
+    """The state that changes with lifecycle operations only."""
 
     state: DaemonState
     rank: int
@@ -58,8 +58,7 @@ NO_RESULT = Stamp(IDLE, 0.0, math.inf, False)
 
 
 class StepTimes:
-    """A mean over the last steps, taken where their outcomes are. Written by one thread at a time,
-    read by any."""
+    """The mean duration of the last steps. Written by one thread at a time, read by any."""
 
     __slots__ = ("_last_s", "_num_steps", "usual_s")
 
@@ -70,9 +69,9 @@ class StepTimes:
         self._last_s = 0.0
 
     def add(self, began_s: float, ended_s: float) -> None:
-        """Note a step, in seconds of time.monotonic. Steps overlap: a step counts from its begin or
-        from the end of the one before it, whichever is later, so that idle time never counts."""
-        # Plain comparisons: every step comes by here.
+        """Record a step, in seconds of time.monotonic. Steps overlap: a step counts from its begin
+        or from the end of the one before it, whichever is later, so that idle time never counts."""
+        # Plain comparisons: this runs once a step.
         begin_s = self._last_s if self._last_s > began_s else began_s
         took_s = ended_s - begin_s if ended_s > begin_s else 0.0
         self._last_s = ended_s
@@ -98,15 +97,17 @@ class Progress:
     def __init__(self, device: str) -> None:
         self.stamp = Stamp("STARTING", time.monotonic(), math.inf, False)
         self.result = NO_RESULT
-        """The result that the completion thread waits for: where a device hangs, it hangs there."""
+        """The result that the completion thread waits for: a device that hangs, hangs there."""
         self.snapshot = Snapshot(DaemonState(), 0, (), WorkerDescription(device))
         self.epoch = 0
         self.link = 0
         self.last_seq = 0
-        """The last request whose outcome the completion thread has, or is about to have."""
+        """The last request whose outcome was, or is about to be, passed to the completion
+        thread."""
         self.step_deadline_s = 60.0
         self.step_times = StepTimes()
-        """Written by the thread that takes a step's result, whichever of the two that is."""
+        """Written by the thread that takes a step's result: the step thread or the completion
+        thread."""
 
     def begin(self, phase: str, legal_silence_s: float, on_link: bool) -> None:
         """Enter a phase that may last `legal_silence_s`."""
@@ -114,12 +115,12 @@ class Progress:
         self.stamp = Stamp(phase, now, now + legal_silence_s, on_link)
 
     def await_result(self, seq: int) -> None:
-        """The completion thread begins to wait for the result of `seq`."""
+        """Record that the completion thread begins to wait for the result of `seq`."""
         now = time.monotonic()
         self.result = Stamp(f"RESULT {seq}", now, now + self.step_deadline_s, True)
 
     def set_phase(self, phase: str, legal_silence_s: float) -> None:
-        """Refine the running phase: what a worker calls from inside an operation."""
+        """Replace the running phase by a finer one; called by a worker inside an operation."""
         self.begin(phase, legal_silence_s, self.stamp.on_link)
 
     def idle(self) -> None:
@@ -127,7 +128,7 @@ class Progress:
         self.stamp = Stamp(IDLE, time.monotonic(), math.inf, False)
 
     def overdue(self) -> str:
-        """What the step or the completion thread should be done with long ago; empty: nothing."""
+        """Return the overdue phase of the step or completion thread; empty if there is none."""
         now = time.monotonic()
         for stamp in (self.stamp, self.result):
             if now > stamp.deadline:

@@ -1,5 +1,5 @@
-"""Whether a step request runs, by its (epoch, link, seq) alone. Pure: no socket, no torch, no reply
-bytes."""
+"""The gate of step requests: judges each by its (epoch, link, seq) alone. Pure: no socket, no
+torch, no reply bytes."""
 
 import enum
 from typing import Final
@@ -25,7 +25,7 @@ _LINKING: Final = (lc.InitDevice, lc.Relink)
 
 
 class Verdict(enum.Enum):
-    """What becomes of a request."""
+    """The verdict on a request."""
 
     RUN = "run"
     REPLAY = "replay"
@@ -52,7 +52,7 @@ class StepGate:
         self.attached = False
         self.expired = False
         self.draining = False
-        """Nothing new runs until this is taken back; seqs and the lease stay as they are."""
+        """While True no new request runs; seqs and the lease stay as they are."""
 
     def attach(self, epoch: int) -> None:
         """Begin `epoch`: seqs start again with 1; the link stays."""
@@ -73,13 +73,13 @@ class StepGate:
             self.expired = True
 
     def judge(self, message: StepMessage | StepHead) -> Verdict:
-        """Judge a request. Only a RUN may be handed to `accept`.
+        """Judge a request. Only a request with the verdict RUN may be passed to `accept`.
 
         The next seq runs. Relink, Reset and an ExecuteModel with a resynchronisation close a gap:
         their seq need only be new. InitDevice and Relink name a link above the current one in
         `rendezvous`; all others name the current one. A repeated seq is replayed whatever its link,
-        and after the lease has expired too: that changes nothing. A request of which only the head
-        could be read is judged by that: it closes no gap.
+        also after the lease has expired: a replay changes nothing. A request of which only the head
+        could be read is judged by that; it closes no gap.
         """
         if message.epoch != self.epoch or not self.attached:
             return Verdict.FENCED if message.epoch < self.epoch else Verdict.NOT_ATTACHED
@@ -102,16 +102,16 @@ class StepGate:
         return Verdict.RUN
 
     def accept(self, message: StepMessage | StepHead) -> None:
-        """Take a request that may run: its seq is used up, whatever comes of it."""
+        """Accept a request that may run: its seq is used up, whatever its outcome."""
         self.last_seq = message.seq
 
     def begin_link(self, message: lc.InitDevice | lc.Relink) -> None:
-        """Go on to a new link. The attempt alone uses up its generation, so that ranks agree on it
-        whatever comes of it."""
+        """Move to a new link. The attempt alone uses up its generation, so that ranks agree on it
+        whether it succeeds or not."""
         self.link = message.rendezvous.link
 
     def refusal(self, verdict: Verdict, message: StepMessage | StepHead) -> ProtocolError:
-        """Return the error that tells the driver why `message` does not run."""
+        """Return the error for a request that does not run."""
         if verdict is Verdict.GAP:
             return GapError(self.last_seq + 1, message.seq)
         if verdict is Verdict.NOT_ATTACHED:
@@ -141,15 +141,15 @@ class StepGate:
 
 
 def drained() -> DrainingError:
-    """Return what a driver hears of a daemon that drains."""
+    """Return the error for a driver of a draining daemon."""
     return DrainingError(
         "the daemon drains: it takes no steps and no drivers, and keeps what is loaded",
-        fix="go on elsewhere, or here after worker-client drain --undo",
+        fix="use another daemon, or this one after worker-client drain --undo",
     )
 
 
 def closes_gap(message: StepMessage | StepHead) -> bool:
-    """Whether a request stands on no step before it."""
+    """Return True if a request does not depend on the steps before it."""
     if isinstance(message, step.ExecuteModel):
         return message.resync is not None
     return isinstance(message, lc.Relink | lc.Reset)

@@ -1,14 +1,13 @@
-"""The step thread: takes requests in order, decides whether each is the next and legal, runs it,
-and hands the outcome to the completion thread. Owns the step socket and the worker; the one thread
-that may touch the device."""
+"""The step thread: takes requests in order, checks that each is legal and the next one, runs it,
+and passes the outcome to the completion thread. Owns the step socket and the worker; the only
+thread that may touch the device."""
 
 import logging
 import queue
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Final, Protocol, TypeAlias
 
 import zmq
@@ -42,17 +41,17 @@ from worker_daemon.server.dispatch import (
 from worker_daemon.server.lifecycle import Lifecycle
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.sequence import StepGate, Verdict
+from worker_daemon.server.server_thread import ServerThread
+from worker_daemon.server.step_senders import EpochOwner, StepSenders
 from worker_daemon.server.wire.replies import error_reply
 from worker_daemon.server.wire.unreadable import head_of, is_step, refusal
 from worker_daemon.worker.uploads import Uploads
 
 SWITCH_INTERVAL_S: Final = 0.0002
-"""The interpreter's: how long the step thread may keep the completion thread from the
-interpreter."""
-MAX_OLD_DRIVERS: Final = 16
-MAX_KNOWN_PEERS: Final = 256
+"""The interpreter's switch interval: how long the step thread may keep the completion thread
+waiting."""
 MAX_FAILURE_BYTES: Final = 4096
-"""Of why the daemon has failed, as it is kept."""
+"""Of the stored cause of a failure."""
 UID_BYTES: Final = 16
 _LOADING: Final = (lc.InitDevice, lc.LoadModel)
 _FATAL: Final = {"DEVICE": ExitCode.CONTEXT_LOST, "INTERNAL": ExitCode.INTERNAL}
@@ -62,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AttachSnapshot:
-    """Where the daemon stood when a driver took it over."""
+    """The state of the daemon when a driver took it over."""
 
     epoch: int
     seq: int
@@ -70,23 +69,13 @@ class AttachSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class EpochOwner:
-    """Whose an epoch is, and where its replies go."""
-
-    owner: str
-    """A public key or, without keys, a user."""
-    route: bytes
-    """Routing id of the driver's results socket."""
-
-
-@dataclass(frozen=True, slots=True)
 class Attach:
-    """Begin an epoch; `taken` hears (on the completion thread) once steps of the former one can no
-    longer run and nobody waits for their results."""
+    """Begin an epoch. `on_taken` is called on the completion thread, once steps of the previous
+    epoch can no longer run and none of their results is awaited."""
 
     epoch: int
-    seat: EpochOwner
-    taken: Callable[[AttachSnapshot], None]
+    owner: EpochOwner
+    on_taken: Callable[[AttachSnapshot], None]
     keep_requests: bool = False
 
 
@@ -99,22 +88,21 @@ class EndEpoch:
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """The lease of an epoch has expired: nothing of it runs any more."""
+    """The lease of an epoch has expired: its steps are refused from now on."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class DropRequests:
-    """Whoever might have adopted the requests of an expired epoch has not come."""
+    """No driver has adopted the requests of an expired epoch in time."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """Another thread knows that `link` is broken: a result said that a peer is lost, or the guard
-    aborted it."""
+    """`link` is broken: a result reported a lost peer, or the guard aborted the link."""
 
     link: int
     cause: str
@@ -122,23 +110,23 @@ class LinkLost:
 
 @dataclass(frozen=True, slots=True)
 class StopSteps:
-    """Refuse new steps from here on; `idle` hears once the running one is over. stays: until
-    Resume, if that comes; else the daemon ends."""
+    """Refuse new steps; `on_idle` is called once the running step has ended. stays: until a Resume;
+    otherwise the daemon ends."""
 
-    idle: Callable[[], None]
+    on_idle: Callable[[], None]
     stays: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Take steps again, after a Drain that stays; `serving` hears once that is so."""
+    """Take steps again after a StopSteps that stays; `on_serving` is called once that is so."""
 
-    serving: Callable[[], None]
+    on_serving: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class OutOfBandTask:
-    """Something that belongs to no driver and changes no state, between two requests. `work` never
+    """Work between two requests that belongs to no driver and changes no state. `work` never
     raises."""
 
     phase: str
@@ -148,7 +136,7 @@ class OutOfBandTask:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLost:
-    """Another thread knows that the device is lost: nothing may touch it any more."""
+    """The device is lost: nothing may touch it any more."""
 
     exit_code: ExitCode
     cause: str
@@ -174,8 +162,7 @@ Command: TypeAlias = (
 
 
 class StepEvents(Protocol):
-    """What the step thread tells the daemon. Each method is called on the step thread and returns
-    at once."""
+    """Receives events of the step thread, on that thread; its methods return at once."""
 
     def worker_ready(self, worker: WorkerLike) -> None: ...
     def state_changed(self, transition: str) -> None: ...
@@ -183,7 +170,7 @@ class StepEvents(Protocol):
 
 
 class StepThread:
-    """Started by the daemon with sockets that it alone uses from then on. Commands come by
+    """Started by the daemon with a socket that it alone uses from then on. Commands come by
     `commands` and an empty message on the step socket's inner address."""
 
     def __init__(
@@ -194,55 +181,35 @@ class StepThread:
         progress: Progress,
         events: StepEvents,
         make_worker: MakeWorker,
-        device: str,
-        model_roots: Sequence[Path],
-        save_root: Path | None,
         security: Security,
         uploads: Uploads,
     ) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._step = step
-        self._completion = completion
         self._progress = progress
         self._events = events
         self._make_worker = make_worker
-        self._device = device
-        self._model_roots = model_roots
-        self._save_root = save_root
-        self._security = security
-        self._uploads = uploads
-        self._thread = threading.Thread(target=self._run, name="step", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread; events.worker_ready follows."""
-        self._thread.start()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the thread's end; tell whether it came."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        self._make_loop = partial(
+            _StepLoop,
+            commands=self.commands,
+            completion=completion,
+            progress=progress,
+            events=events,
+            senders=StepSenders(security),
+            uploads=uploads,
+        )
+        self.thread = ServerThread("step", self._run)
 
     def _run(self) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
-            worker = self._make_worker(
-                self._device, self._model_roots, self._progress.set_phase, self._save_root
-            )
+            worker = self._make_worker(self._progress.set_phase)
         except Exception as error:
-            if not isinstance(error, ConfigError):  # which says all that there is to know
+            if not isinstance(error, ConfigError):  # whose message is enough
                 logger.exception("the worker cannot be made")
             self._events.fatal(_start_exit_code(error), str(error))
             return
-        loop = _StepLoop(
-            worker,
-            self.commands,
-            self._completion,
-            self._progress,
-            self._events,
-            self._security,
-            self._uploads,
-        )
+        loop = self._make_loop(worker)
         self._events.worker_ready(worker)
         try:
             loop.serve(self._step)
@@ -263,16 +230,17 @@ def _start_exit_code(error: Exception) -> ExitCode:
 
 
 class _StepLoop:
-    """What happens to a request; the thread's own state."""
+    """Judges and runs requests and commands. Used by the step thread alone."""
 
     def __init__(
         self,
         worker: WorkerLike,
+        *,
         commands: "queue.SimpleQueue[Command]",
         completion: Completion,
         progress: Progress,
         events: StepEvents,
-        security: Security,
+        senders: StepSenders,
         uploads: Uploads,
     ) -> None:
         self._worker = worker
@@ -280,20 +248,14 @@ class _StepLoop:
         self._completion = completion
         self._progress = progress
         self._events = events
-        self._access = security.access
-        self._bad_peers = security.bad_peers
+        self._senders = senders
         self._uploads = uploads
         self._gate = StepGate()
         self._lifecycle = Lifecycle()
-        self._seats: dict[int, EpochOwner] = {}
-        """By epoch."""
-        self._peers: dict[bytes, Peer] = {}
-        """By routing id, as far as that is nobody else's."""
-        self._sender = b""
         self._running = True
         self._failed = False
         self._left_clean = True
-        """Whether no step has been cut off in the current epoch, as far as it was asked."""
+        """False once a step was cut off in the current epoch."""
         self._array_steps = array_step_handlers(worker)
         self._steps = step_handlers(worker)
         self._operations = operation_handlers(worker)
@@ -305,61 +267,55 @@ class _StepLoop:
             LinkLost: self._lose_link,
             StopSteps: self._drain,
             Resume: self._resume,
-            OutOfBandTask: self._work_aside,
+            OutOfBandTask: self._run_out_of_band,
             DeviceLost: self._lose_device,
             Stop: self._stop,
         }
 
     def serve(self, step: "zmq.Socket[bytes]") -> None:
-        """Take requests and commands until told to stop. Commands come first: a drain or a new
-        driver never waits behind queued steps."""
+        """Take requests and commands until stopped. Commands come first: a drain or a new driver
+        never waits behind queued steps."""
         self._describe()
         self._publish("started")
         self._progress.idle()
-        commands = self._commands
+        commands, senders = self._commands, self._senders
+        known = senders.known
         while self._running:
             sender, first = step.recv(), step.recv(copy=False)
             frames, more = [first.bytes], first.more
             while more:
                 frame = step.recv(copy=False)
                 more = frame.more
-                if len(frames) <= MAX_FRAMES:  # what is over the bound is counted, not kept
+                if len(frames) <= MAX_FRAMES:  # frames over the bound are counted, not kept
                     frames.append(frame.bytes)
             while not commands.empty():
                 self._command(commands.get())
-            if len(frames) > 1 or frames[0]:  # else the doorbell, or somebody who rings it
-                self._take(sender, self._peers.get(sender) or self._meet(sender, first), frames)
-
-    def _meet(self, sender: bytes, frame: zmq.Frame) -> Peer:
-        """Return whose a step socket is; asked once where its routing id is ZeroMQ's own, which
-        counts connections from 32 random bits on and tells nobody."""
-        peer = self._access.peer("step", sender, frame)
-        if sender[:1] == b"\0":
-            if len(self._peers) == MAX_KNOWN_PEERS:
-                self._peers.clear()
-            self._peers[sender] = peer
-        return peer
+            if len(frames) > 1 or frames[0]:  # otherwise it is the doorbell
+                self._take(sender, known.get(sender) or senders.identify(sender, first), frames)
 
     def _take(self, sender: bytes, peer: Peer, frames: list[bytes]) -> None:
         """Decode and judge one request of a peer that may send any."""
-        if sender != self._sender and peer in self._bad_peers:
+        senders = self._senders
+        if sender != senders.driver and peer in senders.bad_peers:
             return
-        if not self._access.opens(peer, "step"):
-            self._tell(sender, ForbiddenError("steps need the role driver", fix="use its key"))
+        if not senders.access.opens(peer, "step"):
+            self._refuse_unread(
+                sender, ForbiddenError("steps need the role driver", fix="use its key")
+            )
             return
         try:
             message = decode_step(frames)
         except WireError as error:
             self._refuse_frames(sender, peer, frames, error)
             return
-        seat = self._seats.get(message.epoch)
-        if seat is not None and seat.owner != self._access.owner(peer):
-            self._bad_peers.note(peer, "step", _not_its_epoch(message.epoch))
-            return  # nobody is told: the epoch's replies are its driver's
+        owner = senders.owners.get(message.epoch)
+        if owner is not None and owner.owner != senders.access.owner(peer):
+            senders.bad_peers.note(peer, "step", _not_its_epoch(message.epoch))
+            return  # no reply: replies of the epoch are for its driver
         verdict = self._gate.judge(message)
         if verdict is Verdict.RUN:
             self._gate.accept(message)
-            self._sender = sender
+            senders.driver = sender
             del frames[0]
             self._run(message, frames, peer)
         elif verdict is Verdict.REPLAY:
@@ -368,11 +324,11 @@ class _StepLoop:
             self._refuse(message, self._gate.refusal(verdict, message))
 
     def _run(self, message: StepMessage, arrays: Sequence[Frame], peer: Peer) -> None:
-        """Run an accepted request: exactly one outcome goes to the completion thread, whatever
-        happens, and not before `progress` shows it: who has the answer may ask for the status."""
+        """Run an accepted request. Exactly one outcome goes to the completion thread, and not
+        before `progress` shows it: a driver that has the reply may ask for the status."""
         kind = type(message)
         try:
-            self._access.check(peer, message)
+            self._senders.access.check(peer, message)
             if kind not in self._array_steps or kind not in self._lifecycle.legal:
                 self._lifecycle.check(message)
             self._begin(message)
@@ -387,7 +343,7 @@ class _StepLoop:
         self._progress.idle()
 
     def _begin(self, message: StepMessage) -> None:
-        """Enter the phase of a legal request, under the step deadline that it may bring along."""
+        """Enter the phase of a legal request. A load request also sets the step deadline."""
         kind, progress = type(message), self._progress
         if kind in self._array_steps:
             progress.begin(kind.__name__, progress.step_deadline_s, True)
@@ -415,7 +371,7 @@ class _StepLoop:
         self._describe()
         self._publish(self._lifecycle.transitions[-1] if changed else "")
         if isinstance(message, lc.Reset):
-            self._uploads.drop_all()  # what comes from here on sees the new state
+            self._uploads.drop_all()  # later uploads see the new state
         self._progress.last_seq = message.seq
         self._completion.reply(reply)
 
@@ -435,7 +391,7 @@ class _StepLoop:
             self._end(_FATAL[error.code], str(error))
 
     def _end(self, exit_code: ExitCode, cause: str) -> None:
-        """Refuse everything from here on; the daemon ends the process."""
+        """Refuse all requests from here on; the daemon ends the process."""
         if not self._lifecycle.serve("FAILED", cause):
             return
         self._failed = True
@@ -450,26 +406,27 @@ class _StepLoop:
 
     def _refuse(self, message: StepMessage | StepHead, error: ProtocolError) -> None:
         """Answer a request that was not accepted, if its epoch is a driver's."""
-        seat = self._seats.get(message.epoch)
-        if seat is not None:
+        owner = self._senders.owners.get(message.epoch)
+        if owner is not None:
             reply = error_reply(error, epoch=message.epoch, seq=message.seq, rank=self._worker.rank)
-            self._completion.refuse(seat.route, reply)
+            self._completion.refuse(owner.route, reply)
 
     def _refuse_frames(
         self, sender: bytes, peer: Peer, frames: Sequence[Frame], error: WireError
     ) -> None:
         """Answer frames that do not decode: to the driver of their epoch as the outcome of their
-        seq, where both can be read. Those of anybody else are counted."""
+        seq, if both can be read. Frames of other senders are counted."""
         head = head_of(frames)
-        if head is None or not self._is_drivers(sender, peer, head.epoch):
-            if sender != self._sender:
-                self._bad_peers.note(peer, "step", error)
-            self._tell(sender, error)
+        senders = self._senders
+        if head is None or not senders.is_driver(sender, peer, head.epoch):
+            if sender != senders.driver:
+                senders.bad_peers.note(peer, "step", error)
+            self._refuse_unread(sender, error)
             return
         verdict = self._gate.judge(head)
         if verdict is Verdict.RUN:
             self._gate.accept(head)
-            self._sender = sender
+            senders.driver = sender
             self._fail_unread(head, refusal(head, frames, error))
         elif verdict is Verdict.REPLAY:
             self._completion.replay(head.seq)
@@ -477,28 +434,19 @@ class _StepLoop:
             self._refuse(head, self._gate.refusal(verdict, head))
 
     def _fail_unread(self, head: StepHead, error: Exception) -> None:
-        """Refuse a request that was accepted by its head alone."""
+        """Report the failure of a request that was accepted by its head alone."""
         if is_step(head):
             self._worker.refuse_step(head.seq)
         reply = error_reply(error, epoch=head.epoch, seq=head.seq, rank=self._worker.rank)
         self._progress.last_seq = head.seq
         self._completion.reply(reply)
 
-    def _is_drivers(self, sender: bytes, peer: Peer, epoch: int) -> bool:
-        """Tell whether a step socket is that of an epoch's driver, which may have connected again.
-        Without keys all peers have the same owner: then the socket that sent the last request is,
-        or the first that sends one."""
-        seat = self._seats.get(epoch)
-        if seat is None or seat.owner != self._access.owner(peer):
-            return False
-        return self._access.proves_owners or self._sender in (sender, b"")
-
-    def _tell(self, sender: bytes, error: Exception) -> None:
-        """Answer what was not decoded: to the attached driver, if it comes from its step socket."""
-        seat = self._seats.get(self._gate.epoch)
-        if seat is not None and sender == self._sender:
+    def _refuse_unread(self, sender: bytes, error: Exception) -> None:
+        """Answer a request that was not decoded, if the attached driver sent it."""
+        owner = self._senders.owners.get(self._gate.epoch)
+        if owner is not None and sender == self._senders.driver:
             reply = error_reply(error, epoch=self._gate.epoch, seq=0, rank=self._worker.rank)
-            self._completion.refuse(seat.route, reply)
+            self._completion.refuse(owner.route, reply)
 
     def _command(self, command: Command) -> None:
         if self._failed and not isinstance(command, StopSteps | Stop):
@@ -516,7 +464,7 @@ class _StepLoop:
     def _drop_requests(self, command: DropRequests) -> None:
         if command.epoch == self._gate.epoch:
             self._leave_requests(keep=False)
-            logger.info("nobody came for the requests of epoch %d: dropped", command.epoch)
+            logger.info("no driver adopted the requests of epoch %d: dropped", command.epoch)
 
     def _lose_link(self, command: LinkLost) -> None:
         if command.link == self._gate.link:  # else it has been replaced since
@@ -526,16 +474,16 @@ class _StepLoop:
         self._gate.draining = command.stays
         if self._lifecycle.serve("DRAINING", "drain" if command.stays else "shutdown"):
             self._publish(self._lifecycle.transitions[-1])
-        command.idle()
+        command.on_idle()
 
     def _resume(self, command: Resume) -> None:
         if self._gate.draining and self._lifecycle.serve("SERVING", "the drain was undone"):
             self._gate.draining = False
             self._publish(self._lifecycle.transitions[-1])
-        command.serving()
+        command.on_serving()
 
-    def _work_aside(self, command: OutOfBandTask) -> None:
-        # Not on_link: whoever attaches meanwhile waits, and aborts nobody's link.
+    def _run_out_of_band(self, command: OutOfBandTask) -> None:
+        # Not on_link: a driver that attaches meanwhile waits, and aborts no link.
         self._progress.begin(command.phase, command.legal_silence_s, False)
         command.work(self._worker)
         self._progress.idle()
@@ -550,32 +498,29 @@ class _StepLoop:
     def _attach(self, command: Attach) -> None:
         gate = self._gate
         if command.epoch <= gate.epoch:
-            return  # overtaken: a driver behind this one was taken first
+            return  # overtaken: a later driver was attached first
         clean = self._leave_requests(keep=command.keep_requests)
         self._left_clean = True
-        standing = AttachSnapshot(gate.epoch, gate.last_seq, clean)
+        snapshot = AttachSnapshot(gate.epoch, gate.last_seq, clean)
         gate.attach(command.epoch)
-        self._sender = b""
+        self._senders.attach(command.epoch, command.owner)
         self._progress.epoch = command.epoch
         self._progress.last_seq = 0
-        self._seats[command.epoch] = command.seat
-        if len(self._seats) > MAX_OLD_DRIVERS:
-            del self._seats[min(self._seats)]
         self._leased(command.epoch, "held", f"epoch {command.epoch} attached")
         self._completion.attached(
-            command.seat.route,
+            command.owner.route,
             lc.Attached(epoch=command.epoch, seq=0, rank=self._worker.rank),
-            lambda: command.taken(standing),
+            lambda: command.on_taken(snapshot),
         )
         self._progress.idle()
 
     def _leave_requests(self, *, keep: bool) -> bool:
-        """Have the worker forget all requests, unless they are to be kept; tell whether none was
-        cut off since the last attach."""
+        """Have the worker drop all requests unless `keep`; return True if no step was cut off since
+        the last attach."""
         try:
             clean = self._worker.on_attach(keep_requests=keep)
         except Exception:
-            logger.exception("the requests of epoch %d cannot be taken over", self._gate.epoch)
+            logger.exception("the requests of epoch %d cannot be kept or dropped", self._gate.epoch)
             clean = False
         self._left_clean = self._left_clean and clean
         return self._left_clean
@@ -585,17 +530,17 @@ class _StepLoop:
             self._publish(self._lifecycle.transitions[-1])
 
     def _describe(self) -> None:
-        """Renew what is known of the device. After lifecycle operations only: it waits for the
+        """Publish the worker's description. After lifecycle operations only: it waits for the
         device, which a failed step may have left hanging."""
         try:
             description = self._worker.describe()
         except Exception:
-            logger.exception("the worker cannot say what is on the device")
+            logger.exception("the worker cannot describe the device")
             return
         self._progress.snapshot = replace(self._progress.snapshot, description=description)
 
     def _publish(self, transition: str) -> None:
-        """Renew the state that other threads read, after anything but a step."""
+        """Publish the state for other threads, after anything but a step."""
         self._progress.snapshot = replace(
             self._progress.snapshot,
             state=self._lifecycle.state,
@@ -617,13 +562,12 @@ def _not_its_epoch(epoch: int) -> ForbiddenError:
 
 
 def link_failure(reply: ErrorReply, link: int) -> LinkLost | None:
-    """Return the command for a late failure that broke `link`; None for the others."""
+    """Return the command for a late failure that broke `link`; None for other failures."""
     if reply.code is not ErrorCode.COMM:
         return None
     return LinkLost(link, f"seq {reply.seq}: {reply.code}")
 
 
 def fatal_exit_code(reply: ErrorReply) -> ExitCode | None:
-    """Return the exit code that a late failure asks for; None for a failure that the daemon
-    survives."""
+    """Return the exit code of a late failure; None if the daemon survives it."""
     return ExitCode.CONTEXT_LOST if reply.code is ErrorCode.DEVICE else None

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from msgspec import structs
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.config import ModelConfig, ParallelConfig, WorkerConfig
@@ -19,8 +20,6 @@ from worker_daemon.device.init import supports
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import LinkedTensorParallel
 from worker_daemon.errors import CapacityError, ConfigError
-from worker_daemon.kv_cache.allocate import LayerKV, allocate_kv_caches
-from worker_daemon.kv_cache.spec import describe_layers
 from worker_daemon.layers.attention import HeadSizes, NullAttention
 from worker_daemon.layers.attention_choice import ChosenAttention, choose_attention
 from worker_daemon.layers.rotary import rotary_table
@@ -45,6 +44,7 @@ from worker_daemon.models.weights import (
     load_weights,
 )
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
+from worker_daemon.runner.kv_cache import LayerKV, allocate_kv_caches, describe_layers
 from worker_daemon.worker.resolve import ResolvedModel, check_cache, resolve_model
 from worker_daemon.worker.sleep_memory import TaggedMemory, open_memory
 
@@ -237,7 +237,7 @@ def reload(
     )
     renewed = replace(
         model,
-        config=replace_model(model.config, config),
+        config=structs.replace(model.config, model=config),
         resolved=resolved,
         next_load=config,
     )
@@ -263,17 +263,6 @@ class _Overwriting:
     def failed(self, cause: str) -> None:
         if self._has_begun:
             self._weights.interrupt(cause)
-
-
-def replace_model(config: WorkerConfig, model: ModelConfig) -> WorkerConfig:
-    """Return the configuration with another model section."""
-    return WorkerConfig(
-        parallel=config.parallel,
-        model=model,
-        scheduler=config.scheduler,
-        cache=config.cache,
-        graph=config.graph,
-    )
 
 
 def _check_same_model(found: DecoderConfig, loaded: DecoderConfig) -> None:

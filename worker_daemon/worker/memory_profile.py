@@ -14,15 +14,15 @@ from rpc_schema.kv_cache import KVCacheConfig, build_kv_cache_config, plan_group
 from rpc_schema.operations import StepMessage
 from worker_daemon.device.memory import MemoryProfile, profile
 from worker_daemon.errors import CapacityError, CommError
-from worker_daemon.kv_cache.allocate import LayerKV
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.models.partition import partition_layers
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
+from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.worker.loading import LoadedModel
 from worker_daemon.worker.rank_device import OpenedDevice
 from worker_daemon.worker.resolve import check_deadline
 from worker_daemon.worker.serving import Serving
-from worker_daemon.worker.sleep_memory import PlainMemory
+from worker_daemon.worker.sleep_memory import TaggedMemory
 
 _LOG = logging.getLogger(__name__)
 SHORT_DEADLINE_MS: Final = 20_000
@@ -120,7 +120,7 @@ def _profiling_runner(
     plan = _plan(opened, model)
     kv: list[LayerKV] = []
     if is_timed or opened.place.device.type == "cuda":
-        kv = model.allocate_kv_caches(plan, PlainMemory(opened.place.device).make_kv_cache)
+        kv = model.allocate_kv_caches(plan, TaggedMemory(opened.place.device).make_kv_cache)
         model.stage.set_attention(model.attention.backend)
     try:
         yield Serving(opened, model, plan, kv, set_phase)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -69,23 +69,6 @@ def step_label(message: Step) -> str:
         f"step_context_{prompts.size}({prompts.sum()})"
         f"_generation_{generations}({generations})_seq_{message.seq}"
     )
-
-
-class _Recording(Protocol):
-    """What is being recorded: one of the two below."""
-
-    @property
-    def kind(self) -> Kind:
-        """The kind of profile."""
-
-    def step(self, message: Step) -> AbstractContextManager[object]:
-        """The range that a step's work is recorded under."""
-
-    def stop(self) -> Path | None:
-        """End it; return the trace that was written, if there is one."""
-
-    def discard(self) -> None:
-        """End it, and write nothing."""
 
 
 class _CudaMarks:
@@ -144,6 +127,9 @@ class _TorchTrace:
             _check_complete(plain)
             on_error.pop_all()
         return PlainTrace(plain, self._target)
+
+
+_Recording: TypeAlias = _CudaMarks | _TorchTrace
 
 
 class PlainTrace:
@@ -212,11 +198,10 @@ class Profiler:
         even if that is gone by then, which ends the process."""
         self._directory = directory
         self._prefix = DEFAULT_PREFIX
-        self._recording: _Recording | None = None
-        self._abandoned: _Recording | None = None
-        """Of a driver that is gone."""
-        self.is_idle = True
-        """Steps need not run in step()."""
+        self.recording: _Recording | None = None
+        """The profile or trace that runs."""
+        self.abandoned: _Recording | None = None
+        """One of a driver that was replaced; the next step ends it."""
         self._observed: _TorchTrace | None = None
         """What is recorded, where it is an observer's and no driver's."""
         self._settle = settle
@@ -226,7 +211,7 @@ class Profiler:
     @property
     def is_recording(self) -> bool:
         """Whether a profile or a trace runs."""
-        return self._recording is not None
+        return self.recording is not None
 
     def start(self, request: ProfileRequest, device: torch.device, parallel: ParallelState) -> None:
         """Begin to record.
@@ -244,10 +229,10 @@ class Profiler:
                 raise ConfigError(
                     "the device is no CUDA device", field="kind", value="cuda", fix="use torch"
                 )
-            self._hold(_CudaMarks())
+            self.recording = _CudaMarks()
         else:
             target = self._claimed_directory() / trace_name(prefix, parallel)
-            self._hold(_TorchTrace(device, target))
+            self.recording = _TorchTrace(device, target)
         self._prefix = prefix
 
     def stop(self, kind: Kind) -> Path | None:
@@ -260,7 +245,7 @@ class Profiler:
             ConfigError: the file cannot be written. After these two the profile is over, and its
                 trace lost.
         """
-        recording = self._recording
+        recording = self.recording
         if recording is None or self._observed is not None:
             _LOG.warning("no profile runs: there is nothing to stop")
             return None
@@ -279,8 +264,7 @@ class Profiler:
         self._refuse_second()
         target = self._claimed_directory() / trace_name(OBSERVED_PREFIX, parallel)
         self._need_no_abandoned()
-        self._observed = _TorchTrace(device, target)
-        self._hold(self._observed)
+        self.recording = self._observed = _TorchTrace(device, target)
 
     def stop_observed(self, *, keep: bool) -> PlainTrace | None:
         """End what an observer records; return what was written, if that is to be kept.
@@ -296,8 +280,7 @@ class Profiler:
                 fix="start one, and stop it before the reset",
             )
         self._settle()
-        self._observed = None
-        self._hold(None, self._abandoned)
+        self.recording = self._observed = None
         if keep:
             return observed.write()
         observed.discard()
@@ -309,11 +292,10 @@ class Profiler:
         if self._disposal is not None:
             self._disposal.join(DISPOSAL_LIMIT_S)
         self._drop_abandoned()
-        kind = None if self._recording is None else self._recording.kind
-        if self._disposal is not None and self._recording is not None:
+        kind = self.recording and self.recording.kind
+        if self._disposal is not None and kind is not None:
             _LOG.warning("the trace of the profile that was running is lost with its link")
-            self._observed = None
-            self._hold(None, abandoned=self._recording)
+            self.abandoned, self.recording, self._observed = self.recording, None, None
             return
         try:
             written = self._stop()
@@ -326,14 +308,14 @@ class Profiler:
     def abandon(self) -> None:
         """The driver of whatever runs is gone: drop that before the next step or profile. Not now:
         it waits for the device, whose kernels may wait for a peer until the link is left."""
-        if self._recording is not None and self._observed is None:
-            self._hold(None, abandoned=self._recording)
+        if self.recording is not None and self._observed is None:
+            self.abandoned, self.recording = self.recording, None
 
     def step(self, message: Step) -> AbstractContextManager[object]:
         """Return what to run a step in, so that the profile shows it under its counts."""
-        if self._abandoned is not None:
+        if self.abandoned is not None:
             self._drop_abandoned()
-        return _NOTHING if self._recording is None else self._recording.step(message)
+        return _NOTHING if self.recording is None else self.recording.step(message)
 
     def link_left(self, disposal: threading.Thread | None) -> None:
         """A link was left, whose last transfers end with `disposal`: a recording that they began
@@ -342,7 +324,7 @@ class Profiler:
 
     def _need_no_abandoned(self) -> None:
         self._drop_abandoned()
-        if self._abandoned is not None:
+        if self.abandoned is not None:
             raise StateError(
                 "the profile of a driver that is gone has not ended yet",
                 field="action",
@@ -356,30 +338,26 @@ class Profiler:
                 return
             self._disposal = None
         self._settle()
-        abandoned = self._abandoned
-        self._hold(self._recording)
+        abandoned, self.abandoned = self.abandoned, None
+        if abandoned is None:
+            return
         try:
-            if abandoned is not None:
-                abandoned.discard()
+            abandoned.discard()
         except Exception:
             _LOG.warning("a profile did not end as it should", exc_info=True)
 
     def _stop(self) -> Path | None:
         self._settle()
-        recording, self._observed = self._recording, None
-        self._hold(None, self._abandoned)
+        recording, self.recording = self.recording, None
+        self._observed = None
         return None if recording is None else recording.stop()
 
-    def _hold(self, recording: _Recording | None, abandoned: _Recording | None = None) -> None:
-        self._recording, self._abandoned = recording, abandoned
-        self.is_idle = recording is None and abandoned is None
-
     def _refuse_second(self) -> None:
-        if self._recording is None:
+        if self.recording is None:
             return
         whose = "a profile" if self._observed is None else "an observer's trace"
         raise StateError(
-            f"{whose} of kind {self._recording.kind} runs already",
+            f"{whose} of kind {self.recording.kind} runs already",
             field="action",
             value="start",
             fix="stop it first" if self._observed is None else "start again once that has ended",

@@ -14,7 +14,7 @@ import torch
 from rpc_schema.config import Rendezvous, RendezvousAddress
 from rpc_schema.lifecycle import InitDevice
 from worker_daemon.backend import choose_backend
-from worker_daemon.device.health import DeviceHealth, NoHealth
+from worker_daemon.device.health import CheckDevice, no_check
 from worker_daemon.device.init import open_capture_stream, open_device
 from worker_daemon.device.memory import MemorySnapshot, MemorySource
 from worker_daemon.device.threads import choose_threads
@@ -62,7 +62,7 @@ class RankDevice:
         name: str,
         set_phase: SetPhase,
         open_memory: Callable[[torch.device], MemorySource],
-        open_health: Callable[[torch.device], DeviceHealth],
+        open_health: Callable[[torch.device], CheckDevice],
         num_threads: int | None = None,
     ) -> None:
         """Touches no device: that is open's. num_threads: torch's on the CPU, if the user said."""
@@ -71,7 +71,8 @@ class RankDevice:
         self._set_phase = set_phase
         self._open_memory = open_memory
         self._open_health = open_health
-        self._health: DeviceHealth = NoHealth()
+        self.check: CheckDevice = no_check
+        """The device's health check, for the guard thread."""
         self._num_threads = num_threads
         self._max_threads = torch.get_num_threads()
         self._newest_link: Link | None = None
@@ -129,7 +130,7 @@ class RankDevice:
             timeout_s=timeout_s,
             capture_stream=self._capture_stream,
         )
-        self._health = self._open_health(device)
+        self.check = self._open_health(device)
         return self.opened_or_none
 
     def meet_again(self, rendezvous: Rendezvous) -> Link:
@@ -168,10 +169,6 @@ class RankDevice:
         """What the communicators last did, as JSON; empty where nobody keeps it."""
         opened = self.opened_or_none
         return b"" if opened is None else opened.link.dump()
-
-    def check(self) -> str:
-        """What is amiss with the device, though it may compute; empty: nothing."""
-        return self._health.check()
 
     def _meet(self, rendezvous: Rendezvous, place: RankPlace, timeout_s: float) -> Link:
         meeting_place = _resolved(rendezvous.place, place.parallel)

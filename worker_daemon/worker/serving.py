@@ -11,11 +11,11 @@ from rpc_schema.kv_cache import KVCacheConfig, groups_of
 from rpc_schema.operations import StepMessage
 from worker_daemon.distributed.link import Link
 from worker_daemon.errors import CapacityError, CommError
-from worker_daemon.kv_cache.allocate import LayerKV
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.raising import Translation
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
 from worker_daemon.runner.cuda_graph import NoGraphs, StepGraphs
+from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.warmup import (
     SyntheticStep,

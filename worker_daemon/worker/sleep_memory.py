@@ -1,15 +1,15 @@
-"""Where a rank's weights, model buffers and KV cache lie, and how they go to sleep and come back.
-Owns that memory and the state of its tags. Knows no message, no runner and no link.
+"""The memory of a rank's weights, model buffers and KV cache, and its sleep and wake-up. Owns that
+memory and the state of its tags.
 
-`ArenaMemory` can sleep: each tag's tensors lie in arenas, whose addresses stay. `PlainMemory`
-cannot, and is torch's own. Used on the step thread, with no request's rows alive.
+`ArenaMemory` can sleep: each tag's tensors lie in arenas, whose addresses stay. `TaggedMemory`, its
+base, is torch's own memory and cannot. Used on the step thread, with no request's rows alive.
 """
 
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -35,111 +35,73 @@ _AWAY: Final[frozenset[TagState]] = frozenset(("asleep", "discarded"))
 _LOG = logging.getLogger(__name__)
 
 
-class TaggedMemory(Protocol):
-    """What a loaded model's memory is asked for."""
+class TaggedMemory:
+    """A loaded model's memory: torch's own, which stays until it is freed. Refuses to sleep; see
+    ArenaMemory for memory that can."""
 
-    @property
-    def tags(self) -> MemoryTags:
-        """How awake it is."""
-
-    @property
-    def states(self) -> Mapping[MemoryTag, TagState]:
-        """The same by tag; nothing where it cannot sleep."""
-
-    def hold_stage(self, stage: DecoderStage, rotary: Tensor) -> None:
-        """Give zeroed memory to the parameters of a stage that was built on the meta device, and
-        lay its rotary table, which is on the device, beside them. Raises torch.OutOfMemoryError or
-        CapacityError."""
-
-    def make_kv_cache(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a zeroed [numel], in place of the one before. Raises as hold_stage does."""
-
-    def drop_kv_cache(self) -> None:
-        """Give it back; its tensors must not be used any more. Idempotent."""
-
-    def prepare(self) -> None:
-        """The model serves from now on: get ready for its first sleep."""
-
-    def sleep(self, level: SleepLevel) -> None:
-        """Take memory away from both tags; the weights' content goes to the host at level 1.
-
-        Raises:
-            CapacityError: the host has no room for it; nothing has changed.
-            ConfigError: sleeping is not enabled.
-        """
-
-    def wake_up(self, tags: Collection[MemoryTag] | None) -> None:
-        """Give memory back to the tags, or to all.
-
-        Raises:
-            CapacityError: the device has not that much left; all sleeps on as it did.
-            ConfigError: sleeping is not enabled.
-        """
-
-    def discard(self, tags: Collection[MemoryTag]) -> None:
-        """Take memory away from the tags; their content is kept nowhere. Raises ConfigError."""
-
-    def weights_filled(self) -> None:
-        """Whoever loads weights into memory that is there has written all of them: they are no
-        longer lost."""
-
-    def bytes_by_kind(self) -> Mapping[str, int]:
-        """Say what it takes now, where that can change; in bytes."""
-
-    def stop(self) -> None:
-        """The process is about to end: begin nothing any more."""
-
-    def close(self) -> None:
-        """Give everything back; no tensor of it may be used any more. Idempotent."""
-
-
-class PlainMemory:
-    """torch's own memory, which stays until it is freed. Sleep is refused."""
+    tags = ALL_AWAKE
+    """The state of each tag."""
+    states: Mapping[MemoryTag, TagState] = MappingProxyType({})
+    """The same by tag; empty if the memory cannot sleep."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    tags = ALL_AWAKE
-    states: Mapping[MemoryTag, TagState] = MappingProxyType({})
-
     def hold_stage(self, stage: DecoderStage, rotary: Tensor) -> None:
+        """Give zeroed memory to the parameters of a stage that was built on the meta device, and
+        store its rotary table, which is on the device. Raises torch.OutOfMemoryError or
+        CapacityError."""
         for parameter in stage.parameters():
             meta = parameter.data
             parameter.data = torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
         stage.rotary = rotary
 
     def make_kv_cache(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """On the CPU, pages that the kernel zeroes when they are first touched."""
-        if self._device.type == "cpu":
+        """Return a zeroed [numel], in place of the previous one. Raises as hold_stage does."""
+        if self._device.type == "cpu":  # pages that the kernel zeroes on first touch
             return torch.from_numpy(np.zeros(numel * dtype.itemsize, np.uint8)).view(dtype)
         return torch.zeros(numel, dtype=dtype, device=self._device)
 
     def drop_kv_cache(self) -> None:
-        return None
+        """Free the KV cache; its tensors must not be used any more. Idempotent."""
 
     def prepare(self) -> None:
-        return None
+        """Get ready for the first sleep: the model serves from now on."""
 
     def sleep(self, level: SleepLevel) -> None:
+        """Unmap both tags; the content of the weights goes to the host at level 1.
+
+        Raises:
+            CapacityError: the host has no room for it; nothing has changed.
+            ConfigError: sleeping is not enabled.
+        """
         raise _not_enabled()
 
     def wake_up(self, tags: Collection[MemoryTag] | None) -> None:
+        """Map memory for the tags again; None for all.
+
+        Raises:
+            CapacityError: the device has too little memory left; every tag stays as it is.
+            ConfigError: sleeping is not enabled.
+        """
         raise _not_enabled()
 
     def discard(self, tags: Collection[MemoryTag]) -> None:
+        """Unmap the tags; their content is lost. Raises ConfigError."""
         raise _not_enabled()
 
     def weights_filled(self) -> None:
-        return None
+        """Record that all weights were written: lost weights are awake again."""
 
     def bytes_by_kind(self) -> Mapping[str, int]:
+        """Return the bytes held now, by kind, for memory that can change."""
         return {}
 
     def stop(self) -> None:
-        return None
+        """Stop background work: the process is about to end."""
 
     def close(self) -> None:
-        return None
+        """Free everything; none of its tensors may be used any more. Idempotent."""
 
 
 class _Kept:
@@ -176,7 +138,7 @@ class _Kept:
         self.backup.close()
 
 
-class ArenaMemory:
+class ArenaMemory(TaggedMemory):
     """Arenas for weights, model buffers and KV cache, and page-locked host memory for the first
     two. Buffers belong to the tag `weights`: they go with it and come back with it, with their
     content at any level, since no checkpoint has them."""
@@ -189,23 +151,18 @@ class ArenaMemory:
         kv_chunk_bytes: int = KV_CHUNK_BYTES,
         host_room: Callable[[], int] | None = None,
     ) -> None:
-        """Takes no memory yet; host_room: see HostBackup."""
-        self._device = device
+        """Allocates nothing yet; host_room: see HostBackup."""
+        super().__init__(device)
         self._weight_chunk_bytes = weight_chunk_bytes
         self._kv_chunk_bytes = kv_chunk_bytes
         self._host_room = host_room
         self._weights: _Kept | None = None
         self._buffers: _Kept | None = None
         self._kv_cache: Arena | None = None
-        self._tags = ALL_AWAKE
 
     @property
-    def tags(self) -> MemoryTags:
-        return self._tags
-
-    @property
-    def states(self) -> Mapping[MemoryTag, TagState]:
-        return self._tags.states
+    def states(self) -> Mapping[MemoryTag, TagState]:  # type: ignore[override]  # it changes here
+        return self.tags.states
 
     def hold_stage(self, stage: DecoderStage, rotary: Tensor) -> None:
         parameters = list(stage.parameters())
@@ -226,20 +183,20 @@ class ArenaMemory:
             self._synchronize()
             self._kv_cache.close()
             self._kv_cache = None
-        self._tags = self._tags.after_dropping_kv_cache()
+        self.tags = self.tags.after_dropping_kv_cache()
 
     def prepare(self) -> None:
         for kept in self._held:
             kept.backup.prepare_ahead()
 
     def sleep(self, level: SleepLevel) -> None:
-        self._leave(self._tags.after_sleep(level))
+        self._leave(self.tags.after_sleep(level))
 
     def discard(self, tags: Collection[MemoryTag]) -> None:
-        self._leave(self._tags.after_discard(tags))
+        self._leave(self.tags.after_discard(tags))
 
     def wake_up(self, tags: Collection[MemoryTag] | None) -> None:
-        after = self._tags.after_wake_up(tags)
+        after = self.tags.after_wake_up(tags)
         began = time.monotonic()
         self._release_cached()
         copies = open_uploads(self._device)
@@ -260,8 +217,8 @@ class ArenaMemory:
         self._change(after, began)
 
     def weights_filled(self) -> None:
-        assert self._tags.weights in ("awake", "lost"), "nobody can write what has no memory"
-        self._tags = self._tags.after_filling()
+        assert self.tags.weights in ("awake", "lost"), "nobody can write what has no memory"
+        self.tags = self.tags.after_filling()
 
     def bytes_by_kind(self) -> Mapping[str, int]:
         held = {
@@ -284,7 +241,7 @@ class ArenaMemory:
         for kept in self._held:
             kept.close()
         self._weights = self._buffers = None
-        self._tags = ALL_AWAKE
+        self.tags = ALL_AWAKE
 
     @property
     def _held(self) -> list[_Kept]:
@@ -340,7 +297,7 @@ class ArenaMemory:
         return returning
 
     def _change(self, after: MemoryTags, began: float) -> None:
-        self._tags = after
+        self.tags = after
         _LOG.info("memory is %s after %.3f s", str(after) or "awake", time.monotonic() - began)
 
     def _synchronize(self) -> None:
@@ -355,7 +312,7 @@ class ArenaMemory:
 
 def open_memory(device: torch.device, *, can_sleep: bool) -> TaggedMemory:
     """Return the memory for a model that is about to be built."""
-    return ArenaMemory(device) if can_sleep else PlainMemory(device)
+    return ArenaMemory(device) if can_sleep else TaggedMemory(device)
 
 
 def _not_enabled() -> ConfigError:

@@ -25,19 +25,19 @@ from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.device.failures import FailureKind, drop_scratch, judge, typed_device_error
-from worker_daemon.device.health import DeviceHealth, open_health
+from worker_daemon.device.health import CheckDevice, open_health
 from worker_daemon.device.init import device_name
 from worker_daemon.device.memory import MemorySource
 from worker_daemon.device.memory_sources import memory_source
 from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.errors import CommError, ConfigError, StateError
-from worker_daemon.kv_cache.allocate import LayerKV
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.models.saving import Saver, SaveReport, SaveRequest
 from worker_daemon.models.tensor_bytes import checksum
 from worker_daemon.models.tensorized import TENSORIZER_PATTERN, tensorizer_files
 from worker_daemon.models.weight_state import WeightReport, WeightState
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
+from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.runner.output import PendingOutput
 from worker_daemon.worker.description import WorkerDescription, no_weights
 from worker_daemon.worker.loading import LoadedModel, Roots, load, rank_weights, reload
@@ -63,7 +63,7 @@ class Worker:
         save_root: Path | None = None,
         profile_dir: Path | None = None,
         open_memory: Callable[[torch.device], MemorySource] = memory_source,
-        open_health: Callable[[torch.device], DeviceHealth] = open_health,
+        open_health: Callable[[torch.device], CheckDevice] = open_health,
         num_threads: int | None = None,
     ) -> None:
         """Touches no device: that is init_device's. Without a save_root nothing can be saved,
@@ -247,7 +247,7 @@ class Worker:
         update is open or has failed."""
         if not self._model.weights.is_whole:
             self._model.weights.require_whole("ExecuteModel")
-        if self._profiler.is_idle:
+        if self._profiler.recording is None and self._profiler.abandoned is None:
             return self._serving.runner.execute_model(message, arrays)
         with self._profiler.step(message):
             return self._serving.runner.execute_model(message, arrays)

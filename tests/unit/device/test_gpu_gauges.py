@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from worker_daemon.device.fault_watch import NoFaultWatch
 from worker_daemon.device.gauges import GaugeReading, open_gauges
 from worker_daemon.device.nvml import CudaDevice
 from worker_daemon.server.health.device_watch import DeviceWatch
@@ -56,23 +55,22 @@ class FakeNvml:
 )
 def test_what_nvml_does_not_give_is_left_out(fails, expected):
     gauges = open_gauges(FakeNvml(*fails), CudaDevice("cuda:0", None))
-    assert gauges.is_on and gauges.read() == expected
+    assert gauges.read() == expected
 
 
 @pytest.mark.parametrize(("device", "fails"), [("cpu", ()), ("cuda:4", ()), ("cuda:0", ("init",))])
 def test_without_nvml_there_are_none(device, fails):
-    gauges = open_gauges(FakeNvml(*fails), CudaDevice(device, "0,1"))
-    assert not gauges.is_on and gauges.read() is None
+    assert open_gauges(FakeNvml(*fails), CudaDevice(device, "0,1")) is None
 
 
 def test_gauges_are_read_though_no_fault_can_be_watched_for():
     device = CudaDevice("cuda:0", None)
-    watch = DeviceWatch(NoFaultWatch, print, lambda: open_gauges(FakeNvml(), device))
-    watch.start()
+    watch = DeviceWatch(lambda: None, print, lambda: open_gauges(FakeNvml(), device))
+    watch.thread.start()
     until = time.monotonic() + 10
     while watch.load is None:
         assert time.monotonic() < until
         time.sleep(0.01)
     assert watch.load == GaugeReading(87, 61, 402)
     watch.stop()
-    assert watch.join(5)
+    assert watch.thread.join_within(5)

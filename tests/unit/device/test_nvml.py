@@ -1,11 +1,14 @@
 """Which device NVML is asked for, and what becomes of its answer. NVML itself is played."""
 
+import re
 import types
+from pathlib import Path
 
 import pynvml
 import pytest
 
-from worker_daemon.device.nvml import CudaDevice, Nvml, load_nvml, total_memory_bytes
+from worker_daemon import device
+from worker_daemon.device.nvml import CudaDevice, load_nvml, total_memory_bytes
 from worker_daemon.errors import ConfigError
 
 
@@ -93,7 +96,8 @@ def test_no_driver_is_said():
 
 
 def test_what_is_used_of_nvml_is_there():
-    used = {name for name in vars(Nvml) if name.startswith("nvml")} | set(Nvml.__annotations__)
+    sources = [path.read_text() for path in Path(device.__file__).parent.glob("*.py")]
+    used = {name for text in sources for name in re.findall(r"\bnvml\.(nvml\w+|NVML\w+)", text)}
     assert used >= {"nvmlInit", "NVMLError"}
     assert load_nvml() is pynvml
     assert all(hasattr(pynvml, name) for name in used)

@@ -173,9 +173,9 @@ def test_a_daemon_on_the_cpu_never_asks_nvml():
         "from worker_daemon.device.health import open_health\n"
         "from worker_daemon.device.memory_sources import memory_source\n"
         "memory_source(torch.device('cpu')).snapshot()\n"
-        "open_health(torch.device('cpu')).check()\n"
-        "daemon.open_gauges('cpu').read()\n"
-        "daemon.open_fault_watch('cpu').close()\n"
+        "open_health(torch.device('cpu'))()\n"
+        "assert daemon.open_gauges('cpu') is None\n"
+        "assert daemon.open_fault_watch('cpu') is None\n"
         "print(repr(daemon.find_gpu('cpu')))"
     )
     done = subprocess.run(

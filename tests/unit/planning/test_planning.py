@@ -21,7 +21,6 @@ from worker_client import kv_planning
 from worker_client.errors import KVPlanError
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import CapacityError, CheckpointError, ConfigError
-from worker_daemon.kv_cache.spec import describe_layers
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import read_model_config
@@ -29,6 +28,7 @@ from worker_daemon.models.decoder import build_stage
 from worker_daemon.models.partition import partition_layers
 from worker_daemon.plan.plan_report import plan_json, plan_text
 from worker_daemon.plan.planning import plan_memory, read_partition
+from worker_daemon.runner.kv_cache import describe_layers
 
 BENCHMARK_MODELS = Path(__file__).parents[3] / "benchmarks" / "models"
 H200_BYTES = 150_109_880_320

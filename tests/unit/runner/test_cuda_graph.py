@@ -14,7 +14,6 @@ from row_steps import Admission, NaiveRows, Plan, encode, request_state
 from rpc_schema.base import Count, Extension
 from rpc_schema.sampling import SamplingParams
 from worker_daemon.distributed.tp import SingleRank
-from worker_daemon.kv_cache.allocate import LayerKV
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage
@@ -22,6 +21,7 @@ from worker_daemon.models.partition import partition_layers
 from worker_daemon.runner import cuda_graph
 from worker_daemon.runner.cuda_graph import GraphedProgram
 from worker_daemon.runner.input_batch import InputBuilder, staging_capacity
+from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.parts.random_sampling import RandomSamplingPart
 from worker_daemon.runner.parts.step_parts import StepParts

@@ -68,7 +68,7 @@ class Attachment:
         self.completion = Completion(
             results, Progress("cpu"), lambda reply, link: self.failures.append((reply, link))
         )
-        self.completion.start()
+        self.completion.thread.start()
 
     def attach(self) -> None:
         heard = threading.Event()
@@ -105,7 +105,7 @@ class Attachment:
 
     def close(self) -> None:
         self.completion.stop()
-        assert self.completion.join(10)
+        assert self.completion.thread.join_within(10)
         self.driver.close(0)
 
 
@@ -122,7 +122,7 @@ def attached() -> Iterator[Attachment]:
 
 def test_delays_count_from_the_result_on_the_host(attached: Attachment) -> None:
     attached.greet()
-    delays = attached.completion.reply_delays
+    delays = attached.completion.channel.delays
     assert delays.summary().num_replies == 0  # those of the former driver are forgotten
     wait_s, take_s, came_ns = 0.4, 0.02, []
 
@@ -149,7 +149,7 @@ def test_only_results_that_come_have_a_delay(attached: Attachment) -> None:
     attached.completion.nothing(3)
     attached.completion.pending(4, Result(output(4)), LINK)
     assert [attached.receive().seq for _ in range(3)] == [1, 2, 4]
-    delays = attached.completion.reply_delays
+    delays = attached.completion.channel.delays
     wait_for(lambda: delays.summary().num_replies > 0)
     assert delays.summary().num_replies == 1
 

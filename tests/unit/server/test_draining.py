@@ -27,9 +27,9 @@ class StepThreadSide:
         if self.busy:
             return
         if isinstance(command, StopSteps):
-            command.idle()
+            command.on_idle()
         elif isinstance(command, Resume):
-            command.serving()
+            command.on_serving()
 
 
 def draining(side: StepThreadSide, told: list[bool], step_deadline_s: float = 60.0) -> Draining:
@@ -83,7 +83,7 @@ def test_whoever_waits_hears_that_the_drain_was_undone() -> None:
             with pytest.raises(StateError, match="undone"):
                 await asyncio.wait_for(wait, LIMIT_S)
         assert not undoing.done(), "the step thread has not heard of it"
-        side.commands[-1].serving()
+        side.commands[-1].on_serving()
         await asyncio.wait_for(undoing, LIMIT_S)
 
     side = StepThreadSide(busy=True)

@@ -22,19 +22,36 @@ def hung(phase: str) -> Stamp:
 
 
 class Aborts:
-    """What a guard did."""
+    """A worker that records what a guard did."""
 
     def __init__(self, *, had_link: bool) -> None:
         self.had_link = had_link
         self.count = 0
         self.told: list[tuple[int, str]] = []
 
-    def abort(self) -> bool:
+    def abort_link(self) -> bool:
         self.count += 1
         return self.had_link
 
+    def dump_link(self) -> bytes:
+        return b""
+
+    def check_device(self) -> str:
+        return ""
+
     def tell(self, link: int, cause: str) -> None:
         self.told.append((link, cause))
+
+
+class SlowAborts(Aborts):
+    """Aborts that last until they may end."""
+
+    def __init__(self, may_end: threading.Event) -> None:
+        super().__init__(had_link=True)
+        self._may_end = may_end
+
+    def abort_link(self) -> bool:
+        return super().abort_link() and self._may_end.wait(10.0)
 
 
 class Listener:
@@ -62,8 +79,8 @@ def reports(tmp_path) -> Iterator[HangReports]:
 
 def guard_of(progress: Progress, aborts: Aborts, reports: HangReports) -> Guard:
     guard = Guard(progress, aborts.tell, reports, Listener())
-    guard.watch(aborts.abort)
-    guard.start()
+    guard.watch(aborts)
+    guard.thread.start()
     return guard
 
 
@@ -75,7 +92,7 @@ def test_phase_and_result_that_hang_together_are_each_reported_once(reports) -> 
     wait_for(lambda: aborts.count >= 2)
     time.sleep(4 * TICK_S)
     guard.stop()
-    assert guard.join(5.0)
+    assert guard.thread.join_within(5.0)
     assert aborts.told == [
         (7, "ExecuteModel is past its deadline"),
         (7, "RESULT 3 is past its deadline"),
@@ -88,16 +105,17 @@ def test_abort_without_a_link_is_told_to_nobody(reports) -> None:
     guard.request_abort("a test asks")
     wait_for(lambda: aborts.count == 1)
     guard.stop()
-    assert guard.join(5.0)
+    assert guard.thread.join_within(5.0)
     assert aborts.told == []
 
 
 def test_an_abort_that_was_asked_for_an_older_link_leaves_the_new_one_alone(reports) -> None:
-    progress, aborts, may_end = Progress("cpu"), Aborts(had_link=True), threading.Event()
+    progress, may_end = Progress("cpu"), threading.Event()
+    aborts = SlowAborts(may_end)
     progress.link = 3
     guard = Guard(progress, aborts.tell, reports, Listener())
-    guard.watch(lambda: aborts.abort() and may_end.wait(10.0))
-    guard.start()
+    guard.watch(aborts)
+    guard.thread.start()
     for cause in ("the first", "while that one lasts"):
         guard.request_abort(cause)
     wait_for(lambda: aborts.count == 1)
@@ -106,7 +124,7 @@ def test_an_abort_that_was_asked_for_an_older_link_leaves_the_new_one_alone(repo
     guard.request_abort("the new link's")
     wait_for(lambda: len(aborts.told) == 2)
     guard.stop()
-    assert guard.join(5.0)
+    assert guard.thread.join_within(5.0)
     assert [cause for _, cause in aborts.told] == ["the first", "the new link's"]
     assert aborts.count == 2
 
@@ -125,16 +143,16 @@ def hang_on(guard: Guard, progress: Progress, aborts: Aborts, *links: int) -> No
 def test_link_that_hangs_soon_after_the_one_before_it_is_a_relapse(reports) -> None:
     progress, aborts, listener = Progress("cpu"), Aborts(had_link=True), Listener()
     guard = Guard(progress, aborts.tell, reports, listener)
-    guard.watch(aborts.abort)
-    guard.start()
+    guard.watch(aborts)
+    guard.thread.start()
     hang_on(guard, progress, aborts, 3)
     assert not listener.causes, "two waits of one link"
-    guard.forgive_hangs()
+    guard.hangs.forgive()
     hang_on(guard, progress, aborts, 4)
     assert not listener.causes, "a peer was lost in between"
     hang_on(guard, progress, aborts, 5)
     guard.stop()
-    assert guard.join(5.0)
+    assert guard.thread.join_within(5.0)
     assert listener.causes[0].startswith("ExecuteModel hangs on link 5")
 
 

@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 from worker_daemon.errors import ConfigError
-from worker_daemon.kernel_cache import kernel_cache
-from worker_daemon.settings import ProcessSettings, build_settings, prepare_kernel_cache
+from worker_daemon.settings import (
+    ProcessSettings,
+    build_settings,
+    kernel_cache,
+    prepare_kernel_cache,
+)
 
 CACHE = "TRITON_CACHE_DIR"
 

@@ -7,7 +7,7 @@ import pytest
 from worker_daemon.errors import ConfigError
 from worker_daemon.server.health.guard import SLOW_AT_LEAST_S, SLOW_FACTOR, Pace
 from worker_daemon.server.health.hang_reports import MAX_STACKS_BYTES, HangReports
-from worker_daemon.server.health.systemd import open_notifier
+from worker_daemon.server.health.systemd import ServiceManager
 from worker_daemon.server.progress import MAX_STEPS, NO_RESULT, Stamp, StepTimes
 
 
@@ -16,7 +16,7 @@ def test_service_manager_gets_each_message_as_a_datagram(tmp_path, abstract) -> 
     name = str(tmp_path / "notify")[-90:]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind("\0" + name if abstract else name)
-        notifier = open_notifier("@" + name if abstract else name)
+        notifier = ServiceManager("@" + name if abstract else name)
         notifier.notify("READY=1")
         notifier.notify("STATUS=serving")
         assert [manager.recv(64), manager.recv(64)] == [b"READY=1", b"STATUS=serving"]
@@ -24,7 +24,7 @@ def test_service_manager_gets_each_message_as_a_datagram(tmp_path, abstract) -> 
 
 
 def test_without_a_service_manager_nobody_is_told() -> None:
-    open_notifier("").notify("READY=1")
+    ServiceManager("").notify("READY=1")
 
 
 def test_reports_hold_headings_stacks_and_what_communicators_did(tmp_path) -> None:

@@ -13,7 +13,7 @@ from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage, checkpoint_names
 from worker_daemon.models.weights import load_weights
 from worker_daemon.worker.memory_tags import TAGS
-from worker_daemon.worker.sleep_memory import ArenaMemory, PlainMemory
+from worker_daemon.worker.sleep_memory import ArenaMemory, TaggedMemory
 
 CPU = torch.device("cpu")
 CHUNK = 8192
@@ -194,7 +194,7 @@ def test_fifty_cycles_end_where_the_second_did(rank):
 
 
 def test_memory_that_is_not_tagged_refuses_to_sleep():
-    memory = PlainMemory(CPU)
+    memory = TaggedMemory(CPU)
     for change in (
         lambda: memory.sleep(1),
         lambda: memory.wake_up(None),

@@ -1,5 +1,4 @@
-"""Who may ask for what: the role that each request needs, and the role that its sender has. Knows
-no socket; of a frame it reads what the handshake left there."""
+"""Authorization: the role that each request needs, and the role of its sender."""
 
 from collections.abc import Mapping
 from typing import Final, NamedTuple, Protocol, TypeAlias
@@ -16,17 +15,18 @@ from rpc_schema.operations import (
 )
 from worker_daemon.errors import ForbiddenError
 from worker_daemon.server.auth.bad_peers import Peer
+from worker_daemon.server.auth.keys import AuthorizedKeys
 
 Request: TypeAlias = ControlMessage | StepMessage
 
 
 class Sender(NamedTuple):
-    """Who sent a control request."""
+    """The sender of a control request."""
 
     owner: str
-    """Whom the handshake named: a public key or, without keys, a user."""
+    """The owner that the handshake proved: a public key or, without keys, a user."""
     drives: bool
-    """Its role lets it attach."""
+    """True if its role lets it attach."""
 
 
 _NEEDED: Final[Mapping[type[Request], Role]] = {
@@ -40,15 +40,15 @@ SOCKET_ROLES: Final[Mapping[str, Role]] = {
     "step": Role.DRIVER,
     "results": Role.DRIVER,
 }
-"""The role that opens each socket at all."""
+"""The role that a peer needs to use each socket at all."""
 
 
 def needed_role(message: Request) -> Role:
-    """Return the role that a request needs; an admin's to take a daemon from another driver by
-    force.
+    """Return the role that a request needs; taking a daemon from another driver by force needs an
+    admin.
 
     Raises:
-        ForbiddenError: it is no operation, so no role may ask for it.
+        ForbiddenError: the request is not in the table of operations.
     """
     if isinstance(message, lc.PrepareAttach) and message.force:
         return Role.ADMIN
@@ -58,40 +58,32 @@ def needed_role(message: Request) -> Role:
     return needed
 
 
-class Roles(Protocol):
-    """What keys may do at this moment."""
-
-    def role(self, public_key: str) -> Role | None:
-        """Return a key's role; None: it may do nothing."""
-
-
 class Access(Protocol):
-    """Who a sender is, and what it may do. Any thread may ask."""
+    """Identifies senders and checks their rights. Any thread may call it."""
 
     proves_owners: bool
-    """An owner has a key of its own; else all peers may have the same one."""
+    """True if each owner has a key of its own; otherwise all peers may have the same owner."""
 
     def peer(self, socket: str, route: bytes, frame: zmq.Frame) -> Peer:
-        """Tell senders apart: `frame` is the first of a message that came from `route`."""
+        """Identify a sender: `frame` is the first of a message that came from `route`."""
 
     def owner(self, peer: Peer) -> str:
-        """Return whom the handshake named: what epochs and driver ids are bound to."""
+        """Return the owner of a peer: epochs and driver ids belong to owners."""
 
     def opens(self, peer: Peer, socket: str) -> bool:
-        """Tell whether anything that peer sends to this socket may be looked at."""
+        """Return True if messages of the peer on this socket may be read."""
 
     def check(self, peer: Peer, message: Request) -> None:
-        """Raise ForbiddenError unless the peer may ask for this."""
+        """Raise ForbiddenError unless the peer may send this request."""
 
 
 class OpenAccess:
-    """Without keys: the directory decides who can open the sockets, and those may do
-    everything."""
+    """Without keys: whoever can open the sockets in their directory may send any request."""
 
     proves_owners = False
 
     def peer(self, socket: str, route: bytes, frame: zmq.Frame) -> Peer:
-        """See Access: by routing id, with the user that the kernel says the connection has."""
+        """See Access: by routing id, with the user that the kernel reports for the connection."""
         return socket, route, _user(frame)
 
     def owner(self, peer: Peer) -> str:
@@ -103,22 +95,22 @@ class OpenAccess:
         return True
 
     def check(self, peer: Peer, message: Request) -> None:
-        """See Access: any role, for what the tables list."""
+        """See Access: any role, for the operations of the table."""
         if type(message) not in _NEEDED:
             needed_role(message)
 
 
 class KeyedAccess:
-    """By the key that a peer proved to have in the handshake. Its role is looked up for every
-    message, so that a key that was taken out is refused on open connections too."""
+    """Identifies peers by the key that they proved in the handshake. The role is looked up for
+    every message, so that a removed key is refused on open connections too."""
 
     proves_owners = True
 
-    def __init__(self, roles: Roles) -> None:
+    def __init__(self, roles: AuthorizedKeys) -> None:
         self._roles = roles
 
     def peer(self, socket: str, route: bytes, frame: zmq.Frame) -> Peer:
-        """See Access: by public key, which our answer to the handshake made the user id."""
+        """See Access: by public key, which our reply to the handshake made the user id."""
         return str(frame.get("User-Id"))
 
     def owner(self, peer: Peer) -> str:
@@ -139,14 +131,14 @@ class KeyedAccess:
 
 
 def sender(access: Access, peer: Peer) -> Sender:
-    """Return who a peer is as a driver."""
+    """Return a peer as the sender of a control request."""
     return Sender(access.owner(peer), drives=access.opens(peer, "step"))
 
 
 def _user(frame: zmq.Frame) -> str:
-    """Return the user at the other end of an ipc connection, which libzmq describes as
-    localhost:UID:GID:PID; empty where the system does not tell."""
-    # Asked for every step: plain statements, no context manager.
+    """Return the user of an ipc connection, which libzmq describes as localhost:UID:GID:PID; empty
+    if the system does not report it."""
+    # Runs once a step: plain statements, no context manager.
     try:
         parts = str(frame.get("Peer-Address")).split(":")
     except zmq.ZMQError:
@@ -155,7 +147,7 @@ def _user(frame: zmq.Frame) -> str:
 
 
 def forbidden(key: str, role: Role | None, needed: Role, request: str) -> ForbiddenError:
-    """Return the error that names role and request."""
+    """Return the error that names the role and the request."""
     has = "is not among the authorized keys any more" if role is None else f"has the role {role}"
     return ForbiddenError(
         f"{request} needs the role {needed}; the key {fingerprint(key)} {has}",

@@ -1,5 +1,4 @@
-"""Who sent frames that do not decode, and is not listened to for a while. Knows no socket and no
-key: a peer is whatever tells peers apart."""
+"""Bans peers that send frames that do not decode."""
 
 import logging
 import threading
@@ -11,19 +10,19 @@ from typing import Final, TypeAlias
 from rpc_schema.key_files import fingerprint
 
 Peer: TypeAlias = str | tuple[str, bytes, str]
-"""A public key or, without keys, a socket, the peer's routing id there and its user."""
+"""A public key or, without keys, a socket, the peer's routing id on it and its user."""
 
 MAX_BAD_FRAMES: Final = 5
 WINDOW_S: Final = 10.0
 BAN_S: Final = 30.0
 MAX_REMEMBERED: Final = 1024
-"""Without keys whoever comes anew has a new routing id: the oldest are forgotten."""
+"""Without keys every new connection has a new routing id: the oldest are forgotten."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class BadPeers:
-    """Counts bad frames; any thread may ask and tell."""
+    """Counts bad frames; any thread may call it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_bad_frames = 0
@@ -32,11 +31,11 @@ class BadPeers:
         self._lock = threading.Lock()
         self._seen: OrderedDict[Peer, deque[float]] = OrderedDict()
         self._banned: OrderedDict[Peer, float] = OrderedDict()
-        """Until when each is not listened to."""
+        """The time.monotonic at which each ban ends."""
 
     def __contains__(self, peer: object) -> bool:
-        """Whether what `peer` sends is dropped now."""
-        if not self._banned:  # nearly always: this is asked for every step
+        """Return True if messages of the peer are dropped now."""
+        if not self._banned:  # nearly always: this runs once a step
             return False
         with self._lock:
             until = self._banned.get(peer)  # type: ignore[call-overload]  # any object may be asked for
@@ -48,15 +47,15 @@ class BadPeers:
             return False
 
     def note(self, peer: Peer, socket: str, error: Exception) -> None:
-        """Count a bad frame, and log the first, second, fourth and so on, and each ban."""
+        """Count a bad frame. Log each ban, and the first, second, fourth bad frame and so on."""
         banned, num = self.count(peer), self.num_bad_frames
         if num.bit_count() == 1 or banned:
             _LOG.warning("%d bad frames, the last at the %s socket: %s", num, socket, error)
         if banned:
-            _LOG.warning("%s is not listened to for %.0f s", shown(peer), BAN_S)
+            _LOG.warning("%s is banned for %.0f s", shown(peer), BAN_S)
 
     def count(self, peer: Peer) -> bool:
-        """Note a bad frame; tell whether its sender is banned from here on."""
+        """Count a bad frame; return True if its sender is banned from here on."""
         now = self._clock()
         with self._lock:
             self.num_bad_frames += 1
@@ -75,7 +74,7 @@ class BadPeers:
         """Ban a peer for something worse than a bad frame, and log it."""
         with self._lock:
             self._shut_out(peer, self._clock())
-        _LOG.warning("%s is not listened to for %.0f s", shown(peer), BAN_S)
+        _LOG.warning("%s is banned for %.0f s", shown(peer), BAN_S)
 
     def _shut_out(self, peer: Peer, now: float) -> None:
         self._banned[peer] = now + BAN_S
@@ -85,7 +84,7 @@ class BadPeers:
 
 
 def shown(peer: Peer) -> str:
-    """Return what a log line says of a peer."""
+    """Return the peer's name for a log line."""
     if isinstance(peer, str):
         return f"the key {fingerprint(peer)}"
     return f"the peer {peer[1].hex()} of the {peer[0]} socket"

@@ -1,11 +1,11 @@
-"""How many connections strangers may open to a tcp socket: beyond that the kernel drops their
-attempts, before libzmq accepts them or reads a byte. Addresses from which an authorized key has
-come in are let through always, so that a flood from elsewhere does not keep a driver out. Belongs
-to the door thread; knows no key.
+"""Limits the rate of new connections from unknown addresses to a tcp socket: above the limit the
+kernel drops their attempts, before libzmq accepts them or reads a byte. Addresses from which an
+authorized key has connected are never limited, so that a flood from elsewhere does not lock a
+driver out. Used by the ZAP thread.
 
-libzmq accepts whatever its listening socket has. So the limit is a filter on that socket (classic
-BPF, which needs no privilege: socket(7), SO_ATTACH_FILTER). Connections that are open are sockets
-of their own, and not touched.
+libzmq accepts every connection of its listening socket, so the limit is a filter on that socket
+(classic BPF, which needs no privilege: socket(7), SO_ATTACH_FILTER). Open connections are sockets
+of their own and are not affected.
 """
 
 import ipaddress
@@ -21,11 +21,11 @@ from rpc_schema.borrowed_sockets import borrowed
 from rpc_schema.listeners import NOBODY, RETURN, Instruction, attach_filter
 
 RATE_PER_S: Final = 20.0
-"""Connections of strangers that each socket takes for long."""
+"""Connections from unknown addresses that each socket accepts on average."""
 BURST: Final = 100
-"""And at once."""
+"""Connections from unknown addresses that each socket accepts at once."""
 SHUT_S: Final = 1.0
-"""The least time for which strangers are kept out: a filter is not put on for each connection."""
+"""Minimum time for which the filter stays, so that it is not replaced for each connection."""
 MAX_FRIENDS: Final = 16
 
 _SO_DETACH_FILTER: Final = 27
@@ -33,20 +33,20 @@ _LOAD, _JUMP_IF_EQUAL = 0x20, 0x15
 _NETWORK_HEADER: Final = -0x100000
 """SKF_NET_OFF: offsets from here on count from the IP header."""
 _SOURCE: Final = {socket.AF_INET: 12, socket.AF_INET6: 8}
-"""Where that has the sender's address."""
+"""Offset of the sender's address in the IP header."""
 _KEEP: Final = 0xFFFFFFFF
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class TrustedAddresses:
-    """The addresses from which authorized keys came in last."""
+    """The addresses from which authorized keys connected last."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[Address, None] = OrderedDict()
 
     def add(self, text: str) -> None:
-        """Note one; what is no IP address (of ipc, say) is ignored."""
+        """Add an address; text that is no IP address (of ipc, say) is ignored."""
         with suppress(ValueError):
             address = ipaddress.ip_address(text)
             self._known[address] = None
@@ -65,7 +65,8 @@ class TrustedAddresses:
 
 
 class ConnectionLimit:
-    """For one listening socket; shut and opened again as long as there is a flood."""
+    """The limit of one listening socket; the filter is attached and detached as long as a flood
+    lasts."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class ConnectionLimit:
         friends: TrustedAddresses,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """descriptor: of the listening socket, which is another thread's."""
+        """descriptor: of the listening socket, which another thread owns."""
         self.is_shut = False
         self._descriptor = descriptor
         self._friends = friends
@@ -84,8 +85,8 @@ class ConnectionLimit:
         self._reopens_at = 0.0
 
     def entered(self, address: str) -> bool:
-        """A connection from this address was accepted; tell whether strangers are kept out from now
-        on."""
+        """Count an accepted connection from this address; return True if the limit is reached with
+        it."""
         if address in self._friends or self.is_shut:
             return False
         now = self._clock()
@@ -98,18 +99,18 @@ class ConnectionLimit:
         return self.is_shut
 
     def look(self) -> None:
-        """Let strangers in again, if their time has come."""
+        """Detach the filter if its time is over."""
         if self.is_shut and self._clock() >= self._reopens_at:
             self.is_shut = False
             self._apply(_detach)
 
     def renew(self) -> None:
-        """There is a new friend."""
+        """Renew the filter, for a new trusted address."""
         if self.is_shut:
             self._apply(lambda listener: _attach(listener, self._friends.addresses()))
 
     def _apply(self, change: "Callable[[socket.socket], None]") -> bool:
-        """Change the filter, if the socket is still there; tell whether it was."""
+        """Change the filter, if the socket still exists; return True if it does."""
 
         def if_ours(listener: socket.socket) -> bool:
             if listener.getsockname() != self._name:
@@ -121,7 +122,7 @@ class ConnectionLimit:
 
 
 def _with_listener(descriptor: int, use: "Callable[[socket.socket], object]") -> object:
-    """Call `use` with a listening internet socket; None where the descriptor is of none."""
+    """Call `use` with a listening internet socket; None if the descriptor is none."""
     with suppress(OSError), borrowed(descriptor) as listener:
         if listener.family in _SOURCE and listener.getsockopt(
             socket.SOL_SOCKET, socket.SO_ACCEPTCONN
@@ -131,7 +132,7 @@ def _with_listener(descriptor: int, use: "Callable[[socket.socket], object]") ->
 
 
 def _attach(listener: socket.socket, friends: Sequence[Address]) -> None:
-    """Replace the socket's filter, at once."""
+    """Replace the socket's filter."""
     version = 4 if listener.family == socket.AF_INET else 6
     wanted = [friend.packed for friend in friends if friend.version == version]
     attach_filter(listener, program(wanted, _SOURCE[listener.family]))
@@ -143,8 +144,9 @@ def _detach(listener: socket.socket) -> None:
 
 
 def program(friends: Sequence[bytes], offset: int) -> list[Instruction]:
-    """Return the filter that keeps packets from these addresses alone; they lie at this offset of
-    the IP header. Of each address word by word: the next address is tried where one differs."""
+    """Return the filter that accepts packets from these addresses alone. offset: of the sender's
+    address in the IP header. Each address is compared word by word; the next address is tried on a
+    mismatch."""
     made: list[Instruction] = []
     for friend in friends:
         words = struct.unpack(f"!{len(friend) // 4}I", friend)

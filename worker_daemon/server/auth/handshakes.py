@@ -1,9 +1,9 @@
-"""Handshakes at one tcp socket that are not finished: how many there may be, and how much each may
-send. A connection over a bound is shut down. Belongs to the door thread; knows no key.
+"""Limits unfinished handshakes at one tcp socket: their number, and the bytes of each. A connection
+over a limit is shut down. Used by the ZAP thread.
 
-libzmq bounds the frames of a handshake only by ZMQ_MAXMSGSIZE, which has to be that of the largest
-message, and says of no connection when its handshake ended. TCP_INFO says how much went each way:
-without an authorized key a peer is sent a greeting, WELCOME and an error, and no more.
+libzmq limits the frames of a handshake only by ZMQ_MAXMSGSIZE, which has to allow the largest
+message, and does not report the end of a handshake. TCP_INFO reports the bytes in each direction: a
+peer without an authorized key receives a greeting, WELCOME and an error, and no more.
 """
 
 import socket
@@ -18,24 +18,26 @@ from typing import Final, NamedTuple, TypeAlias
 from rpc_schema.borrowed_sockets import borrowed
 
 MAX_STRANGERS: Final = 8
-"""Unfinished handshakes of strangers at a socket."""
+"""Unfinished handshakes from unknown addresses at a socket."""
 MAX_FRIENDS: Final = 64
-"""And of addresses from which an authorized key has come."""
+"""Unfinished handshakes from addresses from which an authorized key has connected."""
 MAX_HANDSHAKE_BYTES: Final = 4096
 """A driver's takes about 600 (ZeroMQ RFC 26)."""
 MAX_LISTENER_BYTES: Final = 4096
-"""What a peer of the events socket may send in all: a handshake and some subscriptions."""
+"""Bytes that a peer of the events socket may send in all: a handshake and some subscriptions."""
 
 LOOK_S: Final = 0.005
-"""How often unfinished handshakes are looked at."""
+"""Interval of the checks of unfinished handshakes."""
 LISTENER_LOOK_S: Final = 0.05
-"""And peers of the events socket, once their first subscriptions have had time to come."""
+"""Interval of the checks of peers of the events socket, once their first subscriptions are
+expected."""
 YOUNG_S: Final = 3.0
-"""For so long after their handshake they are looked at as often as in it."""
+"""For this time after a handshake, a peer of the events socket is checked as often as during it."""
 _HAS_WELCOME: Final = 64 + 170
-"""Bytes of greeting and WELCOME: who is sent these knows the daemon's public key."""
+"""Bytes of greeting and WELCOME: a peer that has received them knows the daemon's public key."""
 _SENT_INITIATE: Final = 64 + 202 + 259
-"""Greeting, HELLO and the shortest INITIATE: who has sent these may be asked about by its key."""
+"""Greeting, HELLO and the shortest INITIATE: libzmq may ask for authentication of a peer that has
+sent these."""
 _HAS_READY: Final = _HAS_WELCOME + 12 + 1
 """More than the error, of 12 bytes, that a refused key is sent; READY has at least 60."""
 _TRAFFIC: Final = struct.Struct("=120xQQ")
@@ -57,12 +59,14 @@ class Traffic(NamedTuple):
 class _Connection:
     name: PeerName
     keys: set[str] = field(default_factory=set)
-    """Public keys that have come in from its address during its handshake: one of them is its."""
+    """Public keys that connected from its address during its handshake: one of them is the
+    peer's."""
     young_until: float = 0.0
 
 
 class Handshakes:
-    """Of one listening socket; connections are told apart by their file descriptor."""
+    """The handshakes of one listening socket; connections are identified by their file
+    descriptor."""
 
     def __init__(
         self,
@@ -74,9 +78,9 @@ class Handshakes:
         hang_up: "Callable[[int, PeerName], None] | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """listens: peers of this socket have nothing to say after their handshake. is_friend tells
-        of an address whether an authorized key has come from there; ban hears of the key of a
-        listener that was shut down."""
+        """listens: peers of this socket send nothing after their handshake. is_friend(address):
+        True if an authorized key has connected from there; ban(key) is called for a subscriber that
+        was shut down."""
         self._listens = listens
         self._is_friend = is_friend
         self._ban = ban
@@ -89,19 +93,19 @@ class Handshakes:
         """Oldest first."""
         self._listeners: dict[int, _Connection] = {}
         self._cut: dict[int, str] = {}
-        """Why, of connections that were shut down and have not ended yet."""
+        """The reason, for connections that were shut down and have not ended yet."""
 
     @property
     def patience_ms(self) -> int | None:
-        """How long until look() has something to do; None where there are no connections."""
+        """The time until look() is due; None if there are no connections."""
         if self._unfinished or self._has_young:
             return int(LOOK_S * 1000)
         return int(LISTENER_LOOK_S * 1000) if self._listeners else None
 
     def began(self, descriptor: int, name: PeerName) -> None:
-        """A connection was accepted. Shut another one down if there are too many: the oldest from
-        the address that has the most. That one knows the daemon's public key says nothing, since a
-        recorded HELLO does too; an honest handshake is over long before it is the oldest."""
+        """Record an accepted connection. If there are too many, shut down the oldest from the
+        address that has the most. A peer that knows the daemon's public key is not spared, since a
+        recorded HELLO proves as much; an honest handshake ends long before it is the oldest."""
         self.ended(descriptor)
         self._unfinished[descriptor] = _Connection(name)
         is_friend = self._is_friend(name[0])
@@ -114,7 +118,8 @@ class Handshakes:
                 self._cut_off(victim, "too many handshakes are unfinished")
 
     def _alike(self, is_friend: bool) -> dict[int, _Connection]:
-        """Return the unfinished handshakes of friends, or of strangers, as they are known now."""
+        """Return the unfinished handshakes of trusted addresses, or of unknown ones, as known
+        now."""
         return {
             descriptor: connection
             for descriptor, connection in self._unfinished.items()
@@ -122,8 +127,8 @@ class Handshakes:
         }
 
     def came_in(self, host: str, key: str) -> None:
-        """An authorized key was let in from this address: on one of the connections whose handshake
-        is that far."""
+        """Record that an authorized key connected from this address: on one of the connections
+        whose handshake is that far."""
         for descriptor, connection in self._unfinished.items():
             if connection.name[0] == host:
                 traffic = self._measure(descriptor, connection.name)
@@ -131,8 +136,8 @@ class Handshakes:
                     connection.keys.add(key)
 
     def look(self) -> None:
-        """Take notice of handshakes that are finished, and shut down whoever has sent too much, if
-        the last look was not just now."""
+        """Check all handshakes if the interval is over: remove those that are finished, and shut
+        down peers that have sent too much."""
         now = self._clock()
         if now >= self._look_at:
             self._look_at = now + LOOK_S
@@ -141,7 +146,8 @@ class Handshakes:
             self._look_at_listeners(now)
 
     def _look_at_listeners(self, now: float) -> None:
-        """Shut down listeners that have sent too much: young ones now, others if it is time."""
+        """Shut down subscribers that have sent too much: young ones are checked each time, others
+        at their interval."""
         is_time = now >= self._listeners_at
         if is_time:
             self._listeners_at = now + LISTENER_LOOK_S
@@ -153,21 +159,21 @@ class Handshakes:
                 continue
             traffic = self._measure(descriptor, connection.name)
             if traffic is not None and traffic.received > MAX_LISTENER_BYTES:
-                self._cut_off(descriptor, "it has sent too much to a socket that only tells")
+                self._cut_off(descriptor, "it has sent too much to a socket that only publishes")
                 if len(connection.keys) == 1:
                     self._ban(next(iter(connection.keys)))
 
     def ended(self, descriptor: int) -> str:
-        """A connection has ended; return why it was shut down, if it was."""
+        """Record the end of a connection; return the reason if it was shut down."""
         self._unfinished.pop(descriptor, None)
         self._listeners.pop(descriptor, None)
         return self._cut.pop(descriptor, "")
 
     def _examine(self, descriptor: int, connection: _Connection) -> None:
-        """Look at an unfinished handshake."""
+        """Check an unfinished handshake."""
         traffic = self._measure(descriptor, connection.name)
         if traffic is None:
-            del self._unfinished[descriptor]  # it has ended, or this kernel does not tell
+            del self._unfinished[descriptor]  # it has ended, or the kernel lacks TCP_INFO
             return
         if traffic.sent >= _HAS_READY:
             del self._unfinished[descriptor]
@@ -187,8 +193,8 @@ class Handshakes:
 def _with_connection(
     descriptor: int, name: PeerName, use: "Callable[[socket.socket], object]"
 ) -> object:
-    """Call `use` with the connection to this peer; None where the descriptor, which is another
-    thread's, has become something else since."""
+    """Call `use` with the connection to this peer; None if the descriptor, which another thread
+    owns, belongs to something else by now."""
     with suppress(OSError), borrowed(descriptor) as connection:
         if connection.getpeername()[:2] == name:
             return use(connection)
@@ -196,8 +202,8 @@ def _with_connection(
 
 
 def _traffic(descriptor: int, name: PeerName) -> Traffic | None:
-    """Return what a connection has carried; None where there is no such connection any more, or an
-    old kernel does not tell."""
+    """Return the bytes that a connection has carried; None if it has ended, or if an old kernel
+    does not report them."""
 
     def read(connection: socket.socket) -> Traffic | None:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TRAFFIC.size)

@@ -12,7 +12,7 @@ from worker_daemon.errors import ConfigError
 
 
 class KeyFiles(NamedTuple):
-    """What was made."""
+    """The files of a new key pair."""
 
     secret: Path
     """Mode 0400."""

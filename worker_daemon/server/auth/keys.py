@@ -1,4 +1,4 @@
-"""The daemon's own key pair and the keys it lets in. Reads their files; knows no message."""
+"""The daemon's own key pair, and the authorized keys."""
 
 import logging
 from collections.abc import Mapping
@@ -50,7 +50,8 @@ def read_identity(path: Path, *, is_credential: bool) -> Identity:
 
 
 class AuthorizedKeys:
-    """Who may come in, and as what. Read anew by the main thread; any thread may ask."""
+    """The authorized keys and their roles. Reloaded by the main thread; any thread may read
+    them."""
 
     def __init__(self, path: Path) -> None:
         """Read the file. Raises ConfigError where it cannot be used."""
@@ -67,8 +68,8 @@ class AuthorizedKeys:
         return None if entry is None else entry.role
 
     def reload(self) -> bool:
-        """Read the file again; tell whether some key may now do less. What cannot be read changes
-        nothing."""
+        """Read the file again; return True if some key may now do less. A file that cannot be read
+        changes nothing."""
         before = self._by_key
         try:
             self._by_key = _read(self._path)

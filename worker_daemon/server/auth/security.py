@@ -1,10 +1,10 @@
-"""What protects a daemon's sockets: nothing beyond their directory, or keys. Put together once, on
-the main thread; knows no message."""
+"""The protection of the daemon's sockets: by their directory alone, or by keys. Chosen once, on the
+main thread."""
 
 import logging
 import os
 import time
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import zmq
 import zmq.asyncio
@@ -17,10 +17,10 @@ from worker_daemon.server.auth.zap import ZapHandler
 from worker_daemon.settings import ProcessSettings
 
 HANDSHAKE_MS: Final = 1000
-"""Of strangers; doorkeeper.py has the other bounds. More than a driver's:
-client/worker_client/keys.py."""
+"""Limit of a handshake with keys; handshakes.py has the other limits. Must exceed the driver's
+limit in client/worker_client/keys.py."""
 LOCAL_HANDSHAKE_MS: Final = 3000
-"""Where nobody but this user can connect."""
+"""Limit of a handshake where only this user can connect."""
 SLOW_CIPHER_MB_S: Final = 300
 _TEST_BYTES: Final = 1 << 20
 _TEST_ROUNDS: Final = 2
@@ -31,59 +31,44 @@ AnySocket: TypeAlias = "zmq.Socket[bytes] | zmq.asyncio.Socket"
 logger = logging.getLogger(__name__)
 
 
-class Security(Protocol):
-    """Owned by the main thread; `access` and `bad_peers` are for all."""
+class Security:
+    """Protects the sockets of an ipc endpoint without keys: its directory is closed to other users.
+    KeySecurity protects by keys. Owned by the main thread; any thread may use `access` and
+    `bad_peers`."""
 
-    access: Access
-    bad_peers: BadPeers
-    frame_bytes: int
-    """By which frames are longer on their way than they are here."""
+    frame_bytes = 0
+    """Bytes that the protection adds to a frame."""
+
+    def __init__(self, access: Access | None = None) -> None:
+        self.access = access or OpenAccess()
+        self.bad_peers = BadPeers()
 
     @property
     def num_refused(self) -> int:
-        """Handshakes that were refused, since the start; any thread may ask."""
+        """Handshakes that were refused since the start; any thread may read it."""
+        return 0
 
     def protect(self, socket: AnySocket, name: str) -> None:
-        """Set what a socket needs before it is bound."""
-
-    def start(self) -> None:
-        """Let peers in; after protect() and before the sockets are bound."""
-
-    def reload(self) -> bool:
-        """Read again who may come in; tell whether somebody may do less than before."""
-
-    def stop(self, timeout_s: float) -> bool:
-        """Let nobody in any more; tell whether that took no longer."""
-
-
-class DirectorySecurity:
-    """An ipc endpoint without keys: its directory is closed to other users."""
-
-    def __init__(self) -> None:
-        self.access: Access = OpenAccess()
-        self.bad_peers = BadPeers()
-        self.frame_bytes = 0
-        self.num_refused = 0
-
-    def protect(self, socket: AnySocket, name: str) -> None:
-        """See Security."""
+        """Set the socket options of the protection; called before the socket is bound."""
         socket.setsockopt(zmq.HANDSHAKE_IVL, LOCAL_HANDSHAKE_MS)
 
     def start(self) -> None:
-        """See Security."""
+        """Let peers connect; called after protect() and before the sockets are bound."""
 
     def reload(self) -> bool:
-        """See Security."""
+        """Read the authorized keys again; return True if some key may do less than before."""
         return False
 
     def stop(self, timeout_s: float) -> bool:
-        """See Security."""
+        """Let no more peers connect; return True if that ended in time."""
         return True
 
 
-class KeySecurity:
+class KeySecurity(Security):
     """CURVE on all four sockets: a peer proves that it has an authorized key before anything that
     it sends is read, and the daemon proves its own."""
+
+    frame_bytes = CURVE_BYTES
 
     def __init__(
         self,
@@ -91,30 +76,28 @@ class KeySecurity:
         identity: Identity,
         authorized: AuthorizedKeys,
     ) -> None:
-        self.access: Access = KeyedAccess(authorized)
-        self.bad_peers = BadPeers()
-        self.frame_bytes = CURVE_BYTES
+        super().__init__(KeyedAccess(authorized))
         self._identity = identity
         self._authorized = authorized
-        self._door = ZapHandler(context, authorized, self.bad_peers)
+        self._zap = ZapHandler(context, authorized, self.bad_peers)
 
     @property
     def num_refused(self) -> int:
         """See Security."""
-        return self._door.num_refused
+        return self._zap.num_refused
 
     def protect(self, socket: AnySocket, name: str) -> None:
-        """See Security. Without an answer to the domain's question libzmq lets nobody in."""
+        """See Security. Without a reply from the ZAP handler libzmq lets no peer connect."""
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._identity.secret_key)
         socket.setsockopt(zmq.ZAP_DOMAIN, name.encode())
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        self._door.watch(name, socket)
+        self._zap.watch(name, socket)
 
     def start(self) -> None:
         """See Security."""
-        self._door.start()
+        self._zap.start()
 
     def reload(self) -> bool:
         """See Security."""
@@ -122,7 +105,7 @@ class KeySecurity:
 
     def stop(self, timeout_s: float) -> bool:
         """See Security."""
-        return self._door.stop(timeout_s)
+        return self._zap.stop(timeout_s)
 
 
 def open_security(context: "zmq.Context[zmq.Socket[bytes]]", settings: ProcessSettings) -> Security:
@@ -132,7 +115,7 @@ def open_security(context: "zmq.Context[zmq.Socket[bytes]]", settings: ProcessSe
         ConfigError: a key file cannot be used.
     """
     if settings.key_file is None or settings.authorized_keys is None:
-        return DirectorySecurity()
+        return Security()
     identity = read_identity(settings.key_file, is_credential=settings.key_is_credential)
     authorized = AuthorizedKeys(settings.authorized_keys)
     _report_cipher()
@@ -142,7 +125,7 @@ def open_security(context: "zmq.Context[zmq.Socket[bytes]]", settings: ProcessSe
 def _report_cipher() -> None:
     speed = cipher_mb_s()
     if speed is None:
-        logger.warning("the cipher could not be tried")
+        logger.warning("the cipher's speed could not be measured")
     elif speed < SLOW_CIPHER_MB_S:
         logger.warning(
             "the cipher encrypts %.0f MB/s, less than %d: messages of 4 KiB take %.0f us longer on "
@@ -156,8 +139,8 @@ def _report_cipher() -> None:
 
 
 def cipher_mb_s() -> float | None:
-    """Return how fast messages are encrypted (and as fast decrypted), in 10^6 bytes a second: a
-    large one is sent to ourselves, under keys of its own. None: it did not come."""
+    """Return the speed of encryption, which is that of decryption too, in 10^6 bytes a second: a
+    large message is sent to ourselves, under fresh keys. None if it did not arrive."""
     public, secret = zmq.curve_keypair()
     address = f"ipc://@worker-daemon-{os.getpid()}-{os.urandom(8).hex()}"
     message = bytes(_TEST_BYTES)

@@ -1,11 +1,11 @@
-"""The door thread: answers ZeroMQ's question whether a key may come in (ZAP, ZeroMQ RFC 27), writes
-a line for whoever was turned away, and keeps strangers out while they are too many (turnstile.py)
-or shuts them down where they send too much (handshakes.py). Owns the ZAP socket and the monitors of
-the four sockets; never waits for another thread, so that handshakes end while the main thread is
-busy.
+"""The ZAP thread: authenticates keys (ZAP, ZeroMQ RFC 27), logs refused peers, limits the rate of
+unknown addresses (connection_limit.py) and shuts down handshakes that are too long (handshakes.py).
+Owns the ZAP socket and the monitors of the four sockets; never waits for another thread, so that
+handshakes end while the main thread is busy.
 
-libzmq asks only peers that have proved to have their key. Those that speak without a key, or look
-for another daemon's, it turns away itself and tells the monitors; no byte of theirs comes further.
+libzmq calls ZAP only for peers that have proved to have their key. It refuses peers without a key,
+and those with another daemon's public key, by itself and reports them to the monitors; none of
+their bytes go further.
 """
 
 import errno
@@ -24,10 +24,11 @@ from zmq.utils.monitor import recv_monitor_message
 
 from rpc_schema.borrowed_sockets import borrowed
 from rpc_schema.key_files import fingerprint
-from worker_daemon.server.auth.access import SOCKET_ROLES, Roles
+from worker_daemon.server.auth.access import SOCKET_ROLES
 from worker_daemon.server.auth.bad_peers import BadPeers
 from worker_daemon.server.auth.connection_limit import ConnectionLimit, TrustedAddresses
 from worker_daemon.server.auth.handshakes import Handshakes, PeerName
+from worker_daemon.server.auth.keys import AuthorizedKeys
 
 ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 _BELL: Final = "inproc://zap-wakeup"
@@ -51,8 +52,8 @@ logger = logging.getLogger(__name__)
 
 
 class AuditLog:
-    """Writes at most `burst` lines in `window_s` seconds, and counts the others into the next
-    one."""
+    """Writes at most `burst` lines in `window_s` seconds; the next line reports the number of those
+    left out."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class AuditLog:
         self._withheld = 0
 
     def refused(self, where: str, who: str, why: str) -> None:
-        """Note that a peer was turned away."""
+        """Record that a peer was refused."""
         self.num_refused += 1
         now = self._clock()
         if now >= self._window_ends:
@@ -87,10 +88,10 @@ class AuditLog:
 
 
 class ZapHandler:
-    """Made and started by the main thread before the sockets that it keeps are bound."""
+    """Made and started by the main thread before the sockets that it protects are bound."""
 
     def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", roles: Roles, bad_peers: BadPeers
+        self, context: "zmq.Context[zmq.Socket[bytes]]", roles: AuthorizedKeys, bad_peers: BadPeers
     ) -> None:
         self._context = context
         self._roles = roles
@@ -108,7 +109,7 @@ class ZapHandler:
         self._to_watch: queue.SimpleQueue[tuple[zmq.Socket[bytes], _Watch]] = queue.SimpleQueue()
         self._num_watched = 0
         self._monitors: dict[zmq.Socket[bytes], _Watch] = {}
-        """The door thread's."""
+        """Used by the ZAP thread alone."""
         self._thread = threading.Thread(target=self._run, name="zap", daemon=True)
 
     @property
@@ -117,7 +118,7 @@ class ZapHandler:
         return self._audit.num_refused
 
     def watch(self, name: str, watched: "zmq.Socket[bytes] | zmq.asyncio.Socket") -> None:
-        """Watch a socket until it is closed; to be called by its owner before it is bound."""
+        """Watch a socket until it is closed; called by its owner before it is bound."""
         self._num_watched += 1
         address = f"inproc://monitor-{self._num_watched}"
         watched.monitor(address, _WATCHED)
@@ -130,11 +131,11 @@ class ZapHandler:
             self._bell.send(_WATCH)
 
     def start(self) -> None:
-        """Start the thread: nobody can come in before."""
+        """Start the thread: no peer can connect before."""
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """End the thread; tell whether it ended in time. Nobody can come in any more."""
+        """End the thread; return True if it ended in time. No peer can connect any more."""
         if self._thread.ident is None:
             self._close()
         else:
@@ -155,19 +156,18 @@ class ZapHandler:
                     if self._heard.recv() == _STOP:
                         return
                     self._watch_more(poller)
-                # Before the question of a connection's handshake: that it was accepted.
+                # Events first: a connection is recorded before its handshake is authenticated.
                 for monitor in ready.keys() & self._monitors.keys():
                     self._take_events(monitor, poller)
                 if self._zap in ready:
                     self._zap.send_multipart(self._answer(self._zap.recv_multipart()))
         except Exception:
-            logger.exception("the door is shut: nobody can connect any more")
+            logger.exception("the ZAP thread has failed: no peer can connect any more")
         finally:
             self._close()
 
     def _patience_ms(self) -> int | None:
-        """Look after all sockets; return how long to wait until the next look. None: until
-        something happens."""
+        """Check all sockets; return the time until the next check, None for no limit."""
         patience = [watch.look() for watch in self._monitors.values()]
         return min((each for each in patience if each is not None), default=None)
 
@@ -178,7 +178,7 @@ class ZapHandler:
             poller.register(monitor, zmq.POLLIN)
 
     def _take_events(self, monitor: "zmq.Socket[bytes]", poller: zmq.Poller) -> None:
-        """Take in what has happened at one socket, up to a bound: the others wait."""
+        """Handle the events of one socket, up to a limit: the other sockets wait."""
         for _ in range(_MAX_EVENTS):
             if not monitor.poll(0):
                 return
@@ -194,7 +194,7 @@ class ZapHandler:
         version, number = [*request, b"", b""][:2]
         try:
             why = self._refusal(request)
-        except Exception as error:  # a question that libzmq does not ask
+        except Exception as error:  # a request that libzmq does not send
             logger.exception("a handshake could not be judged")
             why = repr(error)
         if why:
@@ -202,7 +202,7 @@ class ZapHandler:
         return [version, number, b"200", b"", z85.encode(request[6]), b""]
 
     def _refusal(self, request: list[bytes]) -> str:
-        """Return why a peer may not come in; empty: it may."""
+        """Return the reason to refuse a peer; empty if it may connect."""
         if len(request) != _REQUEST_FRAMES or request[5] != b"CURVE":
             self._audit.refused("?", "?", "no key")
             return "a key is needed"
@@ -222,7 +222,7 @@ class ZapHandler:
         return why
 
     def _came_in(self, domain: str, address: str, key: str) -> None:
-        """An authorized key came from there."""
+        """Record that an authorized key connected from this address."""
         for watch in self._monitors.values():
             watch.came_in(domain, address, key)
         if address not in self._friends:
@@ -236,8 +236,8 @@ class ZapHandler:
 
 
 class _Watch:
-    """What happens at one socket. A monitor names the peer of a failed handshake only by the end of
-    its connection, which follows."""
+    """The events of one socket. A monitor reports the address of a failed handshake only with the
+    end of its connection, which follows."""
 
     def __init__(
         self,
@@ -256,12 +256,12 @@ class _Watch:
         )
         self._turnstile: ConnectionLimit | None = None
         self._addresses: dict[int, str] = {}
-        """Of connections, by file descriptor. A descriptor that was closed and used again before we
-        looked would give the wrong address: good enough for a line in a log."""
+        """Addresses of connections, by file descriptor. A descriptor that was closed and reused
+        before we looked gives the wrong address: good enough for a log line."""
         self._failed = ""
 
     def take(self, kind: int, value: int) -> None:
-        """Take in one event."""
+        """Handle one event."""
         if kind == zmq.EVENT_LISTENING:
             self._turnstile = ConnectionLimit(value, self._friends)
         elif kind == zmq.EVENT_ACCEPTED:
@@ -284,11 +284,11 @@ class _Watch:
         host = name[0]
         self._handshakes.began(descriptor, name)
         if self._turnstile.entered(host):
-            self._floods.refused(self._name, "strangers", "there are too many: all must wait")
+            self._floods.refused(self._name, "strangers", "too many connections: all must wait")
 
     def look(self) -> int | None:
-        """Let strangers in again, if it is time, and look at handshakes; return in how many
-        milliseconds to look again, if at all."""
+        """Detach the connection limit's filter if it is time, and check handshakes; return the
+        milliseconds until the next check, None if none is needed."""
         if self._turnstile is None:
             return None
         self._turnstile.look()
@@ -299,12 +299,12 @@ class _Watch:
         return _SHUT_POLL_MS if patience is None else min(patience, _SHUT_POLL_MS)
 
     def came_in(self, domain: str, address: str, key: str) -> None:
-        """An authorized key was let in at the socket of this domain."""
+        """Record that an authorized key connected to the socket of this domain."""
         if domain == self._name:
             self._handshakes.came_in(address, key)
 
     def renew(self) -> None:
-        """There is a new friend."""
+        """Renew the connection limit's filter, for a new trusted address."""
         if self._turnstile is not None:
             self._turnstile.renew()
 
@@ -320,13 +320,14 @@ def _why(kind: int, value: int) -> str:
 
 
 def _zap_address(text: str) -> str:
-    """A peer's address as libzmq gives it; of ipc "localhost:UID:GID:PID"."""
+    """Return a peer's address for a log line; ipc reports "localhost:UID:GID:PID"."""
     host, *ids = text.split(":")
     return f"pid {ids[2]} of user {ids[0]}" if host == "localhost" and len(ids) == 3 else text
 
 
 def _address(descriptor: int) -> tuple[str, PeerName | None]:
-    """Return who is at the other end of a connection, and its address and port if it has one."""
+    """Return the name of a connection's peer for a log line, and its address and port if it has
+    one."""
     try:
         with borrowed(descriptor) as copy:
             if copy.family == socket.AF_UNIX:

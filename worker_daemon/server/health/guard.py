@@ -1,62 +1,62 @@
-"""The guard thread: frees a step thread that cannot free itself. Executes aborts of the link,
-notices phases past their deadline and steps that are far slower than others, and keeps a stack dump
-armed for the case that the interpreter itself is stuck."""
+"""The guard thread: frees a step thread that cannot free itself. Aborts links, reports phases past
+their deadline and steps far slower than others, and keeps a stack dump armed in case the
+interpreter itself is stuck."""
 
 import logging
 import math
 import queue
-import threading
 import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from worker_daemon.server.dispatch import WorkerLike
 from worker_daemon.server.health.hang_reports import HangReports
 from worker_daemon.server.progress import Progress, Stamp, StepTimes
+from worker_daemon.server.server_thread import ServerThread
 
 TICK_S: Final = 0.25
 LOCK_LIMIT_S: Final = 10.0
-"""So long the interpreter's lock may be held, apart from phases that have announced silence."""
-REARM_S: Final = 1.0
+"""How long the interpreter's lock may be held, except in phases that announced a longer silence."""
 DEVICE_CHECK_S: Final = 5.0
 SLOW_FACTOR: Final = 8.0
 SLOW_AT_LEAST_S: Final = 1.0
 RELAPSE_S: Final = 60.0
-"""A link that hangs so soon after the one before it is a relapse."""
+"""A link that hangs within this time of the link before it is a relapse."""
 _ROUNDING_S: Final = 0.001
 
 logger = logging.getLogger(__name__)
 
 
 class GuardListener(Protocol):
-    """Hears of hangs and slow steps, on the guard thread; returns at once."""
+    """Receives hangs and slow steps, on the guard thread; its methods return at once."""
 
     def hung(self, phase: str, phase_ms: int, stacks: str) -> None:
         """A phase is past its deadline; stacks: where the evidence is."""
 
     def slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
-        """A step takes far longer than steps did of late."""
+        """A step takes far longer than recent steps did."""
 
     def relapsed(self, cause: str) -> None:
-        """Communicators hang again, soon after they were made anew."""
+        """Communicators hang again, soon after a relink."""
 
 
 class Pace:
-    """Judges a step by the times of those before it, and tells of each once."""
+    """Detects slow steps by the times of the steps before; reports each once."""
 
     def __init__(self, times: StepTimes) -> None:
         self._times = times
         self._reported: Stamp | None = None
 
     def slow_at(self, stamp: Stamp) -> float:
-        """When this step will have taken far longer than the others did, by the monotonic clock;
-        never for what is idle or has been told of, and as long as no step has ended."""
+        """Return the time.monotonic from which on this step counts as slow; infinite for an idle
+        stamp, for one that was reported, and until a first step has ended."""
         usual_s = self._times.usual_s
         if stamp is self._reported or stamp.idle or not usual_s:
             return math.inf
         return stamp.since + max(SLOW_AT_LEAST_S, SLOW_FACTOR * usual_s)
 
     def is_slow(self, stamp: Stamp, now: float) -> bool:
-        """Whether this step takes far longer than the others did; told once a step."""
+        """Return True, once a step, if the step takes far longer than the others did."""
         if now < self.slow_at(stamp):
             return False
         self._reported = stamp
@@ -64,30 +64,48 @@ class Pace:
 
 
 class HangHistory:
-    """Tells whether communicators that were made anew hang again: then making them anew once more
-    does not help, but new processes may.
+    """Detects communicators that hang again after a relink: another relink does not help then, but
+    new processes may.
 
     Used by the guard thread; any thread may call forgive().
     """
 
     def __init__(self) -> None:
         self._last: tuple[int, float] | None = None
-        """The link that hung last, and when."""
+        """The link of the last hang, and its time."""
 
     def is_relapse(self, link: int, now: float) -> bool:
-        """Take in that something that waits for other ranks hangs on `link` (now: seconds that only
-        rise); tell whether another link did shortly before. Several waits of one link count as
-        one."""
+        """Record that a wait for other ranks hangs on `link` at `now` (seconds of a monotonic
+        clock); return True if another link hung shortly before. Several waits on one link count
+        as one hang."""
         last, self._last = self._last, (link, now)
         return last is not None and last[0] != link and now - last[1] < RELAPSE_S
 
     def forgive(self) -> None:
-        """There is another explanation: a peer was lost, or a new driver begins."""
+        """Forget the last hang: it has another cause (a peer was lost, or a new driver begins)."""
         self._last = None
 
 
-def _no_record() -> bytes:
-    return b""
+class DeviceCheck:
+    """Runs the worker's device check now and then. Used by the guard thread."""
+
+    def __init__(self) -> None:
+        self.problem = ""
+        """The device's present problem; empty if none. Any thread may read it."""
+        self._checked_at = 0.0
+
+    def run(self, check: Callable[[], str], now: float) -> None:
+        """Check the device if it is time; log a change."""
+        if now - self._checked_at < DEVICE_CHECK_S:
+            return
+        self._checked_at = now
+        try:
+            problem = check()
+        except Exception as error:
+            problem = f"the device's state cannot be read: {error!r}"
+        if problem != self.problem:
+            logger.warning("degraded: %s", problem or "no longer")
+        self.problem = problem
 
 
 class Guard:
@@ -100,65 +118,37 @@ class Guard:
         reports: HangReports,
         listener: GuardListener,
     ) -> None:
-        """on_abort(link, cause) hears, on the guard thread, that this link has been aborted."""
+        """on_abort(link, cause) is called on the guard thread once the link has been aborted."""
         self._progress = progress
         self._on_abort = on_abort
         self._reports = reports
         self._listener = listener
         self._pace = Pace(progress.step_times)
-        self._hangs = HangHistory()
-        self._dump_link: Callable[[], bytes] = _no_record
-        self._check_device: Callable[[], str] = str
-        self._device_checked_at = 0.0
-        self.degraded = ""
-        """What is amiss with the device, though it may compute; any thread may read it."""
+        self.hangs = HangHistory()
+        self.device = DeviceCheck()
         self.last_hang = ""
-        """What was past its deadline last, and the evidence; any thread may read it."""
+        """The last phase past its deadline, and its evidence; any thread may read it."""
         self._requests: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         """Links to abort and why; an empty cause only wakes the thread."""
-        self._abort_link: Callable[[], bool] | None = None
+        self._worker: WorkerLike | None = None
         self._running = True
-        self._armed_at = self._armed_until = 0.0
         self._hung_phase: Stamp | None = None
         self._hung_result: Stamp | None = None
-        self._thread = threading.Thread(target=self._run, name="guard", daemon=True)
+        self.thread = ServerThread("guard", self._run)
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def watch(
-        self,
-        abort_link: Callable[[], bool],
-        dump_link: Callable[[], bytes] = _no_record,
-        check_device: Callable[[], str] = str,
-    ) -> None:
-        """Say how a link is aborted (True: there was one), how to learn what its communicators did
-        last, and what is amiss with the device (empty: nothing); called once, when the worker is
-        there."""
-        self._abort_link = abort_link
-        self._dump_link = dump_link
-        self._check_device = check_device
+    def watch(self, worker: WorkerLike) -> None:
+        """Watch this worker's link and device; called once, when the worker is ready."""
+        self._worker = worker
 
     def request_abort(self, cause: str) -> None:
-        """Have the link of this moment aborted soon, on the guard thread; nothing is, if by then
-        another has taken its place."""
+        """Have the current link aborted soon, on the guard thread; does nothing if another link has
+        replaced it by then."""
         self._requests.put((self._progress.link, cause))
-
-    def forgive_hangs(self) -> None:
-        """Hangs so far were a lost peer's doing, or a former driver's; any thread may say so."""
-        self._hangs.forgive()
 
     def stop(self) -> None:
         """Ask the thread to end."""
         self._running = False
         self._requests.put((0, ""))
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the thread's end; tell whether it came."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while self._running:
@@ -170,7 +160,8 @@ class Guard:
             self._watch_phase(self._progress.stamp, now)
             self._watch_result(self._progress.result, now)
             self._watch_pace(now)
-            self._watch_device(now)
+            if self._worker is not None:
+                self.device.run(self._worker.check_device, now)
         self._reports.disarm()
 
     def _next_request(self) -> tuple[int, str]:
@@ -180,7 +171,7 @@ class Guard:
             return 0, ""
 
     def _pause_s(self) -> float:
-        """For how long there is nothing to look at; less than a tick where something falls due."""
+        """Return the time until the next deadline, at most a tick."""
         progress, now = self._progress, time.monotonic()
         slow_at = self._pace.slow_at(self._waited_for())
         due = (progress.stamp.deadline, progress.result.deadline, slow_at)
@@ -188,11 +179,11 @@ class Guard:
 
     def _abort(self, cause: str) -> None:
         logger.warning("aborting the link: %s", cause)
-        if self._abort_link is None:
+        if self._worker is None:
             return
         link = self._progress.link
         try:
-            if self._abort_link():
+            if self._worker.abort_link():
                 self._on_abort(link, cause)
         except Exception:
             logger.exception("the link cannot be aborted")
@@ -213,10 +204,10 @@ class Guard:
             self._end_hang(stamp, now)
 
     def _end_hang(self, stamp: Stamp, now: float) -> None:
-        """Abort the link that a phase hangs on; tell if that did not help the last time."""
+        """Abort the link that a phase hangs on; report a relapse."""
         link = self._progress.link
         self._abort(f"{stamp.phase} is past its deadline")
-        if self._hangs.is_relapse(link, now):
+        if self.hangs.is_relapse(link, now):
             self._listener.relapsed(
                 f"{stamp.phase} hangs on link {link}, less than {RELAPSE_S:.0f} s after the link "
                 "before it did"
@@ -224,13 +215,13 @@ class Guard:
 
     def _report_hang(self, stamp: Stamp, now: float, what: str) -> None:
         heading = f"{what} for {stamp.age_ms(now)} ms: hung"
-        stacks = self._reports.report(heading, self._dump_link)
+        stacks = self._reports.report(heading, self._worker.dump_link if self._worker else bytes)
         logger.error("%s; stacks: %s", heading, stacks)
         self.last_hang = f"{stamp.phase} was past its deadline; stacks: {stacks}"
         self._listener.hung(stamp.phase, stamp.age_ms(now), stacks)
 
     def _watch_pace(self, now: float) -> None:
-        """Tell of a step, or of its result, that takes far longer than others did."""
+        """Report a step, or its result, that takes far longer than others did."""
         if self._has_announced(self._progress.stamp):  # a load, say
             return
         waited_for = self._waited_for()
@@ -239,34 +230,16 @@ class Guard:
             self._listener.slow(waited_for.phase, waited_for.age_ms(now), usual_ms)
 
     def _waited_for(self) -> Stamp:
-        """What the step thread is at or, where that is idle, the result that has not come."""
+        """Return the phase of the step thread or, if that is idle, the awaited result."""
         stamp = self._progress.stamp
         return self._progress.result if stamp.idle else stamp
 
-    def _watch_device(self, now: float) -> None:
-        """Look after the device itself now and then; a change goes to the log."""
-        if now - self._device_checked_at < DEVICE_CHECK_S:
-            return
-        self._device_checked_at = now
-        try:
-            degraded = self._check_device()
-        except Exception as error:
-            degraded = f"the device's state cannot be asked for: {error!r}"
-        if degraded != self.degraded:
-            logger.warning("degraded: %s", degraded or "no longer")
-        self.degraded = degraded
-
     def _arm(self, stamp: Stamp, now: float) -> None:
-        """Let the C level dump the stacks should this thread not come by any more: it fires without
-        the interpreter's lock."""
+        """Arm the stack dump for a stuck interpreter: it fires unless this thread runs before."""
         announced_s = stamp.deadline - now if self._has_announced(stamp) else 0.0
-        limit_s = max(LOCK_LIMIT_S, announced_s)
-        if now - self._armed_at < REARM_S and self._armed_until <= now + limit_s:
-            return
-        self._armed_at, self._armed_until = now, now + limit_s
-        self._reports.arm(limit_s)
+        self._reports.keep_armed(max(LOCK_LIMIT_S, announced_s), now)
 
     def _has_announced(self, stamp: Stamp) -> bool:
-        """Whether a phase may be silent for longer than a step may."""
+        """Return True if the phase may be silent for longer than a step may."""
         step_s = self._progress.step_deadline_s + _ROUNDING_S
         return step_s < stamp.deadline - stamp.since < math.inf

@@ -1,5 +1,5 @@
-"""What is written down about a hang: the stacks of all threads, and what the communicators last
-did. Owns the file of stacks; knows neither who hangs nor what becomes of it."""
+"""Reports of hangs: the stacks of all threads, and the last operations of the communicators. Owns
+the file of stacks."""
 
 import faulthandler
 import logging
@@ -13,20 +13,21 @@ from typing import Final, TextIO
 from worker_daemon.directories import open_own_file, replace_own_file, unusable
 
 MAX_STACKS_BYTES: Final = 1 << 20
-"""A file that has grown beyond this begins anew."""
+"""A file larger than this is truncated."""
+REARM_S: Final = 1.0
 
 logger = logging.getLogger(__name__)
 
 
 class HangReports:
-    """Where the evidence of a hang goes. Used by the guard thread, made and closed by the daemon.
+    """Writes the evidence of hangs. Used by the guard thread, made and closed by the daemon.
 
-    The file of stacks is there from the start, because what writes it when the interpreter's lock
-    is held can open none; close() removes it if nothing was written.
+    The file of stacks exists from the start, because the stack dump under a held interpreter lock
+    cannot open one; close() removes it if it is empty.
     """
 
     def __init__(self, path: Path) -> None:
-        """path: of the stacks; what communicators did goes beside it, as NAME.flight.json.
+        """path: of the stacks; the communicators' operations go beside it, as NAME.flight.json.
 
         Raises:
             ConfigError: the file cannot be made.
@@ -38,11 +39,11 @@ class HangReports:
         except OSError as error:
             message = f"stacks cannot be written there: {error.strerror}"
             raise unusable(error, message, "state-dir", path.parent) from error
+        self._armed_at = self._armed_until = 0.0
 
     def report(self, heading: str, dump_link: Callable[[], bytes]) -> str:
-        """Write the stacks of all threads under a heading, and what dump_link() says of the
-        communicators, if anything; return where. A failure is logged: evidence must not stand in
-        the way of the abort."""
+        """Write the stacks of all threads under a heading, and the bytes of dump_link(), if any;
+        return the path. A failure is only logged: it must not prevent the abort."""
         try:
             if os.fstat(self._file.fileno()).st_size > MAX_STACKS_BYTES:
                 self._file.truncate(0)
@@ -57,19 +58,22 @@ class HangReports:
             faulthandler.dump_traceback(sys.stderr)
         return str(self.path)
 
-    def arm(self, seconds: float) -> None:
-        """Have the stacks written by then, whoever holds the interpreter's lock, unless armed
-        again before."""
+    def keep_armed(self, limit_s: float, now: float) -> None:
+        """Have the stacks written in limit_s seconds unless called again before. The dump is done
+        at the C level, without the interpreter's lock. now: time.monotonic."""
+        if now - self._armed_at < REARM_S and self._armed_until <= now + limit_s:
+            return
+        self._armed_at, self._armed_until = now, now + limit_s
         if not self._file.closed:  # else the process ends
-            faulthandler.dump_traceback_later(seconds, exit=False, file=self._file)
+            faulthandler.dump_traceback_later(limit_s, exit=False, file=self._file)
 
     def disarm(self) -> None:
-        """Nothing is to be written any more."""
+        """Cancel the armed stack dump."""
         faulthandler.cancel_dump_traceback_later()
 
     def close(self, *, keep: bool = False) -> None:
-        """Close the file, and remove it if it is empty; keep: it is another daemon's by now. May be
-        repeated."""
+        """Close the file, and remove it if it is empty; keep: do not remove it, because it is
+        another daemon's by now. Idempotent."""
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
         if not keep and self.path.is_file() and not self.path.stat().st_size:

@@ -1,6 +1,6 @@
-"""Traces for an observer: what control answers about them. Owns which trace runs, where the last
-one lies and what the driver said of its steps. Runs on the event loop; the recording itself is done
-on the step thread, between two requests, and the compression on a thread of its own."""
+"""Traces for an observer: their control requests. Owns the running trace, the file of the last one
+and the driver's report of its steps. Runs on the event loop; the step thread records, between two
+requests, and a thread of its own compresses."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from worker_daemon.server.dispatch import PlainTraceLike, WorkerLike
 from worker_daemon.server.step_thread import OutOfBandTask
 
 START_LIMIT_S: Final = 60.0
-"""How long a start waits for the step thread; a step that runs comes first."""
+"""Limit of the wait for the step thread; a running step comes first."""
 WRITE_LIMIT_S: Final = 1800.0
 
 _T = TypeVar("_T")
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Running:
-    """A trace that is recorded, or will be."""
+    """A trace that is recorded, or about to be."""
 
     trace: bytes
     expiry: asyncio.TimerHandle | None = None
@@ -64,7 +64,7 @@ class Tracing:
             tr.PutDriverSteps: self._put_driver_steps,
             tr.ReadDriverSteps: self._read_driver_steps,
         }
-        """Those that answer at once."""
+        """Requests that are answered at once."""
 
     async def start(self, message: tr.StartTrace) -> ControlReplyMessage:
         """Have the step thread record.
@@ -95,12 +95,12 @@ class Tracing:
         return lc.Acknowledged(call=message.call)
 
     async def stop(self, message: tr.StopTrace) -> ControlReplyMessage:
-        """Have the step thread stop, then put the trace in its place.
+        """Have the step thread stop, then compress the trace.
 
         Raises:
             StateError: no such trace runs.
-            CapacityError: the disk is full. ConfigError: the file cannot be written. After either
-            the trace is over, and lost.
+            CapacityError: the disk is full.
+            ConfigError: the file cannot be written. After either of these two the trace is lost.
         """
         running = self._running
         if running is None or running.trace != message.trace or running.expiry is None:
@@ -124,7 +124,7 @@ class Tracing:
         return tr.StopTraceReply(call=message.call, size_bytes=self._file.stat().st_size)
 
     def close(self) -> None:
-        """Stop waiting; what is recorded ends with the worker."""
+        """Stop waiting; a running trace ends with the worker."""
         if self._running is not None and self._running.expiry is not None:
             self._running.expiry.cancel()
         for task in self._tasks:
@@ -162,9 +162,9 @@ class Tracing:
         return tr.ReadDriverStepsReply(call=message.call, steps=steps)
 
     def _expire(self, running: _Running) -> None:
-        """Whoever started it is gone: throw it away."""
+        """Drop a trace that its observer has not stopped in time."""
         if self._running is running:
-            logger.warning("a trace was not stopped in time and is thrown away")
+            logger.warning("a trace was not stopped in time and is dropped")
             stop = tr.StopTrace(call=0, trace=running.trace, keep=False)
             task = asyncio.ensure_future(self._discard(stop))
             self._tasks.add(task)
@@ -173,14 +173,14 @@ class Tracing:
     async def _discard(self, stop: tr.StopTrace) -> None:
         try:
             await self.stop(stop)
-        except Exception as error:  # nobody is left to hear it
+        except Exception as error:  # no observer waits any more
             logger.warning("a trace did not end as it should: %s", error)
 
     async def _on_step_thread(
         self, phase: str, work: Callable[[WorkerLike], _T], limit_s: float
     ) -> _T:
-        """Run `work` there; return or raise what it does, or TimeoutError: it has not run within
-        the limit."""
+        """Run `work` on the step thread; return or raise what it does, or TimeoutError after the
+        limit."""
         future: Future[_T] = Future()
         self._post(
             OutOfBandTask(phase, limit_s, lambda worker: _settle(future, partial(work, worker)))
@@ -189,15 +189,15 @@ class Tracing:
 
 
 async def _on_a_thread(work: Callable[[], _T]) -> _T:
-    """Run `work` on a thread that ends with it; an executor's would be waited for at the end."""
+    """Run `work` on a thread of its own; the process's end would wait for an executor's thread."""
     future: Future[_T] = Future()
     threading.Thread(target=_settle, args=(future, work), name="trace", daemon=True).start()
     return await asyncio.wrap_future(future)
 
 
 def _settle(future: Future[_T], work: Callable[[], _T]) -> None:
-    """Run `work` on this thread, and settle the future with what it returns or raises."""
-    with contextlib.suppress(InvalidStateError):  # nobody waits any more
+    """Run `work` on this thread, and settle the future with its result or exception."""
+    with contextlib.suppress(InvalidStateError):  # the wait is over
         try:
             future.set_result(work())
         except Exception as error:
@@ -205,12 +205,12 @@ def _settle(future: Future[_T], work: Callable[[], _T]) -> None:
 
 
 def _start(due: float, worker: WorkerLike) -> None:
-    if time.monotonic() < due:  # else nobody waits any more
+    if time.monotonic() < due:  # else the wait is over
         worker.start_trace()
 
 
 def _drop(worker: WorkerLike) -> None:
-    with contextlib.suppress(Exception):  # nothing runs: so it should be
+    with contextlib.suppress(Exception):  # no trace runs, as intended
         worker.stop_trace(keep=False)
 
 

@@ -25,6 +25,7 @@ from worker_daemon.server.session.draining import Draining
 from worker_daemon.server.session.epochs import EpochFile
 from worker_daemon.server.session.lease import DriverIdentity, Lease, LeaseRequest, lease_terms
 from worker_daemon.server.session.status import StatusReport
+from worker_daemon.server.step_senders import EpochOwner
 from worker_daemon.server.step_thread import (
     UID_BYTES,
     Attach,
@@ -32,7 +33,6 @@ from worker_daemon.server.step_thread import (
     Command,
     DropRequests,
     EndEpoch,
-    EpochOwner,
     Orphan,
 )
 from worker_daemon.worker.uploads import Uploads
@@ -209,12 +209,12 @@ class AttachHandler:
     ) -> AttachSnapshot:
         """Have the step thread take the prepared epoch; free it from a step that hangs on its
         peers. The lease begins at once: whoever waits for a hanging step renews it meanwhile."""
-        epoch, seat = message.epoch, EpochOwner(driver.owner, message.results_route)
+        epoch, owner = message.epoch, EpochOwner(driver.owner, message.results_route)
         self._lease.grant(driver, epoch, terms)
         self._uploads.drop_all()
-        self._guard.forgive_hangs()
+        self._guard.hangs.forgive()
         told: Future[AttachSnapshot] = Future()  # on the completion thread
-        self._post(Attach(epoch, seat, told.set_result, message.keep_requests))
+        self._post(Attach(epoch, owner, told.set_result, message.keep_requests))
         taken = asyncio.wrap_future(told)
         was_freed = False
         done, _ = await asyncio.wait((taken,), timeout=BUSY_GRACE_S)

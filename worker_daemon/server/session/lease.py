@@ -85,11 +85,6 @@ def lease_terms(ttl_ms: int, orphan_kv_ttl_ms: int, holder_name: str) -> LeaseRe
     return LeaseRequest(ttl_ms / 1000, orphan_kv_ttl_ms / 1000, name)
 
 
-def never_suspended() -> float:
-    """Of a host that runs on."""
-    return 0.0
-
-
 def suspended_s() -> float:
     """For how long this host has been suspended since it was started, by Linux's two clocks."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
@@ -112,9 +107,7 @@ class Lease:
         "_unheard_kv_end",
     )
 
-    def __init__(
-        self, clock: Callable[[], float], suspended: Callable[[], float] = never_suspended
-    ) -> None:
+    def __init__(self, clock: Callable[[], float], suspended: Callable[[], float] = float) -> None:
         """clock: seconds that only rise, as time.monotonic. suspended: for how many seconds the
         host has been suspended so far, which the clock leaves out."""
         self._clock = clock

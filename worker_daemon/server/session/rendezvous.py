@@ -60,7 +60,7 @@ class LinkRendezvous:
         does."""
         self._need_attached(message.epoch)
         link, cause = self._progress.link, one_line(message.cause, MAX_CAUSE_BYTES)
-        self._guard.forgive_hangs()
+        self._guard.hangs.forgive()
         if self._progress.snapshot.state.link != "none":
             self._guard.request_abort(cause)
             self._post(LinkLost(link, cause))

@@ -74,7 +74,7 @@ class StatusReport:
         )
 
     def _whole_status(self) -> lc.Status:
-        progress, replied = self.progress, self.completion.reply_counts
+        progress, replied = self.progress, self.completion.channel.counts
         stamp, snapshot = progress.stamp, progress.snapshot
         return lc.Status(
             worker_uid=self.worker_uid,
@@ -95,10 +95,10 @@ class StatusReport:
             memory_bytes=dict(snapshot.description.memory_bytes),
             providers=dict(snapshot.description.providers),
             input_wait_share=snapshot.description.input_wait_share(),
-            reply_delay=self.completion.reply_delays.summary(),
+            reply_delay=self.completion.channel.delays.summary(),
             transitions=snapshot.transitions,
             failure=snapshot.failure,
-            degraded=one_line(self.guard.degraded, MAX_FAILURE_BYTES),
+            degraded=one_line(self.guard.device.problem, MAX_FAILURE_BYTES),
             kv_cache_advice=snapshot.description.kv_cache_advice,
             memory_tags=dict(snapshot.description.memory_tags),
             weights=_weights_status(snapshot.description.weights()),

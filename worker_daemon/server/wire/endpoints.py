@@ -2,13 +2,10 @@
 socket."""
 
 import contextlib
-import fcntl
 import ipaddress
-import logging
 import os
 import re
 import stat
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +13,8 @@ from typing import Final, TypeAlias
 
 from worker_daemon.directories import open_own_file, unusable
 from worker_daemon.errors import ConfigError, WorkerError
-from worker_daemon.server.lock_holder import describe_holder
+from worker_daemon.raising import Translation
+from worker_daemon.server.lock_file import LockFile, LockHeldError
 
 MAX_PATH_BYTES: Final = 107
 """sockaddr_un's 108 bytes less the final zero."""
@@ -30,8 +28,6 @@ RESERVED_SUFFIXES: Final = (
 )
 """Of the files beside a control socket: another endpoint's name must not end in one."""
 MAX_PORT: Final = 65535
-
-logger = logging.getLogger(__name__)
 
 
 class EndpointInUseError(ConfigError):
@@ -188,16 +184,26 @@ class EndpointLock:
         """Take the lock.
 
         Raises:
-            EndpointInUseError: another process holds it; the message names it if it can be told.
-            ConfigError: what is at the lock's path cannot be opened, or is no regular file of ours.
+            EndpointInUseError: another process holds it; the message names that process if
+                possible.
+            ConfigError: the lock file cannot be opened, or is no regular file of ours.
             StartLaterError: there is no room for the file now.
         """
         self._endpoint = endpoint
-        self._fd = _take(endpoint)
+        path = endpoint.lock_path
+        with Translation((LockHeldError, OSError), self._typed):
+            self._file = LockFile(
+                path, lambda: open_own_file(path, os.O_RDWR | os.O_CREAT), LOCK_PATIENCE_S
+            )
+            try:
+                self._file.write_pid()
+            except OSError:
+                self._file.release()
+                raise
 
     def keep(self) -> None:
-        """Make sure that the lock still keeps other daemons off: where its file was removed, lock a
-        new one.
+        """Check that the lock still keeps other daemons off; if its file was removed, lock a new
+        one.
 
         Raises:
             EndpointInUseError: another process has put its own lock there, or none can be made.
@@ -205,7 +211,9 @@ class EndpointLock:
         if self.is_held():
             return
         try:
-            renewed = _take(self._endpoint)
+            with Translation((LockHeldError, OSError), self._typed):
+                self._file.renew(LOCK_PATIENCE_S)
+                self._file.write_pid()
         except WorkerError as error:
             raise EndpointInUseError(
                 f"the endpoint's lock file was removed, and cannot be made again: {error}",
@@ -213,70 +221,28 @@ class EndpointLock:
                 value=str(self._endpoint),
                 fix="keep other processes from removing files of the endpoint's directory",
             ) from error
-        os.close(self._fd)
-        self._fd = renewed
-        logger.warning("%s was removed, and is there again", self._endpoint.lock_path)
 
     def is_held(self) -> bool:
-        """Tell whether the lock file is still the one that we locked."""
-        return _is_at(self._fd, self._endpoint.lock_path)
+        """Return True if the lock file is still the one that we locked."""
+        return self._file.is_held()
 
     def release(self) -> None:
-        """Remove the file if it is ours, then let go: in this order nobody locks a file that is
-        about to vanish unnoticed."""
-        if self.is_held():
-            with contextlib.suppress(OSError):
-                self._endpoint.lock_path.unlink()
-        os.close(self._fd)
+        """Remove the file if it is ours, and unlock it."""
+        self._file.release()
 
-
-def _take(endpoint: AnyEndpoint) -> int:
-    try:
-        fd = _lock(endpoint)
-        try:
-            os.ftruncate(fd, 0)
-            os.write(fd, f"{os.getpid()}\n".encode())
-        except OSError:
-            os.close(fd)
-            raise
-    except OSError as error:
-        path = endpoint.lock_path
+    def _typed(self, error: Exception) -> WorkerError:
+        if isinstance(error, LockHeldError):
+            return EndpointInUseError(
+                f"{error} serves this endpoint",
+                field="endpoint",
+                value=str(self._endpoint),
+                fix="choose another endpoint or stop that daemon",
+            )
+        assert isinstance(error, OSError)
+        path = self._endpoint.lock_path
         message = f"the endpoint's lock {path} cannot be used: {error.strerror}"
         fix = f"remove {path} if it is no daemon's, or choose another endpoint"
-        raise unusable(error, message, "endpoint", path, fix) from error
-    return fd
-
-
-def _lock(endpoint: AnyEndpoint) -> int:
-    """Open and lock the file that is at the path now: one that was removed while we waited does not
-    count."""
-    give_up = time.monotonic() + LOCK_PATIENCE_S
-    while True:
-        fd = open_own_file(endpoint.lock_path, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = describe_holder(fd)
-            os.close(fd)
-            if time.monotonic() < give_up:
-                time.sleep(LOCK_PATIENCE_S / 5)
-                continue
-            raise EndpointInUseError(
-                f"{holder} serves this endpoint",
-                field="endpoint",
-                value=str(endpoint),
-                fix="choose another endpoint or stop that daemon",
-            ) from None
-        if _is_at(fd, endpoint.lock_path):
-            return fd
-        os.close(fd)
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    """Tell whether the open file is the one at the path."""
-    with contextlib.suppress(OSError):
-        return os.path.samestat(os.fstat(fd), path.lstat())
-    return False
+        return unusable(error, message, "endpoint", path, fix)
 
 
 class SocketFiles:
@@ -328,20 +294,6 @@ def _facts(path: Path) -> os.stat_result | None:
         return path.lstat()
     except OSError:
         return None
-
-
-def remove_sockets(endpoint: AnyEndpoint) -> None:
-    """Remove the socket files of a dead daemon; for the holder of its lock."""
-    for path in endpoint.socket_paths:
-        facts = _facts(path)
-        if facts is not None and stat.S_ISSOCK(facts.st_mode):
-            path.unlink(missing_ok=True)
-
-
-def remove_if_empty(directory: Path) -> None:
-    """Remove a directory that nobody else uses."""
-    with contextlib.suppress(OSError):
-        directory.rmdir()
 
 
 @contextlib.contextmanager

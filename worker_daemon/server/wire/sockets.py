@@ -109,7 +109,7 @@ def _bind(socket: AnySocket, endpoint: AnyEndpoint, name: str) -> None:
                 fix="choose another port, four of which are free, or stop that process",
             ) from None
         raise unusable(
-            error,
+            OSError(error.errno, error.strerror),
             f"{address} cannot be bound: {error.strerror}",
             "endpoint",
             endpoint.path,

@@ -1,5 +1,5 @@
-"""Where the weights of an update come from: a trainer's broadcasts, its CUDA memory, or files. Each
-engine brings the bytes to the places that it is given; it knows no update and no state.
+"""Transfer engines: receive the weights of an update from a trainer's broadcasts, from its CUDA
+memory, or from files, and pass them to a callback.
 
 Used on the step thread, abort() apart.
 """
@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,75 +60,50 @@ Place = Callable[[Sequence[Rows]], None]
 """Takes what has come; does not keep it."""
 
 
-class TransferEngine(Protocol):
-    """A way in for weights."""
-
-    @property
-    def transfer_rank(self) -> int:
-        """In the trainer's communicator; 0 where there is none."""
-
-    def describe(self, message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
-        """Say what a request brings, before a byte of it is taken. former: what is meant where it
-        names nothing.
-
-        Raises:
-            ConfigError: the request is not for this engine, or names too little.
-            CheckpointError: its files are missing, truncated or no safetensors files.
-        """
-
-    def reserve(self, manifest: Manifest, source: wt.Source) -> None:
-        """Take what memory receive() will need. Raises CapacityError where there is none."""
-
-    def accept(self, source: wt.Source) -> None:
-        """Tell the trainer that its tensors are awaited. Raises TransferError."""
-
-    def refuse(self, source: wt.Source) -> None:
-        """Tell the trainer that they are not; never fails."""
-
-    def receive(self, manifest: Manifest, source: wt.Source, place: Place) -> int:
-        """Take all tensors, in order, after reserve() and accept(); return how many bytes came. On
-        return the device has them.
-
-        Raises:
-            TransferError: the trainer is lost, or what it names cannot be reached.
-        """
-
-    def abort(self) -> None:
-        """End the operation that the step thread is in, if it waits for a trainer. From any
-        thread."""
-
-    def close(self) -> "threading.Thread | None":
-        """Give up what it holds; return the thread that does so, if it takes time."""
-
-
-class NoEngine:
-    """None was chosen yet."""
+class TransferEngine:
+    """A source of weights. The base of the three below: it needs no memory, no trainer and no
+    background thread."""
 
     transfer_rank = 0
+    """In the trainer's communicator; 0 if there is none."""
 
     def describe(self, message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
-        raise _wrong_engine("none", message.source)
+        """Return the tensors of a request, before any byte of them is received. former: used if the
+        request names none.
 
-    def reserve(self, manifest: Manifest, source: wt.Source) -> None:
-        return None
-
-    def accept(self, source: wt.Source) -> None:
-        raise _wrong_engine("none", source)
-
-    def refuse(self, source: wt.Source) -> None:
-        return None
+        Raises:
+            ConfigError: the request is for another engine, or names too little.
+            CheckpointError: its files are missing, truncated or no safetensors files.
+        """
+        raise NotImplementedError
 
     def receive(self, manifest: Manifest, source: wt.Source, place: Place) -> int:
-        raise _wrong_engine("none", source)
+        """Receive all tensors, in order, after reserve() and accept(); return the number of bytes.
+        On return they are on the device.
+
+        Raises:
+            TransferError: the trainer is lost, or a tensor cannot be reached.
+        """
+        raise NotImplementedError
+
+    def reserve(self, manifest: Manifest, source: wt.Source) -> None:
+        """Allocate the memory for receive(). Raises CapacityError."""
+
+    def accept(self, source: wt.Source) -> None:
+        """Report to the trainer that its tensors are awaited. Raises TransferError."""
+
+    def refuse(self, source: wt.Source) -> None:
+        """Report to the trainer that its tensors are not awaited; never fails."""
 
     def abort(self) -> None:
+        """End the operation of the step thread, if it waits for a trainer. From any thread."""
+
+    def close(self) -> threading.Thread | None:
+        """Free what the engine holds; return the thread that does so, if it takes time."""
         return None
 
-    def close(self) -> None:
-        return None
 
-
-class BroadcastReceiver:
+class BroadcastReceiver(TransferEngine):
     """Receives a trainer's broadcasts."""
 
     def __init__(self, meeting: TrainerRendezvous, device: torch.device) -> None:
@@ -136,12 +111,9 @@ class BroadcastReceiver:
         memory, also where the weights are on a GPU."""
         self._buffer_device = device if meeting.backend == "nccl" else torch.device("cpu")
         self._group = TransferGroup(meeting, self._buffer_device)
+        self.transfer_rank = meeting.rank
         self._reserved = _Reserved([], [])
         self._device = device
-
-    @property
-    def transfer_rank(self) -> int:
-        return self._group.meeting.rank
 
     def open(self) -> None:
         """Meet the trainer and the other workers. Raises TransferError."""
@@ -222,10 +194,8 @@ class BroadcastReceiver:
             ) from None
 
 
-class IpcReader:
+class IpcReader(TransferEngine):
     """Copies out of a trainer's CUDA memory."""
-
-    transfer_rank = 0
 
     def __init__(self, device: torch.device) -> None:
         """Raises ConfigError on a CPU, TransferError without a driver."""
@@ -261,15 +231,6 @@ class IpcReader:
             )
         return manifest
 
-    def reserve(self, manifest: Manifest, source: wt.Source) -> None:
-        return None
-
-    def accept(self, source: wt.Source) -> None:
-        return None
-
-    def refuse(self, source: wt.Source) -> None:
-        return None
-
     def receive(self, manifest: Manifest, source: wt.Source, place: Place) -> int:
         assert isinstance(source, wt.IpcSource), "described before"
         views = [  # all of them first: a wrong offset leaves the weights whole
@@ -286,17 +247,13 @@ class IpcReader:
         self._memory.close()
         return num_bytes
 
-    def abort(self) -> None:
+    def close(self) -> threading.Thread | None:
+        self._memory.close()
         return None
 
-    def close(self) -> None:
-        self._memory.close()
 
-
-class DiskReader:
+class DiskReader(TransferEngine):
     """Reads checkpoints under the daemon's model roots."""
-
-    transfer_rank = 0
 
     def __init__(self, roots: Sequence[Path], device: torch.device) -> None:
         self._roots = roots
@@ -320,15 +277,6 @@ class DiskReader:
             tuple(header.shape for header in headers.values()),
         )
 
-    def reserve(self, manifest: Manifest, source: wt.Source) -> None:
-        return None
-
-    def accept(self, source: wt.Source) -> None:
-        return None
-
-    def refuse(self, source: wt.Source) -> None:
-        return None
-
     def receive(self, manifest: Manifest, source: wt.Source, place: Place) -> int:
         assert isinstance(source, wt.DiskSource), "described before"
         headers = read_headers(confine_directory(source.model, self._roots), manifest.names)
@@ -339,12 +287,6 @@ class DiskReader:
             num_bytes += values.numel() * values.element_size()
         _synchronize(self._device)
         return num_bytes
-
-    def abort(self) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
 
 
 def _named(message: wt.UpdateWeights, former: Manifest | None) -> Manifest:

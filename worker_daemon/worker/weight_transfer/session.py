@@ -21,7 +21,6 @@ from worker_daemon.worker.weight_transfer.engines import (
     BroadcastReceiver,
     DiskReader,
     IpcReader,
-    NoEngine,
     Rows,
     TransferEngine,
 )
@@ -58,7 +57,7 @@ class WeightTransfer:
 
     def __init__(self, set_phase: SetPhase) -> None:
         self._set_phase = set_phase
-        self._engine: TransferEngine = NoEngine()
+        self._engine: TransferEngine | None = None
         self._timeout_s = 60.0
         self._former: Manifest | None = None
         self._update: _Update | None = None
@@ -84,7 +83,7 @@ class WeightTransfer:
                 with self._waiting():
                     receiver.open()
             except BaseException:
-                self._engine = NoEngine()
+                self._engine = None
                 raise
         elif isinstance(engine, wt.IpcEngine):
             self._engine = IpcReader(place.device)
@@ -123,6 +122,13 @@ class WeightTransfer:
         """
         began = time.monotonic()
         update, engine = self._open_update(), self._engine
+        if engine is None:
+            raise ConfigError(
+                "there is no weight transfer engine",
+                field="source",
+                value=type(message.source).__name__,
+                fix="init_weight_transfer_engine for this source first",
+            )
         try:
             manifest = engine.describe(message, self._former)
             update.places.check(manifest)
@@ -176,9 +182,10 @@ class WeightTransfer:
     def abort(self) -> bool:
         """End an operation that may wait for a trainer, if one runs; tell whether one does. From
         any thread."""
-        if not self._may_wait:
+        engine = self._engine
+        if not self._may_wait or engine is None:
             return False
-        self._engine.abort()
+        engine.abort()
         return True
 
     @contextmanager
@@ -191,9 +198,9 @@ class WeightTransfer:
 
     def close_engine(self) -> None:
         """Leave the trainer, in the background where that takes time."""
-        engine, self._engine = self._engine, NoEngine()
+        engine, self._engine = self._engine, None
         self._former = None
-        disposal = engine.close()
+        disposal = None if engine is None else engine.close()
         if disposal is not None:
             disposal.join(_DISPOSAL_S)
 

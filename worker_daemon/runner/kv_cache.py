@@ -1,5 +1,5 @@
-"""The KV cache's memory: one allocation for all layers of this rank, carved into tensors of pages,
-of which each serves one layer of every group."""
+"""The KV cache's memory: one allocation for all layers of this rank, split into tensors of pages.
+Each tensor serves one layer of every group."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -7,20 +7,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rpc_schema.kv_cache import KVCacheConfig, KVCacheGroup
+from rpc_schema.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from worker_daemon.device.failures import FailureKind, judge
 from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.layers.attention import KVLayerSpec
 
 
 class LayerKV(NamedTuple):
-    """Where a layer keeps its K and V."""
+    """The K and V of a layer."""
 
     cache: Tensor
-    """[num_blocks, 2, block_size, num_kv_heads, head_dim]. A layer of another group may have the
-    same memory, and other blocks of it."""
+    """[num_blocks, 2, block_size, num_kv_heads, head_dim]. A layer of another group may use other
+    blocks of the same memory."""
     group: int
-    """Whose block table says which blocks."""
+    """The KV group, whose block table lists the layer's blocks."""
+
+
+def describe_layers(layers: Sequence[KVLayerSpec], dtype: torch.dtype) -> tuple[KVCacheSpec, ...]:
+    """Return one KVCacheSpec a local layer: K and V of every local KV head."""
+    return tuple(
+        KVCacheSpec(
+            layer_name=layer.name,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_dim,
+            dtype=str(dtype).removeprefix("torch."),
+            bytes_per_token=2 * layer.num_kv_heads * layer.head_dim * dtype.itemsize,
+            sliding_window=layer.window,
+        )
+        for layer in layers
+    )
 
 
 def allocate_kv_caches(
@@ -29,13 +44,13 @@ def allocate_kv_caches(
     dtype: torch.dtype,
     make_zeros: Callable[[int, torch.dtype], Tensor],
 ) -> list[LayerKV]:
-    """Return zeroed caches, one a layer, carved out of make_zeros(number of elements, dtype).
+    """Return zeroed caches, one a layer, in the memory of make_zeros(number of elements, dtype).
 
-    Zeros, because a kernel may read behind a sequence's end, and NaN times a weight of zero is NaN.
+    Zeroed: a kernel may read past the end of a sequence, and NaN times a zero weight is NaN.
 
     Raises:
-        ConfigError: the plan is not one for these layers.
-        CapacityError: the device has not that much memory.
+        ConfigError: the plan does not match these layers.
+        CapacityError: the device has too little memory.
     """
     _check_plan(config, layers, dtype)
     num_tensors = max(len(group.layer_names) for group in config.groups)
@@ -121,5 +136,5 @@ def _check_layer(
 
 
 def _page_bytes(group: KVCacheGroup, layer: KVLayerSpec, dtype: torch.dtype) -> int:
-    """K and V of a block's tokens."""
+    """Return the bytes of K and V of a block's tokens."""
     return 2 * group.block_size * layer.num_kv_heads * layer.head_dim * dtype.itemsize
