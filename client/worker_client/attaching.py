@@ -10,7 +10,7 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorScope, WireError
 from rpc_schema.lease import MAX_LEASE_TTL_MS
 from worker_client.errors import ClientError, FencedError, IncompatibleError, LeaseHeldError
-from worker_client.failure_state import FailureState, GroupAttached, LinkBroken
+from worker_client.failure_state import Change, FailureState
 from worker_client.first_contact import greet
 from worker_client.group_channel import GroupChannel
 from worker_client.lease import Patience
@@ -180,9 +180,9 @@ class Attachment:
             self.leave()
             raise
         channel.lease.confirm()
-        self._state.apply(GroupAttached())
+        self._state.apply(Change.GROUP_ATTACHED)
         if _must_relink(attached):
-            self._state.apply(LinkBroken())
+            self._state.apply(Change.LINK_BROKEN)
         return channel.take_statuses([reply.status for reply in attached])
 
 

@@ -36,15 +36,7 @@ from worker_client.errors import (
     WorkerDied,
     remote_error,
 )
-from worker_client.failure_state import (
-    Answer,
-    EndAnnounced,
-    EndAwaited,
-    EpochBegun,
-    FailureState,
-    GroupRequest,
-    announces_end,
-)
+from worker_client.failure_state import Answer, Change, FailureState, GroupRequest, announces_end
 from worker_client.gathering import Gathering
 from worker_client.group_daemons import GroupDaemons
 from worker_client.lease import LeaseKeeper
@@ -161,7 +153,7 @@ class GroupChannel:
         Raises:
             WorkerDied: a daemon is gone.
         """
-        self._state.apply(EndAwaited())
+        self._state.apply(Change.END_AWAITED)
         until = time.monotonic() + ANNOUNCED_END_WAIT_S
         while time.monotonic() < until:
             self.check_deaths()
@@ -214,7 +206,7 @@ class GroupChannel:
     def begin_epoch(self, epoch: int) -> None:
         """Requests go under this epoch from now on; those of before are forgotten."""
         self.epoch, self._seq = epoch, 0
-        self._state.apply(EpochBegun())
+        self._state.apply(Change.EPOCH_BEGUN)
         self._resending.begin_epoch()
 
     def gather_attached(
@@ -415,7 +407,7 @@ class GroupChannel:
         gather = self._gather
         if isinstance(reply, ErrorReply):
             if announces_end(reply):
-                self._state.apply(EndAnnounced())
+                self._state.apply(Change.END_ANNOUNCED)
             if self._mends_gap(reply):
                 return
             if reply.code is ErrorCode.DRAINING:

@@ -21,15 +21,12 @@ from worker_client.errors import (
 )
 from worker_client.failure_state import (
     ENDS_OWNERSHIP,
-    AttachBegun,
     CauseAwaited,
+    Change,
     DeathFailed,
     Failed,
     FailureReported,
     FailureState,
-    LinkBroken,
-    Prepared,
-    RankReplaced,
     Suspect,
     loss_of,
 )
@@ -206,7 +203,7 @@ class StepsInFlight:
         self._timeout_s = step_deadline_s + STEP_SLACK_S
         self.slots = SlotTable(max_num_seqs, limits)
         self.slots.require_resync()
-        self._state.apply(Prepared())
+        self._state.apply(Change.PREPARED)
 
     def abandon(self) -> None:
         """Fail all that is in flight, and forget everything else of the epoch before."""
@@ -214,7 +211,7 @@ class StepsInFlight:
         failure = self._new_failure(error, self.output_rank, ErrorCode.FENCED)
         failure.lost |= self.slots.drop_all()
         self._fail_from(0, failure)
-        self._state.apply(AttachBegun())
+        self._state.apply(Change.ATTACH_BEGUN)
         self.times.clear()
         self._recently_done.clear()
 
@@ -293,7 +290,7 @@ class StepsInFlight:
         error = DeadlineExceeded(f"step {future.seq}", self._timeout_s)
         failure = self._new_failure(error, self.output_rank, ErrorCode.COMM)
         failure.lost |= self.slots.drop_all()
-        self._state.apply(LinkBroken())
+        self._state.apply(Change.LINK_BROKEN)
         self._fail_from(future.seq, failure)
 
     def fail_relink(self, error: ClientError | WireError) -> None:
@@ -324,7 +321,7 @@ class StepsInFlight:
         """Another daemon is in the dead one's place: no row is left, and whoever holds a step of
         before, or sends the next one, hears what was lost."""
         failure = self._latest if self._state.has_failure else None
-        self._state.apply(RankReplaced())
+        self._state.apply(Change.RANK_REPLACED)
         self._recently_done.clear()
         self.times.clear()
         lost = self.slots.drop_all()
@@ -348,7 +345,7 @@ class StepsInFlight:
     def _fail_all_rows(self, reply: ErrorReply, error: RemoteError) -> None:
         """A rank failed a step whose result is out already: its rows are behind everybody
         else's."""
-        self._state.apply(LinkBroken())
+        self._state.apply(Change.LINK_BROKEN)
         failure = self._new_failure(error, reply.rank, reply.code, reply.traceback)
         failure.lost |= self.slots.drop_all()
         self._fail_from(0, failure)

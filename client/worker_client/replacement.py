@@ -28,7 +28,7 @@ from worker_client.errors import (
     ReplacementFailed,
     WorkerDied,
 )
-from worker_client.failure_state import FailureState, ReplaceBegun, ReplaceFailed
+from worker_client.failure_state import Change, FailureState, ReplaceFailed
 from worker_client.group_channel import GroupChannel
 from worker_client.load_chain import LoadChain
 from worker_client.loading import LoadedGroup
@@ -158,7 +158,7 @@ class Replacement:
     def _fill(self, deadline: float, within_s: float) -> ReplacementReport:
         channel = self._channel
         self._seconds.clear()
-        self._state.apply(ReplaceBegun())
+        self._state.apply(Change.REPLACE_BEGUN)
         channel.daemons.absent = frozenset(self._vacant)
         with self._phase("fence"):
             if channel.daemons.present:

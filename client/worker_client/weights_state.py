@@ -2,9 +2,10 @@
 state. The daemons know it for certain, and refuse by themselves."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 from rpc_schema.lifecycle import Status
-from worker_client.failure_state import WeightsFilled, WeightsGone
+from worker_client.failure_state import Change, WeightsGone
 
 _FIX = "fix: finish a complete update, or reload_weights()"
 
@@ -16,11 +17,11 @@ def given_up(cause: str) -> WeightsGone:
 
 def learned(
     statuses: Sequence[Status], newcomers: Sequence[int] = ()
-) -> WeightsGone | WeightsFilled:
+) -> WeightsGone | Literal[Change.WEIGHTS_FILLED]:
     """Return the event of what the daemons know. newcomers: ranks that have loaded the checkpoint
     beside others that had weights already."""
     cause = _updated_beside(statuses, newcomers) or _not_whole(statuses)
-    return WeightsGone(cause) if cause else WeightsFilled()
+    return WeightsGone(cause) if cause else Change.WEIGHTS_FILLED
 
 
 def _not_whole(statuses: Sequence[Status]) -> str:

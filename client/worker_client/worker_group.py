@@ -29,14 +29,7 @@ from worker_client.errors import (
     TooManyStepsInFlight,
     WorkerDied,
 )
-from worker_client.failure_state import (
-    Answer,
-    FailureState,
-    GroupRequest,
-    LinkMade,
-    WeightsFilled,
-    WeightsGone,
-)
+from worker_client.failure_state import Answer, Change, FailureState, GroupRequest, WeightsGone
 from worker_client.group_channel import LONG_TIMEOUT_S, GroupChannel
 from worker_client.group_channel import RankProgress as RankProgress
 from worker_client.keys import NO_KEYS, Keys
@@ -318,7 +311,7 @@ class WorkerGroup:
         self._channel.links.step_deadline_s = deadline_s
         self._loaded = config, model
         if not model.was_loaded:
-            self._state.apply(WeightsFilled())
+            self._state.apply(Change.WEIGHTS_FILLED)
         self._steps.start(config.scheduler.max_num_seqs, group_limits(config, model), deadline_s)
         return model
 
@@ -357,7 +350,7 @@ class WorkerGroup:
         self._drain()
         self._steps.lose_rows("the group was linked anew")
         self.load_chain.relink()
-        self._state.apply(LinkMade())
+        self._state.apply(Change.LINK_MADE)
 
     def reset(self, to: Literal["CREATED", "DEVICE_READY", "MODEL_LOADED"]) -> None:
         """Go back down the load chain on all ranks. Requests are lost as in relink()."""
@@ -365,7 +358,7 @@ class WorkerGroup:
         self._steps.lose_rows("the group was reset")
         self.load_chain.reset(to)
         if to == "CREATED":
-            self._state.apply(LinkMade())
+            self._state.apply(Change.LINK_MADE)
 
     # ------------------------------------------------------------------ weights
 
@@ -508,7 +501,7 @@ class WorkerGroup:
             RemoteConfigError: tensors have not come; the update is still open.
         """
         replies = self._channel.ask(wt.FinishWeightUpdate)
-        self._state.apply(WeightsFilled())
+        self._state.apply(Change.WEIGHTS_FILLED)
         return replies
 
     def reload_weights(self, model: str = "") -> list[wt.ReloadWeightsReply]:
@@ -524,11 +517,11 @@ class WorkerGroup:
         try:
             replies = self._channel.ask(functools.partial(wt.ReloadWeights, model=model))
         except RemoteError:
-            self._state.apply(WeightsGone(before) if before else WeightsFilled())
+            self._state.apply(WeightsGone(before) if before else Change.WEIGHTS_FILLED)
             if not before:  # refused before the first byte, mostly
                 self._state.apply(learned(self.get_status()))
             raise
-        self._state.apply(WeightsFilled())
+        self._state.apply(Change.WEIGHTS_FILLED)
         return replies
 
     def update_config(self, overrides: Mapping[str, str | int | bool]) -> None:
