@@ -7,14 +7,12 @@ import time
 from collections.abc import Sequence
 
 from rpc_schema import lifecycle as lc
-from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorScope, WireError
+from rpc_schema.errors import ErrorCode, WireError
 from rpc_schema.lease import MAX_LEASE_TTL_MS
-from worker_client.errors import ClientError, FencedError, IncompatibleError, LeaseHeldError
+from worker_client.errors import ClientError, FencedError, LeaseHeldError, local_error
 from worker_client.failure_state import Change, FailureState
-from worker_client.first_contact import greet
 from worker_client.group_channel import GroupChannel
-from worker_client.lease import Patience
-from worker_client.lease_terms import LeaseTerms
+from worker_client.lease import LeaseTerms, Patience
 from worker_client.outcomes import DEFAULT_STEP_DEADLINE_S, StepsInFlight
 from worker_client.worker_client import WorkerClient
 
@@ -108,7 +106,7 @@ class Attachment:
     def _await_daemons(self, timeout_s: float, listen_by: float) -> None:
         """Wait for daemons that are not started yet."""
         for client in self._channel.daemons.present:
-            greet(client, timeout_s, listen_by)
+            client.greet(timeout_s, listen_by)
 
     def _hello(self, deadline: float) -> list[lc.Status]:
         """Exchange versions with every daemon, then return their states."""
@@ -192,16 +190,13 @@ def _check_alike(greetings: Sequence[tuple[WorkerClient, str]]) -> None:
     for client, software in known:
         first, expected = known[0]
         if software != expected:
-            refusal = ControlErrorReply(
-                call=0,
-                code=ErrorCode.INCOMPATIBLE,
-                scope=ErrorScope.WORKER,
-                message=(
-                    f"the daemon has {software}, that of rank {first.rank} {expected}; fix: give "
-                    "all ranks of a group the same versions"
-                ),
+            raise local_error(
+                ErrorCode.INCOMPATIBLE,
+                f"the daemon has {software}, that of rank {first.rank} {expected}; fix: give all "
+                "ranks of a group the same versions",
+                rank=client.rank,
+                endpoint=client.endpoint.control,
             )
-            raise IncompatibleError(refusal, rank=client.rank, endpoint=client.endpoint.control)
 
 
 def _remaining(deadline: float) -> float:

@@ -497,3 +497,16 @@ REMOTE_ERRORS: Mapping[ErrorCode, type[RemoteError]] = MappingProxyType(
 def remote_error(reply: ErrorReply | ControlErrorReply, *, rank: int, endpoint: str) -> RemoteError:
     """Return the exception for an error reply."""
     return REMOTE_ERRORS[reply.code](reply, rank=rank, endpoint=endpoint)
+
+
+def local_error(
+    code: ErrorCode,
+    message: str,
+    *,
+    rank: int,
+    endpoint: str,
+    scope: ErrorScope = ErrorScope.WORKER,
+) -> RemoteError:
+    """Return the exception for a code that this driver finds itself, before the daemon does."""
+    reply = ControlErrorReply(call=0, code=code, scope=scope, message=message)
+    return remote_error(reply, rank=rank, endpoint=endpoint)

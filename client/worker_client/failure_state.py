@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope, WireError
+from rpc_schema.errors import ErrorCode, ErrorReply, ErrorScope, WireError
 from worker_client.errors import (
     ClientError,
     DrainingError,
@@ -19,6 +19,7 @@ from worker_client.errors import (
     RemoteError,
     WeightsNotWhole,
     WorkerDied,
+    local_error,
 )
 
 ENDS_OWNERSHIP: Final = (
@@ -556,15 +557,13 @@ class FailureState:
                 pass
 
 
-def _draining_error(ranks: frozenset[int], endpoints: Sequence[str]) -> DrainingError:
+def _draining_error(ranks: frozenset[int], endpoints: Sequence[str]) -> RemoteError:
     rank = min(ranks)
-    reply = ControlErrorReply(
-        call=0,
-        code=ErrorCode.DRAINING,
+    return local_error(
+        ErrorCode.DRAINING,
+        f"ranks {sorted(ranks)} drain: no step was sent, what is loaded stays; fix: go on "
+        "elsewhere, or here after worker-client drain --undo",
+        rank=rank,
+        endpoint=endpoints[rank],
         scope=ErrorScope.GROUP,
-        message=(
-            f"ranks {sorted(ranks)} drain: no step was sent, what is loaded stays; fix: "
-            "go on elsewhere, or here after worker-client drain --undo"
-        ),
     )
-    return DrainingError(reply, rank=rank, endpoint=endpoints[rank])

@@ -39,10 +39,8 @@ from worker_client.errors import (
 from worker_client.failure_state import Answer, Change, FailureState, GroupRequest, announces_end
 from worker_client.gathering import Gathering
 from worker_client.group_daemons import GroupDaemons
-from worker_client.lease import LeaseKeeper
-from worker_client.lease_terms import LeaseTerms
-from worker_client.links import Links
-from worker_client.outcomes import ROOT_CAUSE_WAIT_S, StepsInFlight
+from worker_client.lease import LeaseKeeper, LeaseTerms
+from worker_client.outcomes import DEFAULT_STEP_DEADLINE_S, ROOT_CAUSE_WAIT_S, StepsInFlight
 from worker_client.resending import Resending
 from worker_client.transport import Endpoint
 from worker_client.worker_client import StepIds, WorkerClient
@@ -63,6 +61,7 @@ OBSERVER_TIMEOUT_S = 0.5
 """No longer than this is a daemon waited for in the matters of somebody who watches."""
 
 OPERATION_TIMEOUT_S = 60.0
+LINK_SLACK_S = 30.0
 LONG_TIMEOUT_S = 3600.0
 """For operations whose row in the table of operations has a deadline of its own."""
 
@@ -84,6 +83,34 @@ class RankProgress(NamedTuple):
     rank: int
     phase: str
     phase_ms: int
+
+
+def link_timeout_s(step_deadline_s: float) -> float:
+    """Return how long ranks may take to leave one link and meet on the next.
+
+    They wait for each other for up to twice the communicators' own timeout (the step deadline and a
+    second) and 5 s; their verdict is to come before ours.
+    """
+    return 2 * (step_deadline_s + 1.0) + 5.0 + LINK_SLACK_S
+
+
+class Links:
+    """One group's. Owned by its channel."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.numbers = [0] * num_ranks
+        """By rank; 0 for none."""
+        self.step_deadline_s = DEFAULT_STEP_DEADLINE_S
+        """The longest that a rank's present link may have been built with."""
+
+    @property
+    def timeout_s(self) -> float:
+        """How long ranks may take to leave these, and meet anew."""
+        return link_timeout_s(self.step_deadline_s)
+
+    def allow(self, step_deadline_s: float) -> None:
+        """A link may be built with this deadline from now on."""
+        self.step_deadline_s = max(self.step_deadline_s, step_deadline_s)
 
 
 class GroupChannel:
@@ -286,19 +313,8 @@ class GroupChannel:
         timeout_s: float | None = None,
         stands_alone: bool = False,
     ) -> list[ReplyT]:
-        """As ask, for a request that is not the same for all: build_for(rank) returns `build`."""
-        replies = self.exchange(build_for, timeout_s, stands_alone=stands_alone)
-        return cast("list[ReplyT]", replies)
-
-    def exchange(
-        self,
-        build_for: Callable[[int], Callable[..., StepMessage]],
-        timeout_s: float | None = None,
-        *,
-        stands_alone: bool = False,
-    ) -> list[StepReplyMessage]:
-        """As ask_each, for operations that are not the same on all ranks. It is told by the name of
-        the first rank's."""
+        """Like ask, for a request that differs by rank: build_for(rank) returns `build`. Ranks may
+        even do different operations; errors name that of the first rank."""
         self.check_usable()
         self._read_events_now_and_then()
         self._seq += 1
@@ -328,7 +344,7 @@ class GroupChannel:
         if any(type(reply) not in expected for reply in gather.replies):
             name = kinds[0].__name__
             raise BadFrameError(f"{name} was answered with a reply of another operation")
-        return sorted(gather.replies, key=lambda reply: reply.rank)
+        return cast("list[ReplyT]", sorted(gather.replies, key=lambda reply: reply.rank))
 
     def _timeout_s(self, kind: type[StepMessage]) -> float:
         """How long all ranks may take together. A row's deadline is for the silence of one, which

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from worker_client.errors import WorkerDied
-from worker_client.liveness import Process, Watch, find_process
+from worker_client.liveness import Watch
+from worker_client.processes import Process, find_process
 from worker_client.transport import (
     CheckDeaths,
     Endpoint,
@@ -38,7 +39,7 @@ class GroupDaemons:
         self._look = look
         self._listen = listen
         self._on_sent = on_sent
-        self._keyed = {endpoint.results for endpoint in endpoints if endpoint.lock.has_keys}
+        self._keyed = {endpoint.results for endpoint in endpoints if endpoint.lock is not None}
         self.watch = Watch(
             [e.results for e in endpoints], [e.control for e in endpoints], find=self._find_process
         )
@@ -72,7 +73,7 @@ class GroupDaemons:
         """Put another daemon in a rank's place: the one that answers at `endpoint` now."""
         old = self.clients[rank].endpoint
         self.clients[rank].close()
-        if endpoint.lock.has_keys:
+        if endpoint.lock is not None:
             self._keyed.add(endpoint.results)
         self.watch.expect(rank, endpoint.results, endpoint.control)
         self.results.move(old, endpoint)

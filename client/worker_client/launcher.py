@@ -17,7 +17,7 @@ import zmq
 from rpc_schema.exit_codes import describe_exit
 from worker_client.errors import ClientError, DeadlineExceeded, LaunchError, Unkillable, WorkerDied
 from worker_client.transport import new_driver_id, parse_endpoint
-from worker_client.worker_client import AskingClient, WorkerClient
+from worker_client.worker_client import AskingClient
 
 READY_TIMEOUT_S = 120.0
 HELLO_TIMEOUT_S = 0.5
@@ -239,7 +239,7 @@ class _Asker:
     def close(self) -> None:
         self._context.term()
 
-    def _try(self, endpoint: str, ask: Callable[[WorkerClient], object]) -> bool:
+    def _try(self, endpoint: str, ask: Callable[[AskingClient], object]) -> bool:
         client = AskingClient(self._context, parse_endpoint(endpoint), 0, self._driver_id)
         try:
             ask(client)

@@ -3,15 +3,28 @@ application is alive, and the patience of a driver that finds another one's. Kno
 steps."""
 
 import contextlib
+import os
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from rpc_schema.errors import WireError
-from rpc_schema.lease import RenewLease, RenewLeaseReply
+from rpc_schema.lease import (
+    DEFAULT_LEASE_TTL_MS,
+    DEFAULT_ORPHAN_KV_TTL_MS,
+    MAX_LEASE_TTL_MS,
+    MAX_ORPHAN_KV_TTL_MS,
+    MIN_LEASE_TTL_MS,
+    RenewLease,
+    RenewLeaseReply,
+)
 from worker_client.errors import (
     AuthenticationError,
+    ClientConfigError,
     DeadlineExceeded,
     LeaseHeldError,
     LeaseNotRenewed,
@@ -19,7 +32,6 @@ from worker_client.errors import (
     RemoteError,
     WorkerDied,
 )
-from worker_client.lease_terms import LeaseTerms
 from worker_client.transport import Context, ControlChannel, Endpoint, PendingCall
 
 RENEWALS_PER_TTL = 4
@@ -41,6 +53,40 @@ RENEWALS_OF_THE_LIVING = 2
 
 _ASK_AGAIN = (DeadlineExceeded, WireError, AuthenticationError, WorkerDied)
 """What a renewal may fail of while the lease lasts: the group's thread judges who is dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTerms:
+    """What a driver asks of the daemons that it attaches to."""
+
+    ttl_s: float = DEFAULT_LEASE_TTL_MS / 1000
+    """1 to 60: so long daemons wait for a sign of life before they let another driver in."""
+    orphan_kv_ttl_s: float = DEFAULT_ORPHAN_KV_TTL_MS / 1000
+    """0 to 3600: so long they keep the requests after that. Weights stay for ever."""
+    heartbeat_timeout_s: float | None = None
+    """None: the lease is renewed as long as the group is open and the thread that attached it
+    lives. Otherwise the application must also have called `WorkerGroup.heartbeat` within this
+    time."""
+
+    def __post_init__(self) -> None:
+        """Raise ClientConfigError if a time is out of bounds."""
+        for field, value, low, high in (
+            ("ttl_s", self.ttl_s, MIN_LEASE_TTL_MS / 1000, MAX_LEASE_TTL_MS / 1000),
+            ("orphan_kv_ttl_s", self.orphan_kv_ttl_s, 0.0, MAX_ORPHAN_KV_TTL_MS / 1000),
+            ("heartbeat_timeout_s", self.heartbeat_timeout_s or 1.0, 0.0, float("inf")),
+        ):
+            if not low <= value <= high:
+                raise ClientConfigError(
+                    "the time is out of bounds",
+                    field=field,
+                    value=value,
+                    fix=f"use {low:g} to {high:g} seconds",
+                )
+
+
+def holder_name() -> str:
+    """Return HOST:PID of this process, as other drivers are told it."""
+    return f"{socket.gethostname()[:100]}:{os.getpid()}"
 
 
 class LeaseKeeper:
@@ -163,15 +209,11 @@ class LeaseKeeper:
         self, channels: Sequence[ControlChannel], ended: threading.Event, deadline: float
     ) -> None:
         """Ask all daemons, then hear them. One that does not answer is asked again next time."""
-        epoch, pending = self._epoch, list[PendingCall[RenewLeaseReply]]()
+        request = partial(RenewLease, driver_id=self._driver_id, epoch=self._epoch)
+        pending: list[PendingCall[RenewLeaseReply]] = []
         for channel in channels:
             with contextlib.suppress(*_ASK_AGAIN):
-                pending.append(
-                    channel.send(
-                        lambda call: RenewLease(call=call, driver_id=self._driver_id, epoch=epoch),
-                        0.0,
-                    )
-                )
+                pending.append(channel.send(request, 0.0))
         for call in pending:
             try:
                 while time.monotonic() < deadline and not ended.is_set():

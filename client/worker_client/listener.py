@@ -5,7 +5,7 @@ import socket
 import time
 
 from worker_client.errors import NothingListens, WorkerDied
-from worker_client.liveness import connection_error
+from worker_client.processes import connection_error
 
 FIRST_PROBE_S = 0.2
 LAST_PROBE_S = 5.0

@@ -3,21 +3,15 @@ connection (transport), its process where that is on this host, and the heartbea
 reports progress. Owns the file descriptors of processes; sends nothing, and knows no step.
 """
 
-import contextlib
-import os
-import select
-import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from rpc_schema.lifecycle import Heartbeat, Hung, Slow
 from worker_client.errors import WorkerDied
-from worker_client.oom_kills import oom_kills_of
+from worker_client.processes import Process, UnknownProcess, find_process, nobody_listens
 
 SUSPECT_AFTER_S = 0.95
 """Of silence, nearly four heartbeats: a second is promised, and noticing takes up to 50 ms more."""
@@ -37,8 +31,6 @@ _FENCE_AFTER_CUT_S = FENCE_AFTER_S - 1.0
 """A connection is cut after about a second of silence."""
 
 MAX_EVENTS = 256
-_PEER_CREDENTIALS = struct.Struct("3i")
-_PROBE_S = 0.2
 
 Signal: TypeAlias = Literal["transport", "process", "progress"]
 EventKind: TypeAlias = Literal["suspect", "back", "dead", "hung", "slow"]
@@ -59,124 +51,8 @@ class LivenessEvent(NamedTuple):
 OnEvent: TypeAlias = Callable[[LivenessEvent], None]
 
 
-class DaemonProcess:
-    """A process on this host, by a descriptor that no other process can inherit the number of.
-    Freed by close()."""
-
-    def __init__(self, pid: int, fd: int) -> None:
-        self.pid = pid
-        self._fd = fd
-        self._oom_kills = oom_kills_of(pid)
-        self._poll = select.poll()
-        self._poll.register(fd, select.POLLIN)
-
-    def has_ended(self) -> bool:
-        """Never waits."""
-        return bool(self._poll.poll(0))
-
-    def cause_of_end(self) -> str:
-        """What the kernel says about why it may have ended; empty: nothing."""
-        if not self._oom_kills.since():
-            return ""
-        return "; the kernel has killed for want of memory in its cgroup (oom_kill has risen)"
-
-    def copy(self) -> "DaemonProcess":
-        """Return the same process, to be closed on its own."""
-        return DaemonProcess(self.pid, os.dup(self._fd))
-
-    def close(self) -> None:
-        """Close the descriptor; the process is not told."""
-        os.close(self._fd)
-
-
-class UnknownProcess:
-    """A process on another host, or one that this kernel or container cannot see."""
-
-    pid = 0
-
-    def has_ended(self) -> bool:
-        """Nobody knows."""
-        return False
-
-    def cause_of_end(self) -> str:
-        """Nobody knows."""
-        return ""
-
-    def copy(self) -> "UnknownProcess":
-        """Return one that is not known either."""
-        return self
-
-    def close(self) -> None:
-        return None
-
-
-Process: TypeAlias = DaemonProcess | UnknownProcess
-
-
-def find_process(address: str) -> Process:
-    """Return the process that listens at an ipc address, which its socket names: what a daemon says
-    of itself may be a number of another container's."""
-    with contextlib.suppress(OSError), _connected(address) as peer:
-        return process_behind(peer)
-    return UnknownProcess()
-
-
-def process_behind(peer: socket.socket) -> Process:
-    """Return the process that listened where `peer`, a Unix stream socket, is connected to.
-
-    Raises:
-        OSError: the kernel does not tell.
-    """
-    found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    pid = int(_PEER_CREDENTIALS.unpack(found)[0])
-    if pid <= 0:
-        return UnknownProcess()
-    process = DaemonProcess(pid, os.pidfd_open(pid))
-    hung_up = select.poll()
-    hung_up.register(peer, 0)
-    if not hung_up.poll(0):  # it still lives, so the number is still its own
-        return process
-    process.close()
-    return UnknownProcess()
-
-
-def nobody_listens(address: str) -> bool:
-    """Tell whether a connection to an address is refused; see connection_error. A name that does
-    not resolve, or a path that may not be looked at, tells nothing of who listens."""
-    return isinstance(connection_error(address), FileNotFoundError | ConnectionRefusedError)
-
-
-def connection_error(address: str) -> OSError | None:
-    """Return the error of a connection to an address; None where there is none. A process that is
-    only stopped does not refuse any, and of one beyond a broken network nothing comes back. On ipc
-    the daemon hears nothing of the question: it is asked by a socket of another type, which Linux
-    refuses only once it has found who listens (unix(7), EPROTOTYPE)."""
-    try:
-        if address.startswith("tcp://"):
-            host, _, port = address.removeprefix("tcp://").rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
-        else:
-            _connected(address, socket.SOCK_DGRAM).close()
-    except OSError as error:
-        return error
-    except UnicodeError:  # Python's; no such name resolves
-        return socket.gaierror(socket.EAI_NONAME, "it is no host's name")
-    return None
-
-
-def _connected(address: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
-    peer = socket.socket(socket.AF_UNIX, kind)
-    try:
-        peer.settimeout(_PROBE_S)
-        peer.connect(str(Path(address.removeprefix("ipc://"))))
-    except BaseException:
-        peer.close()
-        raise
-    return peer
-
-
 @dataclass(slots=True)
-class _Rank:
+class _Watched:
     """What is known of one daemon."""
 
     address: str
@@ -214,7 +90,7 @@ class Watch:
         self._clock = clock
         self._find = find
         self._ranks = [
-            _Rank(address, control) for address, control in zip(addresses, controls, strict=True)
+            _Watched(address, control) for address, control in zip(addresses, controls, strict=True)
         ]
         self._listened_at = clock()
 
@@ -239,7 +115,7 @@ class Watch:
     def expect(self, rank: int, address: str, control: str) -> None:
         """Another daemon is to take this rank's place: nothing is held against it."""
         self._ranks[rank].process.close()
-        self._ranks[rank] = _Rank(address, control)
+        self._ranks[rank] = _Watched(address, control)
         self.returned.discard(rank)
 
     def met(self, rank: int, uid: bytes) -> None:
@@ -354,14 +230,14 @@ class Watch:
             return WorkerDied(rank, entry.control)
         return WorkerDied(rank, entry.control, f"{last.detail} (signal: {last.signal})")
 
-    def _judge(self, rank: int, entry: _Rank, now: float) -> None:
+    def _judge(self, rank: int, entry: _Watched, now: float) -> None:
         if entry.process.has_ended():
             ended = f"process {entry.process.pid} has ended"
             self._die(rank, "process", ended + entry.process.cause_of_end())
         elif entry.cut_since is not None and now - entry.cut_since >= _FENCE_AFTER_CUT_S:
             self._die(rank, "transport", f"it has not answered for {FENCE_AFTER_S:g} s: fenced")
 
-    def _judge_silence(self, rank: int, entry: _Rank, silent_s: float) -> None:
+    def _judge_silence(self, rank: int, entry: _Watched, silent_s: float) -> None:
         if silent_s >= entry.allowed_s:
             self._die(rank, "progress", f"it has reported no progress for {silent_s:.1f} s")
         elif entry.allowed_s > SILENCE_LIMIT_S or entry.standing != "alive":

@@ -5,7 +5,7 @@ sent to all ranks, or to some while the others keep step. Knows neither their or
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.base import StepReply, StepRequest
@@ -126,5 +126,5 @@ class LoadChain:
         def build_either(rank: int) -> Callable[..., StepRequest[Any]]:
             return build_for(rank) if rank in ranks else lc.GetSupportedTasks
 
-        replies = channel.exchange(build_either, timeout_s)
-        return cast("list[ReplyT]", [reply for reply in replies if reply.rank in ranks])
+        replies = channel.ask_each(build_either, timeout_s=timeout_s)
+        return [reply for reply in replies if reply.rank in ranks]

@@ -15,7 +15,7 @@ from worker_client.clocks import ClockMap, measure
 from worker_client.errors import ClientConfigError, ClientError
 from worker_client.trace_merge import DriverTrace, RankTrace
 from worker_client.transport import PendingCall
-from worker_client.worker_client import WorkerClient
+from worker_client.worker_client import AskingClient
 
 START_TIMEOUT_S = 90.0
 """The first trace of a process on a GPU loads the profiler's library."""
@@ -40,7 +40,7 @@ class Recorded:
 
 
 def record(
-    clients: Sequence[WorkerClient],
+    clients: Sequence[AskingClient],
     seconds: float,
     wait: Callable[[float], None] = time.sleep,
     driver_timeout_s: float = DRIVER_TIMEOUT_S,
@@ -96,7 +96,7 @@ def _checked_ms(seconds: float) -> int:
     return round((seconds + MARGIN_S) * 1000)
 
 
-def _group_of(clients: Sequence[WorkerClient]) -> list[lc.Status]:
+def _group_of(clients: Sequence[AskingClient]) -> list[lc.Status]:
     for client in clients:
         client.hello()
     statuses = [client.get_status() for client in clients]
@@ -133,7 +133,7 @@ def _await_all(
 
 
 def _stop(
-    clients: Sequence[WorkerClient], trace: bytes, *, keep: bool, timeout_s: float
+    clients: Sequence[AskingClient], trace: bytes, *, keep: bool, timeout_s: float
 ) -> list[PendingCall[StopTraceReply]]:
     pending = []
     for client in clients:
@@ -142,7 +142,7 @@ def _stop(
     return pending
 
 
-def _driver_steps(client: WorkerClient, trace: bytes, until: float) -> DriverSteps | None:
+def _driver_steps(client: AskingClient, trace: bytes, until: float) -> DriverSteps | None:
     """What the driver did; None where it does not answer, as one that waits for nothing does
     not."""
     while (steps := client.read_driver_steps(trace)) is None and time.monotonic() < until:
@@ -150,7 +150,7 @@ def _driver_steps(client: WorkerClient, trace: bytes, until: float) -> DriverSte
     return steps
 
 
-def _read(client: WorkerClient, trace: bytes) -> bytes:
+def _read(client: AskingClient, trace: bytes) -> bytes:
     pieces: list[bytes] = []
     size = 0
     while piece := client.read_trace(trace, size):

@@ -251,7 +251,7 @@ class Replacement:
             return partial(lc.WakeUp, tags=None) if rank in asleep else lc.GetSupportedTasks
 
         with self._phase("clear"):
-            self._channel.exchange(build_for)
+            self._channel.ask_each(build_for)
             self._channel.refresh_links()
 
     def _put_memory_back(self) -> None:
@@ -279,7 +279,7 @@ class Replacement:
                     scheduler=config.scheduler,
                 )
 
-            self._channel.exchange(build_for)
+            self._channel.ask_each(build_for)
             self._channel.use_link(rendezvous)
 
     def _load(self, newcomers: Sequence[int]) -> None:

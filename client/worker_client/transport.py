@@ -12,8 +12,9 @@ import ipaddress
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -34,7 +35,6 @@ from rpc_schema.errors import BadFrameError, ControlErrorReply, WireError
 from rpc_schema.operations import CONTROL_OPERATIONS
 from worker_client.errors import (
     AuthenticationError,
-    ClientError,
     DeadlineExceeded,
     EndpointError,
     OutOfDescriptors,
@@ -42,10 +42,10 @@ from worker_client.errors import (
     remote_error,
 )
 from worker_client.ipc_owner import SCHEME, check_owner
-from worker_client.keys import HANDSHAKE_MS, NO_KEYS, OPEN, Keys, Lock
+from worker_client.keys import HANDSHAKE_MS, NO_KEYS, Keys, Lock
 from worker_client.listener import Listener
-from worker_client.liveness import Process, Watch
-from worker_client.peer_process import PeerProcesses
+from worker_client.liveness import Watch
+from worker_client.processes import PeerProcesses, Process
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -85,7 +85,7 @@ class Endpoint(NamedTuple):
     step: str
     results: str
     events: str
-    lock: Lock = OPEN
+    lock: Lock | None = None
 
 
 def parse_endpoint(text: str, keys: Keys = NO_KEYS) -> Endpoint:
@@ -118,7 +118,7 @@ def parse_endpoint(text: str, keys: Keys = NO_KEYS) -> Endpoint:
     return Endpoint(text, f"{text}.step", f"{text}.results", f"{text}.events", lock)
 
 
-def _parse_tcp(text: str, lock: Lock) -> Endpoint:
+def _parse_tcp(text: str, lock: Lock | None) -> Endpoint:
     host, colon, port = text.rpartition(":")
     is_number = port.isascii() and port.isdecimal()
     if not colon or not is_number or not _is_host(host.removeprefix("tcp://")):
@@ -180,10 +180,11 @@ def _open_socket(context: Context, kind: int, max_bytes: int) -> Socket:
     return socket
 
 
-def _connect(socket: Socket, address: str, lock: Lock, *, is_watched: bool = False) -> None:
+def _connect(socket: Socket, address: str, lock: Lock | None, *, is_watched: bool = False) -> None:
     """Connect to one daemon. The options hold for this connection, and stay when it is made
     again. is_watched: its end is to tell of a daemon that does not answer."""
-    lock.prepare(socket)
+    if lock is not None:
+        lock.prepare(socket)
     socket.setsockopt(zmq.IPV6, int(address.startswith("tcp://[")))
     # On one host a connection ends with its daemon: there heartbeats would only cut off one that is
     # starved of CPU, with what is under way. libzmq 4.3.5 aborts a process, on either side, that a
@@ -195,9 +196,9 @@ def _connect(socket: Socket, address: str, lock: Lock, *, is_watched: bool = Fal
     socket.connect(address)
 
 
-def _check_owner(address: str, lock: Lock) -> None:
+def _check_owner(address: str, lock: Lock | None) -> None:
     """Check who can listen at the address, unless the daemon proves it by its key."""
-    if not lock.has_keys and address.startswith(SCHEME):
+    if lock is None and address.startswith(SCHEME):
         check_owner(address)
 
 
@@ -218,7 +219,7 @@ class _Handshakes:
     def __init__(self, socket: Socket, events: int = 0) -> None:
         """events: of the socket monitor, that are wanted beside. Before the first connect."""
         self._socket = socket
-        self._places: dict[str, tuple[int, Lock]] = {}
+        self._places: dict[str, tuple[int, Lock | None]] = {}
         self._made: set[str] = set()
         """Addresses whose handshake has ended well."""
         self.num_made = 0
@@ -232,7 +233,9 @@ class _Handshakes:
             socket.close(linger=0)  # else its context could not end
             raise
 
-    def connect(self, rank: int, address: str, lock: Lock, *, is_watched: bool = False) -> None:
+    def connect(
+        self, rank: int, address: str, lock: Lock | None, *, is_watched: bool = False
+    ) -> None:
         """Connect the socket to one daemon, as _connect does."""
         self._places[address] = (rank, lock)
         _connect(self._socket, address, lock, is_watched=is_watched)
@@ -301,10 +304,10 @@ class _Handshakes:
         self.monitor.close(linger=0)
 
 
-def _why(event: int, lock: Lock) -> str:
+def _why(event: int, lock: Lock | None) -> str:
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return "the daemon does not let our key in: ask for it in its --authorized-keys"
-    if not lock.has_keys:
+    if lock is None:
         return "the daemon wants keys: give --key-file and --known-daemons"
     why = "the daemon has not the key that --known-daemons names, or uses none"
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
@@ -316,25 +319,17 @@ def _milliseconds_until(deadline: float) -> int:
     return max(0, int((deadline - time.monotonic()) * 1000) + 1)
 
 
+@dataclass(frozen=True, slots=True)
 class PendingCall(Generic[ReplyT]):
-    """A control request that was sent, and its reply to come. Of one channel, only the latest can
+    """A control request that was sent, and its pending reply. Of one channel, only the latest can
     still be answered."""
 
-    def __init__(
-        self,
-        channel: "ControlChannel",
-        call: int,
-        what: str,
-        reply_type: type[ReplyT],
-        timeout_s: float,
-        deadline: float,
-    ) -> None:
-        self._channel = channel
-        self._call = call
-        self._what = what
-        self._reply_type = reply_type
-        self._timeout_s = timeout_s
-        self._deadline = deadline
+    channel: "ControlChannel"
+    call: int
+    what: str
+    reply_type: type[ReplyT]
+    timeout_s: float
+    deadline: float
 
     def result(self) -> ReplyT:
         """Wait for the reply; late replies to earlier calls are dropped.
@@ -344,23 +339,23 @@ class PendingCall(Generic[ReplyT]):
             RemoteError: the daemon answered with an error.
             BadFrameError: the answer is of another type.
         """
-        reply = self.poll(self._deadline)
+        reply = self.poll(self.deadline)
         if reply is None:
-            raise DeadlineExceeded(self._what, self._timeout_s)
+            raise DeadlineExceeded(self.what, self.timeout_s)
         return reply
 
     def poll(self, until: float) -> ReplyT | None:
         """Wait for the reply until `until` (of time.monotonic); None when it has not come. Raises
         as result() does otherwise."""
-        channel = self._channel
+        channel = self.channel
         while (reply := channel.receive(until)) is not None:
             is_error = isinstance(reply, ControlErrorReply)
-            if reply.call != self._call and not (is_error and reply.call == 0):
+            if reply.call != self.call and not (is_error and reply.call == 0):
                 continue  # 0: to something of ours that the daemon did not read
             if isinstance(reply, ControlErrorReply):
                 raise remote_error(reply, rank=channel.rank, endpoint=channel.endpoint.control)
-            if not isinstance(reply, self._reply_type):
-                raise BadFrameError(f"{self._what} was answered with {type(reply).__name__}")
+            if not isinstance(reply, self.reply_type):
+                raise BadFrameError(f"{self.what} was answered with {type(reply).__name__}")
             return reply
         return None
 
@@ -395,15 +390,13 @@ class ControlChannel:
         self._handshakes.connect(rank, endpoint.control, endpoint.lock)
         self._listener = Listener(endpoint.control, rank)
 
-    def call(self, build: Callable[[int], Answered[ReplyT]], timeout_s: float) -> ReplyT:
-        """Send build(correlation id) and return its reply. Raises as send() and
+    def call(self, build: Callable[..., Answered[ReplyT]], timeout_s: float) -> ReplyT:
+        """Send build(call=correlation id) and return its reply. Raises as send() and
         PendingCall.result() do."""
         return self.send(build, timeout_s).result()
 
-    def send(
-        self, build: Callable[[int], Answered[ReplyT]], timeout_s: float
-    ) -> PendingCall[ReplyT]:
-        """Send build(correlation id); the reply is waited for by result().
+    def send(self, build: Callable[..., Answered[ReplyT]], timeout_s: float) -> PendingCall[ReplyT]:
+        """Send build(call=correlation id); result() waits for the reply.
 
         Raises:
             DeadlineExceeded: no daemon took the request.
@@ -412,7 +405,7 @@ class ControlChannel:
             UntrustedEndpointError: another user's process may listen there.
         """
         self._last_call += 1
-        request = build(self._last_call)
+        request = build(call=self._last_call)
         row = CONTROL_OPERATIONS[type(request)]
         what = f"{type(request).__name__} to rank {self.rank} at {self.endpoint.control}"
         deadline = time.monotonic() + timeout_s
@@ -544,25 +537,6 @@ class StepChannel:
         """Close the socket."""
         self._handshakes.close()
         self._socket.close()
-
-
-class StepSender(Protocol):
-    """Takes the step requests for one daemon; see StepChannel."""
-
-    def send(self, frames: Sequence[Frame]) -> None: ...
-    def close(self) -> None: ...
-
-
-class NoSteps:
-    """In the place of a StepChannel where a daemon is asked, not driven: the step socket is not
-    opened, for which an observer's key would not do."""
-
-    def send(self, frames: Sequence[Frame]) -> None:
-        """Refuse. Raises ClientError."""
-        raise ClientError("this connection only asks: steps need one that drives")
-
-    def close(self) -> None:
-        """There is nothing to close."""
 
 
 class ResultsChannel:

@@ -33,7 +33,7 @@ from worker_client.failure_state import Answer, Change, FailureState, GroupReque
 from worker_client.group_channel import LONG_TIMEOUT_S, GroupChannel
 from worker_client.group_channel import RankProgress as RankProgress
 from worker_client.keys import NO_KEYS, Keys
-from worker_client.lease_terms import LeaseTerms
+from worker_client.lease import LeaseTerms
 from worker_client.liveness import LivenessEvent, OnEvent, Standing
 from worker_client.load_chain import LoadChain
 from worker_client.loading import (

@@ -18,7 +18,7 @@ from worker_client.cli.output_file import print_text
 from worker_client.cli.top_frame import held_blocks, leased
 from worker_client.errors import ClientConfigError
 from worker_client.keys import read_keys
-from worker_client.worker_client import WorkerClient
+from worker_client.worker_client import AskingClient
 
 Endpoints = Annotated[
     str, typer.Option(envvar="WORKER_CLIENT_ENDPOINTS", help="Running daemons: EP,EP,...")
@@ -112,7 +112,7 @@ def named_daemons(endpoints: str) -> tuple[str, ...]:
     return names
 
 
-def _probe(clients: Sequence[WorkerClient], probe: Probe) -> None:
+def _probe(clients: Sequence[AskingClient], probe: Probe) -> None:
     amiss = [
         f"{c.endpoint.control}: {printable(what)}\n"
         for c in clients
@@ -123,7 +123,7 @@ def _probe(clients: Sequence[WorkerClient], probe: Probe) -> None:
         raise typer.Exit(1)
 
 
-def _what_is_amiss(client: WorkerClient, probe: Probe) -> str:
+def _what_is_amiss(client: AskingClient, probe: Probe) -> str:
     health = client.check_health()
     if not health.healthy:
         return health.detail
@@ -136,24 +136,18 @@ def _what_is_amiss(client: WorkerClient, probe: Probe) -> str:
 
 
 def _named(status: Status) -> dict[str, object]:
-    fields: dict[str, object] = {
-        name: value
-        for name, value in zip(
-            status.__struct_fields__, msgspec.structs.astuple(status), strict=True
-        )
-        if name not in ("worker_uid", "config", "kv_cache")
-    }
-    fields["reply_delay"] = msgspec.structs.asdict(status.reply_delay)
-    load = status.gpu_load
-    fields["gpu_load"] = None if load is None else msgspec.structs.asdict(load)
-    advice = status.kv_cache_advice
-    fields["kv_cache_advice"] = None if advice is None else msgspec.structs.asdict(advice)
+    fields = msgspec.structs.asdict(status)
+    for name in ("reply_delay", "gpu_load", "kv_cache_advice"):
+        if fields[name] is not None:
+            fields[name] = msgspec.structs.asdict(fields[name])
     fields["lease"] = msgspec.structs.asdict(status.lease) | {"holder": status.lease.holder.hex()}
-    fields["worker_uid"] = status.worker_uid.hex()
-    fields["config"] = None if status.config is None else status.config.fingerprint()
-    fields["model"] = None if status.config is None else status.config.model.model
-    fields["num_blocks"] = None if status.kv_cache is None else status.kv_cache.num_blocks
-    return fields
+    uid, config, kv_cache = map(fields.pop, ("worker_uid", "config", "kv_cache"))
+    return fields | {
+        "worker_uid": uid.hex(),
+        "config": None if config is None else config.fingerprint(),
+        "model": None if config is None else config.model.model,
+        "num_blocks": None if kv_cache is None else kv_cache.num_blocks,
+    }
 
 
 def _memory(status: Status) -> str:

@@ -12,7 +12,7 @@ from rpc_schema.lifecycle import Heartbeat, Hung, Slow
 from worker_client import liveness
 from worker_client.errors import WorkerDied
 from worker_client.liveness import FENCE_AFTER_S, SILENCE_LIMIT_S, SUSPECT_AFTER_S, Watch
-from worker_client.peer_process import PeerProcesses
+from worker_client.processes import PeerProcesses
 
 UIDS = (b"a" * 16, b"b" * 16)
 

@@ -1,0 +1,185 @@
+"""Processes of this host as the kernel shows them: a daemon's own, by its connection, and the
+question whether anything listens at an address."""
+
+import contextlib
+import os
+import select
+import socket
+import struct
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from rpc_schema.borrowed_sockets import borrowed
+
+PROCESSES = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+_PEER_CREDENTIALS: Final = struct.Struct("3i")
+_PROBE_S: Final = 0.2
+
+
+class DaemonProcess:
+    """A process on this host, by a descriptor that no other process can inherit the number of.
+    Freed by close()."""
+
+    def __init__(self, pid: int, fd: int) -> None:
+        self.pid = pid
+        self._fd = fd
+        self._memory_events = _memory_events(pid)
+        self._oom_kills = _num_oom_kills(self._memory_events)
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLIN)
+
+    def has_ended(self) -> bool:
+        """Never waits."""
+        return bool(self._poll.poll(0))
+
+    def cause_of_end(self) -> str:
+        """What the kernel says about why it may have ended; empty: nothing."""
+        if _num_oom_kills(self._memory_events) <= self._oom_kills:
+            return ""
+        return "; the kernel has killed for want of memory in its cgroup (oom_kill has risen)"
+
+    def copy(self) -> "DaemonProcess":
+        """Return the same process, to be closed on its own."""
+        return DaemonProcess(self.pid, os.dup(self._fd))
+
+    def close(self) -> None:
+        """Close the descriptor; the process is not told."""
+        os.close(self._fd)
+
+
+class UnknownProcess:
+    """A process on another host, or one that this kernel or container cannot see."""
+
+    pid = 0
+
+    def has_ended(self) -> bool:
+        """Nobody knows."""
+        return False
+
+    def cause_of_end(self) -> str:
+        """Nobody knows."""
+        return ""
+
+    def copy(self) -> "UnknownProcess":
+        """Return one that is not known either."""
+        return self
+
+    def close(self) -> None:
+        return None
+
+
+Process: TypeAlias = DaemonProcess | UnknownProcess
+
+
+def find_process(address: str) -> Process:
+    """Return the process that listens at an ipc address, which its socket names: what a daemon says
+    of itself may be a number of another container's."""
+    with contextlib.suppress(OSError), _connected(address) as peer:
+        return process_behind(peer)
+    return UnknownProcess()
+
+
+def process_behind(peer: socket.socket) -> Process:
+    """Return the process that listened where `peer`, a Unix stream socket, is connected to.
+
+    Raises:
+        OSError: the kernel does not tell.
+    """
+    found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    pid = int(_PEER_CREDENTIALS.unpack(found)[0])
+    if pid <= 0:
+        return UnknownProcess()
+    process = DaemonProcess(pid, os.pidfd_open(pid))
+    hung_up = select.poll()
+    hung_up.register(peer, 0)
+    if not hung_up.poll(0):  # it still lives, so the number is still its own
+        return process
+    process.close()
+    return UnknownProcess()
+
+
+def nobody_listens(address: str) -> bool:
+    """Tell whether a connection to an address is refused; see connection_error. A name that does
+    not resolve, or a path that may not be looked at, tells nothing of who listens."""
+    return isinstance(connection_error(address), FileNotFoundError | ConnectionRefusedError)
+
+
+def connection_error(address: str) -> OSError | None:
+    """Return the error of a connection to an address; None where there is none. A process that is
+    only stopped does not refuse any, and of one beyond a broken network nothing comes back. On ipc
+    the daemon hears nothing of the question: it is asked by a socket of another type, which Linux
+    refuses only once it has found who listens (unix(7), EPROTOTYPE)."""
+    try:
+        if address.startswith("tcp://"):
+            host, _, port = address.removeprefix("tcp://").rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
+        else:
+            _connected(address, socket.SOCK_DGRAM).close()
+    except OSError as error:
+        return error
+    except UnicodeError:  # Python's; no such name resolves
+        return socket.gaierror(socket.EAI_NONAME, "it is no host's name")
+    return None
+
+
+def _connected(address: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX, kind)
+    try:
+        peer.settimeout(_PROBE_S)
+        peer.connect(str(Path(address.removeprefix("ipc://"))))
+    except BaseException:
+        peer.close()
+        raise
+    return peer
+
+
+class PeerProcesses:
+    """The processes behind one socket's ipc connections, by address. Belongs to the socket's
+    thread."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Process] = {}
+
+    def connected(self, address: str, descriptor: int) -> None:
+        """A connection to `address` was made, and has this file descriptor. That is another
+        thread's, which may have closed it since: what is there now has to be a connection to that
+        very path."""
+        self.forget(address)
+        with contextlib.suppress(OSError), borrowed(descriptor) as peer:
+            path = address.removeprefix("ipc://")
+            if peer.family == socket.AF_UNIX and peer.getpeername() == path:
+                self._found[address] = process_behind(peer)
+
+    def find(self, address: str) -> Process:
+        """Return the process that answered there last; the caller closes it."""
+        return self._found.get(address, UnknownProcess()).copy()
+
+    def forget(self, address: str) -> None:
+        """Nothing is known of that address any more."""
+        self._found.pop(address, UnknownProcess()).close()
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for address in list(self._found):
+            self.forget(address)
+
+
+def _memory_events(pid: int) -> Path:
+    """Return the memory.events file of a live process's cgroup (version 2)."""
+    group = ""
+    with contextlib.suppress(OSError):
+        lines = (PROCESSES / str(pid) / "cgroup").read_text().splitlines()
+        group = next((line[3:] for line in lines if line.startswith("0::")), "")
+    return CGROUPS / group.lstrip("/") / "memory.events"
+
+
+def _num_oom_kills(events: Path) -> int:
+    """Read how many of a cgroup's processes were killed for want of memory; 0 if unknown. A rise
+    while one of them was killed names the likely cause, and no more."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in events.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    return 0
