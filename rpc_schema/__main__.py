@@ -28,6 +28,7 @@ from rpc_schema.operations import (
     LOAD_CHAIN,
     STEP_OPERATIONS,
     Rule,
+    StepOperation,
 )
 from rpc_schema.version import PROTOCOL_VERSION
 
@@ -120,19 +121,17 @@ def _describe(member: type[msgspec.Struct]) -> str:
 
 def _operation(member: type[msgspec.Struct]) -> list[str]:
     """Return what the table of operations has of a request; nothing for other messages."""
-    for request, control in CONTROL_OPERATIONS.items():
-        if request is member:
-            again = "; may be sent again" if control.repeatable else ""
-            return [f"Reply: `{control.reply.__name__}`. Role: {control.role}{again}.", ""]
-    for request, row in STEP_OPERATIONS.items():
-        if request is member:
-            silence = "a step's deadline" if row.deadline_s is None else f"{row.deadline_s:g} s"
-            meeting = " and the meeting of the ranks" if row.meets else ""
-            return [
-                f"Reply: `{row.reply.__name__}`. Role: {row.role}. Legal: {_states(row.rule)}. "
-                f"Silence allowed: {silence}{meeting}.",
-                "",
-            ]
+    if (control := CONTROL_OPERATIONS.get(member)) is not None:
+        again = "; may be sent again" if control.repeatable else ""
+        return [f"Reply: `{control.reply.__name__}`. Role: {control.role}{again}.", ""]
+    if (row := dict[type, StepOperation[typing.Any]](STEP_OPERATIONS).get(member)) is not None:
+        silence = "a step's deadline" if row.deadline_s is None else f"{row.deadline_s:g} s"
+        meeting = " and the rendezvous of the ranks" if row.meets else ""
+        return [
+            f"Reply: `{row.reply.__name__}`. Role: {row.role}. Legal: {_states(row.rule)}. "
+            f"Silence allowed: {silence}{meeting}.",
+            "",
+        ]
     return []
 
 

@@ -9,7 +9,6 @@ second, and so on. Any block serves any group, so that what one group does not n
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
@@ -288,12 +287,11 @@ def longest_request(
     num_blocks: int, groups: Sequence[BlockGroup], most: int, max_num_batched_tokens: int
 ) -> int:
     """Return the tokens of the longest request that has all its blocks, `most` at most."""
-    needed = partial(_needed, groups=groups, max_num_batched_tokens=max_num_batched_tokens)
-    return bisect_right(range(1, most + 1), num_blocks - NUM_NULL_BLOCKS, key=needed)
-
-
-def _needed(num_tokens: int, groups: Sequence[BlockGroup], max_num_batched_tokens: int) -> int:
-    return request_blocks(num_tokens, groups, max_num_batched_tokens)
+    return bisect_right(
+        range(1, most + 1),
+        num_blocks - NUM_NULL_BLOCKS,
+        key=lambda length: request_blocks(length, groups, max_num_batched_tokens),
+    )
 
 
 def build_kv_cache_config(

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
+import msgspec
 from msgspec import Meta
 
 from rpc_schema.base import Count, Extension, Fraction, FramedExtension, RawUInt16, Unsigned
@@ -97,20 +98,14 @@ class SamplingParams:
     @classmethod
     def of(cls, extensions: Iterable[Extension]) -> "SamplingParams":
         """Return what a request carries of it: the inverse of `extensions`."""
-        found = {type(extension): extension for extension in extensions}
-        drawn, stops = found.get(RandomSampling), found.get(StopTokens)
-        wanted = found.get(LogprobsWanted)
-        drawn = drawn if isinstance(drawn, RandomSampling) else RandomSampling()
-        stops = stops if isinstance(stops, StopTokens) else StopTokens()
+        names = {"token_ids": "stop_token_ids", "count": "logprobs"}
         return cls(
-            temperature=drawn.temperature,
-            top_k=drawn.top_k,
-            top_p=drawn.top_p,
-            min_p=drawn.min_p,
-            seed=drawn.seed,
-            min_tokens=stops.min_tokens,
-            stop_token_ids=stops.token_ids,
-            logprobs=wanted.count if isinstance(wanted, LogprobsWanted) else None,
+            **{
+                names.get(name, name): value
+                for extension in extensions
+                if isinstance(extension, SamplingExtension)
+                for name, value in msgspec.structs.asdict(extension).items()
+            }
         )
 
     def extensions(self) -> tuple[SamplingExtension, ...]:

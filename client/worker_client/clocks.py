@@ -29,7 +29,10 @@ def measure(
     num_round_trips: int = NUM_ROUND_TRIPS,
 ) -> Offset:
     """Ask another clock for its time, as often as said; return the offset of the fastest answer."""
-    return min((_ask_once(ask, own_clock) for _ in range(num_round_trips)), key=_bound)
+    return min(
+        (_ask_once(ask, own_clock) for _ in range(num_round_trips)),
+        key=lambda offset: offset.bound_ns,
+    )
 
 
 def _ask_once(ask: Callable[[], int], own_clock: Callable[[], int]) -> Offset:
@@ -38,10 +41,6 @@ def _ask_once(ask: Callable[[], int], own_clock: Callable[[], int]) -> Offset:
     end = own_clock()
     # Rounded up, twice: for the middle and for its half.
     return Offset(theirs, theirs - (begin + end) // 2, (end - begin) // 2 + 1)
-
-
-def _bound(offset: Offset) -> int:
-    return offset.bound_ns
 
 
 class ClockMap:

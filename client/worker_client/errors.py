@@ -82,6 +82,9 @@ class ClientConfigError(ClientError):
 class EndpointError(ClientConfigError):
     """An endpoint that this version cannot use."""
 
+    def __init__(self, message: str, endpoint: str, fix: str) -> None:
+        super().__init__(message, field="endpoint", value=endpoint, fix=fix)
+
 
 class UntrustedEndpointError(EndpointError):
     """Another user's process may listen at an ipc endpoint, and the daemon there has no key to
@@ -90,9 +93,8 @@ class UntrustedEndpointError(EndpointError):
     def __init__(self, address: str, why: str) -> None:
         super().__init__(
             f"another user's process may listen there: {why}",
-            field="endpoint",
-            value=address,
-            fix="use a directory of your own, as $XDG_RUNTIME_DIR/wd, run as the daemon's user, or "
+            address,
+            "use a directory of your own, as $XDG_RUNTIME_DIR/wd, run as the daemon's user, or "
             "give --key-file and --known-daemons",
         )
 

@@ -56,18 +56,16 @@ class Keys:
             if endpoint.startswith("tcp://"):
                 raise EndpointError(
                     "tcp needs keys",
-                    field="endpoint",
-                    value=endpoint,
-                    fix="use --key-file and --known-daemons, a driver keys=Keys(...)",
+                    endpoint,
+                    "use --key-file and --known-daemons, a driver keys=Keys(...)",
                 )
             return None
         key = self.known.get(endpoint)
         if key is None:
             raise EndpointError(
                 "the daemon's key is unknown",
-                field="endpoint",
-                value=endpoint,
-                fix="add it, written alike, to the file of --known-daemons",
+                endpoint,
+                "add it, written alike, to the file of --known-daemons",
             )
         return Lock(self.own, key)
 

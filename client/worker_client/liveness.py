@@ -104,10 +104,6 @@ class Watch:
         """By rank."""
         return [entry.standing for entry in self._ranks]
 
-    def uid(self, rank: int) -> bytes:
-        """Of the daemon that was met there; empty before."""
-        return self._ranks[rank].uid
-
     def pid(self, rank: int) -> int:
         """Of its process on this host; 0 where that is not known."""
         return self._ranks[rank].process.pid

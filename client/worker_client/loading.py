@@ -5,7 +5,7 @@ not wanted, and walk down the load chain with the KV cache planned on the way.
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -87,15 +87,15 @@ class AttachedGroup:
     reload_weights: Callable[[], list[ReloadWeightsReply]]
 
 
-class _Stopwatch:
+class Stopwatch:
+    """Durations of named phases, in seconds."""
+
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return self._measure(name)
-
     @contextmanager
-    def _measure(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure the body of a `with`, unless it raises."""
         start = time.monotonic()
         yield
         self.seconds[name] = time.monotonic() - start
@@ -146,7 +146,7 @@ def load(
     group: AttachedGroup, config: WorkerConfig, statuses: Sequence[Status], options: LoadOptions
 ) -> LoadedGroup:
     """Make `group`, whose daemons were in `statuses` at attach, ready to serve `config`."""
-    clock = _Stopwatch()
+    clock = Stopwatch()
     if not options.reload and all(status.load == "READY" for status in statuses):
         _check_same(config, statuses, options)
         return _resume(group, statuses, clock)
@@ -181,7 +181,7 @@ def _check_same(config: WorkerConfig, statuses: Sequence[Status], options: LoadO
         raise ConfigMismatchError(list(differences))
 
 
-def _resume(group: AttachedGroup, statuses: Sequence[Status], clock: _Stopwatch) -> LoadedGroup:
+def _resume(group: AttachedGroup, statuses: Sequence[Status], clock: Stopwatch) -> LoadedGroup:
     if group.needs_relink:
         with clock.phase("relink"):
             group.relink()
@@ -204,7 +204,7 @@ def _needs_weights(status: Status) -> bool:
 
 
 def _reset(
-    group: AttachedGroup, config: WorkerConfig, statuses: Sequence[Status], clock: _Stopwatch
+    group: AttachedGroup, config: WorkerConfig, statuses: Sequence[Status], clock: Stopwatch
 ) -> _ResetLevel:
     """Bring all ranks to one level: to DEVICE_READY where device and link can stay, else to
     CREATED."""
@@ -239,7 +239,7 @@ def _load_kv_cache(
     config: WorkerConfig,
     resolved_len: int,
     options: LoadOptions,
-    clock: _Stopwatch,
+    clock: Stopwatch,
 ) -> tuple[tuple[KVCacheConfig, ...], int]:
     """Plan and allocate the KV cache; return it, and the context length that it allows."""
     specs = [reply.layers for reply in group.load_chain.get_kv_cache_spec()]

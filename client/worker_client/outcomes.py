@@ -6,6 +6,7 @@ replies. What a failure makes of the group is `failure_state.py`'s.
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from rpc_schema.codec import StepReplyMessage
@@ -56,31 +57,25 @@ class StepWaiter(Protocol):
         """Take in replies until the future is settled, or `until` (time.monotonic) has passed."""
 
 
+@dataclass(eq=False, slots=True)
 class Failure:
-    """A failed step and what it takes with it; shared by the futures that it fails."""
+    """A failed step and all that fails with it; shared by the futures that it fails."""
 
-    def __init__(
-        self,
-        state: FailureState,
-        number: int,
-        error: ClientError,
-        rank: int,
-        code: ErrorCode,
-        traceback: str = "",
-        *,
-        is_mended: bool = False,
-    ) -> None:
-        """is_mended: the daemon whose death this was has been replaced."""
-        self.number = number
-        self.error = error
-        self.rank = rank
-        self.code = code
-        self.traceback = traceback
-        self.lost: set[str] = set()
-        self.ends_group = isinstance(error, ENDS_OWNERSHIP) and not is_mended
-        """Told by its own error, not as a StepFailed: the group takes no steps after it."""
-        self._state = state
-        self._futures: list[StepFuture] = []
+    state: FailureState
+    number: int
+    error: ClientError
+    rank: int
+    code: ErrorCode
+    traceback: str = ""
+    is_mended: bool = False
+    """The daemon whose death this was has been replaced."""
+    lost: set[str] = field(default_factory=set)
+    _futures: "list[StepFuture]" = field(default_factory=list)
+
+    @property
+    def ends_group(self) -> bool:
+        """True if the group takes no steps after it. It is raised as it is, not as a StepFailed."""
+        return isinstance(self.error, ENDS_OWNERSHIP) and not self.is_mended
 
     def settle(self, future: "StepFuture") -> None:
         """Fail a future."""
@@ -95,15 +90,7 @@ class Failure:
 
     def mended(self, number: int) -> "Failure":
         """Return what is left to tell of it once the dead daemon is replaced."""
-        left = Failure(
-            self._state,
-            number,
-            self.error,
-            self.rank,
-            self.code,
-            self.traceback,
-            is_mended=True,
-        )
+        left = replace(self, number=number, is_mended=True, lost=set(), _futures=[])
         left.take_over(self)
         return left
 
@@ -119,7 +106,7 @@ class Failure:
 
     def to_exception(self) -> ClientError:
         """What the caller of result() gets; after this the group accepts steps again."""
-        self._state.apply(FailureReported(self.number))
+        self.state.apply(FailureReported(self.number))
         if self.ends_group:
             return self.error
         message = self.error.message if isinstance(self.error, RemoteError) else str(self.error)
@@ -134,26 +121,26 @@ class Failure:
         return failed
 
 
+@dataclass(eq=False, slots=True)
 class StepFuture:
-    """The outcome of one step, to come. `result` and `done` also take in the replies to other steps
+    """The pending outcome of one step. `result` and `done` also process the replies to other steps
     of the group."""
 
-    def __init__(self, group: StepWaiter, seq: int, step: EncodedStep | None, deadline: float):
-        self.seq = seq
-        self.step = step
-        self.deadline = deadline
-        self.samples = step is not None
-        """False for steps whose answer names no request."""
-        self.replayed = False
-        """Whether the answer that came was a daemon's second sending of it."""
-        self.value: StepResult | None = None
-        self.failure: Failure | None = None
-        self._group = group
+    group: StepWaiter
+    seq: int
+    step: EncodedStep | None
+    deadline: float
+    samples: bool = False
+    """False for steps whose reply names no request."""
+    replayed: bool = False
+    """The reply was a daemon's second sending of it."""
+    value: StepResult | None = None
+    failure: Failure | None = None
 
     def done(self) -> bool:
         """Whether the outcome is known; never waits."""
         if not self.settled:
-            self._group.take_replies(self)
+            self.group.take_replies(self)
         return self.settled
 
     def result(self, timeout_s: float | None = None) -> StepResult:
@@ -168,7 +155,7 @@ class StepFuture:
                 is not this driver's any more, unless it attaches again.
         """
         until = self.deadline if timeout_s is None else time.monotonic() + timeout_s
-        self._group.wait_for(self, until)
+        self.group.wait_for(self, until)
         if self.failure is not None:
             raise self.failure.to_exception()
         if self.value is None:
@@ -234,8 +221,7 @@ class StepsInFlight:
         self, waiter: StepWaiter, seq: int, step: EncodedStep | None, *, samples: bool
     ) -> StepFuture:
         """Return the future of a step that is about to be sent."""
-        future = StepFuture(waiter, seq, step, time.monotonic() + self._timeout_s)
-        future.samples = samples
+        future = StepFuture(waiter, seq, step, time.monotonic() + self._timeout_s, samples)
         self._futures[seq] = future
         return future
 

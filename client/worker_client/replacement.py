@@ -4,8 +4,8 @@ with the rank, `client/worker_client/outcomes.py` tells.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -31,7 +31,7 @@ from worker_client.errors import (
 from worker_client.failure_state import Change, FailureState, ReplaceFailed
 from worker_client.group_channel import GroupChannel
 from worker_client.load_chain import LoadChain
-from worker_client.loading import LoadedGroup
+from worker_client.loading import LoadedGroup, Stopwatch
 from worker_client.memory_of_group import Tags, common_tags, is_away, way_back
 from worker_client.outcomes import StepsInFlight
 from worker_client.transport import Endpoint
@@ -99,7 +99,7 @@ class Replacement:
         self._config = config
         self._model = model
         self._attaching = attaching
-        self._seconds: dict[str, float] = {}
+        self._clock = Stopwatch()
         self._vacant: dict[int, Endpoint] = {}
         self._memory: Tags | None = None
         """What the memory of those who were there was like."""
@@ -157,18 +157,18 @@ class Replacement:
 
     def _fill(self, deadline: float, within_s: float) -> ReplacementReport:
         channel = self._channel
-        self._seconds.clear()
+        self._clock = Stopwatch()
         self._state.apply(Change.REPLACE_BEGUN)
         channel.daemons.absent = frozenset(self._vacant)
-        with self._phase("fence"):
+        with self._clock.phase("fence"):
             if channel.daemons.present:
                 self._attaching.attach_present()
             else:
                 channel.lease.drop()
-        with self._phase("wait"):
+        with self._clock.phase("wait"):
             for rank, endpoint in self._vacant.items():
                 self._wait_for(rank, endpoint, deadline, within_s)
-        with self._phase("attach"):
+        with self._clock.phase("attach"):
             for rank, endpoint in self._vacant.items():
                 channel.daemons.move(rank, endpoint)
                 channel.links.numbers[rank] = 0
@@ -183,18 +183,7 @@ class Replacement:
         if newcomers:
             self._load(newcomers)
         self._put_memory_back()
-        return ReplacementReport(
-            tuple(self._vacant),
-            newcomers,
-            dict(self._seconds),
-            statuses,
-        )
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self._seconds[name] = time.monotonic() - began
+        return ReplacementReport(tuple(self._vacant), newcomers, self._clock.seconds, statuses)
 
     def _wait_for(self, rank: int, endpoint: Endpoint, deadline: float, within_s: float) -> None:
         """Wait until a daemon answers there; look after the others meanwhile."""
@@ -250,20 +239,20 @@ class Replacement:
                 return partial(lc.Reset, to="CREATED")
             return partial(lc.WakeUp, tags=None) if rank in asleep else lc.GetSupportedTasks
 
-        with self._phase("clear"):
+        with self._clock.phase("clear"):
             self._channel.ask_each(build_for)
             self._channel.refresh_links()
 
     def _put_memory_back(self) -> None:
         """Bring all ranks to where the others were."""
         for operation, build in way_back(self._memory or {}):
-            with self._phase(operation):
+            with self._clock.phase(operation):
                 self._channel.ask(build)
 
     def _link(self, newcomers: Sequence[int]) -> None:
         """InitDevice and Relink bring a rank to the same meeting place."""
         config = self._config
-        with self._phase("link"):
+        with self._clock.phase("link"):
             rendezvous = self._channel.open_rendezvous()
 
             def build_for(rank: int) -> Callable[..., StepMessage]:
@@ -286,12 +275,12 @@ class Replacement:
         """Load the new ranks alone; then all warm up, for which they compute together."""
         model, everyone = self._model, LoadChain(self._channel)
         alone = LoadChain(self._channel, newcomers)
-        with self._phase("load"):
+        with self._clock.phase("load"):
             alone.load_model(self._config)
             alone.update_max_model_len(model.max_model_len)
             alone.initialize_from_config(model.kv_cache)
             alone.initialize_cache(model.num_blocks)
-        with self._phase("warm_up"):
+        with self._clock.phase("warm_up"):
             everyone.compile_or_warm_up_model()
 
 

@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import TypeAlias, TypeVar
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,6 @@ from worker_client.errors import RequestError
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Encode = Callable[[str], Sequence[int]]
-ValueT = TypeVar("ValueT", int, float)
 
 DEFAULT_MAX_TOKENS = 16
 MAX_SEED = 2**63 - 1
@@ -118,6 +118,7 @@ def validated(request: GenerationRequest) -> GenerationRequest:
         ("prompt_token_ids", len(request.prompt_token_ids), 1, MAX_COUNT),
         ("max_tokens", request.max_tokens, 1, MAX_COUNT),
         ("temperature", request.temperature, 0.0, 1e6),
+        ("top_p", request.top_p, 1e-6, 1.0),
         ("top_k", request.top_k, 0, MAX_COUNT),
         ("min_p", request.min_p, 0.0, 1.0),
         ("seed", request.seed or 0, 0, MAX_SEED),
@@ -135,10 +136,6 @@ def validated(request: GenerationRequest) -> GenerationRequest:
             field="temperature",
             value=request.temperature,
             fix=f"use 0 for the most likely token, or at least {MIN_TEMPERATURE}",
-        )
-    if not 1e-6 <= request.top_p <= 1.0:
-        raise RequestError(
-            "top_p is out of bounds", field="top_p", value=request.top_p, fix="use 1e-6 to 1"
         )
     if request.min_tokens > request.max_tokens:
         raise RequestError(
@@ -209,24 +206,16 @@ class RequestParser:
                 "unknown field",
                 field=printable(unknown[0][:80]),
                 value=fields[unknown[0]],
-                fix=_known_fields(),
+                fix="use " + ", ".join(sorted(_FIELDS)),
             )
         seed = random_seed() if self._seed is None else derived_seed(self._seed, index)
         request = GenerationRequest(
             id=_read_id(fields, index),
             prompt_token_ids=self._prompt(fields),
-            max_tokens=_number(fields, "max_tokens", int, DEFAULT_MAX_TOKENS),
-            temperature=_number(fields, "temperature", float, 0.0),
-            top_p=_number(fields, "top_p", float, 1.0),
-            top_k=_number(fields, "top_k", int, 0),
-            min_p=_number(fields, "min_p", float, 0.0),
-            seed=_number(fields, "seed", int, seed),
-            min_tokens=_number(fields, "min_tokens", int, 0),
             ignore_eos=_flag(fields, "ignore_eos"),
             stop_token_ids=tuple(_int_list(fields, "stop_token_ids")),
+            **{"seed": seed, **_numbers(fields)},
         )
-        if fields.get("logprobs") is not None:
-            request = replace(request, logprobs=_number(fields, "logprobs", int, 0))
         return validated(request)
 
     def _prompt(self, fields: Mapping[str, Json]) -> NDArray[np.int32]:
@@ -255,27 +244,21 @@ class RequestParser:
         return np.array(self._encode(text), np.int32)
 
 
-_FIELDS = frozenset(
-    (
-        "id",
-        "prompt",
-        "prompt_token_ids",
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "min_tokens",
-        "ignore_eos",
-        "stop_token_ids",
-        "logprobs",
-    )
+_NUMBERS: Final[Mapping[str, type[int] | type[float]]] = MappingProxyType(
+    {
+        "max_tokens": int,
+        "temperature": float,
+        "top_p": float,
+        "top_k": int,
+        "min_p": float,
+        "seed": int,
+        "min_tokens": int,
+        "logprobs": int,
+    }
 )
-
-
-def _known_fields() -> str:
-    return "use " + ", ".join(sorted(_FIELDS))
+_FIELDS: Final = frozenset(
+    ("id", "prompt", "prompt_token_ids", "ignore_eos", "stop_token_ids", *_NUMBERS)
+)
 
 
 def _decoded(text: str | bytes) -> str:
@@ -342,10 +325,13 @@ def _read_id(fields: Mapping[str, Json], index: int) -> str:
     return str(value)
 
 
-def _number(fields: Mapping[str, Json], field: str, kind: type[ValueT], default: ValueT) -> ValueT:
-    value = fields.get(field)
-    if value is None:
-        return default
+def _numbers(fields: Mapping[str, Json]) -> dict[str, Any]:
+    """Return the numbers that are given."""
+    given = {name: fields[name] for name in _NUMBERS if fields.get(name) is not None}
+    return {name: _number(name, value, _NUMBERS[name]) for name, value in given.items()}
+
+
+def _number(field: str, value: Json, kind: type[int] | type[float]) -> int | float:
     allowed = int | float if kind is float else int
     if isinstance(value, bool) or not isinstance(value, allowed):
         raise _wrong_type(field, value, "an integer" if kind is int else "a number")

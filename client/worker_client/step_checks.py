@@ -409,11 +409,10 @@ def encode_checked(
         for request in new:
             check_values(request, limits)
         raise _too_large(error) from None
+    bounds = ModelBounds(limits.vocab_size)
     for request in new:
-        for extension in request.extensions:
-            fault = find_fault(extension, ModelBounds(limits.vocab_size))
-            if fault is not None:
-                check_values(request, limits)
+        if any(find_fault(extension, bounds) is not None for extension in request.extensions):
+            check_values(request, limits)
     return frames
 
 

@@ -20,6 +20,8 @@ from worker_client.clocks import ClockMap, Offset
 from worker_client.errors import TraceError
 
 Event: TypeAlias = dict[str, Any]
+_Ids: TypeAlias = dict[tuple[int, str, str], int]
+"""New id of each rank, category and old id."""
 
 DRIVER_PID: Final = 1
 _PIDS_OF_A_RANK: Final = 1000
@@ -92,7 +94,7 @@ def merge_traces(
     with gzip.GzipFile(fileobj=target, mode="wb", compresslevel=_GZIP_LEVEL, mtime=0) as sink:
         sink.write(b'{"displayTimeUnit":"ms","traceEvents":[')
         written = _write_events(sink, _driver_events(driver, origin_ns, summary), first=True)
-        ids = _Ids()
+        ids: _Ids = {}
         for rank in ranks:
             entry = RankSummary(rank.rank)
             summary.ranks.append(entry)
@@ -166,17 +168,6 @@ def _int32(raw: bytes) -> list[int]:
 # A rank.
 
 
-class _Ids:
-    """New numbers for ids that belong together within a rank and a category."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[int, str, str], int] = {}
-
-    def number(self, rank: int, category: str, old: object) -> int:
-        key = (rank, category, str(old))
-        return self._numbers.setdefault(key, len(self._numbers) + 1)
-
-
 class _Pids:
     """New numbers for a rank's processes: its daemon's, and its devices'."""
 
@@ -217,7 +208,8 @@ def _rank_events(
         if "dur" in event:
             moved["dur"] = moment(event["ts"] + event["dur"]) - start
         if "id" in event and event["ph"] in _LINKED:
-            moved["id"] = ids.number(rank.rank, str(event.get("cat")), event["id"])
+            key = (rank.rank, str(event.get("cat")), str(event["id"]))
+            moved["id"] = ids.setdefault(key, len(ids) + 1)
         step = _STEP.fullmatch(str(event.get("name")))
         if step is not None:
             summary.num_steps += event.get("cat") == "user_annotation"

@@ -102,17 +102,13 @@ def parse_endpoint(text: str, keys: Keys = NO_KEYS) -> Endpoint:
     path = text.removeprefix("ipc://")
     if path == text or not Path(path).is_absolute() or path.endswith("/"):
         raise EndpointError(
-            "not an endpoint",
-            field="endpoint",
-            value=text,
-            fix="use ipc:///DIRECTORY/NAME or, with keys, tcp://HOST:PORT",
+            "not an endpoint", text, "use ipc:///DIRECTORY/NAME or, with keys, tcp://HOST:PORT"
         )
     if len(os.fsencode(path + ".results")) > MAX_SOCKET_PATH_BYTES:
         raise EndpointError(
             f"the socket's path is longer than {MAX_SOCKET_PATH_BYTES} bytes with its suffix",
-            field="endpoint",
-            value=text,
-            fix="use a directory with a shorter path",
+            text,
+            "use a directory with a shorter path",
         )
     _check_owner(text, lock)
     return Endpoint(text, f"{text}.step", f"{text}.results", f"{text}.events", lock)
@@ -124,17 +120,15 @@ def _parse_tcp(text: str, lock: Lock | None) -> Endpoint:
     if not colon or not is_number or not _is_host(host.removeprefix("tcp://")):
         raise EndpointError(
             "not an endpoint",
-            field="endpoint",
-            value=text,
-            fix="use tcp://HOST:PORT, an IPv6 address in brackets: tcp://[ADDRESS]:PORT",
+            text,
+            "use tcp://HOST:PORT, an IPv6 address in brackets: tcp://[ADDRESS]:PORT",
         )
     first = int(port)
     if not 1 <= first <= MAX_PORT - 3:
         raise EndpointError(
             "the sockets take four ports from this one on",
-            field="endpoint",
-            value=text,
-            fix=f"use a port from 1 to {MAX_PORT - 3}",
+            text,
+            f"use a port from 1 to {MAX_PORT - 3}",
         )
     step, results, events = (f"{host}:{first + offset}" for offset in (1, 2, 3))
     return Endpoint(text, step, results, events, lock)

@@ -5,9 +5,9 @@ timeouts. Knows neither sockets and seqs (group_channel.py), nor what a step's f
 """
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -386,9 +386,7 @@ class WorkerGroup:
         """
         return save_weights(
             self._channel,
-            functools.partial(
-                lc.SaveShardedState, name=name, pattern=pattern, max_size_bytes=max_size_bytes
-            ),
+            partial(lc.SaveShardedState, name=name, pattern=pattern, max_size_bytes=max_size_bytes),
         )
 
     def save_tensorized_model(self, name: str) -> list[lc.SaveTensorizedModelReply]:
@@ -398,7 +396,7 @@ class WorkerGroup:
         Raises: as save_sharded_state does, and
             RemoteConfigError: a daemon does not have the library.
         """
-        return save_weights(self._channel, functools.partial(lc.SaveTensorizedModel, name=name))
+        return save_weights(self._channel, partial(lc.SaveTensorizedModel, name=name))
 
     # ------------------------------------------------------------------ sleep
 
@@ -417,7 +415,7 @@ class WorkerGroup:
         """
         self._drain()
         self._steps.lose_rows("the group was put to sleep")
-        return self._channel.ask(functools.partial(lc.Sleep, level=level))
+        return self._channel.ask(partial(lc.Sleep, level=level))
 
     def wake_up(self, tags: Sequence[lc.MemoryTag] | None = None) -> list[lc.MemoryTagsReply]:
         """Take memory for tags again on every rank, by default for all; in any order. Steps are
@@ -429,7 +427,7 @@ class WorkerGroup:
             RemoteConfigError: as sleep() does.
         """
         wanted = None if tags is None else tuple(tags)
-        return self._channel.ask(functools.partial(lc.WakeUp, tags=wanted))
+        return self._channel.ask(partial(lc.WakeUp, tags=wanted))
 
     def discard(self, tags: Sequence[lc.MemoryTag]) -> list[lc.MemoryTagsReply]:
         """Give up the memory of tags on every rank, and keep nothing of them, awake or asleep. With
@@ -441,7 +439,7 @@ class WorkerGroup:
         self._drain()
         if "kv_cache" in tags:
             self._steps.lose_rows("the group's KV cache was discarded")
-        return self._channel.ask(functools.partial(lc.Discard, tags=tuple(tags)))
+        return self._channel.ask(partial(lc.Discard, tags=tuple(tags)))
 
     # ------------------------------------------------------------------ weights
 
@@ -458,7 +456,7 @@ class WorkerGroup:
             this group. The daemons serve on, without an engine.
         """
         return self._channel.ask(
-            functools.partial(
+            partial(
                 wt.InitWeightTransferEngine,
                 engine=engine,
                 timeout_ms=max(100, int(timeout_s * 1000)),
@@ -477,7 +475,7 @@ class WorkerGroup:
         them. partial: tensors that do not come stay as they are.
         """
         self._give_up_weights("a weight update is open")
-        self._channel.ask(functools.partial(wt.StartWeightUpdate, format=format, partial=partial))
+        self._channel.ask(lambda **ids: wt.StartWeightUpdate(format=format, partial=partial, **ids))
 
     def update_weights(self, tensors: TensorList, source: wt.Source) -> list[wt.UpdateWeightsReply]:
         """Take tensors on every rank, from where the engine has them. A trainer's broadcasts must
@@ -490,9 +488,7 @@ class WorkerGroup:
             WeightTransferError: the trainer is lost. The weights are dirty: begin again with
                 init_weight_transfer_engine and start_weight_update, or reload_weights.
         """
-        return self._channel.ask(
-            functools.partial(wt.UpdateWeights, **tensors._asdict(), source=source)
-        )
+        return self._channel.ask(partial(wt.UpdateWeights, **tensors._asdict(), source=source))
 
     def finish_weight_update(self) -> list[wt.FinishWeightUpdateReply]:
         """Close the update on every rank: steps can be sent again.
@@ -515,7 +511,7 @@ class WorkerGroup:
         before = self._state.weights_cause
         self._give_up_weights("reload_weights has failed on some rank")
         try:
-            replies = self._channel.ask(functools.partial(wt.ReloadWeights, model=model))
+            replies = self._channel.ask(partial(wt.ReloadWeights, model=model))
         except RemoteError:
             self._state.apply(WeightsGone(before) if before else Change.WEIGHTS_FILLED)
             if not before:  # refused before the first byte, mostly
@@ -531,7 +527,7 @@ class WorkerGroup:
         Raises:
             RemoteConfigError: a field is not one of these, or its value is not allowed.
         """
-        self._channel.ask(functools.partial(wt.UpdateConfig, overrides=dict(overrides)))
+        self._channel.ask(partial(wt.UpdateConfig, overrides=dict(overrides)))
 
     def _give_up_weights(self, cause: str) -> None:
         """No step runs on weights that are being replaced, nor goes on from their KV cache."""
@@ -601,7 +597,7 @@ class WorkerGroup:
             RemoteCapacityError: the disk is full.
         """
         return self._channel.ask(
-            functools.partial(lc.Profile, action=action, kind=kind, prefix=prefix),
+            partial(lc.Profile, action=action, kind=kind, prefix=prefix),
             timeout_s=LONG_TIMEOUT_S,  # a trace may take minutes to write
         )
 
@@ -760,9 +756,7 @@ def _read_rows(channel: GroupChannel) -> list[list[RankRow]]:
     next_slots = [0] * len(channel.daemons.clients)
 
     while True:
-        replies = channel.ask_each(
-            lambda rank: functools.partial(AdoptRequests, first_slot=next_slots[rank])
-        )
+        replies = channel.ask_each(lambda rank: partial(AdoptRequests, first_slot=next_slots[rank]))
         for rank, reply in enumerate(replies):
             rows[rank] += read_page(reply)
             next_slots[rank] = reply.next_slot or NO_MORE_SLOTS

@@ -97,11 +97,9 @@ def percentiles(values: Sequence[float]) -> JsonObject:
 
 def step_times(records: Sequence[StepTiming]) -> dict[str, JsonObject]:
     """Return count, mean and percentiles in ms of the steps, by kind: from result to result."""
-    kinds = sorted({record.kind for record in records})
-    by_kind = {
-        kind: [record.interval_s * 1e3 for record in records if record.kind == kind]
-        for kind in kinds
-    }
+    by_kind: dict[str, list[float]] = {}
+    for record in sorted(records, key=lambda record: record.kind):
+        by_kind.setdefault(record.kind, []).append(record.interval_s * 1e3)
     return {
         kind: {
             "count": len(times),

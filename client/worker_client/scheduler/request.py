@@ -9,7 +9,7 @@ import numpy as np
 
 from rpc_schema.extensions import extension_of
 from rpc_schema.kv_cache import NUM_NULL_BLOCKS, BlockGroup, blocks_for
-from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, LogprobsWanted, StopTokens
+from rpc_schema.sampling import LogprobsWanted, StopTokens
 from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
 from worker_client.errors import RequestError
@@ -53,8 +53,12 @@ class HeldBlocks:
     """How many of these the pool knows the contents of."""
     num_shared: int = 0
     """How many of these others had filled, since its admission."""
+    num_cached_tokens: int = -1
+    """Prompt tokens found in the prefix cache at the first admission; -1 before that."""
     may_share: bool = True
-    """Whether it may begin with blocks that others filled."""
+    """It may begin with blocks that others filled."""
+    root: bytes = b""
+    """First parent of the hash chain."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,13 +77,10 @@ class Request:
     extensions: Extensions
     arrival: int = -1
     """Its place among those that wait; the roster gives it."""
-    num_cached_tokens: int = -1
     num_preemptions: int = 0
     stop_ids: frozenset[int] = field(init=False)
     extension_bytes: int = field(init=False)
     """Of an admission's message."""
-    prefix_root: bytes = field(init=False)
-    """What the hashes of its blocks begin with."""
     num_tokens: int = field(init=False)
     num_computed: int = 0
     admission: int = -1
@@ -100,7 +101,7 @@ class Request:
         self.num_tokens = len(self.tokens)
         self.logprobs = None if extension_of(self.extensions, LogprobsWanted) is None else []
         self.extension_bytes = extension_bytes(self.extensions)
-        self.prefix_root = prefix_root(self.extensions)
+        self.blocks.root = prefix_root(self.extensions)
 
     @property
     def is_running(self) -> bool:
@@ -154,7 +155,7 @@ class Request:
 
     def as_new(self) -> NewRequest:
         """Return its admission, as the workers hear of it."""
-        note = _Note(self.limit, self.arrival, self.num_cached_tokens, self.num_preemptions)
+        note = _Note(self.limit, self.arrival, self.blocks.num_cached_tokens, self.num_preemptions)
         return NewRequest(
             req_id=self.id,
             token_ids=np.array(self.tokens, np.int32),
@@ -173,7 +174,7 @@ class Request:
             token_ids=self.tokens[self.num_prompt_tokens :],
             finish_reason=reason,
             num_prompt_tokens=self.num_prompt_tokens,
-            num_cached_tokens=max(0, self.num_cached_tokens),
+            num_cached_tokens=max(0, self.blocks.num_cached_tokens),
             num_preemptions=self.num_preemptions,
             logprobs=self.logprobs,
             error=error,
@@ -217,15 +218,6 @@ def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
 
 def _check_admission(made: Request, groups: Sequence[BlockGroup]) -> None:
     """Check that a step can admit the request by itself: after a preemption with all its tokens."""
-    stops = extension_of(made.extensions, StopTokens)
-    num_stop_ids = 0 if stops is None else len(stops.token_ids)
-    if num_stop_ids > MAX_STOP_TOKEN_IDS:
-        raise RequestError(
-            f"{num_stop_ids} stop tokens, end of sequence included, are too many",
-            field="stop_token_ids",
-            value=num_stop_ids,
-            fix=f"give at most {MAX_STOP_TOKEN_IDS} in all, or ignore_eos",
-        )
     num_bytes = made.admission_bytes(made.limit - 1, groups)
     if made.limit - 1 <= MAX_ADMITTED_TOKENS and num_bytes <= MAX_ADMITTED_BYTES:
         return
@@ -269,8 +261,8 @@ def adopted_request(request: AdoptedRequest, limits: SchedulerLimits) -> Request
         limit=note.limit,
         extensions=request.extensions,
         arrival=note.arrival,
-        num_cached_tokens=note.num_cached_tokens,
         num_preemptions=note.num_preemptions,
     )
+    made.blocks.num_cached_tokens = note.num_cached_tokens
     _check_admission(made, limits.block_groups)
     return made

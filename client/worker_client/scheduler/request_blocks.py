@@ -133,8 +133,8 @@ class RequestBlocks:
         self.resume(request, prefix, self.num_cached(prefix))
         num_hashes = request.num_computed // self.unit
         request.blocks.num_remembered = request.blocks.num_shared = num_hashes
-        if request.num_cached_tokens < 0:
-            request.num_cached_tokens = request.num_computed
+        if request.blocks.num_cached_tokens < 0:
+            request.blocks.num_cached_tokens = request.num_computed
         self.extend(request, count)
 
     def resume(
@@ -201,5 +201,5 @@ class RequestBlocks:
         size, hashes = self.unit, request.blocks.hashes
         for index in range(len(hashes), len(request.tokens) // size):
             tokens = np.array(request.tokens[index * size : (index + 1) * size], np.int32)
-            parent = hashes[-1] if hashes else request.prefix_root
+            parent = hashes[-1] if hashes else request.blocks.root
             hashes.append(chained_hash(parent, tokens))

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -47,20 +47,6 @@ _LONG_PAUSE_S = 2e-3
 
 class TransferStopped(ClientError):
     """A transfer ended before its end: workers refused it, did not come, or are lost."""
-
-
-class _Group(Protocol):
-    """What is used of a backend."""
-
-    def broadcast(
-        self, tensors: list[Tensor], opts: distributed_c10d.BroadcastOptions, /
-    ) -> dist.Work: ...
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> dist.Work: ...
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> dist.Work: ...
-
-    def abort(self) -> None: ...
 
 
 class _Sending(NamedTuple):
@@ -103,7 +89,7 @@ class BroadcastChannel:
         self._size = num_workers + 1
         self._timeout_s = timeout_s
         self._stopped = threading.Event()
-        self._group: _Group | None = None
+        self._group: dist.ProcessGroup | None = None
         self._host = host
         self._place = StoreServer(host, num_workers)
         self._store = _TrainerStore(self._place, timeout_s)
@@ -177,7 +163,7 @@ class BroadcastChannel:
         del group
         threading.Thread(target=left_behind.clear, name="channel-disposal", daemon=True).start()
 
-    def _make_group(self) -> _Group:
+    def _make_group(self) -> dist.ProcessGroup:
         store = PrefixStore("transfer", self._store)
         timeout = timedelta(seconds=self._timeout_s)
         if self._backend == "nccl":
@@ -185,16 +171,16 @@ class BroadcastChannel:
             options = dist.ProcessGroupNCCL.Options()
             # Ours ends a wait first: NCCL's own would end the process.
             options._timeout = timeout + _WATCHDOG_GRACE
-            return cast(_Group, dist.ProcessGroupNCCL(store, 0, self._size, options))
+            return cast(dist.ProcessGroup, dist.ProcessGroupNCCL(store, 0, self._size, options))
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # it has
         gloo._timeout = timeout
         with ListenerWatch():
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-            group = cast(_Group, dist.ProcessGroupGloo(store, 0, self._size, gloo))
+            group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, 0, self._size, gloo))
         self._prove_workers(group)
         return group
 
-    def _prove_workers(self, group: _Group) -> None:
+    def _prove_workers(self, group: dist.ProcessGroup) -> None:
         """Exchange proofs with each worker: a stranger may have connected in a worker's place."""
         secret, ranks = self._place.secret, range(1, self._size)
         codes = {rank: member_proof(secret, "the transfer", 0, rank) for rank in ranks}
