@@ -95,3 +95,10 @@ class StepReply(Value, frozen=True, kw_only=True):
     epoch: Unsigned
     seq: Unsigned
     rank: Count
+
+
+class Event(Value, frozen=True, kw_only=True):
+    """A message that a daemon publishes on its events socket."""
+
+    worker_uid: Uid
+    rank: Count

@@ -107,8 +107,7 @@ def decode_step(frames: Sequence[Frame]) -> StepMessage:
         BadFrameError: it does not decode into a known request with fields in their bounds.
         TooLargeError: over MAX_FRAMES frames or MAX_STEP_BYTES bytes.
     """
-    _check_bounds(frames, MAX_STEP_BYTES)
-    return _decode(_STEP, frames)
+    return _decode(_STEP, frames, MAX_STEP_BYTES)
 
 
 def decode_step_head(frames: Sequence[Frame]) -> StepHead:
@@ -118,7 +117,7 @@ def decode_step_head(frames: Sequence[Frame]) -> StepHead:
     Raises:
         BadFrameError: frame 0 is no array that begins so.
     """
-    return _decode(_STEP_HEAD, frames)
+    return _decode(_STEP_HEAD, frames, None)
 
 
 def mark_replayed(frames: Sequence[Frame]) -> list[Frame]:
@@ -136,29 +135,30 @@ def split_replayed(frames: Sequence[FrameT]) -> tuple[bool, Sequence[FrameT]]:
 
 def decode_step_reply(frames: Sequence[Frame]) -> StepReplyMessage:
     """Decode frame 0 of a step reply. Raises as decode_step does."""
-    _check_bounds(frames, MAX_STEP_BYTES)
-    return _decode(_STEP_REPLY, frames)
+    return _decode(_STEP_REPLY, frames, MAX_STEP_BYTES)
 
 
 def decode_control(frames: Sequence[Frame]) -> ControlMessage:
     """Decode a control request. Raises as decode_step does, with MAX_CONTROL_BYTES."""
-    _check_bounds(frames, MAX_CONTROL_BYTES)
-    return _decode(_CONTROL, frames)
+    return _decode(_CONTROL, frames, MAX_CONTROL_BYTES)
 
 
 def decode_control_reply(frames: Sequence[Frame]) -> ControlReplyMessage:
     """Decode a control reply. Raises as decode_control does."""
-    _check_bounds(frames, MAX_CONTROL_BYTES)
-    return _decode(_CONTROL_REPLY, frames)
+    return _decode(_CONTROL_REPLY, frames, MAX_CONTROL_BYTES)
 
 
 def decode_event(frames: Sequence[Frame]) -> EventMessage:
     """Decode an event. Raises as decode_control does."""
-    _check_bounds(frames, MAX_CONTROL_BYTES)
-    return _decode(_EVENT, frames)
+    return _decode(_EVENT, frames, MAX_CONTROL_BYTES)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[MessageT], frames: Sequence[Frame]) -> MessageT:
+def _decode(
+    decoder: msgspec.msgpack.Decoder[MessageT], frames: Sequence[Frame], max_bytes: int | None
+) -> MessageT:
+    """Decode frame 0. max_bytes: of all frames; None checks no bounds."""
+    if max_bytes is not None:
+        _check_bounds(frames, max_bytes)
     try:
         return decoder.decode(frames[0])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -11,6 +11,7 @@ from rpc_schema.base import (
     ControlReply,
     ControlRequest,
     Count,
+    Event,
     Name,
     Positive,
     StepReply,
@@ -530,11 +531,9 @@ class MemoryTagsReply(StepReply, frozen=True, tag=40, kw_only=True):
     seconds: float
 
 
-class Heartbeat(Value, frozen=True, tag=1, kw_only=True):
+class Heartbeat(Event, frozen=True, tag=1, kw_only=True):
     """Published on the events socket four times a second."""
 
-    worker_uid: Uid
-    rank: Count
     serving: ServingState
     load: LoadState
     link_state: LinkState
@@ -551,31 +550,25 @@ class Heartbeat(Value, frozen=True, tag=1, kw_only=True):
     """Told to Drain: whoever holds the lease should send no more steps."""
 
 
-class Hung(Value, frozen=True, tag=3, kw_only=True):
+class Hung(Event, frozen=True, tag=3, kw_only=True):
     """Published when a phase has passed its deadline."""
 
-    worker_uid: Uid
-    rank: Count
     phase: str
     phase_ms: Count
     stacks: Text
     """The file, on the daemon's host, to which the stacks of all threads went."""
 
 
-class Slow(Value, frozen=True, tag=4, kw_only=True):
+class Slow(Event, frozen=True, tag=4, kw_only=True):
     """Published when a step lasts much longer than steps have of late. Whoever waits for a slow
     rank may say the same of itself."""
 
-    worker_uid: Uid
-    rank: Count
     phase: str
     phase_ms: Count
     usual_ms: Count
 
 
-class StateChanged(Value, frozen=True, tag=2, kw_only=True):
+class StateChanged(Event, frozen=True, tag=2, kw_only=True):
     """Published when the daemon's state changes; the text reads `before -> after (cause)`."""
 
-    worker_uid: Uid
-    rank: Count
     transition: Text

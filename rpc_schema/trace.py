@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from rpc_schema.base import ControlReply, ControlRequest, Count, Uid, Unsigned, Value
+from rpc_schema.base import ControlReply, ControlRequest, Count, Event, Uid, Unsigned, Value
 from rpc_schema.lifecycle import Acknowledged
 
 TRACE_CHUNK_BYTES = 512 << 10
@@ -121,11 +121,9 @@ class ReadDriverStepsReply(ControlReply, frozen=True, tag=26, kw_only=True):
     """None: nothing yet."""
 
 
-class DriverStepsWanted(Value, frozen=True, tag=20, kw_only=True):
+class DriverStepsWanted(Event, frozen=True, tag=20, kw_only=True):
     """Somebody traces the group: the driver may say what it did, by PutDriverSteps."""
 
-    worker_uid: Uid
-    rank: Count
     trace: Uid
     begin_ns: Unsigned
     """Of this daemon's clock, as end_ns."""

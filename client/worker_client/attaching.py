@@ -5,6 +5,8 @@ the driver before. Knows not what is loaded, nor what becomes of requests.
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.errors import ErrorCode, WireError
@@ -27,18 +29,15 @@ LEAVE_TIMEOUT_S = 0.3
 """How long daemons may take to hear that their driver leaves; after that the lease expires."""
 
 
+@dataclass(slots=True)
 class Attachment:
-    """One group's, over its channel. Belongs to the group's thread."""
+    """A group's attachment to its daemons, over its channel. Belongs to the group's thread."""
 
-    def __init__(
-        self, channel: GroupChannel, steps: StepsInFlight, state: FailureState, terms: LeaseTerms
-    ) -> None:
-        """state: the group's. terms: of the lease."""
-        self._channel = channel
-        self._steps = steps
-        self._state = state
-        self._terms = terms
-        self._is_attached = False
+    channel: GroupChannel
+    steps: StepsInFlight
+    state: FailureState
+    terms: LeaseTerms
+    is_attached: bool = False
 
     def attach(
         self,
@@ -54,7 +53,7 @@ class Attachment:
         if wait_s:
             self._await_daemons(agree_s, time.monotonic() + wait_s)
         deadline = time.monotonic() + agree_s
-        links = self._channel.links
+        links = self.channel.links
         links.step_deadline_s = max(map(_step_deadline_s, self._hello(deadline)))
         patience = Patience(
             wait_for_lease_s if timeout_s is None else min(wait_for_lease_s, agree_s)
@@ -63,7 +62,7 @@ class Attachment:
         while True:
             attempts_left -= 1
             epoch = self._agree_patiently(timeout_s, deadline, patience, force=force)
-            self._steps.abandon()
+            self.steps.abandon()
             if timeout_s is None:
                 agree_s = links.step_deadline_s + ATTACH_SLACK_S
                 deadline = time.monotonic() + agree_s
@@ -78,39 +77,41 @@ class Attachment:
         deadline = time.monotonic() + ATTACH_TIMEOUT_S
         self._hello(deadline)
         epoch = self._agree_on_epoch(deadline)
-        agree_s = self._channel.links.step_deadline_s + ATTACH_SLACK_S
+        agree_s = self.channel.links.step_deadline_s + ATTACH_SLACK_S
         return self._commit(epoch, time.monotonic() + agree_s, agree_s)
 
     def detach(self) -> None:
         """Give the lease back on all daemons, each of which says so."""
-        self._channel.lease.stop()
-        self._is_attached = False
-        for client in self._channel.daemons.present:
-            client.detach(self._channel.epoch)
+        self.channel.lease.stop()
+        self.is_attached = False
+        for client in self.channel.daemons.present:
+            client.ask(partial(lc.Detach, epoch=self.channel.epoch))
 
     def leave(self) -> None:
         """Give the lease back on all daemons that hear it in time; nothing where there is none."""
-        channel = self._channel
+        channel = self.channel
         channel.lease.stop()
-        if not self._is_attached or channel.lease.lost is not None:
+        if not self.is_attached or channel.lease.lost is not None:
             return
-        self._is_attached = False
+        self.is_attached = False
         pending = []
         for client in channel.daemons.present:
             with contextlib.suppress(ClientError):
-                pending.append(client.send_detach(channel.epoch, LEAVE_TIMEOUT_S))
+                pending.append(
+                    client.begin(partial(lc.Detach, epoch=channel.epoch), LEAVE_TIMEOUT_S)
+                )
         for call in pending:
             with contextlib.suppress(ClientError, WireError):
                 call.result()
 
     def _await_daemons(self, timeout_s: float, listen_by: float) -> None:
         """Wait for daemons that are not started yet."""
-        for client in self._channel.daemons.present:
+        for client in self.channel.daemons.present:
             client.greet(timeout_s, listen_by)
 
     def _hello(self, deadline: float) -> list[lc.Status]:
         """Exchange versions with every daemon, then return their states."""
-        channel = self._channel
+        channel = self.channel
         greetings = []
         for client in channel.daemons.present:
             greeting = client.hello(_remaining(deadline))
@@ -132,7 +133,7 @@ class Attachment:
 
     def _agree_on_epoch(self, deadline: float, *, force: bool = False) -> int:
         """Return an epoch that no daemon has seen, announced to all. Raises LeaseHeldError."""
-        present = self._channel.daemons.present
+        present = self.channel.daemons.present
         epoch, known = 1, [0] * len(present)
         while True:
             # A daemon that is far behind the others comes up to them in several steps.
@@ -152,9 +153,9 @@ class Attachment:
         """Begin an epoch and return the daemons' states. It is sent to all ranks before any is
         waited for: gloo has no abort, so a rank that hangs in a step is let go by its peers'. After
         an error no daemon is attached, as far as they can be reached."""
-        channel = self._channel
+        channel = self.channel
         channel.begin_epoch(epoch)
-        self._is_attached = True
+        self.is_attached = True
 
         def commit() -> list[lc.CommitAttachReply]:
             pending = [
@@ -162,7 +163,7 @@ class Attachment:
                     epoch,
                     channel.daemons.results_route,
                     _remaining(deadline),
-                    self._terms,
+                    self.terms,
                     keep_requests=keep_requests,
                 )
                 for client in channel.daemons.present
@@ -178,9 +179,9 @@ class Attachment:
             self.leave()
             raise
         channel.lease.confirm()
-        self._state.apply(Change.GROUP_ATTACHED)
+        self.state.apply(Change.GROUP_ATTACHED)
         if _must_relink(attached):
-            self._state.apply(Change.LINK_BROKEN)
+            self.state.apply(Change.LINK_BROKEN)
         return channel.take_statuses([reply.status for reply in attached])
 
 

@@ -131,7 +131,7 @@ class BlockHolders:
     def release(self, slots: Sequence[int]) -> None:
         """End the requests in these slots."""
         for row in self.rows_of(slots):
-            self._unmark(row)
+            self._mark(row, held=False)
             self._written[row] = array("i")
             self._prefixes.pop(row, None)
 
@@ -169,24 +169,19 @@ class BlockHolders:
         """Judge as if the requests in these slots had ended; they have not afterwards."""
         rows = self.rows_of(slots)
         for row in rows:
-            self._unmark(row)
+            self._mark(row, held=False)
         try:
             yield
         finally:
             for row in rows:
-                self._mark(row)
+                self._mark(row, held=True)
 
-    def _unmark(self, row: int) -> None:
-        self._change_written(row, ~_WRITTEN & 0xFF, 0)
+    def _mark(self, row: int, *, held: bool) -> None:
+        """Set or clear the flags of a row's blocks."""
+        self._change_written(row, held=held)
         prefix = self._read_by(row)
         if prefix is not None:
-            self._unread(prefix)
-
-    def _mark(self, row: int) -> None:
-        self._change_written(row, 0xFF, _WRITTEN)
-        prefix = self._read_by(row)
-        if prefix is not None:
-            self._read(prefix)
+            (self._read if held else self._unread)(prefix)
 
     def _read_by(self, row: int) -> Int32s | None:
         """The blocks that a row's request began with and still sees."""
@@ -205,8 +200,8 @@ class BlockHolders:
         prefix = self._prefixes.get(row)
         return self._written[row][max(0, behind - (0 if prefix is None else prefix.size)) :]
 
-    def _change_written(self, row: int, kept: int, added: int) -> None:
-        """Keep and add flags of the blocks that a row's request writes to."""
+    def _change_written(self, row: int, *, held: bool) -> None:
+        kept, added = (0xFF, _WRITTEN) if held else (~_WRITTEN & 0xFF, 0)
         written = self._written_by(row)
         if len(written) > _FEW:
             places = np.frombuffer(written, np.int32)

@@ -108,7 +108,7 @@ class GroupState:
 
 
 class Suspect(NamedTuple):
-    """An UPSTREAM_FAILED whose cause another rank may still report."""
+    """A rank failed a step because another one did, which may still report the cause."""
 
     reply: ErrorReply
     error: RemoteError
@@ -125,17 +125,16 @@ class Change(enum.Enum):
     END_AWAITED = "the wait for the announced exit begins; it is done once"
     PREPARED = "prepare() has ended: the scheduler begins anew"
     ATTACH_BEGUN = "all daemons have announced an epoch to this driver: failures are dropped"
-    EPOCH_BEGUN = "requests go under a new epoch: earlier heartbeats count for nothing"
     GROUP_ATTACHED = "all present daemons have attached; LINK_BROKEN follows if they must relink"
     REPLACE_BEGUN = "an attempt to put another daemon in a lost one's place"
     RANK_REPLACED = "another daemon serves in the lost one's place; Failed follows if work was lost"
     WEIGHTS_FILLED = "all weights were written, or were found to be complete"
-    DRAIN_OVER = "no rank drains any more"
+    DRAIN_OVER = "no rank drains any more, or a new epoch makes earlier heartbeats void"
 
 
 @dataclass(frozen=True, slots=True)
 class RankLost:
-    """A daemon is dead."""
+    """A daemon is dead, or replacing it has failed permanently."""
 
     cause: WorkerDied
 
@@ -152,13 +151,6 @@ class LinkGaveUp:
     """Links have failed too often in a row."""
 
     cause: LinkGivenUp
-
-
-@dataclass(frozen=True, slots=True)
-class CauseAwaited:
-    """A rank failed a step because another one did."""
-
-    suspect: Suspect
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +174,6 @@ class FailureReported:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplaceFailed:
-    """No attempt is left, or one has failed permanently."""
-
-    cause: WorkerDied
-
-
-@dataclass(frozen=True, slots=True)
 class WeightsGone:
     """The weights are being replaced, or were found to be incomplete."""
 
@@ -207,10 +192,9 @@ Event: TypeAlias = (
     | RankLost
     | OwnershipLost
     | LinkGaveUp
-    | CauseAwaited
+    | Suspect
     | Failed
     | FailureReported
-    | ReplaceFailed
     | WeightsGone
     | DrainHeard
 )
@@ -245,7 +229,7 @@ TABLE: Final[Mapping[Kind, Row]] = MappingProxyType(
         Change.LINK_MADE: _LINK_WHOLE,
         Change.END_ANNOUNCED: _to(Ending.ANNOUNCED),
         Change.END_AWAITED: _to(Ending.NONE),
-        CauseAwaited: _to(RootCause.AWAITED),
+        Suspect: _to(RootCause.AWAITED),
         Failed: _to(FailureReport.UNREPORTED, RootCause.SETTLED),
         DeathFailed: _to(FailureReport.DEATH_UNREPORTED, RootCause.SETTLED),
         FailureReported: {
@@ -259,10 +243,8 @@ TABLE: Final[Mapping[Kind, Row]] = MappingProxyType(
             FailureReport.NONE,
             but=[Ownership.LOST, Ownership.REPLACING],
         ),
-        Change.EPOCH_BEGUN: _to(DrainState.NONE),
         Change.GROUP_ATTACHED: _LINK_WHOLE,
         Change.REPLACE_BEGUN: _to(Ownership.REPLACING),
-        ReplaceFailed: _to(Ownership.LOST),
         Change.RANK_REPLACED: {
             Ownership.REPLACING: Ownership.SERVING,
             **_LINK_WHOLE,
@@ -525,15 +507,15 @@ class FailureState:
     def _keep_cause(self, before: Ownership, event: Event) -> None:
         if before not in TABLE[kind_of(event)]:
             return
-        if isinstance(event, RankLost | OwnershipLost | LinkGaveUp | ReplaceFailed):
+        if isinstance(event, RankLost | OwnershipLost | LinkGaveUp):
             self.cause = event.cause
         elif event in (Change.ATTACH_BEGUN, Change.RANK_REPLACED):
             self.cause = None
 
     def _keep_values(self, event: Event) -> None:
         match event:
-            case CauseAwaited():
-                self.suspect = self.suspect or event.suspect
+            case Suspect():
+                self.suspect = self.suspect or event
             case Failed():
                 self.suspect = None
                 self._latest = event.number
@@ -551,7 +533,7 @@ class FailureState:
                 self.weights_cause = ""
             case DrainHeard():
                 self._draining = event.ranks
-            case Change.DRAIN_OVER | Change.EPOCH_BEGUN:
+            case Change.DRAIN_OVER:
                 self._draining = frozenset()
             case _:
                 pass

@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar, cast
 
 import msgspec
@@ -26,7 +27,7 @@ from rpc_schema.codec import (
 from rpc_schema.config import Rendezvous
 from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, TooLargeError, WireError
 from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
-from rpc_schema.trace import DriverStepsWanted
+from rpc_schema.trace import DriverStepsWanted, PutDriverSteps
 from worker_client.clocks import measure
 from worker_client.errors import (
     ClientError,
@@ -228,12 +229,14 @@ class GroupChannel:
         for client in self.daemons.present:
             if self.daemons.watch.standings[client.rank] != "dead":
                 with contextlib.suppress(ClientError, WireError):
-                    client.send_abort_link(self.epoch, cause, ABORT_SEND_S)
+                    client.begin(
+                        partial(lc.AbortLink, epoch=self.epoch, cause=cause[:1024]), ABORT_SEND_S
+                    )
 
     def begin_epoch(self, epoch: int) -> None:
         """Requests go under this epoch from now on; those of before are forgotten."""
         self.epoch, self._seq = epoch, 0
-        self._state.apply(Change.EPOCH_BEGUN)
+        self._state.apply(Change.DRAIN_OVER)
         self._resending.begin_epoch()
 
     def gather_attached(
@@ -263,7 +266,8 @@ class GroupChannel:
         link, size = max(self.links.numbers) + 1, len(self.daemons.clients)
         place = None
         if size > 1:
-            place = self.daemons.clients[0].open_rendezvous(self.epoch, link, size).place
+            request = partial(lc.OpenRendezvous, epoch=self.epoch, link=link, num_ranks=size)
+            place = self.daemons.clients[0].ask(request).place
         return [
             Rendezvous(link=link, place=place, rank=rank, local_world_size=size)
             for rank in range(size)
@@ -532,4 +536,5 @@ class GroupChannel:
         with contextlib.suppress(ClientError, WireError):
             clock = measure(lambda: client.read_clock(OBSERVER_TIMEOUT_S))
             steps = self._steps.times.between(event.begin_ns, event.end_ns, clock)
-            client.put_driver_steps(self.epoch, event.trace, steps, OBSERVER_TIMEOUT_S)
+            answer = partial(PutDriverSteps, epoch=self.epoch, trace=event.trace, steps=steps)
+            client.ask(answer, OBSERVER_TIMEOUT_S)

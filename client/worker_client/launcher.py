@@ -133,8 +133,12 @@ class LocalDaemons:
             Unkillable: a process has not ended kill_limit_s after SIGKILL; all others have.
         """
         running = [daemon for daemon in self._daemons if daemon.process.poll() is None]
-        with contextlib.closing(_Asker()) as asker:
-            asked = [daemon for daemon in running if asker.shut_down(daemon.endpoint)]
+        with zmq.Context() as context:
+            asked = [
+                daemon
+                for daemon in running
+                if _try(context, daemon.endpoint, lambda client: client.shutdown(HELLO_TIMEOUT_S))
+            ]
         _wait(asked, timeout_s)
         for number, patience_s in (
             (signal.SIGTERM, TERMINATE_TIMEOUT_S),
@@ -206,9 +210,9 @@ class LocalDaemons:
                 time.sleep(SOCKET_POLL_S)
 
     def _wait_until_ready(self, deadline: float, timeout_s: float) -> None:
-        with contextlib.closing(_Asker()) as asker:
+        with zmq.Context() as context:
             for daemon in self._daemons:
-                while not asker.answers(daemon.endpoint):
+                while not _try(context, daemon.endpoint, lambda c: c.hello(HELLO_TIMEOUT_S)):
                     time.sleep(SOCKET_POLL_S)
                     self.check_alive()
                     if time.monotonic() >= deadline:
@@ -223,33 +227,20 @@ class LocalDaemons:
         )
 
 
-class _Asker:
-    """Short conversations on control sockets."""
-
-    def __init__(self) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._driver_id = new_driver_id()
-
-    def answers(self, endpoint: str) -> bool:
-        return self._try(endpoint, lambda client: client.hello(HELLO_TIMEOUT_S))
-
-    def shut_down(self, endpoint: str) -> bool:
-        return self._try(endpoint, lambda client: client.shutdown(HELLO_TIMEOUT_S))
-
-    def close(self) -> None:
-        self._context.term()
-
-    def _try(self, endpoint: str, ask: Callable[[AskingClient], object]) -> bool:
-        client = AskingClient(self._context, parse_endpoint(endpoint), 0, self._driver_id)
-        try:
-            ask(client)
-        except (DeadlineExceeded, WorkerDied):
-            return False
-        except ClientError:
-            return True  # it answered, if not as wished: attach will tell
-        finally:
-            client.close()
+def _try(
+    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, ask: Callable[[AskingClient], object]
+) -> bool:
+    """Ask a daemon something; return True if it answered, even with an error: attach reports it."""
+    client = AskingClient(context, parse_endpoint(endpoint), 0, new_driver_id())
+    try:
+        ask(client)
+    except (DeadlineExceeded, WorkerDied):
+        return False
+    except ClientError:
         return True
+    finally:
+        client.close()
+    return True
 
 
 def _start_reaper(directory: Path) -> tuple["subprocess.Popen[bytes]", int]:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from rpc_schema.lifecycle import Heartbeat, Hung, Slow
 from worker_client.errors import WorkerDied
-from worker_client.processes import Process, UnknownProcess, find_process, nobody_listens
+from worker_client.processes import Process, find_process, nobody_listens
 
 SUSPECT_AFTER_S = 0.95
 """Of silence, nearly four heartbeats: a second is promised, and noticing takes up to 50 ms more."""
@@ -59,7 +59,7 @@ class _Watched:
     """Of the socket whose connection is watched."""
     control: str
     uid: bytes = b""
-    process: Process = field(default_factory=UnknownProcess)
+    process: Process = field(default_factory=Process)
     standing: Standing = "alive"
     cut_since: float | None = None
     """Since when its connection is gone, if it is."""

@@ -9,11 +9,22 @@ from typing import Any, Literal, TypeVar
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.base import StepReply, StepRequest
-from rpc_schema.config import WorkerConfig
+from rpc_schema.config import Rendezvous, WorkerConfig
 from rpc_schema.kv_cache import KVCacheConfig
 from worker_client.group_channel import GroupChannel
 
 ReplyT = TypeVar("ReplyT", bound=StepReply)
+
+
+def init_device(config: WorkerConfig, rendezvous: Rendezvous) -> partial[lc.InitDevice]:
+    """Return the InitDevice of one rank, without its ids."""
+    return partial(
+        lc.InitDevice,
+        parallel=config.parallel,
+        rendezvous=rendezvous,
+        cache=config.cache,
+        scheduler=config.scheduler,
+    )
 
 
 class LoadChain:
@@ -30,15 +41,7 @@ class LoadChain:
         channel = self._channel
         channel.links.allow(config.scheduler.step_deadline_ms / 1000)
         rendezvous = channel.open_rendezvous()
-        replies = self._ask_each(
-            lambda rank: partial(
-                lc.InitDevice,
-                parallel=config.parallel,
-                rendezvous=rendezvous[rank],
-                cache=config.cache,
-                scheduler=config.scheduler,
-            )
-        )
+        replies = self._ask_each(lambda rank: init_device(config, rendezvous[rank]))
         channel.use_link(rendezvous)
         return replies
 

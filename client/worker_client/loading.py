@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -31,18 +32,6 @@ PROFILE_ATTEMPTS = 3
 
 _LOG = logging.getLogger(__name__)
 _ResetLevel: TypeAlias = Literal["CREATED", "DEVICE_READY"]
-_CHAIN = ("CREATED", "DEVICE_READY", "MODEL_LOADED", "KV_READY", "READY")
-
-
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """What a driver decides beside the configuration."""
-
-    num_gpu_blocks: int | None = None
-    fit_max_model_len: bool = field(default=False, kw_only=True)
-    """Lower max_model_len to what one request can have, where the KV cache is too small for it."""
-    reload: bool = field(default=False, kw_only=True)
-    """Load anew, whatever is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +61,6 @@ class LoadedGroup:
     def groups(self) -> tuple[BlockGroup, ...]:
         """What decides which blocks a request has: the same on all ranks."""
         return groups_of(self.kv_cache[0])
-
-
-@dataclass(frozen=True, slots=True)
-class AttachedGroup:
-    """A group as loading needs it, without a step in flight."""
-
-    load_chain: LoadChain
-    output_rank: int
-    needs_relink: bool
-    """Its communicators cannot stay."""
-    relink: Callable[[], None]
-    reset: Callable[[_ResetLevel], None]
-    reload_weights: Callable[[], list[ReloadWeightsReply]]
 
 
 class Stopwatch:
@@ -142,58 +118,127 @@ def group_limits(config: WorkerConfig, model: LoadedGroup) -> GroupLimits:
     )
 
 
-def load(
-    group: AttachedGroup, config: WorkerConfig, statuses: Sequence[Status], options: LoadOptions
-) -> LoadedGroup:
-    """Make `group`, whose daemons were in `statuses` at attach, ready to serve `config`."""
-    clock = Stopwatch()
-    if not options.reload and all(status.load == "READY" for status in statuses):
-        _check_same(config, statuses, options)
-        return _resume(group, statuses, clock)
-    if not options.reload:
-        _check_same(config, [s for s in statuses if s.load == "READY"], options)
-    level = _reset(group, config, statuses, clock)
-    if level == "CREATED":
-        with clock.phase("init_device"):
-            group.load_chain.init_device(config)
-    with clock.phase("load_model"):
-        resolved_len = min(reply.max_model_len for reply in group.load_chain.load_model(config))
-    kv_cache, max_model_len = _load_kv_cache(group, config, resolved_len, options, clock)
-    with clock.phase("compile_or_warm_up_model"):
-        group.load_chain.compile_or_warm_up_model()
-    metadata = group.load_chain.get_model_metadata()[group.output_rank]
-    return LoadedGroup(metadata, max_model_len, kv_cache, False, clock.seconds)
+@dataclass(slots=True)
+class Loader:
+    """Makes an attached group without steps in flight ready to serve a configuration, once."""
 
+    config: WorkerConfig
+    num_gpu_blocks: int | None
+    """None: all that fit."""
+    fit_max_model_len: bool
+    """Lower max_model_len to the longest request that the KV cache can hold."""
+    reload: bool
+    """Load again, whatever is loaded."""
+    load_chain: LoadChain
+    output_rank: int
+    needs_relink: bool
+    """The communicators cannot stay."""
+    relink: Callable[[], None]
+    reset: Callable[[_ResetLevel], None]
+    reload_weights: Callable[[], list[ReloadWeightsReply]]
+    clock: Stopwatch = field(default_factory=Stopwatch)
 
-def _check_same(config: WorkerConfig, statuses: Sequence[Status], options: LoadOptions) -> None:
-    differences: dict[str, None] = {}
-    for rank, status in enumerate(statuses):
+    def load(self, statuses: Sequence[Status]) -> LoadedGroup:
+        """Load the group. statuses: of its daemons, by rank.
+
+        Raises:
+            ConfigMismatchError: another configuration is loaded, and `reload` is False.
+            KVPlanError: the KV cache cannot hold what was asked for.
+        """
+        ready = [status for status in statuses if status.load == "READY"]
+        if not self.reload:
+            self._check_same(ready)
+            if len(ready) == len(statuses):
+                return self._resume(statuses)
+        if self._reset(statuses) == "CREATED":
+            with self.clock.phase("init_device"):
+                self.load_chain.init_device(self.config)
+        with self.clock.phase("load_model"):
+            replies = self.load_chain.load_model(self.config)
+        kv_cache, max_model_len = self._load_kv_cache(min(r.max_model_len for r in replies))
+        with self.clock.phase("compile_or_warm_up_model"):
+            self.load_chain.compile_or_warm_up_model()
+        metadata = self.load_chain.get_model_metadata()[self.output_rank]
+        return LoadedGroup(metadata, max_model_len, kv_cache, False, self.clock.seconds)
+
+    def _check_same(self, statuses: Sequence[Status]) -> None:
+        differences: dict[str, None] = {}
+        for rank, status in enumerate(statuses):
+            loaded = status.config
+            if loaded is None or loaded.fingerprint() != self.config.fingerprint():
+                fields = (
+                    ["config: none"] if loaded is None else self.config.differing_fields(loaded)
+                )
+                differences.update(dict.fromkeys(fields))
+            if status.rank != rank and len(statuses) == self.config.parallel.world_size:
+                differences[f"rank of {status.endpoint}: {rank} != {status.rank}"] = None
+            blocks = status.kv_cache.num_blocks if status.kv_cache is not None else None
+            if self.num_gpu_blocks not in (None, blocks):
+                differences[f"num_gpu_blocks: {self.num_gpu_blocks} != {blocks}"] = None
+        if differences:
+            raise ConfigMismatchError(list(differences))
+
+    def _resume(self, statuses: Sequence[Status]) -> LoadedGroup:
+        if self.needs_relink:
+            with self.clock.phase("relink"):
+                self.relink()
+        if any(map(_needs_weights, statuses)):
+            with self.clock.phase("reload_weights"):
+                self.reload_weights()
+        metadata = self.load_chain.get_model_metadata()[self.output_rank]
+        plans = [status.kv_cache for status in statuses if status.kv_cache is not None]
+        if len(plans) < len(statuses):
+            without = next(status.endpoint for status in statuses if status.kv_cache is None)
+            raise ConfigMismatchError([f"kv_cache of {without}: none"])
+        seconds = self.clock.seconds
+        return LoadedGroup(metadata, metadata.max_model_len, tuple(plans), True, seconds)
+
+    def _reset(self, statuses: Sequence[Status]) -> _ResetLevel:
+        """Bring all ranks to one level: to DEVICE_READY if device and link can stay, else to
+        CREATED."""
+        if all(status.load == "CREATED" for status in statuses):
+            return "CREATED"
+        keeps_devices = not self.needs_relink and all(map(self._keeps_device, count(), statuses))
+        level: _ResetLevel = "DEVICE_READY" if keeps_devices else "CREATED"
+        with self.clock.phase("reset"):
+            self.reset(level)
+        return level
+
+    def _keeps_device(self, rank: int, status: Status) -> bool:
         loaded = status.config
-        if loaded is None or loaded.fingerprint() != config.fingerprint():
-            fields = ["config: none"] if loaded is None else config.differing_fields(loaded)
-            differences.update(dict.fromkeys(fields))
-        if status.rank != rank and len(statuses) == config.parallel.world_size:
-            differences[f"rank of {status.endpoint}: {rank} != {status.rank}"] = None
-        blocks = status.kv_cache.num_blocks if status.kv_cache is not None else None
-        if options.num_gpu_blocks not in (None, blocks):
-            differences[f"num_gpu_blocks: {options.num_gpu_blocks} != {blocks}"] = None
-    if differences:
-        raise ConfigMismatchError(list(differences))
+        return (
+            loaded is not None
+            and status.rank == rank
+            and status.link_state == "up"
+            and status.load not in ("CREATED", "DEVICE_READY")
+            and loaded.parallel == self.config.parallel
+            and loaded.cache == self.config.cache
+            and loaded.scheduler == self.config.scheduler
+        )
 
-
-def _resume(group: AttachedGroup, statuses: Sequence[Status], clock: Stopwatch) -> LoadedGroup:
-    if group.needs_relink:
-        with clock.phase("relink"):
-            group.relink()
-    if any(map(_needs_weights, statuses)):
-        with clock.phase("reload_weights"):
-            group.reload_weights()
-    metadata = group.load_chain.get_model_metadata()[group.output_rank]
-    plans = [status.kv_cache for status in statuses if status.kv_cache is not None]
-    if len(plans) < len(statuses):
-        without = next(status.endpoint for status in statuses if status.kv_cache is None)
-        raise ConfigMismatchError([f"kv_cache of {without}: none"])
-    return LoadedGroup(metadata, metadata.max_model_len, tuple(plans), True, clock.seconds)
+    def _load_kv_cache(self, resolved_len: int) -> tuple[tuple[KVCacheConfig, ...], int]:
+        """Plan and allocate the KV cache; return it, and the context length that it allows."""
+        specs = [reply.layers for reply in self.load_chain.get_kv_cache_spec()]
+        with self.clock.phase("determine_available_memory"):
+            available = _profile_memory(self.load_chain)
+        groups = choose_groups(specs, self.config, resolved_len)
+        num_blocks = choose_num_blocks(
+            smallest_fitting_blocks(groups, available), self.num_gpu_blocks
+        )
+        max_model_len = fit_max_model_len(
+            num_blocks,
+            [group.blocks for group in groups],
+            resolved_len,
+            self.config.scheduler.max_num_batched_tokens,
+            may_lower=self.fit_max_model_len,
+        )
+        plans = tuple(build_kv_cache_config(groups, rank, num_blocks) for rank in range(len(specs)))
+        if max_model_len != resolved_len:
+            self.load_chain.update_max_model_len(max_model_len)
+        with self.clock.phase("initialize_from_config"):
+            self.load_chain.initialize_from_config(plans)
+            self.load_chain.initialize_cache(num_blocks)
+        return plans, max_model_len
 
 
 def _needs_weights(status: Status) -> bool:
@@ -203,68 +248,7 @@ def _needs_weights(status: Status) -> bool:
     return is_there and status.weights is not None and status.weights.state != "whole"
 
 
-def _reset(
-    group: AttachedGroup, config: WorkerConfig, statuses: Sequence[Status], clock: Stopwatch
-) -> _ResetLevel:
-    """Bring all ranks to one level: to DEVICE_READY where device and link can stay, else to
-    CREATED."""
-    if all(status.load == "CREATED" for status in statuses):
-        return "CREATED"
-    level: _ResetLevel = "CREATED"
-    if not group.needs_relink and all(map(_same_device(config), range(len(statuses)), statuses)):
-        level = "DEVICE_READY"
-    with clock.phase("reset"):
-        group.reset(level)
-    return level
-
-
-def _same_device(config: WorkerConfig) -> Callable[[int, Status], bool]:
-    def same(rank: int, status: Status) -> bool:
-        loaded = status.config
-        return (
-            loaded is not None
-            and status.rank == rank
-            and status.link_state == "up"
-            and _CHAIN.index(status.load) > _CHAIN.index("DEVICE_READY")
-            and loaded.parallel == config.parallel
-            and loaded.cache == config.cache
-            and loaded.scheduler == config.scheduler
-        )
-
-    return same
-
-
-def _load_kv_cache(
-    group: AttachedGroup,
-    config: WorkerConfig,
-    resolved_len: int,
-    options: LoadOptions,
-    clock: Stopwatch,
-) -> tuple[tuple[KVCacheConfig, ...], int]:
-    """Plan and allocate the KV cache; return it, and the context length that it allows."""
-    specs = [reply.layers for reply in group.load_chain.get_kv_cache_spec()]
-    with clock.phase("determine_available_memory"):
-        available = _profile_memory(group)
-    groups = choose_groups(specs, config, resolved_len)
-    fitting = smallest_fitting_blocks(groups, available)
-    num_blocks = choose_num_blocks(fitting, options.num_gpu_blocks)
-    max_model_len = fit_max_model_len(
-        num_blocks,
-        [group.blocks for group in groups],
-        resolved_len,
-        config.scheduler.max_num_batched_tokens,
-        may_lower=options.fit_max_model_len,
-    )
-    plans = tuple(build_kv_cache_config(groups, rank, num_blocks) for rank in range(len(specs)))
-    if max_model_len != resolved_len:
-        group.load_chain.update_max_model_len(max_model_len)
-    with clock.phase("initialize_from_config"):
-        group.load_chain.initialize_from_config(plans)
-        group.load_chain.initialize_cache(num_blocks)
-    return plans, max_model_len
-
-
-def _profile_memory(group: AttachedGroup) -> list[int]:
+def _profile_memory(load_chain: LoadChain) -> list[int]:
     """Return the bytes that each rank has for its KV cache.
 
     All ranks profile again, since they compute together, until none saw another process take or
@@ -272,7 +256,7 @@ def _profile_memory(group: AttachedGroup) -> list[int]:
     """
     found: list[list[int]] = []
     for _ in range(PROFILE_ATTEMPTS):
-        replies = group.load_chain.determine_available_memory()
+        replies = load_chain.determine_available_memory()
         found.append([reply.available_bytes for reply in replies])
         changes = [(reply.rank, change) for reply in replies for change in reply.changes]
         if not changes:

@@ -7,10 +7,20 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.errors import WireError
-from rpc_schema.trace import MAX_TRACE_MS, DriverSteps, StopTraceReply
+from rpc_schema.trace import (
+    MAX_TRACE_MS,
+    AskDriver,
+    DriverSteps,
+    ReadDriverSteps,
+    ReadTrace,
+    StartTrace,
+    StopTrace,
+    StopTraceReply,
+)
 from worker_client.clocks import ClockMap, measure
 from worker_client.errors import ClientConfigError, ClientError
 from worker_client.trace_merge import DriverTrace, RankTrace
@@ -57,8 +67,9 @@ def record(
     max_ms = _checked_ms(seconds)
     statuses = _group_of(clients)
     trace = secrets.token_bytes(16)
+    start = partial(StartTrace, trace=trace, max_ms=max_ms)
     try:
-        pending = [client.send_start_trace(trace, max_ms, START_TIMEOUT_S) for client in clients]
+        pending = [client.begin(start, START_TIMEOUT_S) for client in clients]
         _await_all(pending)
         before = [measure(client.read_clock) for client in clients]
         begin_ns = time.monotonic_ns()
@@ -74,7 +85,7 @@ def record(
     maps = [ClockMap(*pair) for pair in zip(before, after, strict=True)]
     first = next(index for index, status in enumerate(statuses) if status.rank == 0)
     begin, end = (moment + before[first].ahead_ns for moment in (begin_ns, end_ns))
-    clients[first].ask_driver(trace, begin, end)
+    clients[first].ask(partial(AskDriver, trace=trace, begin_ns=begin, end_ns=end))
     steps = _driver_steps(clients[first], trace, time.monotonic() + driver_timeout_s)
     driver = None if steps is None else DriverTrace(steps, maps[first])
     ranks = [
@@ -138,14 +149,15 @@ def _stop(
     pending = []
     for client in clients:
         with contextlib.suppress(ClientError) if not keep else contextlib.nullcontext():
-            pending.append(client.send_stop_trace(trace, keep=keep, timeout_s=timeout_s))
+            pending.append(client.begin(partial(StopTrace, trace=trace, keep=keep), timeout_s))
     return pending
 
 
 def _driver_steps(client: AskingClient, trace: bytes, until: float) -> DriverSteps | None:
     """What the driver did; None where it does not answer, as one that waits for nothing does
     not."""
-    while (steps := client.read_driver_steps(trace)) is None and time.monotonic() < until:
+    request = partial(ReadDriverSteps, trace=trace)
+    while (steps := client.ask(request).steps) is None and time.monotonic() < until:
         time.sleep(DRIVER_POLL_S)
     return steps
 
@@ -153,7 +165,7 @@ def _driver_steps(client: AskingClient, trace: bytes, until: float) -> DriverSte
 def _read(client: AskingClient, trace: bytes) -> bytes:
     pieces: list[bytes] = []
     size = 0
-    while piece := client.read_trace(trace, size):
+    while piece := client.ask(partial(ReadTrace, trace=trace, offset=size)).data:
         pieces.append(piece)
         size += len(piece)
     return b"".join(pieces)

@@ -22,7 +22,6 @@ from worker_client.errors import (
 )
 from worker_client.failure_state import (
     ENDS_OWNERSHIP,
-    CauseAwaited,
     Change,
     DeathFailed,
     Failed,
@@ -262,7 +261,7 @@ class StepsInFlight:
             self._fail_by_reply(reply, error)
         elif self._state.suspect is None:
             until = time.monotonic() + ROOT_CAUSE_WAIT_S
-            self._state.apply(CauseAwaited(Suspect(reply, error, until)))
+            self._state.apply(Suspect(reply, error, until))
 
     def convict_suspect(self) -> None:
         """Where nobody else has owned up in time, the step fails with the UPSTREAM_FAILED that told

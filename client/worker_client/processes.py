@@ -7,7 +7,7 @@ import select
 import socket
 import struct
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 from rpc_schema.borrowed_sockets import borrowed
 
@@ -17,59 +17,38 @@ _PEER_CREDENTIALS: Final = struct.Struct("3i")
 _PROBE_S: Final = 0.2
 
 
-class DaemonProcess:
-    """A process on this host, by a descriptor that no other process can inherit the number of.
-    Freed by close()."""
+class Process:
+    """A daemon's process on this host, by a descriptor that no other process can inherit the number
+    of. Freed by close(). With pid 0 it is on another host, or hidden from this kernel or container,
+    and counts as alive."""
 
-    def __init__(self, pid: int, fd: int) -> None:
+    def __init__(self, pid: int = 0, fd: int = -1) -> None:
         self.pid = pid
         self._fd = fd
-        self._memory_events = _memory_events(pid)
-        self._oom_kills = _num_oom_kills(self._memory_events)
         self._poll = select.poll()
-        self._poll.register(fd, select.POLLIN)
+        if pid:
+            self._poll.register(fd, select.POLLIN)
+            self._memory_events = _memory_events(pid)
+            self._oom_kills = _num_oom_kills(self._memory_events)
 
     def has_ended(self) -> bool:
-        """Never waits."""
-        return bool(self._poll.poll(0))
+        """Return True once it has exited; never waits."""
+        return bool(self.pid and self._poll.poll(0))
 
     def cause_of_end(self) -> str:
-        """What the kernel says about why it may have ended; empty: nothing."""
-        if _num_oom_kills(self._memory_events) <= self._oom_kills:
+        """Return what the kernel shows of the likely cause of its end, for an error's text."""
+        if not self.pid or _num_oom_kills(self._memory_events) <= self._oom_kills:
             return ""
         return "; the kernel has killed for want of memory in its cgroup (oom_kill has risen)"
 
-    def copy(self) -> "DaemonProcess":
+    def copy(self) -> "Process":
         """Return the same process, to be closed on its own."""
-        return DaemonProcess(self.pid, os.dup(self._fd))
+        return Process(self.pid, os.dup(self._fd)) if self.pid else self
 
     def close(self) -> None:
-        """Close the descriptor; the process is not told."""
-        os.close(self._fd)
-
-
-class UnknownProcess:
-    """A process on another host, or one that this kernel or container cannot see."""
-
-    pid = 0
-
-    def has_ended(self) -> bool:
-        """Nobody knows."""
-        return False
-
-    def cause_of_end(self) -> str:
-        """Nobody knows."""
-        return ""
-
-    def copy(self) -> "UnknownProcess":
-        """Return one that is not known either."""
-        return self
-
-    def close(self) -> None:
-        return None
-
-
-Process: TypeAlias = DaemonProcess | UnknownProcess
+        """Close the descriptor; the process goes on."""
+        if self.pid:
+            os.close(self._fd)
 
 
 def find_process(address: str) -> Process:
@@ -77,7 +56,7 @@ def find_process(address: str) -> Process:
     of itself may be a number of another container's."""
     with contextlib.suppress(OSError), _connected(address) as peer:
         return process_behind(peer)
-    return UnknownProcess()
+    return Process()
 
 
 def process_behind(peer: socket.socket) -> Process:
@@ -89,14 +68,14 @@ def process_behind(peer: socket.socket) -> Process:
     found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     pid = int(_PEER_CREDENTIALS.unpack(found)[0])
     if pid <= 0:
-        return UnknownProcess()
-    process = DaemonProcess(pid, os.pidfd_open(pid))
+        return Process()
+    process = Process(pid, os.pidfd_open(pid))
     hung_up = select.poll()
     hung_up.register(peer, 0)
     if not hung_up.poll(0):  # it still lives, so the number is still its own
         return process
     process.close()
-    return UnknownProcess()
+    return Process()
 
 
 def nobody_listens(address: str) -> bool:
@@ -153,11 +132,11 @@ class PeerProcesses:
 
     def find(self, address: str) -> Process:
         """Return the process that answered there last; the caller closes it."""
-        return self._found.get(address, UnknownProcess()).copy()
+        return self._found.get(address, Process()).copy()
 
     def forget(self, address: str) -> None:
         """Nothing is known of that address any more."""
-        self._found.pop(address, UnknownProcess()).close()
+        self._found.pop(address, Process()).close()
 
     def close(self) -> None:
         """Close the descriptors."""

@@ -27,24 +27,23 @@ def save_weights(
     ranks can be reached. build: makes the request, with the save's id as `save`. Raises what
     GroupChannel.ask does."""
     save = secrets.token_bytes(16)
+
+    def finish(*, keep: bool) -> None:
+        channel.ask(partial(FinishShardedState, save=save, keep=keep))
+
+    def discard() -> None:
+        with contextlib.suppress(ClientError, WireError):  # the next save cleans up as well
+            finish(keep=False)
+
     try:
         replies = channel.ask(partial(build, save=save))
     except (RemoteError, DeadlineExceeded):
-        _discard(channel, save)
+        discard()
         raise
     try:
-        _finish(channel, save, keep=True)
+        finish(keep=True)
     except RemoteError as error:
         if error.rank == 0:  # else rank 0 may be about to put those files in place
-            _discard(channel, save)
+            discard()
         raise
     return replies
-
-
-def _discard(channel: GroupChannel, save: bytes) -> None:
-    with contextlib.suppress(ClientError, WireError):  # the next save cleans up as well
-        _finish(channel, save, keep=False)
-
-
-def _finish(channel: GroupChannel, save: bytes, *, keep: bool) -> None:
-    channel.ask(partial(FinishShardedState, save=save, keep=keep))

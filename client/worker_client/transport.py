@@ -546,8 +546,12 @@ class ResultsChannel:
     ) -> None:
         """watch hears what becomes of connections; look is called while replies are waited for, and
         raises WorkerDied."""
-        self._watch = watch
         self._look = look
+        self._on_news: dict[str, Callable[[int], None]] = {
+            "ended": watch.disconnected,
+            "refused": watch.refused,
+            "made": watch.connected,
+        }
         self._socket = _open_socket(context, zmq.DEALER, MAX_STEP_BYTES)
         self._socket.setsockopt(zmq.ROUTING_ID, route)
         self._ranks = {endpoint.results: rank for rank, endpoint in enumerate(endpoints)}
@@ -600,12 +604,8 @@ class ResultsChannel:
                 continue
             if kind == "opened":
                 self._processes.connected(address, descriptor)
-            elif kind == "ended":
-                self._watch.disconnected(rank)
-            elif kind == "refused":
-                self._watch.refused(rank)
-            elif kind == "made":
-                self._watch.connected(rank)
+            elif kind in self._on_news:
+                self._on_news[kind](rank)
 
     def process_at(self, address: str) -> Process:
         """Return the process that answers at an address of this host, as far as it is known from

@@ -3,6 +3,7 @@ driver can run steps between two of them. Knows no step."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -125,8 +126,8 @@ class UploadTask:
 
     def _send(self, planned: _Planned) -> list[bool]:
         tensor, begin = planned.tensor, planned.offset
-        chunk = up.UploadChunk(
-            call=0,
+        chunk = partial(
+            up.UploadChunk,
             epoch=self._epoch,
             content_hash=tensor.content_hash,
             dtype=tensor.dtype,
@@ -134,7 +135,7 @@ class UploadTask:
             offset=begin,
             data=bytes(tensor.data[begin : begin + up.CHUNK_BYTES]),
         )
-        pending = [client.send_upload_chunk(chunk) for client in planned.clients]
+        pending = [client.begin(chunk) for client in planned.clients]
         return [call.result().is_complete for call in pending]
 
 
@@ -160,12 +161,12 @@ def chosen(channel: GroupChannel, ranks: Sequence[int] | None) -> list[WorkerCli
 
 
 def find(client: WorkerClient, epoch: int, content_hashes: Sequence[bytes]) -> dict[bytes, bool]:
-    """Return which tensors a rank has, whole."""
-    return {
-        name: has
-        for part in named_parts(content_hashes)
-        for name, has in zip(part, client.find_uploads(epoch, part), strict=True)
-    }
+    """Return, by hash, True for tensors that a rank has completely."""
+    found: dict[bytes, bool] = {}
+    for part in named_parts(content_hashes):
+        reply = client.ask(partial(up.FindUploads, epoch=epoch, content_hashes=part))
+        found |= zip(part, reply.are_complete, strict=True)
+    return found
 
 
 def named_parts(content_hashes: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:

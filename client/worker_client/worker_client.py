@@ -6,15 +6,13 @@ socket.
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias
-
-import msgspec
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import trace as tr
-from rpc_schema import uploads as up
 from rpc_schema import weight_transfer as wt
-from rpc_schema.codec import Frame, StepMessage, encode_step
+from rpc_schema.base import Answered
+from rpc_schema.codec import ControlReplyMessage, Frame, StepMessage, encode_step
 from rpc_schema.errors import ErrorCode
 from rpc_schema.version import PROTOCOL_VERSION
 from worker_client.errors import WorkerDied, local_error
@@ -31,6 +29,7 @@ from worker_client.transport import (
 CONTROL_TIMEOUT_S = 5.0
 GREET_POLL_S = 0.1
 
+ReplyT = TypeVar("ReplyT", bound=ControlReplyMessage)
 OnSent: TypeAlias = Callable[[int, Sequence[Frame]], None]
 
 
@@ -54,8 +53,8 @@ class TensorList(NamedTuple):
 class AskingClient:
     """Sends one daemon's control requests. It opens no step socket, so an observer's key is enough.
 
-    Methods that wait for the reply raise DeadlineExceeded, WorkerDied and RemoteError; send_*
-    methods return at once. Belongs to one thread.
+    Methods that wait for the reply raise DeadlineExceeded, WorkerDied and RemoteError. Belongs to
+    one thread.
     """
 
     def __init__(
@@ -95,13 +94,26 @@ class AskingClient:
                     raise
             time.sleep(GREET_POLL_S)
 
+    def ask(
+        self, build: Callable[..., Answered[ReplyT]], timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> ReplyT:
+        """Send a control request and wait for its reply. build: its class, or a partial of it that
+        lacks only `call`."""
+        return self._control.call(build, timeout_s)
+
+    def begin(
+        self, build: Callable[..., Answered[ReplyT]], timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> PendingCall[ReplyT]:
+        """Send a control request, like ask, without waiting for its reply."""
+        return self._control.send(build, timeout_s)
+
     def hello(self, timeout_s: float = CONTROL_TIMEOUT_S) -> lc.HelloReply:
         """Exchange versions.
 
         Raises:
             IncompatibleError: they differ; both are named.
         """
-        reply = self._control.call(
+        reply = self.ask(
             partial(lc.Hello, protocol_version=PROTOCOL_VERSION, driver_id=self._driver_id),
             timeout_s,
         )
@@ -124,7 +136,7 @@ class AskingClient:
             LeaseHeldError: another driver holds the lease, and force is False.
             ForbiddenError: force is True, and this driver may not.
         """
-        return self._control.call(
+        return self.ask(
             partial(lc.PrepareAttach, driver_id=self._driver_id, epoch=epoch, force=force),
             timeout_s,
         )
@@ -142,7 +154,7 @@ class AskingClient:
         let go. Requests of earlier drivers are dropped, unless they are to be kept. results_route:
         where replies go, see ResultsChannel. terms of the lease: the default ones."""
         lease = LeaseTerms() if terms is None else terms
-        return self._control.send(
+        return self.begin(
             partial(
                 lc.CommitAttach,
                 driver_id=self._driver_id,
@@ -156,124 +168,23 @@ class AskingClient:
             timeout_s,
         )
 
-    def detach(self, epoch: int, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        """Leave in order; what is loaded stays."""
-        self.send_detach(epoch, timeout_s).result()
-
-    def send_detach(self, epoch: int, timeout_s: float) -> PendingCall[lc.Acknowledged]:
-        """The same without waiting."""
-        return self._control.send(partial(lc.Detach, epoch=epoch), timeout_s)
-
-    def open_rendezvous(
-        self, epoch: int, link: int, num_ranks: int, timeout_s: float = CONTROL_TIMEOUT_S
-    ) -> lc.OpenRendezvousReply:
-        """Have the daemon serve the meeting of a new link's ranks."""
-        return self._control.call(
-            partial(lc.OpenRendezvous, epoch=epoch, link=link, num_ranks=num_ranks), timeout_s
-        )
-
-    def send_abort_link(
-        self, epoch: int, cause: str, timeout_s: float
-    ) -> PendingCall[lc.Acknowledged]:
-        """Have the daemon leave its link, since a rank is lost; returns at once."""
-        return self._control.send(partial(lc.AbortLink, epoch=epoch, cause=cause[:1024]), timeout_s)
-
     def check_health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> lc.CheckHealthReply:
         """Ask whether the daemon is alive and its step thread makes progress."""
-        return self._control.call(lc.CheckHealth, timeout_s)
+        return self.ask(lc.CheckHealth, timeout_s)
 
     def get_status(self, timeout_s: float = CONTROL_TIMEOUT_S) -> lc.Status:
         """Ask for everything that the daemon knows of itself."""
-        reply = self._control.call(lc.GetStatus, timeout_s)
+        reply = self.ask(lc.GetStatus, timeout_s)
         return reply.status
 
     def shutdown(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """End the daemon."""
-        self._control.call(lc.Shutdown, timeout_s)
-
-    def send_drain(self, timeout_s: float, *, undo: bool = False) -> PendingCall[lc.Acknowledged]:
-        """Have the daemon take no more steps and no more drivers, or take them again; answered once
-        no step runs."""
-        return self._control.send(partial(lc.Drain, undo=undo), timeout_s)
+        self.ask(lc.Shutdown, timeout_s)
 
     def read_clock(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         """Ask for the time of the daemon's monotonic clock, in nanoseconds."""
-        reply = self._control.call(tr.ReadClock, timeout_s)
+        reply = self.ask(tr.ReadClock, timeout_s)
         return reply.monotonic_ns
-
-    def send_start_trace(
-        self, trace: bytes, max_ms: int, timeout_s: float
-    ) -> PendingCall[lc.Acknowledged]:
-        """Have the daemon record whatever steps come, without attaching; returns at once."""
-        return self._control.send(partial(tr.StartTrace, trace=trace, max_ms=max_ms), timeout_s)
-
-    def send_stop_trace(
-        self, trace: bytes, *, keep: bool, timeout_s: float
-    ) -> PendingCall[tr.StopTraceReply]:
-        """End that; returns at once. Answered once the trace can be read, if it is to be kept."""
-        return self._control.send(partial(tr.StopTrace, trace=trace, keep=keep), timeout_s)
-
-    def read_trace(self, trace: bytes, offset: int, timeout_s: float = CONTROL_TIMEOUT_S) -> bytes:
-        """Read a piece of the trace's file; empty at its end."""
-        reply = self._control.call(partial(tr.ReadTrace, trace=trace, offset=offset), timeout_s)
-        return reply.data
-
-    def ask_driver(
-        self, trace: bytes, begin_ns: int, end_ns: int, timeout_s: float = CONTROL_TIMEOUT_S
-    ) -> None:
-        """Have the attached driver asked for its steps, between two times of the daemon's clock."""
-        self._control.call(
-            partial(tr.AskDriver, trace=trace, begin_ns=begin_ns, end_ns=end_ns), timeout_s
-        )
-
-    def put_driver_steps(
-        self,
-        epoch: int,
-        trace: bytes,
-        steps: tr.DriverSteps,
-        timeout_s: float = CONTROL_TIMEOUT_S,
-    ) -> None:
-        """Answer that, as the attached driver."""
-        self._control.call(
-            partial(tr.PutDriverSteps, epoch=epoch, trace=trace, steps=steps), timeout_s
-        )
-
-    def read_driver_steps(
-        self, trace: bytes, timeout_s: float = CONTROL_TIMEOUT_S
-    ) -> tr.DriverSteps | None:
-        """Read the answer; None: there is none yet."""
-        reply = self._control.call(partial(tr.ReadDriverSteps, trace=trace), timeout_s)
-        return reply.steps
-
-    def send_upload_chunk(
-        self, chunk: up.UploadChunk, timeout_s: float = CONTROL_TIMEOUT_S
-    ) -> PendingCall[up.UploadChunkReply]:
-        """Put a chunk of a tensor into the daemon's memory, whatever its `call`; returns at
-        once."""
-        return self._control.send(partial(msgspec.structs.replace, chunk), timeout_s)
-
-    def find_uploads(
-        self,
-        epoch: int,
-        content_hashes: tuple[bytes, ...],
-        timeout_s: float = CONTROL_TIMEOUT_S,
-    ) -> tuple[bool, ...]:
-        """Ask which tensors are there, whole."""
-        reply = self._control.call(
-            partial(up.FindUploads, epoch=epoch, content_hashes=content_hashes), timeout_s
-        )
-        return reply.are_complete
-
-    def drop_uploads(
-        self,
-        epoch: int,
-        content_hashes: tuple[bytes, ...],
-        timeout_s: float = CONTROL_TIMEOUT_S,
-    ) -> None:
-        """Have the daemon forget tensors."""
-        self._control.call(
-            partial(up.DropUploads, epoch=epoch, content_hashes=content_hashes), timeout_s
-        )
 
 
 class WorkerClient(AskingClient):

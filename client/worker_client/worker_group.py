@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema import lifecycle as lc
+from rpc_schema import uploads as up
 from rpc_schema import weight_transfer as wt
 from rpc_schema.adoption import AdoptRequests
 from rpc_schema.config import ParallelConfig, WorkerConfig
@@ -36,14 +37,7 @@ from worker_client.keys import NO_KEYS, Keys
 from worker_client.lease import LeaseTerms
 from worker_client.liveness import LivenessEvent, OnEvent, Standing
 from worker_client.load_chain import LoadChain
-from worker_client.loading import (
-    AttachedGroup,
-    LoadedGroup,
-    LoadOptions,
-    check_config,
-    group_limits,
-    load,
-)
+from worker_client.loading import LoadedGroup, Loader, check_config, group_limits
 from worker_client.outcomes import Failure, StepFuture, StepsInFlight
 from worker_client.replacement import REPLACE_WITHIN_S, Replacement, ReplacementReport
 from worker_client.saves import SHARD_MAX_SIZE_BYTES, SHARD_PATTERN, save_weights
@@ -297,9 +291,11 @@ class WorkerGroup:
         deadline_s = config.scheduler.step_deadline_ms / 1000
         self._channel.links.allow(deadline_s)
         self._drain()
-        options = LoadOptions(num_gpu_blocks, fit_max_model_len=fit_max_model_len, reload=reload)
-        statuses = self.get_status()
-        attached = AttachedGroup(
+        loader = Loader(
+            config,
+            num_gpu_blocks,
+            fit_max_model_len,
+            reload,
             self.load_chain,
             self.output_rank,
             self.needs_relink,
@@ -307,7 +303,7 @@ class WorkerGroup:
             self.reset,
             self.reload_weights,
         )
-        model = load(attached, config, statuses, options)
+        model = loader.load(self.get_status())
         self._channel.links.step_deadline_s = deadline_s
         self._loaded = config, model
         if not model.was_loaded:
@@ -576,7 +572,7 @@ class WorkerGroup:
         epoch = attached_epoch(self._channel)
         for client in chosen(self._channel, ranks):
             for part in named_parts(content_hashes):
-                client.drop_uploads(epoch, part)
+                client.ask(partial(up.DropUploads, epoch=epoch, content_hashes=part))
 
     # ------------------------------------------------------------------ profiles
 

@@ -4,13 +4,14 @@ import json
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import partial
 from typing import Annotated
 
 import msgspec
 import typer
 
 from rpc_schema.lease import LeaseStatus
-from rpc_schema.lifecycle import KVCacheAdvice, ReplyDelay, Status
+from rpc_schema.lifecycle import Drain, KVCacheAdvice, ReplyDelay, Status
 from rpc_schema.plain_text import printable
 from worker_client.cli.daemons import connect
 from worker_client.cli.options import KeyFile, KnownDaemons, Wait, split_endpoints
@@ -83,7 +84,7 @@ def drain(
     with connect(named_daemons(endpoints), keys, wait) as clients:
         for client in clients:
             client.hello()
-        for call in [client.send_drain(within, undo=undo) for client in clients]:
+        for call in [client.begin(partial(Drain, undo=undo), within) for client in clients]:
             call.result()
         for status in [client.get_status() for client in clients]:
             print_text(f"{status.endpoint}: {status.serving}, {_holder(status.lease)}\n")

@@ -12,6 +12,7 @@ import select
 import stat
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -45,16 +46,17 @@ _CANNOT_SYNC: Final = (errno.EINVAL, errno.ENOTSUP)
 _MAX_LINKS: Final = 40
 
 
+@dataclass(slots=True)
 class LineFile:
     """A file that grows by whole lines: what a failed write has left of a line is cut off."""
 
-    def __init__(self, file: int, *, shown: Path, is_ours: bool) -> None:
-        """file: its descriptor, which is closed with this. shown: the path for error messages.
-        is_ours: nobody else writes to it, and it was empty; otherwise nothing is cut off."""
-        self._file = file
-        self._shown = shown
-        self._is_ours = is_ours
-        self._size = 0
+    file: int
+    """Its descriptor, closed by close()."""
+    shown: Path
+    """For error messages."""
+    is_ours: bool
+    """Nobody else writes to it, and it was empty; otherwise nothing is cut off."""
+    size: int = 0
 
     def write(self, lines: Iterable[str]) -> None:
         """Append lines, without their line ends, and hand them to the system.
@@ -67,24 +69,24 @@ class LineFile:
             size = len(left)
             try:
                 while left:
-                    left = left[_write_some(self._file, left) :]
+                    left = left[_write_some(self.file, left) :]
             except OSError as error:
-                if self._is_ours:
+                if self.is_ours:
                     with contextlib.suppress(OSError):
-                        os.ftruncate(self._file, self._size)
-                raise output_error(self._shown, error) from error
-            self._size += size
+                        os.ftruncate(self.file, self.size)
+                raise output_error(self.shown, error) from error
+            self.size += size
 
     def sync(self) -> None:
         """Wait until all lines are on the disk. Raises OutputError."""
         try:
-            _sync(self._file)
+            _sync(self.file)
         except OSError as error:
-            raise output_error(self._shown, error) from error
+            raise output_error(self.shown, error) from error
 
     def close(self) -> None:
         """Close it."""
-        os.close(self._file)
+        os.close(self.file)
 
 
 class OutputFile:
@@ -189,12 +191,9 @@ def part_of(path: Path) -> Path:
 
 def write_whole(path: Path, lines: Iterable[str]) -> None:
     """Write a file, or replace it, at once. Raises OutputError: the old one is as it was then."""
-    file = OutputFile(path)
-    try:
+    with contextlib.closing(OutputFile(path)) as file:
         file.write(lines)
         file.finish()
-    finally:
-        file.close()
 
 
 def check_output(path: Path) -> None:

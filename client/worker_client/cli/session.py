@@ -195,17 +195,15 @@ def open_session(
 def _recovery(options: RunOptions, group: WorkerGroup, daemons: LocalDaemons | None) -> Recover:
     """What to do about a dead daemon: wait for whoever starts it again, or do that ourselves."""
     within_s = options.replace_within_s
-    if daemons is None:
-        return give_up if not within_s else lambda died: group.replace(died.rank, None, within_s)
-    if not options.restart:
+    if not (within_s if daemons is None else options.restart):
         return give_up
-    local = daemons
 
-    def restart(died: WorkerDied) -> None:
-        local.restart_dead()
+    def recover(died: WorkerDied) -> None:
+        if daemons is not None:
+            daemons.restart_dead()
         group.replace(died.rank, None, within_s)
 
-    return restart
+    return recover
 
 
 def _process_age_s() -> float:

@@ -55,16 +55,14 @@ EVENTS = (
     fs.Change.LINK_MADE,
     fs.Change.END_ANNOUNCED,
     fs.Change.END_AWAITED,
-    fs.CauseAwaited(SUSPECT),
+    SUSPECT,
     fs.Failed(1),
     fs.DeathFailed(1),
     fs.FailureReported(1),
     fs.Change.PREPARED,
     fs.Change.ATTACH_BEGUN,
-    fs.Change.EPOCH_BEGUN,
     fs.Change.GROUP_ATTACHED,
     fs.Change.REPLACE_BEGUN,
-    fs.ReplaceFailed(DEATH),
     fs.Change.RANK_REPLACED,
     fs.WeightsGone("an update is open"),
     fs.Change.WEIGHTS_FILLED,
@@ -133,11 +131,10 @@ ENDS = {
     fs.Ending.ANNOUNCED: {fs.Change.END_AWAITED, fs.Change.ATTACH_BEGUN, fs.Change.RANK_REPLACED},
     fs.RootCause.AWAITED: {fs.Failed, fs.DeathFailed},
     fs.Weights.NOT_WHOLE: {fs.Change.WEIGHTS_FILLED},
-    fs.DrainState.DRAINING: {fs.Change.DRAIN_OVER, fs.Change.EPOCH_BEGUN},
+    fs.DrainState.DRAINING: {fs.Change.DRAIN_OVER},
     Ownership.LOST: {fs.Change.REPLACE_BEGUN},
     Ownership.REPLACING: {
         fs.Change.RANK_REPLACED,
-        fs.ReplaceFailed,
         fs.RankLost,
         fs.OwnershipLost,
         fs.LinkGaveUp,
@@ -233,8 +230,8 @@ def serving(world_size):
 def test_first_suspect_is_kept_until_the_step_has_failed():
     state = serving(2)
     assert state.verdict_due == math.inf
-    state.apply(fs.CauseAwaited(SUSPECT))
-    state.apply(fs.CauseAwaited(SUSPECT._replace(until=9.0)))
+    state.apply(SUSPECT)
+    state.apply(SUSPECT._replace(until=9.0))
     assert state.suspect == SUSPECT and state.verdict_due == 7.0
     state.apply(fs.Failed(1, 5))
     assert state.suspect is None and state.last_given_up == 5
@@ -431,7 +428,7 @@ class Histories(RuleBasedStateMachine):
     @rule(until=st.floats(0, 100))
     def upstream_fails(self, until):
         suspect = SUSPECT._replace(until=until)
-        self.owner.apply(fs.CauseAwaited(suspect))
+        self.owner.apply(suspect)
         self.suspect = self.suspect or suspect
 
     @precondition(lambda self: self.takes_steps)
@@ -485,7 +482,7 @@ class Histories(RuleBasedStateMachine):
     @rule(must_relink=st.booleans())
     def attach(self, must_relink):
         self.fail()
-        for event in (fs.Change.ATTACH_BEGUN, fs.Change.EPOCH_BEGUN, fs.Change.GROUP_ATTACHED):
+        for event in (fs.Change.ATTACH_BEGUN, fs.Change.DRAIN_OVER, fs.Change.GROUP_ATTACHED):
             self.owner.apply(event)
         if must_relink and self.has_link:
             self.owner.apply(fs.Change.LINK_BROKEN)
@@ -507,14 +504,14 @@ class Histories(RuleBasedStateMachine):
             self.rank_dies()
         self.owner.apply(fs.Change.REPLACE_BEGUN)
         self.dead, self.is_replacing = None, True
-        self.owner.apply(fs.Change.EPOCH_BEGUN)
+        self.owner.apply(fs.Change.DRAIN_OVER)
         self.owner.apply(fs.Change.GROUP_ATTACHED)
         self.needs_relink, self.last_given_up, self.draining = False, 0, set()
 
     @precondition(lambda self: self.is_replacing)
     @rule()
     def replacement_fails(self):
-        self.owner.apply(fs.ReplaceFailed(DEATH))
+        self.owner.apply(fs.RankLost(DEATH))
         self.dead, self.is_replacing = DEATH, False
 
     @precondition(lambda self: self.is_replacing)

@@ -190,11 +190,11 @@ class Futures(RuleBasedStateMachine):
     @rule(goes_well=st.booleans())
     def replace(self, goes_well):
         self.state.apply(fs.Change.REPLACE_BEGUN)
-        self.state.apply(fs.Change.EPOCH_BEGUN)
+        self.state.apply(fs.Change.DRAIN_OVER)
         self.state.apply(fs.Change.GROUP_ATTACHED)
         self.seq, self.sent = 0, {}
         if not goes_well:
-            self.state.apply(fs.ReplaceFailed(DEATH))
+            self.state.apply(fs.RankLost(DEATH))
             return
         self.steps.revive()
         failed = [future for future in self.held if isinstance(cause_of(future), WorkerDied)]
@@ -336,7 +336,7 @@ def test_death_that_was_told_names_its_losses_once_replaced():
     run.state.apply(fs.Change.REPLACE_BEGUN)
     reply = run.reply(0, ErrorCode.LEASE_EXPIRED, ErrorScope.GROUP)
     run.steps.die(remote_error(reply, rank=0, endpoint="ipc:///there"))
-    run.state.apply(fs.ReplaceFailed(DEATH))
+    run.state.apply(fs.RankLost(DEATH))
     run.replace(goes_well=True)
     for future in run.held[1:]:
         assert exception_of(future).lost_req_ids == {"r0", "r1", "r2"}
