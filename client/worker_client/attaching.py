@@ -1,6 +1,5 @@
-"""Taking a group's daemons over, and leaving them: versions, an epoch in two phases, patience with
-the driver before. Knows not what is loaded, nor what becomes of requests.
-"""
+"""Attaching to a group's daemons and leaving them: versions, an epoch agreed on in two phases, and
+the wait for an earlier driver's lease."""
 
 import contextlib
 import time
@@ -20,13 +19,13 @@ from worker_client.worker_client import WorkerClient
 
 ATTACH_TIMEOUT_S = 30.0
 ATTACH_ATTEMPTS = 5
-"""So often another driver that attaches at the same time may come first."""
+"""Attempts after which attach gives up if other drivers that attach at the same time come first."""
 LEASE_WAIT_S = MAX_LEASE_TTL_MS / 1000 + 5.0
-"""A dead driver's lease is waited for to its end, whatever its time."""
+"""Longest wait for a dead driver's lease: any lease has expired by then."""
 ATTACH_SLACK_S = 15.0
-"""Daemons let go of a hung step within its deadline and a few seconds; then they attach."""
+"""Time beyond the step deadline in which daemons abandon a hung step and attach."""
 LEAVE_TIMEOUT_S = 0.3
-"""How long daemons may take to hear that their driver leaves; after that the lease expires."""
+"""Limit on each daemon's reply to Detach; without it the lease expires."""
 
 
 @dataclass(slots=True)
@@ -73,7 +72,8 @@ class Attachment:
                     raise
 
     def attach_present(self) -> list[lc.Status]:
-        """Attach to the daemons that are there, under a new epoch: the lost ones are fenced."""
+        """Attach to the daemons that are present, under a new epoch that fences the lost ones
+        off."""
         deadline = time.monotonic() + ATTACH_TIMEOUT_S
         self._hello(deadline)
         epoch = self._agree_on_epoch(deadline)
@@ -81,14 +81,14 @@ class Attachment:
         return self._commit(epoch, time.monotonic() + agree_s, agree_s)
 
     def detach(self) -> None:
-        """Give the lease back on all daemons, each of which says so."""
+        """Give the lease back on all daemons, and wait for their replies."""
         self.channel.lease.stop()
         self.is_attached = False
         for client in self.channel.daemons.present:
             client.ask(partial(lc.Detach, epoch=self.channel.epoch))
 
     def leave(self) -> None:
-        """Give the lease back on all daemons that hear it in time; nothing where there is none."""
+        """Give the lease back on all daemons that reply in time, if there is one."""
         channel = self.channel
         channel.lease.stop()
         if not self.is_attached or channel.lease.lost is not None:
@@ -150,9 +150,9 @@ class Attachment:
     def _commit(
         self, epoch: int, deadline: float, timeout_s: float, *, keep_requests: bool = False
     ) -> list[lc.Status]:
-        """Begin an epoch and return the daemons' states. It is sent to all ranks before any is
-        waited for: gloo has no abort, so a rank that hangs in a step is let go by its peers'. After
-        an error no daemon is attached, as far as they can be reached."""
+        """Begin an epoch and return the daemons' states. All requests are sent before any reply is
+        waited for: gloo has no abort, so a rank that hangs in a step is only freed by its peers.
+        After an error no reachable daemon is attached."""
         channel = self.channel
         channel.begin_epoch(epoch)
         self.is_attached = True
@@ -211,7 +211,7 @@ def _step_deadline_s(status: lc.Status) -> float:
 
 
 def _must_relink(attached: Sequence[lc.CommitAttachReply]) -> bool:
-    """A link is kept only if every rank is idle at the same step of the same link."""
+    """Return False only if every rank is idle at the same step of the same link."""
     stand = {(r.previous_epoch, r.previous_seq, r.status.link) for r in attached}
     clean = all(r.previous_clean and r.status.link_state == "up" for r in attached)
     linked = any(r.status.link for r in attached)

@@ -1,8 +1,5 @@
-"""The conversation with a group's daemons: the epoch, link and seqs that requests go under,
-operations sent to all ranks and their replies gathered, replies to steps handed on, and what got
-lost on the way sent again. Knows not what an operation means, nor what a step's failure does
-(`outcomes.py`).
-"""
+"""Requests to a group's daemons and their replies: the epoch, link and seqs of requests, operations
+sent to all ranks, replies passed on, and messages that were lost sent again."""
 
 import contextlib
 import logging
@@ -47,29 +44,30 @@ from worker_client.transport import Endpoint
 from worker_client.worker_client import StepIds, WorkerClient
 
 DEATH_NEWS_S = 0.1
-"""A killed process's connections end within this time (2 ms measured), not all at once."""
+"""Time within which all connections of a killed process end (2 ms measured)."""
 
 ANNOUNCED_END_WAIT_S = 5.0
-"""A daemon whose device is lost ends within 1.5 s, on a host that has time for it."""
+"""Limit on the wait for an announced exit. A daemon whose device is lost exits within 1.5 s, on a
+host that has time for it."""
 
 EVENTS_INTERVAL_S = 0.25
-"""So often heartbeats and other events are read: as often as a daemon sends them."""
+"""Interval at which heartbeats and other events are read; daemons send at the same rate."""
 
 ABORT_SEND_S = 0.05
-"""Word that a rank is lost must not wait for a second one that is."""
+"""Limit on sending AbortLink to one rank: a second lost rank must not delay it for the others."""
 
 OBSERVER_TIMEOUT_S = 0.5
-"""No longer than this is a daemon waited for in the matters of somebody who watches."""
+"""Limit on requests on behalf of an observer."""
 
 OPERATION_TIMEOUT_S = 60.0
 LINK_SLACK_S = 30.0
 LONG_TIMEOUT_S = 3600.0
-"""For operations whose row in the table of operations has a deadline of its own."""
+"""Timeout of operations whose row in the table of operations has a deadline of its own."""
 
 MAX_EVENTS_KEPT = 1024
 
 _LOSSES = (WorkerDied, RemoteError, LeaseNotRenewed)
-"""What look() raises that ends a group until it attaches anew, or replaces a rank."""
+"""Errors of look() that end a group until it attaches again, or replaces a rank."""
 _UNREAD = (ErrorCode.BAD_FRAME, ErrorCode.TOO_LARGE)
 _LOG = logging.getLogger(__name__)
 
@@ -78,7 +76,7 @@ CommittedT = TypeVar("CommittedT")
 
 
 class RankProgress(NamedTuple):
-    """What a rank is doing while an operation runs."""
+    """Phase of a rank while an operation runs."""
 
     operation: str
     rank: int
@@ -87,37 +85,37 @@ class RankProgress(NamedTuple):
 
 
 def link_timeout_s(step_deadline_s: float) -> float:
-    """Return how long ranks may take to leave one link and meet on the next.
+    """Return the limit on leaving one link and joining the next.
 
-    They wait for each other for up to twice the communicators' own timeout (the step deadline and a
-    second) and 5 s; their verdict is to come before ours.
+    Ranks wait for each other for up to twice the communicators' own timeout (the step deadline and
+    a second) and 5 s; their error is to come before ours.
     """
     return 2 * (step_deadline_s + 1.0) + 5.0 + LINK_SLACK_S
 
 
 class Links:
-    """One group's. Owned by its channel."""
+    """Links of a group's ranks. Owned by its channel."""
 
     def __init__(self, num_ranks: int) -> None:
         self.numbers = [0] * num_ranks
-        """By rank; 0 for none."""
+        """Link of each rank; 0 for none."""
         self.step_deadline_s = DEFAULT_STEP_DEADLINE_S
-        """The longest that a rank's present link may have been built with."""
+        """Longest step deadline that a rank's present link may have been built with."""
 
     @property
     def timeout_s(self) -> float:
-        """How long ranks may take to leave these, and meet anew."""
+        """Limit on leaving these links and joining the next."""
         return link_timeout_s(self.step_deadline_s)
 
     def allow(self, step_deadline_s: float) -> None:
-        """A link may be built with this deadline from now on."""
+        """Record that a link may be built with this deadline from now on."""
         self.step_deadline_s = max(self.step_deadline_s, step_deadline_s)
 
 
 class GroupChannel:
-    """Owns what reaches a group's daemons. Belongs to one thread; close() frees it.
+    """All messages to and from a group's daemons. Belongs to one thread; close() frees it.
 
-    One operation is under way at a time; replies to steps may come between its own.
+    One operation runs at a time; replies to steps may arrive between its own.
     """
 
     def __init__(
@@ -128,8 +126,8 @@ class GroupChannel:
         state: FailureState,
         terms: LeaseTerms,
     ) -> None:
-        """Connect; nothing is sent yet. steps gets the replies that no operation waits for, and the
-        news of deaths. state: the group's. terms: of the lease."""
+        """Connect; nothing is sent yet. steps receives the replies that no operation waits for, and
+        deaths. state: the group's. terms: of the lease."""
         self.daemons = GroupDaemons(endpoints, driver_id, self.look, self._listen, self._sent)
         self.lease = LeaseKeeper(self.daemons.context, driver_id, terms, self)
         self._resending = Resending(self.daemons.clients, steps.output_rank)
@@ -143,30 +141,31 @@ class GroupChannel:
         self._gather: Gathering | None = None
         self._next_events = 0.0
         self._heard: deque[EventMessage] = deque(maxlen=MAX_EVENTS_KEPT)
-        """Events that are to be acted upon; the watch knows them already."""
+        """Events still to be handled; the watch has them already."""
 
     def close(self) -> None:
-        """Close all sockets; the daemons keep what they have, and the lease until it expires."""
+        """Close all sockets. The daemons keep what they have loaded, and the lease until it
+        expires."""
         self.lease.stop()
         self.daemons.close()
 
     def check_usable(self) -> None:
-        """Raise what the group has died of, the end of its lease included, or ClientError before
-        the first attach."""
+        """Raise the error that ended the group, the end of its lease included, or ClientError
+        before the first attach."""
         if self.lease.lost is not None and self._state.answer(GroupRequest.OPERATION) is Answer.GO:
             self.check_deaths(0.0)  # of a death the loss may be a consequence
         self.check_given_up_link()
         self._state.check(GroupRequest.OPERATION)
 
     def check_serving(self) -> None:
-        """Raise DrainingError if an operator wants no more steps of this group, and WeightsNotWhole
-        where there are no weights for them."""
+        """Raise DrainingError if an operator drains this group, and WeightsNotWhole if its weights
+        are incomplete."""
         self._read_events_now_and_then()
         endpoints = [client.endpoint.control for client in self.daemons.clients]
         self._state.check(GroupRequest.STEP, endpoints)
 
     def check_deaths(self, within_s: float = DEATH_NEWS_S) -> None:
-        """Raise WorkerDied if a daemon is gone, or shows within a moment that it is."""
+        """Raise WorkerDied if a daemon is dead, or turns out to be within a moment."""
         try:
             self.daemons.results.read_news(within_s)
             self.look()
@@ -175,8 +174,7 @@ class GroupChannel:
             raise
 
     def await_announced_end(self) -> None:
-        """Wait for the end of a daemon that has told of it. One that lives on takes requests like
-        any other.
+        """Wait for the announced exit of a daemon. One that does not exit takes requests as before.
 
         Raises:
             WorkerDied: a daemon is gone.
@@ -187,8 +185,8 @@ class GroupChannel:
             self.check_deaths()
 
     def check_given_up_link(self) -> None:
-        """Wait, once, before it is told that the link is given up: a rank that hangs on one link
-        after the other ends itself, and its successor may do better.
+        """Wait, once, before LinkGivenUp is raised: a rank that hangs on one link after the other
+        exits, and its successor may do better.
 
         Raises:
             WorkerDied: a rank has ended.
@@ -197,8 +195,8 @@ class GroupChannel:
             self.await_announced_end()
 
     def look(self) -> None:
-        """Take in all news of the daemons' lives and of the lease; for whoever waits, or has
-        nothing else to do.
+        """Process all signs of the daemons' liveness and the state of the lease. To be called while
+        waiting or idle.
 
         Raises:
             WorkerDied: one of them is gone. The steps in flight are not failed by this: lose()
@@ -214,7 +212,7 @@ class GroupChannel:
             self._send_lost(self.daemons.watch.returned.pop())
 
     def lose(self, error: WorkerDied | WireError | RemoteError | LeaseNotRenewed) -> None:
-        """A daemon, or the lease, is lost: fail all steps, and for a daemon have the other ranks
+        """Fail all steps, as a daemon or the lease is lost. For a daemon, have the other ranks
         leave the link at once."""
         if self._state.is_lost:
             return
@@ -223,7 +221,7 @@ class GroupChannel:
             self.abort_links(str(error))
 
     def abort_links(self, cause: str) -> None:
-        """Have all daemons that live leave their links, and meeting places; waits for none."""
+        """Have all live daemons leave their links and rendezvous, without waiting for replies."""
         if not self.epoch:
             return
         for client in self.daemons.present:
@@ -234,7 +232,7 @@ class GroupChannel:
                     )
 
     def begin_epoch(self, epoch: int) -> None:
-        """Requests go under this epoch from now on; those of before are forgotten."""
+        """Send requests under this epoch from now on, and forget earlier ones."""
         self.epoch, self._seq = epoch, 0
         self._state.apply(Change.DRAIN_OVER)
         self._resending.begin_epoch()
@@ -242,8 +240,8 @@ class GroupChannel:
     def gather_attached(
         self, commit: Callable[[], CommittedT], deadline: float, timeout_s: float
     ) -> CommittedT:
-        """Return what commit() does, which has all ranks attach, once each of them has also said so
-        where replies to requests come."""
+        """Return the result of commit(), which has all ranks attach, once each of them has also
+        replied on the results socket."""
         gather = self._gather = Gathering("attach", 0, len(self.daemons.present))
         try:
             committed = commit()
@@ -253,7 +251,7 @@ class GroupChannel:
         return committed
 
     def take_statuses(self, statuses: list[lc.Status]) -> list[lc.Status]:
-        """Learn from those who are present which links they stand in, and who they are."""
+        """Record the links and identities of the present daemons."""
         ranks = [client.rank for client in self.daemons.present]
         for rank, status in zip(ranks, statuses, strict=True):
             self.links.numbers[rank] = status.link
@@ -261,8 +259,8 @@ class GroupChannel:
         return statuses
 
     def open_rendezvous(self) -> list[Rendezvous]:
-        """Have rank 0 open the meeting place of a new link, if there are others; return each rank's
-        way there."""
+        """Have rank 0 open the rendezvous of a new link, if there are several ranks; return each
+        rank's access to it."""
         link, size = max(self.links.numbers) + 1, len(self.daemons.clients)
         place = None
         if size > 1:
@@ -274,23 +272,23 @@ class GroupChannel:
         ]
 
     def use_link(self, rendezvous: Sequence[Rendezvous]) -> None:
-        """All ranks have met there: requests go under that link from now on."""
+        """Send requests under this link from now on: all ranks have joined it."""
         self.links.numbers = [entry.link for entry in rendezvous]
         self._resending.knows_ranks = True
 
     def refresh_links(self) -> None:
-        """Ask each rank which link it stands in: after a failure they need not agree."""
+        """Ask each rank for its link: after a failure they may differ."""
         self.take_statuses([client.get_status() for client in self.daemons.present])
 
     def next_ids(self) -> StepIds:
-        """The ids of the next step; send_step() takes them."""
+        """Return the ids of the next step, for send_step()."""
         return StepIds(self.epoch, self.links.numbers[0], self._seq + 1)
 
     def send_step(
         self, ids: StepIds, send: Callable[[WorkerClient], None], *, stands_alone: bool = False
     ) -> None:
-        """Send a step, which is expected already, to every rank. stands_alone: it closes gaps.
-        Raises WorkerDied, and TooLargeError where nothing was sent."""
+        """Send a step, whose future exists already, to every rank. stands_alone: it closes gaps.
+        Raises WorkerDied, and TooLargeError if nothing was sent."""
         self._seq = ids.seq
         if stands_alone:
             self._resending.begin_anew(ids.seq)
@@ -305,8 +303,8 @@ class GroupChannel:
     ) -> list[ReplyT]:
         """Have every rank do one operation, under one seq, and return the replies in rank order.
 
-        build: makes the request of epoch, link and seq; the request's class itself, or a partial of
-        it. timeout_s: by default what the table of operations allows. stands_alone: it closes gaps.
+        build: returns the request for epoch, link and seq; the request's class, or a partial of it.
+        timeout_s: by default the limit of the table of operations. stands_alone: it closes gaps.
         """
         return self.ask_each(lambda _: build, timeout_s=timeout_s, stands_alone=stands_alone)
 
@@ -351,8 +349,8 @@ class GroupChannel:
         return cast("list[ReplyT]", sorted(gather.replies, key=lambda reply: reply.rank))
 
     def _timeout_s(self, kind: type[StepMessage]) -> float:
-        """How long all ranks may take together. A row's deadline is for the silence of one, which
-        its daemon then tells."""
+        """Return the limit for all ranks together. A row's deadline limits the silence of one rank,
+        which its daemon then reports."""
         row = STEP_OPERATIONS[kind]
         if row.meets:
             return self.links.timeout_s + OPERATION_TIMEOUT_S + (row.deadline_s or 0.0)
@@ -372,7 +370,7 @@ class GroupChannel:
             raise
 
     def take_reply(self, deadline: float) -> bool:
-        """Take in one reply; False when none came by the deadline."""
+        """Process one reply; return False if none came by the deadline."""
         resend_at = self._resending.due if self._outstanding else math.inf
         try:
             self._read_events_now_and_then()
@@ -393,20 +391,21 @@ class GroupChannel:
 
     @property
     def _outstanding(self) -> int:
-        """The first request whose outcome is not known; 0 where there is none. Attach is none: a
+        """First request without a known outcome; 0 if there is none. Attach does not count: a
         driver may attach again."""
         return self._steps.oldest_seq if self._gather is None else self._gather.seq
 
     def _send_overdue(self) -> None:
-        """Send again what has had no answer for a while, where it or its answer may be lost."""
+        """Send requests again that have had no reply for a while: they or their replies may be
+        lost."""
         if time.monotonic() < self._resending.due or not self._outstanding:
             return
         self._read_events()
         self._resending.send_overdue(self._outstanding, self._answered, is_step=self._awaits_step)
 
     def _send_lost(self, rank: int) -> None:
-        """A daemon's connection broke and came back: what was under way to it may be lost, or its
-        answer."""
+        """Send again after a daemon's connection broke and came back: requests or replies may be
+        lost."""
         if self._outstanding and rank not in self.daemons.absent and rank not in self._answered:
             with contextlib.suppress(WorkerDied):
                 self._resending.send_lost(rank, self._outstanding, is_step=self._awaits_step)
@@ -417,7 +416,7 @@ class GroupChannel:
 
     @property
     def _answered(self) -> list[int]:
-        """The ranks that have answered the operation under way, by their numbers."""
+        """Ranks that have replied to the present operation."""
         return [] if self._gather is None else [reply.rank for reply in self._gather.replies]
 
     def _sent(self, rank: int, frames: Sequence[Frame]) -> None:
@@ -448,8 +447,8 @@ class GroupChannel:
             self._steps.take_outcome(reply, frames[1:], replayed=replayed)
 
     def _mends_gap(self, reply: ErrorReply) -> bool:
-        """Send a rank what it misses, if that is why it refused a request. Others may have answered
-        that one already."""
+        """Send a rank the requests that it misses, if it refused one for a gap. Others may have
+        answered that one already."""
         if reply.code is not ErrorCode.GAP or reply.seq <= self._state.last_given_up:
             return False
         return self._resending.mend_gap(reply.rank, reply.expected_seq)
@@ -466,8 +465,8 @@ class GroupChannel:
         self._gather = None
 
     def _root_cause(self, gather: Gathering) -> RemoteError:
-        """The first failure, unless it only tells of a peer's: then that peer's, if it comes
-        soon."""
+        """Return the first failure. If it is a consequence of a peer's, return that one, should it
+        come soon."""
         until = time.monotonic() + ROOT_CAUSE_WAIT_S
         while gather.may_learn_cause and time.monotonic() < until:
             self.take_reply(until)
@@ -482,7 +481,7 @@ class GroupChannel:
         return remote_error(reply, rank=reply.rank, endpoint=endpoint)
 
     def _read_events_now_and_then(self) -> None:
-        """Take in what the daemons have published, as often as they do: their queue must not fill
+        """Process the daemons' events at the rate at which they come: their queue must not fill
         up."""
         self._listen()
         self._act_on_events()
@@ -492,8 +491,8 @@ class GroupChannel:
         self._read_events_now_and_then()
 
     def _listen(self) -> None:
-        """Tell the watch what the daemons have published, as often as they do. Does nothing else
-        about it, so that it may be called while a reply is waited for."""
+        """Pass events to the watch at the rate at which they come. Does nothing else, so that it
+        may be called while a reply is waited for."""
         if time.monotonic() < self._next_events:
             return
         self._next_events = time.monotonic() + EVENTS_INTERVAL_S
@@ -528,8 +527,8 @@ class GroupChannel:
                 pass
 
     def _answer_observer(self, event: DriverStepsWanted) -> None:
-        """Tell somebody who traces the group, and asks by way of a daemon, what this driver did. A
-        courtesy: where it fails the trace lacks that."""
+        """Send this driver's steps to an observer that asks through a daemon. If that fails, the
+        trace lacks them."""
         if event.rank >= len(self.daemons.clients):
             return
         client = self.daemons.clients[event.rank]

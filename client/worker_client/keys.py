@@ -1,5 +1,5 @@
-"""The driver's key pair and the keys of the daemons that it trusts. Reads their files and sets a
-socket's options; knows no message."""
+"""The driver's key pair and the public keys of the daemons that it trusts: their files, and the
+options of a socket."""
 
 import os
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ from worker_client.errors import ClientConfigError, EndpointError
 
 CREDENTIAL_PREFIX: Final = "credential:"
 HANDSHAKE_MS: Final = 700
-"""Less than a daemon's (worker_daemon/server/auth/security.py), so that the silence of a busy one
-is not taken for its refusal."""
+"""Handshake timeout, shorter than a daemon's (worker_daemon/server/auth/security.py), so that the
+silence of a busy one does not look like a refusal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ NO_KEYS: Final = Keys()
 
 
 def read_keys(key_file: str, known_daemons: Path | None) -> Keys:
-    """Read a driver's two files; without either there are no keys. `credential:NAME` is a file of
+    """Read a driver's two files; without either there are no keys. `credential:NAME` is a file in
     systemd's directory of credentials.
 
     Raises:

@@ -1,5 +1,5 @@
-"""Local daemons for one driver: started together, ready within a deadline, gone with it however it
-ends. Knows processes, directories and the control socket, nothing of models or steps."""
+"""Local daemons for one driver: started together, ready within a deadline, and stopped with it
+however it ends."""
 
 import contextlib
 import os
@@ -24,15 +24,16 @@ HELLO_TIMEOUT_S = 0.5
 SOCKET_POLL_S = 0.005
 STOP_TIMEOUT_S = 10.0
 EXIT_WAIT_S = 0.2
-"""A killed process's connections end before it does."""
+"""Time between the end of a killed process's connections and its own."""
 TERMINATE_TIMEOUT_S = 5.0
 KILL_LIMIT_S = 30.0
-"""A process that has not ended so long after SIGKILL waits in the kernel, for a device as a rule,
-and no signal reaches it."""
+"""Time after SIGKILL from which a process counts as stuck in the kernel, usually in a device,
+beyond any signal."""
 LOG_TAIL_BYTES = 4096
 
 Command = Callable[[str, str, int], Sequence[str]]
-"""From endpoint, device and the file descriptor of the parent's pipe to a daemon's command line."""
+"""Function from endpoint, device and the file descriptor of the parent's pipe to a daemon's command
+line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class _Daemon:
     process: "subprocess.Popen[bytes]"
     log: Path
     pipe: int
-    """Our end; the daemon ends when it closes."""
+    """Our end; the daemon exits when it closes."""
 
 
 class LocalDaemons:
@@ -61,15 +62,15 @@ class LocalDaemons:
     ) -> None:
         """Start a daemon for each device ("cpu", "cuda:0", ...) and wait until all answer.
 
-        model_root: the directory that they may read models under. command: another command line
-        than `python -m worker_daemon serve` of this interpreter.
+        model_root: the directory that they may read models under. command: command line to use
+        instead of `python -m worker_daemon serve` with this interpreter.
 
         Raises:
             LaunchError: one exited, or did not answer in time; none is left behind.
         """
         self.directory = Path(tempfile.mkdtemp(prefix="wd-"))
         self.seconds: dict[str, float] = {}
-        """How long the start took: `spawn` until all daemons listen, `import` until all answer."""
+        """Durations of the start: `spawn` until all daemons listen, `import` until all answer."""
         self._devices = tuple(devices)
         self._daemons: list[_Daemon] = []
         self._reaper, self._reaper_pipe = _start_reaper(self.directory)
@@ -96,7 +97,7 @@ class LocalDaemons:
 
     @property
     def endpoints(self) -> list[str]:
-        """Where the daemons answer, in rank order."""
+        """Endpoints of the daemons, in rank order."""
         return [daemon.endpoint for daemon in self._daemons]
 
     @property
@@ -127,7 +128,8 @@ class LocalDaemons:
     def stop(
         self, timeout_s: float = STOP_TIMEOUT_S, *, kill_limit_s: float = KILL_LIMIT_S
     ) -> None:
-        """End all daemons: ask, then SIGTERM, then SIGKILL; remove their files. May be repeated.
+        """Stop all daemons: by request, then SIGTERM, then SIGKILL. Remove their files. May be
+        repeated.
 
         Raises:
             Unkillable: a process has not ended kill_limit_s after SIGKILL; all others have.
@@ -200,8 +202,8 @@ class LocalDaemons:
         return _Daemon(endpoint, process, log, ours)
 
     def _wait_for_sockets(self, deadline: float) -> None:
-        """Wait until all listen, or one has exited, or the deadline: whoever asks then finds
-        out. A connection to a socket that is there needs no second attempt."""
+        """Wait until all listen, one has exited, or the deadline; a request then shows which. A
+        connection to an existing socket needs no second attempt."""
         for daemon in self._daemons:
             path = Path(daemon.endpoint.removeprefix("ipc://"))
             while not path.exists() and daemon.process.poll() is None:
@@ -244,7 +246,7 @@ def _try(
 
 
 def _start_reaper(directory: Path) -> tuple["subprocess.Popen[bytes]", int]:
-    """Start a shell that removes the directory once we and all daemons are gone.
+    """Start a shell that removes the directory once we and all daemons have exited.
 
     We and they hold the other end of its standard input, which is returned; nobody writes to it.
     """
