@@ -1,7 +1,6 @@
-"""Whether each daemon of a group lives, judged by three signals that fail independently: its
-connection (transport), its process where that is on this host, and the heartbeats in which it
-reports progress. Owns the file descriptors of processes; sends nothing, and knows no step.
-"""
+"""Liveness of a group's daemons, judged by three signals that fail independently: the connection
+(transport), the process if it is on this host, and heartbeats that report progress. Owns the file
+descriptors of processes."""
 
 import time
 from collections import deque
@@ -14,21 +13,22 @@ from worker_client.errors import WorkerDied
 from worker_client.processes import Process, find_process, nobody_listens
 
 SUSPECT_AFTER_S = 0.95
-"""Of silence, nearly four heartbeats: a second is promised, and noticing takes up to 50 ms more."""
+"""Silence after which a rank is suspect, nearly four heartbeats: a second is guaranteed, and
+noticing takes up to 50 ms more."""
 
 FENCE_AFTER_S = 5.0
-"""Of silence, after which the group goes on without a rank whose connection is gone."""
+"""Silence after which the group goes on without a rank whose connection is lost."""
 
 SILENCE_LIMIT_S = 9.9
-"""So long a process whose connection is alive may publish nothing: longer only in phases that have
-announced it. Ten seconds are promised."""
+"""Silence after which a process with a live connection counts as dead, unless its phase has
+announced a longer one. Ten seconds are guaranteed."""
 
 BLIND_AFTER_S = 0.5
-"""Where events were not read for so long, heartbeats may be lost: that time is not counted as
-silence."""
+"""Time without reading events that does not count as silence: heartbeats may have been lost in
+it."""
 
 _FENCE_AFTER_CUT_S = FENCE_AFTER_S - 1.0
-"""A connection is cut after about a second of silence."""
+"""Time since the end of a connection, which itself comes after about a second of silence."""
 
 MAX_EVENTS = 256
 
@@ -38,14 +38,14 @@ Standing: TypeAlias = Literal["alive", "suspect", "dead"]
 
 
 class LivenessEvent(NamedTuple):
-    """Something that a rank did, or did not do. `hung` and `slow` are what it says of itself."""
+    """A change of a rank's liveness. `hung` and `slow` are the rank's own reports."""
 
     kind: EventKind
     rank: int
     signal: Signal
     detail: str
     at: float
-    """Of time.monotonic()."""
+    """Time of time.monotonic()."""
 
 
 OnEvent: TypeAlias = Callable[[LivenessEvent], None]
@@ -53,25 +53,25 @@ OnEvent: TypeAlias = Callable[[LivenessEvent], None]
 
 @dataclass(slots=True)
 class _Watched:
-    """What is known of one daemon."""
+    """State of one daemon."""
 
     address: str
-    """Of the socket whose connection is watched."""
+    """Address of the socket whose connection is watched."""
     control: str
     uid: bytes = b""
     process: Process = field(default_factory=Process)
     standing: Standing = "alive"
     cut_since: float | None = None
-    """Since when its connection is gone, if it is."""
+    """Time at which its connection was lost, if it was."""
     heard_at: float | None = None
-    """When its last heartbeat came; None before the first."""
+    """Time of its last heartbeat; None before the first."""
     allowed_s: float = SILENCE_LIMIT_S
-    """How much longer than now its last heartbeat allows it to be silent."""
+    """Silence that its last heartbeat allows from now on."""
 
 
 class Watch:
-    """Judges the daemons of a group. Belongs to one thread, which calls look() as often as it
-    can, and listened() each time that it has read their events."""
+    """Judges the daemons of a group. Belongs to one thread, which calls look() as often as it can,
+    and listened() each time that it has read their events."""
 
     def __init__(
         self,
@@ -80,13 +80,13 @@ class Watch:
         clock: Callable[[], float] = time.monotonic,
         find: Callable[[str], Process] = find_process,
     ) -> None:
-        """addresses: of the sockets whose connections are watched; controls: the endpoints to name,
-        both in rank order. find: the process behind an address."""
+        """addresses: of the sockets whose connections are watched; controls: the endpoints to name
+        in errors; both in rank order. find: returns the process behind an address."""
         self.on_event: OnEvent | None = None
         self.events: deque[LivenessEvent] = deque(maxlen=MAX_EVENTS)
-        """The newest ones."""
+        """The newest events."""
         self.returned: set[int] = set()
-        """Ranks whose connection came back, until somebody takes note of it."""
+        """Ranks whose connection came back, until the owner removes them."""
         self._clock = clock
         self._find = find
         self._ranks = [
@@ -101,21 +101,21 @@ class Watch:
 
     @property
     def standings(self) -> list[Standing]:
-        """By rank."""
+        """Liveness of each rank."""
         return [entry.standing for entry in self._ranks]
 
     def pid(self, rank: int) -> int:
-        """Of its process on this host; 0 where that is not known."""
+        """Return its process id on this host; 0 if unknown."""
         return self._ranks[rank].process.pid
 
     def expect(self, rank: int, address: str, control: str) -> None:
-        """Another daemon is to take this rank's place: nothing is held against it."""
+        """Watch another daemon in this rank's place, without regard to the old one."""
         self._ranks[rank].process.close()
         self._ranks[rank] = _Watched(address, control)
         self.returned.discard(rank)
 
     def met(self, rank: int, uid: bytes) -> None:
-        """The daemon of this rank has answered, and has this uid."""
+        """Record that the daemon of this rank has answered, and its uid."""
         entry = self._ranks[rank]
         if entry.uid != uid:
             entry.process.close()
@@ -124,7 +124,8 @@ class Watch:
             entry.heard_at = None
 
     def disconnected(self, rank: int) -> None:
-        """Its connection has ended. Before it was met its ControlChannel sees to that."""
+        """Record the end of a rank's connection. Before it was met its ControlChannel handles
+        that."""
         entry = self._ranks[rank]
         if not entry.uid:
             return
@@ -137,14 +138,14 @@ class Watch:
             self._suspect(rank, "transport", "it does not answer, though it has not ended")
 
     def refused(self, rank: int) -> None:
-        """A new connection to it could not be made: because nobody listens any more, or because the
-        network between us is down."""
+        """Record that a new connection could not be made: nobody listens any more, or the network
+        between us is down."""
         entry = self._ranks[rank]
         if entry.cut_since is not None and nobody_listens(entry.address):
             self._die(rank, "transport", "the connection ended, and another was refused")
 
     def connected(self, rank: int) -> None:
-        """It has answered on a new connection."""
+        """Record that a rank has answered on a new connection."""
         if self._ranks[rank].cut_since is not None:
             self._ranks[rank].cut_since = None
             self.returned.add(rank)
@@ -154,14 +155,13 @@ class Watch:
         self._come_back(rank)
 
     def begin_steps(self) -> None:
-        """No operation is under way any more, and nobody may be silent for as long as one may
-        last."""
+        """Withdraw announced silences: no operation is under way any more."""
         for entry in self._ranks:
             entry.allowed_s = SILENCE_LIMIT_S
 
     def heard(self, beat: Heartbeat, *, operating: bool) -> None:
-        """A heartbeat has come. operating: an operation is under way, which may have announced a
-        long silence; heartbeats of one that is over may come late."""
+        """Record a heartbeat. operating: an operation is under way, which may have announced a long
+        silence; heartbeats of an earlier one may come late."""
         rank = self._rank_of(beat.worker_uid)
         if rank is None:
             return
@@ -174,7 +174,7 @@ class Watch:
         self._come_back(rank)
 
     def told(self, event: Hung | Slow) -> None:
-        """A daemon has something to say of itself."""
+        """Record a daemon's report on itself."""
         rank = self._rank_of(event.worker_uid)
         if rank is None:
             return
@@ -186,8 +186,8 @@ class Watch:
             self._tell("slow", rank, "progress", detail)
 
     def listened(self) -> None:
-        """All events that are here have been read: judge who is silent. Only now, since a heartbeat
-        that waits to be read is no silence."""
+        """Judge silence, after all events that are here have been read: a heartbeat that waits to
+        be read is no silence."""
         now = self._clock()
         blind_s = now - self._listened_at
         if blind_s > BLIND_AFTER_S:
@@ -200,7 +200,7 @@ class Watch:
                 self._judge_silence(rank, entry, now - entry.heard_at)
 
     def look(self) -> None:
-        """Look for ended processes and for connections that stay cut.
+        """Check for exited processes and for connections that stay lost.
 
         Raises:
             WorkerDied: one of them is dead, now or since the last call; names the first.
@@ -214,12 +214,12 @@ class Watch:
                 raise self.death_of(rank)
 
     def bury(self, rank: int) -> None:
-        """Somebody else knows that this rank is gone, or is not to be waited for."""
+        """Record that this rank is known to be dead, or is not to be waited for."""
         if self._ranks[rank].standing != "dead":
             self._die(rank, "transport", "it was given up")
 
     def death_of(self, rank: int) -> WorkerDied:
-        """The error for a dead rank."""
+        """Return the error for a dead rank."""
         entry = self._ranks[rank]
         last = next((e for e in reversed(self.events) if e.rank == rank and e.kind == "dead"), None)
         if last is None:

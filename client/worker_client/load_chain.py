@@ -1,7 +1,5 @@
-"""The operations that take a group down the load chain, and those that tell what it then is: each
-sent to all ranks, or to some while the others keep step. Knows neither their order
-(`client/worker_client/loading.py`) nor what becomes of requests.
-"""
+"""The operations that move a group along the load chain, and those that describe what is loaded.
+Each is sent to all ranks, or to some while the others only keep their seqs in step."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -31,8 +29,8 @@ class LoadChain:
     """Replies are in rank order. Each method raises what GroupChannel.ask does."""
 
     def __init__(self, channel: GroupChannel, ranks: Collection[int] | None = None) -> None:
-        """ranks: those that take part, None for all. The others, whose seqs must go on too, do next
-        to nothing."""
+        """ranks: those that take part; None for all. The others do next to nothing under the same
+        seqs."""
         self._channel = channel
         self._ranks = ranks
 
@@ -57,7 +55,7 @@ class LoadChain:
         channel.use_link(rendezvous)
 
     def reset(self, to: Literal["CREATED", "DEVICE_READY", "MODEL_LOADED"]) -> None:
-        """Go back down to a level."""
+        """Return all ranks to an earlier state of the load chain."""
         timeout_s = self._channel.links.timeout_s
         self._ask(partial(lc.Reset, to=to), timeout_s, stands_alone=self._ranks is None)
         self._channel.refresh_links()
@@ -75,23 +73,23 @@ class LoadChain:
         )
 
     def get_kv_cache_spec(self) -> list[lc.GetKVCacheSpecReply]:
-        """What each rank's layers keep per token."""
+        """Return the KV cache per token of each rank's layers."""
         return self._ask(lc.GetKVCacheSpec)
 
     def determine_available_memory(self) -> list[lc.DetermineAvailableMemoryReply]:
-        """Profile every rank."""
+        """Profile the memory of every rank."""
         return self._ask(lc.DetermineAvailableMemory)
 
     def initialize_from_config(self, configs: Sequence[KVCacheConfig]) -> None:
-        """Allocate every rank's KV cache. configs: one a rank of the group."""
+        """Allocate every rank's KV cache. configs: one for each rank of the group."""
         self._ask(partial(lc.InitializeFromConfig, kv_cache_configs=tuple(configs)))
 
     def initialize_cache(self, num_gpu_blocks: int) -> None:
-        """Tell every rank the block count."""
+        """Send every rank the number of blocks."""
         self._ask(partial(lc.InitializeCache, num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=0))
 
     def update_max_model_len(self, max_model_len: int) -> None:
-        """Tell every rank the longest context."""
+        """Send every rank the longest context."""
         self._ask(partial(lc.UpdateMaxModelLen, max_model_len=max_model_len))
 
     def compile_or_warm_up_model(self) -> list[lc.CompileOrWarmUpModelReply]:
@@ -99,11 +97,11 @@ class LoadChain:
         return self._ask(lc.CompileOrWarmUpModel)
 
     def get_supported_tasks(self) -> list[lc.GetSupportedTasksReply]:
-        """What each rank's model can do."""
+        """Return the tasks of each rank's model."""
         return self._ask(lc.GetSupportedTasks)
 
     def get_model_metadata(self) -> list[lc.GetModelMetadataReply]:
-        """What a driver needs to know of the model, from each rank."""
+        """Return each rank's description of the model."""
         return self._ask(lc.GetModelMetadata)
 
     def _ask(

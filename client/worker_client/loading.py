@@ -1,6 +1,5 @@
-"""From daemons in any state to a loaded model: recognise what is loaded, refuse or reset what is
-not wanted, and walk down the load chain with the KV cache planned on the way.
-"""
+"""The way from daemons in any state to a loaded model: keep what is loaded, refuse or reset what is
+not wanted, and go through the load chain with a plan of the KV cache."""
 
 import logging
 import time
@@ -28,7 +27,7 @@ from worker_client.load_chain import LoadChain
 from worker_client.step_checks import GroupLimits
 
 PROFILE_ATTEMPTS = 3
-"""How often memory is profiled, at most, while other processes take or free some."""
+"""Limit on memory profiles while other processes take or free memory."""
 
 _LOG = logging.getLogger(__name__)
 _ResetLevel: TypeAlias = Literal["CREATED", "DEVICE_READY"]
@@ -41,15 +40,15 @@ class LoadedGroup:
     metadata: GetModelMetadataReply
     max_model_len: int
     kv_cache: tuple[KVCacheConfig, ...]
-    """Of each rank."""
+    """Configuration of each rank."""
     was_loaded: bool
     """Nothing had to be loaded."""
     seconds: dict[str, float]
-    """By operation."""
+    """Duration of each operation."""
 
     @property
     def num_blocks(self) -> int:
-        """Null block included: usable ids are 1 to num_blocks - 1."""
+        """Number of blocks, null block included: usable ids are 1 to num_blocks - 1."""
         return self.kv_cache[0].num_blocks
 
     @property
@@ -59,7 +58,7 @@ class LoadedGroup:
 
     @property
     def groups(self) -> tuple[BlockGroup, ...]:
-        """What decides which blocks a request has: the same on all ranks."""
+        """Block size and window of each group of layers; the same on all ranks."""
         return groups_of(self.kv_cache[0])
 
 
@@ -78,7 +77,7 @@ class Stopwatch:
 
 
 def check_config(config: WorkerConfig) -> None:
-    """Check every field against the schema, which does so itself only when it decodes.
+    """Check every field against the schema, which itself checks only when it decodes.
 
     Raises:
         ClientConfigError: a value that no message can carry.
@@ -107,7 +106,7 @@ def check_config(config: WorkerConfig) -> None:
 
 
 def group_limits(config: WorkerConfig, model: LoadedGroup) -> GroupLimits:
-    """Return what a group that was loaded with `config` takes in a step."""
+    """Return the limits on the steps of a group that was loaded with `config`."""
     return GroupLimits(
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=model.max_model_len,
@@ -242,8 +241,8 @@ class Loader:
 
 
 def _needs_weights(status: Status) -> bool:
-    """Whether another driver has left an update open, or woken weights that were kept nowhere.
-    Whoever lets weights sleep wakes them."""
+    """Return True if another driver has left an update open, or weights that were woken without
+    content. Whoever puts weights to sleep wakes them."""
     is_there = status.memory_tags.get("weights", "awake") in ("awake", "lost")
     return is_there and status.weights is not None and status.weights.state != "whole"
 
@@ -251,8 +250,8 @@ def _needs_weights(status: Status) -> bool:
 def _profile_memory(load_chain: LoadChain) -> list[int]:
     """Return the bytes that each rank has for its KV cache.
 
-    All ranks profile again, since they compute together, until none saw another process take or
-    free memory meanwhile. If that does not end, the least that each of them found counts.
+    All ranks profile again, since they compute together, until no other process takes or frees
+    memory meanwhile. If that does not happen, the least that each of them found is used.
     """
     found: list[list[int]] = []
     for _ in range(PROFILE_ATTEMPTS):

@@ -1,6 +1,6 @@
-"""Traces a running group without driving it: every rank records for a while, then its trace is read
-back, with the clocks on either side of it and with what the driver says it did. Needs control
-sockets only: no epoch, no lease, no seq. Knows no file."""
+"""Tracing of a running group without driving it: every rank records for a while, then its trace is
+read back, with clock offsets from before and after, and with the driver's own steps. Uses control
+sockets only, without epoch, lease and seq."""
 
 import contextlib
 import secrets
@@ -32,21 +32,21 @@ START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 1800.0
 GIVE_UP_TIMEOUT_S = 10.0
 DRIVER_TIMEOUT_S = 3.0
-"""A driver looks for questions once a second, while it waits for steps."""
+"""A driver checks for requests once a second, while it waits for steps."""
 DRIVER_POLL_S = 0.05
 MARGIN_S = 120.0
-"""A daemon throws away what was not stopped this long after its end was due."""
+"""Time after its expected end at which a daemon drops a trace that was not stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What a group did for a while."""
+    """A group's traces of one period."""
 
     ranks: list[RankTrace]
     """In rank order."""
     driver: DriverTrace | None
     begin_ns: int
-    """Of our monotonic clock."""
+    """Start, by our monotonic clock."""
 
 
 def record(
@@ -132,7 +132,7 @@ def _place(status: lc.Status) -> str:
 def _await_all(
     pending: Sequence[PendingCall[lc.Acknowledged] | PendingCall[StopTraceReply]],
 ) -> None:
-    """Wait for all, then raise what the first that failed did."""
+    """Wait for all, then raise the first error."""
     errors = []
     for call in pending:
         try:
@@ -154,7 +154,7 @@ def _stop(
 
 
 def _driver_steps(client: AskingClient, trace: bytes, until: float) -> DriverSteps | None:
-    """What the driver did; None where it does not answer, as one that waits for nothing does
+    """Return the driver's steps; None if it does not answer, as one that waits for nothing does
     not."""
     request = partial(ReadDriverSteps, trace=trace)
     while (steps := client.ask(request).steps) is None and time.monotonic() < until:

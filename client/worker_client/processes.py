@@ -52,8 +52,8 @@ class Process:
 
 
 def find_process(address: str) -> Process:
-    """Return the process that listens at an ipc address, which its socket names: what a daemon says
-    of itself may be a number of another container's."""
+    """Return the process that listens at an ipc address, by its socket: the pid that a daemon
+    reports may belong to another container's namespace."""
     with contextlib.suppress(OSError), _connected(address) as peer:
         return process_behind(peer)
     return Process()
@@ -79,16 +79,16 @@ def process_behind(peer: socket.socket) -> Process:
 
 
 def nobody_listens(address: str) -> bool:
-    """Tell whether a connection to an address is refused; see connection_error. A name that does
-    not resolve, or a path that may not be looked at, tells nothing of who listens."""
+    """Return True if a connection to an address is refused; see connection_error. A name that does
+    not resolve, or a path without permission, says nothing about a listener."""
     return isinstance(connection_error(address), FileNotFoundError | ConnectionRefusedError)
 
 
 def connection_error(address: str) -> OSError | None:
-    """Return the error of a connection to an address; None where there is none. A process that is
-    only stopped does not refuse any, and of one beyond a broken network nothing comes back. On ipc
-    the daemon hears nothing of the question: it is asked by a socket of another type, which Linux
-    refuses only once it has found who listens (unix(7), EPROTOTYPE)."""
+    """Return the error of a connection to an address; None without one. A stopped process does not
+    refuse, and one beyond a broken network does not answer. On ipc the daemon does not notice: the
+    probe is a socket of another type, which Linux refuses only after it has found a listener
+    (unix(7), EPROTOTYPE)."""
     try:
         if address.startswith("tcp://"):
             host, _, port = address.removeprefix("tcp://").rpartition(":")
@@ -114,16 +114,16 @@ def _connected(address: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
 
 
 class PeerProcesses:
-    """The processes behind one socket's ipc connections, by address. Belongs to the socket's
-    thread."""
+    """Processes behind one socket's ipc connections, by address. For daemons with keys: another
+    connection would be refused there, and logged, while this one has proved by its handshake who
+    answers. Belongs to the socket's thread."""
 
     def __init__(self) -> None:
         self._found: dict[str, Process] = {}
 
     def connected(self, address: str, descriptor: int) -> None:
-        """A connection to `address` was made, and has this file descriptor. That is another
-        thread's, which may have closed it since: what is there now has to be a connection to that
-        very path."""
+        """Record a connection to `address` by its file descriptor. Another thread owns that and may
+        have closed it since: the descriptor must be a connection to that very path."""
         self.forget(address)
         with contextlib.suppress(OSError), borrowed(descriptor) as peer:
             path = address.removeprefix("ipc://")
@@ -135,7 +135,7 @@ class PeerProcesses:
         return self._found.get(address, Process()).copy()
 
     def forget(self, address: str) -> None:
-        """Nothing is known of that address any more."""
+        """Forget the process at an address."""
         self._found.pop(address, Process()).close()
 
     def close(self) -> None:

@@ -1,7 +1,5 @@
-"""A lost rank's place taken by another daemon: the survivors fenced off from the lost one, the new
-one waited for, all linked anew, the new one loaded. Knows no step and no scheduler: what was lost
-with the rank, `client/worker_client/outcomes.py` tells.
-"""
+"""Replacement of a lost rank by another daemon: fence the survivors off from the lost one, wait for
+the new one, relink all, and load the new one. `outcomes.py` reports what was lost."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -38,13 +36,13 @@ from worker_client.transport import Endpoint
 from worker_client.worker_client import WorkerClient
 
 REPLACE_WITHIN_S = 60.0
-"""A supervisor starts a daemon again, and it loads torch, in far less."""
+"""A supervisor restarts a daemon, and the daemon loads torch, in far less."""
 
 REPLACE_ATTEMPTS = 3
-"""So many ranks may die, one after the other, before replace() gives up."""
+"""Attempts, each ended by the loss of a rank, after which replace() gives up."""
 
 MEMORY_PAUSE_S = 1.0
-"""A killed process's device memory may come back a while after its end."""
+"""A killed process's device memory may become free only some time after its end."""
 
 _ASK_S = 0.25
 _PAUSE_S = 0.02
@@ -52,17 +50,17 @@ _PAUSE_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class ReplacementReport:
-    """What a replacement came to."""
+    """Result of a replacement."""
 
     ranks: tuple[int, ...]
-    """Whose daemon is another one now, or the same again after it was given up."""
+    """Ranks with another daemon, or with the same one after it was given up."""
     loaded_ranks: tuple[int, ...]
-    """Those who had to load their shard; also ranks that stayed and were not ready."""
+    """Ranks that had to load their shard, including ranks that stayed and were not ready."""
     seconds: dict[str, float]
-    """By phase: fence, wait, attach, link, load, warm_up; of the attempt that succeeded. Where
-    ranks had to be reset or woken, clear; where they sleep again, sleep, wake_up or discard."""
+    """Durations of phases of the successful attempt: fence, wait, attach, link, load, warm_up. If
+    ranks had to be reset or woken, clear; if they sleep again, sleep, wake_up or discard."""
     statuses: list[lc.Status] = field(repr=False)
-    """As the daemons were attached."""
+    """States of the daemons at attach."""
 
 
 _PASSING = (
@@ -125,7 +123,7 @@ class Replacement:
             raise
 
     def _take_stock(self, error: ClientError) -> ClientError:
-        """See who else is lost after an attempt that failed; return what it failed of."""
+        """Find further losses after a failed attempt; return the reason for the failure."""
         try:
             if self.state.is_end_announced:
                 self.channel.await_announced_end()
@@ -178,7 +176,7 @@ class Replacement:
         return ReplacementReport(tuple(self.vacant), newcomers, self.clock.seconds, statuses)
 
     def _wait_for(self, rank: int, endpoint: Endpoint, deadline: float, within_s: float) -> None:
-        """Wait until a daemon answers there; look after the others meanwhile."""
+        """Wait until a daemon answers there; watch the others meanwhile."""
         with closing(self.channel.daemons.new_client(rank, endpoint)) as client:
             while not _answers(client):
                 self.channel.look()
@@ -191,14 +189,14 @@ class Replacement:
                 time.sleep(_PAUSE_S)
 
     def _can_stay(self, rank: int, status: lc.Status) -> bool:
-        """Tell whether a daemon need not load: those who were there all along have what the group
-        serves, unless they were reset."""
+        """Return True if a daemon need not load. Ranks that stayed have the group's model, unless
+        they were reset."""
         if rank in self.vacant:
             return self._has_all(rank, status)
         return status.load == "READY"
 
     def _has_all(self, rank: int, status: lc.Status) -> bool:
-        """Whether a daemon is ready as it is: one that was given up too early, say."""
+        """Return True if a daemon is ready as it is: it may have been given up too early."""
         return (
             status.load == "READY"
             and status.rank == rank
@@ -209,14 +207,15 @@ class Replacement:
         )
 
     def _remember_memory(self, newcomers: Sequence[int], statuses: Sequence[lc.Status]) -> None:
-        """An attempt that fails leaves the others awake: what the first one found counts."""
+        """Record the memory tags of the ranks that stayed, at the first attempt: a failed attempt
+        leaves them awake."""
         others = [status for rank, status in enumerate(statuses) if rank not in newcomers]
         if self.memory is None and others:
             self.memory = common_tags(others)
 
     def _clear_the_way(self, newcomers: Sequence[int], statuses: Sequence[lc.Status]) -> None:
-        """Have newcomers that hold something else give it up, and the others wake: links, graphs
-        and warm-up need their memory."""
+        """Reset newcomers that have something else loaded, and wake the others: links, graphs and
+        warm-up need their memory."""
         occupied = [rank for rank in newcomers if statuses[rank].load != "CREATED"]
         asleep = [
             rank
@@ -236,13 +235,13 @@ class Replacement:
             self.channel.refresh_links()
 
     def _put_memory_back(self) -> None:
-        """Bring all ranks to where the others were."""
+        """Bring all ranks back to the tags of those that stayed."""
         for operation, build in way_back(self.memory or {}):
             with self.clock.phase(operation):
                 self.channel.ask(build)
 
     def _link(self, newcomers: Sequence[int]) -> None:
-        """InitDevice and Relink bring a rank to the same meeting place."""
+        """Bring all ranks to the same rendezvous, by InitDevice or Relink."""
         with self.clock.phase("link"):
             rendezvous = self.channel.open_rendezvous()
 
@@ -257,7 +256,7 @@ class Replacement:
             self.channel.use_link(rendezvous)
 
     def _load(self, newcomers: Sequence[int]) -> None:
-        """Load the new ranks alone; then all warm up, for which they compute together."""
+        """Load the new ranks alone; then warm all up, since they compute together."""
         model, everyone = self.model, LoadChain(self.channel)
         alone = LoadChain(self.channel, newcomers)
         with self.clock.phase("load"):

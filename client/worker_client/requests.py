@@ -1,5 +1,4 @@
-"""Generation requests: their fields, their bounds, and how input lines become them. Knows no
-scheduling and no wire but the sampling parameters."""
+"""Generation requests: their fields, their bounds, and the parsing of input lines."""
 
 import json
 import os
@@ -33,7 +32,7 @@ MAX_ID_LENGTH = 256
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What a caller wants generated. `validated` checks every field, as schedulers do."""
+    """A request for generation. `validated` checks every field, as schedulers do."""
 
     id: str
     prompt_token_ids: NDArray[np.int32]
@@ -44,13 +43,13 @@ class GenerationRequest:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    """None: a random one, given at add_request."""
+    """None: add_request gives it a random one."""
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     features: tuple[RequestExtension, ...] = ()
-    """Extensions of other features than those of the fields above."""
+    """Extensions of features that have no field above."""
 
     def stop_ids(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens that end this request."""
@@ -58,7 +57,7 @@ class GenerationRequest:
         return tuple(dict.fromkeys((*eos, *self.stop_token_ids)))
 
     def extensions(self, eos_token_ids: Sequence[int]) -> tuple[RequestExtension, ...]:
-        """Return what the workers need to know of it.
+        """Return its extensions for the workers.
 
         Raises:
             RequestError: it samples and has no seed, which `seeded` would give it, or it has more
@@ -96,7 +95,7 @@ def seeded(request: GenerationRequest) -> GenerationRequest:
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """Return request number `index`'s seed under a run's own seed."""
+    """Return the seed of request number `index` under a run's own seed."""
     digest = blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & MAX_SEED
 
@@ -178,11 +177,12 @@ def check_fits(request: GenerationRequest, *, max_model_len: int, vocab_size: in
 
 
 class RequestParser:
-    """Input lines to requests. Gives ids (the line's index) and seeds to those that have none."""
+    """Parser of input lines. Requests without an id get the line's index, those without a seed get
+    one."""
 
     def __init__(self, encode: Encode | None, seed: int | None = None) -> None:
-        """encode turns text into token ids; None where the model has no tokenizer. With a seed,
-        every request without one gets a seed derived from it and from the request's index."""
+        """encode: turns text into token ids; None if the model has no tokenizer. seed: every
+        request without one gets a seed derived from it and the request's index."""
         self._encode = encode
         self._seed = seed
 
@@ -276,7 +276,7 @@ def _decoded(text: str | bytes) -> str:
 
 
 def _check_unicode(field: str, text: str) -> None:
-    """Raise RequestError for half of a surrogate pair, which JSON can name and no UTF-8 has."""
+    """Raise RequestError for a lone surrogate, which JSON can express and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
