@@ -1,5 +1,5 @@
-"""When a driver sent its last steps and when their outcomes came: a ring of numbers, for whoever
-traces the group. Knows no socket; belongs to the group's thread."""
+"""Times at which a driver sent its last steps and received their outcomes, for traces. Belongs to
+the group's thread."""
 
 import os
 import time
@@ -34,7 +34,7 @@ class StepHistory:
         self._unsettled: dict[int, _Times] = {}
 
     def sent(self, seq: int, began_ns: int, output: SchedulerOutput | None) -> None:
-        """A step has just been handed over."""
+        """Record a step that was just sent."""
         now_ns, context, generation = time.monotonic_ns(), 0, 0
         if output is not None:
             context = sum(count for count in output.num_scheduled_tokens.values() if count != 1)
@@ -43,22 +43,22 @@ class StepHistory:
         self._times.append(times)
 
     def settled(self, seq: int) -> None:
-        """Its outcome is there."""
+        """Record the arrival of a step's outcome."""
         times = self._unsettled.pop(seq, None)
         if times is not None:
             times.settled_ns = time.monotonic_ns()
 
     def failed(self, seq: int) -> None:
-        """It will have none."""
+        """Record that a step will have no outcome."""
         self._unsettled.pop(seq, None)
 
     def clear(self) -> None:
-        """Forget all: seqs begin anew."""
+        """Forget all: seqs begin again."""
         self._times.clear()
         self._unsettled.clear()
 
     def between(self, begin_ns: int, end_ns: int, clock: Offset) -> DriverSteps:
-        """Return the steps of a stretch of time, whole or in part.
+        """Return the steps of a period, also those that are partly in it.
 
         begin_ns, end_ns: of the daemon's clock that `clock` is the offset of.
         """

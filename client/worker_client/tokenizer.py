@@ -1,4 +1,5 @@
-"""Text to token ids and back, by the model's tokenizer.json. The only user of `tokenizers`."""
+"""Conversion between text and token ids, by the model's tokenizer.json. The only user of
+`tokenizers`."""
 
 import os
 import stat
@@ -11,7 +12,7 @@ from worker_client.errors import ClientConfigError, RequestError
 
 FILE_NAME = "tokenizer.json"
 MAX_BYTES = 256 << 20
-"""The largest known ones have some 30 MB."""
+"""The largest known ones have about 30 MB."""
 
 
 class Tokenizer:
@@ -63,7 +64,7 @@ def load_tokenizer(model: Path) -> Tokenizer | None:
 
 
 def _read(path: Path) -> bytes:
-    """Read a regular file; never wait for the other end of a FIFO. Raises OSError."""
+    """Read a regular file, without waiting for the other end of a FIFO. Raises OSError."""
     if not path.is_file():
         raise OSError("it is no regular file")
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:

@@ -1,5 +1,5 @@
 """The driver's sockets: endpoints, correlation ids, bounds before sending, a deadline on every
-wait. Knows frames and messages, but nothing of steps, slots or what a daemon does.
+wait.
 
 One thread owns all sockets of a group. Per daemon: a control and a step DEALER. Per group: one
 results DEALER, whose routing id is a secret of the driver's, and one SUB for events, each connected
@@ -63,15 +63,15 @@ _HANDSHAKE_ENDED = int(
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 _CUT_OFF = (errno.EPIPE, errno.ECONNRESET)
-"""With these a handshake ends where the daemon hangs up: for want of the right keys, as a rule, but
-also where it ends, or has too many handshakes to do."""
+"""Errors with which a handshake ends if the daemon hangs up: usually for want of the right keys,
+but also if it exits, or has too many handshakes in progress."""
 CUT_OFF_S = 1.5
-"""A daemon that hangs up in each handshake for so long does not want us. libzmq tries about every
-0.15 s."""
+"""Time for which a daemon hangs up in each handshake before that counts as a refusal. libzmq tries
+about every 0.15 s."""
 _NOBLOCK = int(zmq.NOBLOCK)
 # As plain numbers: pyzmq's flag enumerations cost a microsecond each time two are combined.
 DEATH_CHECK_MS = 20
-"""How long a wait for replies goes on before it looks whether a daemon has died."""
+"""Interval at which a wait for replies checks whether a daemon has died."""
 
 HEARTBEAT_INTERVAL_MS = 250
 HEARTBEAT_TIMEOUT_MS = 750
@@ -79,7 +79,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class Endpoint(NamedTuple):
-    """The four addresses of a daemon, and how its sockets are opened."""
+    """The four addresses of a daemon, and the keys of its sockets."""
 
     control: str
     step: str
@@ -135,7 +135,7 @@ def _parse_tcp(text: str, lock: Lock | None) -> Endpoint:
 
 
 def _is_host(text: str) -> bool:
-    """Whether it is an IPv6 address in brackets, or something without colons: a name or an IPv4
+    """Return True for an IPv6 address in brackets, or text without colons: a name or an IPv4
     address."""
     if text.startswith("[") and text.endswith("]"):
         with contextlib.suppress(ValueError):
@@ -146,14 +146,14 @@ def _is_host(text: str) -> bool:
 
 def new_driver_id() -> bytes:
     """Return 16 random bytes for a driver's id, or for the routing id of its results socket. The
-    first is not 0: ZeroMQ keeps routing ids that begin with 0 for itself."""
+    first is not 0: ZeroMQ reserves routing ids that begin with 0."""
     random = os.urandom(16)
     return bytes([random[0] | 1]) + random[1:]
 
 
 @contextlib.contextmanager
 def _telling_limit() -> Iterator[None]:
-    """Raise OutOfDescriptors in the place of ZeroMQ's error."""
+    """Raise OutOfDescriptors in place of ZeroMQ's error."""
     try:
         yield
     except zmq.ZMQError as error:
@@ -175,8 +175,8 @@ def _open_socket(context: Context, kind: int, max_bytes: int) -> Socket:
 
 
 def _connect(socket: Socket, address: str, lock: Lock | None, *, is_watched: bool = False) -> None:
-    """Connect to one daemon. The options hold for this connection, and stay when it is made
-    again. is_watched: its end is to tell of a daemon that does not answer."""
+    """Connect to one daemon. The options apply to this connection, and to its reconnects.
+    is_watched: its end reveals a daemon that does not answer."""
     if lock is not None:
         lock.prepare(socket)
     socket.setsockopt(zmq.IPV6, int(address.startswith("tcp://[")))
@@ -191,35 +191,35 @@ def _connect(socket: Socket, address: str, lock: Lock | None, *, is_watched: boo
 
 
 def _check_owner(address: str, lock: Lock | None) -> None:
-    """Check who can listen at the address, unless the daemon proves it by its key."""
+    """Check the owner of an ipc address, unless the daemon proves its identity by a key."""
     if lock is None and address.startswith(SCHEME):
         check_owner(address)
 
 
 class _News(NamedTuple):
-    """What became of a connection: it was opened (not yet made), made, has ended after that, or was
-    refused."""
+    """Change of a connection: opened (not yet made), made, ended after that, or refused."""
 
     kind: Literal["opened", "made", "ended", "refused", "nothing"]
     address: str
     descriptor: int = -1
-    """Of a connection that was opened."""
+    """File descriptor of a connection that was opened."""
 
 
 class _Handshakes:
-    """Watches how a socket's connections are made: libzmq tells nobody else that a daemon turned us
-    away, and would go on trying for ever."""
+    """Watches the handshakes of a socket's connections: libzmq reports a daemon's refusal in no
+    other way, and would retry for ever."""
 
     def __init__(self, socket: Socket, events: int = 0) -> None:
-        """events: of the socket monitor, that are wanted beside. Before the first connect."""
+        """events: of the socket monitor, to report in addition. To be made before the first
+        connect."""
         self._socket = socket
         self._places: dict[str, tuple[int, Lock | None]] = {}
         self._made: set[str] = set()
-        """Addresses whose handshake has ended well."""
+        """Addresses with a successful handshake."""
         self.num_made = 0
-        """Connections so far, as far as their events were taken in."""
+        """Number of connections so far, as far as their events were processed."""
         self._cut_off_at: dict[str, float] = {}
-        """When each address hung up first, of those that did so in every handshake since."""
+        """First hang-up of each address that has hung up in every handshake since."""
         try:
             with _telling_limit():
                 self.monitor: Socket = socket.get_monitor_socket(_HANDSHAKE_ENDED | events)
@@ -235,7 +235,7 @@ class _Handshakes:
         _connect(self._socket, address, lock, is_watched=is_watched)
 
     def disconnect(self, address: str) -> None:
-        """Give up the connection to one daemon, and what is known of it."""
+        """Disconnect from one daemon, and forget its state."""
         del self._places[address]
         self._made.discard(address)
         self._cut_off_at.pop(address, None)
@@ -243,12 +243,12 @@ class _Handshakes:
             self._socket.disconnect(address)
 
     def check(self) -> None:
-        """Take in all events. Raises AuthenticationError if a daemon turned us away."""
+        """Process all events. Raises AuthenticationError if a daemon refused us."""
         while self.monitor.poll(0):
             self.take()
 
     def take(self) -> _News:
-        """Take in the next event.
+        """Process the next event.
 
         Raises:
             AuthenticationError: a daemon turned us away.
@@ -275,15 +275,15 @@ class _Handshakes:
         raise AuthenticationError(rank, address, _why(kind, lock))
 
     def check_cut_off(self) -> None:
-        """Raise AuthenticationError where the last handshake of a connection was cut off. To be
-        called when there is no time left to try again."""
+        """Raise AuthenticationError if the last handshake of a connection was cut off. To be called
+        when there is no time left for another attempt."""
         for address in self._cut_off_at:
             rank, lock = self._places[address]
             why = _why(int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL), lock)
             raise AuthenticationError(rank, address, why)
 
     def _of_connection(self, kind: int, address: str, value: int) -> _News | None:
-        """What became of a connection, apart from its handshake."""
+        """Return the change of a connection, apart from its handshake."""
         if kind == zmq.EVENT_CONNECTED:
             return _News("opened", address, value)
         if kind == zmq.EVENT_DISCONNECTED:
@@ -339,8 +339,8 @@ class PendingCall(Generic[ReplyT]):
         return reply
 
     def poll(self, until: float) -> ReplyT | None:
-        """Wait for the reply until `until` (of time.monotonic); None when it has not come. Raises
-        as result() does otherwise."""
+        """Wait for the reply until `until` (of time.monotonic); None if it has not come. Raises as
+        result() does otherwise."""
         channel = self.channel
         while (reply := channel.receive(until)) is not None:
             is_error = isinstance(reply, ControlErrorReply)
@@ -355,10 +355,10 @@ class PendingCall(Generic[ReplyT]):
 
 
 class ControlChannel:
-    """Requests and replies on one daemon's control socket, matched by correlation id. Where the
+    """Requests and replies on one daemon's control socket, matched by correlation id. If the
     connection ends while a reply is waited for, a repeatable request (see rpc_schema/operations.py)
-    is sent again on the next one: it, or the reply, may have gone with the first. Where nothing
-    listens any more, the wait ends at once."""
+    is sent again on the next one: it, or the reply, may be lost. If nothing listens any more, the
+    wait ends at once."""
 
     def __init__(
         self,
@@ -367,18 +367,18 @@ class ControlChannel:
         rank: int,
         check_alive: CheckDeaths = lambda: None,
     ) -> None:
-        """check_alive raises WorkerDied once this daemon is known to be gone; it is asked while an
-        answer is waited for."""
+        """check_alive raises WorkerDied if this daemon is known to be dead; it is called while a
+        reply is waited for."""
         self.rank = rank
         self.endpoint = endpoint
         self._check_alive = check_alive
         self._last_call = 0
         self._repeatable: bytes | None = None
-        """The last request, if it may be sent again."""
+        """Last request, if it may be sent again."""
         self._sent_on = 0
-        """The number of the connection that took it."""
+        """Number of the connection that took it."""
         self._checked_on = 0
-        """The number of the connection whose daemon's owner was checked."""
+        """Number of the connection whose daemon's owner was checked."""
         self._socket = _open_socket(context, zmq.DEALER, MAX_CONTROL_BYTES)
         self._handshakes = _Handshakes(self._socket)
         self._handshakes.connect(rank, endpoint.control, endpoint.lock)
@@ -416,8 +416,8 @@ class ControlChannel:
         return PendingCall(self, self._last_call, what, row.reply, timeout_s, deadline)
 
     def _try_to_send(self, frame: bytes, deadline: float) -> bool:
-        """Send it once there is a connection; tell whether one took it by the deadline. It may end
-        while we look at it."""
+        """Send a frame once there is a connection, which may end meanwhile. Return True if one took
+        it by the deadline."""
         if not self._wait(zmq.POLLOUT, deadline):
             return False
         self._handshakes.check()
@@ -429,7 +429,7 @@ class ControlChannel:
         return True
 
     def _check_owner(self) -> None:
-        """Once a connection: what listens there may not have been there when we began to
+        """Check the owner once for each connection: the listener may have changed since we began to
         connect."""
         num_made = max(1, self._handshakes.num_made)
         if num_made != self._checked_on:
@@ -437,16 +437,15 @@ class ControlChannel:
             self._checked_on = num_made
 
     def receive(self, deadline: float) -> ControlReplyMessage | None:
-        """Return the next reply to any call, or None when `deadline` (of time.monotonic) has
+        """Return the next reply to any call, or None once `deadline` (of time.monotonic) has
         passed. Raises AuthenticationError and WorkerDied as send() does."""
         if not self._wait(zmq.POLLIN, deadline):
             return None
         return decode_control_reply(self._socket.recv_multipart(zmq.NOBLOCK))
 
     def _wait(self, readiness: int, deadline: float) -> bool:
-        """Wait until the socket is ready, or tell that the time is over. Looks for being turned
-        away, for the daemon's death, and for an endpoint that nothing listens at, while it
-        waits."""
+        """Wait until the socket is ready; return False at the deadline. Checks for refusals, for
+        the daemon's death, and for an endpoint without a listener meanwhile."""
         if self._socket.poll(0, readiness):
             return True
         poller = zmq.Poller()
@@ -464,15 +463,15 @@ class ControlChannel:
                 return False
 
     def _check_listener(self) -> None:
-        """Raise WorkerDied if there is no connection, and nothing that takes one."""
+        """Raise WorkerDied if there is no connection, and no listener for one."""
         if self._socket.poll(0, zmq.POLLOUT):
             self._listener.is_there()
         else:
             self._listener.check()
 
     def _send_again(self) -> None:
-        """Repeat the request that is waited for, once there is another connection than took it.
-        Before that the socket may still take messages for the one that has ended."""
+        """Repeat the pending request once there is a newer connection than the one that took it.
+        Before that the socket may still queue messages for the connection that has ended."""
         if self._repeatable is None or self._handshakes.num_made <= self._sent_on:
             return
         if self._socket.poll(0, zmq.POLLOUT):
@@ -488,14 +487,13 @@ class ControlChannel:
 
 
 class StepChannel:
-    """Where one daemon's step requests go. Send only: replies come by the group's
-    ResultsChannel."""
+    """Sends one daemon's step requests. Replies come by the group's ResultsChannel."""
 
     def __init__(
         self, context: Context, endpoint: Endpoint, rank: int, check_deaths: CheckDeaths
     ) -> None:
-        """check_deaths raises WorkerDied once a daemon is known to be gone; it is asked while a
-        request finds nobody to take it."""
+        """check_deaths raises WorkerDied if a daemon is known to be dead; it is called while
+        nothing takes a request."""
         self.rank = rank
         self.endpoint = endpoint
         self._check_deaths = check_deaths
@@ -534,7 +532,8 @@ class StepChannel:
 
 
 class ResultsChannel:
-    """Replies of all daemons of a group, and what its connections tell of their lives."""
+    """Replies of all daemons of a group, and the state of its connections as a sign of their
+    liveness."""
 
     def __init__(
         self,
@@ -544,8 +543,8 @@ class ResultsChannel:
         watch: Watch,
         look: CheckDeaths,
     ) -> None:
-        """watch hears what becomes of connections; look is called while replies are waited for, and
-        raises WorkerDied."""
+        """watch is notified of changes of connections; look is called while replies are waited for,
+        and raises WorkerDied."""
         self._look = look
         self._on_news: dict[str, Callable[[int], None]] = {
             "ended": watch.disconnected,
@@ -564,11 +563,11 @@ class ResultsChannel:
             self._handshakes.connect(rank, endpoint.results, endpoint.lock, is_watched=True)
 
     def receive(self, deadline: float) -> list[bytes] | None:
-        """Return the next reply's frames, or None when `deadline` (of time.monotonic) has passed.
+        """Return the next reply's frames, or None once `deadline` (of time.monotonic) has passed.
 
-        It is one blocking receive, which ends now and then to look whether a daemon has died:
-        cheaper than polling two sockets before each. Replies are returned before the news of a
-        death, so that what a daemon sent before it died counts.
+        It is one blocking receive, which returns now and then to check whether a daemon has died:
+        cheaper than polling two sockets before each. Replies are returned before a death is raised,
+        so that what a daemon sent before it died counts.
 
         Raises:
             WorkerDied: a daemon is gone.
@@ -593,8 +592,8 @@ class ResultsChannel:
         return frames
 
     def read_news(self, within_s: float = 0.0) -> None:
-        """Tell the watch what became of connections, waiting up to `within_s` for the first news.
-        Raises AuthenticationError if a daemon turned us away."""
+        """Pass changes of connections to the watch, waiting up to `within_s` for the first. Raises
+        AuthenticationError if a daemon refused us."""
         wait_ms = int(within_s * 1000)
         while self._handshakes.monitor.poll(wait_ms):
             wait_ms = 0
@@ -608,12 +607,12 @@ class ResultsChannel:
                 self._on_news[kind](rank)
 
     def process_at(self, address: str) -> Process:
-        """Return the process that answers at an address of this host, as far as it is known from
-        the connection to it; the caller closes it."""
+        """Return the process that answers at an address of this host, as far as the connection to
+        it shows; the caller closes it."""
         return self._processes.find(address)
 
     def move(self, old: Endpoint, new: Endpoint) -> None:
-        """Take one daemon's results from another endpoint from now on, or from another daemon at
+        """Receive one daemon's results from another endpoint from now on, or from another daemon at
         the same one."""
         rank = self._ranks.pop(old.results)
         self._handshakes.disconnect(old.results)
@@ -630,8 +629,8 @@ class ResultsChannel:
 
 
 class EventsChannel:
-    """Heartbeats and state changes of all daemons of a group. When nobody reads, the queue fills
-    and then the newest are lost."""
+    """Heartbeats and state changes of all daemons of a group. If nobody reads, the queue fills and
+    then the newest are lost."""
 
     def __init__(self, context: Context, endpoints: Sequence[Endpoint]) -> None:
         self._socket = _open_socket(context, zmq.SUB, MAX_CONTROL_BYTES)
@@ -640,13 +639,13 @@ class EventsChannel:
             _connect(self._socket, endpoint.events, endpoint.lock)
 
     def move(self, old: Endpoint, new: Endpoint) -> None:
-        """Take one daemon's events from another endpoint from now on."""
+        """Receive one daemon's events from another endpoint from now on."""
         with contextlib.suppress(zmq.ZMQError):
             self._socket.disconnect(old.events)
         _connect(self._socket, new.events, new.lock)
 
     def receive_all(self) -> list[EventMessage]:
-        """Return the events that are here, oldest first, but for those that do not decode; never
+        """Return the events that are here, oldest first, without those that do not decode; never
         waits."""
         events: list[EventMessage] = []
         while True:

@@ -1,8 +1,8 @@
-"""A trainer's communicator with its workers: the meeting at which it begins, and broadcasts of
-tensors to all of them. Knows no RPC: it may live in another process than the driver.
+"""A trainer's communicator with its workers: the rendezvous at which it begins, and broadcasts of
+tensors to all workers. Independent of RPCs: it may be in another process than the driver.
 
-It is made of torch.distributed's backends alone, so that it stands beside whatever process groups
-the trainer has. No object is ever pickled: raw bytes travel.
+It uses torch.distributed's backends directly, so that it can exist beside the trainer's process
+groups. No object is pickled: raw bytes are sent.
 """
 
 import hmac
@@ -42,15 +42,15 @@ _WATCHDOG_GRACE = timedelta(minutes=10)
 _SHORT_WAIT_S = 0.05
 _SHORT_PAUSE_S = 50e-6
 _LONG_PAUSE_S = 2e-3
-"""Between looks at what is waited for: short ones at first, as the next transfer is close."""
+"""Pauses between checks while waiting: short ones at first, as the next transfer is close."""
 
 
 class TransferStopped(ClientError):
-    """A transfer ended before its end: workers refused it, did not come, or are lost."""
+    """A transfer was not completed: workers refused it, did not come, or are lost."""
 
 
 class _Sending(NamedTuple):
-    """A broadcast that is under way; the buffer must stay as it is until it is over."""
+    """A broadcast in progress; the buffer must stay unchanged until it is complete."""
 
     work: dist.Work
     buffer: Tensor
@@ -69,7 +69,7 @@ class BroadcastChannel:
         host: str = "127.0.0.1",
         timeout_s: float = 60.0,
     ) -> None:
-        """Serve a meeting on a free port of `host`, and wait for nobody yet.
+        """Open a rendezvous on a free port of `host`, without waiting for workers.
 
         device: the GPU whose NCCL communicator it is; gloo sends host memory, whatever is given.
         timeout_s: the longest wait for the workers.
@@ -96,7 +96,7 @@ class BroadcastChannel:
 
     @property
     def engine(self) -> wt.BroadcastEngine:
-        """What init_weight_transfer_engine is to be told."""
+        """Argument of init_weight_transfer_engine."""
         return wt.BroadcastEngine(
             backend=self._backend,
             place=RendezvousAddress(
@@ -106,7 +106,7 @@ class BroadcastChannel:
         )
 
     def open(self) -> None:
-        """Meet all workers, which must be told `engine` at the same time.
+        """Meet all workers, which must get `engine` at the same time.
 
         Raises:
             TransferStopped: they have not come in time, or stop() was called.
@@ -122,7 +122,7 @@ class BroadcastChannel:
         """Broadcast tensors in order, once every worker awaits them: update_weights must run at the
         same time, with their names and BroadcastSource(packed_bytes, round).
 
-        tensors: of any strides, on any device; not to be written meanwhile. round: a number that
+        tensors: of any strides, on any device; they must not change meanwhile. round: a number that
         was not used on this channel before.
 
         Raises:
@@ -214,7 +214,7 @@ class BroadcastChannel:
         sending.work.wait()
 
     def _until_awaited(self, round: int) -> None:
-        """Nothing is sent before every worker has said that it will receive it."""
+        """Wait until every worker is ready to receive: nothing is sent before."""
         keys = {rank: f"round/{round}/{rank}" for rank in range(1, self._size)}
         self._until_set(list(keys.values()))
         answers = {rank: self._place.get(key, 0.0) for rank, key in keys.items()}
@@ -238,7 +238,7 @@ class BroadcastChannel:
 
 
 class _TrainerStore(Store):
-    """torch's view of the meeting. The channel keeps it, since torch does not."""
+    """torch's view of the rendezvous. The channel keeps it, since torch does not."""
 
     def __init__(self, place: StoreServer, timeout_s: float) -> None:
         super().__init__()
@@ -270,13 +270,13 @@ def _packed(tensors: Sequence[Tensor], transfer: Transfer, buffer: Tensor) -> Te
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, uint8 [n]; a view where it is contiguous."""
+    """Return the bytes of a tensor, uint8 [n]; a view if it is contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 class _Failures:
-    """A context that raises TransferStopped where torch or the meeting fails. Not a generator:
-    from Python 3.12 on that would leave a reference cycle, which keeps the group alive."""
+    """Context that raises TransferStopped if torch or the rendezvous fails. Not a generator: from
+    Python 3.12 on that would leave a reference cycle, which keeps the group alive."""
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -1,6 +1,5 @@
-"""Where a trainer's tensors lie in CUDA memory, said so that another process of this host can map
-it: handles of CUDA's driver, which are plain bytes (CUDA driver API, "Interprocess
-communication")."""
+"""Location of a trainer's tensors in CUDA memory, for another process of this host to map: handles
+of CUDA's driver, which are plain bytes (CUDA driver API, "Interprocess communication")."""
 
 import ctypes
 from collections.abc import Sequence
@@ -21,8 +20,8 @@ class _IpcMemHandle(ctypes.Structure):
 
 
 def locate(tensors: Sequence[Tensor]) -> wt.IpcSource:
-    """Return the allocation and the offset of each tensor: contiguous, on a GPU, and complete
-    there (synchronise first). They must live, unchanged, until update_weights returns.
+    """Return the allocation and the offset of each tensor. Tensors must be contiguous, on a GPU,
+    and complete there (synchronize first). They must live, unchanged, until update_weights returns.
 
     Raises:
         ClientConfigError: a tensor is none of that, or its memory cannot be shared.
