@@ -1,4 +1,4 @@
-"""`python -m rpc_schema`: the protocol's reference, as Markdown, made from the schema itself
+"""`python -m rpc_schema`: the protocol reference as Markdown, generated from the schema
 (docs/protocol.md)."""
 
 import inspect
@@ -120,7 +120,7 @@ def _describe(member: type[msgspec.Struct]) -> str:
 
 
 def _operation(member: type[msgspec.Struct]) -> list[str]:
-    """Return what the table of operations has of a request; nothing for other messages."""
+    """Return a request's entry in the table of operations; nothing for other messages."""
     if (control := CONTROL_OPERATIONS.get(member)) is not None:
         again = "; may be sent again" if control.repeatable else ""
         return [f"Reply: `{control.reply.__name__}`. Role: {control.role}{again}.", ""]
@@ -157,7 +157,7 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 
 def _type_name(annotation: object) -> str:
-    """Return a type for people: bounds in words, unions with |."""
+    """Return a readable type: bounds in words, unions with |."""
     if typing.get_origin(annotation) is typing.Annotated:
         base, *metas = typing.get_args(annotation)
         return " ".join([_type_name(base), *map(_bounds, metas)])

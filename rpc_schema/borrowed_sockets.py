@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """Yield the socket with this file descriptor, which stays open. Raises OSError where it is
-    closed, or of something else."""
+    """Yield the socket with this file descriptor, which stays open. Raises OSError if it is closed,
+    or is not a socket."""
     copy = _copy(descriptor)
     try:
         used = socket.socket(fileno=copy)

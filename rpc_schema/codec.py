@@ -1,4 +1,4 @@
-"""Messages to frames and back, with every bound checked before a byte is decoded. Knows no socket.
+"""Encoding and decoding of messages, with every bound checked before a byte is decoded.
 
 A message is one msgpack frame, then raw little-endian array frames. There is one closed union, and
 one decoder, a direction.
@@ -26,8 +26,8 @@ MAX_FRAMES = 16
 MAX_STEP_BYTES = 16 << 20
 MAX_CONTROL_BYTES = 1 << 20
 CURVE_BYTES = 33
-"""By which an encrypted frame is longer on its way (ZeroMQ RFC 26: name 8, nonce 8, flags 1, code
-16): a receiver's bound is checked there."""
+"""Growth of an encrypted frame (ZeroMQ RFC 26: name 8, nonce 8, flags 1, code 16). A receiver's
+bound applies to the encrypted size."""
 
 MessageT = TypeVar("MessageT")
 Frame: TypeAlias = bytes | memoryview | bytearray
@@ -41,7 +41,7 @@ EventMessage: TypeAlias = (
 
 
 class StepHead(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What every step request begins with, whatever follows. tag: its type."""
+    """Common beginning of step requests. tag: its type."""
 
     tag: int
     epoch: Unsigned
@@ -56,7 +56,8 @@ def _unique(
 
 
 def _decoder(messages: tuple[type[Any], ...]) -> "msgspec.msgpack.Decoder[Any]":
-    """One closed union. It is made of the table, so that a request without a row is unknown."""
+    """Return the decoder of one closed union. It is made of the table, so that a request without a
+    row is unknown."""
     return msgspec.msgpack.Decoder(Union[messages])  # noqa: UP007  # made while running
 
 
@@ -65,7 +66,7 @@ STEP_REPLIES: Final[tuple[type[Any], ...]] = (ErrorReply, lc.Attached, *_unique(
 CONTROL_REQUESTS: Final = tuple(CONTROL_OPERATIONS)
 CONTROL_REPLIES: Final[tuple[type[Any], ...]] = (ControlErrorReply, *_unique(CONTROL_OPERATIONS))
 EVENTS: Final = get_args(EventMessage)
-"""The messages of each direction."""
+"""Messages of each direction."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _STEP: msgspec.msgpack.Decoder[StepMessage] = _decoder(STEP_REQUESTS)
@@ -121,13 +122,13 @@ def decode_step_head(frames: Sequence[Frame]) -> StepHead:
 
 
 def mark_replayed(frames: Sequence[Frame]) -> list[Frame]:
-    """Return a step reply's frames, unchanged, behind an empty frame: it was sent before. No
+    """Return a step reply's frames, unchanged, behind an empty frame that marks a repetition. No
     message begins with an empty frame."""
     return [b"", *frames]
 
 
 def split_replayed(frames: Sequence[FrameT]) -> tuple[bool, Sequence[FrameT]]:
-    """Return whether a step reply was marked as a replay, and its own frames."""
+    """Return True if a step reply was marked as a replay, and its own frames."""
     if len(frames) > 1 and not frames[0]:
         return True, frames[1:]
     return False, frames

@@ -1,7 +1,7 @@
-"""The exit codes of a daemon, for whoever starts it again or asks what became of it.
+"""The exit codes of a daemon, for supervisors and operators.
 
-64 to 78 are those of BSD's sysexits.h. Above 128 a signal ended the process, or asked twice for its
-end.
+64 to 78 are those of BSD's sysexits.h. Above 128 a signal ended the process, or requested its end
+twice.
 """
 
 from enum import IntEnum
@@ -9,7 +9,7 @@ from typing import Final, Self
 
 
 class ExitCode(IntEnum):
-    """How a daemon ended, each with its meaning in a few words."""
+    """Exit code of a daemon, with its meaning in a few words."""
 
     meaning: str
 
@@ -20,17 +20,17 @@ class ExitCode(IntEnum):
         return member
 
     OK = 0, "it was told to end"
-    """It was told to end: a signal, its parent's pipe, a Shutdown."""
+    """It was asked to exit: by a signal, its parent's pipe, a Shutdown."""
     BAD_DATA = 65, "a checkpoint is missing, truncated or not what its config.json says"
-    """A checkpoint is missing, truncated or not what its config.json says."""
+    """A checkpoint is missing, truncated or inconsistent with its config.json."""
     INTERNAL = 70, "an invariant of the daemon's is broken"
     """An invariant of ours is broken."""
     IN_USE = 73, "another daemon has the endpoint or the GPU, or its files are gone"
     """Another daemon has the endpoint or the GPU, or the endpoint's files are gone."""
     OUTPUT = 74, "output could not be written, or not all of it"
-    """`worker-client` alone: output could not be written, or not all of it."""
+    """`worker-client` alone: output could not be written, or only partly."""
     RETRY_LATER = 75, "there is not enough memory, disk or open files now"
-    """There is not enough room now (memory, disk, open files); later there may be."""
+    """A resource is exhausted now (memory, disk, open files); later it may not be."""
     KEY_REFUSED = 77, "a key is not accepted"
     """A key is not accepted."""
     CONFIG = 78, "a setting is wrong"
@@ -38,25 +38,26 @@ class ExitCode(IntEnum):
     CONTEXT_LOST = 86, "the CUDA context is lost"
     """The CUDA context is lost; a new process has a new one."""
     GPU_LOST = 87, "the GPU is lost or needs a reset"
-    """The GPU is lost or needs a reset: do not start again on it before."""
+    """The GPU is lost or needs a reset: do not restart the daemon on it before."""
     LINK_UNUSABLE = 88, "a communicator hung again soon after it was made anew"
     """A communicator hung again soon after it was made anew."""
     INTERRUPTED_TWICE = 130, "a second SIGINT came"
     """A second signal came before the first was obeyed, this one SIGINT."""
     ABORTED = 134, "it was aborted (SIGABRT)"
-    """SIGABRT: libraries of C++ give up by it, and systemd's watchdog."""
+    """SIGABRT: from C++ libraries, or from systemd's watchdog."""
     KILLED = 137, "it was killed (SIGKILL), perhaps by the kernel for want of memory"
-    """SIGKILL: somebody's, or the kernel's for want of memory."""
+    """SIGKILL: by somebody, or by the kernel for want of memory."""
     TERMINATED_TWICE = 143, "a second SIGTERM came"
     """A second signal came before the first was obeyed, this one SIGTERM."""
 
 
 DO_NOT_RESTART: Final = frozenset((ExitCode.KEY_REFUSED, ExitCode.CONFIG, ExitCode.GPU_LOST))
-"""Starting the daemon again as it was cannot help."""
+"""Codes after which a restart with the same settings cannot help."""
 
 
 def describe_exit(status: int) -> str:
-    """Say what a process's exit status means; status is -N for signal N, as subprocess has it."""
+    """Return the meaning of a process's exit status; status is -N for signal N, as in
+    subprocess."""
     code = 128 - status if status < 0 else status
     known = [member.meaning for member in ExitCode if member == code]
     return ": ".join([f"exit code {code}", *known])

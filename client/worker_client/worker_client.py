@@ -1,7 +1,5 @@
-"""One daemon as the driver sees it: a typed method for each control operation, and one that sends
-any step request. Knows nothing of groups; the replies to step requests come by the group's results
-socket.
-"""
+"""Clients of one daemon: control requests, and step requests whose replies come by the group's
+results socket."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +32,7 @@ OnSent: TypeAlias = Callable[[int, Sequence[Frame]], None]
 
 
 class StepIds(NamedTuple):
-    """What orders and fences a step request; the same on every rank of a group."""
+    """Ids that order and fence a step request; the same on every rank of a group."""
 
     epoch: int
     link: int
@@ -42,8 +40,8 @@ class StepIds(NamedTuple):
 
 
 class TensorList(NamedTuple):
-    """What an update brings, in order; all of equal length, or all empty for what the round before
-    brought."""
+    """Tensors of an update, in order; all of equal length, or all empty to repeat the previous
+    round."""
 
     names: tuple[str, ...] = ()
     dtypes: tuple[wt.TensorDtype, ...] = ()
@@ -130,7 +128,7 @@ class AskingClient:
     def prepare_attach(
         self, epoch: int, timeout_s: float = CONTROL_TIMEOUT_S, *, force: bool = False
     ) -> lc.PrepareAttachReply:
-        """Announce an epoch; not granted where the daemon has seen a higher one.
+        """Announce an epoch; not granted if the daemon has seen a higher one.
 
         Raises:
             LeaseHeldError: another driver holds the lease, and force is False.
@@ -150,9 +148,9 @@ class AskingClient:
         *,
         keep_requests: bool = False,
     ) -> PendingCall[lc.CommitAttachReply]:
-        """Take the daemon over, without waiting: over gloo a rank may only be done once its peers
-        let go. Requests of earlier drivers are dropped, unless they are to be kept. results_route:
-        where replies go, see ResultsChannel. terms of the lease: the default ones."""
+        """Attach to the daemon, without waiting: over gloo a rank may only finish once its peers
+        let go. Requests of earlier drivers are dropped, unless keep_requests. results_route:
+        routing id for replies, see ResultsChannel. terms: of the lease; None: the defaults."""
         lease = LeaseTerms() if terms is None else terms
         return self.begin(
             partial(
@@ -169,20 +167,20 @@ class AskingClient:
         )
 
     def check_health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> lc.CheckHealthReply:
-        """Ask whether the daemon is alive and its step thread makes progress."""
+        """Return whether the daemon is healthy and its step thread makes progress."""
         return self.ask(lc.CheckHealth, timeout_s)
 
     def get_status(self, timeout_s: float = CONTROL_TIMEOUT_S) -> lc.Status:
-        """Ask for everything that the daemon knows of itself."""
+        """Return the daemon's state."""
         reply = self.ask(lc.GetStatus, timeout_s)
         return reply.status
 
     def shutdown(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        """End the daemon."""
+        """Stop the daemon."""
         self.ask(lc.Shutdown, timeout_s)
 
     def read_clock(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
-        """Ask for the time of the daemon's monotonic clock, in nanoseconds."""
+        """Return the time of the daemon's monotonic clock, in nanoseconds."""
         reply = self.ask(tr.ReadClock, timeout_s)
         return reply.monotonic_ns
 

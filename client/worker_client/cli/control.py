@@ -1,4 +1,5 @@
-"""`worker-client status`, `drain` and `shutdown`: they talk to daemons without attaching."""
+"""`worker-client status`, `drain` and `shutdown`: control requests to daemons, without
+attaching."""
 
 import json
 import sys
@@ -31,7 +32,7 @@ DRAIN_WITHIN_S = 90.0
 
 
 class Probe(StrEnum):
-    """What a supervisor asks."""
+    """Condition that a supervisor probes for."""
 
     LIVE = "live"
     """It answers, and nothing is past its deadline."""
@@ -104,7 +105,7 @@ def shutdown(
 
 
 def named_daemons(endpoints: str) -> tuple[str, ...]:
-    """Return the endpoints of "EP,EP,...". Raises ClientConfigError without any."""
+    """Return the endpoints of "EP,EP,...". Raises ClientConfigError if there are none."""
     names = split_endpoints(endpoints)
     if not names:
         raise ClientConfigError(
@@ -175,7 +176,7 @@ def _holder(lease: LeaseStatus) -> str:
 
 
 def _block(status: Status) -> str:
-    """A daemon, a line for each thing that there is to say of it."""
+    """Return a daemon's status as text, a line for each non-empty entry."""
     asleep = [f"{tag} {held}" for tag, held in status.memory_tags.items() if held != "awake"]
     lines = {
         "daemon": f"{status.endpoint}, pid {status.pid}, {status.device}, rank {status.rank}",

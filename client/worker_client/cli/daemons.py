@@ -1,5 +1,4 @@
-"""Daemons that are asked, not driven: connections without attaching, and a scrape of their status
-beside a run. Knows no group."""
+"""Connections to daemons without attaching, and a scrape of their status beside a run."""
 
 import contextlib
 import threading
@@ -23,7 +22,7 @@ SCRAPE_TIMEOUT_S: Final = 1.0
 def connect(
     endpoints: Sequence[str], keys: Keys = NO_KEYS, wait_s: float = 0.0
 ) -> Iterator[list[AskingClient]]:
-    """Open a client to each daemon, that asks and does not drive; closed at the end. wait_s: for
+    """Open a client for each daemon, for control requests only; closed at the end. wait_s: for
     daemons that are not started yet.
 
     Raises:
@@ -49,12 +48,12 @@ def connect(
 
 class Scrape:
     """Asks each daemon for its status every SCRAPE_INTERVAL_S on a thread of its own, as a metrics
-    collector would, from `with` on until its end, and at least once. One that does not answer is
+    collector would, for the duration of a `with`, and at least once. One that does not answer is
     asked again."""
 
     def __init__(self, endpoints: Sequence[str], keys: Keys = NO_KEYS) -> None:
         self.num_statuses = 0
-        """Answers so far."""
+        """Number of replies so far."""
         self._endpoints = endpoints
         self._keys = keys
         self._ended = threading.Event()

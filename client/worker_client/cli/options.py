@@ -1,5 +1,5 @@
-"""The options of `generate` and `bench`, once for both, and where their defaults come from: command
-line, then environment (WORKER_CLIENT_*), then the TOML file of --config."""
+"""The shared options of `generate` and `bench`, and the sources of their defaults: command line,
+then environment (WORKER_CLIENT_*), then the TOML file of --config."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ _LINE_ONLY: Final = ("force", "config", "prompt", "input_", "output", "max_token
 
 
 class Device(StrEnum):
-    """What local daemons run on."""
+    """Device of local daemons."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -90,7 +90,7 @@ Wait = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What generate and bench run with."""
+    """Checked options of generate and bench."""
 
     model: Path
     endpoints: tuple[str, ...]
@@ -102,7 +102,7 @@ class RunOptions:
     reload: bool
     force: bool
     keys: Keys = NO_KEYS
-    """For the daemons that are named; local ones have none."""
+    """Keys for the daemons of `endpoints`; local ones have none."""
     replace_within_s: float = REPLACE_WITHIN_S
     restart: bool = False
     wait_s: float = 0.0
@@ -110,7 +110,7 @@ class RunOptions:
     input: Path | None = None
     output: Path | None = None
     max_tokens: int = DEFAULT_MAX_TOKENS
-    """Of each prompt."""
+    """Applies to each prompt."""
 
 
 def build_run_options(
@@ -273,7 +273,7 @@ def _check_bounds(model: Path, gpu_memory_utilization: float, max_model_len: int
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """The counts of "N,N,...". Whether they suit the model, the daemons say."""
+    """Return the counts of "N,N,...". The daemons check them against the model."""
     try:
         return read_layer_partition(text)
     except ValueError as error:
@@ -286,8 +286,8 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def takes_run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Make a command of the command line that has the parameters of build_run_options and its own,
-    and is called with the former as one RunOptions in front."""
+    """Return a command for the command line that has the parameters of build_run_options and its
+    own. The command is called with one RunOptions first."""
     shared = list(map(_from_environment, inspect.signature(build_run_options).parameters.values()))
     own = list(inspect.signature(command).parameters.values())[1:]
 

@@ -115,7 +115,7 @@ def _prepare(
 
 
 def _end_if_all_are_wrong(inputs: Sequence[InputRequest], output: Path | None) -> None:
-    """Nothing is loaded for an input of which no line can be served."""
+    """Exit before anything is loaded if no line of the input can be served."""
     if not inputs or any(entry.request is not None for entry in inputs):
         return
     errors = {entry.id: entry.error for entry in inputs}
@@ -137,7 +137,7 @@ def _check_adoption(run: RunOptions) -> None:
 
 
 def _adopted(session: Session, finished: Collection[str]) -> list[AdoptedRequest]:
-    """The requests that run; not those whose results are there."""
+    """Return the running requests, without those whose results are there."""
     adopted = session.group.adopt_requests()
     sys.stderr.write(f"{len(adopted)} requests are running\n")
     return [request for request in adopted if request.req_id not in finished]
@@ -182,8 +182,8 @@ def _print_errors(inputs: Sequence[InputRequest], errors: Mapping[str, str]) -> 
 
 
 def _print_progress() -> Callable[[RankProgress], None]:
-    """Return what prints each phase of each rank once, to standard error, between-times left out.
-    Not the operation: a heartbeat may be older than the one that is under way."""
+    """Return a function that prints each phase of each rank once, to standard error, except idle
+    ones. It omits the operation: a heartbeat may be older than the one that is under way."""
     seen: set[tuple[int, str]] = set()
 
     def show(progress: RankProgress) -> None:

@@ -45,7 +45,7 @@ def trace(
 
 
 def _write(recorded: Recorded, out: Path) -> Summary:
-    """The whole file or none; what is no file is written to as it is."""
+    """Write the complete file or none; a pipe or a device is written to directly."""
     try:
         if is_special(out):
             with os.fdopen(open_special(out), "wb") as file:
