@@ -29,6 +29,6 @@ def _copy(descriptor: int) -> int:
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        # None is free, which is when strangers must be watched most. Race: the owner may close the
+        # None is free, the case in which strangers matter most. Race: the owner may close the
         # descriptor, and use it again, between two calls here.
         return descriptor

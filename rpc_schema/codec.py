@@ -116,7 +116,7 @@ def decode_step_head(frames: Sequence[Frame]) -> StepHead:
     frames.
 
     Raises:
-        BadFrameError: frame 0 is no array that begins so.
+        BadFrameError: frame 0 is not an array with this beginning.
     """
     return _decode(_STEP_HEAD, frames, None)
 
@@ -164,7 +164,7 @@ def _decode(
         return decoder.decode(frames[0])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise BadFrameError(
-            f"frame 0 ({len(frames[0])} bytes) is no known message: {error}"
+            f"frame 0 ({len(frames[0])} bytes) is not a known message: {error}"
         ) from None
 
 

@@ -19,11 +19,11 @@ class ExitCode(IntEnum):
         member._value_, member.meaning = code, meaning
         return member
 
-    OK = 0, "it was told to end"
+    OK = 0, "it was asked to exit"
     """It was asked to exit: by a signal, its parent's pipe, a Shutdown."""
-    BAD_DATA = 65, "a checkpoint is missing, truncated or not what its config.json says"
+    BAD_DATA = 65, "a checkpoint is missing, truncated or inconsistent with its config.json"
     """A checkpoint is missing, truncated or inconsistent with its config.json."""
-    INTERNAL = 70, "an invariant of the daemon's is broken"
+    INTERNAL = 70, "an invariant of the daemon is broken"
     """An invariant of ours is broken."""
     IN_USE = 73, "another daemon has the endpoint or the GPU, or its files are gone"
     """Another daemon has the endpoint or the GPU, or the endpoint's files are gone."""
@@ -39,7 +39,7 @@ class ExitCode(IntEnum):
     """The CUDA context is lost; a new process has a new one."""
     GPU_LOST = 87, "the GPU is lost or needs a reset"
     """The GPU is lost or needs a reset: do not restart the daemon on it before."""
-    LINK_UNUSABLE = 88, "a communicator hung again soon after it was made anew"
+    LINK_UNUSABLE = 88, "a communicator hung again soon after a relink"
     """A communicator hung again soon after it was made anew."""
     INTERRUPTED_TWICE = 130, "a second SIGINT came"
     """A second signal came before the first was obeyed, this one SIGINT."""

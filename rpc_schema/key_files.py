@@ -121,7 +121,7 @@ def encode_key_file(content: SecretKey | PublicKey) -> bytes:
 def _read(path: Path, field: str, *, forbidden: int, private: bool) -> bytes:
     shown = _shown(path)
     try:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # waits for no FIFO's other end
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # do not wait for a FIFO's other end
         with os.fdopen(os.open(path, flags), "rb") as file:
             facts = os.fstat(file.fileno())
             data = file.read(MAX_FILE_BYTES + 1)
@@ -157,7 +157,7 @@ def _decode(data: bytes, kind: type[FileT], path: Path, field: str, fix: str) ->
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # Of a secret file nothing but what was expected where is told.
+        # The message contains the expected type and its place only, nothing of a secret file.
         raise KeyFileError(
             f"the file is malformed: {error}", field=field, value=_shown(path), fix=fix
         ) from None

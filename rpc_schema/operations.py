@@ -141,7 +141,7 @@ _STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
     StepOperation(
         lc.CompileOrWarmUpModel,
         lc.CompileOrWarmUpModelReply,
-        # In READY for the sake of another rank that is new; what the weights hold is no matter.
+        # In READY if another rank is new; the content of the weights does not matter.
         Rule(_only("KV_READY", "READY"), _UP, "READY", weights=THERE, kv_cache=_AWAKE),
         deadline_s=1800.0,
         waits_for_peers=True,
@@ -151,7 +151,7 @@ _STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
     StepOperation(
         lc.Relink,
         step.Done,
-        # May capture graphs anew, which run on weights and KV cache.
+        # May capture graphs again, which run on weights and KV cache.
         Rule(_from("DEVICE_READY"), _MADE, link_after="up", weights=THERE, kv_cache=_AWAKE),
         deadline_s=30.0,
         meets=True,
@@ -234,7 +234,7 @@ _CONTROL_ROWS: Final[tuple[ControlOperation[Any], ...]] = (
     # The daemon's end.
     ControlOperation(lc.Drain, lc.Acknowledged, Role.ADMIN, repeatable=True),
     ControlOperation(lc.Shutdown, lc.Acknowledged, Role.ADMIN),
-    # Traces. Recording holds up the steps of a group that somebody else may drive.
+    # Traces. Recording delays the steps of a group that somebody else may drive.
     ControlOperation(trace.ReadClock, trace.ReadClockReply, Role.OBSERVER),
     ControlOperation(trace.StartTrace, lc.Acknowledged, Role.ADMIN),
     ControlOperation(trace.StopTrace, trace.StopTraceReply, Role.ADMIN),

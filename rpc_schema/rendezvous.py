@@ -90,7 +90,7 @@ class _Store:
         with self._changed:
             size = len(key) + len(value)
             if len(value) > MAX_VALUE_BYTES or self._num_bytes + size > MAX_STORED_BYTES:
-                raise RendezvousError(f"the value of {key!r} is too long for the meeting place")
+                raise RendezvousError(f"the value of {key!r} is too long for the rendezvous")
             self._remove(key)
             self._values[key] = value
             self._num_bytes += size
@@ -105,7 +105,7 @@ class _Store:
             if not self._changed.wait_for(lambda: self._closed or key in self._values, timeout_s):
                 raise RendezvousError(f"{key!r} was not set within {timeout_s:g} s")
             if key not in self._values:
-                raise RendezvousError("the meeting place is closed")
+                raise RendezvousError("the rendezvous is closed")
             return self._values[key]
 
     def has(self, keys: Iterable[str]) -> bool:
@@ -149,7 +149,7 @@ class _Visitor:
         closed."""
         data = self.connection.recv(_READ_BYTES if self.is_proven else _NONCE + _CODE)
         if not data:
-            raise RendezvousError("it has gone")
+            raise RendezvousError("it has closed the connection")
         self._received += data
         if not self.is_proven:
             self._take_proof()
@@ -244,7 +244,7 @@ class StoreServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._door, selectors.EVENT_READ)
         self._selector.register(self._bell_end, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="meeting-place", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="rendezvous", daemon=True)
         self._thread.start()
 
     def set(self, key: str, value: bytes) -> None:
@@ -273,7 +273,7 @@ class StoreServer:
             self._thread.join()
 
     def _ring(self) -> None:
-        with contextlib.suppress(OSError):  # full: it rings already; closed: it has ended
+        with contextlib.suppress(OSError):  # full: already signaled; closed: the server has ended
             self._bell.send(b"\0")
 
     def _serve(self) -> None:
@@ -297,7 +297,7 @@ class StoreServer:
                 self._welcome()
             elif connection is self._bell_end:
                 connection.recv(_READ_BYTES)
-            elif connection in self._guests:  # not shown out in this turn
+            elif connection in self._guests:  # not closed in this turn
                 self._hear(connection)
         self._answer_those_who_wait()
         self._show_out_late()
@@ -311,7 +311,7 @@ class StoreServer:
             connection, _ = self._door.accept()
         except BlockingIOError:
             return
-        except OSError:  # no descriptor is left: those without a proof give theirs back
+        except OSError:  # no descriptor is left: close the connections without a proof
             self._make_room(0)
             time.sleep(_PAUSE_S)
             return
@@ -389,7 +389,7 @@ class Member:
                 raise
             except (OSError, RendezvousError) as error:
                 if time.monotonic() + _RETRY_S >= deadline:
-                    raise RendezvousError(f"no meeting place answers: {error}") from error
+                    raise RendezvousError(f"no rendezvous server answers: {error}") from error
                 time.sleep(_RETRY_S)
             else:
                 return
@@ -422,7 +422,7 @@ class Member:
             nonces = self._receive(_NONCE) + own
             connection.sendall(own + proof(secret, b"member", nonces))
             if not hmac.compare_digest(self._receive(_CODE), proof(secret, b"place", nonces)):
-                raise ImpostorError("whoever listens there does not hold the secret")
+                raise ImpostorError("the listener there does not hold the secret")
         except BaseException:
             connection.close()
             raise
@@ -432,7 +432,7 @@ class Member:
     def _ask(self, operation: bytes, key: str, value: bytes, timeout_s: float) -> bytes:
         name = key.encode()
         if len(name) > MAX_KEY_BYTES or len(value) > MAX_VALUE_BYTES:
-            raise RendezvousError(f"{key[:64]!r} is too long for the meeting place")
+            raise RendezvousError(f"{key[:64]!r} is too long for the rendezvous")
         request = _REQUEST.pack(operation, len(name)) + name + value
         with self._asking:
             return self._exchange(request, key, timeout_s)
@@ -443,15 +443,15 @@ class Member:
             self._connection.sendall(self._up.frame(request))
             (size,) = _LENGTH.unpack(self._receive(_LENGTH.size))
             if size > _MAX_BODY:
-                raise RendezvousError("the meeting place sends too much")
+                raise RendezvousError("the rendezvous server sends too much")
             body, code = self._receive(size), self._receive(_CODE)
         except TimeoutError as error:
             self.close()
             raise RendezvousError(f"{key!r} was not set within {timeout_s:g} s") from error
         except OSError as error:
-            raise RendezvousError(f"the meeting place has gone: {error}") from error
+            raise RendezvousError(f"the connection to the rendezvous is lost: {error}") from error
         if not hmac.compare_digest(code, self._down.next(body)):
-            raise RendezvousError("the meeting place's reply was forged")
+            raise RendezvousError("a reply of the rendezvous was forged")
         if body[:1] != _OK:
             raise RendezvousError(body[1:].decode(errors="replace"))
         return body[1:]
@@ -461,6 +461,6 @@ class Member:
         while len(data) < size:
             part = self._connection.recv(size - len(data))
             if not part:
-                raise RendezvousError("the meeting place has hung up")
+                raise RendezvousError("the rendezvous server has closed the connection")
             data += part
         return bytes(data)

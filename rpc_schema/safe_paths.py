@@ -22,7 +22,7 @@ def why_unsafe(directory: Path, *, forbidden: int = WRITABLE_BY_OTHERS) -> str:
     facts = directory.lstat()
     mode = stat.S_IMODE(facts.st_mode)
     if not stat.S_ISDIR(facts.st_mode):
-        return "is no directory" + (", but a link" if stat.S_ISLNK(facts.st_mode) else "")
+        return "is not a directory" + (", but a link" if stat.S_ISLNK(facts.st_mode) else "")
     if facts.st_uid not in trusted_users():
         return f"belongs to user {facts.st_uid}"
     if mode & forbidden:

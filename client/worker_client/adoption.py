@@ -91,12 +91,12 @@ def read_page(reply: AdoptRequestsReply) -> Iterator[RankRow]:
         BadFrameError: they do not fit.
     """
     if len(reply.token_ids) % 4 or len(reply.block_ids) % 4:
-        raise BadFrameError("a column of AdoptRequestsReply is no column of int32")
+        raise BadFrameError("a column of AdoptRequestsReply is not a sequence of int32")
     tokens = np.frombuffer(reply.token_ids, "<i4")
     blocks = np.frombuffer(reply.block_ids, "<i4")
     sizes = sum(row.num_tokens for row in reply.rows), sum(map(_num_blocks, reply.rows))
     if sizes != (tokens.size, blocks.size):
-        raise BadFrameError("the columns of AdoptRequestsReply have not the sizes of its rows")
+        raise BadFrameError("the columns of AdoptRequestsReply do not match its rows")
     token, block = 0, 0
     for row in reply.rows:
         yield RankRow(

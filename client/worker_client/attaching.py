@@ -67,7 +67,7 @@ class Attachment:
                 deadline = time.monotonic() + agree_s
             try:
                 return self._commit(epoch, deadline, agree_s, keep_requests=keep_requests)
-            except FencedError:  # another driver came between: it may have the lease now
+            except FencedError:  # another driver was faster: it may have the lease now
                 if not attempts_left:
                     raise
 
@@ -136,7 +136,7 @@ class Attachment:
         present = self.channel.daemons.present
         epoch, known = 1, [0] * len(present)
         while True:
-            # A daemon that is far behind the others comes up to them in several steps.
+            # A daemon that is far behind the others catches up in several steps.
             asked = [min(epoch, last + lc.MAX_EPOCH_STEP) for last in known]
             replies = [
                 client.prepare_attach(wanted, _remaining(deadline), force=force)

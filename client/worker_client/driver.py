@@ -216,14 +216,14 @@ class Driver:
             return self.group.execute_model(output)
         except WorkerDied as died:
             self._replace(died)
-        return self.group.execute_model(output)  # a future that tells what was lost
+        return self.group.execute_model(output)  # a future that reports the losses
 
     def _result(self, future: FutureLike) -> StepResult:
         try:
             return future.result()
         except WorkerDied as died:
             self._replace(died)
-        return future.result()  # raises StepFailed, which tells what was lost
+        return future.result()  # raises StepFailed with the losses
 
     def _replace(self, died: WorkerDied) -> None:
         """Recover, and reset the count of failed steps: the fault may have gone with the process.
@@ -249,7 +249,7 @@ class Driver:
         back. No step may be in flight: its result must not come after that."""
         if self._refusal is None:
             return
-        if self._unsent is not None:  # else it went back with steps that failed
+        if self._unsent is not None:  # else it was returned with steps that failed
             self._hand_back([], frozenset())
         refusal, self._refusal = self._refusal, None
         raise refusal

@@ -108,7 +108,7 @@ class ConfigMismatchError(ClientConfigError):
             "the daemons hold another configuration (asked for != loaded)",
             field="config",
             value=differences,
-            fix="ask for what is loaded, or load anew with reload=True (--reload)",
+            fix="ask for what is loaded, or load again with reload=True (--reload)",
         )
         self.differences = tuple(differences)
 
@@ -249,8 +249,8 @@ class LinkGivenUp(ClientError):
     def __init__(self, ranks: tuple[int, ...], num_failures: int, last: str) -> None:
         who = ", ".join(map(str, ranks)) or "none"
         super().__init__(
-            f"the link has failed {num_failures} times in a row (told by ranks: {who}); the last "
-            f"time: {last}; fix: see to the network between the ranks, then attach again"
+            f"the link has failed {num_failures} times in a row (reported by ranks: {who}); the "
+            f"last time: {last}; fix: check the network between the ranks, then attach again"
         )
         self.ranks = ranks
         self.num_failures = num_failures

@@ -43,8 +43,8 @@ class Ownership(enum.Enum):
     NEW = "never attached"
     SERVING = "attached: it takes steps"
     ENDED = "fenced, the lease lost, drained in a step, or a reply could not be read"
-    LINK_GIVEN_UP = "link after link has failed, though all daemons live"
-    LOST = "a daemon is gone"
+    LINK_GIVEN_UP = "links failed too often in a row, though all daemons live"
+    LOST = "a daemon is dead"
     REPLACING = "another daemon is taking a lost one's place"
 
 
@@ -57,10 +57,12 @@ class LinkState(enum.Enum):
 
 
 class Ending(enum.Enum):
-    """An announced end of a daemon's process."""
+    """An announced exit of a daemon's process."""
 
-    NONE = "no rank has announced its end"
-    ANNOUNCED = "a rank has announced its end, or may end as the link is given up; not waited for"
+    NONE = "no rank has announced its exit"
+    ANNOUNCED = (
+        "a rank has announced its exit, or may exit as the link is given up; not waited for yet"
+    )
 
 
 class FailureReport(enum.Enum):
@@ -70,28 +72,28 @@ class FailureReport(enum.Enum):
     UNREPORTED = "a failure that no future has reported"
     REPORTED = "a failure that a future has reported"
     DEATH_UNREPORTED = "a daemon's death that no future has reported"
-    DEATH_REPORTED = "a reported death; what it took is reported again with the next failure"
+    DEATH_REPORTED = "a reported death; its losses are reported again with the next failure"
 
 
 class RootCause(enum.Enum):
     """Search for the cause of a step that a rank failed as a consequence only."""
 
     SETTLED = "no step waits for its cause"
-    AWAITED = "another rank may yet report why a step failed"
+    AWAITED = "another rank may still report the cause of a failed step"
 
 
 class Weights(enum.Enum):
     """Completeness of the model's weights, as far as the driver knows."""
 
-    WHOLE = "steps can run on them"
+    WHOLE = "complete: steps can run on them"
     NOT_WHOLE = "an update is open, or has failed"
 
 
 class DrainState(enum.Enum):
     """Drain, as an operator has asked for it."""
 
-    NONE = "steps are wanted"
-    DRAINING = "a rank's heartbeat says that it drains"
+    NONE = "no rank drains"
+    DRAINING = "a rank's heartbeat reports that it drains"
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +287,8 @@ class Answer(enum.Enum):
     NOT_ATTACHED = "raises ClientError"
     DRAINING = "raises DrainingError"
     NOT_WHOLE = "raises WeightsNotWhole"
-    AWAIT_END = "the announced end is waited for first"
-    RELINK = "the ranks are linked anew first"
+    AWAIT_END = "the announced exit is waited for first"
+    RELINK = "the ranks relink first"
     FAIL = "its future fails with the failure not yet reported"
 
 
@@ -543,7 +545,7 @@ def _draining_error(ranks: frozenset[int], endpoints: Sequence[str]) -> RemoteEr
     rank = min(ranks)
     return local_error(
         ErrorCode.DRAINING,
-        f"ranks {sorted(ranks)} drain: no step was sent, what is loaded stays; fix: go on "
+        f"ranks {sorted(ranks)} drain: no step was sent, what is loaded stays; fix: continue "
         "elsewhere, or here after worker-client drain --undo",
         rank=rank,
         endpoint=endpoints[rank],

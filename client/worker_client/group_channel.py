@@ -153,7 +153,7 @@ class GroupChannel:
         """Raise the error that ended the group, the end of its lease included, or ClientError
         before the first attach."""
         if self.lease.lost is not None and self._state.answer(GroupRequest.OPERATION) is Answer.GO:
-            self.check_deaths(0.0)  # of a death the loss may be a consequence
+            self.check_deaths(0.0)  # the loss may be a consequence of a death
         self.check_given_up_link()
         self._state.check(GroupRequest.OPERATION)
 
@@ -177,7 +177,7 @@ class GroupChannel:
         """Wait for the announced exit of a daemon. One that does not exit takes requests as before.
 
         Raises:
-            WorkerDied: a daemon is gone.
+            WorkerDied: a daemon is dead.
         """
         self._state.apply(Change.END_AWAITED)
         until = time.monotonic() + ANNOUNCED_END_WAIT_S
@@ -199,7 +199,7 @@ class GroupChannel:
         waiting or idle.
 
         Raises:
-            WorkerDied: one of them is gone. The steps in flight are not failed by this: lose()
+            WorkerDied: one of them is dead. The steps in flight are not failed by this: lose()
             does that.
             RemoteError, LeaseNotRenewed: the lease is lost.
             AuthenticationError: a daemon turned us away.
@@ -363,7 +363,7 @@ class GroupChannel:
         except _LOSSES as error:
             self.lose(error)
             raise
-        except TooLargeError:  # for the first rank, as it would be for all: nothing was sent
+        except TooLargeError:  # from the first rank, as from all: nothing was sent
             self._steps.take_back(self._seq)
             self._gather = None
             self._seq -= 1
@@ -430,16 +430,16 @@ class GroupChannel:
             if self._mends_gap(reply):
                 return
             if reply.code is ErrorCode.DRAINING:
-                self.abort_links("a rank drains")  # others may wait for it in that very step
+                self.abort_links("a rank drains")  # others may wait for it in the same step
         if isinstance(reply, ErrorReply) and reply.seq == 0:
             if reply.code in _UNREAD:
-                _LOG.warning("a rank was sent what it cannot read: %s", self._to_error(reply))
-                return  # not known to be of any step: what is lost is sent again
-            # Said of this driver rather than of a request: it goes for all that are outstanding.
+                _LOG.warning("a rank could not read a message: %s", self._to_error(reply))
+                return  # its step is unknown: a lost one is sent again
+            # About this driver rather than a request: it applies to all that are outstanding.
             reply = msgspec.structs.replace(reply, seq=self._outstanding)
         if gather is not None and reply.seq == gather.seq:
             if self._resending.knows_ranks and gather.has_heard(reply.rank):
-                return  # it comes once more: as it was
+                return  # a repetition of the same reply
             gather.take(reply)
         elif isinstance(reply, ErrorReply):
             self._steps.take_error(reply, self._to_error(reply))

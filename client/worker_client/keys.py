@@ -65,7 +65,7 @@ class Keys:
             raise EndpointError(
                 "the daemon's key is unknown",
                 endpoint,
-                "add it, written alike, to the file of --known-daemons",
+                "add it, spelled the same, to the file of --known-daemons",
             )
         return Lock(self.own, key)
 

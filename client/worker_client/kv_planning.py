@@ -77,8 +77,8 @@ def choose_groups(
         return plan_groups(ranks, block_size, max_model_len, step)
     except UnequalPages as error:
         raise KVPlanError(
-            f"layers keep {sorted(set(error.sizes))} bytes per token, which no pages suit",
+            f"layers keep {sorted(set(error.sizes))} bytes per token, which have no common page",
             field="cache.block_size",
             value=block_size,
-            fix="a block size whose bytes they all divide",
+            fix="use a block size whose bytes they all divide",
         ) from None

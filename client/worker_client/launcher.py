@@ -151,14 +151,16 @@ class LocalDaemons:
                 daemon.process.send_signal(number)
             _wait(left, patience_s)
         left = [daemon for daemon in running if daemon.process.poll() is None]
-        places = zip(self._daemons, self._devices, strict=False)  # a start that failed has fewer
+        places = zip(
+            self._daemons, self._devices, strict=False
+        )  # fewer daemons if the start failed
         devices = {daemon.endpoint: device for daemon, device in places}
         for daemon in self._daemons:
             os.close(daemon.pipe)
         self._daemons.clear()
         if self._reaper.returncode is None:
             os.close(self._reaper_pipe)
-            if left:  # they hold the reaper's pipe: it goes on without us
+            if left:  # they hold the reaper's pipe: it outlives us
                 self._reaper.returncode = 0
             else:
                 self._reaper.wait()
@@ -192,7 +194,7 @@ class LocalDaemons:
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     pass_fds=(theirs, self._reaper_pipe),
-                    start_new_session=True,  # a terminal's Ctrl-C is for us; we stop them in order
+                    start_new_session=True,  # Ctrl-C goes to us alone; we stop them in order
                 )
         except BaseException:
             os.close(ours)

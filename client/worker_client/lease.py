@@ -133,7 +133,7 @@ class LeaseKeeper:
         self._owner = threading.current_thread()
         self.heartbeat()
         self._ended = threading.Event()
-        # Opened here, so that the caller hears of a failure; the thread alone uses them.
+        # Opened here, so that a failure is raised to the caller; only the thread uses them.
         channels = self._open_channels(daemons)
         thread = threading.Thread(
             target=self._run, args=(self._ended, channels), name="lease", daemon=True

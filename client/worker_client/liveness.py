@@ -131,7 +131,7 @@ class Watch:
             return
         if entry.cut_since is None:
             entry.cut_since = self._clock()
-        # On tcp the next attempt to connect tells: whoever asks there is heard, and logged.
+        # On tcp the next attempt to connect shows it: a probe there is noticed and logged.
         if not entry.address.startswith("tcp://") and nobody_listens(entry.address):
             self._die(rank, "transport", "the connection ended" + entry.process.cause_of_end())
         elif entry.standing == "alive":

@@ -98,7 +98,7 @@ def check_config(config: WorkerConfig) -> None:
     deadline_ms = config.scheduler.step_deadline_ms
     if deadline_ms < MIN_STEP_DEADLINE_MS:
         raise ClientConfigError(
-            "steps that are only slow would be taken for hanging ones",
+            "slow steps would count as hung",
             field="scheduler.step_deadline_ms",
             value=deadline_ms,
             fix=f"use at least {MIN_STEP_DEADLINE_MS}",

@@ -322,7 +322,7 @@ class StepsInFlight:
         cause = self._state.step_failed(reply, error)
         seq = reply.seq if suspect is None else min(reply.seq, suspect.reply.seq)
         if reply.code is ErrorCode.GAP:
-            seq = min(seq, reply.expected_seq)  # what is missing never ran either
+            seq = min(seq, reply.expected_seq)  # the missing ones never ran either
         self._fail_from(seq, self._new_failure(cause, reply.rank, reply.code, reply.traceback))
 
     def _fail_all_rows(self, reply: ErrorReply, error: RemoteError) -> None:

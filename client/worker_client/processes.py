@@ -63,7 +63,7 @@ def process_behind(peer: socket.socket) -> Process:
     """Return the process that listened where `peer`, a Unix stream socket, is connected to.
 
     Raises:
-        OSError: the kernel does not tell.
+        OSError: the kernel has no information.
     """
     found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     pid = int(_PEER_CREDENTIALS.unpack(found)[0])
@@ -72,7 +72,7 @@ def process_behind(peer: socket.socket) -> Process:
     process = Process(pid, os.pidfd_open(pid))
     hung_up = select.poll()
     hung_up.register(peer, 0)
-    if not hung_up.poll(0):  # it still lives, so the number is still its own
+    if not hung_up.poll(0):  # it still lives, so the pid is still its own
         return process
     process.close()
     return Process()
@@ -97,7 +97,7 @@ def connection_error(address: str) -> OSError | None:
             _connected(address, socket.SOCK_DGRAM).close()
     except OSError as error:
         return error
-    except UnicodeError:  # Python's; no such name resolves
+    except UnicodeError:  # from Python: no such name resolves
         return socket.gaierror(socket.EAI_NONAME, "it is no host's name")
     return None
 

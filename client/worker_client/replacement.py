@@ -113,7 +113,7 @@ class Replacement:
                     return replaced
             raise ReplacementFailed(
                 max(self.vacant),
-                f"ranks were lost {REPLACE_ATTEMPTS} times in a row while a place was taken; "
+                f"ranks were lost {REPLACE_ATTEMPTS} times in a row during the replacement; "
                 f"the last time: {cause}",
             ) from cause
         except BaseException as error:

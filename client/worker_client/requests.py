@@ -365,7 +365,7 @@ def _check_token_ids(field: str, token_ids: Iterable[int], high: int) -> None:
     for token_id in token_ids:
         if not 0 <= token_id <= high:
             raise RequestError(
-                f"{field} names a token that cannot be",
+                f"{field} has an invalid token id",
                 field=field,
                 value=token_id,
                 fix=f"use token ids from 0 to {high}",

@@ -105,7 +105,7 @@ class Resending:
         if rank >= len(self._clients) or not self.knows_ranks:
             return False
         if self._sent.last_seq(rank) >= expected:
-            return True  # a refusal that comes late: the rank has told that it is past that
+            return True  # a late refusal: the rank has reported that it is past that
         missing = self._sent.since(rank, expected)
         times, last = self._mended.get((rank, expected), (0, 0.0))
         now = time.monotonic()

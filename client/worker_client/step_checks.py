@@ -226,7 +226,7 @@ def wrong_block(
 
 def not_running(req_id: str, block_ids: object) -> InvalidSchedulerOutput:
     """Return the refusal of blocks for a request that is new or does not continue."""
-    fix = "append blocks to requests that run on; a new one brings its own"
+    fix = "append blocks to running requests; a new one has its own list"
     return wrong_block(req_id, block_ids, fix, "new_block_ids")
 
 
@@ -266,7 +266,7 @@ def check_admissions(requests: Sequence[NewRequest], limits: GroupLimits) -> Non
     num_tokens = sum(len(request.token_ids) for request in requests)
     if num_tokens > MAX_ADMITTED_TOKENS or num_bytes > MAX_ADMITTED_BYTES:
         raise InvalidSchedulerOutput(
-            "the step does not fit into a message: its new requests take too much",
+            "the step does not fit into a message: its new requests are too large",
             field="scheduled_new_reqs",
             value=f"{num_tokens} tokens, {num_bytes} bytes",
             fix=f"admit some later: {MAX_ADMITTED_TOKENS} tokens and {MAX_ADMITTED_BYTES} bytes "
@@ -281,7 +281,7 @@ def check_id(req_id: object) -> None:
     try:
         req_id.encode()
     except UnicodeEncodeError:
-        fix = "leave out lone surrogates, which no UTF-8 text can have"
+        fix = "remove lone surrogates, which UTF-8 cannot encode"
         raise _refused(req_id, "req_id", req_id, fix) from None
 
 
@@ -312,7 +312,7 @@ def _check_lengths(request: NewRequest, limits: GroupLimits) -> tuple[int, int]:
     if type(prompt) is not int or not 1 <= prompt <= num_tokens:
         raise _refused(req_id, "num_prompt_tokens", prompt, f"give 1 to {num_tokens}")
     if type(computed) is not int or not 0 <= computed < num_tokens:
-        fix = f"give 0 to {num_tokens - 1}: at least one token is left to compute, not none"
+        fix = f"give 0 to {num_tokens - 1}: at least one token must be left to compute"
         raise _refused(req_id, "num_computed_tokens", computed, fix)
     return num_tokens, num_blocks
 
@@ -426,7 +426,7 @@ def read_tokens(requests: Sequence[NewRequest], limits: GroupLimits) -> Int32s:
     """Return the tokens of all new requests, one request after the other."""
     rows = [_int32(request) for request in requests]
     tokens = np.concatenate(rows) if len(rows) > 1 else np.ascontiguousarray(rows[0])
-    if int(tokens.view(np.uint32).max()) >= limits.vocab_size:  # negative ones are the largest
+    if int(tokens.view(np.uint32).max()) >= limits.vocab_size:  # negative ids are the largest here
         for request in requests:
             own = np.asarray(request.token_ids)
             wrong = own[(own < 0) | (own >= limits.vocab_size)]

@@ -127,7 +127,7 @@ def _driver_events(driver: DriverTrace | None, origin_ns: int, summary: Summary)
     if driver is None:
         return
     steps = driver.steps
-    # To the daemon's clock as it was at that measurement, then to ours.
+    # To the daemon's clock at the time of that measurement, then to ours.
     own = Offset(steps.clock_at_ns, steps.clock_offset_ns, steps.clock_bound_ns)
     summary.driver_clock_bound_ns = own.bound_ns + driver.daemon_clock.bound_ns
     yield from _names(DRIVER_PID, f"driver (pid {steps.pid})", 0)

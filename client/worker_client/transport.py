@@ -126,7 +126,7 @@ def _parse_tcp(text: str, lock: Lock | None) -> Endpoint:
     first = int(port)
     if not 1 <= first <= MAX_PORT - 3:
         raise EndpointError(
-            "the sockets take four ports from this one on",
+            "the sockets use four ports from this one on",
             text,
             f"use a port from 1 to {MAX_PORT - 3}",
         )
@@ -181,8 +181,8 @@ def _connect(socket: Socket, address: str, lock: Lock | None, *, is_watched: boo
         lock.prepare(socket)
     socket.setsockopt(zmq.IPV6, int(address.startswith("tcp://[")))
     # On one host a connection ends with its daemon: there heartbeats would only cut off one that is
-    # starved of CPU, with what is under way. libzmq 4.3.5 aborts a process, on either side, that a
-    # heartbeat finds with a full queue from a peer that has gone: events may fill theirs.
+    # starved of CPU, with the messages under way. libzmq 4.3.5 aborts a process, on either side, if
+    # a heartbeat finds a full queue from a peer that has exited: events may fill theirs.
     crosses_network = address.startswith("tcp://") and socket.type != zmq.SUB
     interval_ms = HEARTBEAT_INTERVAL_MS if is_watched or crosses_network else 0
     socket.setsockopt(zmq.HEARTBEAT_IVL, interval_ms)
@@ -224,7 +224,7 @@ class _Handshakes:
             with _telling_limit():
                 self.monitor: Socket = socket.get_monitor_socket(_HANDSHAKE_ENDED | events)
         except BaseException:
-            socket.close(linger=0)  # else its context could not end
+            socket.close(linger=0)  # else its context could not terminate
             raise
 
     def connect(
@@ -267,7 +267,7 @@ class _Handshakes:
             return _News("nothing", address)  # of a connection that was given up
         if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             if event["value"] not in _CUT_OFF:
-                return _News("nothing", address)  # our time is over: a busy daemon has not answered
+                return _News("nothing", address)  # our timeout: a busy daemon has not answered
             now = time.monotonic()
             if now < self._cut_off_at.setdefault(address, now) + CUT_OFF_S:
                 return _News("nothing", address)  # libzmq tries again
@@ -300,10 +300,10 @@ class _Handshakes:
 
 def _why(event: int, lock: Lock | None) -> str:
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        return "the daemon does not let our key in: ask for it in its --authorized-keys"
+        return "the daemon does not accept our key: ask to add it to its --authorized-keys"
     if lock is None:
-        return "the daemon wants keys: give --key-file and --known-daemons"
-    why = "the daemon has not the key that --known-daemons names, or uses none"
+        return "the daemon requires keys: give --key-file and --known-daemons"
+    why = "the daemon's key is not the one in --known-daemons, or it uses none"
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
         return f"cut off during the handshake, each time: {why}, or has too many connections"
     return why
@@ -345,7 +345,7 @@ class PendingCall(Generic[ReplyT]):
         while (reply := channel.receive(until)) is not None:
             is_error = isinstance(reply, ControlErrorReply)
             if reply.call != self.call and not (is_error and reply.call == 0):
-                continue  # 0: to something of ours that the daemon did not read
+                continue  # 0: for a message of ours that the daemon could not read
             if isinstance(reply, ControlErrorReply):
                 raise remote_error(reply, rank=channel.rank, endpoint=channel.endpoint.control)
             if not isinstance(reply, self.reply_type):
@@ -410,7 +410,7 @@ class ControlChannel:
                 self._handshakes.check_cut_off()
                 raise DeadlineExceeded(what, timeout_s)
         self._listener.is_there()
-        self._sent_on = max(1, self._handshakes.num_made)  # that it was made may be told later
+        self._sent_on = max(1, self._handshakes.num_made)  # its event may come later
         if row.repeatable:
             self._repeatable = frame
         return PendingCall(self, self._last_call, what, row.reply, timeout_s, deadline)
@@ -570,7 +570,7 @@ class ResultsChannel:
         so that what a daemon sent before it died counts.
 
         Raises:
-            WorkerDied: a daemon is gone.
+            WorkerDied: a daemon is dead.
             RemoteError: the lease is lost.
             AuthenticationError: a daemon turned us away.
         """
@@ -583,7 +583,7 @@ class ResultsChannel:
                 return None
 
     def _receive(self, flags: int) -> list[bytes]:
-        # A frame of libzmq's knows whether more follow: to ask the socket takes longer.
+        # A libzmq frame has the flag for further ones; reading it from the socket takes longer.
         frame = self._socket.recv(flags, copy=False)
         frames = [frame.bytes]
         while frame.more:

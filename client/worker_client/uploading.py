@@ -175,7 +175,7 @@ def named_parts(content_hashes: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
     for name in content_hashes:
         if len(name) != up.HASH_BYTES:
             raise ClientConfigError(
-                "it is no content hash",
+                "it is not a content hash",
                 field="content_hashes",
                 value=name,
                 fix=f"use the {up.HASH_BYTES} bytes that upload() has returned",

@@ -337,12 +337,12 @@ class WorkerGroup:
         lost: the next step fails and names them.
 
         Raises:
-            WorkerDied: a daemon is gone: its neighbours may know that before its own connection
+            WorkerDied: a daemon is dead: its neighbours may know that before its own connection
                 ends, hence a moment's patience.
         """
         self._channel.check_deaths()
         self._drain()
-        self._steps.lose_rows("the group was linked anew")
+        self._steps.lose_rows("the group was relinked")
         self.load_chain.relink()
         self._state.apply(Change.LINK_MADE)
 
@@ -692,7 +692,7 @@ class WorkerGroup:
         while not future.settled:
             now = time.monotonic()
             if now >= future.deadline:
-                self.take_replies(future)  # what came while this process was kept from running
+                self.take_replies(future)  # replies that came while this process was stopped
                 if not future.settled:
                     self._steps.fail_hung(future)
             elif now >= until:
@@ -730,7 +730,7 @@ class WorkerGroup:
     def _check_credit(self) -> None:
         if self.num_in_flight >= self.max_in_flight:
             raise TooManyStepsInFlight(
-                f"{self.num_in_flight} steps are in flight, which is all that a pipeline of "
+                f"{self.num_in_flight} steps are in flight, the most for a pipeline of "
                 f"{self.parallel.pipeline_parallel_size} takes: wait for a result first"
             )
 

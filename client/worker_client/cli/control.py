@@ -44,7 +44,7 @@ def status(
     endpoints: Endpoints,
     as_json: AsJson = False,
     probe: Annotated[
-        Probe | None, typer.Option(help="Show nothing: exit with 1 where a daemon is not.")
+        Probe | None, typer.Option(help="Print nothing: exit with 1 if a daemon fails the probe.")
     ] = None,
     key_file: KeyFile = "",
     known_daemons: KnownDaemons = None,
@@ -53,7 +53,7 @@ def status(
     """Show what each daemon is and does."""
     if as_json and probe is not None:
         raise ClientConfigError(
-            "a probe shows nothing", field="probe", value=probe.value, fix="leave out --json"
+            "a probe prints no status", field="probe", value=probe.value, fix="leave out --json"
         )
     keys = read_keys(key_file, known_daemons)
     with connect(named_daemons(endpoints), keys, wait) as clients:

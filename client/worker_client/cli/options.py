@@ -58,7 +58,9 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
     known = {parameter.name for parameter in context.command.params}
     unknown = sorted(set(values) - known)
     if unknown:
-        raise typer.BadParameter(f"{path} sets {unknown[0]!r}, which is no option of this command")
+        raise typer.BadParameter(
+            f"{path} sets {unknown[0]!r}, which is not an option of this command"
+        )
     context.default_map = {**values, **(context.default_map or {})}
     return path
 
@@ -83,7 +85,7 @@ Wait = Annotated[
         envvar=_env("WAIT"),
         min=0.0,
         metavar="SECONDS",
-        help="Wait so long for daemons that are not started yet.",
+        help="Wait for daemons that are not started yet.",
     ),
 ]
 
@@ -122,7 +124,7 @@ def build_run_options(
     layer_partition: Annotated[
         str, typer.Option(help="Layers of each stage: N,N,...; default: even.")
     ] = "",
-    device: Annotated[Device | None, typer.Option(help="Default: cuda where there is one.")] = None,
+    device: Annotated[Device | None, typer.Option(help="Default: cuda if there is a GPU.")] = None,
     dtype: Annotated[str, typer.Option(help=", ".join(get_args(Dtype)))] = "auto",
     load_format: Annotated[str, typer.Option(help=", ".join(get_args(LoadFormat)))] = "auto",
     max_model_len: Annotated[
@@ -133,7 +135,7 @@ def build_run_options(
         ),
     ] = None,
     fit_max_model_len: Annotated[
-        bool, typer.Option(help="Lower it to what the cache holds.")
+        bool, typer.Option(help="Lower max_model_len to what the cache holds.")
     ] = False,
     max_num_seqs: Annotated[
         int, typer.Option(min=1, max=65535, help="Requests running at once.")
@@ -151,7 +153,7 @@ def build_run_options(
         typer.Option(
             min=1,
             max=2**63 - 1,
-            help="Of each rank's KV cache, instead of what the share leaves; `status` advises.",
+            help="Size of each rank's KV cache, instead of the memory share; `status` advises.",
         ),
     ] = None,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
@@ -166,10 +168,10 @@ def build_run_options(
         int | None, typer.Option(min=0, help="Seeds dummy weights and requests without one.")
     ] = None,
     reload: Annotated[
-        bool, typer.Option("--reload", help="Load anew, whatever is loaded.")
+        bool, typer.Option("--reload", help="Load again, whatever is loaded.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Take daemons from a driver that lives (role admin).")
+        bool, typer.Option("--force", help="Take daemons from a live driver (role admin).")
     ] = False,
     key_file: KeyFile = "",
     known_daemons: KnownDaemons = None,
@@ -178,11 +180,11 @@ def build_run_options(
         typer.Option(
             min=0.0,
             metavar="SECONDS",
-            help="Wait so long for a daemon that died to be started again; 0: give up at once.",
+            help="Wait for a dead daemon to be restarted; 0: give up at once.",
         ),
     ] = REPLACE_WITHIN_S,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Start local daemons that died.")
+        bool, typer.Option("--restart", help="Restart local daemons that died.")
     ] = False,
     wait: Wait = 0.0,
     config: Annotated[
@@ -198,9 +200,11 @@ def build_run_options(
         Path | None, typer.Option("--input", help="Requests, one JSON object a line (JSONL).")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", help="Where results go, as JSONL.")
+        Path | None, typer.Option("--output", help="File for the results, as JSONL.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of each --prompt.")] = DEFAULT_MAX_TOKENS,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to generate for each --prompt.")
+    ] = DEFAULT_MAX_TOKENS,
 ) -> RunOptions:
     """Check the options and put them into a worker configuration.
 

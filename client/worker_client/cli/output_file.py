@@ -61,7 +61,7 @@ class LineFile:
         """Append lines, given without their line ends, and pass them to the system.
 
         Raises:
-            OutputError: not all of them fit; those before are whole.
+            OutputError: not all of them fit; those before are complete.
         """
         for line in lines:
             left = memoryview(f"{line}\n".encode())
@@ -161,7 +161,7 @@ class OutputFile:
                 f"{error.message}; what was finished before is in {self._live}",
                 field=error.field,
                 value=error.value,
-                fix=f"{error.fix}; with --endpoints, --adopt goes on from there",
+                fix=f"{error.fix}; with --endpoints, --adopt continues from there",
             ) from error
 
     def finish(self) -> None:
@@ -354,7 +354,7 @@ def _another_run() -> OSError:
 
 
 def _in_the_way(path: Path) -> OSError:
-    return OSError(errno.EEXIST, f"{path} is in its way, which no run has left")
+    return OSError(errno.EEXIST, f"{path} is in the way and is not the output of a run")
 
 
 def _check_left_by_run(file: int, path: Path) -> None:

@@ -35,7 +35,7 @@ Scraped = Annotated[
     bool, typer.Option("--scrape", help="Ask each daemon for its status 10 times a second.")
 ]
 Adopt = Annotated[
-    bool, typer.Option("--adopt", help="Go on with the requests that a driver before has left.")
+    bool, typer.Option("--adopt", help="Continue the requests that a previous driver has left.")
 ]
 
 
@@ -129,7 +129,7 @@ def _end_if_all_are_wrong(inputs: Sequence[InputRequest], output: Path | None) -
 def _check_adoption(run: RunOptions) -> None:
     if not run.endpoints or run.reload:
         raise ClientConfigError(
-            "only running daemons have requests to adopt, and loading anew drops them",
+            "only running daemons have requests to adopt, and loading again drops them",
             field="adopt",
             value=True,
             fix="give --endpoints, and no --reload",

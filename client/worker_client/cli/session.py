@@ -115,8 +115,8 @@ class Session:
         try:
             self.group.profile("start", name)
             served = self.serve(inputs)
-        except BaseException as error:  # an interruption too: the daemons would go on recording
-            if not isinstance(error, IllegalStateError):  # somebody else's profile runs
+        except BaseException as error:  # an interruption too: else the daemons would keep recording
+            if not isinstance(error, IllegalStateError):  # another driver's profile runs
                 with contextlib.suppress(ClientError, WireError):
                     self.group.profile("stop")
             raise

@@ -22,8 +22,8 @@ from worker_client.keys import read_keys
 from worker_client.observer import Recorded, record
 from worker_client.trace_merge import Summary, merge_traces
 
-Seconds = Annotated[float, typer.Option(help="How long the steps are recorded.")]
-Out = Annotated[Path, typer.Option(help="Where the trace goes; a file there is replaced.")]
+Seconds = Annotated[float, typer.Option(help="Seconds to record.")]
+Out = Annotated[Path, typer.Option(help="File for the trace; replaced if it exists.")]
 
 
 def trace(

@@ -77,7 +77,7 @@ class Step:
         size = self._blocks.unit
         for group, ready in self._groups.in_turn(before):
             self.decodes = ready
-            # Those whose blocks have no room.
+            # Requests whose blocks are full.
             needy = [r for r in ready.values() if r.num_computed % size == 0]
             if len(needy) * len(self.new_blocks) > self._blocks.num_free:
                 needy.sort(key=lambda request: request.admission)
@@ -101,7 +101,7 @@ class Step:
                 self._prefill(request, count)
                 if request.unannounced:
                     self._announce(request)
-                    self._drop_new_blocks(request)  # they come with the others
+                    self._drop_new_blocks(request)  # the admission has them all
 
     def _admit(self, chunk: int) -> None:
         """Admit waiting requests in order, as long as blocks, slots and tokens last."""

@@ -17,7 +17,7 @@ from worker_client.scheduler_output import SchedulerOutput, StepResult
 
 NOT_A_NUMBER = (
     "the model's output for token {place} is not a number: its weights overflow or are damaged "
-    "for this input; the other requests are unharmed"
+    "for this input; the other requests are not affected"
 )
 
 
@@ -96,7 +96,7 @@ class Scheduler:
         self._blocks.remember_sent()
         step = Step(self._limits, self._roster, self._blocks, self._groups)
         step.plan(self._num_steps, self._in_flight[0] if self._in_flight else self._num_steps)
-        # When all is done, the workers are told who has ended; else that can ride along later.
+        # Once all is done, send the ended requests to the workers; else a later step has them.
         all_done = not self._roster.unfinished and not self._in_flight
         if step.is_empty and not (all_done and self._ended):
             return None

@@ -199,7 +199,7 @@ def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
             value=request.max_tokens,
             fix="ask for less",
         )
-    size = limits.vocab_size  # what the model cannot produce ends nothing
+    size = limits.vocab_size  # a token that the model cannot produce ends nothing
     eos_token_ids = [token for token in limits.eos_token_ids if size is None or token < size]
     extensions = request.extensions(eos_token_ids)
     fault = extension_fault(extensions, WIRE_LIMITS.vocab_size if size is None else size)

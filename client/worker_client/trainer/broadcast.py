@@ -113,7 +113,7 @@ class BroadcastChannel:
         """
         self._place.set("member/0", b"here")
         self._until_set([f"member/{rank}" for rank in range(1, self._size)])
-        with _Failures("meeting the workers"):
+        with _Failures("the rendezvous with the workers"):
             self._group = self._make_group()
             byte = torch.zeros(1, dtype=torch.uint8, device=self._buffer_device)
             self._finish(self._start(byte))
@@ -169,7 +169,7 @@ class BroadcastChannel:
         if self._backend == "nccl":
             torch.cuda.set_device(self._device)
             options = dist.ProcessGroupNCCL.Options()
-            # Ours ends a wait first: NCCL's own would end the process.
+            # Our timeout comes first: NCCL's own would end the process.
             options._timeout = timeout + _WATCHDOG_GRACE
             return cast(dist.ProcessGroup, dist.ProcessGroupNCCL(store, 0, self._size, options))
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # it has

@@ -65,7 +65,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(driver: ctypes.CDLL, name: str, *arguments: object) -> None:
-    code = getattr(driver, name)(*arguments)  # an index would make one that knows no types
+    code = getattr(driver, name)(*arguments)  # indexing would return a function without argtypes
     if code:
         raise ClientConfigError(
             f"{name}: CUDA error {code}",

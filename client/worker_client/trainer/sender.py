@@ -133,7 +133,7 @@ class WeightSender:
         try:
             replies = self._update(listed, list(unique.values()), packed_bytes)
         except RemoteConfigError:
-            raise  # refused by all before the first byte: the communicator is whole
+            raise  # refused by all before the first byte: the communicator is intact
         except BaseException:
             self.close()
             raise
@@ -203,7 +203,7 @@ def _list(tensors: Mapping[str, Tensor]) -> TensorList:
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
             raise ClientConfigError(
-                f"{name} is of no dtype that travels",
+                f"{name} has an unsupported dtype",
                 field="tensors",
                 value=str(tensor.dtype),
                 fix=f"one of {sorted(DTYPE_NAMES.values())}",

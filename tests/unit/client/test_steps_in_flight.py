@@ -118,7 +118,7 @@ class Futures(RuleBasedStateMachine):
     @precondition(lambda self: self.comes_next(Answer.RELINK) and not self.steps.pending)
     @rule(goes_well=st.booleans())
     def relink(self, goes_well):
-        self.steps.lose_rows("the group was linked anew")
+        self.steps.lose_rows("the group was relinked")
         if goes_well:
             self.state.apply(fs.Change.LINK_MADE)
         else:

@@ -511,7 +511,7 @@ def test_an_explicit_relink_tells_of_the_requests_that_it_costs(fakes, connect):
     daemons, group, model = ready(fakes, connect, 2)
     live(group, "a", "b")
     group.relink()
-    with pytest.raises(StepFailed, match="linked anew") as caught:
+    with pytest.raises(StepFailed, match="relinked") as caught:
         group.execute_model(admit("c", first_block=3)).result()
     assert caught.value.lost_req_ids == {"a", "b", "c"}
     assert group.execute_model(admit("a")).result().sampled == {"a": next_token(range(3))}
