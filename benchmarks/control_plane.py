@@ -43,10 +43,8 @@ from rpc_schema.key_files import read_secret_key
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput
-from worker_client.first_contact import greet
-from worker_client.keys import NO_KEYS, Keys, OwnKeys
-from worker_client.lease import LeaseKeeper
-from worker_client.lease_terms import LeaseTerms
+from worker_client.keys import NO_KEYS, Keys
+from worker_client.lease import LeaseKeeper, LeaseTerms
 from worker_client.liveness import Watch
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.slots import SlotTable
@@ -180,7 +178,7 @@ class KeyPairs:
     def driver_keys(self, endpoints: Sequence[str]) -> Keys:
         """The driver's side."""
         known = dict.fromkeys(endpoints, self._daemon_key)
-        return OwnKeys(read_secret_key(self._driver.secret, "key_file"), known)
+        return Keys(read_secret_key(self._driver.secret, "key_file"), known)
 
 
 class DaemonGroup:
@@ -209,7 +207,7 @@ class DaemonGroup:
         self._link = 0
         self._lease = LeaseKeeper(context, driver_id, LEASE, self)
         for client in self._clients:
-            greet(client, 30.0, time.monotonic() + 30.0)
+            client.greet(30.0, time.monotonic() + 30.0)
             client.prepare_attach(1)
             client.send_commit_attach(1, route, terms=LEASE).result()
         self._lease.start(1, list(enumerate(addresses)))

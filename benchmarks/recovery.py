@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -33,7 +34,7 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from rpc_schema.lifecycle import Profile, Status
+from rpc_schema.lifecycle import AbortLink, Profile, Status
 from worker_client.driver import Driver
 from worker_client.errors import StepFailed, WorkerDied
 from worker_client.launcher import LocalDaemons
@@ -228,7 +229,7 @@ def abort_inside_cuda(
         time.sleep(SETTLE_S)
         stuck = waiting.get_status()
         began = time.monotonic()
-        waiting.send_abort_link(status.epoch, "the benchmark asks", 1.0)
+        waiting.begin(partial(AbortLink, epoch=status.epoch, cause="the benchmark asks"), 1.0)
         free_status(waiting)
         seconds.append(time.monotonic() - began)
         print(f"  rank 0 had been in {stuck.phase} for {stuck.phase_ms} ms")

@@ -1,4 +1,4 @@
-"""`python -m rpc_schema`: the protocol's reference, as Markdown, made from the schema itself
+"""`python -m rpc_schema`: the protocol reference as Markdown, generated from the schema
 (docs/protocol.md)."""
 
 import inspect
@@ -28,6 +28,7 @@ from rpc_schema.operations import (
     LOAD_CHAIN,
     STEP_OPERATIONS,
     Rule,
+    StepOperation,
 )
 from rpc_schema.version import PROTOCOL_VERSION
 
@@ -119,20 +120,18 @@ def _describe(member: type[msgspec.Struct]) -> str:
 
 
 def _operation(member: type[msgspec.Struct]) -> list[str]:
-    """Return what the table of operations has of a request; nothing for other messages."""
-    for request, control in CONTROL_OPERATIONS.items():
-        if request is member:
-            again = "; may be sent again" if control.repeatable else ""
-            return [f"Reply: `{control.reply.__name__}`. Role: {control.role}{again}.", ""]
-    for request, row in STEP_OPERATIONS.items():
-        if request is member:
-            silence = "a step's deadline" if row.deadline_s is None else f"{row.deadline_s:g} s"
-            meeting = " and the meeting of the ranks" if row.meets else ""
-            return [
-                f"Reply: `{row.reply.__name__}`. Role: {row.role}. Legal: {_states(row.rule)}. "
-                f"Silence allowed: {silence}{meeting}.",
-                "",
-            ]
+    """Return a request's entry in the table of operations; nothing for other messages."""
+    if (control := CONTROL_OPERATIONS.get(member)) is not None:
+        again = "; may be sent again" if control.repeatable else ""
+        return [f"Reply: `{control.reply.__name__}`. Role: {control.role}{again}.", ""]
+    if (row := dict[type, StepOperation[typing.Any]](STEP_OPERATIONS).get(member)) is not None:
+        silence = "a step's deadline" if row.deadline_s is None else f"{row.deadline_s:g} s"
+        meeting = " and the rendezvous of the ranks" if row.meets else ""
+        return [
+            f"Reply: `{row.reply.__name__}`. Role: {row.role}. Legal: {_states(row.rule)}. "
+            f"Silence allowed: {silence}{meeting}.",
+            "",
+        ]
     return []
 
 
@@ -158,7 +157,7 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 
 def _type_name(annotation: object) -> str:
-    """Return a type for people: bounds in words, unions with |."""
+    """Return a readable type: bounds in words, unions with |."""
     if typing.get_origin(annotation) is typing.Annotated:
         base, *metas = typing.get_args(annotation)
         return " ".join([_type_name(base), *map(_bounds, metas)])

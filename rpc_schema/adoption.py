@@ -1,6 +1,6 @@
-"""What a new driver learns of the requests that an earlier one has left running.
+"""Requests that an earlier driver has left running, as reported to a new one.
 
-Nothing in here makes a request run again: a driver that goes on with one admits it anew
+Nothing in here makes a request run again: a driver that continues one admits it anew
 (`rpc_schema.step.NewRequestData`) with its tokens, its block ids and the count of tokens whose KV
 is in these blocks.
 """
@@ -15,42 +15,41 @@ from rpc_schema.kv_cache import MAX_GROUPS
 from rpc_schema.step import SchedulerNote, Slot
 
 MAX_PAGE_BYTES = 2 << 20
-"""Of a reply, beyond its first row."""
+"""Bound on a reply, without its first row."""
 
 MAX_ROW_TOKENS = 3 << 20
-"""Of a longer request the first ones are told."""
+"""Bound on the tokens of a row; of a longer request the first ones are reported."""
 
 MAX_ROW_BLOCKS = 1 << 18
-"""A request with more is told without blocks: its KV must be computed again."""
+"""A request with more is reported without blocks: its KV must be computed again."""
 
 RowColumn = Annotated[bytes, Meta(max_length=MAX_PAGE_BYTES + 4 * MAX_ROW_TOKENS)]
 
 
 class RequestRow(Value, frozen=True, kw_only=True):
-    """A request that has a row, as far as the rank vouches for it: up to the last step of which it
-    knows that it ended well."""
+    """A request with a row, as far as the rank guarantees it: up to the last step that it knows to
+    have succeeded."""
 
     slot: Slot
     req_id: Name
     num_prompt_tokens: Positive
     num_tokens: Count
-    """Of its tokens, how many the reply has. The output rank knows them all, others those that came
-    with the request's admission."""
+    """Number of its tokens in the reply. The output rank has all of them, others those of the
+    request's admission."""
     num_computed_tokens: Count
-    """Leading tokens whose KV this rank has in the blocks; 0 where it vouches for none."""
+    """Leading tokens whose KV this rank has in the blocks; 0 if it guarantees none."""
     num_blocks: Count
-    """Of its blocks of the first group, how many the reply has."""
+    """Number of its blocks of the first group in the reply."""
     num_more_blocks: Annotated[tuple[Count, ...], Meta(max_length=MAX_GROUPS)] = ()
-    """The same of each further group."""
+    """Number of its blocks of each further group in the reply."""
     extensions: RequestExtensions
-    """As it was admitted."""
+    """Extensions of its admission."""
     note: SchedulerNote
 
 
 class AdoptRequests(StepRequest["AdoptRequestsReply"], frozen=True, tag=70, kw_only=True):
-    """Tell which requests there are, from first_slot on. Steps that failed, or whose result never
-    came about, are taken back first. For a driver that attached with keep_requests, before its
-    first step."""
+    """Report the requests from first_slot on. Steps that failed, or never had a result, are taken
+    back first. For a driver that attached with keep_requests, before its first step."""
 
     first_slot: Count = 0
 
@@ -60,9 +59,9 @@ class AdoptRequestsReply(StepReply, frozen=True, tag=70, kw_only=True):
 
     rows: Annotated[tuple[RequestRow, ...], Meta(max_length=65535)]
     next_slot: Count
-    """The first slot that the next AdoptRequests is to name; 0 where no row follows."""
+    """First slot for the next AdoptRequests; 0 if no row follows."""
     token_ids: RowColumn = b""
     """Little-endian int32: the tokens of all rows, one after the other."""
     block_ids: RowColumn = b""
-    """The same with their blocks, those of a row group after group. The null block (0) stands where
-    a window has left a block behind, which others may have by now."""
+    """Little-endian int32: the blocks of all rows, those of a row group after group. The null block
+    (0) replaces a block that a window has passed, which others may have by now."""

@@ -1,5 +1,5 @@
-"""The Struct bases and the bounded field types that every message is made of; size and GC flags are
-decided here, once."""
+"""The Struct bases and the bounded field types of all messages; size and GC flags are set here,
+once."""
 
 from typing import Annotated, Generic, TypeVar
 
@@ -42,15 +42,15 @@ class Value(
 
 
 class Extension(Value, frozen=True, kw_only=True):
-    """What an optional feature adds to a message: see rpc_schema/extensions.py."""
+    """Part of a message for an optional feature: see rpc_schema/extensions.py."""
 
 
 class FramedExtension(Extension, frozen=True, kw_only=True):
-    """One of a step or a reply, which may have array frames."""
+    """Extension of a step or a reply, which may have array frames."""
 
     @property
     def num_frames(self) -> int:
-        """How many of the message's frames are its own."""
+        """Number of the message's frames that belong to it."""
         return 0
 
 
@@ -58,14 +58,14 @@ ReplyT = TypeVar("ReplyT")
 
 
 class Answered(Generic[ReplyT]):
-    """A request that is answered with a ReplyT, or refused. It has no fields: it is for type
+    """A request that is answered with a ReplyT, or refused. Without fields: it is for type
     checkers, and rpc_schema/operations.py must agree with it."""
 
     __slots__ = ()
 
 
 class ControlRequest(Value, Answered[ReplyT], frozen=True, kw_only=True):
-    """A request on the control socket. `call` is the caller's correlation id and comes back in the
+    """A request on the control socket. `call` is the caller's correlation id and is returned in the
     reply."""
 
     call: Unsigned
@@ -94,4 +94,11 @@ class StepReply(Value, frozen=True, kw_only=True):
 
     epoch: Unsigned
     seq: Unsigned
+    rank: Count
+
+
+class Event(Value, frozen=True, kw_only=True):
+    """A message that a daemon publishes on its events socket."""
+
+    worker_uid: Uid
     rank: Count

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """Yield the socket with this file descriptor, which stays open. Raises OSError where it is
-    closed, or of something else."""
+    """Yield the socket with this file descriptor, which stays open. Raises OSError if it is closed,
+    or is not a socket."""
     copy = _copy(descriptor)
     try:
         used = socket.socket(fileno=copy)
@@ -29,6 +29,6 @@ def _copy(descriptor: int) -> int:
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        # None is free, which is when strangers must be watched most. Race: the owner may close the
+        # None is free, the case in which strangers matter most. Race: the owner may close the
         # descriptor, and use it again, between two calls here.
         return descriptor

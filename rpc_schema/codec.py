@@ -1,4 +1,4 @@
-"""Messages to frames and back, with every bound checked before a byte is decoded. Knows no socket.
+"""Encoding and decoding of messages, with every bound checked before a byte is decoded.
 
 A message is one msgpack frame, then raw little-endian array frames. There is one closed union, and
 one decoder, a direction.
@@ -26,8 +26,8 @@ MAX_FRAMES = 16
 MAX_STEP_BYTES = 16 << 20
 MAX_CONTROL_BYTES = 1 << 20
 CURVE_BYTES = 33
-"""By which an encrypted frame is longer on its way (ZeroMQ RFC 26: name 8, nonce 8, flags 1, code
-16): a receiver's bound is checked there."""
+"""Growth of an encrypted frame (ZeroMQ RFC 26: name 8, nonce 8, flags 1, code 16). A receiver's
+bound applies to the encrypted size."""
 
 MessageT = TypeVar("MessageT")
 Frame: TypeAlias = bytes | memoryview | bytearray
@@ -41,7 +41,7 @@ EventMessage: TypeAlias = (
 
 
 class StepHead(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What every step request begins with, whatever follows. tag: its type."""
+    """Common beginning of step requests. tag: its type."""
 
     tag: int
     epoch: Unsigned
@@ -56,7 +56,8 @@ def _unique(
 
 
 def _decoder(messages: tuple[type[Any], ...]) -> "msgspec.msgpack.Decoder[Any]":
-    """One closed union. It is made of the table, so that a request without a row is unknown."""
+    """Return the decoder of one closed union. It is made of the table, so that a request without a
+    row is unknown."""
     return msgspec.msgpack.Decoder(Union[messages])  # noqa: UP007  # made while running
 
 
@@ -65,7 +66,7 @@ STEP_REPLIES: Final[tuple[type[Any], ...]] = (ErrorReply, lc.Attached, *_unique(
 CONTROL_REQUESTS: Final = tuple(CONTROL_OPERATIONS)
 CONTROL_REPLIES: Final[tuple[type[Any], ...]] = (ControlErrorReply, *_unique(CONTROL_OPERATIONS))
 EVENTS: Final = get_args(EventMessage)
-"""The messages of each direction."""
+"""Messages of each direction."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _STEP: msgspec.msgpack.Decoder[StepMessage] = _decoder(STEP_REQUESTS)
@@ -107,8 +108,7 @@ def decode_step(frames: Sequence[Frame]) -> StepMessage:
         BadFrameError: it does not decode into a known request with fields in their bounds.
         TooLargeError: over MAX_FRAMES frames or MAX_STEP_BYTES bytes.
     """
-    _check_bounds(frames, MAX_STEP_BYTES)
-    return _decode(_STEP, frames)
+    return _decode(_STEP, frames, MAX_STEP_BYTES)
 
 
 def decode_step_head(frames: Sequence[Frame]) -> StepHead:
@@ -116,19 +116,19 @@ def decode_step_head(frames: Sequence[Frame]) -> StepHead:
     frames.
 
     Raises:
-        BadFrameError: frame 0 is no array that begins so.
+        BadFrameError: frame 0 is not an array with this beginning.
     """
-    return _decode(_STEP_HEAD, frames)
+    return _decode(_STEP_HEAD, frames, None)
 
 
 def mark_replayed(frames: Sequence[Frame]) -> list[Frame]:
-    """Return a step reply's frames, unchanged, behind an empty frame: it was sent before. No
+    """Return a step reply's frames, unchanged, behind an empty frame that marks a repetition. No
     message begins with an empty frame."""
     return [b"", *frames]
 
 
 def split_replayed(frames: Sequence[FrameT]) -> tuple[bool, Sequence[FrameT]]:
-    """Return whether a step reply was marked as a replay, and its own frames."""
+    """Return True if a step reply was marked as a replay, and its own frames."""
     if len(frames) > 1 and not frames[0]:
         return True, frames[1:]
     return False, frames
@@ -136,34 +136,35 @@ def split_replayed(frames: Sequence[FrameT]) -> tuple[bool, Sequence[FrameT]]:
 
 def decode_step_reply(frames: Sequence[Frame]) -> StepReplyMessage:
     """Decode frame 0 of a step reply. Raises as decode_step does."""
-    _check_bounds(frames, MAX_STEP_BYTES)
-    return _decode(_STEP_REPLY, frames)
+    return _decode(_STEP_REPLY, frames, MAX_STEP_BYTES)
 
 
 def decode_control(frames: Sequence[Frame]) -> ControlMessage:
     """Decode a control request. Raises as decode_step does, with MAX_CONTROL_BYTES."""
-    _check_bounds(frames, MAX_CONTROL_BYTES)
-    return _decode(_CONTROL, frames)
+    return _decode(_CONTROL, frames, MAX_CONTROL_BYTES)
 
 
 def decode_control_reply(frames: Sequence[Frame]) -> ControlReplyMessage:
     """Decode a control reply. Raises as decode_control does."""
-    _check_bounds(frames, MAX_CONTROL_BYTES)
-    return _decode(_CONTROL_REPLY, frames)
+    return _decode(_CONTROL_REPLY, frames, MAX_CONTROL_BYTES)
 
 
 def decode_event(frames: Sequence[Frame]) -> EventMessage:
     """Decode an event. Raises as decode_control does."""
-    _check_bounds(frames, MAX_CONTROL_BYTES)
-    return _decode(_EVENT, frames)
+    return _decode(_EVENT, frames, MAX_CONTROL_BYTES)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[MessageT], frames: Sequence[Frame]) -> MessageT:
+def _decode(
+    decoder: msgspec.msgpack.Decoder[MessageT], frames: Sequence[Frame], max_bytes: int | None
+) -> MessageT:
+    """Decode frame 0. max_bytes: of all frames; None checks no bounds."""
+    if max_bytes is not None:
+        _check_bounds(frames, max_bytes)
     try:
         return decoder.decode(frames[0])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise BadFrameError(
-            f"frame 0 ({len(frames[0])} bytes) is no known message: {error}"
+            f"frame 0 ({len(frames[0])} bytes) is not a known message: {error}"
         ) from None
 
 

@@ -1,5 +1,5 @@
-"""Configuration that a driver sends; `worker_daemon/worker/resolve.py` turns it into the settings
-that the daemon runs with."""
+"""Configuration sent by a driver. `worker_daemon/worker/resolve.py` turns it into the daemon's
+settings."""
 
 import hashlib
 from typing import Annotated, Literal
@@ -13,12 +13,12 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy", "sharded_state", "tensorizer"]
 
 FIT_MAX_MODEL_LEN = -1
-"""On command lines, a max_model_len that the driver fits to the KV cache. It never travels: the
+"""On command lines, a max_model_len that the driver fits to the KV cache. It is never sent: the
 model is loaded for its own limit, which UpdateMaxModelLen lowers."""
 
 MIN_STEP_DEADLINE_MS = 1000
-"""A host that is busy keeps a process from running for tenths of a second: a deadline below this
-would take that for a hang, and end daemons."""
+"""A busy host stops a process for tenths of a second: a shorter deadline would take that for a
+hang, and end daemons."""
 
 _MOST_DIGITS = 9
 
@@ -39,8 +39,8 @@ class ParallelConfig(Value, frozen=True, kw_only=True):
 
 
 def read_layer_partition(text: str) -> tuple[int, ...]:
-    """Return the layer_partition that "N,N,..." spells: each stage's number of layers. Whether it
-    suits a model is not known here.
+    """Return the layer_partition that "N,N,..." spells: each stage's number of layers. The model is
+    not checked here.
 
     Raises:
         ValueError: it is no list of counts.
@@ -54,24 +54,25 @@ def read_layer_partition(text: str) -> tuple[int, ...]:
 
 
 class ModelConfig(Value, frozen=True, kw_only=True):
-    """Which weights, in which precision, for which context length."""
+    """Weights, their precision, and the context length."""
 
     model: Annotated[str, Meta(min_length=1, max_length=4096)]
     """Directory in Hugging Face format, under one of the daemon's model roots; with sharded_state
-    and tensorizer that of a saved set, under one of them or the save root."""
+    and tensorizer the directory of a saved set, under one of them or the save root."""
     dtype: Dtype = "auto"
     load_format: LoadFormat = "auto"
-    """auto reads a checkpoint, dummy makes values up, sharded_state reads what SaveShardedState
-    wrote for a group of the same shape and dtype, tensorizer what SaveTensorizedModel did."""
+    """auto reads a checkpoint, dummy generates values, sharded_state reads a set that
+    SaveShardedState wrote for a group of the same shape and dtype, tensorizer one of
+    SaveTensorizedModel."""
     verify_checksums: bool = False
-    """Compare what was loaded from a saved set with the checksums of its index."""
+    """Compare the tensors loaded from a saved set with the checksums of its index."""
     max_model_len: Positive | None = None
     """Longest prompt plus output in tokens; None takes the model's own limit."""
     seed: Unsigned = 0
-    """Of the dummy weights; sampling seeds belong to requests."""
+    """Seed of dummy weights; sampling seeds belong to requests."""
     enable_sleep_mode: bool = False
-    """Lay weights and KV cache out so that Sleep can take their memory away. After warm-up the
-    daemon then takes as much host memory as its weights have, page-locked, if the host has it."""
+    """Lay weights and KV cache out so that Sleep can release their memory. After warm-up the daemon
+    then allocates as much page-locked host memory as its weights take, if the host has it."""
 
 
 class SchedulerConfig(Value, frozen=True, kw_only=True):
@@ -81,11 +82,11 @@ class SchedulerConfig(Value, frozen=True, kw_only=True):
     max_num_batched_tokens: Positive = 8192
     step_deadline_ms: Annotated[int, Meta(ge=100, le=3_600_000)] = 60_000
     """A step that takes longer counts as hung; gloo's own timeout is this plus a second. At least
-    MIN_STEP_DEADLINE_MS, and what the longest step needs."""
+    MIN_STEP_DEADLINE_MS, and as long as the longest step takes."""
 
 
 class CacheConfig(Value, frozen=True, kw_only=True):
-    """How the KV cache is laid out and how much memory it may take."""
+    """Layout of the KV cache, and bounds on its memory."""
 
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     gpu_memory_utilization: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.9
@@ -95,14 +96,14 @@ class CacheConfig(Value, frozen=True, kw_only=True):
 
 
 class GraphConfig(Value, frozen=True, kw_only=True):
-    """Whether steps may be captured into CUDA graphs."""
+    """Use of CUDA graphs."""
 
     enforce_eager: bool = False
 
 
 class WorkerConfig(Value, frozen=True, kw_only=True):
-    """All of it: what `attach` compares, so that a new driver knows whether what is loaded is what
-    it wants."""
+    """The complete configuration. `attach` compares it, so that a new driver can see whether the
+    loaded one is the one it wants."""
 
     parallel: ParallelConfig
     model: ModelConfig
@@ -129,8 +130,8 @@ class WorkerConfig(Value, frozen=True, kw_only=True):
 
 
 class RendezvousAddress(Value, frozen=True, kw_only=True):
-    """Where members of a group meet: a key-value store that serves those alone who prove that they
-    hold its secret (rpc_schema/rendezvous.py)."""
+    """Address of a rendezvous: a key-value store that serves only members that prove that they hold
+    its secret (rpc_schema/rendezvous.py)."""
 
     host: Annotated[str, Meta(min_length=1, max_length=256)]
     port: Annotated[int, Meta(ge=1, le=65535)]
@@ -141,7 +142,7 @@ class RendezvousAddress(Value, frozen=True, kw_only=True):
 
 
 class Rendezvous(Value, frozen=True, kw_only=True):
-    """How a rank comes to a link."""
+    """A rank's access to a new link."""
 
     link: Annotated[int, Meta(ge=1, le=2**63 - 1)]
     place: RendezvousAddress | None

@@ -1,5 +1,4 @@
-"""Errors as they travel: a stable code, a scope, text for people. Exceptions of the codec itself
-are here too."""
+"""Errors on the wire: a stable code, a scope, text for people. Also the exceptions of the codec."""
 
 import enum
 
@@ -8,8 +7,7 @@ from rpc_schema.lease import LeaseStatus
 
 
 class ErrorCode(enum.StrEnum):
-    """Every code that a daemon may answer with. Each side maps all of them; a test holds both to
-    it."""
+    """Every code that a daemon may answer with. Both sides map all of them, which a test checks."""
 
     PROTOCOL = "PROTOCOL"
     BAD_FRAME = "BAD_FRAME"
@@ -38,7 +36,7 @@ class ErrorCode(enum.StrEnum):
 
 
 class ErrorScope(enum.StrEnum):
-    """What an error takes with it: one request, one step, the worker, or the whole group."""
+    """Extent of an error: one request, one step, the worker, or the whole group."""
 
     REQUEST = "request"
     STEP = "step"
@@ -54,7 +52,7 @@ class ErrorReply(StepReply, frozen=True, tag=0, kw_only=True):
     message: Text
     traceback: Text = ""
     expected_seq: Unsigned = 0
-    """The seq that the daemon wants next; with GAP, the one that is missing."""
+    """The seq that the daemon wants next; with GAP, the missing one."""
 
 
 class ControlErrorReply(ControlReply, frozen=True, tag=0, kw_only=True):
@@ -65,7 +63,7 @@ class ControlErrorReply(ControlReply, frozen=True, tag=0, kw_only=True):
     message: Text
     traceback: Text = ""
     lease: LeaseStatus | None = None
-    """With LEASE_HELD: whose it is, and how long to wait."""
+    """With LEASE_HELD: its holder, and the time to wait."""
 
 
 class WireError(Exception):

@@ -1,9 +1,9 @@
-"""What messages have of optional features: closed unions of structs, one struct a feature, absent
-where it is not used. A new feature is a struct of its own module and a line in each union here that
+"""Optional features in messages: closed unions of structs, one struct for each feature, absent if
+it is not used. A new feature is a struct in a module of its own and a line in each union here that
 it belongs to.
 
-One of a step or a reply may have array frames (`num_frames`): they follow the message's own, in the
-order of its extensions.
+Extensions of a step or a reply may have array frames (`num_frames`): they follow the message's own,
+in the order of its extensions.
 """
 
 from collections.abc import Iterable
@@ -21,13 +21,13 @@ from rpc_schema.sampling import (
 )
 
 RequestExtension: TypeAlias = RandomSampling | StopTokens | LogprobsWanted
-"""Of a request, from its admission on."""
+"""Extension of a request, from its admission on."""
 
 StepExtension: TypeAlias = GrammarMasks
-"""Of one step, or of the sampling of one."""
+"""Extension of one step, or of the sampling of one."""
 
 ReplyExtension: TypeAlias = TokenLogprobs
-"""Of a step's reply."""
+"""Extension of a step's reply."""
 
 RequestExtensions: TypeAlias = Annotated[tuple[RequestExtension, ...], Meta(max_length=16)]
 StepExtensions: TypeAlias = Annotated[tuple[StepExtension, ...], Meta(max_length=16)]

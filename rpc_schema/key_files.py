@@ -1,5 +1,5 @@
-"""The key files of drivers and daemons: their JSON formats, and how they are read so that nobody
-else can have read or changed them. Knows no socket, and nothing of how keys are made."""
+"""The key files of drivers and daemons: their JSON formats, and reading them with checks that
+nobody else can have read or changed them."""
 
 import enum
 import os
@@ -19,14 +19,14 @@ FileT = TypeVar("FileT")
 
 
 class Role(enum.StrEnum):
-    """What a key may do; each role may do what those before it may."""
+    """Permissions of a key; each role includes those before it."""
 
     OBSERVER = "observer"
     DRIVER = "driver"
     ADMIN = "admin"
 
     def covers(self, needed: "Role") -> bool:
-        """Tell whether this role may do what `needed` may."""
+        """Return True if this role includes `needed`."""
         return _LEVELS[self] >= _LEVELS[needed]
 
 
@@ -45,7 +45,7 @@ class SecretKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PublicKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A public file: what the other side is given."""
+    """A public file, for the other side."""
 
     kind: Literal["worker-daemon public key"]
     public_key: Z85Key
@@ -57,12 +57,12 @@ class AuthorizedKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: Z85Key
     role: Role
     name: Annotated[str, Meta(max_length=128)]
-    """For people; not in any decision."""
+    """For people; not part of any decision."""
 
 
 class KeyFileError(Exception):
-    """A key file cannot be used. `field` names the option, `fix` the way out; a key is never part
-    of it."""
+    """A key file cannot be used. `field` names the option, `fix` the remedy; it never contains a
+    key."""
 
     def __init__(self, message: str, *, field: str, value: str, fix: str) -> None:
         super().__init__(f"{message}; field {field} = {value!r}; fix: {fix}")
@@ -73,13 +73,13 @@ class KeyFileError(Exception):
 
 
 def fingerprint(public_key: str) -> str:
-    """Return what logs carry of a key."""
+    """Return the part of a key that logs may contain."""
     return public_key[:FINGERPRINT_CHARS]
 
 
 def read_secret_key(path: Path, field: str, *, group_may_read: bool = False) -> SecretKey:
     """Read a secret file. group_may_read: for systemd's credentials, whose directory is closed and
-    whose access lists show as rights of the group.
+    whose access lists appear as rights of the group.
 
     Raises:
         KeyFileError: it is missing, malformed, of somebody else, or others may read or write it.
@@ -121,7 +121,7 @@ def encode_key_file(content: SecretKey | PublicKey) -> bytes:
 def _read(path: Path, field: str, *, forbidden: int, private: bool) -> bytes:
     shown = _shown(path)
     try:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # waits for no FIFO's other end
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # do not wait for a FIFO's other end
         with os.fdopen(os.open(path, flags), "rb") as file:
             facts = os.fstat(file.fileno())
             data = file.read(MAX_FILE_BYTES + 1)
@@ -157,13 +157,14 @@ def _decode(data: bytes, kind: type[FileT], path: Path, field: str, fix: str) ->
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # Of a secret file nothing but what was expected where is told.
+        # The message contains the expected type and its place only, nothing of a secret file.
         raise KeyFileError(
             f"the file is malformed: {error}", field=field, value=_shown(path), fix=fix
         ) from None
 
 
 def _shown(path: Path) -> str:
-    """What an error may say of a path: somebody may have given the key itself."""
+    """Return the part of a path that an error may contain: the key itself may have been given as
+    the path."""
     text = str(path)
     return text if path.exists() or len(path.name) != 40 else "(40 characters)"

@@ -1,15 +1,14 @@
-"""The KV cache as ranks describe it and as the driver plans it, and the arithmetic of its blocks:
-once, for drivers and for `worker-daemon plan`.
+"""The KV cache in the ranks' reports and in the driver's plan, and the arithmetic of its blocks,
+for drivers and for `worker-daemon plan`.
 
-A rank's memory for the KV cache is cut into equal pages, num_blocks in each of a few tensors. A
-block is the pages of one number, one of every tensor; its id is that number. A group is layers that
-share one block table: its first layer keeps its K and V in the first tensor, its second one in the
-second, and so on. Any block serves any group, so that what one group does not need another one has.
+A rank's memory for the KV cache is divided into equal pages, num_blocks in each of a few tensors. A
+block is the pages with one number, one of every tensor; its id is that number. A group is layers
+that share one block table: its first layer has its K and V in the first tensor, its second one in
+the second, and so on. Any block can serve any group, so that groups share the free ones.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
@@ -20,16 +19,16 @@ NUM_NULL_BLOCKS = 1
 """Block 0 is never given to a request."""
 
 NULL_BLOCK = 0
-"""Its id: what stands in the place of a block behind a sliding window."""
+"""Its id: it replaces a block that a sliding window has passed."""
 
 MAX_GROUPS = 16
-"""Each costs a step one launch more, and a request one row of the block table more."""
+"""Each costs a step one more launch, and a request one more row of the block table."""
 
 DType = Annotated[str, Meta(max_length=32)]
 
 
 class KVCacheSpec(Value, frozen=True, kw_only=True):
-    """What one layer of one rank keeps per token. Sizes are the local shard's."""
+    """KV cache per token of one layer of one rank. Sizes are the local shard's."""
 
     layer_name: Name
     num_kv_heads: Positive
@@ -44,14 +43,15 @@ class KVCacheGroup(Value, frozen=True, kw_only=True):
     may have no layer of one."""
 
     layer_names: tuple[Name, ...]
-    """Of this rank. The first has its pages in the first tensor, and so on."""
+    """Layers of this rank. The first has its pages in the first tensor, and so on."""
     block_size: Positive
     """Tokens of a block."""
     sliding_window: Positive | None
-    """Tokens that a token sees, itself included; None: all before it."""
+    """Number of tokens that a token sees, itself included; None: all before it."""
     dtype: DType
     layout: Literal["NHD"] = "NHD"
-    """Of a layer's tensor: [num_blocks, 2, block_size, kv_heads, head_dim]; 0 of dim 1 is K."""
+    """Layout of a layer's tensor: [num_blocks, 2, block_size, kv_heads, head_dim]; 0 of dim 1 is
+    K."""
 
 
 class KVCacheConfig(Value, frozen=True, kw_only=True):
@@ -60,15 +60,14 @@ class KVCacheConfig(Value, frozen=True, kw_only=True):
 
     num_blocks: Annotated[int, Meta(ge=2, le=2**31 - 1)]
     block_size: Positive
-    """As configured: that of the groups whose layers keep the most per token."""
+    """Configured block size: that of the groups whose layers keep the most per token."""
     groups: Annotated[tuple[KVCacheGroup, ...], Meta(max_length=MAX_GROUPS)]
     size_bytes: Unsigned
-    """Of all tensors together: num_blocks * the bytes of a page * the layers of the largest
-    group."""
+    """Size of all tensors: num_blocks * the bytes of a page * the layers of the largest group."""
 
 
 class BlockGroup(NamedTuple):
-    """What of a group decides which blocks a request has."""
+    """Properties of a group that determine a request's blocks."""
 
     block_size: int
     window: int | None = None
@@ -76,7 +75,7 @@ class BlockGroup(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """What layers must have in common to share a block table."""
+    """Properties that layers must share to share a block table."""
 
     window: int | None
     dtype: str
@@ -91,11 +90,11 @@ class LayerGroup(NamedTuple):
     blocks: BlockGroup
     kind: LayerKind
     layer_names: tuple[tuple[str, ...], ...]
-    """Of each rank."""
+    """Layers of each rank."""
 
 
 class UnequalPages(ValueError):
-    """Layers keep so different amounts per token that no block sizes make their pages equal."""
+    """Layers keep such different amounts per token that no block sizes make their pages equal."""
 
     def __init__(self, sizes: Sequence[int], block_size: int) -> None:
         super().__init__(f"pages of {block_size} tokens cannot be equal for layers of {sizes}")
@@ -104,12 +103,12 @@ class UnequalPages(ValueError):
 
 
 def block_groups(groups: Sequence[BlockGroup], block_size: int) -> tuple[BlockGroup, ...]:
-    """Return the groups; where none is named, there is one of block_size without a window."""
+    """Return the groups; without any, one of block_size without a window."""
     return tuple(groups) or (BlockGroup(block_size),)
 
 
 def groups_of(config: KVCacheConfig) -> tuple[BlockGroup, ...]:
-    """Return what decides which blocks a request has in this cache."""
+    """Return block size and window of each group of this cache."""
     named = [BlockGroup(group.block_size, group.sliding_window) for group in config.groups]
     return block_groups(named, config.block_size)
 
@@ -120,15 +119,16 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 def blocks_behind(num_computed: int, group: BlockGroup) -> int:
-    """Return how many of a request's first blocks no token from position num_computed on sees."""
+    """Return the number of a request's first blocks that no token from position num_computed on
+    sees."""
     if group.window is None:
         return 0
     return max(0, num_computed - group.window + 1) // group.block_size
 
 
 def most_blocks(num_tokens: int, group: BlockGroup, max_num_batched_tokens: int) -> int:
-    """Return the blocks of one group that a request of num_tokens tokens has at once, at most: all,
-    or those of a window, of a step's tokens and of what these reach into."""
+    """Return the most blocks of one group that a request of num_tokens tokens has at once: all, or
+    those of a window and of a step's tokens, with the partial blocks at both ends."""
     needed = blocks_for(num_tokens, group.block_size)
     if group.window is None:
         return needed
@@ -139,7 +139,7 @@ def most_blocks(num_tokens: int, group: BlockGroup, max_num_batched_tokens: int)
 def request_blocks(
     num_tokens: int, groups: Iterable[BlockGroup], max_num_batched_tokens: int
 ) -> int:
-    """Return the blocks of all groups that a request of num_tokens has at once, at most."""
+    """Return the most blocks of all groups that a request of num_tokens has at once."""
     return sum(most_blocks(num_tokens, group, max_num_batched_tokens) for group in groups)
 
 
@@ -149,13 +149,14 @@ def plan_groups(
     max_model_len: int,
     max_num_batched_tokens: int,
 ) -> tuple[LayerGroup, ...]:
-    """Cut the layers of all ranks into groups, full attention first: those with which a request of
-    max_model_len tokens takes the least memory on the rank where it takes the most, and of such the
-    fewest. Layers of one kind are one group.
+    """Divide the layers of all ranks into groups, full attention first. The plan minimizes the
+    memory of a request of max_model_len tokens on the rank where it takes the most, then the number
+    of groups. Layers of one kind are one group.
 
     A block takes as much of a rank as the largest group has layers there, whichever it serves. So
-    where stages have layers of different kinds, it may be best to keep all that windows let go. A
-    window that no request outgrows is none. block_size: of the kind that keeps the most per token.
+    if stages have layers of different kinds, it may be best to keep all blocks that windows have
+    passed. A window that no request outgrows is ignored. block_size: of the kind that keeps the
+    most per token.
 
     Raises:
         UnequalPages: pages of different kinds cannot be made equal.
@@ -175,7 +176,7 @@ def plan_groups(
 class _Cut(NamedTuple):
     groups: tuple[LayerGroup, ...]
     cost: int
-    """Bytes of a request of the longest length, on the rank where it takes the most."""
+    """Bytes of the longest request, on the rank where it takes the most."""
 
 
 def _cut(
@@ -184,7 +185,7 @@ def _cut(
     max_model_len: int,
     max_num_batched_tokens: int,
 ) -> _Cut:
-    """Cut each kind into as many groups as is best. ranks: names of each rank's layers."""
+    """Divide each kind into the best number of groups. ranks: names of each rank's layers."""
     every_kind = {kind for by_kind in ranks for kind in by_kind}
     kinds = sorted(every_kind, key=lambda kind: (kind.window is not None, kind))
     counts = [[len(by_kind.get(kind, ())) for by_kind in ranks] for kind in kinds]
@@ -209,7 +210,7 @@ def _cut(
 
 
 def _names_by_kind(layers: Sequence[KVCacheSpec], longest: int) -> dict[LayerKind, tuple[str, ...]]:
-    """Return the layers of each kind; windows of `longest` tokens or more are none."""
+    """Return the layers of each kind; windows of `longest` tokens or more are ignored."""
     names: dict[LayerKind, tuple[str, ...]] = {}
     for layer in layers:
         window = layer.sliding_window
@@ -225,7 +226,7 @@ def _names_by_kind(layers: Sequence[KVCacheSpec], longest: int) -> dict[LayerKin
 
 
 def _block_sizes(bytes_per_token: Sequence[int], block_size: int) -> list[int]:
-    """Return block sizes with which the pages of all kinds have the same bytes."""
+    """Return block sizes for which the pages of all kinds have the same bytes."""
     page = block_size * max(bytes_per_token)
     if any(page % size for size in bytes_per_token):
         raise UnequalPages(bytes_per_token, block_size)
@@ -236,20 +237,19 @@ def _block_sizes(bytes_per_token: Sequence[int], block_size: int) -> list[int]:
 
 
 def _part(names: Sequence[str], index: int, number: int) -> tuple[str, ...]:
-    """Return the index-th of `number` even parts: neighbours, which share what attention prepares
+    """Return the index-th of `number` even parts: neighbors, which share what attention prepares
     for a step."""
     return tuple(names[len(names) * index // number : len(names) * (index + 1) // number])
 
 
 def bytes_per_block(groups: Sequence[LayerGroup], rank: int) -> int:
-    """Return the bytes that a block takes on a rank: a page in each of its tensors."""
+    """Return the bytes of a block on a rank: a page in each of its tensors."""
     page = max(group.blocks.block_size * group.kind.bytes_per_token for group in groups)
     return page * max(len(group.layer_names[rank]) for group in groups)
 
 
 def fitting_blocks(available_bytes: int, block_bytes: int) -> int:
-    """Return the blocks that a rank has room for, the null block included; none if it lacks
-    bytes."""
+    """Return the blocks that a rank has room for, the null block included; 0 if it lacks memory."""
     return max(0, available_bytes // block_bytes)
 
 
@@ -268,8 +268,8 @@ def usable_tokens(
     max_model_len: int,
     max_num_batched_tokens: int,
 ) -> int:
-    """Return the tokens that num_blocks hold beside the null block: of requests of max_model_len
-    tokens, where a window makes that depend on their length."""
+    """Return the number of tokens that num_blocks hold, without the null block. If a window makes
+    that depend on the length of requests, they have max_model_len tokens."""
     usable = max(0, num_blocks - NUM_NULL_BLOCKS)
     if len(groups) == 1 and groups[0].window is None:
         return usable * groups[0].block_size
@@ -279,7 +279,8 @@ def usable_tokens(
 def longest_requests(
     num_blocks: int, groups: Sequence[BlockGroup], max_model_len: int, max_num_batched_tokens: int
 ) -> int:
-    """Return how many requests of max_model_len tokens have all their blocks at once."""
+    """Return the number of requests of max_model_len tokens that can have all their blocks at
+    once."""
     usable = max(0, num_blocks - NUM_NULL_BLOCKS)
     return usable // request_blocks(max_model_len, groups, max_num_batched_tokens)
 
@@ -287,13 +288,12 @@ def longest_requests(
 def longest_request(
     num_blocks: int, groups: Sequence[BlockGroup], most: int, max_num_batched_tokens: int
 ) -> int:
-    """Return the tokens of the longest request that has all its blocks, `most` at most."""
-    needed = partial(_needed, groups=groups, max_num_batched_tokens=max_num_batched_tokens)
-    return bisect_right(range(1, most + 1), num_blocks - NUM_NULL_BLOCKS, key=needed)
-
-
-def _needed(num_tokens: int, groups: Sequence[BlockGroup], max_num_batched_tokens: int) -> int:
-    return request_blocks(num_tokens, groups, max_num_batched_tokens)
+    """Return the tokens of the longest request that can have all its blocks, `most` at most."""
+    return bisect_right(
+        range(1, most + 1),
+        num_blocks - NUM_NULL_BLOCKS,
+        key=lambda length: request_blocks(length, groups, max_num_batched_tokens),
+    )
 
 
 def build_kv_cache_config(

@@ -1,5 +1,5 @@
-"""Everything between a daemon's start and its end that is not a step: attach, device, model,
-memory, health, shutdown."""
+"""Messages between a daemon's start and its end other than steps: attach, device, model, memory,
+health, shutdown."""
 
 from typing import Annotated, Literal
 
@@ -11,6 +11,7 @@ from rpc_schema.base import (
     ControlReply,
     ControlRequest,
     Count,
+    Event,
     Name,
     Positive,
     StepReply,
@@ -47,8 +48,9 @@ LinkState = Literal["none", "up", "broken"]
 ServingState = Literal["SERVING", "DRAINING", "CLOSED", "FAILED"]
 MemoryTag = Literal["weights", "kv_cache"]
 TagState = Literal["awake", "asleep", "discarded", "lost"]
-"""awake: there. asleep: not there, until WakeUp brings it back (a KV cache empty). discarded: not
-there, and no content to bring back. lost: there, but these weights must be loaded again."""
+"""awake: mapped. asleep: not mapped, until WakeUp restores it (a KV cache is empty then).
+discarded: not mapped, without content to restore. lost: mapped, but the weights must be loaded
+again."""
 SleepLevel = Literal[1, 2]
 
 
@@ -70,18 +72,18 @@ class HelloReply(msgspec.Struct, array_like=True, frozen=True, tag=1, kw_only=Tr
     worker_uid: bytes
     software: str
     link_software: str = ""
-    """What ranks that are linked must have alike, with versions: torch, and NCCL where it is there.
-    Empty: not known."""
+    """Software that linked ranks must have in the same version: torch, and NCCL if present. Empty:
+    unknown."""
 
 
 MAX_EPOCH_STEP = 1 << 20
-"""How far above the last epoch of a daemon the next one may be. A driver whose group has a daemon
-that is further ahead asks the others more than once."""
+"""Limit on the step from a daemon's last epoch to the next one. If another daemon of the group is
+further ahead, a driver needs several steps."""
 
 
 class PrepareAttach(ControlRequest["PrepareAttachReply"], frozen=True, tag=2, kw_only=True):
     """First phase of attach: announce an epoch higher than any that this daemon has seen, by at
-    most 2^20 (else CONFIG). Refused to a driver that has not said Hello with this daemon's protocol
+    most 2^20 (else CONFIG). Refused to a driver that has not sent Hello with this daemon's protocol
     version, and, with LEASE_HELD, while another driver holds the lease."""
 
     driver_id: Uid
@@ -98,9 +100,9 @@ class PrepareAttachReply(ControlReply, frozen=True, tag=2, kw_only=True):
 
 
 class CommitAttach(ControlRequest["CommitAttachReply"], frozen=True, tag=3, kw_only=True):
-    """Second phase: the daemon's steps belong to this driver from here on, and all requests of
-    earlier ones are dropped. Its lease begins. Only the sender's key (on ipc without keys: its
-    user) may use the epoch from here on; others are FORBIDDEN."""
+    """Second phase: this driver owns the daemon's steps from here on, and all requests of earlier
+    ones are dropped. Its lease begins. Only the sender's key (on ipc without keys: its user) may
+    use the epoch from here on; others are FORBIDDEN."""
 
     driver_id: Uid
     epoch: Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -108,40 +110,41 @@ class CommitAttach(ControlRequest["CommitAttachReply"], frozen=True, tag=3, kw_o
     """Routing id of the driver's results socket. A secret: a connection with this id gets the
     results."""
     keep_requests: bool = False
-    """Keep them for AdoptRequests; the first ExecuteModel drops those that it does not name."""
+    """Keep those requests for AdoptRequests; the first ExecuteModel drops the ones that it does not
+    name."""
     lease_ttl_ms: Unsigned = DEFAULT_LEASE_TTL_MS
-    """1000 to 60000: how long the lease lasts after each renewal."""
+    """1000 to 60000: duration of the lease after each renewal."""
     orphan_kv_ttl_ms: Unsigned = DEFAULT_ORPHAN_KV_TTL_MS
-    """0 to 3600000: how long requests stay on the daemon once the lease has expired. Weights stay
-    for ever."""
+    """0 to 3600000: time for which requests stay on the daemon after the lease has expired. Weights
+    stay for ever."""
     holder_name: HolderName = ""
 
 
 class ReplyDelay(Value, frozen=True, kw_only=True):
-    """From the moment at which a step's result was known to be on the host to the end of the
+    """Time from the moment at which a step's result is known to be on the host to the end of the
     sending of its reply, over the last results of the attached driver's steps (at most 1024)."""
 
     num_replies: Count
-    """0 where this rank has sent none: both times are 0 then."""
+    """0 if this rank has sent none: both times are 0 then."""
     p50_us: float
     p99_us: float
 
 
 class KVCacheAdvice(Value, frozen=True, kw_only=True):
-    """Values of kv_cache_memory_bytes for the model that is loaded, from what was in use after
+    """Values of kv_cache_memory_bytes for the loaded model, from the memory in use after
     warm-up."""
 
     request_bytes: Unsigned
-    """Keeps this rank to the share that gpu_memory_utilization names."""
+    """Keeps this rank within the share that gpu_memory_utilization names."""
     card_bytes: Unsigned
-    """Fills what other processes leave of the device."""
+    """Fills the part of the device that other processes leave."""
 
 
 class GpuLoad(Value, frozen=True, kw_only=True):
-    """What NVML shows of a GPU, at most two seconds old; None where it does not tell."""
+    """Readings of NVML for a GPU, at most two seconds old; None if it has none."""
 
     utilization_percent: Count | None = None
-    """Of the last moments; the share of time in which some kernel ran."""
+    """Recent share of time in which a kernel ran."""
     temperature_c: int | None = None
     power_w: Count | None = None
 
@@ -163,20 +166,20 @@ class Status(Value, frozen=True, kw_only=True):
     phase: str
     phase_ms: Count
     config: WorkerConfig | None
-    """What is loaded; None below MODEL_LOADED."""
+    """Configuration of the loaded model; None below MODEL_LOADED."""
     kv_cache: KVCacheConfig | None
     memory_bytes: dict[str, int]
-    """Device (or host) memory by use: weights, kv_cache, graphs, activations (with what the
-    allocator keeps for them), context (with communicators, library handles and code), others (other
-    processes; absent where they cannot be told from context); activations_peak, free, total. With
-    enable_sleep_mode weights and kv_cache are what these have now, and there are buffers (of the
-    model, in context), torch_reserved (what torch's allocator has) and host_backup (host memory for
-    sleep)."""
+    """Device (or host) memory by use: weights, kv_cache, graphs, activations (with the allocator's
+    cache for them), context (with communicators, library handles and code), others (other
+    processes; absent if they cannot be distinguished from context); activations_peak, free, total.
+    With enable_sleep_mode weights and kv_cache are their present memory, and there are buffers (of
+    the model, in context), torch_reserved (memory of torch's allocator) and host_backup (host
+    memory for sleep)."""
     providers: dict[str, str]
-    """What serves each part of a step: attention, layers, all_reduce, graphs (their number)."""
+    """Provider of each part of a step: attention, layers, all_reduce, graphs (their number)."""
     input_wait_share: float
-    """Of its time this stage waits for its input, 0 to 1, over the last sampled steps; 0 in a
-    pipeline of one stage."""
+    """Share of its time, 0 to 1, that this stage waits for its input, over the last sampled steps;
+    0 in a pipeline of one stage."""
     reply_delay: ReplyDelay
     transitions: tuple[str, ...]
     """The last state changes, oldest first."""
@@ -184,33 +187,32 @@ class Status(Value, frozen=True, kw_only=True):
     kv_cache_advice: KVCacheAdvice | None = None
     """From READY on."""
     memory_tags: dict[MemoryTag, TagState] = msgspec.field(default_factory=dict)
-    """Whether weights and KV cache sleep; empty where they cannot, for want of
-    enable_sleep_mode."""
+    """Sleep state of weights and KV cache; empty without enable_sleep_mode."""
     weights: WeightsStatus | None = None
     """None below MODEL_LOADED."""
     lease: LeaseStatus = FREE_LEASE
     num_bad_frames: Count = 0
-    """Messages that did not decode, since the daemon's start."""
+    """Number of messages that did not decode, since the daemon's start."""
     num_refused: Count = 0
-    """Handshakes that were refused; 0 without keys."""
+    """Number of refused handshakes; 0 without keys."""
     degraded: Text = ""
-    """What is amiss with the device, though it serves on: NVML is lost, say. Empty: nothing."""
+    """Fault of the device with which it serves on, such as the loss of NVML. Empty: none."""
     num_tokens: Unsigned = 0
-    """Sampled since the daemon's start; 0 on ranks that answer no steps."""
+    """Tokens sampled since the daemon's start; 0 on ranks that do not answer steps."""
     num_requests: Count = 0
-    """That the last step with a sample had; likewise."""
+    """Requests of the last step with a sample; likewise."""
     usual_step_us: Count = 0
-    """A moving average of the time from step to step, idle times apart."""
+    """Moving average of the time from step to step, without idle times."""
     gpu_load: GpuLoad | None = None
     num_kv_blocks_held: Count = 0
-    """KV blocks that running requests have; one that several share is counted for each."""
+    """KV blocks of running requests; a shared one is counted for each."""
     upload_bytes: Unsigned = 0
-    """Host memory for the attached driver's uploads, unfinished ones in full."""
+    """Host memory for the attached driver's uploads; unfinished ones count in full."""
 
 
 class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):
-    """Attached. The previous_* fields say where the daemon stood before: ranks that differ need a
-    new link."""
+    """Attached. The previous_* fields describe the daemon's position before: ranks that differ need
+    a new link."""
 
     previous_epoch: Unsigned
     previous_seq: Unsigned
@@ -220,14 +222,14 @@ class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):
 
 
 class Detach(ControlRequest["Acknowledged"], frozen=True, tag=4, kw_only=True):
-    """The driver leaves in order; the model stays loaded, its requests are dropped at the next
+    """End the attachment in order. The model stays loaded; its requests are dropped at the next
     attach."""
 
     epoch: Unsigned
 
 
 class OpenRendezvous(ControlRequest["OpenRendezvousReply"], frozen=True, tag=5, kw_only=True):
-    """Serve the meeting of the next link on the daemon's data interface."""
+    """Serve the rendezvous of the next link on the daemon's data interface."""
 
     epoch: Unsigned
     link: Unsigned
@@ -239,15 +241,15 @@ class OpenRendezvousReply(ControlReply, frozen=True, tag=5, kw_only=True):
 
 
 class AbortLink(ControlRequest["Acknowledged"], frozen=True, tag=30, kw_only=True):
-    """A rank is lost: leave its link. Whoever waits for other ranks is freed, and steps are refused
-    until a Relink; weights, KV cache and graphs stay."""
+    """Leave the link, since a rank is lost. Waits for other ranks end, and steps are refused until
+    a Relink; weights, KV cache and graphs stay."""
 
     epoch: Unsigned
     cause: Text
 
 
 class CheckHealth(ControlRequest["CheckHealthReply"], frozen=True, tag=6, kw_only=True):
-    """Is the daemon alive, and is its step thread making progress?"""
+    """Report whether the daemon is healthy and its step thread makes progress."""
 
 
 class CheckHealthReply(ControlReply, frozen=True, tag=6, kw_only=True):
@@ -258,7 +260,7 @@ class CheckHealthReply(ControlReply, frozen=True, tag=6, kw_only=True):
 
 
 class GetStatus(ControlRequest["GetStatusReply"], frozen=True, tag=7, kw_only=True):
-    """Everything that the daemon knows of itself."""
+    """Return the daemon's status."""
 
 
 class GetStatusReply(ControlReply, frozen=True, tag=7, kw_only=True):
@@ -266,13 +268,13 @@ class GetStatusReply(ControlReply, frozen=True, tag=7, kw_only=True):
 
 
 class Shutdown(ControlRequest["Acknowledged"], frozen=True, tag=8, kw_only=True):
-    """End the daemon: the running step is finished first, within its drain time."""
+    """Stop the daemon: the running step is finished first, within its drain time."""
 
 
 class Drain(ControlRequest["Acknowledged"], frozen=True, tag=31, kw_only=True):
     """Take no more steps and no more drivers, and stay: weights, KV cache, link and lease are kept.
-    The lease's holder is told by the heartbeat, and has a second to stop of its own accord; the
-    running step is finished. Answered once no step runs or will. Repeating it changes nothing."""
+    The heartbeat informs the lease's holder, which has a second to stop by itself; the running step
+    is finished. Answered once no step runs or will. Repeating it changes nothing."""
 
     undo: bool = False
     """Take steps and drivers again."""
@@ -283,7 +285,7 @@ class Acknowledged(ControlReply, frozen=True, tag=8, kw_only=True):
 
 
 class Attached(StepReply, frozen=True, tag=3, kw_only=True):
-    """seq 0 of an epoch: the results socket reaches this driver."""
+    """Reply at seq 0 of an epoch: the results socket reaches this driver."""
 
 
 class InitDevice(StepRequest["InitDeviceReply"], frozen=True, tag=10, kw_only=True):
@@ -305,16 +307,16 @@ class InitDeviceReply(StepReply, frozen=True, tag=10, kw_only=True):
 
 
 class Relink(StepRequest[Done], frozen=True, tag=11, kw_only=True):
-    """Leave the communicators behind and build new ones; weights, KV cache and plan stay."""
+    """Leave the communicators and build new ones; weights, KV cache and plan stay."""
 
     rendezvous: Rendezvous
     warm_up_follows: bool = False
-    """A CompileOrWarmUpModel of all ranks comes before the next step, since one of them is new:
-    graphs that went with the link are captured there."""
+    """A CompileOrWarmUpModel of all ranks comes before the next step, since one of them is new: it
+    captures the graphs that were dropped with the link."""
 
 
 class Reset(StepRequest[Done], frozen=True, tag=12, kw_only=True):
-    """Go back down the load chain; memory returns to that state's baseline."""
+    """Return to an earlier state of the load chain; memory returns to that state's baseline."""
 
     to: Literal["CREATED", "DEVICE_READY", "MODEL_LOADED"]
 
@@ -332,11 +334,11 @@ class LoadModelReply(StepReply, frozen=True, tag=13, kw_only=True):
     model_memory_bytes: Unsigned
     seconds: float
     max_model_len: Positive
-    """As resolved: the model's own limit where the driver gave none."""
+    """Resolved limit: the model's own if the driver gave none."""
 
 
 class GetKVCacheSpec(StepRequest["GetKVCacheSpecReply"], frozen=True, tag=14, kw_only=True):
-    """What this rank's layers keep per token."""
+    """Return the KV cache per token of this rank's layers."""
 
 
 class GetKVCacheSpecReply(StepReply, frozen=True, tag=14, kw_only=True):
@@ -346,15 +348,15 @@ class GetKVCacheSpecReply(StepReply, frozen=True, tag=14, kw_only=True):
 class DetermineAvailableMemory(
     StepRequest["DetermineAvailableMemoryReply"], frozen=True, tag=15, kw_only=True
 ):
-    """Run the largest step once, capture some of the graphs, and say how many bytes the KV cache
+    """Run the largest step once, capture some of the graphs, and return the bytes that the KV cache
     may take beside them. All ranks take part; it may be repeated."""
 
 
 class MemoryChange(Value, frozen=True, kw_only=True):
-    """Another process took memory, or freed it."""
+    """Memory taken or freed by another process."""
 
     pid: Count
-    """As NVML gives it, which sees a container from outside; 0 where nobody knows."""
+    """Process id from NVML, which sees a container from outside; 0 if unknown."""
     num_bytes: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
     """Negative: freed."""
 
@@ -365,20 +367,20 @@ class DetermineAvailableMemoryReply(StepReply, frozen=True, tag=15, kw_only=True
     activation_peak_bytes: Unsigned
     requested_bytes: Unsigned
     graph_bytes: Unsigned = 0
-    """What CUDA graphs will take: an estimate."""
+    """Estimated memory of the CUDA graphs."""
     changes: tuple[MemoryChange, ...] = ()
-    """What other processes did on the device meanwhile. It was taken into account as far as it is
-    known; the driver does better to ask all ranks again."""
+    """Memory changes by other processes during the profile. They are taken into account as far as
+    they are known; the driver does better to ask all ranks again."""
 
 
 class InitializeFromConfig(StepRequest[Done], frozen=True, tag=16, kw_only=True):
-    """Allocate the KV cache. One entry a rank, in rank order; each rank takes its own."""
+    """Allocate the KV cache. One entry for each rank, in rank order; each rank uses its own."""
 
     kv_cache_configs: Annotated[tuple[KVCacheConfig, ...], Meta(min_length=1, max_length=4096)]
 
 
 class InitializeCache(StepRequest[Done], frozen=True, tag=17, kw_only=True):
-    """Record the block counts that the driver settled on."""
+    """Record the numbers of blocks that the driver chose."""
 
     num_gpu_blocks: Positive
     num_cpu_blocks: Count = 0
@@ -394,8 +396,8 @@ class CompileOrWarmUpModel(
     StepRequest["CompileOrWarmUpModelReply"], frozen=True, tag=19, kw_only=True
 ):
     """Run synthetic steps through the normal entry, so that nothing is compiled or allocated while
-    serving. All ranks take part: also those that are READY, when another one is new. They keep the
-    graphs that they have."""
+    serving. All ranks take part, also those that are READY when another one is new. They keep their
+    graphs."""
 
 
 class CompileOrWarmUpModelReply(StepReply, frozen=True, tag=19, kw_only=True):
@@ -403,7 +405,7 @@ class CompileOrWarmUpModelReply(StepReply, frozen=True, tag=19, kw_only=True):
 
 
 class GetSupportedTasks(StepRequest["GetSupportedTasksReply"], frozen=True, tag=20, kw_only=True):
-    """What the loaded model can do."""
+    """Return the tasks of the loaded model."""
 
 
 class GetSupportedTasksReply(StepReply, frozen=True, tag=20, kw_only=True):
@@ -411,7 +413,7 @@ class GetSupportedTasksReply(StepReply, frozen=True, tag=20, kw_only=True):
 
 
 class GetModelMetadata(StepRequest["GetModelMetadataReply"], frozen=True, tag=21, kw_only=True):
-    """What a driver needs to know of the loaded model."""
+    """Return a description of the loaded model for the driver."""
 
 
 class GetModelMetadataReply(StepReply, frozen=True, tag=21, kw_only=True):
@@ -423,7 +425,7 @@ class GetModelMetadataReply(StepReply, frozen=True, tag=21, kw_only=True):
     dtype: Name
     eos_token_ids: tuple[Count, ...]
     attention_backend: Name
-    """Which provider the start-up probe chose."""
+    """Provider that the start-up probe chose."""
 
 
 class SaveShardedState(StepRequest["SaveShardedStateReply"], frozen=True, tag=22, kw_only=True):
@@ -431,13 +433,13 @@ class SaveShardedState(StepRequest["SaveShardedStateReply"], frozen=True, tag=22
     in use. Nothing changes for readers before FinishShardedState."""
 
     save: Uid
-    """128 random bits, the same on all ranks: which files belong together."""
+    """128 random bits, the same on all ranks: they link the files of one save."""
     name: Annotated[str, Meta(min_length=1, max_length=128)]
-    """Of the set: a name of letters, digits, '.', '_' and '-', never a path."""
+    """Name of the set: letters, digits, '.', '_' and '-', never a path."""
     pattern: Annotated[str, Meta(min_length=1, max_length=128)]
-    """Of the file names, with {rank} and {part}."""
+    """Pattern of the file names, with {rank} and {part}."""
     max_size_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1)]
-    """Of tensors in one file; a larger tensor has a file of its own."""
+    """Bound on the tensors in one file; a larger tensor has a file of its own."""
 
 
 class SaveShardedStateReply(StepReply, frozen=True, tag=22, kw_only=True):
@@ -447,7 +449,7 @@ class SaveShardedStateReply(StepReply, frozen=True, tag=22, kw_only=True):
 
 
 class FinishShardedState(StepRequest[Done], frozen=True, tag=23, kw_only=True):
-    """End a save: make what all ranks have written the set of its name, or throw it away."""
+    """End a save: make the files of all ranks the set of its name, or remove them."""
 
     save: Uid
     keep: bool
@@ -457,84 +459,81 @@ class FinishShardedState(StepRequest[Done], frozen=True, tag=23, kw_only=True):
 class SaveTensorizedModel(
     StepRequest["SaveTensorizedModelReply"], frozen=True, tag=60, kw_only=True
 ):
-    """SaveShardedState through the tensorizer library: one file a rank. Ended by FinishShardedState
-    too."""
+    """Save through the tensorizer library, like SaveShardedState, one file for each rank. Ended by
+    FinishShardedState too."""
 
     save: Uid
-    """As of SaveShardedState."""
+    """See SaveShardedState."""
     name: Annotated[str, Meta(min_length=1, max_length=128)]
-    """As of SaveShardedState."""
+    """See SaveShardedState."""
 
 
 class SaveTensorizedModelReply(StepReply, frozen=True, tag=60, kw_only=True):
     size_bytes: Unsigned
-    """Of the tensors."""
+    """Size of the tensors."""
     seconds: float
 
 
 class ComputeWeightChecksums(
     StepRequest["ComputeWeightChecksumsReply"], frozen=True, tag=24, kw_only=True
 ):
-    """Hash this rank's weights as they are now."""
+    """Hash this rank's present weights."""
 
 
 class ComputeWeightChecksumsReply(StepReply, frozen=True, tag=24, kw_only=True):
     checksums: dict[Name, Annotated[bytes, Meta(min_length=16, max_length=16)]]
-    """Checkpoint name of each tensor that this rank holds all or a part of: BLAKE2b-128 of that
+    """By checkpoint name of each tensor that this rank holds all or a part of: BLAKE2b-128 of that
     part's elements in row-major order, little-endian."""
 
 
 class Profile(StepRequest["ProfileReply"], frozen=True, tag=25, kw_only=True):
     """Begin or end a profile of this rank's steps; one runs at a time. Ending none is no error: the
-    daemon warns in its log."""
+    daemon logs a warning."""
 
     action: Literal["start", "stop"]
     kind: Literal["torch", "cuda"]
-    """torch writes a trace; cuda marks the stretch for an external profiler."""
+    """torch writes a trace; cuda marks the period for an external profiler."""
     prefix: Annotated[str, Meta(max_length=64)] = ""
-    """Of the name of the trace that a start begins: letters, digits, '.', '_' and '-', never a
-    path. Empty: that of the profile before, at first `trace`."""
+    """Prefix of the name of the trace that a start begins: letters, digits, '.', '_' and '-', never
+    a path. Empty: the previous prefix, at first `trace`."""
 
 
 class ProfileReply(StepReply, frozen=True, tag=25, kw_only=True):
     file: Text
     """The trace that was written, PREFIX-ppP-tpT-rankR.json.gz, with its path on the daemon's host;
-    empty where none was."""
+    empty if there was none."""
 
 
 class Sleep(StepRequest["MemoryTagsReply"], frozen=True, tag=40, kw_only=True):
-    """Give the memory of weights and KV cache back, at addresses that stay. All requests are
-    dropped. Level 1 keeps the weights in host memory, level 2 nothing. Repeating it changes
-    nothing."""
+    """Release the memory of weights and KV cache; addresses stay. All requests are dropped. Level 1
+    keeps the weights in host memory, level 2 nothing. Repeating it changes nothing."""
 
     level: SleepLevel = 1
 
 
 class WakeUp(StepRequest["MemoryTagsReply"], frozen=True, tag=41, kw_only=True):
-    """Take memory again for the tags (None: all), in any order. The KV cache comes back empty."""
+    """Allocate memory for the tags (None: all) again, in any order. The KV cache is empty then."""
 
     tags: tuple[MemoryTag, ...] | None = None
 
 
 class Discard(StepRequest["MemoryTagsReply"], frozen=True, tag=42, kw_only=True):
-    """Give the tags' memory back and keep nothing of them, host copies included. Without the KV
-    cache all requests are dropped."""
+    """Release the tags' memory and keep nothing of it, host copies included. Without the KV cache
+    all requests are dropped."""
 
     tags: tuple[MemoryTag, ...]
 
 
 class MemoryTagsReply(StepReply, frozen=True, tag=40, kw_only=True):
-    """How awake this rank is after Sleep, WakeUp or Discard."""
+    """State of this rank's memory tags after Sleep, WakeUp or Discard."""
 
     memory_tags: dict[MemoryTag, TagState]
     seconds: float
 
 
-class Heartbeat(Value, frozen=True, tag=1, kw_only=True):
+class Heartbeat(Event, frozen=True, tag=1, kw_only=True):
     """Published on the events socket four times a second."""
 
-    worker_uid: Uid
-    rank: Count
     serving: ServingState
     load: LoadState
     link_state: LinkState
@@ -546,36 +545,30 @@ class Heartbeat(Value, frozen=True, tag=1, kw_only=True):
     lease: LeaseState = "free"
     lease_remaining_ms: Count = 0
     phase_limit_ms: Count = 0
-    """So long the phase may last without a sign of life; 0 where it waits for a request."""
+    """Time that the phase may last without progress; 0 while it waits for a request."""
     drains: bool = False
-    """Told to Drain: whoever holds the lease should send no more steps."""
+    """The daemon drains: the holder of the lease should send no more steps."""
 
 
-class Hung(Value, frozen=True, tag=3, kw_only=True):
+class Hung(Event, frozen=True, tag=3, kw_only=True):
     """Published when a phase has passed its deadline."""
 
-    worker_uid: Uid
-    rank: Count
     phase: str
     phase_ms: Count
     stacks: Text
-    """The file, on the daemon's host, to which the stacks of all threads went."""
+    """The file, on the daemon's host, with the stacks of all threads."""
 
 
-class Slow(Value, frozen=True, tag=4, kw_only=True):
-    """Published when a step lasts much longer than steps have of late. Whoever waits for a slow
-    rank may say the same of itself."""
+class Slow(Event, frozen=True, tag=4, kw_only=True):
+    """Published when a step lasts much longer than recent ones. A rank that waits for a slow one
+    may publish it too."""
 
-    worker_uid: Uid
-    rank: Count
     phase: str
     phase_ms: Count
     usual_ms: Count
 
 
-class StateChanged(Value, frozen=True, tag=2, kw_only=True):
+class StateChanged(Event, frozen=True, tag=2, kw_only=True):
     """Published when the daemon's state changes; the text reads `before -> after (cause)`."""
 
-    worker_uid: Uid
-    rank: Count
     transition: Text

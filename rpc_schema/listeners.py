@@ -1,9 +1,9 @@
 """Listening TCP sockets that gloo opened in this process: found, and closed to everybody by a
-packet filter, since gloo itself neither closes them nor asks who connects. Also the filter itself,
-for other listening sockets.
+packet filter, since gloo itself neither closes them nor authenticates peers. Also the filter
+itself, for other listening sockets.
 
-It is classic BPF, which needs no privilege (socket(7), SO_ATTACH_FILTER). It drops what comes for
-the listening socket; connections that were accepted before are sockets of their own.
+The filter is classic BPF, which needs no privilege (socket(7), SO_ATTACH_FILTER). It drops packets
+for the listening socket; connections that were accepted before are sockets of their own.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ RETURN: Final = 0x06
 NOBODY: Final[tuple[Instruction, ...]] = ((RETURN, 0, 0, 0),)
 """The filter that drops everything."""
 MAX_STRAYS: Final = 1024
-"""Descriptors that a meeting may take in all before it is shut."""
+"""Limit on the descriptors that a rendezvous may use before its listeners are closed."""
 
 _SO_ATTACH_FILTER: Final = 26
 _INSTRUCTION: Final = struct.Struct("HBBI")
@@ -63,7 +63,7 @@ def inheritable_listeners() -> Listeners:
 
 
 def shut(listeners: Listeners) -> None:
-    """Let nobody connect to these any more. Those that are closed already are left out."""
+    """Let nobody connect to these any more. Sockets that are closed already are skipped."""
     for descriptor, inode in listeners:
         with contextlib.suppress(OSError):
             if os.fstat(descriptor).st_ino == inode:
@@ -85,9 +85,9 @@ def _is_listener(descriptor: int) -> bool:
 
 
 class ListenerWatch:
-    """A context in which gloo connects the members of its groups: at its end the listeners that it
-    opened are shut. gloo aborts the process when it runs out of descriptors, and keeps one for each
-    connection that strangers open: so they are shut before that too, and the meeting fails."""
+    """Context in which gloo connects the members of its groups: at its end the listeners that it
+    opened are shut. gloo keeps a descriptor for each connection from a stranger, and aborts the
+    process when it runs out of them: so they are shut before that too, and the rendezvous fails."""
 
     def __init__(self, max_strays: int = MAX_STRAYS) -> None:
         self.is_flooded = False
@@ -118,14 +118,14 @@ class ListenerWatch:
                 return
 
     def _shut(self) -> bool:
-        """Shut the listeners that gloo has opened; tell whether there are any."""
+        """Shut the listeners that gloo has opened; return True if there are any."""
         opened = inheritable_listeners() - self._before
         shut(opened)
         return bool(opened)
 
 
 def _next_descriptor() -> int:
-    """The lowest number that is free: how many are in use, for the price of two system calls."""
+    """Return the lowest free number: an estimate of the open descriptors for two system calls."""
     try:
         descriptor = os.open(os.devnull, os.O_RDONLY)
     except OSError:  # none is free

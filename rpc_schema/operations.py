@@ -1,8 +1,7 @@
-"""The table of operations: everything that may be asked of a daemon, once. A row has the request,
-its reply, the role that may ask, the states in which it is legal and how long it may take. The
-codec, the daemon's dispatch, its access and lifecycle rules, the driver's library and
-docs/protocol.md read it. A request that is not in it does not decode.
-"""
+"""The table of operations: every request to a daemon, once. A row has the request, its reply, the
+role that it needs, the states in which it is legal and its deadline. The codec, the daemon's
+dispatch, its access and lifecycle rules, the driver's library and docs/protocol.md read it. A
+request that is not in it does not decode."""
 
 import re
 from collections.abc import Mapping
@@ -55,8 +54,8 @@ _MADE: Final[frozenset[LinkState]] = frozenset(("up", "broken"))
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What an operation needs of each axis of a daemon's state, and what its success makes of them
-    (None: unchanged). All need SERVING."""
+    """States in which an operation is legal, on each axis of a daemon's state, and the states after
+    its success (None: unchanged). All need SERVING."""
 
     load: frozenset[LoadState]
     link: frozenset[LinkState] = _ANY
@@ -77,12 +76,12 @@ class StepOperation(Generic[StepReplyT]):
     rule: Rule
     role: Role = Role.DRIVER
     deadline_s: float | None = None
-    """How long a rank may be silent at it, a meeting with the other ranks apart; a worker may set
-    finer phases. None: a step's deadline."""
+    """Limit on a rank's silence, without a rendezvous with the other ranks; a worker may set finer
+    phases. None: a step's deadline."""
     meets: bool = False
-    """The ranks meet in it, for which they may have to wait until an old link lets go."""
+    """The ranks meet in it, for which they may have to wait until an old link is left."""
     waits_for_peers: bool = False
-    """Aborting the link, or a trainer's communicator, ends its wait."""
+    """Its wait ends if the link, or a trainer's communicator, is aborted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +92,8 @@ class ControlOperation(Generic[ControlReplyT]):
     reply: type[ControlReplyT]
     role: Role
     repeatable: bool = False
-    """May come twice, with the same `call`: it does no more than once. A driver sends it again
-    where the connection ends before the reply."""
+    """A repetition with the same `call` has no further effect. A driver sends it again if the
+    connection ends before the reply."""
 
 
 _STEP = Rule(_only("READY"), _UP, weights=_AWAKE, kv_cache=_AWAKE)
@@ -142,7 +141,7 @@ _STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
     StepOperation(
         lc.CompileOrWarmUpModel,
         lc.CompileOrWarmUpModelReply,
-        # In READY for the sake of another rank that is new; what the weights hold is no matter.
+        # In READY if another rank is new; the content of the weights does not matter.
         Rule(_only("KV_READY", "READY"), _UP, "READY", weights=THERE, kv_cache=_AWAKE),
         deadline_s=1800.0,
         waits_for_peers=True,
@@ -152,7 +151,7 @@ _STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
     StepOperation(
         lc.Relink,
         step.Done,
-        # May capture graphs anew, which run on weights and KV cache.
+        # May capture graphs again, which run on weights and KV cache.
         Rule(_from("DEVICE_READY"), _MADE, link_after="up", weights=THERE, kv_cache=_AWAKE),
         deadline_s=30.0,
         meets=True,
@@ -235,7 +234,7 @@ _CONTROL_ROWS: Final[tuple[ControlOperation[Any], ...]] = (
     # The daemon's end.
     ControlOperation(lc.Drain, lc.Acknowledged, Role.ADMIN, repeatable=True),
     ControlOperation(lc.Shutdown, lc.Acknowledged, Role.ADMIN),
-    # Traces. Recording holds up the steps of a group that somebody else may drive.
+    # Traces. Recording delays the steps of a group that somebody else may drive.
     ControlOperation(trace.ReadClock, trace.ReadClockReply, Role.OBSERVER),
     ControlOperation(trace.StartTrace, lc.Acknowledged, Role.ADMIN),
     ControlOperation(trace.StopTrace, trace.StopTraceReply, Role.ADMIN),

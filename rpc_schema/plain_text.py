@@ -1,19 +1,19 @@
-"""Text that a peer wrote, made safe to keep and to show: bounded in bytes, one line, nothing that a
-terminal or a reader of logs takes for something else."""
+"""Text from a peer, made safe to store and to show: bounded in bytes, one line, without characters
+that could mislead a terminal or a reader of logs."""
 
 _CUT = "..."
 
 
 def printable(text: str) -> str:
-    """Return text with every character escaped that is not printable: line ends, escape sequences,
-    marks that turn the direction of writing, lone surrogates."""
+    """Return text with every non-printable character escaped: line ends, escape sequences, marks
+    that change the direction of writing, lone surrogates."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def bounded(text: str, max_bytes: int) -> str:
-    """Return text cut to so many bytes of UTF-8, of which the last show that it was cut."""
+    """Return text cut to so many bytes of UTF-8, with "..." at its end if it was cut."""
     encoded = text.encode(errors="replace")
     if len(encoded) <= max_bytes:
         return encoded.decode()
@@ -21,5 +21,5 @@ def bounded(text: str, max_bytes: int) -> str:
 
 
 def one_line(text: str, max_bytes: int) -> str:
-    """Return text as it may be kept: printable, and bounded."""
+    """Return text for storing: printable, and bounded."""
     return bounded(printable(text), max_bytes)

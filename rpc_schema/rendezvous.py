@@ -1,6 +1,6 @@
-"""A meeting place: a small key-value store over TCP at which the ranks of a link, or a trainer and
-its workers, exchange addresses. It serves only peers that prove that they hold its secret: nobody
-else can read it, write it, or make it grow. Knows no torch and no message.
+"""A rendezvous: a small key-value store over TCP at which the ranks of a link, or a trainer and its
+workers, exchange addresses. It serves only peers that prove that they hold its secret: nobody else
+can read it, write it, or make it grow.
 
 A connection starts with a nonce from each side and a proof from each side; after that each frame
 carries a code that only a holder of the secret can make. Nothing is encrypted.
@@ -22,9 +22,9 @@ MAX_KEY_BYTES: Final = 512
 MAX_VALUE_BYTES: Final = 1 << 16
 MAX_STORED_BYTES: Final = 16 << 20
 MAX_UNPROVEN: Final = 16
-"""Connections that may be without a proof at once: a further one closes the oldest."""
+"""Limit on connections without a proof: a further one closes the oldest."""
 PROOF_S: Final = 2.0
-"""How long a connection may be without a proof."""
+"""Limit on the time of a connection without a proof."""
 
 _NONCE = _CODE = 32
 _LENGTH: Final = struct.Struct("!I")
@@ -38,15 +38,15 @@ _READ_BYTES: Final = 1 << 16
 
 
 class RendezvousError(Exception):
-    """The meeting place cannot be reached, is closed, or the peer does not hold its secret."""
+    """The rendezvous cannot be reached, is closed, or the peer does not hold its secret."""
 
 
 class ImpostorError(RendezvousError):
-    """Whoever listens there does not hold the secret."""
+    """The listener there does not hold the secret."""
 
 
 def new_secret() -> bytes:
-    """Return the secret of a new meeting place."""
+    """Return the secret of a new rendezvous."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
@@ -57,7 +57,7 @@ def proof(secret: bytes, *parts: bytes) -> bytes:
 
 
 def member_proof(secret: bytes, group: str, sender: int, receiver: int) -> bytes:
-    """Return what a member of a group sends to another one to prove that it is that member."""
+    """Return the proof that a member of a group sends to another one of its identity."""
     return proof(secret, f"{group} {sender} {receiver}".encode())
 
 
@@ -86,11 +86,11 @@ class _Store:
         self._closed = False
 
     def set(self, key: str, value: bytes) -> None:
-        """Raises MeetingError: it would be too much."""
+        """Raises RendezvousError: it would be too large."""
         with self._changed:
             size = len(key) + len(value)
             if len(value) > MAX_VALUE_BYTES or self._num_bytes + size > MAX_STORED_BYTES:
-                raise RendezvousError(f"the value of {key!r} is too long for the meeting place")
+                raise RendezvousError(f"the value of {key!r} is too long for the rendezvous")
             self._remove(key)
             self._values[key] = value
             self._num_bytes += size
@@ -105,7 +105,7 @@ class _Store:
             if not self._changed.wait_for(lambda: self._closed or key in self._values, timeout_s):
                 raise RendezvousError(f"{key!r} was not set within {timeout_s:g} s")
             if key not in self._values:
-                raise RendezvousError("the meeting place is closed")
+                raise RendezvousError("the rendezvous is closed")
             return self._values[key]
 
     def has(self, keys: Iterable[str]) -> bool:
@@ -128,7 +128,7 @@ class _Store:
 
 
 class _Visitor:
-    """One connection as the meeting place sees it. Serving thread only."""
+    """One connection on the server's side. Serving thread only."""
 
     def __init__(self, connection: socket.socket, secret: bytes) -> None:
         self.connection = connection
@@ -145,10 +145,11 @@ class _Visitor:
         self._send(self._nonce)
 
     def read(self, board: _Store) -> None:
-        """Take what has come. Raises OSError or MeetingError: the connection is to be closed."""
+        """Process received data. Raises OSError or RendezvousError: the connection is to be
+        closed."""
         data = self.connection.recv(_READ_BYTES if self.is_proven else _NONCE + _CODE)
         if not data:
-            raise RendezvousError("it has gone")
+            raise RendezvousError("it has closed the connection")
         self._received += data
         if not self.is_proven:
             self._take_proof()
@@ -156,7 +157,7 @@ class _Visitor:
             self._answer(body, board)
 
     def look(self, board: _Store) -> None:
-        """Answer a request that waits, if its value is there."""
+        """Answer a waiting request, if its value is there."""
         if self.awaited is not None and (value := board.find(self.awaited)) is not None:
             self.awaited = None
             self._send(self._down.frame(_OK + value))
@@ -175,7 +176,7 @@ class _Visitor:
         self._send(proof(self._secret, b"place", nonces))
 
     def _take_frame(self) -> bytes | None:
-        """Return the body of the next whole frame."""
+        """Return the body of the next complete frame."""
         if not self.is_proven or len(self._received) < _LENGTH.size:
             return None
         (size,) = _LENGTH.unpack_from(self._received)
@@ -207,20 +208,20 @@ class _Visitor:
             self._send(self._down.frame(_OK))
 
     def _send(self, data: bytes) -> None:
-        """Replies are shorter than the socket's buffer, and a guest reads each before it asks
-        again."""
+        """Send a reply: it is shorter than the socket's buffer, and a member reads each before it
+        asks again."""
         if self.connection.send(data) != len(data):
             raise RendezvousError("it does not read")
 
 
 class StoreServer:
-    """Serves one meeting on a thread of its own: takes connections until all members are there and
-    have proven themselves, then closes its door, and ends once they have left. Any thread may use
-    it."""
+    """Serves one rendezvous on a thread of its own: accepts connections until all members are there
+    and have proved themselves, then stops listening, and ends once they have left. Any thread may
+    use it."""
 
     def __init__(self, host: str, num_members: int, secret: bytes | None = None) -> None:
-        """Listen on a free port of host, an IPv4 or IPv6 address. num_members: connections with a
-        proof that make the meeting complete.
+        """Listen on a free port of host, an IPv4 or IPv6 address. num_members: number of
+        connections with a proof that completes the rendezvous.
 
         Raises:
             OSError: the address is none of this host's.
@@ -243,20 +244,21 @@ class StoreServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._door, selectors.EVENT_READ)
         self._selector.register(self._bell_end, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="meeting-place", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="rendezvous", daemon=True)
         self._thread.start()
 
     def set(self, key: str, value: bytes) -> None:
-        """Set a value, as a member would. Raises MeetingError: it is too long."""
+        """Set a value, as a member would. Raises RendezvousError: it is too long."""
         self._board.set(key, value)
         self._ring()
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Wait for a value. Raises MeetingError: it was not set in time, or the place is closed."""
+        """Wait for a value. Raises RendezvousError: it was not set in time, or the rendezvous is
+        closed."""
         return self._board.get(key, timeout_s)
 
     def has(self, keys: Iterable[str]) -> bool:
-        """Tell whether all these were set."""
+        """Return True if all these were set."""
         return self._board.has(keys)
 
     def forget(self, keys: Iterable[str]) -> None:
@@ -264,14 +266,14 @@ class StoreServer:
         self._board.forget(keys)
 
     def close(self) -> None:
-        """Hang up on everybody. Idempotent."""
+        """Close all connections. Idempotent."""
         self._closing.set()
         self._ring()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
     def _ring(self) -> None:
-        with contextlib.suppress(OSError):  # full: it rings already; closed: it has ended
+        with contextlib.suppress(OSError):  # full: already signaled; closed: the server has ended
             self._bell.send(b"\0")
 
     def _serve(self) -> None:
@@ -295,7 +297,7 @@ class StoreServer:
                 self._welcome()
             elif connection is self._bell_end:
                 connection.recv(_READ_BYTES)
-            elif connection in self._guests:  # not shown out in this turn
+            elif connection in self._guests:  # not closed in this turn
                 self._hear(connection)
         self._answer_those_who_wait()
         self._show_out_late()
@@ -309,7 +311,7 @@ class StoreServer:
             connection, _ = self._door.accept()
         except BlockingIOError:
             return
-        except OSError:  # no descriptor is left: those without a proof give theirs back
+        except OSError:  # no descriptor is left: close the connections without a proof
             self._make_room(0)
             time.sleep(_PAUSE_S)
             return
@@ -322,7 +324,7 @@ class StoreServer:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _make_room(self, limit: int) -> None:
-        """Keep no more than so many connections without a proof, the newest."""
+        """Keep no more than the newest `limit` connections without a proof."""
         unproven = [each for each, guest in self._guests.items() if not guest.is_proven]
         for connection in unproven[: max(0, len(unproven) - limit)]:
             self._show_out(connection)
@@ -368,10 +370,10 @@ class StoreServer:
 
 
 class Member:
-    """A connection to a meeting place elsewhere. Any thread may ask; one waits for the other."""
+    """A connection to a rendezvous elsewhere. Any thread may ask; one waits for the other."""
 
     def __init__(self, host: str, port: int, secret: bytes, timeout_s: float) -> None:
-        """Connect and exchange proofs; a place that is too busy with others is asked again.
+        """Connect and exchange proofs; if the server is too busy with others, try again.
 
         Raises:
             MeetingError: nobody who holds the secret answers there within timeout_s.
@@ -387,18 +389,18 @@ class Member:
                 raise
             except (OSError, RendezvousError) as error:
                 if time.monotonic() + _RETRY_S >= deadline:
-                    raise RendezvousError(f"no meeting place answers: {error}") from error
+                    raise RendezvousError(f"no rendezvous server answers: {error}") from error
                 time.sleep(_RETRY_S)
             else:
                 return
 
     def set(self, key: str, value: bytes) -> None:
-        """Raises MeetingError: the value is too long, or the place is closed."""
+        """Raises RendezvousError: the value is too long, or the rendezvous is closed."""
         self._ask(_SET, key, value, PROOF_S)
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Wait for a value. Raises MeetingError: it was not set in time, or the place is closed;
-        after that the connection is of no use."""
+        """Wait for a value. Raises RendezvousError: it was not set in time, or the rendezvous is
+        closed; after that the connection is of no use."""
         return self._ask(_GET, key, b"", timeout_s)
 
     def close(self) -> None:
@@ -420,7 +422,7 @@ class Member:
             nonces = self._receive(_NONCE) + own
             connection.sendall(own + proof(secret, b"member", nonces))
             if not hmac.compare_digest(self._receive(_CODE), proof(secret, b"place", nonces)):
-                raise ImpostorError("whoever listens there does not hold the secret")
+                raise ImpostorError("the listener there does not hold the secret")
         except BaseException:
             connection.close()
             raise
@@ -430,7 +432,7 @@ class Member:
     def _ask(self, operation: bytes, key: str, value: bytes, timeout_s: float) -> bytes:
         name = key.encode()
         if len(name) > MAX_KEY_BYTES or len(value) > MAX_VALUE_BYTES:
-            raise RendezvousError(f"{key[:64]!r} is too long for the meeting place")
+            raise RendezvousError(f"{key[:64]!r} is too long for the rendezvous")
         request = _REQUEST.pack(operation, len(name)) + name + value
         with self._asking:
             return self._exchange(request, key, timeout_s)
@@ -441,15 +443,15 @@ class Member:
             self._connection.sendall(self._up.frame(request))
             (size,) = _LENGTH.unpack(self._receive(_LENGTH.size))
             if size > _MAX_BODY:
-                raise RendezvousError("the meeting place sends too much")
+                raise RendezvousError("the rendezvous server sends too much")
             body, code = self._receive(size), self._receive(_CODE)
         except TimeoutError as error:
             self.close()
             raise RendezvousError(f"{key!r} was not set within {timeout_s:g} s") from error
         except OSError as error:
-            raise RendezvousError(f"the meeting place has gone: {error}") from error
+            raise RendezvousError(f"the connection to the rendezvous is lost: {error}") from error
         if not hmac.compare_digest(code, self._down.next(body)):
-            raise RendezvousError("the meeting place's reply was forged")
+            raise RendezvousError("a reply of the rendezvous was forged")
         if body[:1] != _OK:
             raise RendezvousError(body[1:].decode(errors="replace"))
         return body[1:]
@@ -459,6 +461,6 @@ class Member:
         while len(data) < size:
             part = self._connection.recv(size - len(data))
             if not part:
-                raise RendezvousError("the meeting place has hung up")
+                raise RendezvousError("the rendezvous server has closed the connection")
             data += part
         return bytes(data)

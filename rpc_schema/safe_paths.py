@@ -1,5 +1,5 @@
-"""Who can change what a path leads to: the rule that daemons and drivers share for directories and
-sockets on this host. Reads only metadata; makes and opens nothing."""
+"""Check of the users who can change a path: the rule that daemons and drivers share for directories
+and sockets on this host. Reads only metadata."""
 
 import grp
 import os
@@ -12,7 +12,7 @@ WRITABLE_BY_OTHERS = 0o022
 
 
 def why_unsafe(directory: Path, *, forbidden: int = WRITABLE_BY_OTHERS) -> str:
-    """Return why another user could replace what lies in `directory`; empty: nobody but root can.
+    """Return the reason why another user could replace files in `directory`; empty: only root can.
 
     directory: absolute, and it exists. forbidden: permission bits that it must not have.
 
@@ -22,7 +22,7 @@ def why_unsafe(directory: Path, *, forbidden: int = WRITABLE_BY_OTHERS) -> str:
     facts = directory.lstat()
     mode = stat.S_IMODE(facts.st_mode)
     if not stat.S_ISDIR(facts.st_mode):
-        return "is no directory" + (", but a link" if stat.S_ISLNK(facts.st_mode) else "")
+        return "is not a directory" + (", but a link" if stat.S_ISLNK(facts.st_mode) else "")
     if facts.st_uid not in trusted_users():
         return f"belongs to user {facts.st_uid}"
     if mode & forbidden:
@@ -31,14 +31,14 @@ def why_unsafe(directory: Path, *, forbidden: int = WRITABLE_BY_OTHERS) -> str:
 
 
 def trusted_users() -> frozenset[int]:
-    """Return the users who can do anything to this process: itself, and root, who owns / (under
+    """Return the users with full control of this process: itself, and root, who owns / (under
     another number in some user namespaces)."""
     return frozenset((os.geteuid(), 0, Path("/").lstat().st_uid))
 
 
 def _unsafe_parents(directory: Path) -> Iterator[str]:
-    """Yield what is wrong above the directory: a parent or a link that another user owns, or a
-    parent in which others may rename what is not theirs."""
+    """Yield the faults above the directory: a parent or a link that another user owns, or a parent
+    in which others may rename files that are not theirs."""
     trusted = trusted_users()
     for path in dict.fromkeys((*directory.parents, *directory.resolve().parents)):
         facts = path.lstat()
@@ -53,7 +53,7 @@ def _unsafe_parents(directory: Path) -> Iterator[str]:
 
 
 def _is_private(group: int) -> bool:
-    """Tell whether a group is this user's alone (user private groups, which go with umask 002): its
+    """Return True if a group is this user's alone (user private groups, used with umask 002): its
     primary group, of its name, without other members."""
     try:
         user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)

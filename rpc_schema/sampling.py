@@ -1,10 +1,11 @@
-"""How one request's tokens are chosen, ended and reported: three extensions of a request, and the
-convenient form of all of them together."""
+"""Sampling, stop tokens and logprobs of one request: three extensions, and a convenient form of all
+of them together."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
+import msgspec
 from msgspec import Meta
 
 from rpc_schema.base import Count, Extension, Fraction, FramedExtension, RawUInt16, Unsigned
@@ -12,15 +13,15 @@ from rpc_schema.base import Count, Extension, Fraction, FramedExtension, RawUInt
 MAX_LOGPROBS = 20
 
 MAX_STOP_TOKEN_IDS = 1024
-"""Of one request, the model's own end-of-sequence tokens included."""
+"""Bound for one request, the model's own end-of-sequence tokens included."""
 
 MIN_TEMPERATURE = 1e-5
-"""Logits divided by less than this may leave float32."""
+"""Logits divided by less than this may exceed float32."""
 
 
 class RandomSampling(Extension, frozen=True, tag=1, kw_only=True):
-    """A request draws its tokens; one without it takes the most likely. The same (seed, position,
-    logits) gives the same token in any batch and any parallel shape."""
+    """Random sampling of a request's tokens; without it the most likely ones are taken. The same
+    (seed, position, logits) gives the same token in any batch and any parallel shape."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
     """At least MIN_TEMPERATURE, or 0, which takes the most likely token too."""
@@ -29,12 +30,12 @@ class RandomSampling(Extension, frozen=True, tag=1, kw_only=True):
     top_p: Annotated[float, Meta(ge=1e-6, le=1.0)] = 1.0
     min_p: Fraction = 0.0
     seed: Unsigned = 0
-    """Given by the client where the caller gave none."""
+    """Chosen by the client if the caller gave none."""
 
 
 class StopTokens(Extension, frozen=True, tag=2, kw_only=True):
-    """The tokens that end a request. Ending it is the driver's business; workers keep them for
-    another driver, and sample none of them before min_tokens."""
+    """The tokens that end a request. The driver ends it; workers keep them for another driver, and
+    sample none of them before min_tokens."""
 
     token_ids: Annotated[tuple[Count, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
     """End of sequence included."""
@@ -56,7 +57,7 @@ class TokenLogprobs(FramedExtension, frozen=True, tag=1, kw_only=True):
     temperature and filters."""
 
     width: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-    """Of the row that asked for the most."""
+    """Width for the row that asked for the most."""
 
     @property
     def num_frames(self) -> int:
@@ -64,12 +65,12 @@ class TokenLogprobs(FramedExtension, frozen=True, tag=1, kw_only=True):
 
 
 class GrammarMasks(FramedExtension, frozen=True, tag=1, kw_only=True):
-    """Which tokens some rows of a step may sample. One frame: int32 [slots, ceil(vocab_size / 32)],
+    """Tokens that some rows of a step may sample. One frame: int32 [slots, ceil(vocab_size / 32)],
     bit 1 = allowed."""
 
     slots: RawUInt16
-    """That have a mask, in the order of the frame's rows. Slots that sample nothing are passed
-    over."""
+    """Slots with a mask, in the order of the frame's rows. Slots that sample nothing are
+    skipped."""
 
     @property
     def num_frames(self) -> int:
@@ -96,25 +97,19 @@ class SamplingParams:
 
     @classmethod
     def of(cls, extensions: Iterable[Extension]) -> "SamplingParams":
-        """Return what a request carries of it: the inverse of `extensions`."""
-        found = {type(extension): extension for extension in extensions}
-        drawn, stops = found.get(RandomSampling), found.get(StopTokens)
-        wanted = found.get(LogprobsWanted)
-        drawn = drawn if isinstance(drawn, RandomSampling) else RandomSampling()
-        stops = stops if isinstance(stops, StopTokens) else StopTokens()
+        """Return the parameters of a request's extensions: the inverse of `extensions`."""
+        names = {"token_ids": "stop_token_ids", "count": "logprobs"}
         return cls(
-            temperature=drawn.temperature,
-            top_k=drawn.top_k,
-            top_p=drawn.top_p,
-            min_p=drawn.min_p,
-            seed=drawn.seed,
-            min_tokens=stops.min_tokens,
-            stop_token_ids=stops.token_ids,
-            logprobs=wanted.count if isinstance(wanted, LogprobsWanted) else None,
+            **{
+                names.get(name, name): value
+                for extension in extensions
+                if isinstance(extension, SamplingExtension)
+                for name, value in msgspec.structs.asdict(extension).items()
+            }
         )
 
     def extensions(self) -> tuple[SamplingExtension, ...]:
-        """Return what a request carries of it: nothing of what is left at its default."""
+        """Return the extensions for a request, without those at their defaults."""
         drawn = RandomSampling(
             temperature=self.temperature,
             top_k=self.top_k,

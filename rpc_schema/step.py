@@ -1,5 +1,5 @@
-"""The steady state: a step names slots, and only what changed. A driver's
-`client/worker_client/slots.py` writes these, `runner/` reads them.
+"""Steps: they name slots, and only what changed. A driver's `client/worker_client/slots.py` writes
+these messages, `runner/` reads them.
 
 A request gets a slot at admission and keeps it until it finishes. Preemption is a finish;
 resumption is a new admission with all tokens so far. Integer columns travel as raw little-endian
@@ -25,19 +25,19 @@ from rpc_schema.base import (
 from rpc_schema.extensions import ReplyExtensions, RequestExtensions, StepExtensions
 
 NO_TOKEN: Final = -1
-"""Sampled for a slot whose logits are no numbers to choose by: one of them is NaN, or the largest
-is infinite. Its request has failed, alone: the other slots of the step have their tokens, and what
-the request wrote to the KV cache is not to be shared."""
+"""Returned for a slot whose logits contain NaN or have no finite maximum. Only its request has
+failed: the other slots of the step have their tokens, and the KV that the request wrote must not be
+shared."""
 
 Bitmap = Annotated[bytes, Meta(max_length=8192)]
-"""Bit s % 8 (least significant first) of byte s // 8 stands for slot s."""
+"""Bit s % 8 (least significant first) of byte s // 8 represents slot s."""
 
 
 Slot = Annotated[int, Meta(ge=0, le=65534)]
 
 SchedulerNote = Annotated[bytes, Meta(max_length=1024)]
-"""What a scheduler wants to hear again of a request if another driver goes on with it. Only kept
-and told, never read."""
+"""Note of a scheduler on a request, returned to another driver that continues it. Opaque to
+daemons."""
 
 
 class NewRequestData(Value, frozen=True, kw_only=True):
@@ -57,16 +57,16 @@ class NewRequestData(Value, frozen=True, kw_only=True):
 
 
 class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only=True):
-    """One step: the scheduler's output, as a difference to the step before (seq - 1), or in full.
+    """One step: the scheduler's output, as a difference to the previous step (seq - 1), or in full.
 
     Order of application: finished, resync, corrections, scheduled_new_reqs, new blocks, then the
     scheduled tokens. A slot whose scheduled tokens reach its last known token samples one token.
     Frame 0 holds the tokens of scheduled_new_reqs, in their order, if there are any; the frames of
     extensions follow.
 
-    A slot's counts of computed and of known tokens are upper bounds where a feature may refuse
-    tokens that a step has counted: the device has the true ones, from which a step goes on. Replies
-    tell what was refused, corrections lower both counts by it.
+    If a feature may refuse tokens that a step has counted, a slot's counts of computed and of known
+    tokens are upper bounds: the device has the true ones, from which a step continues. Replies
+    report refused tokens; corrections lower both counts by them.
     """
 
     total_num_scheduled_tokens: Count
@@ -78,26 +78,26 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     new_block_slots: RawUInt16 = b""
     """For each of new_block_ids, the slot whose block table it is appended to."""
     new_block_ids: RawInt32 = b""
-    """In the order of the places that they take. The null block (0) stands in for those that no
-    token from a new request's num_computed_tokens on sees, in a group with a window."""
+    """In order of position. The null block (0) replaces those that no token from a new request's
+    num_computed_tokens on sees, in a group with a window."""
     finished: RawUInt16 = b""
     """Slots to free before anything else."""
     scheduled_new_reqs: tuple[NewRequestData, ...] = ()
     resync: RawInt32 | None = None
-    """A full resynchronisation: rows (slot, num_computed_tokens, num_tokens, num_blocks of each
-    group), slots ascending, of all slots that stay; blocks that a window has left behind are
-    counted too. Slots not named are freed; a named one whose counts differ
-    refuses the step. Clears an earlier failure, and closes a gap: its seq need only be new."""
+    """A full resynchronization: rows (slot, num_computed_tokens, num_tokens, num_blocks of each
+    group), slots ascending, of all slots that stay; blocks that a window has passed count too.
+    Slots not named are freed; a named one whose counts differ makes the step refused. It clears an
+    earlier failure, and closes a gap: its seq need only be new."""
     defer_sampling: bool = False
     """Sampling waits for a SampleTokens that names this seq."""
     extensions: StepExtensions = ()
     """With defer_sampling, those that concern the sampling may come with the SampleTokens instead;
-    of a kind that is in both, that one counts."""
+    of a kind that is in both, the later one counts."""
     new_block_groups: RawUInt8 = b""
-    """For each of new_block_ids, the group of layers whose table it is for; empty: the first."""
+    """For each of new_block_ids, the group of layers of its table; empty: the first."""
     corrections: RawInt32 = b""
-    """Pairs (slot, tokens): by how much the counts of a slot fall, for tokens that earlier steps
-    have refused. A slot is named once, and only where a feature of its request may refuse."""
+    """Pairs (slot, tokens): reduction of a slot's counts for tokens that earlier steps have
+    refused. A slot occurs once, and only if a feature of its request may refuse."""
 
 
 class SampleTokens(StepRequest["ModelRunnerOutput"], frozen=True, tag=2, kw_only=True):
@@ -108,21 +108,21 @@ class SampleTokens(StepRequest["ModelRunnerOutput"], frozen=True, tag=2, kw_only
 
 
 class ExecuteDummyBatch(StepRequest["ModelRunnerOutput"], frozen=True, tag=3, kw_only=True):
-    """A one-token forward without effect on any request."""
+    """A one-token forward pass without effect on any request."""
 
 
 class ModelRunnerOutput(StepReply, frozen=True, tag=1, kw_only=True):
-    """What a step or a SampleTokens sampled."""
+    """Result of a step or a SampleTokens."""
 
     slots: Bitmap = b""
-    """Those that sampled; no zero byte at its end."""
+    """Slots that sampled; without zero bytes at the end."""
     sampled_token_ids: RawInt32 = b""
-    """One for each slot, slots ascending; NO_TOKEN (-1) where its logits were no numbers to choose
-    by."""
+    """One for each slot, slots ascending; NO_TOKEN (-1) if its logits contain NaN or have no finite
+    maximum."""
     extensions: ReplyExtensions = ()
-    """What features report; the frames are theirs, with an entry for each sampled token."""
+    """Reports of features; the frames are theirs, with an entry for each sampled token."""
     num_gained: RawUInt8 = b""
-    """Of each slot, how many tokens it gained, which follow each other in sampled_token_ids; empty:
+    """Number of tokens that each slot gained, which follow each other in sampled_token_ids; empty:
     one each. Fewer than the step counted: a feature has refused the others."""
 
 

@@ -1,19 +1,19 @@
-"""Traces for whoever watches a running group without driving it: recorded beside the steps, read
-back over the control socket, with the clocks that put all of them on one axis."""
+"""Traces of a running group for an observer: recorded beside the steps, read back over the control
+socket, with the clocks that put all of them on one axis."""
 
 from typing import Annotated
 
 from msgspec import Meta
 
-from rpc_schema.base import ControlReply, ControlRequest, Count, Uid, Unsigned, Value
+from rpc_schema.base import ControlReply, ControlRequest, Count, Event, Uid, Unsigned, Value
 from rpc_schema.lifecycle import Acknowledged
 
 TRACE_CHUNK_BYTES = 512 << 10
-"""Of a trace, in one ReadTraceReply."""
+"""Bound on the part of a trace in one ReadTraceReply."""
 
 MAX_DRIVER_STEPS = 16_384
-"""Steps that a driver remembers, and the most that one DriverSteps holds: together with their
-columns they stay below a control message's bound."""
+"""Steps that a driver keeps, and the most in one DriverSteps: together with their columns they stay
+below a control message's bound."""
 
 MAX_TRACE_MS = 600_000
 
@@ -25,47 +25,47 @@ RawCounts = Annotated[bytes, Meta(max_length=4 * MAX_DRIVER_STEPS)]
 
 
 class DriverSteps(Value, frozen=True, kw_only=True):
-    """What a driver did in a stretch of time, one entry a step, in order of seq. Times are of the
-    driver's monotonic clock, in nanoseconds."""
+    """Steps of a driver in a period, one entry for each, in order of seq. Times are of the driver's
+    monotonic clock, in nanoseconds."""
 
     pid: Count
     clock_offset_ns: int
-    """The clock of the daemon that this is left with, minus the driver's."""
+    """Clock of the daemon that receives this, minus the driver's."""
     clock_bound_ns: Unsigned
-    """That offset is wrong by at most this."""
+    """Bound on the error of that offset."""
     clock_at_ns: Unsigned
-    """When it was measured."""
+    """Time of its measurement."""
     seqs: RawInt64
     began_ns: RawInt64
-    """The driver began to encode the step."""
+    """Start of the step's encoding."""
     sent_ns: RawInt64
-    """It was handed to all ranks' sockets."""
+    """Time at which all ranks' sockets had it."""
     settled_ns: RawInt64
-    """Its outcome was there; 0: it was not, or it was a failure."""
+    """Arrival of its outcome; 0: none yet, or a failure."""
     context_tokens: RawCounts
-    """Of requests with other than one token: prompts, and parts of them."""
+    """Tokens of requests with other than one token: prompts, and parts of them."""
     generation_tokens: RawCounts
-    """Of the others."""
+    """Tokens of the other requests."""
 
 
 class ReadClock(ControlRequest["ReadClockReply"], frozen=True, tag=20, kw_only=True):
-    """What time is it there?"""
+    """Return the daemon's time."""
 
 
 class ReadClockReply(ControlReply, frozen=True, tag=20, kw_only=True):
-    """The daemon's monotonic clock as it answered: the one that its traces' marks are of."""
+    """The daemon's monotonic clock at its reply: the clock of its traces' marks."""
 
     monotonic_ns: Unsigned
 
 
 class StartTrace(ControlRequest[Acknowledged], frozen=True, tag=21, kw_only=True):
-    """Record the steps of whichever driver is attached. Between two steps, and without a part in
-    the driver's epoch, seqs or lease. Answered once it records."""
+    """Record the steps of the attached driver. It begins between two steps, and is independent of
+    the driver's epoch, seqs and lease. Answered once it records."""
 
     trace: Uid
     """Random, the same on all ranks."""
     max_ms: Annotated[int, Meta(ge=1, le=MAX_TRACE_MS)]
-    """It is thrown away unless it is stopped by then."""
+    """Limit after which a trace that was not stopped is dropped."""
 
 
 class StopTrace(ControlRequest["StopTraceReply"], frozen=True, tag=22, kw_only=True):
@@ -77,7 +77,7 @@ class StopTrace(ControlRequest["StopTraceReply"], frozen=True, tag=22, kw_only=T
 
 class StopTraceReply(ControlReply, frozen=True, tag=22, kw_only=True):
     size_bytes: Unsigned
-    """Of the file: Chrome's trace-event JSON, compressed by gzip."""
+    """Size of the file: Chrome's trace-event JSON, compressed by gzip."""
 
 
 class ReadTrace(ControlRequest["ReadTraceReply"], frozen=True, tag=23, kw_only=True):
@@ -94,11 +94,11 @@ class ReadTraceReply(ControlReply, frozen=True, tag=23, kw_only=True):
 
 
 class AskDriver(ControlRequest[Acknowledged], frozen=True, tag=24, kw_only=True):
-    """Have the attached driver say what it did: the daemon publishes DriverStepsWanted."""
+    """Ask the attached driver for its steps: the daemon publishes DriverStepsWanted."""
 
     trace: Uid
     begin_ns: Unsigned
-    """Of the daemon's clock, as end_ns."""
+    """By the daemon's clock, like end_ns."""
     end_ns: Unsigned
 
 
@@ -111,22 +111,21 @@ class PutDriverSteps(ControlRequest[Acknowledged], frozen=True, tag=25, kw_only=
 
 
 class ReadDriverSteps(ControlRequest["ReadDriverStepsReply"], frozen=True, tag=26, kw_only=True):
-    """What has the driver answered?"""
+    """Return the driver's answer."""
 
     trace: Uid
 
 
 class ReadDriverStepsReply(ControlReply, frozen=True, tag=26, kw_only=True):
     steps: DriverSteps | None
-    """None: nothing yet."""
+    """None: no answer yet."""
 
 
-class DriverStepsWanted(Value, frozen=True, tag=20, kw_only=True):
-    """Somebody traces the group: the driver may say what it did, by PutDriverSteps."""
+class DriverStepsWanted(Event, frozen=True, tag=20, kw_only=True):
+    """Published for an observer that traces the group: the driver may answer with its steps, by
+    PutDriverSteps."""
 
-    worker_uid: Uid
-    rank: Count
     trace: Uid
     begin_ns: Unsigned
-    """Of this daemon's clock, as end_ns."""
+    """By this daemon's clock, like end_ns."""
     end_ns: Unsigned

@@ -1,12 +1,10 @@
-"""Tensors that do not fit into a message, on their way into a daemon's host memory: named by the
-hash of their content, in chunks, and gone with the lease. What a chunk is and how a hash is made
-stands here, for both sides.
+"""Tensors that do not fit into a message, uploaded into a daemon's host memory: named by the hash
+of their content, in chunks, and dropped with the lease. Defines chunks and hashes for both sides.
 
-They go over the control socket. It is answered at any time by a thread that steps do not wait for,
-outside the order of seqs: a chunk never holds up a step, is not kept for resending with the steps,
-and its size bounds what other control requests and heartbeats wait for it. For the same reason
-ranks may differ for a while in what they have: a step that names an upload is not refused where it
-is missing, but fails.
+They are sent over the control socket, to a thread that steps do not wait for, outside the order of
+seqs. So a chunk never delays a step and is not kept for resending with the steps, and its size
+bounds the delay of other control requests and heartbeats. For the same reason ranks may differ for
+a while in their uploads: a step that names a missing one is not refused, but fails.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,9 +20,9 @@ from rpc_schema.lifecycle import Acknowledged
 
 CHUNK_BYTES: Final = 512 << 10
 MAX_UPLOAD_BYTES: Final = 1 << 30
-"""Of one tensor."""
+"""Bound for one tensor."""
 MAX_NAMED_UPLOADS: Final = 1024
-"""In one request."""
+"""Bound for one request."""
 MAX_DIMENSIONS: Final = 8
 HASH_BYTES: Final = 32
 
@@ -43,18 +41,19 @@ UploadShape = Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=MAX_
 
 
 class UploadChunk(ControlRequest["UploadChunkReply"], frozen=True, tag=40, kw_only=True):
-    """Put one chunk of a tensor where the daemon keeps uploads, for the holder of the lease, once a
-    model is loaded. The first chunk that comes begins the upload, and takes its room; the others
-    may come in any order, and each as often as it likes.
+    """Store one chunk of a tensor, for the holder of the lease, once a model is loaded. The first
+    chunk begins the upload, and reserves its memory; the others may come in any order, and
+    repeatedly.
 
-    Refused, with nothing changed: a chunk that is none of the tensor's or differs from what came in
-    its place (CONFIG), and an upload for which there is no room (CAPACITY). Chunks that are
-    complete but do not make the hash are thrown away (CONFIG). All uploads end with the lease, and
-    with a Reset.
+    Refused, with nothing changed: a chunk that does not belong to the tensor or differs from the
+    one in its place (CONFIG), and an upload for which there is no room (CAPACITY). Complete chunks
+    that do not match the hash are dropped (CONFIG). All uploads end with the lease, and with a
+    Reset.
 
     The hash is BLAKE2b of 32 bytes, personalised `upload`, over the ASCII text `DTYPE N,N,...` with
     a newline (`float32 2,3`), then each chunk's own BLAKE2b of 32 bytes, personalised `upload
-    chunk`, in the order of the chunks."""
+    chunk`, in the order of the chunks.
+    """
 
     epoch: Unsigned
     content_hash: ContentHash
@@ -69,11 +68,11 @@ class UploadChunk(ControlRequest["UploadChunkReply"], frozen=True, tag=40, kw_on
 
 class UploadChunkReply(ControlReply, frozen=True, tag=40, kw_only=True):
     is_complete: bool
-    """The whole tensor is there, and is what its hash says."""
+    """The complete tensor is there, and matches its hash."""
 
 
 class FindUploads(ControlRequest["FindUploadsReply"], frozen=True, tag=41, kw_only=True):
-    """Which tensors need not be uploaded?"""
+    """Return which tensors are there already."""
 
     epoch: Unsigned
     content_hashes: ContentHashes
@@ -85,8 +84,8 @@ class FindUploadsReply(ControlReply, frozen=True, tag=41, kw_only=True):
 
 
 class DropUploads(ControlRequest[Acknowledged], frozen=True, tag=42, kw_only=True):
-    """Forget these, complete or not; those that are not there are no error. Nothing else drops an
-    upload while the lease lasts, a Reset apart."""
+    """Forget these, complete or not; missing ones are no error. Nothing but a Reset drops other
+    uploads while the lease lasts."""
 
     epoch: Unsigned
     content_hashes: ContentHashes
@@ -103,10 +102,11 @@ def chunk_digest(data: Buffer) -> bytes:
 
 
 def content_hash(dtype: UploadDtype, shape: Sequence[int], digests: Iterable[bytes]) -> bytes:
-    """Return the hash that names a tensor, as UploadChunk has it, of its chunk digests in order.
+    """Return the hash that names a tensor, as defined by UploadChunk, from its chunk digests in
+    order.
 
-    It is made of digests, so that chunks can be hashed as they come, in any order, and nobody
-    has to hash a whole tensor at once.
+    It is made of digests, so that chunks can be hashed as they come, in any order, and nobody has
+    to hash a complete tensor at once.
     """
     whole = blake2b(digest_size=HASH_BYTES, person=b"upload")
     whole.update(f"{dtype} {','.join(map(str, shape))}\n".encode("ascii"))

@@ -1,7 +1,7 @@
 """The package's version, and the protocol's with its one compatibility rule."""
 
 SOFTWARE_VERSION = "0.1.0"
-"""The build reads it from here, so that a source tree that is not installed knows it too."""
+"""The build reads it from here, so that a source tree that is not installed has it too."""
 
 PROTOCOL_VERSION = 8
 """Rises with every change of bytes. Driver and daemon must have the same number, or attach is
@@ -13,5 +13,5 @@ can tell each other.
 
 
 def version_line(command: str) -> str:
-    """Return what a command's --version prints."""
+    """Return the output of a command's --version."""
     return f"{command} {SOFTWARE_VERSION}, protocol {PROTOCOL_VERSION}\n"

@@ -1,5 +1,4 @@
-"""How tensors are cut and packed into transfers: both sides of a broadcast follow the same plan.
-Pure."""
+"""Division of tensors into transfers: both sides of a broadcast follow the same plan. Pure."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ class Part:
     """Consecutive rows of one tensor, and where they lie in a transfer."""
 
     tensor: int
-    """Its place among the names."""
+    """Its index among the names."""
     start: int
     """First row; a tensor's first dimension counts rows, a scalar is one."""
     stop: int
@@ -28,7 +27,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One broadcast of uint8 [num_bytes]; bytes between parts mean nothing."""
+    """One broadcast of uint8 [num_bytes]; bytes between parts have no meaning."""
 
     parts: tuple[Part, ...]
 
@@ -42,8 +41,8 @@ def plan_transfers(
 ) -> list[Transfer]:
     """Return the transfers of these tensors, in order; tensors without elements take no part.
 
-    packed_bytes 0: one transfer a tensor. Else a transfer holds as many rows of as many tensors as
-    fit, each tensor at a multiple of 256 bytes; a row that is longer has a transfer of its own.
+    packed_bytes 0: one transfer for each tensor. Else a transfer holds as many rows of as many
+    tensors as fit, each tensor at a multiple of 256 bytes; a longer row has a transfer of its own.
     """
     if packed_bytes == 0:
         sizes = [_num_rows(s) * _row_bytes(s, d) for s, d in zip(shapes, dtypes, strict=True)]

@@ -1,5 +1,5 @@
-"""Weights on their way into a running worker: by a trainer's broadcasts, through its CUDA memory,
-or from files; and what a worker says of the weights that it has."""
+"""Transfer of weights into a running worker: by a trainer's broadcasts, through its CUDA memory, or
+from files; and the state of a worker's weights."""
 
 from typing import Annotated, Literal, TypeAlias
 
@@ -17,15 +17,15 @@ MAX_TENSORS = 65536
 MAX_STATUS_NAMES = 16
 
 TimeoutMs = Annotated[int, Meta(ge=100, le=3_600_000)]
-"""How long a worker waits without anything coming from the trainer."""
+"""Limit on a worker's wait for the next data from the trainer."""
 
 Directory = Annotated[str, Meta(min_length=1, max_length=4096)]
-"""Of a checkpoint, under one of the daemon's model roots."""
+"""Directory of a checkpoint, under one of the daemon's model roots."""
 
 
 class BroadcastEngine(Value, frozen=True, tag=1, kw_only=True):
-    """A communicator of its own, over torch.distributed: the trainer is rank 0 and serves the
-    meeting, a worker is rank_offset + its own world rank."""
+    """A separate communicator over torch.distributed: the trainer is rank 0 and serves the
+    rendezvous, a worker is rank_offset + its own world rank."""
 
     backend: Literal["gloo", "nccl"]
     place: RendezvousAddress
@@ -48,8 +48,8 @@ Engine: TypeAlias = BroadcastEngine | IpcEngine | DiskEngine
 class InitWeightTransferEngine(
     StepRequest["InitWeightTransferEngineReply"], frozen=True, tag=50, kw_only=True
 ):
-    """Choose where the weights of later updates come from. With broadcasts: wait for the trainer
-    and all other workers; an engine of before is given up first."""
+    """Choose the source of the weights of later updates. With broadcasts: wait for the trainer and
+    all other workers; a previous engine is closed first."""
 
     engine: Engine
     timeout_ms: TimeoutMs = 60_000
@@ -57,29 +57,29 @@ class InitWeightTransferEngine(
 
 class InitWeightTransferEngineReply(StepReply, frozen=True, tag=50, kw_only=True):
     transfer_rank: Count
-    """In the communicator; 0 where there is none."""
+    """Rank in the communicator; 0 if there is none."""
 
 
 class StartWeightUpdate(StepRequest[Done], frozen=True, tag=51, kw_only=True):
-    """Begin an update: no step is run until it is finished, or the weights are loaded anew."""
+    """Begin an update: no step is run until it is finished, or the weights are loaded again."""
 
     format: WeightFormat
     """checkpoint: names and shapes of the checkpoint, of which each rank takes its part. kernel:
     names, shapes and dtypes of the rank's own parameters, which are copied as they are; NAME@tpN is
     for tensor-parallel rank N alone."""
     partial: bool = False
-    """Tensors that do not come keep what they hold. False: all must come."""
+    """Tensors that are not sent keep their content. False: all must be sent."""
 
 
 class BroadcastSource(Value, frozen=True, tag=1, kw_only=True):
-    """The tensors come as broadcasts of the trainer's in the order of their names: raw bytes,
+    """The tensors come as the trainer's broadcasts in the order of their names: raw bytes,
     row-major, in the transfers of `weight_packing.plan_transfers`."""
 
     packed_bytes: Unsigned = 0
-    """0: one transfer a tensor. Else many tensors share a transfer of at most so many bytes."""
+    """0: one transfer for each tensor. Else tensors share transfers of at most so many bytes."""
     round: Unsigned = 0
     """Before it receives, each rank writes `ready` (or `refused`) under `round/ROUND/TRANSFER_RANK`
-    in the trainer's store: a trainer that waits for all of them never sends in vain."""
+    in the trainer's store: a trainer that waits for all of them never sends without receivers."""
 
 
 class IpcSource(Value, frozen=True, tag=2, kw_only=True):
@@ -98,7 +98,7 @@ class IpcSource(Value, frozen=True, tag=2, kw_only=True):
 
 class DiskSource(Value, frozen=True, tag=3, kw_only=True):
     """The tensors are in a checkpoint's files. Names choose some of them; without names all that
-    the model knows are read. dtypes and shapes stay empty: the files have them."""
+    the model has are read. dtypes and shapes stay empty: the files have them."""
 
     model: Directory
 
@@ -107,8 +107,8 @@ Source: TypeAlias = BroadcastSource | IpcSource | DiskSource
 
 
 class UpdateWeights(StepRequest["UpdateWeightsReply"], frozen=True, tag=52, kw_only=True):
-    """Take some tensors of an update. Names, dtypes and shapes are of equal length; where all three
-    are empty, those of the former round are meant."""
+    """Receive some tensors of an update. Names, dtypes and shapes are of equal length; if all three
+    are empty, those of the previous round are used."""
 
     names: Annotated[tuple[Name, ...], Meta(max_length=MAX_TENSORS)] = ()
     dtypes: Annotated[tuple[TensorDtype, ...], Meta(max_length=MAX_TENSORS)] = ()
@@ -120,9 +120,9 @@ class UpdateWeights(StepRequest["UpdateWeightsReply"], frozen=True, tag=52, kw_o
 
 class UpdateWeightsReply(StepReply, frozen=True, tag=52, kw_only=True):
     num_tensors: Count
-    """That this rank holds all or a part of."""
+    """Number of tensors that this rank holds all or a part of."""
     size_bytes: Unsigned
-    """That came, whether this rank holds them or not."""
+    """Bytes received, whether this rank holds the tensors or not."""
     seconds: float
 
 
@@ -132,7 +132,7 @@ class FinishWeightUpdate(StepRequest["FinishWeightUpdateReply"], frozen=True, ta
 
 class FinishWeightUpdateReply(StepReply, frozen=True, tag=53, kw_only=True):
     num_updates: Unsigned
-    """Finished since the model was loaded, reloads included."""
+    """Updates finished since the model was loaded, reloads included."""
 
 
 class ReloadWeights(StepRequest["ReloadWeightsReply"], frozen=True, tag=54, kw_only=True):
@@ -159,19 +159,20 @@ class UpdateConfig(StepRequest[Done], frozen=True, tag=55, kw_only=True):
 
 
 class WeightsStatus(Value, frozen=True, kw_only=True):
-    """What this rank's weights are worth."""
+    """State of this rank's weights."""
 
     state: WeightsState
     """updating and dirty: some tensors are new, some are not, and no step is run; with dirty the
-    update has failed. discarded: the memory holds none."""
+    update has failed. discarded: the memory has no content."""
     num_tensors: Count
     num_updates: Unsigned
     num_dirty: Count
-    """Written since the weights were last whole, the one at the moment of a failure included."""
+    """Tensors written since the weights were last complete, including the one at the moment of a
+    failure."""
     dirty: Annotated[tuple[Name, ...], Meta(max_length=MAX_STATUS_NAMES)]
     """The first of them, by name."""
     num_missing: Count
-    """Still to be written before the weights are whole again."""
+    """Tensors still to be written before the weights are complete again."""
     missing: Annotated[tuple[Name, ...], Meta(max_length=MAX_STATUS_NAMES)]
     cause: Text = ""
-    """Why they are dirty or discarded."""
+    """Reason for the state dirty or discarded."""

@@ -63,7 +63,7 @@ def main_options(
 
 
 def _on_terminate(number: int, frame: FrameType | None) -> None:
-    """End as after Ctrl-C, so that what was started gets stopped."""
+    """Exit as after Ctrl-C, so that started processes are stopped."""
     raise SystemExit(128 + number)
 
 

@@ -1,10 +1,9 @@
-"""The requests that an earlier driver has left in a group, as its ranks tell of them: put together,
-and brought to what all ranks have. Knows no socket and no scheduling.
+"""Requests that an earlier driver has left in a group: the ranks' reports, merged into what all
+ranks have. Pure.
 
-Ranks need not have stood at the same step: the driver may have died between two sends, or a step
-may have failed. Each rank vouches for its own KV up to its last good step; what all of them have is
-the shortest. Sampling depends on seed, position and logits alone, so tokens that are given up come
-again.
+Ranks may be at different steps: the driver may have died between two sends, or a step may have
+failed. Each rank guarantees its own KV up to its last good step; all of them have the shortest.
+Sampling depends on seed, position and logits alone, so tokens that are given up are sampled again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,37 +23,36 @@ from worker_client.scheduler_output import NewRequest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdoptedRequest:
-    """A request of an earlier driver, to go on with: see docs/scheduler.md."""
+    """A request of an earlier driver, to be continued: see docs/scheduler.md."""
 
     req_id: str
     token_ids: NDArray[np.int32]
-    """int32 [num_tokens]: the prompt, then what was generated so far."""
+    """int32 [num_tokens]: the prompt, then the tokens generated so far."""
     num_prompt_tokens: int
     num_computed_tokens: int
     """Leading tokens whose KV is in block_ids on every rank; less than len(token_ids). 0: it must
-    be computed anew, and holds no block."""
+    be computed again, and holds no block."""
     block_ids: tuple[int, ...]
-    """The blocks of the computed tokens, where they are, of the first group of layers. Several
-    requests may share one. In a group with a window, 0 stands for those that no token from
-    num_computed_tokens on sees."""
+    """Blocks of the computed tokens in the first group of layers. Several requests may share one.
+    In a group with a window, 0 replaces blocks that no token from num_computed_tokens on sees."""
     extensions: tuple[RequestExtension, ...]
-    """As it was admitted (NewRequest.extensions)."""
+    """Extensions of its admission (NewRequest.extensions)."""
     note: bytes
-    """What the scheduler that admitted it noted (NewRequest.note)."""
+    """Note of the scheduler that admitted it (NewRequest.note)."""
     slot: int
-    """Where its row is now, on the rank that tells its tokens; for information."""
+    """Present slot on the output rank; for information."""
     more_block_ids: tuple[tuple[int, ...], ...] = ()
-    """As block_ids, of each further group."""
+    """Blocks of each further group, like block_ids."""
 
     @property
     def blocks_by_group(self) -> tuple[tuple[int, ...], ...]:
-        """Its blocks of each group."""
+        """Blocks of each group."""
         return (self.block_ids, *self.more_block_ids)
 
     def as_new(
         self, block_ids: Sequence[int] = (), more_block_ids: Sequence[Sequence[int]] = ()
     ) -> NewRequest:
-        """Return its admission. block_ids: those to append, for the tokens of the step;
+        """Return its admission. block_ids: blocks to append for the tokens of the step;
         more_block_ids: those of each further group."""
         more = zip_longest(self.more_block_ids, more_block_ids, fillvalue=())
         return NewRequest(
@@ -77,28 +75,28 @@ class RankRow:
     row: RequestRow
     token_ids: NDArray[np.int32]
     block_ids: NDArray[np.int32]
-    """Of all groups, one after the other."""
+    """Blocks of all groups, one group after the other."""
 
     @property
     def blocks_by_group(self) -> list[NDArray[np.int32]]:
-        """Its blocks of each group."""
+        """Blocks of each group."""
         ends = np.cumsum([self.row.num_blocks, *self.row.num_more_blocks])
         return np.split(self.block_ids, ends[:-1])
 
 
 def read_page(reply: AdoptRequestsReply) -> Iterator[RankRow]:
-    """Split a reply's columns over its rows.
+    """Split a reply's columns into its rows.
 
     Raises:
         BadFrameError: they do not fit.
     """
     if len(reply.token_ids) % 4 or len(reply.block_ids) % 4:
-        raise BadFrameError("a column of AdoptRequestsReply is no column of int32")
+        raise BadFrameError("a column of AdoptRequestsReply is not a sequence of int32")
     tokens = np.frombuffer(reply.token_ids, "<i4")
     blocks = np.frombuffer(reply.block_ids, "<i4")
     sizes = sum(row.num_tokens for row in reply.rows), sum(map(_num_blocks, reply.rows))
     if sizes != (tokens.size, blocks.size):
-        raise BadFrameError("the columns of AdoptRequestsReply have not the sizes of its rows")
+        raise BadFrameError("the columns of AdoptRequestsReply do not match its rows")
     token, block = 0, 0
     for row in reply.rows:
         yield RankRow(
@@ -118,14 +116,13 @@ def _num_blocks(row: RequestRow) -> int:
 def merge(
     ranks: Sequence[Sequence[RankRow]], output_rank: int, groups: Sequence[BlockGroup]
 ) -> list[AdoptedRequest]:
-    """Put together what the ranks have told, in the order of the output rank's slots; requests that
-    it does not have come last.
+    """Merge the ranks' reports, in the order of the output rank's slots; requests that it lacks
+    come last.
 
-    A request that some rank does not have, or has in other blocks, or whose window has left blocks
-    behind there that another rank has yet to see, is computed anew from its
-    tokens: the driver has died between telling the ranks that it begins, or ends. Its slots may
-    differ, where the driver has died between telling the ranks that it adopts: no rank gives a
-    request's blocks away while it has the request.
+    A request is computed again from its tokens if a rank lacks it, has it in other blocks, or has
+    let go of blocks behind a window that another rank still needs: the driver died while it sent
+    the start or the end of that request. Slots may differ, if the driver died while it adopted: no
+    rank gives a request's blocks away while it has the request.
 
     Raises:
         AdoptionMismatch: ranks that both have a request disagree about what it is.
@@ -163,8 +160,8 @@ def _merge_request(
 def _common_blocks(
     ranks: Sequence[Sequence[NDArray[np.int32]]], num_computed: int, groups: Sequence[BlockGroup]
 ) -> list[tuple[int, ...]] | None:
-    """Return the blocks of num_computed tokens, of each group, or None where ranks have other ones
-    or lack some. ranks: the blocks of each group that each rank has."""
+    """Return the blocks of num_computed tokens, by group, or None if ranks have different ones or
+    lack some. ranks: each rank's blocks by group."""
     if any(len(by_group) != len(groups) for by_group in ranks):
         return None
     common = []
@@ -180,7 +177,8 @@ def _common_blocks(
 
 
 def _common_kv(rows: Sequence[RankRow], longest: RankRow) -> int:
-    """Tokens whose KV all ranks have; one is always left to compute, which samples the next."""
+    """Return the number of tokens whose KV all ranks have. One is always left to compute; it
+    samples the next."""
     return max(0, min(longest.token_ids.size - 1, *(row.row.num_computed_tokens for row in rows)))
 
 

@@ -1,46 +1,42 @@
-"""Taking a group's daemons over, and leaving them: versions, an epoch in two phases, patience with
-the driver before. Knows not what is loaded, nor what becomes of requests.
-"""
+"""Attaching to a group's daemons and leaving them: versions, an epoch agreed on in two phases, and
+the wait for an earlier driver's lease."""
 
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from rpc_schema import lifecycle as lc
-from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorScope, WireError
+from rpc_schema.errors import ErrorCode, WireError
 from rpc_schema.lease import MAX_LEASE_TTL_MS
-from worker_client.errors import ClientError, FencedError, IncompatibleError, LeaseHeldError
-from worker_client.failure_state import FailureState, GroupAttached, LinkBroken
-from worker_client.first_contact import greet
+from worker_client.errors import ClientError, FencedError, LeaseHeldError, local_error
+from worker_client.failure_state import Change, FailureState
 from worker_client.group_channel import GroupChannel
-from worker_client.lease import Patience
-from worker_client.lease_terms import LeaseTerms
+from worker_client.lease import LeaseTerms, Patience
 from worker_client.outcomes import DEFAULT_STEP_DEADLINE_S, StepsInFlight
 from worker_client.worker_client import WorkerClient
 
 ATTACH_TIMEOUT_S = 30.0
 ATTACH_ATTEMPTS = 5
-"""So often another driver that attaches at the same time may come first."""
+"""Attempts after which attach gives up if other drivers that attach at the same time come first."""
 LEASE_WAIT_S = MAX_LEASE_TTL_MS / 1000 + 5.0
-"""A dead driver's lease is waited for to its end, whatever its time."""
+"""Longest wait for a dead driver's lease: any lease has expired by then."""
 ATTACH_SLACK_S = 15.0
-"""Daemons let go of a hung step within its deadline and a few seconds; then they attach."""
+"""Time beyond the step deadline in which daemons abandon a hung step and attach."""
 LEAVE_TIMEOUT_S = 0.3
-"""How long daemons may take to hear that their driver leaves; after that the lease expires."""
+"""Limit on each daemon's reply to Detach; without it the lease expires."""
 
 
+@dataclass(slots=True)
 class Attachment:
-    """One group's, over its channel. Belongs to the group's thread."""
+    """A group's attachment to its daemons, over its channel. Belongs to the group's thread."""
 
-    def __init__(
-        self, channel: GroupChannel, steps: StepsInFlight, state: FailureState, terms: LeaseTerms
-    ) -> None:
-        """state: the group's. terms: of the lease."""
-        self._channel = channel
-        self._steps = steps
-        self._state = state
-        self._terms = terms
-        self._is_attached = False
+    channel: GroupChannel
+    steps: StepsInFlight
+    state: FailureState
+    terms: LeaseTerms
+    is_attached: bool = False
 
     def attach(
         self,
@@ -56,7 +52,7 @@ class Attachment:
         if wait_s:
             self._await_daemons(agree_s, time.monotonic() + wait_s)
         deadline = time.monotonic() + agree_s
-        links = self._channel.links
+        links = self.channel.links
         links.step_deadline_s = max(map(_step_deadline_s, self._hello(deadline)))
         patience = Patience(
             wait_for_lease_s if timeout_s is None else min(wait_for_lease_s, agree_s)
@@ -65,54 +61,57 @@ class Attachment:
         while True:
             attempts_left -= 1
             epoch = self._agree_patiently(timeout_s, deadline, patience, force=force)
-            self._steps.abandon()
+            self.steps.abandon()
             if timeout_s is None:
                 agree_s = links.step_deadline_s + ATTACH_SLACK_S
                 deadline = time.monotonic() + agree_s
             try:
                 return self._commit(epoch, deadline, agree_s, keep_requests=keep_requests)
-            except FencedError:  # another driver came between: it may have the lease now
+            except FencedError:  # another driver was faster: it may have the lease now
                 if not attempts_left:
                     raise
 
     def attach_present(self) -> list[lc.Status]:
-        """Attach to the daemons that are there, under a new epoch: the lost ones are fenced."""
+        """Attach to the daemons that are present, under a new epoch that fences the lost ones
+        off."""
         deadline = time.monotonic() + ATTACH_TIMEOUT_S
         self._hello(deadline)
         epoch = self._agree_on_epoch(deadline)
-        agree_s = self._channel.links.step_deadline_s + ATTACH_SLACK_S
+        agree_s = self.channel.links.step_deadline_s + ATTACH_SLACK_S
         return self._commit(epoch, time.monotonic() + agree_s, agree_s)
 
     def detach(self) -> None:
-        """Give the lease back on all daemons, each of which says so."""
-        self._channel.lease.stop()
-        self._is_attached = False
-        for client in self._channel.daemons.present:
-            client.detach(self._channel.epoch)
+        """Give the lease back on all daemons, and wait for their replies."""
+        self.channel.lease.stop()
+        self.is_attached = False
+        for client in self.channel.daemons.present:
+            client.ask(partial(lc.Detach, epoch=self.channel.epoch))
 
     def leave(self) -> None:
-        """Give the lease back on all daemons that hear it in time; nothing where there is none."""
-        channel = self._channel
+        """Give the lease back on all daemons that reply in time, if there is one."""
+        channel = self.channel
         channel.lease.stop()
-        if not self._is_attached or channel.lease.lost is not None:
+        if not self.is_attached or channel.lease.lost is not None:
             return
-        self._is_attached = False
+        self.is_attached = False
         pending = []
         for client in channel.daemons.present:
             with contextlib.suppress(ClientError):
-                pending.append(client.send_detach(channel.epoch, LEAVE_TIMEOUT_S))
+                pending.append(
+                    client.begin(partial(lc.Detach, epoch=channel.epoch), LEAVE_TIMEOUT_S)
+                )
         for call in pending:
             with contextlib.suppress(ClientError, WireError):
                 call.result()
 
     def _await_daemons(self, timeout_s: float, listen_by: float) -> None:
         """Wait for daemons that are not started yet."""
-        for client in self._channel.daemons.present:
-            greet(client, timeout_s, listen_by)
+        for client in self.channel.daemons.present:
+            client.greet(timeout_s, listen_by)
 
     def _hello(self, deadline: float) -> list[lc.Status]:
         """Exchange versions with every daemon, then return their states."""
-        channel = self._channel
+        channel = self.channel
         greetings = []
         for client in channel.daemons.present:
             greeting = client.hello(_remaining(deadline))
@@ -134,10 +133,10 @@ class Attachment:
 
     def _agree_on_epoch(self, deadline: float, *, force: bool = False) -> int:
         """Return an epoch that no daemon has seen, announced to all. Raises LeaseHeldError."""
-        present = self._channel.daemons.present
+        present = self.channel.daemons.present
         epoch, known = 1, [0] * len(present)
         while True:
-            # A daemon that is far behind the others comes up to them in several steps.
+            # A daemon that is far behind the others catches up in several steps.
             asked = [min(epoch, last + lc.MAX_EPOCH_STEP) for last in known]
             replies = [
                 client.prepare_attach(wanted, _remaining(deadline), force=force)
@@ -151,12 +150,12 @@ class Attachment:
     def _commit(
         self, epoch: int, deadline: float, timeout_s: float, *, keep_requests: bool = False
     ) -> list[lc.Status]:
-        """Begin an epoch and return the daemons' states. It is sent to all ranks before any is
-        waited for: gloo has no abort, so a rank that hangs in a step is let go by its peers'. After
-        an error no daemon is attached, as far as they can be reached."""
-        channel = self._channel
+        """Begin an epoch and return the daemons' states. All requests are sent before any reply is
+        waited for: gloo has no abort, so a rank that hangs in a step is only freed by its peers.
+        After an error no reachable daemon is attached."""
+        channel = self.channel
         channel.begin_epoch(epoch)
-        self._is_attached = True
+        self.is_attached = True
 
         def commit() -> list[lc.CommitAttachReply]:
             pending = [
@@ -164,7 +163,7 @@ class Attachment:
                     epoch,
                     channel.daemons.results_route,
                     _remaining(deadline),
-                    self._terms,
+                    self.terms,
                     keep_requests=keep_requests,
                 )
                 for client in channel.daemons.present
@@ -180,9 +179,9 @@ class Attachment:
             self.leave()
             raise
         channel.lease.confirm()
-        self._state.apply(GroupAttached())
+        self.state.apply(Change.GROUP_ATTACHED)
         if _must_relink(attached):
-            self._state.apply(LinkBroken())
+            self.state.apply(Change.LINK_BROKEN)
         return channel.take_statuses([reply.status for reply in attached])
 
 
@@ -192,16 +191,13 @@ def _check_alike(greetings: Sequence[tuple[WorkerClient, str]]) -> None:
     for client, software in known:
         first, expected = known[0]
         if software != expected:
-            refusal = ControlErrorReply(
-                call=0,
-                code=ErrorCode.INCOMPATIBLE,
-                scope=ErrorScope.WORKER,
-                message=(
-                    f"the daemon has {software}, that of rank {first.rank} {expected}; fix: give "
-                    "all ranks of a group the same versions"
-                ),
+            raise local_error(
+                ErrorCode.INCOMPATIBLE,
+                f"the daemon has {software}, that of rank {first.rank} {expected}; fix: give all "
+                "ranks of a group the same versions",
+                rank=client.rank,
+                endpoint=client.endpoint.control,
             )
-            raise IncompatibleError(refusal, rank=client.rank, endpoint=client.endpoint.control)
 
 
 def _remaining(deadline: float) -> float:
@@ -215,7 +211,7 @@ def _step_deadline_s(status: lc.Status) -> float:
 
 
 def _must_relink(attached: Sequence[lc.CommitAttachReply]) -> bool:
-    """A link is kept only if every rank is idle at the same step of the same link."""
+    """Return False only if every rank is idle at the same step of the same link."""
     stand = {(r.previous_epoch, r.previous_seq, r.status.link) for r in attached}
     clean = all(r.previous_clean and r.status.link_state == "up" for r in attached)
     linked = any(r.status.link for r in attached)

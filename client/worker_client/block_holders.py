@@ -1,14 +1,14 @@
-"""Which request may write to which KV block: the check that no two requests write to one block, and
-that nobody writes to a block that others read. Knows rows and block ids; no request ids.
+"""Write access to KV blocks: no two requests write to one block, and nobody writes to a block that
+others read.
 
-A block belongs to the request that was given it to write until that ends, or a window has left it
-behind. Blocks that a request begins with (a cached prefix) are read only, and counted. Most steps
-give a few blocks to requests that run on: these are taken one by one, and it is told later, for
-many steps at once, whose they are. What windows leave behind is told only where a block is asked
-for that seems to be taken.
+A block belongs to the request that was given it for writing, until the request ends or a window
+passes the block. Blocks that a request begins with (a cached prefix) are read only, and counted.
+Most steps give a few blocks to running requests: these are taken one by one, and assigned to their
+rows later, for many steps at once. Blocks that windows have passed are freed only when a requested
+block seems to be taken.
 
-A row is what one request has of one group of layers: group * num_slots + slot. Rows come as columns
-of `row_code` (array.array's).
+A row is one request in one group of layers: group * num_slots + slot. Columns of rows have the type
+`row_code` (of array.array).
 """
 
 from array import array
@@ -28,15 +28,15 @@ _WRITTEN: Final = 1
 _READ: Final = 2
 """Running requests began with it."""
 _NULL: Final = 4
-"""The workers' own."""
+"""The workers' null block."""
 
 _FEW: Final = 100
-"""Blocks that take less time one by one than numpy's calls do."""
+"""Number of blocks below which a Python loop is faster than numpy's calls."""
 
 
 class BlockTaken(Exception):
-    """A block cannot be written to. `index` is its place among those that were asked for, `row`
-    that of the request that writes to it, None where others read it or nobody may write to it."""
+    """A block cannot be written to. `index` is its place among the requested ones, `row` the row of
+    the request that writes to it; None if others read it or nobody may write to it."""
 
     def __init__(self, index: int, row: int | None) -> None:
         super().__init__(f"block number {index} of those asked for is taken")
@@ -45,32 +45,32 @@ class BlockTaken(Exception):
 
 
 class BlockHolders:
-    """Belongs to a SlotTable. Blocks are 0 to num_blocks - 1, of which 0 is the workers' own."""
+    """Blocks 0 to num_blocks - 1 of a SlotTable; 0 is the workers' null block."""
 
     def __init__(self, num_slots: int, num_blocks: int, groups: Sequence[BlockGroup]) -> None:
         self.row_code: Literal["H", "I"] = "H" if len(groups) == 1 else "I"
-        """Of one group, rows are the slots of the wire."""
+        """With one group, rows are the slots of the wire."""
         self._num_slots = num_slots
         self._groups = groups
         self._flags = bytearray(num_blocks)
-        """Of each block; 0: it is free."""
+        """Flags of each block; 0: it is free."""
         self._flags[0] = _NULL
         self._flag_column = np.frombuffer(self._flags, np.uint8)
-        """The same memory."""
+        """View of the same memory."""
         self._num_readers = np.zeros(num_blocks, np.int32)
         self._written = [array("i") for _ in range(len(groups) * num_slots)]
-        """The blocks that each row's request writes to, as far as it was told."""
+        """Blocks that each row's request writes to, as far as they were assigned."""
         self._prefixes: dict[int, Int32s] = {}
-        """The blocks that a row's request began with."""
+        """Blocks that a row's request began with."""
         self._num_behind = array("i", bytes(4 * len(self._written)))
-        """Of each row, how many of its first blocks a window has left behind: they are its no
+        """Number of each row's first blocks that a window has passed: the row holds them no
         more."""
         self._behind_column = np.frombuffer(self._num_behind, np.int32)
-        """The same memory."""
+        """View of the same memory."""
 
     def check(self, rows: bytes, block_ids: Sequence[int]) -> None:
-        """Raise BlockTaken unless each block is there, nobody holds it, and no other is the same.
-        rows: of those that ask for them."""
+        """Raise BlockTaken unless each block exists, is free and occurs once. rows: of the requests
+        that ask for them."""
         if any(map(self._flags_of, block_ids)):
             raise self._taken(block_ids)
         if len({*block_ids}) < len(block_ids):
@@ -79,8 +79,8 @@ class BlockHolders:
             raise BlockTaken(index, memoryview(rows).cast(self.row_code)[first[block_ids[index]]])
 
     def take(self, block_ids: Sequence[int]) -> bool:
-        """Give blocks to the requests that asked for them, if all of them are there, free and
-        different; else nothing happens. hold() or give_back() follows.
+        """Take blocks for the requests that asked for them, if all exist, are free and differ; else
+        change nothing. hold() or give_back() follows.
 
         block_ids: none is negative. Raises IndexError: one is not there.
         """
@@ -105,23 +105,23 @@ class BlockHolders:
             self._flags[block_id] = 0
 
     def check_prefix(self, block_ids: Int32s, num_behind: int) -> None:
-        """Raise BlockTaken unless each block is there and may be read; of the first num_behind, the
-        null block may stand for any."""
+        """Raise BlockTaken unless each block exists and may be read. Any of the first num_behind
+        may be the null block."""
         wrong = (block_ids < 1) | (block_ids >= len(self._flags))
         wrong[:num_behind] &= block_ids[:num_behind] != NULL_BLOCK
         if wrong.any():
             raise BlockTaken(int(wrong.argmax()), None)
 
     def hold(self, rows: bytes, ids: bytes) -> None:
-        """Note which request, by its row, has each block (a column of int32): blocks that were
-        taken, or that check() let pass."""
+        """Assign blocks (a column of int32) to their requests' rows: blocks that were taken, or
+        that passed check()."""
         blocks = array("i", ids)
         for row, block_id in zip(array(self.row_code, rows), blocks, strict=True):
             self._written[row].append(block_id)
         self._flag_column[np.frombuffer(blocks, np.int32)] = _WRITTEN
 
     def admit(self, rows: Sequence[int], prefixes: Sequence[Int32s]) -> None:
-        """Begin requests in free slots, with the blocks that they read: of each row."""
+        """Begin requests in free slots, with the blocks that each row reads."""
         for row, prefix in zip(rows, prefixes, strict=True):
             self._num_behind[row] = 0
             if prefix.size:
@@ -131,14 +131,14 @@ class BlockHolders:
     def release(self, slots: Sequence[int]) -> None:
         """End the requests in these slots."""
         for row in self.rows_of(slots):
-            self._unmark(row)
+            self._mark(row, held=False)
             self._written[row] = array("i")
             self._prefixes.pop(row, None)
 
     def leave_behind(self, num_computed: Int32s) -> None:
-        """Let go of what windows have left behind of requests whose steps were sent up to
-        num_computed tokens, a count for each slot (free ones may have any). Whoever gets such a
-        block writes to it in a later step than any that reads it here."""
+        """Free the blocks that windows have passed. num_computed: tokens of each slot whose steps
+        were sent (any value for free slots). A new holder writes to such a block in a later step
+        than any that reads it here."""
         behind = self._behind_column.reshape(-1, self._num_slots)
         for number, group in enumerate(self._groups):
             if group.window is None:
@@ -148,7 +148,7 @@ class BlockHolders:
                 self._let_go(number * self._num_slots + slot, int(now[slot]))
 
     def _let_go(self, row: int, behind: int) -> None:
-        """Let go of a row's first blocks."""
+        """Free a row's first blocks."""
         before, prefix = self._num_behind[row], self._prefixes.get(row)
         num_read = 0
         if prefix is not None:
@@ -160,36 +160,31 @@ class BlockHolders:
         self._num_behind[row] = behind
 
     def rows_of(self, slots: Sequence[int]) -> list[int]:
-        """Return the rows of the requests in these slots, a slot's one after the other."""
+        """Return the rows of the requests in these slots, slot by slot."""
         starts = range(0, len(self._written), self._num_slots)
         return [start + slot for slot in slots for start in starts]
 
     @contextmanager
     def without(self, slots: Sequence[int]) -> Iterator[None]:
-        """Judge as if the requests in these slots had ended; they have not afterwards."""
+        """Judge as if the requests in these slots had ended, for the duration of the context."""
         rows = self.rows_of(slots)
         for row in rows:
-            self._unmark(row)
+            self._mark(row, held=False)
         try:
             yield
         finally:
             for row in rows:
-                self._mark(row)
+                self._mark(row, held=True)
 
-    def _unmark(self, row: int) -> None:
-        self._change_written(row, ~_WRITTEN & 0xFF, 0)
+    def _mark(self, row: int, *, held: bool) -> None:
+        """Set or clear the flags of a row's blocks."""
+        self._change_written(row, held=held)
         prefix = self._read_by(row)
         if prefix is not None:
-            self._unread(prefix)
-
-    def _mark(self, row: int) -> None:
-        self._change_written(row, 0xFF, _WRITTEN)
-        prefix = self._read_by(row)
-        if prefix is not None:
-            self._read(prefix)
+            (self._read if held else self._unread)(prefix)
 
     def _read_by(self, row: int) -> Int32s | None:
-        """The blocks that a row's request began with and still sees."""
+        """Return the blocks that a row's request began with and still sees."""
         prefix = self._prefixes.get(row)
         if prefix is None or self._groups[row // self._num_slots].window is None:
             return prefix
@@ -198,15 +193,15 @@ class BlockHolders:
         return held
 
     def _written_by(self, row: int) -> "array[int]":
-        """The blocks that a row's request writes to, those left behind not."""
+        """Return the blocks that a row's request writes to, without those a window has passed."""
         behind = self._num_behind[row]
         if not behind:
             return self._written[row]
         prefix = self._prefixes.get(row)
         return self._written[row][max(0, behind - (0 if prefix is None else prefix.size)) :]
 
-    def _change_written(self, row: int, kept: int, added: int) -> None:
-        """Keep and add flags of the blocks that a row's request writes to."""
+    def _change_written(self, row: int, *, held: bool) -> None:
+        kept, added = (0xFF, _WRITTEN) if held else (~_WRITTEN & 0xFF, 0)
         written = self._written_by(row)
         if len(written) > _FEW:
             places = np.frombuffer(written, np.int32)
@@ -225,7 +220,7 @@ class BlockHolders:
         self._flag_column[prefix[self._num_readers[prefix] == 0]] &= ~_READ & 0xFF
 
     def _taken(self, block_ids: Sequence[int]) -> BlockTaken:
-        """Tell which of these cannot be written to, and who writes to it."""
+        """Return the error for the first of these that cannot be written to."""
         index, flags = next(
             (index, flags)
             for index, flags in enumerate(map(self._flags_of, block_ids))
@@ -237,5 +232,5 @@ class BlockHolders:
         return BlockTaken(index, next(r for r in rows if block_ids[index] in self._written_by(r)))
 
     def _flags_of(self, block_id: int) -> int:
-        """Nobody may write to a block that is not there."""
+        """Return a block's flags. Nobody may write to a block that does not exist."""
         return self._flags[block_id] if 0 <= block_id < len(self._flags) else _NULL

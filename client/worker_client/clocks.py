@@ -1,9 +1,10 @@
-"""Clocks of other processes, by round trips: how far each is ahead of ours, and by how much that
-may be wrong. Pure arithmetic over a function that asks; knows no socket.
+"""Clocks of other processes, measured by round trips: the offset of each from ours, with a bound on
+its error. Pure.
 
 A reply carries the other clock's time at some moment between request and reply. With the middle as
-that moment, the offset is wrong by at most half the round trip, whatever the way there and back
-took; of several round trips the fastest says most (the minimum filter of NTP, RFC 5905 section 10).
+that moment, the offset is wrong by at most half the round trip, however the two ways differ. Of
+several round trips the fastest has the smallest bound (the minimum filter of NTP, RFC 5905 section
+10).
 """
 
 import time
@@ -14,13 +15,13 @@ NUM_ROUND_TRIPS = 32
 
 
 class Offset(NamedTuple):
-    """How far another clock is ahead of ours, in nanoseconds."""
+    """Offset of another clock from ours, in nanoseconds."""
 
     at_ns: int
-    """When that was so, by the other clock."""
+    """Time of the measurement, by the other clock."""
     ahead_ns: int
     bound_ns: int
-    """It is wrong by at most this."""
+    """Bound on the error of ahead_ns."""
 
 
 def measure(
@@ -28,8 +29,12 @@ def measure(
     own_clock: Callable[[], int] = time.monotonic_ns,
     num_round_trips: int = NUM_ROUND_TRIPS,
 ) -> Offset:
-    """Ask another clock for its time, as often as said; return the offset of the fastest answer."""
-    return min((_ask_once(ask, own_clock) for _ in range(num_round_trips)), key=_bound)
+    """Ask another clock for its time num_round_trips times; return the offset of the fastest
+    answer."""
+    return min(
+        (_ask_once(ask, own_clock) for _ in range(num_round_trips)),
+        key=lambda offset: offset.bound_ns,
+    )
 
 
 def _ask_once(ask: Callable[[], int], own_clock: Callable[[], int]) -> Offset:
@@ -40,19 +45,15 @@ def _ask_once(ask: Callable[[], int], own_clock: Callable[[], int]) -> Offset:
     return Offset(theirs, theirs - (begin + end) // 2, (end - begin) // 2 + 1)
 
 
-def _bound(offset: Offset) -> int:
-    return offset.bound_ns
-
-
 class ClockMap:
-    """Takes times of another clock to ours, by one or two measurements; between two (and beyond
-    them) the offset is taken to change evenly, as it does where the clocks' rates differ."""
+    """Conversion from another clock to ours, by one or two measurements. Between them, and beyond,
+    the offset changes linearly, as it does if the clocks' rates differ."""
 
     def __init__(self, first: Offset, last: Offset | None = None) -> None:
         last = first if last is None else last
         span = last.at_ns - first.at_ns
         self.bound_ns = max(first.bound_ns, last.bound_ns)
-        """Times are wrong by at most this, at the measurements."""
+        """Bound on the error at the measurements."""
         self._at_ns = first.at_ns
         self._ahead_ns = first.ahead_ns
         self._drift = (last.ahead_ns - first.ahead_ns) / span if span > 0 else 0.0

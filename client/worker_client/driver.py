@@ -1,6 +1,5 @@
-"""The loop between a scheduler and a group: keeps steps in flight, hands results over in order,
-tells the scheduler of failures, and takes times. Decides nothing about requests itself.
-"""
+"""The loop between a scheduler and a group: keeps steps in flight, passes results on in order,
+reports failures to the scheduler, and measures times."""
 
 import time
 from collections import deque
@@ -21,23 +20,23 @@ from worker_client.scheduler_output import SchedulerOutput, StepResult
 StepKind: TypeAlias = Literal["prefill", "decode", "mixed", "empty"]
 
 MAX_CONSECUTIVE_FAILURES = 3
-"""So many steps may fail in a row, and so many recoveries may follow each other without a step that
-ends well, before the driver gives up."""
+"""Failed steps in a row, and recoveries without a successful step between them, after which the
+driver gives up."""
 
 
 MAX_HISTORY = 65_536
-"""So many steps and requests a driver remembers the times of, unless told otherwise."""
+"""Default number of steps and requests whose times a driver keeps."""
 
 
 class FutureLike(Protocol):
-    """What the driver needs of worker_client.outcomes.StepFuture."""
+    """The part of worker_client.outcomes.StepFuture that the driver uses."""
 
     def result(self, timeout_s: float | None = None) -> StepResult:
         """Wait for the outcome; raises StepFailed."""
 
 
 class GroupLike(Protocol):
-    """What the driver needs of worker_client.worker_group.WorkerGroup."""
+    """The part of worker_client.worker_group.WorkerGroup that the driver uses."""
 
     max_in_flight: int
 
@@ -45,32 +44,33 @@ class GroupLike(Protocol):
         """Send a step."""
 
     def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
-        """Give up a step that was not sent, and drop all rows; return the ids that lost theirs."""
+        """Give up a step that was not sent, and drop all rows; return the ids of the requests that
+        lost theirs."""
 
 
 Recover: TypeAlias = Callable[[WorkerDied], object]
-"""Makes a group usable again that has lost a daemon, or raises."""
+"""Callable that makes a group usable again after the death of a daemon, or raises."""
 
 
 def give_up(died: WorkerDied) -> None:
-    """Nobody takes a lost daemon's place."""
+    """Raise the error: nobody replaces a lost daemon."""
     raise died
 
 
 class StepTiming(NamedTuple):
-    """How long a step took from being sent to its result, in seconds."""
+    """Duration of a step, in seconds."""
 
     kind: StepKind
     num_tokens: int
     num_requests: int
     seconds: float
-    """From sending to the result."""
+    """Time from sending to the result."""
     interval_s: float
-    """From the result before it (or its sending, if that was later) to its own."""
+    """Time from the previous result (or its own sending, if that was later) to its own."""
 
 
 class RequestTiming(NamedTuple):
-    """Moments of a request, of time.monotonic()."""
+    """Moments of a request, by time.monotonic()."""
 
     added: float
     first_token: float
@@ -96,11 +96,11 @@ class Driver:
         max_history: int | None = MAX_HISTORY,
         recover: Recover = give_up,
     ) -> None:
-        """on_result sees every step's tokens as they come, those past a request's end too. recover
-        is called when a daemon has died: after it (WorkerGroup.replace, say) the requests that were
-        running begin again from their known tokens. After MAX_CONSECUTIVE_FAILURES recoveries
-        without a step that ends well it is called no more. max_history bounds `records` and
-        `timings`, the oldest of which go first; None keeps all."""
+        """on_result is called with every step's tokens as they come, including those past a
+        request's end. recover is called when a daemon has died: after it (WorkerGroup.replace, say)
+        the requests that were running begin again from their known tokens. It is called no more
+        after MAX_CONSECUTIVE_FAILURES recoveries without a successful step. max_history bounds
+        `records` and `timings`, the oldest of which are dropped first; None keeps all."""
         self.group = group
         self.scheduler = scheduler
         self.records: deque[StepTiming] = deque(maxlen=max_history)
@@ -111,9 +111,9 @@ class Driver:
         self._max_history = max_history
         self._in_flight: deque[_InFlight] = deque()
         self._unsent: SchedulerOutput | None = None
-        """What the scheduler gave and nobody took: it comes first, once the group takes steps."""
+        """Scheduler output that was not sent; it goes first once the group takes steps."""
         self._refusal: InvalidSchedulerOutput | None = None
-        """Why the group refused _unsent; told once no step is in flight."""
+        """Reason for which the group refused _unsent; raised once no step is in flight."""
         self._added: dict[str, float] = {}
         self._first_token: dict[str, float] = {}
         self._without_token: set[str] = set()
@@ -122,14 +122,14 @@ class Driver:
         self._consecutive_recoveries = 0
 
     def add_request(self, request: GenerationRequest) -> None:
-        """Queue a request, with a random seed if it has none and needs one; raises RequestError as
+        """Queue a request, with a random seed if it needs one and has none. Raises RequestError as
         the scheduler does."""
         self.scheduler.add_request(seeded(request))
         self._added[request.id] = time.monotonic()
         self._without_token.add(request.id)
 
     def abort_request(self, req_id: str) -> None:
-        """End a request early; it gives no output."""
+        """End a request early, without output."""
         self.scheduler.abort_request(req_id)
         self._added.pop(req_id, None)
         self._first_token.pop(req_id, None)
@@ -137,7 +137,7 @@ class Driver:
 
     @property
     def busy(self) -> bool:
-        """Whether a step is in flight, a refusal is yet to be raised, or a request is
+        """True while a step is in flight, a refusal has not been raised, or a request is
         unfinished."""
         pending = self._in_flight or self._refusal is not None
         return bool(pending) or self.scheduler.has_unfinished_requests()
@@ -216,18 +216,18 @@ class Driver:
             return self.group.execute_model(output)
         except WorkerDied as died:
             self._replace(died)
-        return self.group.execute_model(output)  # a future that tells what was lost
+        return self.group.execute_model(output)  # a future that reports the losses
 
     def _result(self, future: FutureLike) -> StepResult:
         try:
             return future.result()
         except WorkerDied as died:
             self._replace(died)
-        return future.result()  # raises StepFailed, which tells what was lost
+        return future.result()  # raises StepFailed with the losses
 
     def _replace(self, died: WorkerDied) -> None:
-        """Recover, and count failed steps anew: the fault may have gone with the process. A request
-        that kills each successor must not do so for ever."""
+        """Recover, and reset the count of failed steps: the fault may have gone with the process.
+        Recoveries are limited too, for a request that kills each successor."""
         if self._consecutive_recoveries >= MAX_CONSECUTIVE_FAILURES:
             raise died
         self._recover(died)
@@ -235,7 +235,7 @@ class Driver:
         self._consecutive_failures = 0
 
     def _on_failure(self, error: StepFailed) -> None:
-        """The oldest step failed, and so all behind it did."""
+        """Handle the failure of the oldest step, and so of all behind it."""
         outputs = [flight.output for flight in self._in_flight]
         self._in_flight.clear()
         self.num_failures += 1
@@ -245,18 +245,18 @@ class Driver:
             raise error
 
     def _raise_refusal(self) -> None:
-        """Raise why a step was refused, if one was, once the scheduler has it back. Its results
-        must not come after that, so no step may be in flight."""
+        """Raise the reason for a refused step, if there is one, once the scheduler has the step
+        back. No step may be in flight: its result must not come after that."""
         if self._refusal is None:
             return
-        if self._unsent is not None:  # else it went back with steps that failed
+        if self._unsent is not None:  # else it was returned with steps that failed
             self._hand_back([], frozenset())
         refusal, self._refusal = self._refusal, None
         raise refusal
 
     def _hand_back(self, outputs: list[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
-        """Give steps without a result back to the scheduler, and with them the one that was not
-        sent: neither its admissions nor the ends that it names have reached the workers."""
+        """Return steps without a result to the scheduler, and with them the one that was not sent:
+        its admissions and its finished requests have not reached the workers."""
         unsent, self._unsent = self._unsent, None
         if unsent is not None:
             outputs = [*outputs, unsent]

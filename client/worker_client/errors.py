@@ -82,6 +82,9 @@ class ClientConfigError(ClientError):
 class EndpointError(ClientConfigError):
     """An endpoint that this version cannot use."""
 
+    def __init__(self, message: str, endpoint: str, fix: str) -> None:
+        super().__init__(message, field="endpoint", value=endpoint, fix=fix)
+
 
 class UntrustedEndpointError(EndpointError):
     """Another user's process may listen at an ipc endpoint, and the daemon there has no key to
@@ -90,9 +93,8 @@ class UntrustedEndpointError(EndpointError):
     def __init__(self, address: str, why: str) -> None:
         super().__init__(
             f"another user's process may listen there: {why}",
-            field="endpoint",
-            value=address,
-            fix="use a directory of your own, as $XDG_RUNTIME_DIR/wd, run as the daemon's user, or "
+            address,
+            "use a directory of your own, as $XDG_RUNTIME_DIR/wd, run as the daemon's user, or "
             "give --key-file and --known-daemons",
         )
 
@@ -106,7 +108,7 @@ class ConfigMismatchError(ClientConfigError):
             "the daemons hold another configuration (asked for != loaded)",
             field="config",
             value=differences,
-            fix="ask for what is loaded, or load anew with reload=True (--reload)",
+            fix="ask for what is loaded, or load again with reload=True (--reload)",
         )
         self.differences = tuple(differences)
 
@@ -136,8 +138,8 @@ class RequestError(ClientConfigError):
 
 
 class OutputError(ClientConfigError):
-    """Output could not be written, or not all of it: the disk is full, or the path names no file
-    that can be made."""
+    """Output could not be written, or only partly: the disk is full, or the path cannot be
+    created."""
 
 
 def _shortened(value: object) -> str:
@@ -150,9 +152,9 @@ class TraceError(ClientError):
 
 
 class InvalidSchedulerOutput(ClientError):
-    """A scheduler's output breaks a rule of `scheduler_output.py`; nothing was sent, and no
-    row has changed. `req_id`, `field`, `value` and `fix` are attributes and in the message; req_id
-    is None where the step as a whole is at fault."""
+    """A scheduler's output breaks a rule of `scheduler_output.py`; nothing was sent, and no row has
+    changed. `req_id`, `field`, `value` and `fix` are attributes and in the message; req_id is None
+    if the step as a whole is at fault."""
 
     def __init__(
         self, message: str, *, field: str, value: object, fix: str, req_id: object = None
@@ -167,7 +169,7 @@ class InvalidSchedulerOutput(ClientError):
 
 class SchedulerStalled(ClientError):
     """A scheduler with unfinished requests gave no step while none was in flight: no result will
-    ever come to change its mind."""
+    come that could change that."""
 
 
 class TooManyStepsInFlight(ClientError):
@@ -205,16 +207,16 @@ class OutOfThreads(ClientError):
 
 
 class LeaseNotRenewed(ClientError):
-    """The thread that renews the lease has failed: the lease expires. `__cause__` says why."""
+    """The thread that renews the lease has failed: the lease expires. `__cause__` has the
+    reason."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(f"the lease is not renewed any more: {cause!r}; fix: attach again")
 
 
 class WorkerDied(ClientError):
-    """A daemon is lost: it exited, was killed, or has not answered for too long; `detail` says by
-    which signal that is known. The group is unusable until replace() has put another in its
-    place."""
+    """A daemon is dead: it exited, was killed, or has not answered for too long; `detail` names the
+    signal that shows it. The group is unusable until replace() has put another in its place."""
 
     def __init__(self, rank: int, endpoint: str, detail: str = "the connection ended") -> None:
         super().__init__(f"rank {rank} at {endpoint}: {detail}")
@@ -225,7 +227,7 @@ class WorkerDied(ClientError):
 
 class NothingListens(WorkerDied):
     """No daemon is at an endpoint: its socket is missing, refuses or may not be connected to, or
-    its host does not resolve. `why` says which."""
+    its host does not resolve. `why` has the reason."""
 
     def __init__(self, rank: int, endpoint: str, why: str, fix: str = "") -> None:
         """fix: other than to start the daemon."""
@@ -240,15 +242,15 @@ class NothingListens(WorkerDied):
 
 
 class LinkGivenUp(ClientError):
-    """Link after link failed without a step between them that ended well, though all daemons live:
-    `ranks` are those that said so, each of an edge to a neighbour. Nothing more is sent; attach()
-    begins anew."""
+    """Links failed in a row without a successful step between them, though all daemons live.
+    `ranks` are those that reported it; each is next to a broken connection. Nothing more is sent;
+    attach() begins again."""
 
     def __init__(self, ranks: tuple[int, ...], num_failures: int, last: str) -> None:
         who = ", ".join(map(str, ranks)) or "none"
         super().__init__(
-            f"the link has failed {num_failures} times in a row (told by ranks: {who}); the last "
-            f"time: {last}; fix: see to the network between the ranks, then attach again"
+            f"the link has failed {num_failures} times in a row (reported by ranks: {who}); the "
+            f"last time: {last}; fix: check the network between the ranks, then attach again"
         )
         self.ranks = ranks
         self.num_failures = num_failures
@@ -263,8 +265,8 @@ class ReplacementFailed(ClientError):
 
 
 class AuthenticationError(ClientError):
-    """A connection was refused while its ends made each other's acquaintance. Nothing is tried
-    again: the next attempt would end alike."""
+    """A connection was refused during its handshake. There is no retry: the next attempt would end
+    alike."""
 
     def __init__(self, rank: int, address: str, why: str) -> None:
         super().__init__(f"rank {rank} at {address}: {why}")
@@ -279,8 +281,7 @@ class WeightsNotWhole(ClientError):
 
 
 class AdoptionMismatch(ClientError):
-    """Two ranks say different things of a request that an earlier driver has left: none can be
-    adopted."""
+    """Two ranks disagree about a request that an earlier driver has left: none can be adopted."""
 
     def __init__(self, req_id: str, slot: int, field: str, ranks: tuple[int, int]) -> None:
         super().__init__(
@@ -294,8 +295,8 @@ class AdoptionMismatch(ClientError):
 
 
 class Unkillable(ClientError):
-    """UNKILLABLE: processes of daemons have not ended long after SIGKILL. `devices` says by process
-    id what they hold."""
+    """UNKILLABLE: processes of daemons have not ended long after SIGKILL. `devices` names the
+    device of each, by process id."""
 
     def __init__(self, devices: Mapping[int, str], seconds: float) -> None:
         who = ", ".join(f"process {pid} on {device}" for pid, device in sorted(devices.items()))
@@ -307,8 +308,8 @@ class Unkillable(ClientError):
 
 
 class LaunchError(ClientError):
-    """A local daemon did not become ready. `exit_code` is None while it still runs; `log_tail` ends
-    its log."""
+    """A local daemon did not become ready. `exit_code` is None while it still runs; `log_tail` is
+    the end of its log."""
 
     def __init__(self, message: str, *, exit_code: int | None, log_tail: str) -> None:
         super().__init__(f"{message}\n{log_tail}".rstrip())
@@ -357,7 +358,7 @@ class RemoteError(ClientError):
 
 
 class RemoteProtocolError(RemoteError):
-    """The daemon says that this driver broke a rule of the wire."""
+    """The daemon reports that this driver broke a rule of the wire."""
 
 
 class RemoteBadFrameError(RemoteProtocolError):
@@ -382,7 +383,8 @@ class NotAttachedError(RemoteProtocolError):
 
 class LeaseHeldError(RemoteProtocolError):
     """Another driver holds the lease of a daemon. `holder` is the driver_digest of its id,
-    `holder_name` its HOST:PID, `remaining_s` how long the lease lasts unless it is renewed."""
+    `holder_name` its HOST:PID, `remaining_s` the time until the lease expires unless it is
+    renewed."""
 
     def __init__(self, reply: ErrorReply | ControlErrorReply, *, rank: int, endpoint: str) -> None:
         super().__init__(reply, rank=rank, endpoint=endpoint)
@@ -397,12 +399,12 @@ class LeaseExpiredError(RemoteProtocolError):
 
 
 class DrainingError(RemoteProtocolError):
-    """An operator has told the daemon to take no more steps and no more drivers. What is loaded
-    stays; once the drain is undone a driver can go on."""
+    """An operator drains the daemon: it takes no more steps and no more drivers. What is loaded
+    stays; once the drain is undone a driver can continue."""
 
 
 class ForbiddenError(RemoteProtocolError):
-    """Our key has not the role that the request needs; the message names both."""
+    """Our key lacks the role that the request needs; the message names both."""
 
 
 class StaleError(RemoteProtocolError):
@@ -422,7 +424,7 @@ class RemoteConfigError(RemoteError):
 
 
 class RemoteCheckpointError(RemoteConfigError):
-    """The model's files are missing, truncated or not what config.json says."""
+    """The model's files are missing, truncated or inconsistent with config.json."""
 
 
 class InvalidStepError(RemoteError):
@@ -434,8 +436,8 @@ class RemoteCapacityError(RemoteError):
 
 
 class RemoteOutOfMemoryError(RemoteCapacityError):
-    """An allocation failed; the message says what was asked for and what was free. The next step
-    may succeed."""
+    """An allocation failed; the message has the requested and the free amount. The next step may
+    succeed."""
 
 
 class CommError(RemoteError):
@@ -447,8 +449,8 @@ class UpstreamFailedError(CommError):
 
 
 class WeightTransferError(RemoteError):
-    """A trainer did not come, died, or its memory cannot be reached; the daemon serves on as its
-    state says."""
+    """A trainer did not come, died, or its memory cannot be reached. The daemon serves on as its
+    state allows."""
 
 
 class PrecededByError(RemoteError):
@@ -456,11 +458,11 @@ class PrecededByError(RemoteError):
 
 
 class RemoteDeviceError(RemoteError):
-    """The device is unusable: the daemon ends."""
+    """The device is unusable: the daemon exits."""
 
 
 class RemoteInternalError(RemoteError):
-    """An invariant of the daemon is broken: it ends."""
+    """An invariant of the daemon is broken: it exits."""
 
 
 REMOTE_ERRORS: Mapping[ErrorCode, type[RemoteError]] = MappingProxyType(
@@ -497,3 +499,16 @@ REMOTE_ERRORS: Mapping[ErrorCode, type[RemoteError]] = MappingProxyType(
 def remote_error(reply: ErrorReply | ControlErrorReply, *, rank: int, endpoint: str) -> RemoteError:
     """Return the exception for an error reply."""
     return REMOTE_ERRORS[reply.code](reply, rank=rank, endpoint=endpoint)
+
+
+def local_error(
+    code: ErrorCode,
+    message: str,
+    *,
+    rank: int,
+    endpoint: str,
+    scope: ErrorScope = ErrorScope.WORKER,
+) -> RemoteError:
+    """Return the exception for a code that this driver finds itself, before the daemon does."""
+    reply = ControlErrorReply(call=0, code=code, scope=scope, message=message)
+    return remote_error(reply, rank=rank, endpoint=endpoint)

@@ -1,15 +1,14 @@
 """The failure state of a driver's group: a product of named axes, the events that change it, and
-what each state means for each request. The one owner of these facts. Pure: no socket, no clock, no
-future."""
+the answer of each state to each request. The single owner of these facts. Pure, without I/O."""
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope, WireError
+from rpc_schema.errors import ErrorCode, ErrorReply, ErrorScope, WireError
 from worker_client.errors import (
     ClientError,
     DrainingError,
@@ -20,8 +19,8 @@ from worker_client.errors import (
     RemoteError,
     WeightsNotWhole,
     WorkerDied,
+    local_error,
 )
-from worker_client.link_tries import LinkTries
 
 ENDS_OWNERSHIP: Final = (
     DrainingError,
@@ -31,8 +30,11 @@ ENDS_OWNERSHIP: Final = (
     NotAttachedError,
     WorkerDied,
 )
-"""After these the group takes no steps: another driver has the daemons, or nobody, or they cannot
-reach each other."""
+"""Errors after which the group takes no steps: another driver has the daemons, or nobody, or they
+cannot reach each other."""
+
+MAX_LINK_FAILURES: Final = 3
+"""In a row: steps that break the link, and failed attempts to relink."""
 
 
 class Ownership(enum.Enum):
@@ -41,8 +43,8 @@ class Ownership(enum.Enum):
     NEW = "never attached"
     SERVING = "attached: it takes steps"
     ENDED = "fenced, the lease lost, drained in a step, or a reply could not be read"
-    LINK_GIVEN_UP = "link after link has failed, though all daemons live"
-    LOST = "a daemon is gone"
+    LINK_GIVEN_UP = "links failed too often in a row, though all daemons live"
+    LOST = "a daemon is dead"
     REPLACING = "another daemon is taking a lost one's place"
 
 
@@ -55,10 +57,12 @@ class LinkState(enum.Enum):
 
 
 class Ending(enum.Enum):
-    """An announced end of a daemon's process."""
+    """An announced exit of a daemon's process."""
 
-    NONE = "no rank has announced its end"
-    ANNOUNCED = "a rank has announced its end, or may end as the link is given up; not waited for"
+    NONE = "no rank has announced its exit"
+    ANNOUNCED = (
+        "a rank has announced its exit, or may exit as the link is given up; not waited for yet"
+    )
 
 
 class FailureReport(enum.Enum):
@@ -68,33 +72,33 @@ class FailureReport(enum.Enum):
     UNREPORTED = "a failure that no future has reported"
     REPORTED = "a failure that a future has reported"
     DEATH_UNREPORTED = "a daemon's death that no future has reported"
-    DEATH_REPORTED = "a reported death; what it took is reported again with the next failure"
+    DEATH_REPORTED = "a reported death; its losses are reported again with the next failure"
 
 
 class RootCause(enum.Enum):
     """Search for the cause of a step that a rank failed as a consequence only."""
 
     SETTLED = "no step waits for its cause"
-    AWAITED = "another rank may yet report why a step failed"
+    AWAITED = "another rank may still report the cause of a failed step"
 
 
 class Weights(enum.Enum):
     """Completeness of the model's weights, as far as the driver knows."""
 
-    WHOLE = "steps can run on them"
+    WHOLE = "complete: steps can run on them"
     NOT_WHOLE = "an update is open, or has failed"
 
 
 class DrainState(enum.Enum):
     """Drain, as an operator has asked for it."""
 
-    NONE = "steps are wanted"
-    DRAINING = "a rank's heartbeat says that it drains"
+    NONE = "no rank drains"
+    DRAINING = "a rank's heartbeat reports that it drains"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """One value an axis."""
+    """One value of each axis."""
 
     ownership: Ownership = Ownership.NEW
     link: LinkState = LinkState.NONE
@@ -106,17 +110,33 @@ class GroupState:
 
 
 class Suspect(NamedTuple):
-    """An UPSTREAM_FAILED whose cause another rank may still report."""
+    """A rank failed a step because another one did, which may still report the cause."""
 
     reply: ErrorReply
     error: RemoteError
     until: float
-    """When (time.monotonic) it counts as the cause itself."""
+    """Time (of time.monotonic()) from which it counts as the cause itself."""
+
+
+class Change(enum.Enum):
+    """Events without values of their own."""
+
+    LINK_BROKEN = "a step has left bytes between ranks, or a rank without its peers"
+    LINK_MADE = "all ranks have joined a new link, or have given up the one that they had"
+    END_ANNOUNCED = "a rank has announced its exit, or may exit as the link is given up"
+    END_AWAITED = "the wait for the announced exit begins; it is done once"
+    PREPARED = "prepare() has ended: the scheduler begins anew"
+    ATTACH_BEGUN = "all daemons have announced an epoch to this driver: failures are dropped"
+    GROUP_ATTACHED = "all present daemons have attached; LINK_BROKEN follows if they must relink"
+    REPLACE_BEGUN = "an attempt to put another daemon in a lost one's place"
+    RANK_REPLACED = "another daemon serves in the lost one's place; Failed follows if work was lost"
+    WEIGHTS_FILLED = "all weights were written, or were found to be complete"
+    DRAIN_OVER = "no rank drains any more, or a new epoch makes earlier heartbeats void"
 
 
 @dataclass(frozen=True, slots=True)
 class RankLost:
-    """A daemon is gone."""
+    """A daemon is dead, or replacing it has failed permanently."""
 
     cause: WorkerDied
 
@@ -136,104 +156,30 @@ class LinkGaveUp:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkBroken:
-    """A step has left bytes between ranks, or a rank without its peers."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkMade:
-    """All ranks have met on a new link, or have given up the one that they had."""
-
-
-@dataclass(frozen=True, slots=True)
-class EndAnnounced:
-    """A rank has reported a failure that ends its process, or may end as the link is given up."""
-
-
-@dataclass(frozen=True, slots=True)
-class EndAwaited:
-    """The announced end is being waited for, which is done once."""
-
-
-@dataclass(frozen=True, slots=True)
-class CauseAwaited:
-    """A rank failed a step because another one did."""
-
-    suspect: Suspect
-
-
-@dataclass(frozen=True, slots=True)
 class Failed:
-    """Steps have failed; number: of the failure, which takes over those not yet reported.
-    last_seq: the last step that it took, 0 where there was none."""
+    """Steps have failed. number: of the failure, which takes over those not yet reported.
+    last_seq: the last step that it failed, 0 if there was none."""
 
     number: int
     last_seq: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DeathFailed:
-    """The same, of a daemon's death."""
-
-    number: int
-    last_seq: int = 0
+class DeathFailed(Failed):
+    """Steps have failed by a daemon's death."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureReported:
-    """A future has reported the failure of this number; nothing changes where that is not the
-    latest."""
+    """A future has reported the failure of this number. No effect if that is not the latest."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """prepare() is over: the scheduler begins anew."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttachBegun:
-    """All daemons have announced an epoch to this driver: all of before is given up."""
-
-
-@dataclass(frozen=True, slots=True)
-class EpochBegun:
-    """Requests go under a new epoch: heartbeats of before count for nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupAttached:
-    """All daemons that are there have attached. LinkBroke follows where they must link anew."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplaceBegun:
-    """An attempt to put another daemon in a lost one's place."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplaceFailed:
-    """No attempt is left, or one has failed for good."""
-
-    cause: WorkerDied
-
-
-@dataclass(frozen=True, slots=True)
-class RankReplaced:
-    """Another daemon serves in the lost one's place. Failed follows where anything was lost."""
-
-
-@dataclass(frozen=True, slots=True)
 class WeightsGone:
-    """The weights are being replaced, or were found not to be whole."""
+    """The weights are being replaced, or were found to be incomplete."""
 
     cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsFilled:
-    """All weights were written, or were found to be whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,126 +189,87 @@ class DrainHeard:
     ranks: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class DrainOver:
-    """No rank drains any more."""
-
-
 Event: TypeAlias = (
-    RankLost
+    Change
+    | RankLost
     | OwnershipLost
     | LinkGaveUp
-    | LinkBroken
-    | LinkMade
-    | EndAnnounced
-    | EndAwaited
-    | CauseAwaited
+    | Suspect
     | Failed
-    | DeathFailed
     | FailureReported
-    | Prepared
-    | AttachBegun
-    | EpochBegun
-    | GroupAttached
-    | ReplaceBegun
-    | ReplaceFailed
-    | RankReplaced
     | WeightsGone
-    | WeightsFilled
     | DrainHeard
-    | DrainOver
 )
+Kind: TypeAlias = Change | type[Event]
+"""A Change is a kind of its own, another event is of its class."""
 
-AxisT = TypeVar("AxisT", bound=enum.Enum)
-
-
-def _to(target: AxisT, *, but: Sequence[AxisT] = ()) -> Mapping[AxisT, AxisT]:
-    """From everywhere to the target, but from these."""
-    return MappingProxyType({value: target for value in type(target) if value not in but})
+Row: TypeAlias = Mapping[enum.Enum, enum.Enum]
+"""New values of axes by present ones; values that are not named stay."""
 
 
-def _as_it_is() -> Mapping[AxisT, AxisT]:
-    return MappingProxyType({})
+def kind_of(event: Event) -> Kind:
+    """Return the key of an event in TABLE."""
+    return event if isinstance(event, Change) else type(event)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What an event makes of the values of each axis; those that are not named stay."""
-
-    ownership: Mapping[Ownership, Ownership] = field(default_factory=_as_it_is)
-    link: Mapping[LinkState, LinkState] = field(default_factory=_as_it_is)
-    ending: Mapping[Ending, Ending] = field(default_factory=_as_it_is)
-    report: Mapping[FailureReport, FailureReport] = field(default_factory=_as_it_is)
-    root_cause: Mapping[RootCause, RootCause] = field(default_factory=_as_it_is)
-    weights: Mapping[Weights, Weights] = field(default_factory=_as_it_is)
-    drain: Mapping[DrainState, DrainState] = field(default_factory=_as_it_is)
-
-
-_LINK_WHOLE: Final = _to(LinkState.WHOLE, but=[LinkState.NONE])
-
-TABLE: Final[Mapping[type[Event], Row]] = MappingProxyType(
-    {
-        RankLost: Row(ownership=_to(Ownership.LOST)),
-        OwnershipLost: Row(ownership=_to(Ownership.ENDED, but=[Ownership.LOST])),
-        LinkGaveUp: Row(ownership=_to(Ownership.LINK_GIVEN_UP, but=[Ownership.LOST])),
-        LinkBroken: Row(link=_to(LinkState.BROKEN, but=[LinkState.NONE])),
-        LinkMade: Row(link=_LINK_WHOLE),
-        EndAnnounced: Row(ending=_to(Ending.ANNOUNCED)),
-        EndAwaited: Row(ending=_to(Ending.NONE)),
-        CauseAwaited: Row(root_cause=_to(RootCause.AWAITED)),
-        Failed: Row(report=_to(FailureReport.UNREPORTED), root_cause=_to(RootCause.SETTLED)),
-        DeathFailed: Row(
-            report=_to(FailureReport.DEATH_UNREPORTED), root_cause=_to(RootCause.SETTLED)
-        ),
-        FailureReported: Row(
-            report=MappingProxyType(
-                {
-                    FailureReport.UNREPORTED: FailureReport.REPORTED,
-                    FailureReport.DEATH_UNREPORTED: FailureReport.DEATH_REPORTED,
-                },
-            )
-        ),
-        Prepared: Row(report=_to(FailureReport.NONE)),
-        AttachBegun: Row(
-            ownership=_to(Ownership.SERVING, but=[Ownership.LOST, Ownership.REPLACING]),
-            ending=_to(Ending.NONE),
-            report=_to(FailureReport.NONE),
-        ),
-        EpochBegun: Row(drain=_to(DrainState.NONE)),
-        GroupAttached: Row(link=_LINK_WHOLE),
-        ReplaceBegun: Row(ownership=_to(Ownership.REPLACING)),
-        ReplaceFailed: Row(ownership=_to(Ownership.LOST)),
-        RankReplaced: Row(
-            ownership=MappingProxyType({Ownership.REPLACING: Ownership.SERVING}),
-            link=_LINK_WHOLE,
-            ending=_to(Ending.NONE),
-            report=_to(FailureReport.NONE),
-        ),
-        WeightsGone: Row(weights=_to(Weights.NOT_WHOLE)),
-        WeightsFilled: Row(weights=_to(Weights.WHOLE)),
-        DrainHeard: Row(drain=_to(DrainState.DRAINING)),
-        DrainOver: Row(drain=_to(DrainState.NONE)),
-    }
-)
-"""The one table of what changes what; total over states."""
-
-
-def after(state: GroupState, event: Event) -> GroupState:
-    """Return the state that an event makes of `state`."""
-    row = TABLE[type(event)]
-    return GroupState(
-        ownership=row.ownership.get(state.ownership, state.ownership),
-        link=row.link.get(state.link, state.link),
-        ending=row.ending.get(state.ending, state.ending),
-        report=row.report.get(state.report, state.report),
-        root_cause=row.root_cause.get(state.root_cause, state.root_cause),
-        weights=row.weights.get(state.weights, state.weights),
-        drain=row.drain.get(state.drain, state.drain),
+def _to(*targets: enum.Enum, but: Collection[enum.Enum] = ()) -> Row:
+    """Lead from each value of the targets' axes to the target, except from those in `but`."""
+    return MappingProxyType(
+        {value: target for target in targets for value in type(target) if value not in but}
     )
 
 
+_LINK_WHOLE: Final = _to(LinkState.WHOLE, but=[LinkState.NONE])
+_NOT_IF_LOST: Final = (Ownership.LOST,)
+
+TABLE: Final[Mapping[Kind, Row]] = MappingProxyType(
+    {
+        RankLost: _to(Ownership.LOST),
+        OwnershipLost: _to(Ownership.ENDED, but=_NOT_IF_LOST),
+        LinkGaveUp: _to(Ownership.LINK_GIVEN_UP, but=_NOT_IF_LOST),
+        Change.LINK_BROKEN: _to(LinkState.BROKEN, but=[LinkState.NONE]),
+        Change.LINK_MADE: _LINK_WHOLE,
+        Change.END_ANNOUNCED: _to(Ending.ANNOUNCED),
+        Change.END_AWAITED: _to(Ending.NONE),
+        Suspect: _to(RootCause.AWAITED),
+        Failed: _to(FailureReport.UNREPORTED, RootCause.SETTLED),
+        DeathFailed: _to(FailureReport.DEATH_UNREPORTED, RootCause.SETTLED),
+        FailureReported: {
+            FailureReport.UNREPORTED: FailureReport.REPORTED,
+            FailureReport.DEATH_UNREPORTED: FailureReport.DEATH_REPORTED,
+        },
+        Change.PREPARED: _to(FailureReport.NONE),
+        Change.ATTACH_BEGUN: _to(
+            Ownership.SERVING,
+            Ending.NONE,
+            FailureReport.NONE,
+            but=[Ownership.LOST, Ownership.REPLACING],
+        ),
+        Change.GROUP_ATTACHED: _LINK_WHOLE,
+        Change.REPLACE_BEGUN: _to(Ownership.REPLACING),
+        Change.RANK_REPLACED: {
+            Ownership.REPLACING: Ownership.SERVING,
+            **_LINK_WHOLE,
+            **_to(Ending.NONE, FailureReport.NONE),
+        },
+        WeightsGone: _to(Weights.NOT_WHOLE),
+        Change.WEIGHTS_FILLED: _to(Weights.WHOLE),
+        DrainHeard: _to(DrainState.DRAINING),
+        Change.DRAIN_OVER: _to(DrainState.NONE),
+    }
+)
+"""All transitions, once; total over states."""
+
+
+def after(state: GroupState, event: Event) -> GroupState:
+    """Return the state that follows `state` by an event."""
+    row = TABLE[kind_of(event)]
+    values: dict[str, Any] = {axis.name: getattr(state, axis.name) for axis in fields(state)}
+    return GroupState(**{name: row.get(value, value) for name, value in values.items()})
+
+
 class GroupRequest(enum.Enum):
-    """Asked of a group. Control-only requests (status, health, shutdown) ask nobody."""
+    """Requests to a group. Control-only ones (status, health, shutdown) are always allowed."""
 
     STEP = "execute_model"
     OPERATION = "other operations of all ranks (relink, sleep, sample_tokens, ...)"
@@ -380,24 +287,17 @@ class Answer(enum.Enum):
     NOT_ATTACHED = "raises ClientError"
     DRAINING = "raises DrainingError"
     NOT_WHOLE = "raises WeightsNotWhole"
-    AWAIT_END = "the announced end is waited for first"
-    RELINK = "the ranks are linked anew first"
+    AWAIT_END = "the announced exit is waited for first"
+    RELINK = "the ranks relink first"
     FAIL = "its future fails with the failure not yet reported"
 
 
-def _by_ownership(
-    new: Answer,
-    serving: Answer,
-    ended: Answer,
-    given_up: Answer,
-    lost: Answer,
-    replacing: Answer,
-) -> Mapping[Ownership, Answer]:
-    answers = (new, serving, ended, given_up, lost, replacing)
+_GO, _CAUSE, _NOT_ATTACHED = Answer.GO, Answer.CAUSE, Answer.NOT_ATTACHED
+
+
+def _by_ownership(*answers: Answer) -> Mapping[Ownership, Answer]:
     return MappingProxyType(dict(zip(Ownership, answers, strict=True)))
 
-
-_GO, _CAUSE, _NOT_ATTACHED = Answer.GO, Answer.CAUSE, Answer.NOT_ATTACHED
 
 BY_OWNERSHIP: Final[Mapping[GroupRequest, Mapping[Ownership, Answer]]] = MappingProxyType(
     {
@@ -408,12 +308,12 @@ BY_OWNERSHIP: Final[Mapping[GroupRequest, Mapping[Ownership, Answer]]] = Mapping
         GroupRequest.LOOK: _by_ownership(_GO, _GO, _GO, _GO, _CAUSE, _GO),
     }
 )
-"""Answers by ownership alone; SEND does not look at it, and `answer` adds the other axes."""
+"""Answers by ownership alone. SEND ignores it; `answer` adds the other axes."""
 
 
 def answer(state: GroupState, request: GroupRequest) -> Answer:
-    """Return what becomes of a request in `state`. SEND is asked of steps that were let in, again
-    after each thing that comes first; it does not look at the ownership."""
+    """Return the answer to a request in `state`. SEND is asked for steps that were accepted, and
+    again after each action that comes first; it ignores the ownership."""
     if request is GroupRequest.SEND:
         return _before_sending(state)
     by_ownership = BY_OWNERSHIP[request][state.ownership]
@@ -429,7 +329,7 @@ def answer(state: GroupState, request: GroupRequest) -> Answer:
 
 
 def answers(state: GroupState) -> Mapping[GroupRequest, Answer]:
-    """Return what becomes of each request in `state`."""
+    """Return the answer to each request in `state`."""
     return {request: answer(state, request) for request in GroupRequest}
 
 
@@ -443,93 +343,108 @@ def _before_sending(state: GroupState) -> Answer:
 
 def loss_of(error: ClientError) -> RankLost | LinkGaveUp | OwnershipLost:
     """Return the event that ends a group with this error."""
-    match error:
-        case WorkerDied():
-            return RankLost(error)
-        case LinkGivenUp():
-            return LinkGaveUp(error)
-        case _:
-            return OwnershipLost(error)
+    if isinstance(error, WorkerDied):
+        return RankLost(error)
+    return LinkGaveUp(error) if isinstance(error, LinkGivenUp) else OwnershipLost(error)
 
 
 def announces_end(reply: ErrorReply) -> bool:
-    """Tell whether the daemon that says so ends: the same codes may be a step's alone."""
+    """Return True for a failure after which the daemon exits. The same codes with a narrower scope
+    are a step's alone."""
     fatal = (ErrorCode.DEVICE, ErrorCode.INTERNAL)
     return reply.code in fatal and reply.scope is ErrorScope.WORKER
+
+
+class LinkTries:
+    """Count of a group's link failures in a row. Relinking for ever helps nobody if the network
+    between two ranks is cut. Owned by the FailureState."""
+
+    def __init__(self) -> None:
+        self._failures: list[tuple[int, ClientError]] = []
+
+    def clear(self) -> None:
+        """Forget all failures."""
+        self._failures.clear()
+
+    def worked(self, seq: int) -> None:
+        """Record that step `seq` succeeded, whatever has failed since: the link worked after all
+        earlier failures."""
+        if self._failures:
+            self._failures = [entry for entry in self._failures if entry[0] > seq]
+
+    def failed(self, seq: int, error: ClientError) -> LinkGivenUp | None:
+        """Record a failure of the link in step `seq`, or of relinking (0). Return the error to stop
+        with after MAX_LINK_FAILURES."""
+        latest = max([seq, *(failed for failed, _ in self._failures)])
+        self._failures.append((latest, error))
+        if len(self._failures) < MAX_LINK_FAILURES:
+            return None
+        ranks = {entry.rank for _, entry in self._failures if isinstance(entry, RemoteError)}
+        given_up = LinkGivenUp(tuple(sorted(ranks)), len(self._failures), str(error))
+        given_up.__cause__ = error
+        return given_up
 
 
 class FailureState:
     """One group's state, with the values that go with it. Belongs to the group's thread."""
 
-    __slots__ = (
-        "_answers",
-        "_draining",
-        "_latest",
-        "_tries",
-        "cause",
-        "last_given_up",
-        "state",
-        "suspect",
-        "weights_cause",
-    )
-
     def __init__(self, world_size: int) -> None:
         self.state = GroupState(link=LinkState.WHOLE if world_size > 1 else LinkState.NONE)
         self._answers = answers(self.state)
         self.cause: ClientError | None = None
-        """Why the group takes no steps any more; None where it does."""
+        """Reason for which the group takes no steps any more; None if it does."""
         self.suspect: Suspect | None = None
-        """While a cause is awaited."""
+        """Set while a cause is awaited."""
         self.weights_cause = ""
-        """Why the weights are not whole."""
+        """Reason for which the weights are incomplete."""
         self.last_given_up = 0
-        """The last step that has failed: neither it nor those before it may be sent again."""
+        """Last step that has failed: neither it nor earlier ones may be sent again."""
         self._draining: frozenset[int] = frozenset()
         self._latest = 0
-        """The number of the latest failure."""
+        """Number of the latest failure."""
         self._tries = LinkTries()
 
     @property
     def needs_relink(self) -> bool:
-        """Whether the ranks must be linked anew before the next step."""
+        """True if the ranks must relink before the next step."""
         return self.state.link is LinkState.BROKEN
 
     @property
     def is_lost(self) -> bool:
-        """Whether a daemon is gone and no other one is taking its place."""
+        """True if a daemon is dead and no other one is taking its place."""
         return self.state.ownership is Ownership.LOST
 
     @property
     def is_end_announced(self) -> bool:
-        """Whether a rank's end is to be waited for."""
+        """True while an announced exit has not been waited for."""
         return self.state.ending is Ending.ANNOUNCED
 
     @property
     def has_failure(self) -> bool:
-        """Whether there is a latest failure, reported or not."""
+        """True if there is a latest failure, reported or not."""
         return self.state.report is not FailureReport.NONE
 
     @property
     def is_unreported(self) -> bool:
-        """Whether no future has reported the latest failure."""
+        """True if no future has reported the latest failure."""
         return self._answers[GroupRequest.SEND] is Answer.FAIL
 
     @property
     def is_open(self) -> bool:
-        """Whether somebody has yet to hear of the latest failure, or of what it took with it."""
+        """True if the latest failure, or what it failed, is still to be reported."""
         return self.has_failure and self.state.report is not FailureReport.REPORTED
 
     @property
     def verdict_due(self) -> float:
-        """When (time.monotonic) the suspect counts as the cause; inf where there is none."""
+        """Time (time.monotonic()) from which the suspect counts as the cause; inf without one."""
         return math.inf if self.suspect is None else self.suspect.until
 
     def answer(self, request: GroupRequest) -> Answer:
-        """Return what becomes of a request now."""
+        """Return the answer to a request now."""
         return self._answers[request]
 
     def check(self, request: GroupRequest, endpoints: Sequence[str] = ()) -> None:
-        """Raise the error of a request that is refused now. endpoints: by rank, to name for
+        """Raise the error of a request that is refused now. endpoints: by rank, for the message of
         DrainingError."""
         found = self._answers[request]
         if found is Answer.GO:
@@ -545,7 +460,7 @@ class FailureState:
         raise AssertionError(f"{request} is {found} in {self.state}")
 
     def apply(self, event: Event) -> None:
-        """Take an event in."""
+        """Apply an event."""
         if isinstance(event, FailureReported) and event.number != self._latest:
             return
         before, self.state = self.state, after(self.state, event)
@@ -554,15 +469,15 @@ class FailureState:
         self._keep_values(event)
 
     def worked(self, seq: int) -> None:
-        """Step `seq` has ended well: the link did work after all that failed before it."""
+        """Record that step `seq` succeeded: the link worked after all earlier failures."""
         self._tries.worked(seq)
 
     def step_failed(self, reply: ErrorReply, error: RemoteError) -> ClientError:
-        """Take in that a rank has failed a step, with `error` for its reply; return the error that
-        the step fails with: this one, or that the link is given up."""
+        """Apply a rank's failure of a step, with `error` for its reply. Return the error that the
+        step fails with: this one, or LinkGivenUp."""
         breaks = reply.scope is ErrorScope.GROUP or reply.code in (ErrorCode.COMM, ErrorCode.GAP)
         if breaks:
-            self.apply(LinkBroken())
+            self.apply(Change.LINK_BROKEN)
         if isinstance(error, ENDS_OWNERSHIP):
             self.apply(loss_of(error))
         elif breaks and self.state.link is not LinkState.NONE and reply.code is not ErrorCode.GAP:
@@ -570,7 +485,7 @@ class FailureState:
         return error
 
     def relink_failed(self, error: ClientError | WireError) -> ClientError | WireError:
-        """Take in that no new link could be had; return the error that the next step fails with."""
+        """Apply a failure to relink. Return the error that the next step fails with."""
         if isinstance(error, ENDS_OWNERSHIP):
             self.apply(loss_of(error))
         elif isinstance(error, ClientError):
@@ -578,66 +493,61 @@ class FailureState:
         return error
 
     def heard_drain(self, rank: int, *, drains: bool) -> None:
-        """Take in what a rank's heartbeat says."""
+        """Apply the drain flag of a rank's heartbeat."""
         if drains != (rank in self._draining):
             ranks = self._draining ^ {rank}
-            self.apply(DrainHeard(ranks) if ranks else DrainOver())
+            self.apply(DrainHeard(ranks) if ranks else Change.DRAIN_OVER)
 
     def _link_failed(self, seq: int, error: ClientError) -> ClientError:
         given_up = self._tries.failed(seq, error)
         if given_up is None:
             return error
         self.apply(LinkGaveUp(given_up))
-        self.apply(EndAnnounced())  # ranks that hang on one link after the other end themselves
+        self.apply(Change.END_ANNOUNCED)  # ranks that hang on one link after the other exit
         return given_up
 
     def _keep_cause(self, before: Ownership, event: Event) -> None:
-        if before not in TABLE[type(event)].ownership:
+        if before not in TABLE[kind_of(event)]:
             return
-        match event:
-            case RankLost() | OwnershipLost() | LinkGaveUp() | ReplaceFailed():
-                self.cause = event.cause
-            case AttachBegun() | RankReplaced():
-                self.cause = None
-            case _:
-                pass
+        if isinstance(event, RankLost | OwnershipLost | LinkGaveUp):
+            self.cause = event.cause
+        elif event in (Change.ATTACH_BEGUN, Change.RANK_REPLACED):
+            self.cause = None
 
     def _keep_values(self, event: Event) -> None:
         match event:
-            case CauseAwaited():
-                self.suspect = self.suspect or event.suspect
-            case Failed() | DeathFailed():
+            case Suspect():
+                self.suspect = self.suspect or event
+            case Failed():
                 self.suspect = None
                 self._latest = event.number
                 self.last_given_up = max(self.last_given_up, event.last_seq)
-            case AttachBegun():
+            case Change.ATTACH_BEGUN:
                 self._tries.clear()
                 self.last_given_up = 0
-            case GroupAttached():
+            case Change.GROUP_ATTACHED:
                 self.last_given_up = 0
-            case RankReplaced():
+            case Change.RANK_REPLACED:
                 self._tries.clear()
             case WeightsGone():
                 self.weights_cause = event.cause
-            case WeightsFilled():
+            case Change.WEIGHTS_FILLED:
                 self.weights_cause = ""
             case DrainHeard():
                 self._draining = event.ranks
-            case DrainOver() | EpochBegun():
+            case Change.DRAIN_OVER:
                 self._draining = frozenset()
             case _:
                 pass
 
 
-def _draining_error(ranks: frozenset[int], endpoints: Sequence[str]) -> DrainingError:
+def _draining_error(ranks: frozenset[int], endpoints: Sequence[str]) -> RemoteError:
     rank = min(ranks)
-    reply = ControlErrorReply(
-        call=0,
-        code=ErrorCode.DRAINING,
+    return local_error(
+        ErrorCode.DRAINING,
+        f"ranks {sorted(ranks)} drain: no step was sent, what is loaded stays; fix: continue "
+        "elsewhere, or here after worker-client drain --undo",
+        rank=rank,
+        endpoint=endpoints[rank],
         scope=ErrorScope.GROUP,
-        message=(
-            f"ranks {sorted(ranks)} drain: no step was sent, what is loaded stays; fix: "
-            "go on elsewhere, or here after worker-client drain --undo"
-        ),
     )
-    return DrainingError(reply, rank=rank, endpoint=endpoints[rank])

@@ -1,14 +1,14 @@
-"""The replies of a group's ranks to one operation, as they come in. Knows no socket, no clock."""
+"""Collection of the ranks' replies to one operation."""
 
 from rpc_schema.codec import StepReplyMessage
 from rpc_schema.errors import ErrorCode, ErrorReply
 
 _CONSEQUENCES = (ErrorCode.UPSTREAM_FAILED, ErrorCode.COMM)
-"""What a rank fails with when another one has."""
+"""Codes with which a rank fails because another one has."""
 
 
 class Gathering:
-    """By arrival: ranks are told apart only once they have numbers."""
+    """Replies by arrival: ranks are distinguished only once they have numbers."""
 
     def __init__(self, operation: str, seq: int, num_ranks: int) -> None:
         self.operation = operation
@@ -19,32 +19,32 @@ class Gathering:
 
     @property
     def num_missing(self) -> int:
-        """Ranks that have not answered, or with an error."""
+        """Number of ranks without a successful reply."""
         return self._num_ranks - len(self.replies)
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank has answered with an error."""
+        """True if a rank has replied with an error."""
         return bool(self._errors)
 
     @property
     def may_learn_cause(self) -> bool:
-        """Whether all errors so far tell of a peer's only, and somebody has yet to answer."""
+        """True if all errors so far are consequences of a peer's, and a rank has still to reply."""
         told = all(error.code in _CONSEQUENCES for error in self._errors)
         return told and self.num_missing > len(self._errors)
 
     @property
     def cause(self) -> ErrorReply:
-        """The first error that is not the consequence of another; else the first."""
+        """First error that is not a consequence of another; else the first."""
         causes = (error for error in self._errors if error.code not in _CONSEQUENCES)
         return next(causes, self._errors[0])
 
     def has_heard(self, rank: int) -> bool:
-        """Whether a rank, by its number, has answered."""
+        """Return True if a rank, by its number, has replied."""
         return any(reply.rank == rank for reply in (*self.replies, *self._errors))
 
     def take(self, reply: StepReplyMessage) -> None:
-        """Take an answer in."""
+        """Record a reply."""
         if isinstance(reply, ErrorReply):
             self._errors.append(reply)
         else:

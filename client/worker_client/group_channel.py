@@ -1,8 +1,5 @@
-"""The conversation with a group's daemons: the epoch, link and seqs that requests go under,
-operations sent to all ranks and their replies gathered, replies to steps handed on, and what got
-lost on the way sent again. Knows not what an operation means, nor what a step's failure does
-(`outcomes.py`).
-"""
+"""Requests to a group's daemons and their replies: the epoch, link and seqs of requests, operations
+sent to all ranks, replies passed on, and messages that were lost sent again."""
 
 import contextlib
 import logging
@@ -10,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar, cast
 
 import msgspec
@@ -26,7 +24,7 @@ from rpc_schema.codec import (
 from rpc_schema.config import Rendezvous
 from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, TooLargeError, WireError
 from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
-from rpc_schema.trace import DriverStepsWanted
+from rpc_schema.trace import DriverStepsWanted, PutDriverSteps
 from worker_client.clocks import measure
 from worker_client.errors import (
     ClientError,
@@ -36,48 +34,40 @@ from worker_client.errors import (
     WorkerDied,
     remote_error,
 )
-from worker_client.failure_state import (
-    Answer,
-    EndAnnounced,
-    EndAwaited,
-    EpochBegun,
-    FailureState,
-    GroupRequest,
-    announces_end,
-)
+from worker_client.failure_state import Answer, Change, FailureState, GroupRequest, announces_end
 from worker_client.gathering import Gathering
 from worker_client.group_daemons import GroupDaemons
-from worker_client.lease import LeaseKeeper
-from worker_client.lease_terms import LeaseTerms
-from worker_client.links import Links
-from worker_client.outcomes import ROOT_CAUSE_WAIT_S, StepsInFlight
+from worker_client.lease import LeaseKeeper, LeaseTerms
+from worker_client.outcomes import DEFAULT_STEP_DEADLINE_S, ROOT_CAUSE_WAIT_S, StepsInFlight
 from worker_client.resending import Resending
 from worker_client.transport import Endpoint
 from worker_client.worker_client import StepIds, WorkerClient
 
 DEATH_NEWS_S = 0.1
-"""A killed process's connections end within this time (2 ms measured), not all at once."""
+"""Time within which all connections of a killed process end (2 ms measured)."""
 
 ANNOUNCED_END_WAIT_S = 5.0
-"""A daemon whose device is lost ends within 1.5 s, on a host that has time for it."""
+"""Limit on the wait for an announced exit. A daemon whose device is lost exits within 1.5 s, on a
+host that has time for it."""
 
 EVENTS_INTERVAL_S = 0.25
-"""So often heartbeats and other events are read: as often as a daemon sends them."""
+"""Interval at which heartbeats and other events are read; daemons send at the same rate."""
 
 ABORT_SEND_S = 0.05
-"""Word that a rank is lost must not wait for a second one that is."""
+"""Limit on sending AbortLink to one rank: a second lost rank must not delay it for the others."""
 
 OBSERVER_TIMEOUT_S = 0.5
-"""No longer than this is a daemon waited for in the matters of somebody who watches."""
+"""Limit on requests on behalf of an observer."""
 
 OPERATION_TIMEOUT_S = 60.0
+LINK_SLACK_S = 30.0
 LONG_TIMEOUT_S = 3600.0
-"""For operations whose row in the table of operations has a deadline of its own."""
+"""Timeout of operations whose row in the table of operations has a deadline of its own."""
 
 MAX_EVENTS_KEPT = 1024
 
 _LOSSES = (WorkerDied, RemoteError, LeaseNotRenewed)
-"""What look() raises that ends a group until it attaches anew, or replaces a rank."""
+"""Errors of look() that end a group until it attaches again, or replaces a rank."""
 _UNREAD = (ErrorCode.BAD_FRAME, ErrorCode.TOO_LARGE)
 _LOG = logging.getLogger(__name__)
 
@@ -86,7 +76,7 @@ CommittedT = TypeVar("CommittedT")
 
 
 class RankProgress(NamedTuple):
-    """What a rank is doing while an operation runs."""
+    """Phase of a rank while an operation runs."""
 
     operation: str
     rank: int
@@ -94,10 +84,38 @@ class RankProgress(NamedTuple):
     phase_ms: int
 
 
-class GroupChannel:
-    """Owns what reaches a group's daemons. Belongs to one thread; close() frees it.
+def link_timeout_s(step_deadline_s: float) -> float:
+    """Return the limit on leaving one link and joining the next.
 
-    One operation is under way at a time; replies to steps may come between its own.
+    Ranks wait for each other for up to twice the communicators' own timeout (the step deadline and
+    a second) and 5 s; their error is to come before ours.
+    """
+    return 2 * (step_deadline_s + 1.0) + 5.0 + LINK_SLACK_S
+
+
+class Links:
+    """Links of a group's ranks. Owned by its channel."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.numbers = [0] * num_ranks
+        """Link of each rank; 0 for none."""
+        self.step_deadline_s = DEFAULT_STEP_DEADLINE_S
+        """Longest step deadline that a rank's present link may have been built with."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Limit on leaving these links and joining the next."""
+        return link_timeout_s(self.step_deadline_s)
+
+    def allow(self, step_deadline_s: float) -> None:
+        """Record that a link may be built with this deadline from now on."""
+        self.step_deadline_s = max(self.step_deadline_s, step_deadline_s)
+
+
+class GroupChannel:
+    """All messages to and from a group's daemons. Belongs to one thread; close() frees it.
+
+    One operation runs at a time; replies to steps may arrive between its own.
     """
 
     def __init__(
@@ -108,8 +126,8 @@ class GroupChannel:
         state: FailureState,
         terms: LeaseTerms,
     ) -> None:
-        """Connect; nothing is sent yet. steps gets the replies that no operation waits for, and the
-        news of deaths. state: the group's. terms: of the lease."""
+        """Connect; nothing is sent yet. steps receives the replies that no operation waits for, and
+        deaths. state: the group's. terms: of the lease."""
         self.daemons = GroupDaemons(endpoints, driver_id, self.look, self._listen, self._sent)
         self.lease = LeaseKeeper(self.daemons.context, driver_id, terms, self)
         self._resending = Resending(self.daemons.clients, steps.output_rank)
@@ -123,30 +141,31 @@ class GroupChannel:
         self._gather: Gathering | None = None
         self._next_events = 0.0
         self._heard: deque[EventMessage] = deque(maxlen=MAX_EVENTS_KEPT)
-        """Events that are to be acted upon; the watch knows them already."""
+        """Events still to be handled; the watch has them already."""
 
     def close(self) -> None:
-        """Close all sockets; the daemons keep what they have, and the lease until it expires."""
+        """Close all sockets. The daemons keep what they have loaded, and the lease until it
+        expires."""
         self.lease.stop()
         self.daemons.close()
 
     def check_usable(self) -> None:
-        """Raise what the group has died of, the end of its lease included, or ClientError before
-        the first attach."""
+        """Raise the error that ended the group, the end of its lease included, or ClientError
+        before the first attach."""
         if self.lease.lost is not None and self._state.answer(GroupRequest.OPERATION) is Answer.GO:
-            self.check_deaths(0.0)  # of a death the loss may be a consequence
+            self.check_deaths(0.0)  # the loss may be a consequence of a death
         self.check_given_up_link()
         self._state.check(GroupRequest.OPERATION)
 
     def check_serving(self) -> None:
-        """Raise DrainingError if an operator wants no more steps of this group, and WeightsNotWhole
-        where there are no weights for them."""
+        """Raise DrainingError if an operator drains this group, and WeightsNotWhole if its weights
+        are incomplete."""
         self._read_events_now_and_then()
         endpoints = [client.endpoint.control for client in self.daemons.clients]
         self._state.check(GroupRequest.STEP, endpoints)
 
     def check_deaths(self, within_s: float = DEATH_NEWS_S) -> None:
-        """Raise WorkerDied if a daemon is gone, or shows within a moment that it is."""
+        """Raise WorkerDied if a daemon is dead, or turns out to be within a moment."""
         try:
             self.daemons.results.read_news(within_s)
             self.look()
@@ -155,20 +174,19 @@ class GroupChannel:
             raise
 
     def await_announced_end(self) -> None:
-        """Wait for the end of a daemon that has told of it. One that lives on takes requests like
-        any other.
+        """Wait for the announced exit of a daemon. One that does not exit takes requests as before.
 
         Raises:
-            WorkerDied: a daemon is gone.
+            WorkerDied: a daemon is dead.
         """
-        self._state.apply(EndAwaited())
+        self._state.apply(Change.END_AWAITED)
         until = time.monotonic() + ANNOUNCED_END_WAIT_S
         while time.monotonic() < until:
             self.check_deaths()
 
     def check_given_up_link(self) -> None:
-        """Wait, once, before it is told that the link is given up: a rank that hangs on one link
-        after the other ends itself, and its successor may do better.
+        """Wait, once, before LinkGivenUp is raised: a rank that hangs on one link after the other
+        exits, and its successor may do better.
 
         Raises:
             WorkerDied: a rank has ended.
@@ -177,11 +195,11 @@ class GroupChannel:
             self.await_announced_end()
 
     def look(self) -> None:
-        """Take in all news of the daemons' lives and of the lease; for whoever waits, or has
-        nothing else to do.
+        """Process all signs of the daemons' liveness and the state of the lease. To be called while
+        waiting or idle.
 
         Raises:
-            WorkerDied: one of them is gone. The steps in flight are not failed by this: lose()
+            WorkerDied: one of them is dead. The steps in flight are not failed by this: lose()
             does that.
             RemoteError, LeaseNotRenewed: the lease is lost.
             AuthenticationError: a daemon turned us away.
@@ -194,7 +212,7 @@ class GroupChannel:
             self._send_lost(self.daemons.watch.returned.pop())
 
     def lose(self, error: WorkerDied | WireError | RemoteError | LeaseNotRenewed) -> None:
-        """A daemon, or the lease, is lost: fail all steps, and for a daemon have the other ranks
+        """Fail all steps, as a daemon or the lease is lost. For a daemon, have the other ranks
         leave the link at once."""
         if self._state.is_lost:
             return
@@ -203,25 +221,27 @@ class GroupChannel:
             self.abort_links(str(error))
 
     def abort_links(self, cause: str) -> None:
-        """Have all daemons that live leave their links, and meeting places; waits for none."""
+        """Have all live daemons leave their links and rendezvous, without waiting for replies."""
         if not self.epoch:
             return
         for client in self.daemons.present:
             if self.daemons.watch.standings[client.rank] != "dead":
                 with contextlib.suppress(ClientError, WireError):
-                    client.send_abort_link(self.epoch, cause, ABORT_SEND_S)
+                    client.begin(
+                        partial(lc.AbortLink, epoch=self.epoch, cause=cause[:1024]), ABORT_SEND_S
+                    )
 
     def begin_epoch(self, epoch: int) -> None:
-        """Requests go under this epoch from now on; those of before are forgotten."""
+        """Send requests under this epoch from now on, and forget earlier ones."""
         self.epoch, self._seq = epoch, 0
-        self._state.apply(EpochBegun())
+        self._state.apply(Change.DRAIN_OVER)
         self._resending.begin_epoch()
 
     def gather_attached(
         self, commit: Callable[[], CommittedT], deadline: float, timeout_s: float
     ) -> CommittedT:
-        """Return what commit() does, which has all ranks attach, once each of them has also said so
-        where replies to requests come."""
+        """Return the result of commit(), which has all ranks attach, once each of them has also
+        replied on the results socket."""
         gather = self._gather = Gathering("attach", 0, len(self.daemons.present))
         try:
             committed = commit()
@@ -231,7 +251,7 @@ class GroupChannel:
         return committed
 
     def take_statuses(self, statuses: list[lc.Status]) -> list[lc.Status]:
-        """Learn from those who are present which links they stand in, and who they are."""
+        """Record the links and identities of the present daemons."""
         ranks = [client.rank for client in self.daemons.present]
         for rank, status in zip(ranks, statuses, strict=True):
             self.links.numbers[rank] = status.link
@@ -239,35 +259,36 @@ class GroupChannel:
         return statuses
 
     def open_rendezvous(self) -> list[Rendezvous]:
-        """Have rank 0 open the meeting place of a new link, if there are others; return each rank's
-        way there."""
+        """Have rank 0 open the rendezvous of a new link, if there are several ranks; return each
+        rank's access to it."""
         link, size = max(self.links.numbers) + 1, len(self.daemons.clients)
         place = None
         if size > 1:
-            place = self.daemons.clients[0].open_rendezvous(self.epoch, link, size).place
+            request = partial(lc.OpenRendezvous, epoch=self.epoch, link=link, num_ranks=size)
+            place = self.daemons.clients[0].ask(request).place
         return [
             Rendezvous(link=link, place=place, rank=rank, local_world_size=size)
             for rank in range(size)
         ]
 
     def use_link(self, rendezvous: Sequence[Rendezvous]) -> None:
-        """All ranks have met there: requests go under that link from now on."""
+        """Send requests under this link from now on: all ranks have joined it."""
         self.links.numbers = [entry.link for entry in rendezvous]
         self._resending.knows_ranks = True
 
     def refresh_links(self) -> None:
-        """Ask each rank which link it stands in: after a failure they need not agree."""
+        """Ask each rank for its link: after a failure they may differ."""
         self.take_statuses([client.get_status() for client in self.daemons.present])
 
     def next_ids(self) -> StepIds:
-        """The ids of the next step; send_step() takes them."""
+        """Return the ids of the next step, for send_step()."""
         return StepIds(self.epoch, self.links.numbers[0], self._seq + 1)
 
     def send_step(
         self, ids: StepIds, send: Callable[[WorkerClient], None], *, stands_alone: bool = False
     ) -> None:
-        """Send a step, which is expected already, to every rank. stands_alone: it closes gaps.
-        Raises WorkerDied, and TooLargeError where nothing was sent."""
+        """Send a step, whose future exists already, to every rank. stands_alone: it closes gaps.
+        Raises WorkerDied, and TooLargeError if nothing was sent."""
         self._seq = ids.seq
         if stands_alone:
             self._resending.begin_anew(ids.seq)
@@ -282,8 +303,8 @@ class GroupChannel:
     ) -> list[ReplyT]:
         """Have every rank do one operation, under one seq, and return the replies in rank order.
 
-        build: makes the request of epoch, link and seq; the request's class itself, or a partial of
-        it. timeout_s: by default what the table of operations allows. stands_alone: it closes gaps.
+        build: returns the request for epoch, link and seq; the request's class, or a partial of it.
+        timeout_s: by default the limit of the table of operations. stands_alone: it closes gaps.
         """
         return self.ask_each(lambda _: build, timeout_s=timeout_s, stands_alone=stands_alone)
 
@@ -294,19 +315,8 @@ class GroupChannel:
         timeout_s: float | None = None,
         stands_alone: bool = False,
     ) -> list[ReplyT]:
-        """As ask, for a request that is not the same for all: build_for(rank) returns `build`."""
-        replies = self.exchange(build_for, timeout_s, stands_alone=stands_alone)
-        return cast("list[ReplyT]", replies)
-
-    def exchange(
-        self,
-        build_for: Callable[[int], Callable[..., StepMessage]],
-        timeout_s: float | None = None,
-        *,
-        stands_alone: bool = False,
-    ) -> list[StepReplyMessage]:
-        """As ask_each, for operations that are not the same on all ranks. It is told by the name of
-        the first rank's."""
+        """Like ask, for a request that differs by rank: build_for(rank) returns `build`. Ranks may
+        even do different operations; errors name that of the first rank."""
         self.check_usable()
         self._read_events_now_and_then()
         self._seq += 1
@@ -336,11 +346,11 @@ class GroupChannel:
         if any(type(reply) not in expected for reply in gather.replies):
             name = kinds[0].__name__
             raise BadFrameError(f"{name} was answered with a reply of another operation")
-        return sorted(gather.replies, key=lambda reply: reply.rank)
+        return cast("list[ReplyT]", sorted(gather.replies, key=lambda reply: reply.rank))
 
     def _timeout_s(self, kind: type[StepMessage]) -> float:
-        """How long all ranks may take together. A row's deadline is for the silence of one, which
-        its daemon then tells."""
+        """Return the limit for all ranks together. A row's deadline limits the silence of one rank,
+        which its daemon then reports."""
         row = STEP_OPERATIONS[kind]
         if row.meets:
             return self.links.timeout_s + OPERATION_TIMEOUT_S + (row.deadline_s or 0.0)
@@ -353,14 +363,14 @@ class GroupChannel:
         except _LOSSES as error:
             self.lose(error)
             raise
-        except TooLargeError:  # for the first rank, as it would be for all: nothing was sent
+        except TooLargeError:  # from the first rank, as from all: nothing was sent
             self._steps.take_back(self._seq)
             self._gather = None
             self._seq -= 1
             raise
 
     def take_reply(self, deadline: float) -> bool:
-        """Take in one reply; False when none came by the deadline."""
+        """Process one reply; return False if none came by the deadline."""
         resend_at = self._resending.due if self._outstanding else math.inf
         try:
             self._read_events_now_and_then()
@@ -381,20 +391,21 @@ class GroupChannel:
 
     @property
     def _outstanding(self) -> int:
-        """The first request whose outcome is not known; 0 where there is none. Attach is none: a
+        """First request without a known outcome; 0 if there is none. Attach does not count: a
         driver may attach again."""
         return self._steps.oldest_seq if self._gather is None else self._gather.seq
 
     def _send_overdue(self) -> None:
-        """Send again what has had no answer for a while, where it or its answer may be lost."""
+        """Send requests again that have had no reply for a while: they or their replies may be
+        lost."""
         if time.monotonic() < self._resending.due or not self._outstanding:
             return
         self._read_events()
         self._resending.send_overdue(self._outstanding, self._answered, is_step=self._awaits_step)
 
     def _send_lost(self, rank: int) -> None:
-        """A daemon's connection broke and came back: what was under way to it may be lost, or its
-        answer."""
+        """Send again after a daemon's connection broke and came back: requests or replies may be
+        lost."""
         if self._outstanding and rank not in self.daemons.absent and rank not in self._answered:
             with contextlib.suppress(WorkerDied):
                 self._resending.send_lost(rank, self._outstanding, is_step=self._awaits_step)
@@ -405,7 +416,7 @@ class GroupChannel:
 
     @property
     def _answered(self) -> list[int]:
-        """The ranks that have answered the operation under way, by their numbers."""
+        """Ranks that have replied to the present operation."""
         return [] if self._gather is None else [reply.rank for reply in self._gather.replies]
 
     def _sent(self, rank: int, frames: Sequence[Frame]) -> None:
@@ -415,20 +426,20 @@ class GroupChannel:
         gather = self._gather
         if isinstance(reply, ErrorReply):
             if announces_end(reply):
-                self._state.apply(EndAnnounced())
+                self._state.apply(Change.END_ANNOUNCED)
             if self._mends_gap(reply):
                 return
             if reply.code is ErrorCode.DRAINING:
-                self.abort_links("a rank drains")  # others may wait for it in that very step
+                self.abort_links("a rank drains")  # others may wait for it in the same step
         if isinstance(reply, ErrorReply) and reply.seq == 0:
             if reply.code in _UNREAD:
-                _LOG.warning("a rank was sent what it cannot read: %s", self._to_error(reply))
-                return  # not known to be of any step: what is lost is sent again
-            # Said of this driver rather than of a request: it goes for all that are outstanding.
+                _LOG.warning("a rank could not read a message: %s", self._to_error(reply))
+                return  # its step is unknown: a lost one is sent again
+            # About this driver rather than a request: it applies to all that are outstanding.
             reply = msgspec.structs.replace(reply, seq=self._outstanding)
         if gather is not None and reply.seq == gather.seq:
             if self._resending.knows_ranks and gather.has_heard(reply.rank):
-                return  # it comes once more: as it was
+                return  # a repetition of the same reply
             gather.take(reply)
         elif isinstance(reply, ErrorReply):
             self._steps.take_error(reply, self._to_error(reply))
@@ -436,8 +447,8 @@ class GroupChannel:
             self._steps.take_outcome(reply, frames[1:], replayed=replayed)
 
     def _mends_gap(self, reply: ErrorReply) -> bool:
-        """Send a rank what it misses, if that is why it refused a request. Others may have answered
-        that one already."""
+        """Send a rank the requests that it misses, if it refused one for a gap. Others may have
+        answered that one already."""
         if reply.code is not ErrorCode.GAP or reply.seq <= self._state.last_given_up:
             return False
         return self._resending.mend_gap(reply.rank, reply.expected_seq)
@@ -454,8 +465,8 @@ class GroupChannel:
         self._gather = None
 
     def _root_cause(self, gather: Gathering) -> RemoteError:
-        """The first failure, unless it only tells of a peer's: then that peer's, if it comes
-        soon."""
+        """Return the first failure. If it is a consequence of a peer's, return that one, should it
+        come soon."""
         until = time.monotonic() + ROOT_CAUSE_WAIT_S
         while gather.may_learn_cause and time.monotonic() < until:
             self.take_reply(until)
@@ -470,7 +481,7 @@ class GroupChannel:
         return remote_error(reply, rank=reply.rank, endpoint=endpoint)
 
     def _read_events_now_and_then(self) -> None:
-        """Take in what the daemons have published, as often as they do: their queue must not fill
+        """Process the daemons' events at the rate at which they come: their queue must not fill
         up."""
         self._listen()
         self._act_on_events()
@@ -480,8 +491,8 @@ class GroupChannel:
         self._read_events_now_and_then()
 
     def _listen(self) -> None:
-        """Tell the watch what the daemons have published, as often as they do. Does nothing else
-        about it, so that it may be called while a reply is waited for."""
+        """Pass events to the watch at the rate at which they come. Does nothing else, so that it
+        may be called while a reply is waited for."""
         if time.monotonic() < self._next_events:
             return
         self._next_events = time.monotonic() + EVENTS_INTERVAL_S
@@ -516,12 +527,13 @@ class GroupChannel:
                 pass
 
     def _answer_observer(self, event: DriverStepsWanted) -> None:
-        """Tell somebody who traces the group, and asks by way of a daemon, what this driver did. A
-        courtesy: where it fails the trace lacks that."""
+        """Send this driver's steps to an observer that asks through a daemon. If that fails, the
+        trace lacks them."""
         if event.rank >= len(self.daemons.clients):
             return
         client = self.daemons.clients[event.rank]
         with contextlib.suppress(ClientError, WireError):
             clock = measure(lambda: client.read_clock(OBSERVER_TIMEOUT_S))
             steps = self._steps.times.between(event.begin_ns, event.end_ns, clock)
-            client.put_driver_steps(self.epoch, event.trace, steps, OBSERVER_TIMEOUT_S)
+            answer = partial(PutDriverSteps, epoch=self.epoch, trace=event.trace, steps=steps)
+            client.ask(answer, OBSERVER_TIMEOUT_S)

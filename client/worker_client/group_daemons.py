@@ -1,6 +1,5 @@
-"""The daemons of a group, as its driver reaches them: a client for each rank, the sockets of
-results and events that all share, and the watch over their lives. Knows no epoch, seq or operation.
-"""
+"""A driver's connections to the daemons of a group: a client for each rank, the shared sockets for
+results and events, and the watch over liveness."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -8,7 +7,8 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from worker_client.errors import WorkerDied
-from worker_client.liveness import Process, Watch, find_process
+from worker_client.liveness import Watch
+from worker_client.processes import Process, find_process
 from worker_client.transport import (
     CheckDeaths,
     Endpoint,
@@ -31,24 +31,25 @@ class GroupDaemons:
         on_sent: OnSent,
     ) -> None:
         """Connect; nothing is sent yet. look: called while a daemon's step socket or results are
-        waited for; see StepChannel and ResultsChannel. listen: called while a control reply is; it
-        tells the watch of events. on_sent: see WorkerClient."""
+        waited for; see StepChannel and ResultsChannel. listen: called while a control reply is
+        waited for; it passes events to the watch. on_sent: see WorkerClient."""
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._driver_id = driver_id
         self._look = look
         self._listen = listen
         self._on_sent = on_sent
-        self._keyed = {endpoint.results for endpoint in endpoints if endpoint.lock.has_keys}
+        self._keyed = {endpoint.results for endpoint in endpoints if endpoint.lock is not None}
         self.watch = Watch(
             [e.results for e in endpoints], [e.control for e in endpoints], find=self._find_process
         )
         self.results_route = new_driver_id()
-        """Routing id of the results socket; whoever knows it could take the results."""
+        """Routing id of the results socket. A secret: another connection with it would receive the
+        results."""
         self.results = ResultsChannel(self.context, endpoints, self.results_route, self.watch, look)
         self.events = EventsChannel(self.context, endpoints)
         self.clients = [self._connect(rank, endpoint) for rank, endpoint in enumerate(endpoints)]
         self.absent: frozenset[int] = frozenset()
-        """Ranks that are lost: nothing is sent to them, nor expected of them."""
+        """Lost ranks: nothing is sent to them, nor expected of them."""
 
     def close(self) -> None:
         """Close all sockets, and the context."""
@@ -61,18 +62,19 @@ class GroupDaemons:
 
     @property
     def present(self) -> list[WorkerClient]:
-        """The daemons that the group has at the moment."""
+        """Clients of the daemons that the group has at the moment."""
         return [client for client in self.clients if client.rank not in self.absent]
 
     def new_client(self, rank: int, endpoint: Endpoint) -> WorkerClient:
-        """A client for a daemon that is not of the group (yet); the caller closes it."""
+        """Return a client for a daemon that does not belong to the group (yet); the caller closes
+        it."""
         return WorkerClient(self.context, endpoint, rank, self._driver_id)
 
     def move(self, rank: int, endpoint: Endpoint) -> None:
-        """Put another daemon in a rank's place: the one that answers at `endpoint` now."""
+        """Replace a rank's daemon by the one that listens at `endpoint` now."""
         old = self.clients[rank].endpoint
         self.clients[rank].close()
-        if endpoint.lock.has_keys:
+        if endpoint.lock is not None:
             self._keyed.add(endpoint.results)
         self.watch.expect(rank, endpoint.results, endpoint.control)
         self.results.move(old, endpoint)
@@ -80,7 +82,7 @@ class GroupDaemons:
         self.clients[rank] = self._connect(rank, endpoint)
 
     def check_lives(self) -> None:
-        """Raise WorkerDied for a rank that is dead, unless that is known to all."""
+        """Raise WorkerDied for a dead rank that is not known to be absent."""
         try:
             self.watch.look()
         except WorkerDied as error:
@@ -88,7 +90,7 @@ class GroupDaemons:
                 raise
 
     def _check_alive(self, rank: int) -> None:
-        """Raise WorkerDied if this very rank is dead: the others may be asked things even then."""
+        """Raise WorkerDied if this rank is dead: the others may be asked even then."""
         self.results.read_news()
         self._listen()
         with contextlib.suppress(WorkerDied):
@@ -108,6 +110,7 @@ class GroupDaemons:
         )
 
     def _find_process(self, address: str) -> Process:
-        """Daemons with keys are not asked: who comes without one is turned away, and logged."""
+        """Return the process at an address. Daemons with keys are not probed: they would refuse the
+        connection and log it."""
         keyed = address in self._keyed
         return self.results.process_at(address) if keyed else find_process(address)

@@ -1,5 +1,4 @@
-"""Who can listen at an ipc endpoint: asked before anything is said to a daemon that proves no key.
-Opens no socket."""
+"""Check of the owner of an ipc endpoint, before anything is sent to a daemon without a key."""
 
 from pathlib import Path
 
@@ -10,8 +9,8 @@ SCHEME = "ipc://"
 
 
 def check_owner(address: str) -> None:
-    """Check that only this user or root can listen at an ipc address. What is not there yet is not
-    judged, nor what this user cannot reach.
+    """Check that only this user or root can listen at an ipc address. Paths that do not exist yet,
+    or that this user cannot reach, pass.
 
     Raises:
         UntrustedEndpointError: another user's process may listen there.

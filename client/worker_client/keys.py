@@ -1,10 +1,11 @@
-"""The driver's key pair and the keys of the daemons that it trusts. Reads their files and sets a
-socket's options; knows no message."""
+"""The driver's key pair and the public keys of the daemons that it trusts: their files, and the
+options of a socket."""
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import zmq
 
@@ -18,97 +19,62 @@ from worker_client.errors import ClientConfigError, EndpointError
 
 CREDENTIAL_PREFIX: Final = "credential:"
 HANDSHAKE_MS: Final = 700
-"""Less than a daemon's (worker_daemon/server/auth/security.py), so that the silence of a busy one
-is not taken for its refusal."""
+"""Handshake timeout, shorter than a daemon's (worker_daemon/server/auth/security.py), so that the
+silence of a busy one does not look like a refusal."""
 
 
-class Lock(Protocol):
-    """How a socket makes itself known to one daemon, and knows it."""
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """The keys of a connection to one daemon: our pair, and the daemon's public key."""
 
-    @property
-    def has_keys(self) -> bool:
-        """Whether either side proves anything."""
+    own: SecretKey
+    daemon_key: str
 
     def prepare(self, socket: "zmq.Socket[bytes]") -> None:
         """Set the options for the next connect()."""
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.own.public_key.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.own.secret_key.encode())
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.daemon_key.encode())
 
 
-class NoLock:
-    """No keys: for ipc endpoints whose directory only this user can open."""
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """A driver's key pair, and the public keys of the daemons that it trusts."""
 
-    has_keys = False
+    own: SecretKey | None = None
+    """None: the driver reaches only ipc endpoints whose directory other users cannot open."""
+    known: Mapping[str, str] = field(default_factory=dict)
+    """Public keys by endpoint. With a pair, every daemon must be among them."""
 
-    def prepare(self, socket: "zmq.Socket[bytes]") -> None:
-        """See Lock."""
+    def lock(self, endpoint: str) -> Lock | None:
+        """Return the keys for a daemon; None without keys.
 
-
-class CurveLock:
-    """Our key pair, and the public key of one daemon."""
-
-    has_keys = True
-
-    def __init__(self, own: SecretKey, daemon_key: str) -> None:
-        self._own = own
-        self._daemon_key = daemon_key
-
-    def prepare(self, socket: "zmq.Socket[bytes]") -> None:
-        """See Lock."""
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._own.public_key.encode())
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self._own.secret_key.encode())
-        socket.setsockopt(zmq.CURVE_SERVERKEY, self._daemon_key.encode())
-
-
-OPEN: Final = NoLock()
-
-
-class Keys(Protocol):
-    """Which lock a daemon has."""
-
-    def lock(self, endpoint: str) -> Lock:
-        """Return it. Raises EndpointError where the endpoint cannot be used so."""
-
-
-class NoKeys:
-    """A driver without keys reaches ipc endpoints alone."""
-
-    def lock(self, endpoint: str) -> Lock:
-        """See Keys."""
-        if endpoint.startswith("tcp://"):
-            raise EndpointError(
-                "tcp needs keys",
-                field="endpoint",
-                value=endpoint,
-                fix="use --key-file and --known-daemons, a driver keys=OwnKeys(...)",
-            )
-        return OPEN
-
-
-class OwnKeys:
-    """A driver with a key: every daemon that it talks to must be among those it knows."""
-
-    def __init__(self, own: SecretKey, known: Mapping[str, str]) -> None:
-        """known: public keys by endpoint."""
-        self._own = own
-        self._known = known
-
-    def lock(self, endpoint: str) -> Lock:
-        """See Keys."""
-        key = self._known.get(endpoint)
+        Raises:
+            EndpointError: the endpoint needs keys, or its daemon's key is unknown.
+        """
+        if self.own is None:
+            if endpoint.startswith("tcp://"):
+                raise EndpointError(
+                    "tcp needs keys",
+                    endpoint,
+                    "use --key-file and --known-daemons, a driver keys=Keys(...)",
+                )
+            return None
+        key = self.known.get(endpoint)
         if key is None:
             raise EndpointError(
-                "the daemon's key is not known",
-                field="endpoint",
-                value=endpoint,
-                fix="add it, written alike, to the file of --known-daemons",
+                "the daemon's key is unknown",
+                endpoint,
+                "add it, spelled the same, to the file of --known-daemons",
             )
-        return CurveLock(self._own, key)
+        return Lock(self.own, key)
 
 
-NO_KEYS: Final = NoKeys()
+NO_KEYS: Final = Keys()
 
 
 def read_keys(key_file: str, known_daemons: Path | None) -> Keys:
-    """Read a driver's two files; without either there are no keys. `credential:NAME` is a file of
+    """Read a driver's two files; without either there are no keys. `credential:NAME` is a file in
     systemd's directory of credentials.
 
     Raises:
@@ -125,7 +91,7 @@ def read_keys(key_file: str, known_daemons: Path | None) -> Keys:
         )
     try:
         own = _read_own(key_file)
-        return OwnKeys(own, read_known_daemons(known_daemons, "known_daemons"))
+        return Keys(own, read_known_daemons(known_daemons, "known_daemons"))
     except KeyFileError as error:
         raise ClientConfigError(
             error.message, field=error.field, value=error.value, fix=error.fix

@@ -1,5 +1,5 @@
-"""How many KV blocks a group gets, and for which context length: a driver's choices, as pure
-functions of what the ranks reported. The arithmetic of blocks is rpc_schema/kv_cache.py's."""
+"""A driver's choice of the number of KV blocks and the context length, from the ranks' reports.
+Pure. The arithmetic of blocks is in rpc_schema/kv_cache.py."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ from worker_client.errors import KVPlanError
 
 
 def choose_num_blocks(fitting: int, asked: int | None) -> int:
-    """Return what was asked for, or else all that fits.
+    """Return the number of blocks asked for, or else all that fit.
 
     Raises:
         KVPlanError: more was asked for than fits.
@@ -43,8 +43,8 @@ def fit_max_model_len(
     *,
     may_lower: bool,
 ) -> int:
-    """Return the context length that num_blocks can hold for one request: max_model_len, or less
-    where may_lower.
+    """Return the context length that num_blocks can hold for one request: max_model_len, or less if
+    may_lower.
 
     Raises:
         KVPlanError: not one request of max_model_len tokens fits, and it may not be lowered, or
@@ -77,8 +77,8 @@ def choose_groups(
         return plan_groups(ranks, block_size, max_model_len, step)
     except UnequalPages as error:
         raise KVPlanError(
-            f"layers keep {sorted(set(error.sizes))} bytes per token, which no pages suit",
+            f"layers keep {sorted(set(error.sizes))} bytes per token, which have no common page",
             field="cache.block_size",
             value=block_size,
-            fix="a block size whose bytes they all divide",
+            fix="use a block size whose bytes they all divide",
         ) from None

@@ -1,5 +1,5 @@
-"""Local daemons for one driver: started together, ready within a deadline, gone with it however it
-ends. Knows processes, directories and the control socket, nothing of models or steps."""
+"""Local daemons for one driver: started together, ready within a deadline, and stopped with it
+however it ends."""
 
 import contextlib
 import os
@@ -17,22 +17,23 @@ import zmq
 from rpc_schema.exit_codes import describe_exit
 from worker_client.errors import ClientError, DeadlineExceeded, LaunchError, Unkillable, WorkerDied
 from worker_client.transport import new_driver_id, parse_endpoint
-from worker_client.worker_client import AskingClient, WorkerClient
+from worker_client.worker_client import AskingClient
 
 READY_TIMEOUT_S = 120.0
 HELLO_TIMEOUT_S = 0.5
 SOCKET_POLL_S = 0.005
 STOP_TIMEOUT_S = 10.0
 EXIT_WAIT_S = 0.2
-"""A killed process's connections end before it does."""
+"""Time between the end of a killed process's connections and its own."""
 TERMINATE_TIMEOUT_S = 5.0
 KILL_LIMIT_S = 30.0
-"""A process that has not ended so long after SIGKILL waits in the kernel, for a device as a rule,
-and no signal reaches it."""
+"""Time after SIGKILL from which a process counts as stuck in the kernel, usually in a device,
+beyond any signal."""
 LOG_TAIL_BYTES = 4096
 
 Command = Callable[[str, str, int], Sequence[str]]
-"""From endpoint, device and the file descriptor of the parent's pipe to a daemon's command line."""
+"""Function from endpoint, device and the file descriptor of the parent's pipe to a daemon's command
+line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class _Daemon:
     process: "subprocess.Popen[bytes]"
     log: Path
     pipe: int
-    """Our end; the daemon ends when it closes."""
+    """Our end; the daemon exits when it closes."""
 
 
 class LocalDaemons:
@@ -61,15 +62,15 @@ class LocalDaemons:
     ) -> None:
         """Start a daemon for each device ("cpu", "cuda:0", ...) and wait until all answer.
 
-        model_root: the directory that they may read models under. command: another command line
-        than `python -m worker_daemon serve` of this interpreter.
+        model_root: the directory that they may read models under. command: command line to use
+        instead of `python -m worker_daemon serve` with this interpreter.
 
         Raises:
             LaunchError: one exited, or did not answer in time; none is left behind.
         """
         self.directory = Path(tempfile.mkdtemp(prefix="wd-"))
         self.seconds: dict[str, float] = {}
-        """How long the start took: `spawn` until all daemons listen, `import` until all answer."""
+        """Durations of the start: `spawn` until all daemons listen, `import` until all answer."""
         self._devices = tuple(devices)
         self._daemons: list[_Daemon] = []
         self._reaper, self._reaper_pipe = _start_reaper(self.directory)
@@ -96,7 +97,7 @@ class LocalDaemons:
 
     @property
     def endpoints(self) -> list[str]:
-        """Where the daemons answer, in rank order."""
+        """Endpoints of the daemons, in rank order."""
         return [daemon.endpoint for daemon in self._daemons]
 
     @property
@@ -127,14 +128,19 @@ class LocalDaemons:
     def stop(
         self, timeout_s: float = STOP_TIMEOUT_S, *, kill_limit_s: float = KILL_LIMIT_S
     ) -> None:
-        """End all daemons: ask, then SIGTERM, then SIGKILL; remove their files. May be repeated.
+        """Stop all daemons: by request, then SIGTERM, then SIGKILL. Remove their files. May be
+        repeated.
 
         Raises:
             Unkillable: a process has not ended kill_limit_s after SIGKILL; all others have.
         """
         running = [daemon for daemon in self._daemons if daemon.process.poll() is None]
-        with contextlib.closing(_Asker()) as asker:
-            asked = [daemon for daemon in running if asker.shut_down(daemon.endpoint)]
+        with zmq.Context() as context:
+            asked = [
+                daemon
+                for daemon in running
+                if _try(context, daemon.endpoint, lambda client: client.shutdown(HELLO_TIMEOUT_S))
+            ]
         _wait(asked, timeout_s)
         for number, patience_s in (
             (signal.SIGTERM, TERMINATE_TIMEOUT_S),
@@ -145,14 +151,16 @@ class LocalDaemons:
                 daemon.process.send_signal(number)
             _wait(left, patience_s)
         left = [daemon for daemon in running if daemon.process.poll() is None]
-        places = zip(self._daemons, self._devices, strict=False)  # a start that failed has fewer
+        places = zip(
+            self._daemons, self._devices, strict=False
+        )  # fewer daemons if the start failed
         devices = {daemon.endpoint: device for daemon, device in places}
         for daemon in self._daemons:
             os.close(daemon.pipe)
         self._daemons.clear()
         if self._reaper.returncode is None:
             os.close(self._reaper_pipe)
-            if left:  # they hold the reaper's pipe: it goes on without us
+            if left:  # they hold the reaper's pipe: it outlives us
                 self._reaper.returncode = 0
             else:
                 self._reaper.wait()
@@ -186,7 +194,7 @@ class LocalDaemons:
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     pass_fds=(theirs, self._reaper_pipe),
-                    start_new_session=True,  # a terminal's Ctrl-C is for us; we stop them in order
+                    start_new_session=True,  # Ctrl-C goes to us alone; we stop them in order
                 )
         except BaseException:
             os.close(ours)
@@ -196,8 +204,8 @@ class LocalDaemons:
         return _Daemon(endpoint, process, log, ours)
 
     def _wait_for_sockets(self, deadline: float) -> None:
-        """Wait until all listen, or one has exited, or the deadline: whoever asks then finds
-        out. A connection to a socket that is there needs no second attempt."""
+        """Wait until all listen, one has exited, or the deadline; a request then shows which. A
+        connection to an existing socket needs no second attempt."""
         for daemon in self._daemons:
             path = Path(daemon.endpoint.removeprefix("ipc://"))
             while not path.exists() and daemon.process.poll() is None:
@@ -206,9 +214,9 @@ class LocalDaemons:
                 time.sleep(SOCKET_POLL_S)
 
     def _wait_until_ready(self, deadline: float, timeout_s: float) -> None:
-        with contextlib.closing(_Asker()) as asker:
+        with zmq.Context() as context:
             for daemon in self._daemons:
-                while not asker.answers(daemon.endpoint):
+                while not _try(context, daemon.endpoint, lambda c: c.hello(HELLO_TIMEOUT_S)):
                     time.sleep(SOCKET_POLL_S)
                     self.check_alive()
                     if time.monotonic() >= deadline:
@@ -223,37 +231,24 @@ class LocalDaemons:
         )
 
 
-class _Asker:
-    """Short conversations on control sockets."""
-
-    def __init__(self) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._driver_id = new_driver_id()
-
-    def answers(self, endpoint: str) -> bool:
-        return self._try(endpoint, lambda client: client.hello(HELLO_TIMEOUT_S))
-
-    def shut_down(self, endpoint: str) -> bool:
-        return self._try(endpoint, lambda client: client.shutdown(HELLO_TIMEOUT_S))
-
-    def close(self) -> None:
-        self._context.term()
-
-    def _try(self, endpoint: str, ask: Callable[[WorkerClient], object]) -> bool:
-        client = AskingClient(self._context, parse_endpoint(endpoint), 0, self._driver_id)
-        try:
-            ask(client)
-        except (DeadlineExceeded, WorkerDied):
-            return False
-        except ClientError:
-            return True  # it answered, if not as wished: attach will tell
-        finally:
-            client.close()
+def _try(
+    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, ask: Callable[[AskingClient], object]
+) -> bool:
+    """Ask a daemon something; return True if it answered, even with an error: attach reports it."""
+    client = AskingClient(context, parse_endpoint(endpoint), 0, new_driver_id())
+    try:
+        ask(client)
+    except (DeadlineExceeded, WorkerDied):
+        return False
+    except ClientError:
         return True
+    finally:
+        client.close()
+    return True
 
 
 def _start_reaper(directory: Path) -> tuple["subprocess.Popen[bytes]", int]:
-    """Start a shell that removes the directory once we and all daemons are gone.
+    """Start a shell that removes the directory once we and all daemons have exited.
 
     We and they hold the other end of its standard input, which is returned; nobody writes to it.
     """

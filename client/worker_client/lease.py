@@ -1,17 +1,29 @@
 """The driver's side of the lease: the thread that renews it on every daemon of a group while the
-application is alive, and the patience of a driver that finds another one's. Knows nothing of
-steps."""
+application is alive, and the wait for another driver's lease to expire."""
 
 import contextlib
+import os
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from rpc_schema.errors import WireError
-from rpc_schema.lease import RenewLease, RenewLeaseReply
+from rpc_schema.lease import (
+    DEFAULT_LEASE_TTL_MS,
+    DEFAULT_ORPHAN_KV_TTL_MS,
+    MAX_LEASE_TTL_MS,
+    MAX_ORPHAN_KV_TTL_MS,
+    MIN_LEASE_TTL_MS,
+    RenewLease,
+    RenewLeaseReply,
+)
 from worker_client.errors import (
     AuthenticationError,
+    ClientConfigError,
     DeadlineExceeded,
     LeaseHeldError,
     LeaseNotRenewed,
@@ -19,36 +31,70 @@ from worker_client.errors import (
     RemoteError,
     WorkerDied,
 )
-from worker_client.lease_terms import LeaseTerms
 from worker_client.transport import Context, ControlChannel, Endpoint, PendingCall
 
 RENEWALS_PER_TTL = 4
-"""A driver may stand still for the other three quarters, less the way of one renewal."""
+"""The application may be stopped for the other three quarters, less the time of one renewal."""
 STOP_CHECK_S = 0.05
-"""How long a wait for answers goes on before it looks whether it is to end."""
+"""Interval at which a wait for replies checks whether the keeper is to stop."""
 POLL_S = 0.1
-"""So often a waiting driver looks whether the holder has renewed its lease: more often than the
-shortest lease is renewed, or each look would find as much left as the one before."""
+"""Interval at which a waiting driver checks for renewals: shorter than the shortest renewal
+interval, or each check would find as much time left as the one before."""
 EXPIRY_SLACK_S = 0.01
-"""Waited beyond the announced expiry, which is rounded to milliseconds."""
+"""Wait beyond the announced expiry, which is rounded to milliseconds."""
 RENEWAL_SLACK_S = 0.02
-"""What is left of a lease grows by a renewal alone: by more than this, or it was rounded. That it
-shrinks less than time passes tells nothing: a daemon does not count the time in which it was kept
-from looking at the lease."""
+"""Growth of the remaining time from which it counts as a renewal; less may be rounding. If it
+shrinks by less than the time that passed, that is no sign of one: a daemon does not count time in
+which it could not check the lease."""
 RENEWALS_OF_THE_LIVING = 2
-"""The first may have been under way when its sender died."""
+"""Renewals that show that the holder lives: the first may have been under way when its sender
+died."""
 
 
 _ASK_AGAIN = (DeadlineExceeded, WireError, AuthenticationError, WorkerDied)
-"""What a renewal may fail of while the lease lasts: the group's thread judges who is dead."""
+"""Errors of a renewal that may pass while the lease lasts: the group's thread judges who is
+dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTerms:
+    """Terms of the lease that a driver asks its daemons for."""
+
+    ttl_s: float = DEFAULT_LEASE_TTL_MS / 1000
+    """Time without a renewal after which daemons accept another driver, 1 to 60."""
+    orphan_kv_ttl_s: float = DEFAULT_ORPHAN_KV_TTL_MS / 1000
+    """Time for which daemons keep the requests after that, 0 to 3600. Weights stay for ever."""
+    heartbeat_timeout_s: float | None = None
+    """None: the lease is renewed as long as the group is open and the thread that attached it
+    lives. Otherwise the application must also call `WorkerGroup.heartbeat` within this time."""
+
+    def __post_init__(self) -> None:
+        """Raise ClientConfigError if a time is out of bounds."""
+        for field, value, low, high in (
+            ("ttl_s", self.ttl_s, MIN_LEASE_TTL_MS / 1000, MAX_LEASE_TTL_MS / 1000),
+            ("orphan_kv_ttl_s", self.orphan_kv_ttl_s, 0.0, MAX_ORPHAN_KV_TTL_MS / 1000),
+            ("heartbeat_timeout_s", self.heartbeat_timeout_s or 1.0, 0.0, float("inf")),
+        ):
+            if not low <= value <= high:
+                raise ClientConfigError(
+                    "the time is out of bounds",
+                    field=field,
+                    value=value,
+                    fix=f"use {low:g} to {high:g} seconds",
+                )
+
+
+def holder_name() -> str:
+    """Return HOST:PID of this process, the name that other drivers see."""
+    return f"{socket.gethostname()[:100]}:{os.getpid()}"
 
 
 class LeaseKeeper:
-    """Renews one epoch's lease on all daemons of a group, from `start` to `stop`, on a thread of
-    its own with sockets of its own.
+    """Renews one epoch's lease on all daemons of a group, from `start` to `stop`, on a thread and
+    sockets of its own.
 
-    It does so only while the application's loop is alive: the group is open and referred to, the
-    thread that started the keeper lives, and a heartbeat came lately, where one is asked for.
+    It does so only while the application is alive: the group is open and referenced, the thread
+    that started the keeper lives, and a heartbeat came in time, if one is required.
     """
 
     def __init__(
@@ -58,9 +104,9 @@ class LeaseKeeper:
         terms: LeaseTerms,
         group: object,
     ) -> None:
-        """group: whose end is the keeper's too, should nobody close it."""
+        """group: the keeper stops when it is collected without having been closed."""
         self.lost: RemoteError | LeaseNotRenewed | None = None
-        """Why the lease is not this driver's any more; written by the keeper's thread, once."""
+        """Reason for which the lease is lost; written by the keeper's thread, once."""
         self._context = context
         self._driver_id = driver_id
         self._terms = terms
@@ -73,8 +119,8 @@ class LeaseKeeper:
         self._thread: threading.Thread | None = None
 
     def start(self, epoch: int, daemons: Sequence[tuple[int, Endpoint]]) -> None:
-        """Begin to renew the lease of `epoch`, which these daemons, each with its rank, are about
-        to grant: until `confirm` their refusals mean nothing.
+        """Begin to renew the lease of `epoch` on these daemons, given with their ranks, which are
+        about to grant it. Until `confirm` their refusals are ignored.
 
         Raises:
             OutOfDescriptors: there is none left for its sockets.
@@ -87,7 +133,7 @@ class LeaseKeeper:
         self._owner = threading.current_thread()
         self.heartbeat()
         self._ended = threading.Event()
-        # Opened here, so that the caller hears of a failure; the thread alone uses them.
+        # Opened here, so that a failure is raised to the caller; only the thread uses them.
         channels = self._open_channels(daemons)
         thread = threading.Thread(
             target=self._run, args=(self._ended, channels), name="lease", daemon=True
@@ -109,27 +155,27 @@ class LeaseKeeper:
         return channels
 
     def confirm(self) -> None:
-        """All daemons have granted it: whoever refuses a renewal from now on ends it."""
+        """Let refusals end the lease from now on: all daemons have granted it."""
         self._attached = True
 
     def heartbeat(self) -> None:
-        """The application is alive."""
+        """Record that the application is alive."""
         self._last_heartbeat = time.monotonic()
 
     def check(self) -> None:
-        """Raise the error that ended the lease, if one did."""
+        """Raise the error that ended the lease, if there is one."""
         if self.lost is not None:
             raise self.lost
 
     def stop(self) -> None:
-        """Renew no more. May be repeated."""
+        """Stop renewing. May be repeated."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def drop(self) -> None:
-        """No daemon is left that has granted it: renew no more, and forget how it ended."""
+        """Stop renewing and forget how the lease ended: no daemon is left that has granted it."""
         self.stop()
         self.lost = None
 
@@ -162,16 +208,13 @@ class LeaseKeeper:
     def _renew(
         self, channels: Sequence[ControlChannel], ended: threading.Event, deadline: float
     ) -> None:
-        """Ask all daemons, then hear them. One that does not answer is asked again next time."""
-        epoch, pending = self._epoch, list[PendingCall[RenewLeaseReply]]()
+        """Send a renewal to all daemons, then read their replies. One that does not answer is asked
+        again at the next interval."""
+        request = partial(RenewLease, driver_id=self._driver_id, epoch=self._epoch)
+        pending: list[PendingCall[RenewLeaseReply]] = []
         for channel in channels:
             with contextlib.suppress(*_ASK_AGAIN):
-                pending.append(
-                    channel.send(
-                        lambda call: RenewLease(call=call, driver_id=self._driver_id, epoch=epoch),
-                        0.0,
-                    )
-                )
+                pending.append(channel.send(request, 0.0))
         for call in pending:
             try:
                 while time.monotonic() < deadline and not ended.is_set():
@@ -191,13 +234,13 @@ def _close(channels: Sequence[ControlChannel]) -> None:
 
 
 class Patience:
-    """Of a driver that waits for another one's lease to expire: the time that it has, and whether
-    the holder shows that it lives."""
+    """Wait of a driver for another one's lease to expire: the time left, and the signs that the
+    holder lives."""
 
     def __init__(self, wait_s: float) -> None:
         self._until = time.monotonic() + wait_s
         self._remaining: dict[int, float] = {}
-        """What was left of each rank's lease when it was last asked for."""
+        """Remaining time of each rank's lease at the last check."""
         self._renewals = 0
 
     def wait(self, refusal: LeaseHeldError) -> None:

@@ -1,20 +1,19 @@
-"""Notices that no daemon is at an endpoint, while a request waits for a connection: ZeroMQ itself
-would wait for ever. Asks the kernel; knows no message and no ZeroMQ socket."""
+"""Detection of an endpoint without a daemon while a request waits for a connection: ZeroMQ itself
+would wait for ever."""
 
 import socket
 import time
 
 from worker_client.errors import NothingListens, WorkerDied
-from worker_client.liveness import connection_error
+from worker_client.processes import connection_error
 
 FIRST_PROBE_S = 0.2
 LAST_PROBE_S = 5.0
-"""How long a tcp connection may take before a wait asks whether anybody listens at all, and the
-longest pause before it asks again. A daemon hears and logs the question, so it is asked rarely."""
+"""Pauses between probes on tcp, the first and the longest: a daemon notices and logs each probe."""
 
 
 class Listener:
-    """One endpoint's. Its owner calls, while a request waits, one of is_there() and check()."""
+    """One endpoint's. While a request waits, its owner calls is_there() or check()."""
 
     def __init__(self, address: str, rank: int) -> None:
         self._address = address
@@ -22,20 +21,20 @@ class Listener:
         self._is_local = address.startswith("ipc://")
         self._was_there = False
         self._pause_s = 0.0
-        """The last one before a question; 0: there was a connection since."""
+        """Last pause before a probe; 0: there was a connection since."""
         self._next_probe = 0.0
 
     def is_there(self) -> None:
-        """There is a connection."""
+        """Record that there is a connection."""
         self._was_there = True
         self._pause_s = 0.0
 
     def check(self) -> None:
-        """There is no connection: raise NothingListens or, where something listened before,
-        WorkerDied if new ones are refused. Where nothing listened before, a host that does not
-        resolve and a socket that may not be connected to are NothingListens too; later they tell
-        nothing of the daemon. On ipc a daemon does not notice the question, so it is asked at every
-        call."""
+        """Handle the lack of a connection: raise NothingListens or, if something listened before,
+        WorkerDied if new connections are refused. If nothing listened before, a host that does not
+        resolve and a socket without permission to connect are NothingListens too; later they say
+        nothing about the daemon. On ipc a daemon does not notice the probe, so every call
+        probes."""
         if not self._is_local and not self._is_due():
             return
         error = connection_error(self._address)
@@ -72,7 +71,7 @@ class Listener:
 
 
 def _refusal(error: OSError | None) -> str:
-    """Say how a connection was refused; empty: it was not."""
+    """Return how a connection was refused; empty: it was not."""
     if isinstance(error, FileNotFoundError):
         return "the socket is missing"
     if isinstance(error, ConnectionRefusedError):

@@ -1,44 +1,36 @@
-"""Whether each daemon of a group lives, judged by three signals that fail independently: its
-connection (transport), its process where that is on this host, and the heartbeats in which it
-reports progress. Owns the file descriptors of processes; sends nothing, and knows no step.
-"""
+"""Liveness of a group's daemons, judged by three signals that fail independently: the connection
+(transport), the process if it is on this host, and heartbeats that report progress. Owns the file
+descriptors of processes."""
 
-import contextlib
-import os
-import select
-import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from rpc_schema.lifecycle import Heartbeat, Hung, Slow
 from worker_client.errors import WorkerDied
-from worker_client.oom_kills import oom_kills_of
+from worker_client.processes import Process, find_process, nobody_listens
 
 SUSPECT_AFTER_S = 0.95
-"""Of silence, nearly four heartbeats: a second is promised, and noticing takes up to 50 ms more."""
+"""Silence after which a rank is suspect, nearly four heartbeats: a second is guaranteed, and
+noticing takes up to 50 ms more."""
 
 FENCE_AFTER_S = 5.0
-"""Of silence, after which the group goes on without a rank whose connection is gone."""
+"""Silence after which the group goes on without a rank whose connection is lost."""
 
 SILENCE_LIMIT_S = 9.9
-"""So long a process whose connection is alive may publish nothing: longer only in phases that have
-announced it. Ten seconds are promised."""
+"""Silence after which a process with a live connection counts as dead, unless its phase has
+announced a longer one. Ten seconds are guaranteed."""
 
 BLIND_AFTER_S = 0.5
-"""Where events were not read for so long, heartbeats may be lost: that time is not counted as
-silence."""
+"""Time without reading events that does not count as silence: heartbeats may have been lost in
+it."""
 
 _FENCE_AFTER_CUT_S = FENCE_AFTER_S - 1.0
-"""A connection is cut after about a second of silence."""
+"""Time since the end of a connection, which itself comes after about a second of silence."""
 
 MAX_EVENTS = 256
-_PEER_CREDENTIALS = struct.Struct("3i")
-_PROBE_S = 0.2
 
 Signal: TypeAlias = Literal["transport", "process", "progress"]
 EventKind: TypeAlias = Literal["suspect", "back", "dead", "hung", "slow"]
@@ -46,156 +38,40 @@ Standing: TypeAlias = Literal["alive", "suspect", "dead"]
 
 
 class LivenessEvent(NamedTuple):
-    """Something that a rank did, or did not do. `hung` and `slow` are what it says of itself."""
+    """A change of a rank's liveness. `hung` and `slow` are the rank's own reports."""
 
     kind: EventKind
     rank: int
     signal: Signal
     detail: str
     at: float
-    """Of time.monotonic()."""
+    """Time of time.monotonic()."""
 
 
 OnEvent: TypeAlias = Callable[[LivenessEvent], None]
 
 
-class DaemonProcess:
-    """A process on this host, by a descriptor that no other process can inherit the number of.
-    Freed by close()."""
-
-    def __init__(self, pid: int, fd: int) -> None:
-        self.pid = pid
-        self._fd = fd
-        self._oom_kills = oom_kills_of(pid)
-        self._poll = select.poll()
-        self._poll.register(fd, select.POLLIN)
-
-    def has_ended(self) -> bool:
-        """Never waits."""
-        return bool(self._poll.poll(0))
-
-    def cause_of_end(self) -> str:
-        """What the kernel says about why it may have ended; empty: nothing."""
-        if not self._oom_kills.since():
-            return ""
-        return "; the kernel has killed for want of memory in its cgroup (oom_kill has risen)"
-
-    def copy(self) -> "DaemonProcess":
-        """Return the same process, to be closed on its own."""
-        return DaemonProcess(self.pid, os.dup(self._fd))
-
-    def close(self) -> None:
-        """Close the descriptor; the process is not told."""
-        os.close(self._fd)
-
-
-class UnknownProcess:
-    """A process on another host, or one that this kernel or container cannot see."""
-
-    pid = 0
-
-    def has_ended(self) -> bool:
-        """Nobody knows."""
-        return False
-
-    def cause_of_end(self) -> str:
-        """Nobody knows."""
-        return ""
-
-    def copy(self) -> "UnknownProcess":
-        """Return one that is not known either."""
-        return self
-
-    def close(self) -> None:
-        return None
-
-
-Process: TypeAlias = DaemonProcess | UnknownProcess
-
-
-def find_process(address: str) -> Process:
-    """Return the process that listens at an ipc address, which its socket names: what a daemon says
-    of itself may be a number of another container's."""
-    with contextlib.suppress(OSError), _connected(address) as peer:
-        return process_behind(peer)
-    return UnknownProcess()
-
-
-def process_behind(peer: socket.socket) -> Process:
-    """Return the process that listened where `peer`, a Unix stream socket, is connected to.
-
-    Raises:
-        OSError: the kernel does not tell.
-    """
-    found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    pid = int(_PEER_CREDENTIALS.unpack(found)[0])
-    if pid <= 0:
-        return UnknownProcess()
-    process = DaemonProcess(pid, os.pidfd_open(pid))
-    hung_up = select.poll()
-    hung_up.register(peer, 0)
-    if not hung_up.poll(0):  # it still lives, so the number is still its own
-        return process
-    process.close()
-    return UnknownProcess()
-
-
-def nobody_listens(address: str) -> bool:
-    """Tell whether a connection to an address is refused; see connection_error. A name that does
-    not resolve, or a path that may not be looked at, tells nothing of who listens."""
-    return isinstance(connection_error(address), FileNotFoundError | ConnectionRefusedError)
-
-
-def connection_error(address: str) -> OSError | None:
-    """Return the error of a connection to an address; None where there is none. A process that is
-    only stopped does not refuse any, and of one beyond a broken network nothing comes back. On ipc
-    the daemon hears nothing of the question: it is asked by a socket of another type, which Linux
-    refuses only once it has found who listens (unix(7), EPROTOTYPE)."""
-    try:
-        if address.startswith("tcp://"):
-            host, _, port = address.removeprefix("tcp://").rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
-        else:
-            _connected(address, socket.SOCK_DGRAM).close()
-    except OSError as error:
-        return error
-    except UnicodeError:  # Python's; no such name resolves
-        return socket.gaierror(socket.EAI_NONAME, "it is no host's name")
-    return None
-
-
-def _connected(address: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
-    peer = socket.socket(socket.AF_UNIX, kind)
-    try:
-        peer.settimeout(_PROBE_S)
-        peer.connect(str(Path(address.removeprefix("ipc://"))))
-    except BaseException:
-        peer.close()
-        raise
-    return peer
-
-
 @dataclass(slots=True)
-class _Rank:
-    """What is known of one daemon."""
+class _Watched:
+    """State of one daemon."""
 
     address: str
-    """Of the socket whose connection is watched."""
+    """Address of the socket whose connection is watched."""
     control: str
     uid: bytes = b""
-    process: Process = field(default_factory=UnknownProcess)
+    process: Process = field(default_factory=Process)
     standing: Standing = "alive"
     cut_since: float | None = None
-    """Since when its connection is gone, if it is."""
+    """Time at which its connection was lost, if it was."""
     heard_at: float | None = None
-    """When its last heartbeat came; None before the first."""
+    """Time of its last heartbeat; None before the first."""
     allowed_s: float = SILENCE_LIMIT_S
-    """How much longer than now its last heartbeat allows it to be silent."""
+    """Silence that its last heartbeat allows from now on."""
 
 
 class Watch:
-    """Judges the daemons of a group. Belongs to one thread, which calls look() as often as it
-    can, and listened() each time that it has read their events."""
+    """Judges the daemons of a group. Belongs to one thread, which calls look() as often as it can,
+    and listened() each time that it has read their events."""
 
     def __init__(
         self,
@@ -204,17 +80,17 @@ class Watch:
         clock: Callable[[], float] = time.monotonic,
         find: Callable[[str], Process] = find_process,
     ) -> None:
-        """addresses: of the sockets whose connections are watched; controls: the endpoints to name,
-        both in rank order. find: the process behind an address."""
+        """addresses: of the sockets whose connections are watched; controls: the endpoints to name
+        in errors; both in rank order. find: returns the process behind an address."""
         self.on_event: OnEvent | None = None
         self.events: deque[LivenessEvent] = deque(maxlen=MAX_EVENTS)
-        """The newest ones."""
+        """The newest events."""
         self.returned: set[int] = set()
-        """Ranks whose connection came back, until somebody takes note of it."""
+        """Ranks whose connection came back, until the owner removes them."""
         self._clock = clock
         self._find = find
         self._ranks = [
-            _Rank(address, control) for address, control in zip(addresses, controls, strict=True)
+            _Watched(address, control) for address, control in zip(addresses, controls, strict=True)
         ]
         self._listened_at = clock()
 
@@ -225,25 +101,21 @@ class Watch:
 
     @property
     def standings(self) -> list[Standing]:
-        """By rank."""
+        """Liveness of each rank."""
         return [entry.standing for entry in self._ranks]
 
-    def uid(self, rank: int) -> bytes:
-        """Of the daemon that was met there; empty before."""
-        return self._ranks[rank].uid
-
     def pid(self, rank: int) -> int:
-        """Of its process on this host; 0 where that is not known."""
+        """Return its process id on this host; 0 if unknown."""
         return self._ranks[rank].process.pid
 
     def expect(self, rank: int, address: str, control: str) -> None:
-        """Another daemon is to take this rank's place: nothing is held against it."""
+        """Watch another daemon in this rank's place, without regard to the old one."""
         self._ranks[rank].process.close()
-        self._ranks[rank] = _Rank(address, control)
+        self._ranks[rank] = _Watched(address, control)
         self.returned.discard(rank)
 
     def met(self, rank: int, uid: bytes) -> None:
-        """The daemon of this rank has answered, and has this uid."""
+        """Record that the daemon of this rank has answered, and its uid."""
         entry = self._ranks[rank]
         if entry.uid != uid:
             entry.process.close()
@@ -252,27 +124,28 @@ class Watch:
             entry.heard_at = None
 
     def disconnected(self, rank: int) -> None:
-        """Its connection has ended. Before it was met its ControlChannel sees to that."""
+        """Record the end of a rank's connection. Before it was met its ControlChannel handles
+        that."""
         entry = self._ranks[rank]
         if not entry.uid:
             return
         if entry.cut_since is None:
             entry.cut_since = self._clock()
-        # On tcp the next attempt to connect tells: whoever asks there is heard, and logged.
+        # On tcp the next attempt to connect shows it: a probe there is noticed and logged.
         if not entry.address.startswith("tcp://") and nobody_listens(entry.address):
             self._die(rank, "transport", "the connection ended" + entry.process.cause_of_end())
         elif entry.standing == "alive":
             self._suspect(rank, "transport", "it does not answer, though it has not ended")
 
     def refused(self, rank: int) -> None:
-        """A new connection to it could not be made: because nobody listens any more, or because the
-        network between us is down."""
+        """Record that a new connection could not be made: nobody listens any more, or the network
+        between us is down."""
         entry = self._ranks[rank]
         if entry.cut_since is not None and nobody_listens(entry.address):
             self._die(rank, "transport", "the connection ended, and another was refused")
 
     def connected(self, rank: int) -> None:
-        """It has answered on a new connection."""
+        """Record that a rank has answered on a new connection."""
         if self._ranks[rank].cut_since is not None:
             self._ranks[rank].cut_since = None
             self.returned.add(rank)
@@ -282,14 +155,13 @@ class Watch:
         self._come_back(rank)
 
     def begin_steps(self) -> None:
-        """No operation is under way any more, and nobody may be silent for as long as one may
-        last."""
+        """Withdraw announced silences: no operation is under way any more."""
         for entry in self._ranks:
             entry.allowed_s = SILENCE_LIMIT_S
 
     def heard(self, beat: Heartbeat, *, operating: bool) -> None:
-        """A heartbeat has come. operating: an operation is under way, which may have announced a
-        long silence; heartbeats of one that is over may come late."""
+        """Record a heartbeat. operating: an operation is under way, which may have announced a long
+        silence; heartbeats of an earlier one may come late."""
         rank = self._rank_of(beat.worker_uid)
         if rank is None:
             return
@@ -302,7 +174,7 @@ class Watch:
         self._come_back(rank)
 
     def told(self, event: Hung | Slow) -> None:
-        """A daemon has something to say of itself."""
+        """Record a daemon's report on itself."""
         rank = self._rank_of(event.worker_uid)
         if rank is None:
             return
@@ -314,8 +186,8 @@ class Watch:
             self._tell("slow", rank, "progress", detail)
 
     def listened(self) -> None:
-        """All events that are here have been read: judge who is silent. Only now, since a heartbeat
-        that waits to be read is no silence."""
+        """Judge silence, after all events that are here have been read: a heartbeat that waits to
+        be read is no silence."""
         now = self._clock()
         blind_s = now - self._listened_at
         if blind_s > BLIND_AFTER_S:
@@ -328,7 +200,7 @@ class Watch:
                 self._judge_silence(rank, entry, now - entry.heard_at)
 
     def look(self) -> None:
-        """Look for ended processes and for connections that stay cut.
+        """Check for exited processes and for connections that stay lost.
 
         Raises:
             WorkerDied: one of them is dead, now or since the last call; names the first.
@@ -342,26 +214,26 @@ class Watch:
                 raise self.death_of(rank)
 
     def bury(self, rank: int) -> None:
-        """Somebody else knows that this rank is gone, or is not to be waited for."""
+        """Record that this rank is known to be dead, or is not to be waited for."""
         if self._ranks[rank].standing != "dead":
             self._die(rank, "transport", "it was given up")
 
     def death_of(self, rank: int) -> WorkerDied:
-        """The error for a dead rank."""
+        """Return the error for a dead rank."""
         entry = self._ranks[rank]
         last = next((e for e in reversed(self.events) if e.rank == rank and e.kind == "dead"), None)
         if last is None:
             return WorkerDied(rank, entry.control)
         return WorkerDied(rank, entry.control, f"{last.detail} (signal: {last.signal})")
 
-    def _judge(self, rank: int, entry: _Rank, now: float) -> None:
+    def _judge(self, rank: int, entry: _Watched, now: float) -> None:
         if entry.process.has_ended():
             ended = f"process {entry.process.pid} has ended"
             self._die(rank, "process", ended + entry.process.cause_of_end())
         elif entry.cut_since is not None and now - entry.cut_since >= _FENCE_AFTER_CUT_S:
             self._die(rank, "transport", f"it has not answered for {FENCE_AFTER_S:g} s: fenced")
 
-    def _judge_silence(self, rank: int, entry: _Rank, silent_s: float) -> None:
+    def _judge_silence(self, rank: int, entry: _Watched, silent_s: float) -> None:
         if silent_s >= entry.allowed_s:
             self._die(rank, "progress", f"it has reported no progress for {silent_s:.1f} s")
         elif entry.allowed_s > SILENCE_LIMIT_S or entry.standing != "alive":

@@ -1,27 +1,36 @@
-"""The operations that take a group down the load chain, and those that tell what it then is: each
-sent to all ranks, or to some while the others keep step. Knows neither their order
-(`client/worker_client/loading.py`) nor what becomes of requests.
-"""
+"""The operations that move a group along the load chain, and those that describe what is loaded.
+Each is sent to all ranks, or to some while the others only keep their seqs in step."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.base import StepReply, StepRequest
-from rpc_schema.config import WorkerConfig
+from rpc_schema.config import Rendezvous, WorkerConfig
 from rpc_schema.kv_cache import KVCacheConfig
 from worker_client.group_channel import GroupChannel
 
 ReplyT = TypeVar("ReplyT", bound=StepReply)
 
 
+def init_device(config: WorkerConfig, rendezvous: Rendezvous) -> partial[lc.InitDevice]:
+    """Return the InitDevice of one rank, without its ids."""
+    return partial(
+        lc.InitDevice,
+        parallel=config.parallel,
+        rendezvous=rendezvous,
+        cache=config.cache,
+        scheduler=config.scheduler,
+    )
+
+
 class LoadChain:
     """Replies are in rank order. Each method raises what GroupChannel.ask does."""
 
     def __init__(self, channel: GroupChannel, ranks: Collection[int] | None = None) -> None:
-        """ranks: those that take part, None for all. The others, whose seqs must go on too, do next
-        to nothing."""
+        """ranks: those that take part; None for all. The others do next to nothing under the same
+        seqs."""
         self._channel = channel
         self._ranks = ranks
 
@@ -30,15 +39,7 @@ class LoadChain:
         channel = self._channel
         channel.links.allow(config.scheduler.step_deadline_ms / 1000)
         rendezvous = channel.open_rendezvous()
-        replies = self._ask_each(
-            lambda rank: partial(
-                lc.InitDevice,
-                parallel=config.parallel,
-                rendezvous=rendezvous[rank],
-                cache=config.cache,
-                scheduler=config.scheduler,
-            )
-        )
+        replies = self._ask_each(lambda rank: init_device(config, rendezvous[rank]))
         channel.use_link(rendezvous)
         return replies
 
@@ -54,7 +55,7 @@ class LoadChain:
         channel.use_link(rendezvous)
 
     def reset(self, to: Literal["CREATED", "DEVICE_READY", "MODEL_LOADED"]) -> None:
-        """Go back down to a level."""
+        """Return all ranks to an earlier state of the load chain."""
         timeout_s = self._channel.links.timeout_s
         self._ask(partial(lc.Reset, to=to), timeout_s, stands_alone=self._ranks is None)
         self._channel.refresh_links()
@@ -72,23 +73,23 @@ class LoadChain:
         )
 
     def get_kv_cache_spec(self) -> list[lc.GetKVCacheSpecReply]:
-        """What each rank's layers keep per token."""
+        """Return the KV cache per token of each rank's layers."""
         return self._ask(lc.GetKVCacheSpec)
 
     def determine_available_memory(self) -> list[lc.DetermineAvailableMemoryReply]:
-        """Profile every rank."""
+        """Profile the memory of every rank."""
         return self._ask(lc.DetermineAvailableMemory)
 
     def initialize_from_config(self, configs: Sequence[KVCacheConfig]) -> None:
-        """Allocate every rank's KV cache. configs: one a rank of the group."""
+        """Allocate every rank's KV cache. configs: one for each rank of the group."""
         self._ask(partial(lc.InitializeFromConfig, kv_cache_configs=tuple(configs)))
 
     def initialize_cache(self, num_gpu_blocks: int) -> None:
-        """Tell every rank the block count."""
+        """Send every rank the number of blocks."""
         self._ask(partial(lc.InitializeCache, num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=0))
 
     def update_max_model_len(self, max_model_len: int) -> None:
-        """Tell every rank the longest context."""
+        """Send every rank the longest context."""
         self._ask(partial(lc.UpdateMaxModelLen, max_model_len=max_model_len))
 
     def compile_or_warm_up_model(self) -> list[lc.CompileOrWarmUpModelReply]:
@@ -96,11 +97,11 @@ class LoadChain:
         return self._ask(lc.CompileOrWarmUpModel)
 
     def get_supported_tasks(self) -> list[lc.GetSupportedTasksReply]:
-        """What each rank's model can do."""
+        """Return the tasks of each rank's model."""
         return self._ask(lc.GetSupportedTasks)
 
     def get_model_metadata(self) -> list[lc.GetModelMetadataReply]:
-        """What a driver needs to know of the model, from each rank."""
+        """Return each rank's description of the model."""
         return self._ask(lc.GetModelMetadata)
 
     def _ask(
@@ -126,5 +127,5 @@ class LoadChain:
         def build_either(rank: int) -> Callable[..., StepRequest[Any]]:
             return build_for(rank) if rank in ranks else lc.GetSupportedTasks
 
-        replies = channel.exchange(build_either, timeout_s)
-        return cast("list[ReplyT]", [reply for reply in replies if reply.rank in ranks])
+        replies = channel.ask_each(build_either, timeout_s=timeout_s)
+        return [reply for reply in replies if reply.rank in ranks]

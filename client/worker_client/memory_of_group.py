@@ -1,5 +1,5 @@
-"""Which memory of a group is away, and how a group that had to be woken is brought back to that.
-Knows no socket."""
+"""Sleeping memory of a group: which tags sleep, and the operations that restore that state after a
+group had to be woken."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,20 +20,20 @@ _AWAY = ("asleep", "discarded")
 
 
 def is_away(tags: Tags) -> bool:
-    """Tell whether memory is not there: steps, warm-up and graphs need all of it."""
+    """Return True if some memory is not mapped: steps, warm-up and graphs need all of it."""
     return any(state in _AWAY for state in tags.values())
 
 
 def common_tags(statuses: Sequence[Status]) -> Tags:
-    """Return what all these ranks have; nothing where they differ, or there are none: a group
-    whose ranks differ was not brought there by an operation that succeeded."""
+    """Return the tags of all these ranks; nothing if they differ, or there are none. Ranks that
+    differ were not brought there by an operation that succeeded."""
     tags = [status.memory_tags for status in statuses]
     return tags[0] if tags and all(each == tags[0] for each in tags) else {}
 
 
 def way_back(tags: Tags) -> list[tuple[str, Build]]:
-    """Return the operations, by name, that bring ranks that are awake to these tags. A KV cache
-    that was asleep is discarded: it had no content to keep."""
+    """Return the operations, by name, that bring ranks from awake to these tags. A KV cache that
+    was asleep is discarded: it had no content."""
     if tags.get("weights") == "asleep":
         operations: list[tuple[str, Build]] = [("sleep", partial(Sleep, level=1))]
         if tags["kv_cache"] not in _AWAY:

@@ -1,46 +1,56 @@
-"""Traces a running group without driving it: every rank records for a while, then its trace is read
-back, with the clocks on either side of it and with what the driver says it did. Needs control
-sockets only: no epoch, no lease, no seq. Knows no file."""
+"""Tracing of a running group without driving it: every rank records for a while, then its trace is
+read back, with clock offsets from before and after, and with the driver's own steps. Uses control
+sockets only, without epoch, lease and seq."""
 
 import contextlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.errors import WireError
-from rpc_schema.trace import MAX_TRACE_MS, DriverSteps, StopTraceReply
+from rpc_schema.trace import (
+    MAX_TRACE_MS,
+    AskDriver,
+    DriverSteps,
+    ReadDriverSteps,
+    ReadTrace,
+    StartTrace,
+    StopTrace,
+    StopTraceReply,
+)
 from worker_client.clocks import ClockMap, measure
 from worker_client.errors import ClientConfigError, ClientError
 from worker_client.trace_merge import DriverTrace, RankTrace
 from worker_client.transport import PendingCall
-from worker_client.worker_client import WorkerClient
+from worker_client.worker_client import AskingClient
 
 START_TIMEOUT_S = 90.0
 """The first trace of a process on a GPU loads the profiler's library."""
 STOP_TIMEOUT_S = 1800.0
 GIVE_UP_TIMEOUT_S = 10.0
 DRIVER_TIMEOUT_S = 3.0
-"""A driver looks for questions once a second, while it waits for steps."""
+"""A driver checks for requests once a second, while it waits for steps."""
 DRIVER_POLL_S = 0.05
 MARGIN_S = 120.0
-"""A daemon throws away what was not stopped this long after its end was due."""
+"""Time after its expected end at which a daemon drops a trace that was not stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What a group did for a while."""
+    """A group's traces of one period."""
 
     ranks: list[RankTrace]
     """In rank order."""
     driver: DriverTrace | None
     begin_ns: int
-    """Of our monotonic clock."""
+    """Start, by our monotonic clock."""
 
 
 def record(
-    clients: Sequence[WorkerClient],
+    clients: Sequence[AskingClient],
     seconds: float,
     wait: Callable[[float], None] = time.sleep,
     driver_timeout_s: float = DRIVER_TIMEOUT_S,
@@ -57,8 +67,9 @@ def record(
     max_ms = _checked_ms(seconds)
     statuses = _group_of(clients)
     trace = secrets.token_bytes(16)
+    start = partial(StartTrace, trace=trace, max_ms=max_ms)
     try:
-        pending = [client.send_start_trace(trace, max_ms, START_TIMEOUT_S) for client in clients]
+        pending = [client.begin(start, START_TIMEOUT_S) for client in clients]
         _await_all(pending)
         before = [measure(client.read_clock) for client in clients]
         begin_ns = time.monotonic_ns()
@@ -74,7 +85,7 @@ def record(
     maps = [ClockMap(*pair) for pair in zip(before, after, strict=True)]
     first = next(index for index, status in enumerate(statuses) if status.rank == 0)
     begin, end = (moment + before[first].ahead_ns for moment in (begin_ns, end_ns))
-    clients[first].ask_driver(trace, begin, end)
+    clients[first].ask(partial(AskDriver, trace=trace, begin_ns=begin, end_ns=end))
     steps = _driver_steps(clients[first], trace, time.monotonic() + driver_timeout_s)
     driver = None if steps is None else DriverTrace(steps, maps[first])
     ranks = [
@@ -96,7 +107,7 @@ def _checked_ms(seconds: float) -> int:
     return round((seconds + MARGIN_S) * 1000)
 
 
-def _group_of(clients: Sequence[WorkerClient]) -> list[lc.Status]:
+def _group_of(clients: Sequence[AskingClient]) -> list[lc.Status]:
     for client in clients:
         client.hello()
     statuses = [client.get_status() for client in clients]
@@ -121,7 +132,7 @@ def _place(status: lc.Status) -> str:
 def _await_all(
     pending: Sequence[PendingCall[lc.Acknowledged] | PendingCall[StopTraceReply]],
 ) -> None:
-    """Wait for all, then raise what the first that failed did."""
+    """Wait for all, then raise the first error."""
     errors = []
     for call in pending:
         try:
@@ -133,27 +144,28 @@ def _await_all(
 
 
 def _stop(
-    clients: Sequence[WorkerClient], trace: bytes, *, keep: bool, timeout_s: float
+    clients: Sequence[AskingClient], trace: bytes, *, keep: bool, timeout_s: float
 ) -> list[PendingCall[StopTraceReply]]:
     pending = []
     for client in clients:
         with contextlib.suppress(ClientError) if not keep else contextlib.nullcontext():
-            pending.append(client.send_stop_trace(trace, keep=keep, timeout_s=timeout_s))
+            pending.append(client.begin(partial(StopTrace, trace=trace, keep=keep), timeout_s))
     return pending
 
 
-def _driver_steps(client: WorkerClient, trace: bytes, until: float) -> DriverSteps | None:
-    """What the driver did; None where it does not answer, as one that waits for nothing does
+def _driver_steps(client: AskingClient, trace: bytes, until: float) -> DriverSteps | None:
+    """Return the driver's steps; None if it does not answer, as one that waits for nothing does
     not."""
-    while (steps := client.read_driver_steps(trace)) is None and time.monotonic() < until:
+    request = partial(ReadDriverSteps, trace=trace)
+    while (steps := client.ask(request).steps) is None and time.monotonic() < until:
         time.sleep(DRIVER_POLL_S)
     return steps
 
 
-def _read(client: WorkerClient, trace: bytes) -> bytes:
+def _read(client: AskingClient, trace: bytes) -> bytes:
     pieces: list[bytes] = []
     size = 0
-    while piece := client.read_trace(trace, size):
+    while piece := client.ask(partial(ReadTrace, trace=trace, offset=size)).data:
         pieces.append(piece)
         size += len(piece)
     return b"".join(pieces)

@@ -1,11 +1,10 @@
-"""Outcomes to come: what a caller holds of a step in flight, which steps those are, the rows of the
-requests in them, and what a failure takes with it. Knows no socket: `group_channel.py` brings the
-replies. What a failure makes of the group is `failure_state.py`'s.
-"""
+"""Futures of steps in flight, the rows of the requests in them, and failure propagation. The effect
+of a failure on the group is in `failure_state.py`."""
 
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from rpc_schema.codec import StepReplyMessage
@@ -21,15 +20,11 @@ from worker_client.errors import (
 )
 from worker_client.failure_state import (
     ENDS_OWNERSHIP,
-    AttachBegun,
-    CauseAwaited,
+    Change,
     DeathFailed,
     Failed,
     FailureReported,
     FailureState,
-    LinkBroken,
-    Prepared,
-    RankReplaced,
     Suspect,
     loss_of,
 )
@@ -39,51 +34,44 @@ from worker_client.step_checks import GroupLimits
 from worker_client.step_times import StepHistory
 
 ROOT_CAUSE_WAIT_S = 1.0
-"""How long an UPSTREAM_FAILED waits for the rank that really failed."""
+"""Time for which an UPSTREAM_FAILED waits for the report of the rank that really failed."""
 
 STEP_SLACK_S = 2.0
-"""A step's own deadline plus this is how long its answer is waited for: the daemons' own timeouts
-come first."""
+"""Wait for a step's reply beyond its own deadline: the daemons' timeouts come first."""
 
 DEFAULT_STEP_DEADLINE_S = 60.0
-"""Assumed of a daemon that has no configuration yet."""
+"""Assumed for a daemon that has no configuration yet."""
 
 
 class StepWaiter(Protocol):
-    """Takes in replies, on behalf of whoever waits for one of them."""
+    """Processes replies on behalf of a caller that waits for one of them."""
 
     def take_replies(self, future: "StepFuture") -> None:
-        """Take in what has come; never waits."""
+        """Process the replies that are here; never waits."""
 
     def wait_for(self, future: "StepFuture", until: float) -> None:
-        """Take in replies until the future is settled, or `until` (time.monotonic) has passed."""
+        """Process replies until the future is settled, or `until` (time.monotonic) has passed."""
 
 
+@dataclass(eq=False, slots=True)
 class Failure:
-    """A failed step and what it takes with it; shared by the futures that it fails."""
+    """A failed step and all that fails with it; shared by the futures that it fails."""
 
-    def __init__(
-        self,
-        state: FailureState,
-        number: int,
-        error: ClientError,
-        rank: int,
-        code: ErrorCode,
-        traceback: str = "",
-        *,
-        is_mended: bool = False,
-    ) -> None:
-        """is_mended: the daemon whose death this was has been replaced."""
-        self.number = number
-        self.error = error
-        self.rank = rank
-        self.code = code
-        self.traceback = traceback
-        self.lost: set[str] = set()
-        self.ends_group = isinstance(error, ENDS_OWNERSHIP) and not is_mended
-        """Told by its own error, not as a StepFailed: the group takes no steps after it."""
-        self._state = state
-        self._futures: list[StepFuture] = []
+    state: FailureState
+    number: int
+    error: ClientError
+    rank: int
+    code: ErrorCode
+    traceback: str = ""
+    is_mended: bool = False
+    """The daemon whose death this was has been replaced."""
+    lost: set[str] = field(default_factory=set)
+    _futures: "list[StepFuture]" = field(default_factory=list)
+
+    @property
+    def ends_group(self) -> bool:
+        """True if the group takes no steps after it. It is raised as it is, not as a StepFailed."""
+        return isinstance(self.error, ENDS_OWNERSHIP) and not self.is_mended
 
     def settle(self, future: "StepFuture") -> None:
         """Fail a future."""
@@ -91,38 +79,31 @@ class Failure:
         self._futures.append(future)
 
     def take_over(self, older: "Failure") -> None:
-        """Tell an older failure's losses too, to whoever would have heard of that one."""
+        """Report an older failure's losses too, to the holders of its futures."""
         self.lost |= older.lost
         for future in older._futures:
             self.settle(future)
 
     def mended(self, number: int) -> "Failure":
-        """Return what is left to tell of it once the dead daemon is replaced."""
-        left = Failure(
-            self._state,
-            number,
-            self.error,
-            self.rank,
-            self.code,
-            self.traceback,
-            is_mended=True,
-        )
+        """Return the part that is still to be reported once the dead daemon is replaced."""
+        left = replace(self, number=number, is_mended=True, lost=set(), _futures=[])
         left.take_over(self)
         return left
 
     @property
     def is_empty(self) -> bool:
-        """Whether it took nothing, and nobody may hear of it by a future."""
+        """True if no request was lost, and no future reports it."""
         return not self.lost and not self._futures
 
     def event(self, last_seq: int) -> Failed | DeathFailed:
-        """Return what it is to the group's state; last_seq: the last step that it took."""
+        """Return its event for the group's state; last_seq: the last step that it failed."""
         is_death = self.ends_group and isinstance(self.error, WorkerDied)
         return (DeathFailed if is_death else Failed)(self.number, last_seq)
 
     def to_exception(self) -> ClientError:
-        """What the caller of result() gets; after this the group accepts steps again."""
-        self._state.apply(FailureReported(self.number))
+        """Return the exception for the caller of result(). After this the group accepts steps
+        again."""
+        self.state.apply(FailureReported(self.number))
         if self.ends_group:
             return self.error
         message = self.error.message if isinstance(self.error, RemoteError) else str(self.error)
@@ -137,26 +118,26 @@ class Failure:
         return failed
 
 
+@dataclass(eq=False, slots=True)
 class StepFuture:
-    """The outcome of one step, to come. `result` and `done` also take in the replies to other steps
+    """The pending outcome of one step. `result` and `done` also process the replies to other steps
     of the group."""
 
-    def __init__(self, group: StepWaiter, seq: int, step: EncodedStep | None, deadline: float):
-        self.seq = seq
-        self.step = step
-        self.deadline = deadline
-        self.samples = step is not None
-        """False for steps whose answer names no request."""
-        self.replayed = False
-        """Whether the answer that came was a daemon's second sending of it."""
-        self.value: StepResult | None = None
-        self.failure: Failure | None = None
-        self._group = group
+    group: StepWaiter
+    seq: int
+    step: EncodedStep | None
+    deadline: float
+    samples: bool = False
+    """False for steps whose reply names no request."""
+    replayed: bool = False
+    """The reply was a daemon's second sending of it."""
+    value: StepResult | None = None
+    failure: Failure | None = None
 
     def done(self) -> bool:
-        """Whether the outcome is known; never waits."""
+        """Return True if the outcome is known; never waits."""
         if not self.settled:
-            self._group.take_replies(self)
+            self.group.take_replies(self)
         return self.settled
 
     def result(self, timeout_s: float | None = None) -> StepResult:
@@ -171,7 +152,7 @@ class StepFuture:
                 is not this driver's any more, unless it attaches again.
         """
         until = self.deadline if timeout_s is None else time.monotonic() + timeout_s
-        self._group.wait_for(self, until)
+        self.group.wait_for(self, until)
         if self.failure is not None:
             raise self.failure.to_exception()
         if self.value is None:
@@ -180,7 +161,7 @@ class StepFuture:
 
     @property
     def settled(self) -> bool:
-        """Whether the outcome is known already."""
+        """True if the outcome is known already."""
         return self.value is not None or self.failure is not None
 
 
@@ -188,33 +169,33 @@ class StepsInFlight:
     """Settles the futures of a group's steps, by replies and by failures. Belongs to one thread."""
 
     def __init__(self, state: FailureState, output_rank: int) -> None:
-        """Without rows until start(). state: the group's, which hears of every failure."""
+        """Without rows until start(). state: the group's; every failure is applied to it."""
         self.slots = SlotTable(1)
         self.times = StepHistory()
-        """When steps were sent and settled, for traces."""
+        """Times at which steps were sent and settled, for traces."""
         self.output_rank = output_rank
         self._state = state
         self._timeout_s = DEFAULT_STEP_DEADLINE_S + STEP_SLACK_S
         self._futures: dict[int, StepFuture] = {}
         self._recently_done: deque[int] = deque(maxlen=16)
         self._latest: Failure | None = None
-        """The latest failure; whether anybody is to hear of it, the state knows."""
+        """Latest failure; the state has whether it was reported."""
         self._num_failures = 0
 
     def start(self, max_num_seqs: int, limits: GroupLimits, step_deadline_s: float) -> None:
-        """Begin with an empty table of slots; no failure of before is told any more."""
+        """Begin with an empty table of slots; earlier failures are not reported any more."""
         self._timeout_s = step_deadline_s + STEP_SLACK_S
         self.slots = SlotTable(max_num_seqs, limits)
         self.slots.require_resync()
-        self._state.apply(Prepared())
+        self._state.apply(Change.PREPARED)
 
     def abandon(self) -> None:
-        """Fail all that is in flight, and forget everything else of the epoch before."""
+        """Fail all steps in flight, and forget everything else of the previous epoch."""
         error = ClientError("the group was attached anew: requests of before are dropped")
         failure = self._new_failure(error, self.output_rank, ErrorCode.FENCED)
         failure.lost |= self.slots.drop_all()
         self._fail_from(0, failure)
-        self._state.apply(AttachBegun())
+        self._state.apply(Change.ATTACH_BEGUN)
         self.times.clear()
         self._recently_done.clear()
 
@@ -225,32 +206,31 @@ class StepsInFlight:
 
     @property
     def oldest_seq(self) -> int:
-        """The first step whose outcome is not known; 0 where there is none."""
+        """First step whose outcome is unknown; 0 if there is none."""
         return min(self._futures, default=0)
 
     @property
     def untold_failure(self) -> Failure | None:
-        """The failure that no result() has told yet, if any."""
+        """Failure that no result() has reported yet, if any."""
         return self._latest if self._state.is_unreported else None
 
     def expect(
         self, waiter: StepWaiter, seq: int, step: EncodedStep | None, *, samples: bool
     ) -> StepFuture:
         """Return the future of a step that is about to be sent."""
-        future = StepFuture(waiter, seq, step, time.monotonic() + self._timeout_s)
-        future.samples = samples
+        future = StepFuture(waiter, seq, step, time.monotonic() + self._timeout_s, samples)
         self._futures[seq] = future
         return future
 
     def take_back(self, seq: int) -> None:
-        """Step `seq`, if it was one, has not been sent after all."""
+        """Forget step `seq`, if it is one: it was not sent after all."""
         self._futures.pop(seq, None)
 
     def take_outcome(
         self, reply: StepReplyMessage, arrays: Sequence[bytes], *, replayed: bool = False
     ) -> None:
-        """Settle the step that the reply is for; other ranks', late and repeated ones are
-        dropped."""
+        """Settle the step that the reply is for; late and repeated replies, and those of other
+        ranks, are dropped."""
         if reply.rank != self.output_rank or reply.seq not in self._futures:
             return
         future = self._futures[reply.seq]
@@ -279,11 +259,11 @@ class StepsInFlight:
             self._fail_by_reply(reply, error)
         elif self._state.suspect is None:
             until = time.monotonic() + ROOT_CAUSE_WAIT_S
-            self._state.apply(CauseAwaited(Suspect(reply, error, until)))
+            self._state.apply(Suspect(reply, error, until))
 
     def convict_suspect(self) -> None:
-        """Where nobody else has owned up in time, the step fails with the UPSTREAM_FAILED that told
-        of it."""
+        """Fail the step with the UPSTREAM_FAILED that reported it if no rank reports a root cause
+        in time."""
         suspect = self._state.suspect
         if suspect is not None and time.monotonic() >= suspect.until:
             self._fail_by_reply(suspect.reply, suspect.error)
@@ -293,11 +273,11 @@ class StepsInFlight:
         error = DeadlineExceeded(f"step {future.seq}", self._timeout_s)
         failure = self._new_failure(error, self.output_rank, ErrorCode.COMM)
         failure.lost |= self.slots.drop_all()
-        self._state.apply(LinkBroken())
+        self._state.apply(Change.LINK_BROKEN)
         self._fail_from(future.seq, failure)
 
     def fail_relink(self, error: ClientError | WireError) -> None:
-        """Fail the step that a link could not be mended for: its scheduler has committed to it."""
+        """Fail the step before which relinking failed: its scheduler has committed to it."""
         cause = self._state.relink_failed(error)
         rank, code, traceback = self.output_rank, ErrorCode.COMM, ""
         if isinstance(error, RemoteError):
@@ -305,7 +285,7 @@ class StepsInFlight:
         self._fail_from(0, self._new_failure(_as_client(cause), rank, code, traceback))
 
     def lose_rows(self, reason: str) -> None:
-        """Forget all requests, and have the next step fail so that the scheduler hears of it."""
+        """Forget all requests, and have the next step fail so that the scheduler learns of it."""
         lost = self.slots.drop_all()
         if lost:
             error = ClientError(reason)
@@ -321,10 +301,10 @@ class StepsInFlight:
         self._fail_from(0, self._new_failure(cause, rank, ErrorCode.COMM))
 
     def revive(self) -> None:
-        """Another daemon is in the dead one's place: no row is left, and whoever holds a step of
-        before, or sends the next one, hears what was lost."""
+        """Begin again with another daemon in the dead one's place. No row is left; futures of
+        earlier steps, or the next step, report the losses."""
         failure = self._latest if self._state.has_failure else None
-        self._state.apply(RankReplaced())
+        self._state.apply(Change.RANK_REPLACED)
         self._recently_done.clear()
         self.times.clear()
         lost = self.slots.drop_all()
@@ -342,13 +322,13 @@ class StepsInFlight:
         cause = self._state.step_failed(reply, error)
         seq = reply.seq if suspect is None else min(reply.seq, suspect.reply.seq)
         if reply.code is ErrorCode.GAP:
-            seq = min(seq, reply.expected_seq)  # what is missing never ran either
+            seq = min(seq, reply.expected_seq)  # the missing ones never ran either
         self._fail_from(seq, self._new_failure(cause, reply.rank, reply.code, reply.traceback))
 
     def _fail_all_rows(self, reply: ErrorReply, error: RemoteError) -> None:
-        """A rank failed a step whose result is out already: its rows are behind everybody
-        else's."""
-        self._state.apply(LinkBroken())
+        """Handle the failure of a rank in a step whose result is out already: its rows are behind
+        all others."""
+        self._state.apply(Change.LINK_BROKEN)
         failure = self._new_failure(error, reply.rank, reply.code, reply.traceback)
         failure.lost |= self.slots.drop_all()
         self._fail_from(0, failure)
@@ -360,8 +340,8 @@ class StepsInFlight:
         return Failure(self._state, self._num_failures, error, rank, code, traceback)
 
     def _fail_from(self, seq: int, failure: Failure) -> None:
-        """Fail step `seq` and every step behind it; and all requests where the link is broken,
-        since no row survives a relink."""
+        """Fail step `seq` and every step behind it; and all requests if the link is broken, since
+        no row survives a relink."""
         failed = [future for number, future in self._futures.items() if number >= seq]
         steps = [future.step for future in failed if future.step is not None]
         failure.lost |= self.slots.fail(step.output for step in steps)

@@ -1,11 +1,9 @@
-"""A lost rank's place taken by another daemon: the survivors fenced off from the lost one, the new
-one waited for, all linked anew, the new one loaded. Knows no step and no scheduler: what was lost
-with the rank, `client/worker_client/outcomes.py` tells.
-"""
+"""Replacement of a lost rank by another daemon: fence the survivors off from the lost one, wait for
+the new one, relink all, and load the new one. `outcomes.py` reports what was lost."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,23 +26,23 @@ from worker_client.errors import (
     ReplacementFailed,
     WorkerDied,
 )
-from worker_client.failure_state import FailureState, ReplaceBegun, ReplaceFailed
+from worker_client.failure_state import Change, FailureState, RankLost
 from worker_client.group_channel import GroupChannel
-from worker_client.load_chain import LoadChain
-from worker_client.loading import LoadedGroup
+from worker_client.load_chain import LoadChain, init_device
+from worker_client.loading import LoadedGroup, Stopwatch
 from worker_client.memory_of_group import Tags, common_tags, is_away, way_back
 from worker_client.outcomes import StepsInFlight
 from worker_client.transport import Endpoint
 from worker_client.worker_client import WorkerClient
 
 REPLACE_WITHIN_S = 60.0
-"""A supervisor starts a daemon again, and it loads torch, in far less."""
+"""A supervisor restarts a daemon, and the daemon loads torch, in far less."""
 
 REPLACE_ATTEMPTS = 3
-"""So many ranks may die, one after the other, before replace() gives up."""
+"""Attempts, each ended by the loss of a rank, after which replace() gives up."""
 
 MEMORY_PAUSE_S = 1.0
-"""A killed process's device memory may come back a while after its end."""
+"""A killed process's device memory may become free only some time after its end."""
 
 _ASK_S = 0.25
 _PAUSE_S = 0.02
@@ -52,17 +50,17 @@ _PAUSE_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class ReplacementReport:
-    """What a replacement came to."""
+    """Result of a replacement."""
 
     ranks: tuple[int, ...]
-    """Whose daemon is another one now, or the same again after it was given up."""
+    """Ranks with another daemon, or with the same one after it was given up."""
     loaded_ranks: tuple[int, ...]
-    """Those who had to load their shard; also ranks that stayed and were not ready."""
+    """Ranks that had to load their shard, including ranks that stayed and were not ready."""
     seconds: dict[str, float]
-    """By phase: fence, wait, attach, link, load, warm_up; of the attempt that succeeded. Where
-    ranks had to be reset or woken, clear; where they sleep again, sleep, wake_up or discard."""
+    """Durations of phases of the successful attempt: fence, wait, attach, link, load, warm_up. If
+    ranks had to be reset or woken, clear; if they sleep again, sleep, wake_up or discard."""
     statuses: list[lc.Status] = field(repr=False)
-    """As the daemons were attached."""
+    """States of the daemons at attach."""
 
 
 _PASSING = (
@@ -80,38 +78,30 @@ _PASSING = (
 """Errors after which another attempt may succeed."""
 
 
+@dataclass(slots=True)
 class Replacement:
     """One call of replace(). Used on the group's thread."""
 
-    def __init__(
-        self,
-        channel: GroupChannel,
-        attaching: Attachment,
-        steps: StepsInFlight,
-        state: FailureState,
-        config: WorkerConfig,
-        model: LoadedGroup,
-    ) -> None:
-        """state: the group's. config, model: what the group serves."""
-        self._channel = channel
-        self._steps = steps
-        self._state = state
-        self._config = config
-        self._model = model
-        self._attaching = attaching
-        self._seconds: dict[str, float] = {}
-        self._vacant: dict[int, Endpoint] = {}
-        self._memory: Tags | None = None
-        """What the memory of those who were there was like."""
+    channel: GroupChannel
+    attaching: Attachment
+    steps: StepsInFlight
+    state: FailureState
+    config: WorkerConfig
+    model: LoadedGroup
+    """Served by the group, under `config`."""
+    clock: Stopwatch = field(default_factory=Stopwatch)
+    vacant: dict[int, Endpoint] = field(default_factory=dict)
+    memory: Tags | None = None
+    """Memory of the ranks that stayed, as the first attempt found it."""
 
     def run(self, rank: int, endpoint: Endpoint | None, within_s: float) -> ReplacementReport:
         """See WorkerGroup.replace."""
         deadline = time.monotonic() + within_s
-        own = self._channel.daemons.clients[rank].endpoint
-        self._vacant = {rank: own if endpoint is None else endpoint}
-        cause = self._state.cause or ClientError(f"rank {rank} was given up")
-        self._channel.daemons.watch.bury(rank)
-        self._channel.lose(self._channel.daemons.watch.death_of(rank))
+        own = self.channel.daemons.clients[rank].endpoint
+        self.vacant = {rank: own if endpoint is None else endpoint}
+        cause = self.state.cause or ClientError(f"rank {rank} was given up")
+        self.channel.daemons.watch.bury(rank)
+        self.channel.lose(self.channel.daemons.watch.death_of(rank))
         try:
             for _ in range(REPLACE_ATTEMPTS):
                 try:
@@ -119,61 +109,61 @@ class Replacement:
                 except _PASSING as error:
                     cause = self._take_stock(error)
                 else:
-                    self._steps.revive()
+                    self.steps.revive()
                     return replaced
             raise ReplacementFailed(
-                max(self._vacant),
-                f"ranks were lost {REPLACE_ATTEMPTS} times in a row while a place was taken; "
+                max(self.vacant),
+                f"ranks were lost {REPLACE_ATTEMPTS} times in a row during the replacement; "
                 f"the last time: {cause}",
             ) from cause
         except BaseException as error:
-            self._channel.abort_links(f"a replacement failed: {error}")
-            lost = self._channel.daemons.watch.death_of(max(self._vacant))
-            self._state.apply(ReplaceFailed(lost))
+            self.channel.abort_links(f"a replacement failed: {error}")
+            lost = self.channel.daemons.watch.death_of(max(self.vacant))
+            self.state.apply(RankLost(lost))
             raise
 
     def _take_stock(self, error: ClientError) -> ClientError:
-        """See who else is lost after an attempt that failed; return what it failed of."""
+        """Find further losses after a failed attempt; return the reason for the failure."""
         try:
-            if self._state.is_end_announced:
-                self._channel.await_announced_end()
-            self._channel.check_deaths()
+            if self.state.is_end_announced:
+                self.channel.await_announced_end()
+            self.channel.check_deaths()
         except WorkerDied as died:
             error = died
         except (RemoteError, LeaseNotRenewed):
             pass  # the lease is lost: the next attempt asks for it again
         if isinstance(error, RemoteCapacityError):
             time.sleep(MEMORY_PAUSE_S)
-        self._channel.abort_links(str(error))
+        self.channel.abort_links(str(error))
         if isinstance(error, WorkerDied):
-            self._channel.lose(error)
-            own = self._channel.daemons.clients[error.rank].endpoint
-            self._vacant.setdefault(error.rank, own)
-        standings = enumerate(self._channel.daemons.watch.standings)
+            self.channel.lose(error)
+            own = self.channel.daemons.clients[error.rank].endpoint
+            self.vacant.setdefault(error.rank, own)
+        standings = enumerate(self.channel.daemons.watch.standings)
         for rank, standing in standings:  # several at once, perhaps
             if standing == "dead":
-                self._vacant.setdefault(rank, self._channel.daemons.clients[rank].endpoint)
+                self.vacant.setdefault(rank, self.channel.daemons.clients[rank].endpoint)
         return error
 
     def _fill(self, deadline: float, within_s: float) -> ReplacementReport:
-        channel = self._channel
-        self._seconds.clear()
-        self._state.apply(ReplaceBegun())
-        channel.daemons.absent = frozenset(self._vacant)
-        with self._phase("fence"):
+        channel = self.channel
+        self.clock = Stopwatch()
+        self.state.apply(Change.REPLACE_BEGUN)
+        channel.daemons.absent = frozenset(self.vacant)
+        with self.clock.phase("fence"):
             if channel.daemons.present:
-                self._attaching.attach_present()
+                self.attaching.attach_present()
             else:
                 channel.lease.drop()
-        with self._phase("wait"):
-            for rank, endpoint in self._vacant.items():
+        with self.clock.phase("wait"):
+            for rank, endpoint in self.vacant.items():
                 self._wait_for(rank, endpoint, deadline, within_s)
-        with self._phase("attach"):
-            for rank, endpoint in self._vacant.items():
+        with self.clock.phase("attach"):
+            for rank, endpoint in self.vacant.items():
                 channel.daemons.move(rank, endpoint)
                 channel.links.numbers[rank] = 0
             channel.daemons.absent = frozenset()
-            statuses = self._attaching.attach_present()
+            statuses = self.attaching.attach_present()
         newcomers = tuple(
             rank for rank, status in enumerate(statuses) if not self._can_stay(rank, status)
         )
@@ -183,24 +173,13 @@ class Replacement:
         if newcomers:
             self._load(newcomers)
         self._put_memory_back()
-        return ReplacementReport(
-            tuple(self._vacant),
-            newcomers,
-            dict(self._seconds),
-            statuses,
-        )
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self._seconds[name] = time.monotonic() - began
+        return ReplacementReport(tuple(self.vacant), newcomers, self.clock.seconds, statuses)
 
     def _wait_for(self, rank: int, endpoint: Endpoint, deadline: float, within_s: float) -> None:
-        """Wait until a daemon answers there; look after the others meanwhile."""
-        with closing(self._channel.daemons.new_client(rank, endpoint)) as client:
+        """Wait until a daemon answers there; watch the others meanwhile."""
+        with closing(self.channel.daemons.new_client(rank, endpoint)) as client:
             while not _answers(client):
-                self._channel.look()
+                self.channel.look()
                 if time.monotonic() >= deadline:
                     raise ReplacementFailed(
                         rank,
@@ -210,32 +189,33 @@ class Replacement:
                 time.sleep(_PAUSE_S)
 
     def _can_stay(self, rank: int, status: lc.Status) -> bool:
-        """Tell whether a daemon need not load: those who were there all along have what the group
-        serves, unless they were reset."""
-        if rank in self._vacant:
+        """Return True if a daemon need not load. Ranks that stayed have the group's model, unless
+        they were reset."""
+        if rank in self.vacant:
             return self._has_all(rank, status)
         return status.load == "READY"
 
     def _has_all(self, rank: int, status: lc.Status) -> bool:
-        """Whether a daemon is ready as it is: one that was given up too early, say."""
+        """Return True if a daemon is ready as it is: it may have been given up too early."""
         return (
             status.load == "READY"
             and status.rank == rank
             and status.config is not None
-            and status.config.fingerprint() == self._config.fingerprint()
+            and status.config.fingerprint() == self.config.fingerprint()
             and status.kv_cache is not None
-            and status.kv_cache.num_blocks == self._model.num_blocks
+            and status.kv_cache.num_blocks == self.model.num_blocks
         )
 
     def _remember_memory(self, newcomers: Sequence[int], statuses: Sequence[lc.Status]) -> None:
-        """An attempt that fails leaves the others awake: what the first one found counts."""
+        """Record the memory tags of the ranks that stayed, at the first attempt: a failed attempt
+        leaves them awake."""
         others = [status for rank, status in enumerate(statuses) if rank not in newcomers]
-        if self._memory is None and others:
-            self._memory = common_tags(others)
+        if self.memory is None and others:
+            self.memory = common_tags(others)
 
     def _clear_the_way(self, newcomers: Sequence[int], statuses: Sequence[lc.Status]) -> None:
-        """Have newcomers that hold something else give it up, and the others wake: links, graphs
-        and warm-up need their memory."""
+        """Reset newcomers that have something else loaded, and wake the others: links, graphs and
+        warm-up need their memory."""
         occupied = [rank for rank in newcomers if statuses[rank].load != "CREATED"]
         asleep = [
             rank
@@ -250,48 +230,41 @@ class Replacement:
                 return partial(lc.Reset, to="CREATED")
             return partial(lc.WakeUp, tags=None) if rank in asleep else lc.GetSupportedTasks
 
-        with self._phase("clear"):
-            self._channel.exchange(build_for)
-            self._channel.refresh_links()
+        with self.clock.phase("clear"):
+            self.channel.ask_each(build_for)
+            self.channel.refresh_links()
 
     def _put_memory_back(self) -> None:
-        """Bring all ranks to where the others were."""
-        for operation, build in way_back(self._memory or {}):
-            with self._phase(operation):
-                self._channel.ask(build)
+        """Bring all ranks back to the tags of those that stayed."""
+        for operation, build in way_back(self.memory or {}):
+            with self.clock.phase(operation):
+                self.channel.ask(build)
 
     def _link(self, newcomers: Sequence[int]) -> None:
-        """InitDevice and Relink bring a rank to the same meeting place."""
-        config = self._config
-        with self._phase("link"):
-            rendezvous = self._channel.open_rendezvous()
+        """Bring all ranks to the same rendezvous, by InitDevice or Relink."""
+        with self.clock.phase("link"):
+            rendezvous = self.channel.open_rendezvous()
 
             def build_for(rank: int) -> Callable[..., StepMessage]:
                 if rank not in newcomers:
                     return partial(
                         lc.Relink, rendezvous=rendezvous[rank], warm_up_follows=bool(newcomers)
                     )
-                return partial(
-                    lc.InitDevice,
-                    parallel=config.parallel,
-                    rendezvous=rendezvous[rank],
-                    cache=config.cache,
-                    scheduler=config.scheduler,
-                )
+                return init_device(self.config, rendezvous[rank])
 
-            self._channel.exchange(build_for)
-            self._channel.use_link(rendezvous)
+            self.channel.ask_each(build_for)
+            self.channel.use_link(rendezvous)
 
     def _load(self, newcomers: Sequence[int]) -> None:
-        """Load the new ranks alone; then all warm up, for which they compute together."""
-        model, everyone = self._model, LoadChain(self._channel)
-        alone = LoadChain(self._channel, newcomers)
-        with self._phase("load"):
-            alone.load_model(self._config)
+        """Load the new ranks alone; then warm all up, since they compute together."""
+        model, everyone = self.model, LoadChain(self.channel)
+        alone = LoadChain(self.channel, newcomers)
+        with self.clock.phase("load"):
+            alone.load_model(self.config)
             alone.update_max_model_len(model.max_model_len)
             alone.initialize_from_config(model.kv_cache)
             alone.initialize_cache(model.num_blocks)
-        with self._phase("warm_up"):
+        with self.clock.phase("warm_up"):
             everyone.compile_or_warm_up_model()
 
 

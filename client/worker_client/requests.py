@@ -1,12 +1,12 @@
-"""Generation requests: their fields, their bounds, and how input lines become them. Knows no
-scheduling and no wire but the sampling parameters."""
+"""Generation requests: their fields, their bounds, and the parsing of input lines."""
 
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import TypeAlias, TypeVar
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,6 @@ from worker_client.errors import RequestError
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Encode = Callable[[str], Sequence[int]]
-ValueT = TypeVar("ValueT", int, float)
 
 DEFAULT_MAX_TOKENS = 16
 MAX_SEED = 2**63 - 1
@@ -33,7 +32,7 @@ MAX_ID_LENGTH = 256
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What a caller wants generated. `validated` checks every field, as schedulers do."""
+    """A request for generation. `validated` checks every field, as schedulers do."""
 
     id: str
     prompt_token_ids: NDArray[np.int32]
@@ -44,13 +43,13 @@ class GenerationRequest:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    """None: a random one, given at add_request."""
+    """None: add_request gives it a random one."""
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     features: tuple[RequestExtension, ...] = ()
-    """Extensions of other features than those of the fields above."""
+    """Extensions of features that have no field above."""
 
     def stop_ids(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens that end this request."""
@@ -58,7 +57,7 @@ class GenerationRequest:
         return tuple(dict.fromkeys((*eos, *self.stop_token_ids)))
 
     def extensions(self, eos_token_ids: Sequence[int]) -> tuple[RequestExtension, ...]:
-        """Return what the workers need to know of it.
+        """Return its extensions for the workers.
 
         Raises:
             RequestError: it samples and has no seed, which `seeded` would give it, or it has more
@@ -96,7 +95,7 @@ def seeded(request: GenerationRequest) -> GenerationRequest:
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """Return request number `index`'s seed under a run's own seed."""
+    """Return the seed of request number `index` under a run's own seed."""
     digest = blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & MAX_SEED
 
@@ -118,6 +117,7 @@ def validated(request: GenerationRequest) -> GenerationRequest:
         ("prompt_token_ids", len(request.prompt_token_ids), 1, MAX_COUNT),
         ("max_tokens", request.max_tokens, 1, MAX_COUNT),
         ("temperature", request.temperature, 0.0, 1e6),
+        ("top_p", request.top_p, 1e-6, 1.0),
         ("top_k", request.top_k, 0, MAX_COUNT),
         ("min_p", request.min_p, 0.0, 1.0),
         ("seed", request.seed or 0, 0, MAX_SEED),
@@ -135,10 +135,6 @@ def validated(request: GenerationRequest) -> GenerationRequest:
             field="temperature",
             value=request.temperature,
             fix=f"use 0 for the most likely token, or at least {MIN_TEMPERATURE}",
-        )
-    if not 1e-6 <= request.top_p <= 1.0:
-        raise RequestError(
-            "top_p is out of bounds", field="top_p", value=request.top_p, fix="use 1e-6 to 1"
         )
     if request.min_tokens > request.max_tokens:
         raise RequestError(
@@ -181,11 +177,12 @@ def check_fits(request: GenerationRequest, *, max_model_len: int, vocab_size: in
 
 
 class RequestParser:
-    """Input lines to requests. Gives ids (the line's index) and seeds to those that have none."""
+    """Parser of input lines. Requests without an id get the line's index, those without a seed get
+    one."""
 
     def __init__(self, encode: Encode | None, seed: int | None = None) -> None:
-        """encode turns text into token ids; None where the model has no tokenizer. With a seed,
-        every request without one gets a seed derived from it and from the request's index."""
+        """encode: turns text into token ids; None if the model has no tokenizer. seed: every
+        request without one gets a seed derived from it and the request's index."""
         self._encode = encode
         self._seed = seed
 
@@ -209,24 +206,16 @@ class RequestParser:
                 "unknown field",
                 field=printable(unknown[0][:80]),
                 value=fields[unknown[0]],
-                fix=_known_fields(),
+                fix="use " + ", ".join(sorted(_FIELDS)),
             )
         seed = random_seed() if self._seed is None else derived_seed(self._seed, index)
         request = GenerationRequest(
             id=_read_id(fields, index),
             prompt_token_ids=self._prompt(fields),
-            max_tokens=_number(fields, "max_tokens", int, DEFAULT_MAX_TOKENS),
-            temperature=_number(fields, "temperature", float, 0.0),
-            top_p=_number(fields, "top_p", float, 1.0),
-            top_k=_number(fields, "top_k", int, 0),
-            min_p=_number(fields, "min_p", float, 0.0),
-            seed=_number(fields, "seed", int, seed),
-            min_tokens=_number(fields, "min_tokens", int, 0),
             ignore_eos=_flag(fields, "ignore_eos"),
             stop_token_ids=tuple(_int_list(fields, "stop_token_ids")),
+            **{"seed": seed, **_numbers(fields)},
         )
-        if fields.get("logprobs") is not None:
-            request = replace(request, logprobs=_number(fields, "logprobs", int, 0))
         return validated(request)
 
     def _prompt(self, fields: Mapping[str, Json]) -> NDArray[np.int32]:
@@ -255,27 +244,21 @@ class RequestParser:
         return np.array(self._encode(text), np.int32)
 
 
-_FIELDS = frozenset(
-    (
-        "id",
-        "prompt",
-        "prompt_token_ids",
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "min_tokens",
-        "ignore_eos",
-        "stop_token_ids",
-        "logprobs",
-    )
+_NUMBERS: Final[Mapping[str, type[int] | type[float]]] = MappingProxyType(
+    {
+        "max_tokens": int,
+        "temperature": float,
+        "top_p": float,
+        "top_k": int,
+        "min_p": float,
+        "seed": int,
+        "min_tokens": int,
+        "logprobs": int,
+    }
 )
-
-
-def _known_fields() -> str:
-    return "use " + ", ".join(sorted(_FIELDS))
+_FIELDS: Final = frozenset(
+    ("id", "prompt", "prompt_token_ids", "ignore_eos", "stop_token_ids", *_NUMBERS)
+)
 
 
 def _decoded(text: str | bytes) -> str:
@@ -293,7 +276,7 @@ def _decoded(text: str | bytes) -> str:
 
 
 def _check_unicode(field: str, text: str) -> None:
-    """Raise RequestError for half of a surrogate pair, which JSON can name and no UTF-8 has."""
+    """Raise RequestError for a lone surrogate, which JSON can express and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -342,10 +325,13 @@ def _read_id(fields: Mapping[str, Json], index: int) -> str:
     return str(value)
 
 
-def _number(fields: Mapping[str, Json], field: str, kind: type[ValueT], default: ValueT) -> ValueT:
-    value = fields.get(field)
-    if value is None:
-        return default
+def _numbers(fields: Mapping[str, Json]) -> dict[str, Any]:
+    """Return the numbers that are given."""
+    given = {name: fields[name] for name in _NUMBERS if fields.get(name) is not None}
+    return {name: _number(name, value, _NUMBERS[name]) for name, value in given.items()}
+
+
+def _number(field: str, value: Json, kind: type[int] | type[float]) -> int | float:
     allowed = int | float if kind is float else int
     if isinstance(value, bool) or not isinstance(value, allowed):
         raise _wrong_type(field, value, "an integer" if kind is int else "a number")
@@ -379,7 +365,7 @@ def _check_token_ids(field: str, token_ids: Iterable[int], high: int) -> None:
     for token_id in token_ids:
         if not 0 <= token_id <= high:
             raise RequestError(
-                f"{field} names a token that cannot be",
+                f"{field} has an invalid token id",
                 field=field,
                 value=token_id,
                 fix=f"use token ids from 0 to {high}",

@@ -1,5 +1,5 @@
-"""A save of a group's weights: all ranks write at once, then what they wrote is put in its place,
-or removed. Knows neither what is written nor where."""
+"""Save of a group's weights: all ranks write at once, then rank 0 puts the files in place, or all
+remove them."""
 
 import contextlib
 import secrets
@@ -23,28 +23,27 @@ def save_weights(
     channel: GroupChannel,
     build: Callable[..., StepRequest[ReplyT]],
 ) -> list[ReplyT]:
-    """Have each rank write, and keep that where all have; else nothing is left of it, as far as
-    ranks can be reached. build: makes the request, with the save's id as `save`. Raises what
+    """Have each rank write, and keep the files if all have succeeded; else remove them, as far as
+    ranks can be reached. build: returns the request, with the save's id as `save`. Raises what
     GroupChannel.ask does."""
     save = secrets.token_bytes(16)
+
+    def finish(*, keep: bool) -> None:
+        channel.ask(partial(FinishShardedState, save=save, keep=keep))
+
+    def discard() -> None:
+        with contextlib.suppress(ClientError, WireError):  # the next save cleans up as well
+            finish(keep=False)
+
     try:
         replies = channel.ask(partial(build, save=save))
     except (RemoteError, DeadlineExceeded):
-        _discard(channel, save)
+        discard()
         raise
     try:
-        _finish(channel, save, keep=True)
+        finish(keep=True)
     except RemoteError as error:
         if error.rank == 0:  # else rank 0 may be about to put those files in place
-            _discard(channel, save)
+            discard()
         raise
     return replies
-
-
-def _discard(channel: GroupChannel, save: bytes) -> None:
-    with contextlib.suppress(ClientError, WireError):  # the next save cleans up as well
-        _finish(channel, save, keep=False)
-
-
-def _finish(channel: GroupChannel, save: bytes, *, keep: bool) -> None:
-    channel.ask(partial(FinishShardedState, save=save, keep=keep))

@@ -1,6 +1,5 @@
-"""What a scheduler says and hears, in request ids: the convenient form of a step and of its result.
-Knows no slots and no wire; `slots.py` turns it into both.
-"""
+"""A scheduler's output and its results, by request id: the convenient form of a step. `slots.py`
+converts it to the wire's."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from rpc_schema.sampling import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """An admission: a request that the workers do not know yet, or no longer know.
+    """An admission: a request that the workers do not have, or have dropped.
 
     A preempted request, and one that was lost with a failed step, comes back as a NewRequest with
     all its tokens.
@@ -24,26 +23,26 @@ class NewRequest:
 
     req_id: str
     token_ids: NDArray[np.int32]
-    """int32 [num_tokens]: the prompt, then what was generated so far."""
+    """int32 [num_tokens]: the prompt, then the tokens generated so far."""
     num_prompt_tokens: int
     num_computed_tokens: int
     """Leading tokens whose KV is in block_ids already; less than len(token_ids)."""
     block_ids: Sequence[int]
-    """All its blocks so far, of the first group of layers: those of the computed tokens, and those
+    """All its blocks so far in the first group of layers: those of the computed tokens, and those
     that this step writes."""
     extensions: tuple[RequestExtension, ...] = ()
-    """The optional features that it uses, one of a kind: rpc_schema.sampling.SamplingParams makes
+    """Its optional features, at most one of each kind: rpc_schema.sampling.SamplingParams makes
     those of sampling. Without any its tokens are the most likely ones."""
     note: bytes = b""
-    """At most 1024 bytes for the scheduler of another driver that goes on with the request: see
+    """At most 1024 bytes for the scheduler of another driver that continues the request: see
     adoption.py."""
     more_block_ids: Sequence[Sequence[int]] = ()
-    """The same of each further group. In a group with a window, 0 stands for blocks that no token
-    from num_computed_tokens on sees."""
+    """Blocks of each further group. In a group with a window, 0 replaces blocks that no token from
+    num_computed_tokens on sees."""
 
     @property
     def blocks_by_group(self) -> tuple[Sequence[int], ...]:
-        """Its blocks of each group."""
+        """Blocks of each group."""
         return (self.block_ids, *self.more_block_ids)
 
 
@@ -57,26 +56,26 @@ class SchedulerOutput:
     """
 
     num_scheduled_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of each request in this step, each at least 1. Requests of decode_req_ids are not
-    repeated here."""
+    """Tokens of each request in this step, each at least 1, without the requests of
+    decode_req_ids."""
     decode_req_ids: tuple[str, ...] = ()
     """Requests with exactly one token. Pass the same tuple object for as long as the set does not
     change: encoding then costs nothing per request."""
     scheduled_new_reqs: Sequence[NewRequest] = ()
     new_block_ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Blocks to append, for requests that are not new in this step: of the first group."""
+    """Blocks of the first group to append, for requests that are not new in this step."""
     more_new_block_ids: Sequence[Mapping[str, Sequence[int]]] = ()
-    """The same of each further group."""
+    """Blocks of each further group to append."""
     finished_req_ids: Sequence[str] = ()
     """Requests to forget; unknown ones are ignored."""
     preempted_req_ids: Sequence[str] = ()
-    """The same for the workers; apart only for the reader of a trace."""
+    """Requests to forget as well; separate only for the reader of a trace."""
     defer_sampling: bool = False
     """Sampling waits for WorkerGroup.sample_tokens."""
 
     @property
     def total_num_scheduled_tokens(self) -> int:
-        """Tokens in this step."""
+        """Number of tokens in this step."""
         return len(self.decode_req_ids) + sum(self.num_scheduled_tokens.values())
 
 
@@ -89,30 +88,30 @@ class Logprobs:
     logprobs: NDArray[np.float32]
     """float32 [n + 1], natural logarithm."""
     rank: int
-    """Of the sampled token; 1 is the most likely."""
+    """Rank of the sampled token; 1 is the most likely."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step sampled. Only requests that reached their last known token are in it."""
+    """Tokens that a step sampled. Only requests that reached their last known token are in it."""
 
     req_ids: Sequence[str]
-    """As often as the request gained tokens: once, unless a feature says otherwise."""
+    """Each request as often as it gained tokens: once, unless a feature says otherwise."""
     token_ids: Sequence[int]
-    """Aligned with req_ids. rpc_schema.step.NO_TOKEN (-1) for a request whose logits were no
-    numbers: it has failed, and what it wrote to its blocks must not be shared."""
+    """Aligned with req_ids. rpc_schema.step.NO_TOKEN (-1) for a request whose logits contain NaN or
+    have no finite maximum: it has failed, and the blocks that it wrote must not be shared."""
     reports: Mapping[type[ReplyExtension], Mapping[str, Any]] = field(default_factory=dict)
-    """What features report, by kind and request id; see worker_client/parts."""
+    """Reports of features, by kind and request id; see worker_client/parts."""
     refused: Mapping[str, int] = field(default_factory=dict)
-    """Of requests that gained fewer tokens than the step counted for them, how many fewer. They are
-    to be computed again: lower the request's computed and known tokens by so many."""
+    """Number of tokens that a request did not gain although the step counted them. They are to be
+    computed again: lower the request's computed and known tokens by this."""
 
     @property
     def logprobs(self) -> Mapping[str, Logprobs]:
-        """Of the requests that asked for any."""
+        """Log probabilities of the requests that asked for them."""
         return self.reports.get(TokenLogprobs, {})
 
     @cached_property
     def sampled(self) -> dict[str, int]:
-        """The sampled token of each request."""
+        """Sampled token of each request."""
         return dict(zip(self.req_ids, self.token_ids, strict=True))

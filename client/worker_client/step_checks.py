@@ -1,7 +1,5 @@
-"""What a scheduler may put into a step: the value of each field, judged by itself and by what the
-group has loaded. Pure; raises InvalidSchedulerOutput with request, field, value and fix. Knows no
-slots and no rows.
-"""
+"""Checks of a scheduler's output: each field by itself and against the limits of the loaded group.
+Pure; raises InvalidSchedulerOutput with request, field, value and fix."""
 
 import operator
 from array import array
@@ -29,27 +27,27 @@ MAX_COUNT = 2**31 - 1
 MAX_ID_LENGTH = 256
 MAX_NOTE_BYTES = 1024
 MAX_STEP_BLOCKS = 1 << 20
-"""Blocks that one step may bring: its column of ids has a bound of its own."""
+"""Bound on the new blocks of one step, which have a column with a bound of its own."""
 
 MESSAGE_RESERVE_BYTES = 4 << 20
-"""Of a step's bound, what columns other than prompts may take."""
+"""Share of a step's bound for columns other than prompts."""
 MAX_ADMITTED_TOKENS = (MAX_STEP_BYTES - MESSAGE_RESERVE_BYTES) // 4
-"""Tokens of all new requests of one step together."""
+"""Bound on the tokens of all new requests of one step."""
 
 STANDING_RESERVE_BYTES = 2 << 20
-"""Of a step's bound, what the columns of requests that run already may take."""
+"""Share of a step's bound for the columns of requests that run already."""
 MAX_ADMITTED_BYTES = MAX_STEP_BYTES - STANDING_RESERVE_BYTES
-"""What all new requests of one step may take together: see admission_bytes."""
+"""Bound on the bytes of all new requests of one step: see admission_bytes."""
 
 _BLOCK_BYTES = MAX_ADMITTED_BYTES // MAX_STEP_BLOCKS
 _ADMISSION_BYTES = 128
-"""The fields of a new request that have a fixed size, and all headers."""
+"""Bytes of a new request's fields of fixed size, and of all headers."""
 
 WRONG_TYPE = (TypeError, ValueError, OverflowError, AttributeError, RecursionError)
-"""What Python, numpy and msgspec raise where a value is of another kind."""
+"""Exceptions of Python, numpy and msgspec for a value of the wrong type."""
 
 BLOCK_KINDS = frozenset((list, tuple, range, array, np.ndarray))
-"""What block ids come in. Bytes and sets would do as iterables, but were meant otherwise."""
+"""Types of collections of block ids. Bytes and sets would iterate, but are mistakes."""
 
 _MASK_DTYPES = (np.int32, np.uint32)
 
@@ -59,20 +57,20 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class GroupLimits:
-    """What a loaded group takes in a step. The defaults are what a message can carry."""
+    """Limits of a loaded group on a step. The defaults are those of a message."""
 
     max_num_batched_tokens: int = MAX_COUNT
     max_model_len: int = MAX_COUNT
     vocab_size: int = MAX_COUNT + 1
     num_blocks: int = 0
-    """Null block included; 0 where it is not known, and nobody looks after blocks."""
+    """Number of blocks, null block included; 0 if unknown: blocks are not checked then."""
     block_size: int = 1
     groups: tuple[BlockGroup, ...] = ()
-    """Of layers; none named: one of block_size, without a window."""
+    """Groups of layers; empty: one of block_size, without a window."""
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:
-        """What decides which blocks a request has."""
+        """Block size and window of each group, at least one."""
         return block_groups(self.groups, self.block_size)
 
 
@@ -82,21 +80,21 @@ WIRE_LIMITS = GroupLimits()
 def admission_bytes(
     num_tokens: int, num_blocks: int, id_length: int, extension_bytes: int, note_bytes: int
 ) -> int:
-    """Return how many bytes of a step's message a new request counts for: four a token, four a
-    character of its id. A block counts for more than the six bytes that it takes, so that the bound
-    on all bytes keeps the blocks below MAX_STEP_BLOCKS too. extension_bytes: of its extensions, by
-    the function of that name."""
+    """Return the bytes of a step's message that a new request counts for: four a token, four a
+    character of its id. A block counts for more than its six bytes, so that the bound on all bytes
+    keeps the blocks below MAX_STEP_BLOCKS too. extension_bytes: result of that function for its
+    extensions."""
     columns = 4 * num_tokens + _BLOCK_BYTES * num_blocks + extension_bytes
     return columns + 4 * id_length + note_bytes + _ADMISSION_BYTES
 
 
 def extension_bytes(extensions: Sequence[RequestExtension]) -> int:
-    """Return what a request's extensions take of a message."""
+    """Return the bytes of a request's extensions in a message."""
     return len(msgspec.msgpack.encode(extensions))
 
 
 def check_shape(output: SchedulerOutput) -> None:
-    """Check the kinds of a step's fields, not what is in them."""
+    """Check the types of a step's fields, not their contents."""
     for field in ("num_scheduled_tokens", "new_block_ids"):
         value = getattr(output, field)
         if not isinstance(value, Mapping):
@@ -112,7 +110,7 @@ def check_shape(output: SchedulerOutput) -> None:
 
 
 def check_more_blocks(more: object, num_groups: int) -> None:
-    """Check the kind of a step's blocks of further groups, not what is in them."""
+    """Check the type of a step's blocks of further groups, not their contents."""
     field, most = "more_new_block_ids", num_groups - 1
     if not isinstance(more, list | tuple) or not all(isinstance(own, Mapping) for own in more):
         raise _wrong(field, more, "give a sequence of mappings by request id")
@@ -121,7 +119,7 @@ def check_more_blocks(more: object, num_groups: int) -> None:
 
 
 def named_ids(output: SchedulerOutput) -> frozenset[str]:
-    """Return the ids of requests that a step schedules or admits. It need not be well-formed."""
+    """Return the ids of requests that a step schedules or admits. The step may be malformed."""
     parts: list[object] = [output.decode_req_ids, output.num_scheduled_tokens, output.new_block_ids]
     if isinstance(output.more_new_block_ids, list | tuple):
         parts += output.more_new_block_ids
@@ -132,14 +130,14 @@ def named_ids(output: SchedulerOutput) -> frozenset[str]:
 
 
 def wrong_ids(message: str, field: str, req_ids: Iterable[object]) -> InvalidSchedulerOutput:
-    """Return the refusal of a step for requests that it names; tells of the first."""
+    """Return the refusal of a step because of these requests; names the first."""
     fix = "name each request in one part of a step, and only while it has a slot"
     req_id = next(iter(req_ids), "")
     return InvalidSchedulerOutput(message, field=field, value=req_id, fix=fix, req_id=req_id)
 
 
 def repeated(req_ids: Iterable[str]) -> list[str]:
-    """Return the ids that come more than once."""
+    """Return the ids that occur more than once."""
     return [req_id for req_id, count in Counter(req_ids).items() if count > 1]
 
 
@@ -183,8 +181,8 @@ def wrong_count(req_id: str, count: object, fix: str) -> InvalidSchedulerOutput:
 
 
 def read_blocks(blocks: Mapping[str, Sequence[int]]) -> tuple[list[int], "array[int]", list[int]]:
-    """Return the blocks of all requests, also as int32, and how many each request has; the last is
-    empty where each has one."""
+    """Return the blocks of all requests, also as int32, and the number of each request's blocks;
+    the last is empty if each has one."""
     try:
         if not BLOCK_KINDS.issuperset(map(type, blocks.values())):
             raise _wrong_blocks(blocks)
@@ -227,8 +225,8 @@ def wrong_block(
 
 
 def not_running(req_id: str, block_ids: object) -> InvalidSchedulerOutput:
-    """Return the refusal of blocks for a request that does not run on."""
-    fix = "append blocks to requests that run on; a new one brings its own"
+    """Return the refusal of blocks for a request that is new or does not continue."""
+    fix = "append blocks to running requests; a new one has its own list"
     return wrong_block(req_id, block_ids, fix, "new_block_ids")
 
 
@@ -253,8 +251,7 @@ def check_mask(req_id: str, mask: object) -> None:
 
 
 def check_admissions(requests: Sequence[NewRequest], limits: GroupLimits) -> None:
-    """Check what each new request says of itself, its tokens and blocks apart, and the size of all
-    of them together."""
+    """Check each new request, without its tokens and blocks, and the size of all together."""
     num_bytes = 0
     for request in requests:
         if not isinstance(request, NewRequest):
@@ -269,7 +266,7 @@ def check_admissions(requests: Sequence[NewRequest], limits: GroupLimits) -> Non
     num_tokens = sum(len(request.token_ids) for request in requests)
     if num_tokens > MAX_ADMITTED_TOKENS or num_bytes > MAX_ADMITTED_BYTES:
         raise InvalidSchedulerOutput(
-            "the step does not fit into a message: its new requests take too much",
+            "the step does not fit into a message: its new requests are too large",
             field="scheduled_new_reqs",
             value=f"{num_tokens} tokens, {num_bytes} bytes",
             fix=f"admit some later: {MAX_ADMITTED_TOKENS} tokens and {MAX_ADMITTED_BYTES} bytes "
@@ -284,7 +281,7 @@ def check_id(req_id: object) -> None:
     try:
         req_id.encode()
     except UnicodeEncodeError:
-        fix = "leave out lone surrogates, which no UTF-8 text can have"
+        fix = "remove lone surrogates, which UTF-8 cannot encode"
         raise _refused(req_id, "req_id", req_id, fix) from None
 
 
@@ -295,7 +292,7 @@ def _refused(req_id: object, field: str, value: object, fix: str) -> InvalidSche
 
 
 def _check_lengths(request: NewRequest, limits: GroupLimits) -> tuple[int, int]:
-    """Check the counts of a new request; return its tokens and its blocks."""
+    """Check the counts of a new request; return the numbers of its tokens and blocks."""
     req_id = request.req_id
     try:
         num_tokens = len(request.token_ids)
@@ -315,7 +312,7 @@ def _check_lengths(request: NewRequest, limits: GroupLimits) -> tuple[int, int]:
     if type(prompt) is not int or not 1 <= prompt <= num_tokens:
         raise _refused(req_id, "num_prompt_tokens", prompt, f"give 1 to {num_tokens}")
     if type(computed) is not int or not 0 <= computed < num_tokens:
-        fix = f"give 0 to {num_tokens - 1}: at least one token is left to compute, not none"
+        fix = f"give 0 to {num_tokens - 1}: at least one token must be left to compute"
         raise _refused(req_id, "num_computed_tokens", computed, fix)
     return num_tokens, num_blocks
 
@@ -330,7 +327,7 @@ def _check_note(request: NewRequest) -> None:
 
 
 def _check_extensions(request: NewRequest) -> int:
-    """Check the kinds of a new request's extensions; return the bytes that they take."""
+    """Check the types of a new request's extensions; return their bytes."""
     extensions = request.extensions
     if type(extensions) is tuple and not extensions:
         return 0
@@ -347,14 +344,14 @@ def _check_extensions(request: NewRequest) -> int:
 
 def check_values(request: NewRequest, limits: GroupLimits) -> None:
     """Check each value of a new request's extensions against the schema and the model; names the
-    first that cannot travel, or that the daemons would refuse."""
+    first that cannot be sent, or that the daemons would refuse."""
     fault = extension_fault(request.extensions, limits.vocab_size)
     if fault is not None:
         raise _refused(request.req_id, *fault)
 
 
 def extension_fault(extensions: object, vocab_size: int) -> ExtensionFault | None:
-    """Return the first thing for which a request with these extensions would be refused."""
+    """Return the first fault for which a request with these extensions would be refused."""
     fault = _kind_fault(extensions)
     if fault is not None or not isinstance(extensions, tuple):
         return fault
@@ -393,8 +390,8 @@ def encode_checked(
     new: Sequence[NewRequest],
     limits: GroupLimits,
 ) -> list[Frame]:
-    """Encode a step. One that admits requests is decoded again as the daemons will, by the bounds
-    of the schema itself: the other columns are made here, of values that were judged.
+    """Encode a step. One that admits requests is decoded again as the daemons will, to apply the
+    bounds of the schema itself: the other columns are built here, of values that were checked.
 
     Raises:
         InvalidSchedulerOutput: it cannot travel; names the request whose value that is.
@@ -409,11 +406,10 @@ def encode_checked(
         for request in new:
             check_values(request, limits)
         raise _too_large(error) from None
+    bounds = ModelBounds(limits.vocab_size)
     for request in new:
-        for extension in request.extensions:
-            fault = find_fault(extension, ModelBounds(limits.vocab_size))
-            if fault is not None:
-                check_values(request, limits)
+        if any(find_fault(extension, bounds) is not None for extension in request.extensions):
+            check_values(request, limits)
     return frames
 
 
@@ -427,10 +423,10 @@ def _too_large(error: Exception) -> InvalidSchedulerOutput:
 
 
 def read_tokens(requests: Sequence[NewRequest], limits: GroupLimits) -> Int32s:
-    """Return the tokens of all new requests, one after the other."""
+    """Return the tokens of all new requests, one request after the other."""
     rows = [_int32(request) for request in requests]
     tokens = np.concatenate(rows) if len(rows) > 1 else np.ascontiguousarray(rows[0])
-    if int(tokens.view(np.uint32).max()) >= limits.vocab_size:  # negative ones are the largest
+    if int(tokens.view(np.uint32).max()) >= limits.vocab_size:  # negative ids are the largest here
         for request in requests:
             own = np.asarray(request.token_ids)
             wrong = own[(own < 0) | (own >= limits.vocab_size)]

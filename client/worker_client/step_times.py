@@ -1,9 +1,10 @@
-"""When a driver sent its last steps and when their outcomes came: a ring of numbers, for whoever
-traces the group. Knows no socket; belongs to the group's thread."""
+"""Times at which a driver sent its last steps and received their outcomes, for traces. Belongs to
+the group's thread."""
 
 import os
 import time
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,22 +13,17 @@ from worker_client.clocks import Offset
 from worker_client.scheduler_output import SchedulerOutput
 
 
+@dataclass(slots=True)
 class _Times:
-    """One step, in nanoseconds of time.monotonic_ns(). Holds nothing of the step itself, which may
-    carry whole prompts."""
+    """One step, in nanoseconds of time.monotonic_ns(). The step itself, which may carry whole
+    prompts, is not kept."""
 
-    __slots__ = ("began_ns", "context", "generation", "sent_ns", "seq", "settled_ns")
-
-    def __init__(self, seq: int, began_ns: int, output: SchedulerOutput | None) -> None:
-        self.seq = seq
-        self.began_ns = began_ns
-        self.sent_ns = time.monotonic_ns()
-        self.settled_ns = 0
-        self.context = self.generation = 0
-        if output is not None:
-            counts = output.num_scheduled_tokens.values()
-            self.context = sum(count for count in counts if count != 1)
-            self.generation = output.total_num_scheduled_tokens - self.context
+    seq: int
+    began_ns: int
+    sent_ns: int
+    context: int
+    generation: int
+    settled_ns: int = 0
 
 
 class StepHistory:
@@ -38,27 +34,31 @@ class StepHistory:
         self._unsettled: dict[int, _Times] = {}
 
     def sent(self, seq: int, began_ns: int, output: SchedulerOutput | None) -> None:
-        """A step has just been handed over."""
-        times = self._unsettled[seq] = _Times(seq, began_ns, output)
+        """Record a step that was just sent."""
+        now_ns, context, generation = time.monotonic_ns(), 0, 0
+        if output is not None:
+            context = sum(count for count in output.num_scheduled_tokens.values() if count != 1)
+            generation = output.total_num_scheduled_tokens - context
+        times = self._unsettled[seq] = _Times(seq, began_ns, now_ns, context, generation)
         self._times.append(times)
 
     def settled(self, seq: int) -> None:
-        """Its outcome is there."""
+        """Record the arrival of a step's outcome."""
         times = self._unsettled.pop(seq, None)
         if times is not None:
             times.settled_ns = time.monotonic_ns()
 
     def failed(self, seq: int) -> None:
-        """It will have none."""
+        """Record that a step will have no outcome."""
         self._unsettled.pop(seq, None)
 
     def clear(self) -> None:
-        """Forget all: seqs begin anew."""
+        """Forget all: seqs begin again."""
         self._times.clear()
         self._unsettled.clear()
 
     def between(self, begin_ns: int, end_ns: int, clock: Offset) -> DriverSteps:
-        """Return the steps of a stretch of time, whole or in part.
+        """Return the steps of a period, also those that are partly in it.
 
         begin_ns, end_ns: of the daemon's clock that `clock` is the offset of.
         """

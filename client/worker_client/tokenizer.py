@@ -1,4 +1,5 @@
-"""Text to token ids and back, by the model's tokenizer.json. The only user of `tokenizers`."""
+"""Conversion between text and token ids, by the model's tokenizer.json. The only user of
+`tokenizers`."""
 
 import os
 import stat
@@ -11,7 +12,7 @@ from worker_client.errors import ClientConfigError, RequestError
 
 FILE_NAME = "tokenizer.json"
 MAX_BYTES = 256 << 20
-"""The largest known ones have some 30 MB."""
+"""The largest known ones have about 30 MB."""
 
 
 class Tokenizer:
@@ -43,7 +44,7 @@ class Tokenizer:
             ids: list[int] = self._tokenizer.encode(text).ids
         except Exception as error:  # tokenizers raises bare Exception, and TypeError for surrogates
             raise RequestError(
-                f"the tokenizer does not take it: {error}",
+                f"the tokenizer rejects it: {error}",
                 field="prompt",
                 value=text,
                 fix="change the text, or give prompt_token_ids",
@@ -63,11 +64,11 @@ def load_tokenizer(model: Path) -> Tokenizer | None:
 
 
 def _read(path: Path) -> bytes:
-    """Read a regular file; never wait for the other end of a FIFO. Raises OSError."""
+    """Read a regular file, without waiting for the other end of a FIFO. Raises OSError."""
     if not path.is_file():
-        raise OSError("it is no regular file")
+        raise OSError("it is not a regular file")
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         facts = os.fstat(file.fileno())
         if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_BYTES:
-            raise OSError(f"it is no regular file of at most {MAX_BYTES} bytes")
+            raise OSError(f"it is not a regular file of at most {MAX_BYTES} bytes")
         return file.read(MAX_BYTES)

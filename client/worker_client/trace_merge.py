@@ -1,8 +1,8 @@
-"""Several ranks' traces and the driver's steps as one Chrome trace, on one clock (the "Trace Event
-Format", which Perfetto reads). Pure: bytes and numbers in, bytes out; knows no socket and no file.
+"""Merge of several ranks' traces and the driver's steps into one Chrome trace on one clock (the
+"Trace Event Format", which Perfetto reads). Pure.
 
-A rank's own timestamps are the profiler's; marks in its trace say what they mean on its daemon's
-monotonic clock, and round trips what that clock means on ours.
+A rank's own timestamps are the profiler's. Marks in its trace relate them to its daemon's monotonic
+clock, and round trips relate that clock to ours.
 """
 
 import gzip
@@ -20,6 +20,8 @@ from worker_client.clocks import ClockMap, Offset
 from worker_client.errors import TraceError
 
 Event: TypeAlias = dict[str, Any]
+_Ids: TypeAlias = dict[tuple[int, str, str], int]
+"""New id of each rank, category and old id."""
 
 DRIVER_PID: Final = 1
 _PIDS_OF_A_RANK: Final = 1000
@@ -29,18 +31,18 @@ _FLIGHT_THREAD: Final = 2
 _MARK: Final = re.compile(r"clock_(\d+)")
 _STEP: Final = re.compile(r"step_context_(\d+)\((\d+)\)_generation_(\d+)\((\d+)\)_seq_(\d+)")
 _LINKED: Final = frozenset("stfbenNODP")
-"""Phases of events that belong together by an id."""
+"""Phases of events that are linked by an id."""
 _GZIP_LEVEL: Final = 3
 _JSON = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """What a daemon recorded."""
+    """Trace of one daemon."""
 
     rank: int
     place: str
-    """For people: its stage and shard."""
+    """Its stage and shard, for people."""
     pid: int
     packed: bytes
     """Chrome trace JSON, compressed by gzip."""
@@ -50,32 +52,32 @@ class RankTrace:
 
 @dataclass(frozen=True, slots=True)
 class DriverTrace:
-    """What a driver did."""
+    """Steps of a driver."""
 
     steps: DriverSteps
     daemon_clock: ClockMap
-    """From the clock of the daemon that the steps were left with, to ours."""
+    """From the clock of the daemon that holds the steps to ours."""
 
 
 @dataclass(slots=True)
 class RankSummary:
-    """What came of a rank's trace."""
+    """Summary of a rank's trace."""
 
     rank: int
     num_steps: int = 0
     num_events: int = 0
     clock_bound_ns: int = 0
-    """Times of this rank are wrong by at most this: by its marks, and by the round trips."""
+    """Bound on the error of this rank's times, from its marks and the round trips."""
 
 
 @dataclass(slots=True)
 class Summary:
-    """What came of a merge."""
+    """Summary of a merge."""
 
     ranks: list[RankSummary] = field(default_factory=list)
     num_driver_steps: int = 0
     driver_clock_bound_ns: int | None = None
-    """None: the driver said nothing."""
+    """None: the driver did not answer."""
 
 
 def merge_traces(
@@ -92,7 +94,7 @@ def merge_traces(
     with gzip.GzipFile(fileobj=target, mode="wb", compresslevel=_GZIP_LEVEL, mtime=0) as sink:
         sink.write(b'{"displayTimeUnit":"ms","traceEvents":[')
         written = _write_events(sink, _driver_events(driver, origin_ns, summary), first=True)
-        ids = _Ids()
+        ids: _Ids = {}
         for rank in ranks:
             entry = RankSummary(rank.rank)
             summary.ranks.append(entry)
@@ -103,7 +105,7 @@ def merge_traces(
 
 
 def _write_events(sink: gzip.GzipFile, events: Iterable[Event], *, first: bool) -> bool:
-    """Tell whether there was one."""
+    """Write events; return True if there was one."""
     any_event = False
     for event in events:
         sink.write((b"\n" if first and not any_event else b",\n") + _JSON.encode(event))
@@ -125,7 +127,7 @@ def _driver_events(driver: DriverTrace | None, origin_ns: int, summary: Summary)
     if driver is None:
         return
     steps = driver.steps
-    # To the daemon's clock as it was at that measurement, then to ours.
+    # To the daemon's clock at the time of that measurement, then to ours.
     own = Offset(steps.clock_at_ns, steps.clock_offset_ns, steps.clock_bound_ns)
     summary.driver_clock_bound_ns = own.bound_ns + driver.daemon_clock.bound_ns
     yield from _names(DRIVER_PID, f"driver (pid {steps.pid})", 0)
@@ -164,17 +166,6 @@ def _int32(raw: bytes) -> list[int]:
 
 
 # A rank.
-
-
-class _Ids:
-    """New numbers for ids that belong together within a rank and a category."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[int, str, str], int] = {}
-
-    def number(self, rank: int, category: str, old: object) -> int:
-        key = (rank, category, str(old))
-        return self._numbers.setdefault(key, len(self._numbers) + 1)
 
 
 class _Pids:
@@ -217,7 +208,8 @@ def _rank_events(
         if "dur" in event:
             moved["dur"] = moment(event["ts"] + event["dur"]) - start
         if "id" in event and event["ph"] in _LINKED:
-            moved["id"] = ids.number(rank.rank, str(event.get("cat")), event["id"])
+            key = (rank.rank, str(event.get("cat")), str(event["id"]))
+            moved["id"] = ids.setdefault(key, len(ids) + 1)
         step = _STEP.fullmatch(str(event.get("name")))
         if step is not None:
             summary.num_steps += event.get("cat") == "user_annotation"
@@ -246,7 +238,8 @@ def _read(rank: RankTrace) -> dict[str, Any]:
 
 
 def _is_recorded(event: Event) -> bool:
-    """Whether it is work of a process or a device, not the profiler's own framing, and no mark."""
+    """Return True for work of a process or a device: not for the profiler's own framing, nor for
+    marks."""
     pid = event.get("pid")
     if not isinstance(pid, int) or pid < 0 or event.get("ph") == "M" or "ts" not in event:
         return False
@@ -254,11 +247,11 @@ def _is_recorded(event: Event) -> bool:
 
 
 def _profiler_clock(rank: RankTrace, events: Iterable[Event], base_ns: int) -> ClockMap:
-    """What the profiler's timestamps mean: by the marks at the trace's begin, and at its end.
+    """Return the profiler's clock, from the marks at the trace's begin and at its end.
 
-    A mark begins after the time in its name was read, and ends before that of the next one: so the
-    profiler's clock is ahead by at most (its begin - its time), and by at least (its end - the time
-    of the next).
+    A mark begins after the time in its name was read, and ends before that of the next one was. So
+    the profiler's clock is ahead by at most (its begin - its time), and by at least (its end - the
+    time of the next).
     """
     marks = sorted(
         (int(match[1]), base_ns + _ns(event["ts"]), base_ns + _ns(event["ts"] + event["dur"]))
@@ -278,7 +271,8 @@ def _ns(microseconds: float) -> int:
 
 
 def _offset(marks: Sequence[tuple[int, int, int]]) -> Offset:
-    """marks: (time, begin, end), in order; the latter two of the profiler's clock."""
+    """Return the offset of the profiler's clock. marks: (time, begin, end), in order; the latter
+    two by the profiler's clock."""
     most = min(begin - time for time, begin, _ in marks)
     least = max(end - later for (_, _, end), (later, _, _) in itertools.pairwise(marks))
     # The bounds cross where the clock's resolution, of about a microsecond, is coarser than they.

@@ -1,5 +1,5 @@
 """The driver's sockets: endpoints, correlation ids, bounds before sending, a deadline on every
-wait. Knows frames and messages, but nothing of steps, slots or what a daemon does.
+wait.
 
 One thread owns all sockets of a group. Per daemon: a control and a step DEALER. Per group: one
 results DEALER, whose routing id is a secret of the driver's, and one SUB for events, each connected
@@ -12,8 +12,9 @@ import ipaddress
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -34,7 +35,6 @@ from rpc_schema.errors import BadFrameError, ControlErrorReply, WireError
 from rpc_schema.operations import CONTROL_OPERATIONS
 from worker_client.errors import (
     AuthenticationError,
-    ClientError,
     DeadlineExceeded,
     EndpointError,
     OutOfDescriptors,
@@ -42,10 +42,10 @@ from worker_client.errors import (
     remote_error,
 )
 from worker_client.ipc_owner import SCHEME, check_owner
-from worker_client.keys import HANDSHAKE_MS, NO_KEYS, OPEN, Keys, Lock
+from worker_client.keys import HANDSHAKE_MS, NO_KEYS, Keys, Lock
 from worker_client.listener import Listener
-from worker_client.liveness import Process, Watch
-from worker_client.peer_process import PeerProcesses
+from worker_client.liveness import Watch
+from worker_client.processes import PeerProcesses, Process
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -63,15 +63,15 @@ _HANDSHAKE_ENDED = int(
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 _CUT_OFF = (errno.EPIPE, errno.ECONNRESET)
-"""With these a handshake ends where the daemon hangs up: for want of the right keys, as a rule, but
-also where it ends, or has too many handshakes to do."""
+"""Errors with which a handshake ends if the daemon hangs up: usually for want of the right keys,
+but also if it exits, or has too many handshakes in progress."""
 CUT_OFF_S = 1.5
-"""A daemon that hangs up in each handshake for so long does not want us. libzmq tries about every
-0.15 s."""
+"""Time for which a daemon hangs up in each handshake before that counts as a refusal. libzmq tries
+about every 0.15 s."""
 _NOBLOCK = int(zmq.NOBLOCK)
 # As plain numbers: pyzmq's flag enumerations cost a microsecond each time two are combined.
 DEATH_CHECK_MS = 20
-"""How long a wait for replies goes on before it looks whether a daemon has died."""
+"""Interval at which a wait for replies checks whether a daemon has died."""
 
 HEARTBEAT_INTERVAL_MS = 250
 HEARTBEAT_TIMEOUT_MS = 750
@@ -79,13 +79,13 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class Endpoint(NamedTuple):
-    """The four addresses of a daemon, and how its sockets are opened."""
+    """The four addresses of a daemon, and the keys of its sockets."""
 
     control: str
     step: str
     results: str
     events: str
-    lock: Lock = OPEN
+    lock: Lock | None = None
 
 
 def parse_endpoint(text: str, keys: Keys = NO_KEYS) -> Endpoint:
@@ -102,46 +102,40 @@ def parse_endpoint(text: str, keys: Keys = NO_KEYS) -> Endpoint:
     path = text.removeprefix("ipc://")
     if path == text or not Path(path).is_absolute() or path.endswith("/"):
         raise EndpointError(
-            "not an endpoint",
-            field="endpoint",
-            value=text,
-            fix="use ipc:///DIRECTORY/NAME or, with keys, tcp://HOST:PORT",
+            "not an endpoint", text, "use ipc:///DIRECTORY/NAME or, with keys, tcp://HOST:PORT"
         )
     if len(os.fsencode(path + ".results")) > MAX_SOCKET_PATH_BYTES:
         raise EndpointError(
             f"the socket's path is longer than {MAX_SOCKET_PATH_BYTES} bytes with its suffix",
-            field="endpoint",
-            value=text,
-            fix="use a directory with a shorter path",
+            text,
+            "use a directory with a shorter path",
         )
     _check_owner(text, lock)
     return Endpoint(text, f"{text}.step", f"{text}.results", f"{text}.events", lock)
 
 
-def _parse_tcp(text: str, lock: Lock) -> Endpoint:
+def _parse_tcp(text: str, lock: Lock | None) -> Endpoint:
     host, colon, port = text.rpartition(":")
     is_number = port.isascii() and port.isdecimal()
     if not colon or not is_number or not _is_host(host.removeprefix("tcp://")):
         raise EndpointError(
             "not an endpoint",
-            field="endpoint",
-            value=text,
-            fix="use tcp://HOST:PORT, an IPv6 address in brackets: tcp://[ADDRESS]:PORT",
+            text,
+            "use tcp://HOST:PORT, an IPv6 address in brackets: tcp://[ADDRESS]:PORT",
         )
     first = int(port)
     if not 1 <= first <= MAX_PORT - 3:
         raise EndpointError(
-            "the sockets take four ports from this one on",
-            field="endpoint",
-            value=text,
-            fix=f"use a port from 1 to {MAX_PORT - 3}",
+            "the sockets use four ports from this one on",
+            text,
+            f"use a port from 1 to {MAX_PORT - 3}",
         )
     step, results, events = (f"{host}:{first + offset}" for offset in (1, 2, 3))
     return Endpoint(text, step, results, events, lock)
 
 
 def _is_host(text: str) -> bool:
-    """Whether it is an IPv6 address in brackets, or something without colons: a name or an IPv4
+    """Return True for an IPv6 address in brackets, or text without colons: a name or an IPv4
     address."""
     if text.startswith("[") and text.endswith("]"):
         with contextlib.suppress(ValueError):
@@ -152,14 +146,14 @@ def _is_host(text: str) -> bool:
 
 def new_driver_id() -> bytes:
     """Return 16 random bytes for a driver's id, or for the routing id of its results socket. The
-    first is not 0: ZeroMQ keeps routing ids that begin with 0 for itself."""
+    first is not 0: ZeroMQ reserves routing ids that begin with 0."""
     random = os.urandom(16)
     return bytes([random[0] | 1]) + random[1:]
 
 
 @contextlib.contextmanager
 def _telling_limit() -> Iterator[None]:
-    """Raise OutOfDescriptors in the place of ZeroMQ's error."""
+    """Raise OutOfDescriptors in place of ZeroMQ's error."""
     try:
         yield
     except zmq.ZMQError as error:
@@ -180,14 +174,15 @@ def _open_socket(context: Context, kind: int, max_bytes: int) -> Socket:
     return socket
 
 
-def _connect(socket: Socket, address: str, lock: Lock, *, is_watched: bool = False) -> None:
-    """Connect to one daemon. The options hold for this connection, and stay when it is made
-    again. is_watched: its end is to tell of a daemon that does not answer."""
-    lock.prepare(socket)
+def _connect(socket: Socket, address: str, lock: Lock | None, *, is_watched: bool = False) -> None:
+    """Connect to one daemon. The options apply to this connection, and to its reconnects.
+    is_watched: its end reveals a daemon that does not answer."""
+    if lock is not None:
+        lock.prepare(socket)
     socket.setsockopt(zmq.IPV6, int(address.startswith("tcp://[")))
     # On one host a connection ends with its daemon: there heartbeats would only cut off one that is
-    # starved of CPU, with what is under way. libzmq 4.3.5 aborts a process, on either side, that a
-    # heartbeat finds with a full queue from a peer that has gone: events may fill theirs.
+    # starved of CPU, with the messages under way. libzmq 4.3.5 aborts a process, on either side, if
+    # a heartbeat finds a full queue from a peer that has exited: events may fill theirs.
     crosses_network = address.startswith("tcp://") and socket.type != zmq.SUB
     interval_ms = HEARTBEAT_INTERVAL_MS if is_watched or crosses_network else 0
     socket.setsockopt(zmq.HEARTBEAT_IVL, interval_ms)
@@ -195,50 +190,52 @@ def _connect(socket: Socket, address: str, lock: Lock, *, is_watched: bool = Fal
     socket.connect(address)
 
 
-def _check_owner(address: str, lock: Lock) -> None:
-    """Check who can listen at the address, unless the daemon proves it by its key."""
-    if not lock.has_keys and address.startswith(SCHEME):
+def _check_owner(address: str, lock: Lock | None) -> None:
+    """Check the owner of an ipc address, unless the daemon proves its identity by a key."""
+    if lock is None and address.startswith(SCHEME):
         check_owner(address)
 
 
 class _News(NamedTuple):
-    """What became of a connection: it was opened (not yet made), made, has ended after that, or was
-    refused."""
+    """Change of a connection: opened (not yet made), made, ended after that, or refused."""
 
     kind: Literal["opened", "made", "ended", "refused", "nothing"]
     address: str
     descriptor: int = -1
-    """Of a connection that was opened."""
+    """File descriptor of a connection that was opened."""
 
 
 class _Handshakes:
-    """Watches how a socket's connections are made: libzmq tells nobody else that a daemon turned us
-    away, and would go on trying for ever."""
+    """Watches the handshakes of a socket's connections: libzmq reports a daemon's refusal in no
+    other way, and would retry for ever."""
 
     def __init__(self, socket: Socket, events: int = 0) -> None:
-        """events: of the socket monitor, that are wanted beside. Before the first connect."""
+        """events: of the socket monitor, to report in addition. To be made before the first
+        connect."""
         self._socket = socket
-        self._places: dict[str, tuple[int, Lock]] = {}
+        self._places: dict[str, tuple[int, Lock | None]] = {}
         self._made: set[str] = set()
-        """Addresses whose handshake has ended well."""
+        """Addresses with a successful handshake."""
         self.num_made = 0
-        """Connections so far, as far as their events were taken in."""
+        """Number of connections so far, as far as their events were processed."""
         self._cut_off_at: dict[str, float] = {}
-        """When each address hung up first, of those that did so in every handshake since."""
+        """First hang-up of each address that has hung up in every handshake since."""
         try:
             with _telling_limit():
                 self.monitor: Socket = socket.get_monitor_socket(_HANDSHAKE_ENDED | events)
         except BaseException:
-            socket.close(linger=0)  # else its context could not end
+            socket.close(linger=0)  # else its context could not terminate
             raise
 
-    def connect(self, rank: int, address: str, lock: Lock, *, is_watched: bool = False) -> None:
+    def connect(
+        self, rank: int, address: str, lock: Lock | None, *, is_watched: bool = False
+    ) -> None:
         """Connect the socket to one daemon, as _connect does."""
         self._places[address] = (rank, lock)
         _connect(self._socket, address, lock, is_watched=is_watched)
 
     def disconnect(self, address: str) -> None:
-        """Give up the connection to one daemon, and what is known of it."""
+        """Disconnect from one daemon, and forget its state."""
         del self._places[address]
         self._made.discard(address)
         self._cut_off_at.pop(address, None)
@@ -246,12 +243,12 @@ class _Handshakes:
             self._socket.disconnect(address)
 
     def check(self) -> None:
-        """Take in all events. Raises AuthenticationError if a daemon turned us away."""
+        """Process all events. Raises AuthenticationError if a daemon refused us."""
         while self.monitor.poll(0):
             self.take()
 
     def take(self) -> _News:
-        """Take in the next event.
+        """Process the next event.
 
         Raises:
             AuthenticationError: a daemon turned us away.
@@ -270,7 +267,7 @@ class _Handshakes:
             return _News("nothing", address)  # of a connection that was given up
         if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             if event["value"] not in _CUT_OFF:
-                return _News("nothing", address)  # our time is over: a busy daemon has not answered
+                return _News("nothing", address)  # our timeout: a busy daemon has not answered
             now = time.monotonic()
             if now < self._cut_off_at.setdefault(address, now) + CUT_OFF_S:
                 return _News("nothing", address)  # libzmq tries again
@@ -278,15 +275,15 @@ class _Handshakes:
         raise AuthenticationError(rank, address, _why(kind, lock))
 
     def check_cut_off(self) -> None:
-        """Raise AuthenticationError where the last handshake of a connection was cut off. To be
-        called when there is no time left to try again."""
+        """Raise AuthenticationError if the last handshake of a connection was cut off. To be called
+        when there is no time left for another attempt."""
         for address in self._cut_off_at:
             rank, lock = self._places[address]
             why = _why(int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL), lock)
             raise AuthenticationError(rank, address, why)
 
     def _of_connection(self, kind: int, address: str, value: int) -> _News | None:
-        """What became of a connection, apart from its handshake."""
+        """Return the change of a connection, apart from its handshake."""
         if kind == zmq.EVENT_CONNECTED:
             return _News("opened", address, value)
         if kind == zmq.EVENT_DISCONNECTED:
@@ -301,12 +298,12 @@ class _Handshakes:
         self.monitor.close(linger=0)
 
 
-def _why(event: int, lock: Lock) -> str:
+def _why(event: int, lock: Lock | None) -> str:
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        return "the daemon does not let our key in: ask for it in its --authorized-keys"
-    if not lock.has_keys:
-        return "the daemon wants keys: give --key-file and --known-daemons"
-    why = "the daemon has not the key that --known-daemons names, or uses none"
+        return "the daemon does not accept our key: ask to add it to its --authorized-keys"
+    if lock is None:
+        return "the daemon requires keys: give --key-file and --known-daemons"
+    why = "the daemon's key is not the one in --known-daemons, or it uses none"
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
         return f"cut off during the handshake, each time: {why}, or has too many connections"
     return why
@@ -316,25 +313,17 @@ def _milliseconds_until(deadline: float) -> int:
     return max(0, int((deadline - time.monotonic()) * 1000) + 1)
 
 
+@dataclass(frozen=True, slots=True)
 class PendingCall(Generic[ReplyT]):
-    """A control request that was sent, and its reply to come. Of one channel, only the latest can
+    """A control request that was sent, and its pending reply. Of one channel, only the latest can
     still be answered."""
 
-    def __init__(
-        self,
-        channel: "ControlChannel",
-        call: int,
-        what: str,
-        reply_type: type[ReplyT],
-        timeout_s: float,
-        deadline: float,
-    ) -> None:
-        self._channel = channel
-        self._call = call
-        self._what = what
-        self._reply_type = reply_type
-        self._timeout_s = timeout_s
-        self._deadline = deadline
+    channel: "ControlChannel"
+    call: int
+    what: str
+    reply_type: type[ReplyT]
+    timeout_s: float
+    deadline: float
 
     def result(self) -> ReplyT:
         """Wait for the reply; late replies to earlier calls are dropped.
@@ -344,32 +333,32 @@ class PendingCall(Generic[ReplyT]):
             RemoteError: the daemon answered with an error.
             BadFrameError: the answer is of another type.
         """
-        reply = self.poll(self._deadline)
+        reply = self.poll(self.deadline)
         if reply is None:
-            raise DeadlineExceeded(self._what, self._timeout_s)
+            raise DeadlineExceeded(self.what, self.timeout_s)
         return reply
 
     def poll(self, until: float) -> ReplyT | None:
-        """Wait for the reply until `until` (of time.monotonic); None when it has not come. Raises
-        as result() does otherwise."""
-        channel = self._channel
+        """Wait for the reply until `until` (of time.monotonic); None if it has not come. Raises as
+        result() does otherwise."""
+        channel = self.channel
         while (reply := channel.receive(until)) is not None:
             is_error = isinstance(reply, ControlErrorReply)
-            if reply.call != self._call and not (is_error and reply.call == 0):
-                continue  # 0: to something of ours that the daemon did not read
+            if reply.call != self.call and not (is_error and reply.call == 0):
+                continue  # 0: for a message of ours that the daemon could not read
             if isinstance(reply, ControlErrorReply):
                 raise remote_error(reply, rank=channel.rank, endpoint=channel.endpoint.control)
-            if not isinstance(reply, self._reply_type):
-                raise BadFrameError(f"{self._what} was answered with {type(reply).__name__}")
+            if not isinstance(reply, self.reply_type):
+                raise BadFrameError(f"{self.what} was answered with {type(reply).__name__}")
             return reply
         return None
 
 
 class ControlChannel:
-    """Requests and replies on one daemon's control socket, matched by correlation id. Where the
+    """Requests and replies on one daemon's control socket, matched by correlation id. If the
     connection ends while a reply is waited for, a repeatable request (see rpc_schema/operations.py)
-    is sent again on the next one: it, or the reply, may have gone with the first. Where nothing
-    listens any more, the wait ends at once."""
+    is sent again on the next one: it, or the reply, may be lost. If nothing listens any more, the
+    wait ends at once."""
 
     def __init__(
         self,
@@ -378,32 +367,30 @@ class ControlChannel:
         rank: int,
         check_alive: CheckDeaths = lambda: None,
     ) -> None:
-        """check_alive raises WorkerDied once this daemon is known to be gone; it is asked while an
-        answer is waited for."""
+        """check_alive raises WorkerDied if this daemon is known to be dead; it is called while a
+        reply is waited for."""
         self.rank = rank
         self.endpoint = endpoint
         self._check_alive = check_alive
         self._last_call = 0
         self._repeatable: bytes | None = None
-        """The last request, if it may be sent again."""
+        """Last request, if it may be sent again."""
         self._sent_on = 0
-        """The number of the connection that took it."""
+        """Number of the connection that took it."""
         self._checked_on = 0
-        """The number of the connection whose daemon's owner was checked."""
+        """Number of the connection whose daemon's owner was checked."""
         self._socket = _open_socket(context, zmq.DEALER, MAX_CONTROL_BYTES)
         self._handshakes = _Handshakes(self._socket)
         self._handshakes.connect(rank, endpoint.control, endpoint.lock)
         self._listener = Listener(endpoint.control, rank)
 
-    def call(self, build: Callable[[int], Answered[ReplyT]], timeout_s: float) -> ReplyT:
-        """Send build(correlation id) and return its reply. Raises as send() and
+    def call(self, build: Callable[..., Answered[ReplyT]], timeout_s: float) -> ReplyT:
+        """Send build(call=correlation id) and return its reply. Raises as send() and
         PendingCall.result() do."""
         return self.send(build, timeout_s).result()
 
-    def send(
-        self, build: Callable[[int], Answered[ReplyT]], timeout_s: float
-    ) -> PendingCall[ReplyT]:
-        """Send build(correlation id); the reply is waited for by result().
+    def send(self, build: Callable[..., Answered[ReplyT]], timeout_s: float) -> PendingCall[ReplyT]:
+        """Send build(call=correlation id); result() waits for the reply.
 
         Raises:
             DeadlineExceeded: no daemon took the request.
@@ -412,7 +399,7 @@ class ControlChannel:
             UntrustedEndpointError: another user's process may listen there.
         """
         self._last_call += 1
-        request = build(self._last_call)
+        request = build(call=self._last_call)
         row = CONTROL_OPERATIONS[type(request)]
         what = f"{type(request).__name__} to rank {self.rank} at {self.endpoint.control}"
         deadline = time.monotonic() + timeout_s
@@ -423,14 +410,14 @@ class ControlChannel:
                 self._handshakes.check_cut_off()
                 raise DeadlineExceeded(what, timeout_s)
         self._listener.is_there()
-        self._sent_on = max(1, self._handshakes.num_made)  # that it was made may be told later
+        self._sent_on = max(1, self._handshakes.num_made)  # its event may come later
         if row.repeatable:
             self._repeatable = frame
         return PendingCall(self, self._last_call, what, row.reply, timeout_s, deadline)
 
     def _try_to_send(self, frame: bytes, deadline: float) -> bool:
-        """Send it once there is a connection; tell whether one took it by the deadline. It may end
-        while we look at it."""
+        """Send a frame once there is a connection, which may end meanwhile. Return True if one took
+        it by the deadline."""
         if not self._wait(zmq.POLLOUT, deadline):
             return False
         self._handshakes.check()
@@ -442,7 +429,7 @@ class ControlChannel:
         return True
 
     def _check_owner(self) -> None:
-        """Once a connection: what listens there may not have been there when we began to
+        """Check the owner once for each connection: the listener may have changed since we began to
         connect."""
         num_made = max(1, self._handshakes.num_made)
         if num_made != self._checked_on:
@@ -450,16 +437,15 @@ class ControlChannel:
             self._checked_on = num_made
 
     def receive(self, deadline: float) -> ControlReplyMessage | None:
-        """Return the next reply to any call, or None when `deadline` (of time.monotonic) has
+        """Return the next reply to any call, or None once `deadline` (of time.monotonic) has
         passed. Raises AuthenticationError and WorkerDied as send() does."""
         if not self._wait(zmq.POLLIN, deadline):
             return None
         return decode_control_reply(self._socket.recv_multipart(zmq.NOBLOCK))
 
     def _wait(self, readiness: int, deadline: float) -> bool:
-        """Wait until the socket is ready, or tell that the time is over. Looks for being turned
-        away, for the daemon's death, and for an endpoint that nothing listens at, while it
-        waits."""
+        """Wait until the socket is ready; return False at the deadline. Checks for refusals, for
+        the daemon's death, and for an endpoint without a listener meanwhile."""
         if self._socket.poll(0, readiness):
             return True
         poller = zmq.Poller()
@@ -477,15 +463,15 @@ class ControlChannel:
                 return False
 
     def _check_listener(self) -> None:
-        """Raise WorkerDied if there is no connection, and nothing that takes one."""
+        """Raise WorkerDied if there is no connection, and no listener for one."""
         if self._socket.poll(0, zmq.POLLOUT):
             self._listener.is_there()
         else:
             self._listener.check()
 
     def _send_again(self) -> None:
-        """Repeat the request that is waited for, once there is another connection than took it.
-        Before that the socket may still take messages for the one that has ended."""
+        """Repeat the pending request once there is a newer connection than the one that took it.
+        Before that the socket may still queue messages for the connection that has ended."""
         if self._repeatable is None or self._handshakes.num_made <= self._sent_on:
             return
         if self._socket.poll(0, zmq.POLLOUT):
@@ -501,14 +487,13 @@ class ControlChannel:
 
 
 class StepChannel:
-    """Where one daemon's step requests go. Send only: replies come by the group's
-    ResultsChannel."""
+    """Sends one daemon's step requests. Replies come by the group's ResultsChannel."""
 
     def __init__(
         self, context: Context, endpoint: Endpoint, rank: int, check_deaths: CheckDeaths
     ) -> None:
-        """check_deaths raises WorkerDied once a daemon is known to be gone; it is asked while a
-        request finds nobody to take it."""
+        """check_deaths raises WorkerDied if a daemon is known to be dead; it is called while
+        nothing takes a request."""
         self.rank = rank
         self.endpoint = endpoint
         self._check_deaths = check_deaths
@@ -546,27 +531,9 @@ class StepChannel:
         self._socket.close()
 
 
-class StepSender(Protocol):
-    """Takes the step requests for one daemon; see StepChannel."""
-
-    def send(self, frames: Sequence[Frame]) -> None: ...
-    def close(self) -> None: ...
-
-
-class NoSteps:
-    """In the place of a StepChannel where a daemon is asked, not driven: the step socket is not
-    opened, for which an observer's key would not do."""
-
-    def send(self, frames: Sequence[Frame]) -> None:
-        """Refuse. Raises ClientError."""
-        raise ClientError("this connection only asks: steps need one that drives")
-
-    def close(self) -> None:
-        """There is nothing to close."""
-
-
 class ResultsChannel:
-    """Replies of all daemons of a group, and what its connections tell of their lives."""
+    """Replies of all daemons of a group, and the state of its connections as a sign of their
+    liveness."""
 
     def __init__(
         self,
@@ -576,10 +543,14 @@ class ResultsChannel:
         watch: Watch,
         look: CheckDeaths,
     ) -> None:
-        """watch hears what becomes of connections; look is called while replies are waited for, and
-        raises WorkerDied."""
-        self._watch = watch
+        """watch is notified of changes of connections; look is called while replies are waited for,
+        and raises WorkerDied."""
         self._look = look
+        self._on_news: dict[str, Callable[[int], None]] = {
+            "ended": watch.disconnected,
+            "refused": watch.refused,
+            "made": watch.connected,
+        }
         self._socket = _open_socket(context, zmq.DEALER, MAX_STEP_BYTES)
         self._socket.setsockopt(zmq.ROUTING_ID, route)
         self._ranks = {endpoint.results: rank for rank, endpoint in enumerate(endpoints)}
@@ -592,14 +563,14 @@ class ResultsChannel:
             self._handshakes.connect(rank, endpoint.results, endpoint.lock, is_watched=True)
 
     def receive(self, deadline: float) -> list[bytes] | None:
-        """Return the next reply's frames, or None when `deadline` (of time.monotonic) has passed.
+        """Return the next reply's frames, or None once `deadline` (of time.monotonic) has passed.
 
-        It is one blocking receive, which ends now and then to look whether a daemon has died:
-        cheaper than polling two sockets before each. Replies are returned before the news of a
-        death, so that what a daemon sent before it died counts.
+        It is one blocking receive, which returns now and then to check whether a daemon has died:
+        cheaper than polling two sockets before each. Replies are returned before a death is raised,
+        so that what a daemon sent before it died counts.
 
         Raises:
-            WorkerDied: a daemon is gone.
+            WorkerDied: a daemon is dead.
             RemoteError: the lease is lost.
             AuthenticationError: a daemon turned us away.
         """
@@ -612,7 +583,7 @@ class ResultsChannel:
                 return None
 
     def _receive(self, flags: int) -> list[bytes]:
-        # A frame of libzmq's knows whether more follow: to ask the socket takes longer.
+        # A libzmq frame has the flag for further ones; reading it from the socket takes longer.
         frame = self._socket.recv(flags, copy=False)
         frames = [frame.bytes]
         while frame.more:
@@ -621,8 +592,8 @@ class ResultsChannel:
         return frames
 
     def read_news(self, within_s: float = 0.0) -> None:
-        """Tell the watch what became of connections, waiting up to `within_s` for the first news.
-        Raises AuthenticationError if a daemon turned us away."""
+        """Pass changes of connections to the watch, waiting up to `within_s` for the first. Raises
+        AuthenticationError if a daemon refused us."""
         wait_ms = int(within_s * 1000)
         while self._handshakes.monitor.poll(wait_ms):
             wait_ms = 0
@@ -632,20 +603,16 @@ class ResultsChannel:
                 continue
             if kind == "opened":
                 self._processes.connected(address, descriptor)
-            elif kind == "ended":
-                self._watch.disconnected(rank)
-            elif kind == "refused":
-                self._watch.refused(rank)
-            elif kind == "made":
-                self._watch.connected(rank)
+            elif kind in self._on_news:
+                self._on_news[kind](rank)
 
     def process_at(self, address: str) -> Process:
-        """Return the process that answers at an address of this host, as far as it is known from
-        the connection to it; the caller closes it."""
+        """Return the process that answers at an address of this host, as far as the connection to
+        it shows; the caller closes it."""
         return self._processes.find(address)
 
     def move(self, old: Endpoint, new: Endpoint) -> None:
-        """Take one daemon's results from another endpoint from now on, or from another daemon at
+        """Receive one daemon's results from another endpoint from now on, or from another daemon at
         the same one."""
         rank = self._ranks.pop(old.results)
         self._handshakes.disconnect(old.results)
@@ -662,8 +629,8 @@ class ResultsChannel:
 
 
 class EventsChannel:
-    """Heartbeats and state changes of all daemons of a group. When nobody reads, the queue fills
-    and then the newest are lost."""
+    """Heartbeats and state changes of all daemons of a group. If nobody reads, the queue fills and
+    then the newest are lost."""
 
     def __init__(self, context: Context, endpoints: Sequence[Endpoint]) -> None:
         self._socket = _open_socket(context, zmq.SUB, MAX_CONTROL_BYTES)
@@ -672,13 +639,13 @@ class EventsChannel:
             _connect(self._socket, endpoint.events, endpoint.lock)
 
     def move(self, old: Endpoint, new: Endpoint) -> None:
-        """Take one daemon's events from another endpoint from now on."""
+        """Receive one daemon's events from another endpoint from now on."""
         with contextlib.suppress(zmq.ZMQError):
             self._socket.disconnect(old.events)
         _connect(self._socket, new.events, new.lock)
 
     def receive_all(self) -> list[EventMessage]:
-        """Return the events that are here, oldest first, but for those that do not decode; never
+        """Return the events that are here, oldest first, without those that do not decode; never
         waits."""
         events: list[EventMessage] = []
         while True:

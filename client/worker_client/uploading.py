@@ -1,8 +1,9 @@
-"""Tensors too large for a message, on their way to a group's daemons: chunk by chunk, so that a
-driver can run steps between two of them. Knows no step."""
+"""Upload of tensors that are too large for a message to a group's daemons, chunk by chunk, so that
+a driver can run steps in between."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -15,17 +16,17 @@ from worker_client.worker_client import WorkerClient
 
 
 class HostTensor(NamedTuple):
-    """A tensor to upload. To make one hashes it (a second for a gigabyte); any thread may."""
+    """A tensor to upload. Making one hashes it (a second for a gigabyte); any thread may."""
 
     dtype: up.UploadDtype
     shape: tuple[int, ...]
     data: memoryview
-    """uint8 [bytes], row-major and little-endian; not to be changed before it is uploaded."""
+    """uint8 [bytes], row-major and little-endian; must not change before it is uploaded."""
     content_hash: bytes
 
     @classmethod
     def from_array(cls, array: NDArray[Any]) -> "HostTensor":
-        """Take an array of one of the dtypes, without a copy where it is contiguous.
+        """Wrap an array of one of the dtypes, without a copy if it is contiguous.
 
         Raises:
             ClientConfigError: the dtype, or the shape, is none that can be uploaded.
@@ -36,8 +37,8 @@ class HostTensor(NamedTuple):
 
     @classmethod
     def from_bytes(cls, dtype: str, shape: Sequence[int], data: up.Buffer) -> "HostTensor":
-        """Take the bytes of any of the dtypes: bfloat16 too, which numpy does not have. Raises as
-        from_array does, and ClientConfigError: the bytes are not as many as the shape's."""
+        """Wrap the bytes of any of the dtypes: bfloat16 too, which numpy does not have. Raises as
+        from_array does, and ClientConfigError: the number of bytes is not that of the shape."""
         _check_dtype(dtype)
         kind, sizes = cast("up.UploadDtype", dtype), tuple(map(int, shape))
         num_bytes = up.tensor_bytes(kind, sizes)
@@ -82,8 +83,8 @@ class _Planned(NamedTuple):
 
 
 class UploadTask:
-    """Tensors that are being uploaded to some ranks of a group. Belongs to the group's thread; one
-    that is given up leaves unfinished uploads, for `drop_uploads` or another try."""
+    """Tensors being uploaded to some ranks of a group. Belongs to the group's thread. An abandoned
+    task leaves unfinished uploads, for `drop_uploads` or another try."""
 
     def __init__(
         self, channel: GroupChannel, tensors: Sequence[HostTensor], ranks: Sequence[int] | None
@@ -104,9 +105,9 @@ class UploadTask:
                 self._rest += [_Planned(tensor, offset, lacking) for offset in offsets]
 
     def proceed(self) -> bool:
-        """Send one chunk to all ranks that lack it, and hear what they say; False: nothing was left
-        to send. After an error it would try the same chunk again. Raises as WorkerGroup.upload
-        does."""
+        """Send one chunk to all ranks that lack it, and wait for their replies. Return False if
+        nothing was left to send. After an error the next call tries the same chunk again. Raises as
+        WorkerGroup.upload does."""
         if not self._rest:
             return False
         self._channel.check_usable()
@@ -125,8 +126,8 @@ class UploadTask:
 
     def _send(self, planned: _Planned) -> list[bool]:
         tensor, begin = planned.tensor, planned.offset
-        chunk = up.UploadChunk(
-            call=0,
+        chunk = partial(
+            up.UploadChunk,
             epoch=self._epoch,
             content_hash=tensor.content_hash,
             dtype=tensor.dtype,
@@ -134,7 +135,7 @@ class UploadTask:
             offset=begin,
             data=bytes(tensor.data[begin : begin + up.CHUNK_BYTES]),
         )
-        pending = [client.send_upload_chunk(chunk) for client in planned.clients]
+        pending = [client.begin(chunk) for client in planned.clients]
         return [call.result().is_complete for call in pending]
 
 
@@ -160,20 +161,21 @@ def chosen(channel: GroupChannel, ranks: Sequence[int] | None) -> list[WorkerCli
 
 
 def find(client: WorkerClient, epoch: int, content_hashes: Sequence[bytes]) -> dict[bytes, bool]:
-    """Return which tensors a rank has, whole."""
-    return {
-        name: has
-        for part in named_parts(content_hashes)
-        for name, has in zip(part, client.find_uploads(epoch, part), strict=True)
-    }
+    """Return, by hash, True for tensors that a rank has completely."""
+    found: dict[bytes, bool] = {}
+    for part in named_parts(content_hashes):
+        reply = client.ask(partial(up.FindUploads, epoch=epoch, content_hashes=part))
+        found |= zip(part, reply.are_complete, strict=True)
+    return found
 
 
 def named_parts(content_hashes: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
-    """Cut hashes into as many as a request names at most. Raises ClientConfigError: one is none."""
+    """Split hashes into parts of the size that a request may name. Raises ClientConfigError: one is
+    not a hash."""
     for name in content_hashes:
         if len(name) != up.HASH_BYTES:
             raise ClientConfigError(
-                "it is no content hash",
+                "it is not a content hash",
                 field="content_hashes",
                 value=name,
                 fix=f"use the {up.HASH_BYTES} bytes that upload() has returned",

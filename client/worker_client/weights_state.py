@@ -1,10 +1,11 @@
-"""Whether the weights of a group are whole, read from what its daemons say: events for the failure
-state. The daemons know it for certain, and refuse by themselves."""
+"""Completeness of a group's weights, from its daemons' states, as events for the failure state. The
+daemons themselves refuse steps on incomplete weights."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 from rpc_schema.lifecycle import Status
-from worker_client.failure_state import WeightsFilled, WeightsGone
+from worker_client.failure_state import Change, WeightsGone
 
 _FIX = "fix: finish a complete update, or reload_weights()"
 
@@ -16,11 +17,11 @@ def given_up(cause: str) -> WeightsGone:
 
 def learned(
     statuses: Sequence[Status], newcomers: Sequence[int] = ()
-) -> WeightsGone | WeightsFilled:
-    """Return the event of what the daemons know. newcomers: ranks that have loaded the checkpoint
+) -> WeightsGone | Literal[Change.WEIGHTS_FILLED]:
+    """Return the event for the daemons' states. newcomers: ranks that have loaded the checkpoint
     beside others that had weights already."""
     cause = _updated_beside(statuses, newcomers) or _not_whole(statuses)
-    return WeightsGone(cause) if cause else WeightsFilled()
+    return WeightsGone(cause) if cause else Change.WEIGHTS_FILLED
 
 
 def _not_whole(statuses: Sequence[Status]) -> str:
@@ -37,7 +38,8 @@ def _not_whole(statuses: Sequence[Status]) -> str:
 
 
 def _updated_beside(statuses: Sequence[Status], newcomers: Sequence[int]) -> str:
-    """Say where the others' weights are not those of the checkpoint that a new rank reads."""
+    """Return the cause if the others' weights are not those of the checkpoint that a new rank
+    reads."""
     for rank, status in enumerate(statuses):
         weights = status.weights
         if newcomers and rank not in newcomers and weights is not None and weights.num_updates:

@@ -1,19 +1,17 @@
 """A pipeline x tensor group of daemons as one worker: its typed operations, their order and their
-timeouts. Knows neither sockets and seqs (group_channel.py), nor what a step's failure takes with it
-(outcomes.py) and makes of the group (failure_state.py), nor the operations of start-up
-(load_chain.py).
-"""
+timeouts."""
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema import lifecycle as lc
+from rpc_schema import uploads as up
 from rpc_schema import weight_transfer as wt
 from rpc_schema.adoption import AdoptRequests
 from rpc_schema.config import ParallelConfig, WorkerConfig
@@ -29,28 +27,14 @@ from worker_client.errors import (
     TooManyStepsInFlight,
     WorkerDied,
 )
-from worker_client.failure_state import (
-    Answer,
-    FailureState,
-    GroupRequest,
-    LinkMade,
-    WeightsFilled,
-    WeightsGone,
-)
+from worker_client.failure_state import Answer, Change, FailureState, GroupRequest, WeightsGone
 from worker_client.group_channel import LONG_TIMEOUT_S, GroupChannel
 from worker_client.group_channel import RankProgress as RankProgress
 from worker_client.keys import NO_KEYS, Keys
-from worker_client.lease_terms import LeaseTerms
+from worker_client.lease import LeaseTerms
 from worker_client.liveness import LivenessEvent, OnEvent, Standing
 from worker_client.load_chain import LoadChain
-from worker_client.loading import (
-    AttachedGroup,
-    LoadedGroup,
-    LoadOptions,
-    check_config,
-    group_limits,
-    load,
-)
+from worker_client.loading import LoadedGroup, Loader, check_config, group_limits
 from worker_client.outcomes import Failure, StepFuture, StepsInFlight
 from worker_client.replacement import REPLACE_WITHIN_S, Replacement, ReplacementReport
 from worker_client.saves import SHARD_MAX_SIZE_BYTES, SHARD_PATTERN, save_weights
@@ -69,12 +53,12 @@ from worker_client.weights_state import given_up, learned
 from worker_client.worker_client import TensorList
 
 CLOSE_WAIT_S = 0.5
-"""How long close() waits for steps in flight, so that all ranks are left at the same one."""
+"""Wait of close() for steps in flight, so that all ranks are left at the same one."""
 NO_MORE_SLOTS = 65535
 """No row has this number."""
 
 TRANSFER_SLACK_S = 30.0
-"""Between a rank's verdict on a trainer and ours."""
+"""Time between a rank's timeout for a trainer and ours."""
 
 
 class WorkerGroup:
@@ -92,7 +76,7 @@ class WorkerGroup:
         lease: LeaseTerms | None = None,
     ) -> None:
         """Connect; nothing is sent yet. Endpoint i becomes rank i. keys: ours and the daemons', for
-        endpoints that have any. lease: its terms, where they are not the default ones.
+        endpoints that have any. lease: its terms; None: the defaults.
 
         Raises:
             ClientConfigError: the number of endpoints is not the group's size, or one of them is
@@ -109,11 +93,11 @@ class WorkerGroup:
         self._channel = GroupChannel(parsed, self.driver_id, self._steps, self._state, terms)
         self._attaching = Attachment(self._channel, self._steps, self._state, terms)
         self.load_chain = LoadChain(self._channel)
-        """The operations that prepare() is made of, for who wants another order."""
+        """The operations that prepare() consists of, for callers that want another order."""
         self.clients = self._channel.daemons.clients
         self._keys = keys
         self._loaded: tuple[WorkerConfig, LoadedGroup] | None = None
-        """What prepare() has made ready: a new daemon in a lost one's place gets the same."""
+        """Result of prepare(): a replacement of a lost daemon loads the same."""
 
     def __enter__(self) -> "WorkerGroup":
         return self
@@ -122,15 +106,16 @@ class WorkerGroup:
         self.close()
 
     def close(self) -> None:
-        """Leave in order and close all sockets; the daemons keep what they have, and the next
-        driver need not wait."""
+        """Leave in order and close all sockets. The daemons keep what they have loaded, and the
+        next driver need not wait."""
         try:
             self._leave()
         finally:
             self._channel.close()
 
     def heartbeat(self) -> None:
-        """The application is alive: for LeaseTerms.heartbeat_timeout_s. Any thread may say so."""
+        """Record that the application is alive, for LeaseTerms.heartbeat_timeout_s. Any thread may
+        call it."""
         self._channel.lease.heartbeat()
 
     @property
@@ -140,7 +125,7 @@ class WorkerGroup:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps whose outcome is not known."""
+        """Number of steps whose outcome is unknown."""
         return len(self._steps.pending)
 
     @property
@@ -159,25 +144,25 @@ class WorkerGroup:
         keep_requests: bool = False,
         wait_s: float = 0.0,
     ) -> list[lc.Status]:
-        """Take all daemons over, in two phases, and return their states.
+        """Attach to all daemons, in two phases, and return their states.
 
-        Requests of earlier drivers are dropped, unless they are to be kept for adopt_requests();
-        this group's own are where it was attached before: its steps in flight fail. timeout_s
-        bounds all of it; the default is ATTACH_TIMEOUT_S for agreeing, and then what daemons that
-        hang in a step need to let go.
+        Requests of earlier drivers are dropped, unless they are to be kept for adopt_requests(). If
+        this group was attached before, its own requests are dropped and its steps in flight fail.
+        timeout_s bounds all of it; the default is ATTACH_TIMEOUT_S for agreeing, and then the time
+        in which daemons that hang in a step let go.
 
-        While another driver has the lease it is waited for, at most wait_for_lease_s and no longer
-        than it takes to see that the other one lives. force takes it at once: the other driver's
-        steps are refused from then on.
+        Another driver's lease is waited for, at most wait_for_lease_s and no longer than it takes
+        to see that the other driver lives. force takes it at once: the other driver's steps are
+        refused from then on.
 
-        wait_s: how long to wait, before all that, for daemons that are not started yet.
+        wait_s: how long to wait first for daemons that are not started yet.
 
-        The lease is renewed from here on, by a thread, until close() or detach() gives it back.
+        From here on a thread renews the lease, until close() or detach() gives it back.
 
         Raises:
             LeaseHeldError: another driver has the lease, and renews it.
             ForbiddenError: force needs the role admin.
-            IncompatibleError: a daemon speaks another protocol version.
+            IncompatibleError: a daemon has another protocol version.
             DeadlineExceeded: a daemon does not answer, or its results do not reach this driver.
             WorkerDied: the group has lost a daemon: replace() it, or make a new group.
             NothingListens: no daemon is at an endpoint.
@@ -197,13 +182,13 @@ class WorkerGroup:
 
     @property
     def standings(self) -> list[Standing]:
-        """Whether each rank is alive, suspect (it does not answer, and may yet) or dead, as of the
-        last look."""
+        """Liveness of each rank at the last look: alive, suspect (it does not answer, and may
+        recover) or dead."""
         return self._channel.daemons.watch.standings
 
     @property
     def liveness_events(self) -> list[LivenessEvent]:
-        """What became of the ranks, the newest last."""
+        """Changes of the ranks' liveness, the newest last."""
         return list(self._channel.daemons.watch.events)
 
     def on_liveness(self, hear: OnEvent) -> None:
@@ -212,8 +197,8 @@ class WorkerGroup:
         self._channel.daemons.watch.on_event = hear
 
     def look(self) -> None:
-        """Look whether all daemons live. Waiting for results does so every 20 ms; who has nothing
-        to wait for calls this.
+        """Check that all daemons live. Waiting for results does so every 20 ms; callers with
+        nothing to wait for call this.
 
         Raises:
             WorkerDied: one of them is dead.
@@ -224,18 +209,18 @@ class WorkerGroup:
     def replace(
         self, rank: int, endpoint: str | None = None, within_s: float = REPLACE_WITHIN_S
     ) -> ReplacementReport:
-        """Put a daemon in the place of a lost one, and go on: whoever answers at `endpoint` (by
-        default the lost one's own, where its supervisor has started it again) within the time.
+        """Put a daemon in the place of a lost one, and continue: the one that answers at `endpoint`
+        within the time. The default is the lost one's own endpoint, for a supervisor that restarts
+        it.
 
-        It loads its own shard only. The others keep their weights, the memory of the KV cache, and
-        graphs without communication. Others that are asleep are woken for it, for which they need
-        memory, and then all are brought to where they were; others that were reset load too.
-        Requests are lost: futures of before, or the next step, fail
-        with a StepFailed that names them. Ranks that die meanwhile are waited for at their own
-        endpoints, REPLACE_ATTEMPTS times in a row.
+        The new daemon loads its own shard only. The others keep their weights, the memory of the KV
+        cache, and graphs without communication. Ranks that are asleep are woken first, for which
+        they need memory, and sleep again afterwards; ranks that were reset load too. Requests are
+        lost: earlier futures, or the next step, fail with a StepFailed that names them. Ranks that
+        die meanwhile are waited for at their own endpoints, REPLACE_ATTEMPTS times in a row.
 
         Raises:
-            ReplacementFailed: nobody came, or attempts failed, of another death or for want of
+            ReplacementFailed: no daemon came, or attempts failed by another death or for want of
                 memory. It may be tried again.
             RemoteError: the new daemon refuses the model or the device.
             ClientError: nothing was loaded that a new daemon could load.
@@ -260,16 +245,16 @@ class WorkerGroup:
         self._attaching.detach()
 
     def shutdown(self) -> None:
-        """End all daemons."""
+        """Stop all daemons."""
         for client in self.clients:
             client.shutdown()
 
     def get_status(self) -> list[lc.Status]:
-        """Ask every daemon for its state."""
+        """Return every daemon's state."""
         return [client.get_status() for client in self.clients]
 
     def check_health(self) -> list[lc.CheckHealthReply]:
-        """Ask every daemon whether it makes progress."""
+        """Return every daemon's health."""
         return [client.check_health() for client in self.clients]
 
     # ------------------------------------------------------------------ load
@@ -283,8 +268,8 @@ class WorkerGroup:
         reload: bool = False,
         on_progress: Callable[[RankProgress], None] | None = None,
     ) -> LoadedGroup:
-        """Make the group ready to serve `config`; goes on at once where it is loaded already.
-        Requests that it has are dropped, unless they are adopted next: start with a new scheduler.
+        """Make the group ready to serve `config`; returns at once if it is loaded already. Requests
+        are dropped, unless they are adopted next: start with a new scheduler.
 
         Raises:
             ConfigMismatchError: something else is loaded, and reload is False; names the fields.
@@ -304,9 +289,11 @@ class WorkerGroup:
         deadline_s = config.scheduler.step_deadline_ms / 1000
         self._channel.links.allow(deadline_s)
         self._drain()
-        options = LoadOptions(num_gpu_blocks, fit_max_model_len=fit_max_model_len, reload=reload)
-        statuses = self.get_status()
-        attached = AttachedGroup(
+        loader = Loader(
+            config,
+            num_gpu_blocks,
+            fit_max_model_len,
+            reload,
             self.load_chain,
             self.output_rank,
             self.needs_relink,
@@ -314,20 +301,20 @@ class WorkerGroup:
             self.reset,
             self.reload_weights,
         )
-        model = load(attached, config, statuses, options)
+        model = loader.load(self.get_status())
         self._channel.links.step_deadline_s = deadline_s
         self._loaded = config, model
         if not model.was_loaded:
-            self._state.apply(WeightsFilled())
+            self._state.apply(Change.WEIGHTS_FILLED)
         self._steps.start(config.scheduler.max_num_seqs, group_limits(config, model), deadline_s)
         return model
 
     def adopt_requests(self) -> list[AdoptedRequest]:
         """Return the requests that an earlier driver has left, as far as all ranks have them; none
-        where anything had to be loaded. For a group that has attached with keep_requests and is
-        prepared, before its first step: that step drops those which it does not admit, and a
-        request goes on by being admitted as `AdoptedRequest.as_new`, in that step or a later one.
-        Blocks hold what they hold until somebody is given them.
+        if anything had to be loaded. For a group that has attached with keep_requests and is
+        prepared, before its first step. That step drops the requests that it does not admit. A
+        request continues when it is admitted as `AdoptedRequest.as_new`, in that step or a later
+        one; blocks keep their contents until they are assigned.
 
         Raises:
             AdoptionMismatch: ranks disagree about what a request is.
@@ -340,37 +327,38 @@ class WorkerGroup:
 
     @property
     def needs_relink(self) -> bool:
-        """Whether the communicators must be built anew before the next step."""
+        """True if the ranks must build new communicators before the next step."""
         return self._state.needs_relink
 
     def relink(self) -> None:
         """Build new communicators on all ranks; weights and KV cache stay, requests do not.
 
-        Tokens may have been under way between ranks, so no row can be trusted. The requests that
-        are running are lost: the next step fails and names them.
+        Tokens may have been under way between ranks, so no row can be trusted. Running requests are
+        lost: the next step fails and names them.
 
         Raises:
-            WorkerDied: a daemon is gone: its neighbours may know that before its own connection
+            WorkerDied: a daemon is dead: its neighbours may know that before its own connection
                 ends, hence a moment's patience.
         """
         self._channel.check_deaths()
         self._drain()
-        self._steps.lose_rows("the group was linked anew")
+        self._steps.lose_rows("the group was relinked")
         self.load_chain.relink()
-        self._state.apply(LinkMade())
+        self._state.apply(Change.LINK_MADE)
 
     def reset(self, to: Literal["CREATED", "DEVICE_READY", "MODEL_LOADED"]) -> None:
-        """Go back down the load chain on all ranks. Requests are lost as in relink()."""
+        """Return all ranks to an earlier state of the load chain. Requests are lost as in
+        relink()."""
         self._drain()
         self._steps.lose_rows("the group was reset")
         self.load_chain.reset(to)
         if to == "CREATED":
-            self._state.apply(LinkMade())
+            self._state.apply(Change.LINK_MADE)
 
     # ------------------------------------------------------------------ weights
 
     def compute_weight_checksums(self) -> list[lc.ComputeWeightChecksumsReply]:
-        """Hash every rank's weights, tensor by tensor, as they are now."""
+        """Hash every rank's present weights, tensor by tensor."""
         return self._channel.ask(lc.ComputeWeightChecksums)
 
     def save_sharded_state(
@@ -382,10 +370,10 @@ class WorkerGroup:
         """Save the group's weights as the set `name` under the daemons' save root, which they must
         share; load it with load_format="sharded_state".
 
-        All ranks write at once, beside a set that has the name already; rank 0 then puts the new
-        one in its place in one step. After an error of a rank the old set is in place and nothing
-        else; what a dead rank has left goes with the next save. No group may load the set
-        meanwhile. pattern names the files, by {rank} and {part}; max_size_bytes bounds each.
+        All ranks write at once, beside an existing set of the name; rank 0 then replaces that in
+        one step. After a rank's error only the old set is left; files of a dead rank are removed by
+        the next save. No group may load the set meanwhile. pattern names the files, by {rank} and
+        {part}; max_size_bytes bounds each.
 
         Raises:
             RemoteConfigError: no daemon option --save-root, or not the same one, or the name or the
@@ -393,9 +381,7 @@ class WorkerGroup:
         """
         return save_weights(
             self._channel,
-            functools.partial(
-                lc.SaveShardedState, name=name, pattern=pattern, max_size_bytes=max_size_bytes
-            ),
+            partial(lc.SaveShardedState, name=name, pattern=pattern, max_size_bytes=max_size_bytes),
         )
 
     def save_tensorized_model(self, name: str) -> list[lc.SaveTensorizedModelReply]:
@@ -405,17 +391,17 @@ class WorkerGroup:
         Raises: as save_sharded_state does, and
             RemoteConfigError: a daemon does not have the library.
         """
-        return save_weights(self._channel, functools.partial(lc.SaveTensorizedModel, name=name))
+        return save_weights(self._channel, partial(lc.SaveTensorizedModel, name=name))
 
     # ------------------------------------------------------------------ sleep
 
     def sleep(self, level: lc.SleepLevel = 1) -> list[lc.MemoryTagsReply]:
-        """Give up the memory of weights and KV cache on every rank; addresses stay. Level 1 keeps
+        """Release the memory of weights and KV cache on every rank; addresses stay. Level 1 keeps
         the weights in host memory, level 2 keeps nothing: they must be loaded again after wake_up.
         Repeating it changes nothing.
 
-        Requests are lost as in relink(), and blocks hold nothing any more: finish requests first,
-        and start with a new scheduler.
+        Requests are lost as in relink(), and blocks have no contents any more: finish requests
+        first, and start with a new scheduler.
 
         Raises:
             RemoteCapacityError: a host has no room for the weights. That rank is as it was; others
@@ -424,11 +410,11 @@ class WorkerGroup:
         """
         self._drain()
         self._steps.lose_rows("the group was put to sleep")
-        return self._channel.ask(functools.partial(lc.Sleep, level=level))
+        return self._channel.ask(partial(lc.Sleep, level=level))
 
     def wake_up(self, tags: Sequence[lc.MemoryTag] | None = None) -> list[lc.MemoryTagsReply]:
-        """Take memory for tags again on every rank, by default for all; in any order. Steps are
-        refused until both are awake. Repeating it changes nothing.
+        """Allocate the memory of tags again on every rank, by default of all; in any order. Steps
+        are refused until both are awake. Repeating it changes nothing.
 
         Raises:
             RemoteCapacityError: a device has not that much left. That rank sleeps on as it did;
@@ -436,10 +422,10 @@ class WorkerGroup:
             RemoteConfigError: as sleep() does.
         """
         wanted = None if tags is None else tuple(tags)
-        return self._channel.ask(functools.partial(lc.WakeUp, tags=wanted))
+        return self._channel.ask(partial(lc.WakeUp, tags=wanted))
 
     def discard(self, tags: Sequence[lc.MemoryTag]) -> list[lc.MemoryTagsReply]:
-        """Give up the memory of tags on every rank, and keep nothing of them, awake or asleep. With
+        """Release the memory of tags on every rank, awake or asleep, and keep nothing of it. With
         the KV cache, requests are lost as in sleep().
 
         Raises:
@@ -448,24 +434,24 @@ class WorkerGroup:
         self._drain()
         if "kv_cache" in tags:
             self._steps.lose_rows("the group's KV cache was discarded")
-        return self._channel.ask(functools.partial(lc.Discard, tags=tuple(tags)))
+        return self._channel.ask(partial(lc.Discard, tags=tuple(tags)))
 
     # ------------------------------------------------------------------ weights
 
     def init_weight_transfer_engine(
         self, engine: wt.Engine, timeout_s: float = 60.0
     ) -> list[wt.InitWeightTransferEngineReply]:
-        """Choose where the weights of later updates come from, on every rank. With broadcasts: wait
-        for the trainer, who must come at the same time (`client.trainer` has one).
+        """Choose the source of the weights of later updates, on every rank. With broadcasts: wait
+        for the trainer, which must come at the same time (`worker_client.trainer` has one).
 
-        timeout_s: how long a rank waits for the trainer here, and later without anything coming.
+        timeout_s: how long a rank waits for the trainer here, and later for its next data.
 
         Raises:
             WeightTransferError: the trainer has not come. RemoteConfigError: the engine is not for
             this group. The daemons serve on, without an engine.
         """
         return self._channel.ask(
-            functools.partial(
+            partial(
                 wt.InitWeightTransferEngine,
                 engine=engine,
                 timeout_ms=max(100, int(timeout_s * 1000)),
@@ -477,18 +463,18 @@ class WorkerGroup:
         self, format: wt.WeightFormat = "checkpoint", *, partial: bool = False
     ) -> None:
         """Open an update on every rank. No step can be sent until finish_weight_update() or
-        reload_weights(); what is running is lost, and the next step's failure names it. A scheduler
-        must forget its cached prefixes: they are of the old weights.
+        reload_weights(). Running requests are lost, and the next step's failure names them. A
+        scheduler must forget its cached prefixes: they belong to the old weights.
 
-        format: `checkpoint`, tensors as the checkpoint has them, or `kernel`, as the ranks hold
-        them. partial: tensors that do not come stay as they are.
+        format: `checkpoint`, tensors as in the checkpoint, or `kernel`, as the ranks hold them.
+        partial: tensors that are not sent stay as they are.
         """
         self._give_up_weights("a weight update is open")
-        self._channel.ask(functools.partial(wt.StartWeightUpdate, format=format, partial=partial))
+        self._channel.ask(lambda **ids: wt.StartWeightUpdate(format=format, partial=partial, **ids))
 
     def update_weights(self, tensors: TensorList, source: wt.Source) -> list[wt.UpdateWeightsReply]:
-        """Take tensors on every rank, from where the engine has them. A trainer's broadcasts must
-        run at the same time as this call: it returns once they are over.
+        """Update tensors on every rank, from the engine's source. A trainer's broadcasts must run
+        at the same time as this call: it returns once they are complete.
 
         Raises:
             RemoteConfigError: the model has no such tensors; nothing was taken, and the update is
@@ -497,9 +483,7 @@ class WorkerGroup:
             WeightTransferError: the trainer is lost. The weights are dirty: begin again with
                 init_weight_transfer_engine and start_weight_update, or reload_weights.
         """
-        return self._channel.ask(
-            functools.partial(wt.UpdateWeights, **tensors._asdict(), source=source)
-        )
+        return self._channel.ask(partial(wt.UpdateWeights, **tensors._asdict(), source=source))
 
     def finish_weight_update(self) -> list[wt.FinishWeightUpdateReply]:
         """Close the update on every rank: steps can be sent again.
@@ -508,12 +492,12 @@ class WorkerGroup:
             RemoteConfigError: tensors have not come; the update is still open.
         """
         replies = self._channel.ask(wt.FinishWeightUpdate)
-        self._state.apply(WeightsFilled())
+        self._state.apply(Change.WEIGHTS_FILLED)
         return replies
 
     def reload_weights(self, model: str = "") -> list[wt.ReloadWeightsReply]:
-        """Read the weights again on every rank, in place, from `model` or from where they came
-        from; requests are lost as in start_weight_update(). Makes dirty weights whole.
+        """Read the weights again on every rank, in place, from `model` or from their previous
+        source; requests are lost as in start_weight_update(). Completes dirty weights.
 
         Raises:
             RemoteConfigError: the directory lies outside the daemons' roots, or holds another
@@ -522,13 +506,13 @@ class WorkerGroup:
         before = self._state.weights_cause
         self._give_up_weights("reload_weights has failed on some rank")
         try:
-            replies = self._channel.ask(functools.partial(wt.ReloadWeights, model=model))
+            replies = self._channel.ask(partial(wt.ReloadWeights, model=model))
         except RemoteError:
-            self._state.apply(WeightsGone(before) if before else WeightsFilled())
+            self._state.apply(WeightsGone(before) if before else Change.WEIGHTS_FILLED)
             if not before:  # refused before the first byte, mostly
                 self._state.apply(learned(self.get_status()))
             raise
-        self._state.apply(WeightsFilled())
+        self._state.apply(Change.WEIGHTS_FILLED)
         return replies
 
     def update_config(self, overrides: Mapping[str, str | int | bool]) -> None:
@@ -538,10 +522,11 @@ class WorkerGroup:
         Raises:
             RemoteConfigError: a field is not one of these, or its value is not allowed.
         """
-        self._channel.ask(functools.partial(wt.UpdateConfig, overrides=dict(overrides)))
+        self._channel.ask(partial(wt.UpdateConfig, overrides=dict(overrides)))
 
     def _give_up_weights(self, cause: str) -> None:
-        """No step runs on weights that are being replaced, nor goes on from their KV cache."""
+        """Mark the weights incomplete and drop all rows: no step may run on weights that are being
+        replaced, nor on their KV cache."""
         self._drain()
         self._steps.lose_rows("the weights were replaced")
         self._state.apply(given_up(cause))
@@ -552,8 +537,8 @@ class WorkerGroup:
         self, tensors: Sequence[HostTensor], ranks: Sequence[int] | None = None
     ) -> list[bytes]:
         """Put tensors into the host memory of ranks (by default all), and return the content hashes
-        that steps name them by; those that are there already are not sent. No step is held up on
-        the daemons, but this returns when all is there: who serves meanwhile uses begin_upload.
+        that steps name them by. Tensors that are there already are not sent. Daemons run steps
+        meanwhile, but this returns when all is there: a driver that serves uses begin_upload.
 
         They stay until drop_uploads(), a reset() or the end of the lease: after attach() and
         replace(), upload them again.
@@ -568,13 +553,14 @@ class WorkerGroup:
     def begin_upload(
         self, tensors: Sequence[HostTensor], ranks: Sequence[int] | None = None
     ) -> UploadTask:
-        """The same chunk by chunk: call its proceed() between steps, until that returns False."""
+        """Begin an upload, to be sent chunk by chunk: call its proceed() between steps, until that
+        returns False."""
         return UploadTask(self._channel, tensors, ranks)
 
     def find_uploads(
         self, content_hashes: Sequence[bytes], ranks: Sequence[int] | None = None
     ) -> list[bool]:
-        """Say of each tensor whether all of these ranks have it, whole."""
+        """Return, for each tensor, True if all of these ranks have it completely."""
         epoch = attached_epoch(self._channel)
         found = [find(client, epoch, content_hashes) for client in chosen(self._channel, ranks)]
         return [all(on_rank[name] for on_rank in found) for name in content_hashes]
@@ -582,12 +568,12 @@ class WorkerGroup:
     def drop_uploads(
         self, content_hashes: Sequence[bytes], ranks: Sequence[int] | None = None
     ) -> None:
-        """Have ranks forget tensors, also such as are not all there; what a step has begun to use
-        stays until it is done. Unknown hashes are no error."""
+        """Have ranks forget tensors, also incomplete ones. A step that uses one keeps it until it
+        is done. Unknown hashes are no error."""
         epoch = attached_epoch(self._channel)
         for client in chosen(self._channel, ranks):
             for part in named_parts(content_hashes):
-                client.drop_uploads(epoch, part)
+                client.ask(partial(up.DropUploads, epoch=epoch, content_hashes=part))
 
     # ------------------------------------------------------------------ profiles
 
@@ -597,10 +583,10 @@ class WorkerGroup:
         prefix: str = "",
         kind: Literal["torch", "cuda"] = "torch",
     ) -> list[lc.ProfileReply]:
-        """Begin or end a profile of every rank; ending one of kind torch writes a trace a rank.
-        After an error some ranks may record: stop ends that, and is no error for the others.
+        """Begin or end a profile of every rank; ending one of kind torch writes a trace for each
+        rank. After an error some ranks may record: stop ends that, and is no error for the others.
 
-        prefix names the traces; without one they are called as those before, and replace them.
+        prefix names the traces; without one they have the previous names, and replace those files.
 
         Raises:
             IllegalStateError: a profile runs already, or one of the other kind.
@@ -608,19 +594,19 @@ class WorkerGroup:
             RemoteCapacityError: the disk is full.
         """
         return self._channel.ask(
-            functools.partial(lc.Profile, action=action, kind=kind, prefix=prefix),
+            partial(lc.Profile, action=action, kind=kind, prefix=prefix),
             timeout_s=LONG_TIMEOUT_S,  # a trace may take minutes to write
         )
 
     # ------------------------------------------------------------------ steps
 
     def execute_model(self, output: SchedulerOutput) -> StepFuture:
-        """Send a step to every rank. After a failure the step goes in full, over a new link where
+        """Send a step to every rank. After a failure the step is sent in full, over a new link if
         need be.
 
-        If a failure is known that no result() has told yet, the returned future fails with it, and
-        the requests of `output` count as lost too: a scheduler that has not heard of the failure
-        cannot have meant this step. The same goes for a new link that cannot be had.
+        If a failure has not been reported by any result(), the returned future fails with it, and
+        the requests of `output` are lost too: a scheduler that does not know of the failure cannot
+        have meant this step. The same holds if relinking fails.
 
         Raises:
             TooManyStepsInFlight: pipeline size + 1 steps are in flight.
@@ -647,9 +633,9 @@ class WorkerGroup:
         return future
 
     def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
-        """Give up a step that execute_model did not send. Every row is dropped, since the step
-        may have been meant to change any of them; return the ids that lost theirs, and those that
-        the step names. The next step is sent in full."""
+        """Give up a step that execute_model did not send. Every row is dropped, since the step may
+        have been meant to change any of them; return the ids that lost theirs, and those that the
+        step names. The next step is sent in full."""
         return self._steps.slots.withdraw(output)
 
     def sample_tokens(
@@ -658,7 +644,7 @@ class WorkerGroup:
         """Complete the sampling of a step with defer_sampling.
 
         masks: for some of its requests, int32 [ceil(vocab_size / 32)], bit 1 = allowed. Requests
-        that have finished since are left out, and so are their masks.
+        that have finished since, and their masks, are left out.
 
         Raises: as execute_model does, and
             InvalidSchedulerOutput: a mask is for a request that the step does not sample, or masks
@@ -682,8 +668,8 @@ class WorkerGroup:
         return future
 
     def execute_dummy_batch(self) -> StepFuture:
-        """Run a one-token forward without effect on any request; its result is empty. Fails and
-        raises as execute_model does."""
+        """Run a one-token forward pass without effect on any request; its result is empty. Fails
+        and raises as execute_model does."""
         self._channel.check_usable()
         failure = self._untold_failure()
         if failure is not None:
@@ -696,17 +682,17 @@ class WorkerGroup:
         return future
 
     def take_replies(self, future: StepFuture) -> None:
-        """Take in the replies that are here, until `future` is settled; never waits."""
+        """Process the replies that are here, until `future` is settled; never waits."""
         while not future.settled and self._channel.take_reply(0.0):
             pass
 
     def wait_for(self, future: StepFuture, until: float) -> None:
-        """Take in replies until `future` is settled, its own deadline passes (which fails it), or
+        """Process replies until `future` is settled, its own deadline passes (which fails it), or
         `until` does. Raises as check_given_up_link does."""
         while not future.settled:
             now = time.monotonic()
             if now >= future.deadline:
-                self.take_replies(future)  # what came while this process was kept from running
+                self.take_replies(future)  # replies that came while this process was stopped
                 if not future.settled:
                     self._steps.fail_hung(future)
             elif now >= until:
@@ -718,8 +704,8 @@ class WorkerGroup:
     # ------------------------------------------------------------------ inside
 
     def _untold_failure(self) -> Failure | None:
-        """The failure that no result() has told yet, if any: also one that shows only now, as a
-        broken link is mended before the next step.
+        """Return the failure that no result() has reported yet, if any: also one that occurs only
+        now, as a broken link is replaced before the next step.
 
         Raises:
             WorkerDied: the group is unusable.
@@ -736,7 +722,7 @@ class WorkerGroup:
         return self._steps.untold_failure
 
     def _refuse(self, failure: Failure) -> StepFuture:
-        """A future that fails at once; nothing was sent for it."""
+        """Return a future that fails at once; nothing was sent for it."""
         refused = StepFuture(self, 0, None, 0.0)
         failure.settle(refused)
         return refused
@@ -744,7 +730,7 @@ class WorkerGroup:
     def _check_credit(self) -> None:
         if self.num_in_flight >= self.max_in_flight:
             raise TooManyStepsInFlight(
-                f"{self.num_in_flight} steps are in flight, which is all that a pipeline of "
+                f"{self.num_in_flight} steps are in flight, the most for a pipeline of "
                 f"{self.parallel.pipeline_parallel_size} takes: wait for a result first"
             )
 
@@ -762,14 +748,12 @@ class WorkerGroup:
 
 
 def _read_rows(channel: GroupChannel) -> list[list[RankRow]]:
-    """What each rank tells of its requests, page by page."""
+    """Return the rows of each rank's requests, read page by page."""
     rows: list[list[RankRow]] = [[] for _ in channel.daemons.clients]
     next_slots = [0] * len(channel.daemons.clients)
 
     while True:
-        replies = channel.ask_each(
-            lambda rank: functools.partial(AdoptRequests, first_slot=next_slots[rank])
-        )
+        replies = channel.ask_each(lambda rank: partial(AdoptRequests, first_slot=next_slots[rank]))
         for rank, reply in enumerate(replies):
             rows[rank] += read_page(reply)
             next_slots[rank] = reply.next_slot or NO_MORE_SLOTS

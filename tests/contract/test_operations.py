@@ -66,7 +66,7 @@ class Unlisted(StepRequest[StepReply], frozen=True, tag=999, kw_only=True):
 
 def test_request_without_a_row_is_unknown_and_denied() -> None:
     request = Unlisted(epoch=1, link=0, seq=1)
-    with pytest.raises(BadFrameError, match="no known message"):
+    with pytest.raises(BadFrameError, match="not a known message"):
         codec.decode_step([msgspec.msgpack.encode(request)])
     with pytest.raises(ForbiddenError, match="Unlisted"):
         OpenAccess().check(("step", b"", ""), request)

@@ -10,12 +10,14 @@ import threading
 import time
 from collections import defaultdict
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rpc_schema.config import ParallelConfig
 from rpc_schema.exit_codes import ExitCode
+from rpc_schema.trace import ReadTrace, StartTrace, StopTrace
 from tests.support.command_line import run_client, short_directory, status_of
 from tests.support.serving import connect, generate, greedy_request, worker_config
 from worker_client.cli.daemons import connect as observe
@@ -268,15 +270,15 @@ def test_observer_that_gives_up_or_dies_leaves_nothing_behind(pair, model):
         with pytest.raises(KeyboardInterrupt):
             record(clients, 60, wait=interrupted)
         for client in clients:
-            client.send_start_trace(bytes(16), 100, 10).result()  # and nobody stops it
+            client.ask(partial(StartTrace, trace=bytes(16), max_ms=100), 10)  # and nobody stops it
         with pytest.raises(IllegalStateError, match="no such trace runs"):
-            clients[0].send_stop_trace(bytes(15) + b"x", keep=True, timeout_s=10).result()
+            clients[0].ask(partial(StopTrace, trace=bytes(15) + b"x", keep=True), 10)
         deadline = time.monotonic() + 20
         while not started(group):
             assert time.monotonic() < deadline, "the trace that nobody stopped still runs"
         for client in clients:
             with pytest.raises(IllegalStateError, match="no such trace to read"):
-                client.read_trace(bytes(16), 0)
+                client.ask(partial(ReadTrace, trace=bytes(16), offset=0))
         group.profile("stop")
         assert len(record(clients, 0.05).ranks) == 2
 

@@ -7,11 +7,13 @@ import signal
 import tempfile
 import threading
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import zmq
 
+from rpc_schema.lifecycle import Detach
 from tests.support.secured import KeyRing, SecuredDaemon, free_port
 from worker_client.transport import new_driver_id, parse_endpoint
 from worker_client.worker_client import WorkerClient
@@ -77,5 +79,5 @@ def test_what_a_stopped_daemon_was_asked_is_answered(daemon, ring):
             committed = client.send_commit_attach(epoch, new_driver_id(), LIMIT_S).result()
         assert (committed.previous_epoch, committed.status.epoch) == (last, epoch)
         with stopped_at_first(daemon):
-            client.detach(epoch, LIMIT_S)
+            client.ask(partial(Detach, epoch=epoch), LIMIT_S)
         assert client.get_status().lease.state == "free"

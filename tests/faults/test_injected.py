@@ -13,10 +13,10 @@ import pytest
 from rpc_schema.config import ParallelConfig
 from tests.support.leased_driver import admit, decode, make_ready
 from tests.unit.server.driver import DaemonProcess
-from worker_client import oom_kills
+from worker_client import processes
 from worker_client.errors import LeaseExpiredError, Unkillable, WorkerDied
 from worker_client.launcher import LocalDaemons
-from worker_client.lease_terms import LeaseTerms
+from worker_client.lease import LeaseTerms
 from worker_client.worker_group import WorkerGroup
 
 TTL_S = 20.0
@@ -49,8 +49,8 @@ def test_row_13_kill_for_want_of_memory_is_named(
 ):
     daemon = DaemonProcess(tmp_path / "d")
     memory = Memory(tmp_path, daemon.process.pid)
-    monkeypatch.setattr(oom_kills, "PROCESSES", tmp_path / "proc")
-    monkeypatch.setattr(oom_kills, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(processes, "PROCESSES", tmp_path / "proc")
+    monkeypatch.setattr(processes, "CGROUPS", tmp_path / "cgroup")
     try:
         with group_on(daemon) as group:
             group.attach()

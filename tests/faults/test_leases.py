@@ -28,7 +28,7 @@ from tests.contract.random_messages import fixed_example
 from tests.support.leased_driver import admit, decode, living_driver, make_ready
 from tests.unit.server.driver import DaemonProcess, Driver, wait_for
 from worker_client.errors import LeaseExpiredError, LeaseHeldError
-from worker_client.lease_terms import LeaseTerms
+from worker_client.lease import LeaseTerms
 from worker_client.worker_group import WorkerGroup
 
 TTL_S = 1.0

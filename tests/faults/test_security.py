@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -283,8 +284,11 @@ def test_observer_asks_and_listens_and_changes_nothing(daemon, ring, sockets):
     assert status.serving == "SERVING"
     for request, name in (
         (lambda client: client.prepare_attach(10**6), "PrepareAttach"),
-        (lambda client: client.detach(1), "Detach"),
-        (lambda client: client.open_rendezvous(1, 1, 2), "OpenRendezvous"),
+        (lambda client: client.ask(partial(lc.Detach, epoch=1)), "Detach"),
+        (
+            lambda client: client.ask(partial(lc.OpenRendezvous, epoch=1, link=1, num_ranks=2)),
+            "OpenRendezvous",
+        ),
         (lambda client: client.shutdown(), "Shutdown"),
     ):
         with pytest.raises(ForbiddenError, match=f"{name} needs the role .* role observer"):

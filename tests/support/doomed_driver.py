@@ -19,7 +19,7 @@ from rpc_schema.codec import decode_step
 from rpc_schema.config import WorkerConfig
 from rpc_schema.step import ExecuteModel
 from worker_client.driver import Driver
-from worker_client.lease_terms import LeaseTerms
+from worker_client.lease import LeaseTerms
 from worker_client.loading import LoadedGroup
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits

@@ -20,7 +20,7 @@ from tests.support.serving import greedy_request, scheduler_limits
 from worker_client.driver import Driver
 from worker_client.errors import ClientError
 from worker_client.keys import read_keys
-from worker_client.lease_terms import LeaseTerms
+from worker_client.lease import LeaseTerms
 from worker_client.liveness import LivenessEvent
 from worker_client.loading import LoadedGroup
 from worker_client.outcomes import StepFuture

@@ -33,7 +33,7 @@ from tests.support.checkpoints import Checkpoint
 from worker_client.driver import Driver
 from worker_client.errors import LaunchError
 from worker_client.launcher import LocalDaemons
-from worker_client.lease_terms import LeaseTerms
+from worker_client.lease import LeaseTerms
 from worker_client.loading import LoadedGroup
 from worker_client.outcomes import StepFuture
 from worker_client.requests import GenerationRequest

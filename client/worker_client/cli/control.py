@@ -1,16 +1,18 @@
-"""`worker-client status`, `drain` and `shutdown`: they talk to daemons without attaching."""
+"""`worker-client status`, `drain` and `shutdown`: control requests to daemons, without
+attaching."""
 
 import json
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import partial
 from typing import Annotated
 
 import msgspec
 import typer
 
 from rpc_schema.lease import LeaseStatus
-from rpc_schema.lifecycle import KVCacheAdvice, ReplyDelay, Status
+from rpc_schema.lifecycle import Drain, KVCacheAdvice, ReplyDelay, Status
 from rpc_schema.plain_text import printable
 from worker_client.cli.daemons import connect
 from worker_client.cli.options import KeyFile, KnownDaemons, Wait, split_endpoints
@@ -18,7 +20,7 @@ from worker_client.cli.output_file import print_text
 from worker_client.cli.top_frame import held_blocks, leased
 from worker_client.errors import ClientConfigError
 from worker_client.keys import read_keys
-from worker_client.worker_client import WorkerClient
+from worker_client.worker_client import AskingClient
 
 Endpoints = Annotated[
     str, typer.Option(envvar="WORKER_CLIENT_ENDPOINTS", help="Running daemons: EP,EP,...")
@@ -30,7 +32,7 @@ DRAIN_WITHIN_S = 90.0
 
 
 class Probe(StrEnum):
-    """What a supervisor asks."""
+    """Condition that a supervisor probes for."""
 
     LIVE = "live"
     """It answers, and nothing is past its deadline."""
@@ -42,7 +44,7 @@ def status(
     endpoints: Endpoints,
     as_json: AsJson = False,
     probe: Annotated[
-        Probe | None, typer.Option(help="Show nothing: exit with 1 where a daemon is not.")
+        Probe | None, typer.Option(help="Print nothing: exit with 1 if a daemon fails the probe.")
     ] = None,
     key_file: KeyFile = "",
     known_daemons: KnownDaemons = None,
@@ -51,7 +53,7 @@ def status(
     """Show what each daemon is and does."""
     if as_json and probe is not None:
         raise ClientConfigError(
-            "a probe shows nothing", field="probe", value=probe.value, fix="leave out --json"
+            "a probe prints no status", field="probe", value=probe.value, fix="leave out --json"
         )
     keys = read_keys(key_file, known_daemons)
     with connect(named_daemons(endpoints), keys, wait) as clients:
@@ -83,7 +85,7 @@ def drain(
     with connect(named_daemons(endpoints), keys, wait) as clients:
         for client in clients:
             client.hello()
-        for call in [client.send_drain(within, undo=undo) for client in clients]:
+        for call in [client.begin(partial(Drain, undo=undo), within) for client in clients]:
             call.result()
         for status in [client.get_status() for client in clients]:
             print_text(f"{status.endpoint}: {status.serving}, {_holder(status.lease)}\n")
@@ -103,7 +105,7 @@ def shutdown(
 
 
 def named_daemons(endpoints: str) -> tuple[str, ...]:
-    """Return the endpoints of "EP,EP,...". Raises ClientConfigError without any."""
+    """Return the endpoints of "EP,EP,...". Raises ClientConfigError if there are none."""
     names = split_endpoints(endpoints)
     if not names:
         raise ClientConfigError(
@@ -112,7 +114,7 @@ def named_daemons(endpoints: str) -> tuple[str, ...]:
     return names
 
 
-def _probe(clients: Sequence[WorkerClient], probe: Probe) -> None:
+def _probe(clients: Sequence[AskingClient], probe: Probe) -> None:
     amiss = [
         f"{c.endpoint.control}: {printable(what)}\n"
         for c in clients
@@ -123,7 +125,7 @@ def _probe(clients: Sequence[WorkerClient], probe: Probe) -> None:
         raise typer.Exit(1)
 
 
-def _what_is_amiss(client: WorkerClient, probe: Probe) -> str:
+def _what_is_amiss(client: AskingClient, probe: Probe) -> str:
     health = client.check_health()
     if not health.healthy:
         return health.detail
@@ -136,24 +138,18 @@ def _what_is_amiss(client: WorkerClient, probe: Probe) -> str:
 
 
 def _named(status: Status) -> dict[str, object]:
-    fields: dict[str, object] = {
-        name: value
-        for name, value in zip(
-            status.__struct_fields__, msgspec.structs.astuple(status), strict=True
-        )
-        if name not in ("worker_uid", "config", "kv_cache")
-    }
-    fields["reply_delay"] = msgspec.structs.asdict(status.reply_delay)
-    load = status.gpu_load
-    fields["gpu_load"] = None if load is None else msgspec.structs.asdict(load)
-    advice = status.kv_cache_advice
-    fields["kv_cache_advice"] = None if advice is None else msgspec.structs.asdict(advice)
+    fields = msgspec.structs.asdict(status)
+    for name in ("reply_delay", "gpu_load", "kv_cache_advice"):
+        if fields[name] is not None:
+            fields[name] = msgspec.structs.asdict(fields[name])
     fields["lease"] = msgspec.structs.asdict(status.lease) | {"holder": status.lease.holder.hex()}
-    fields["worker_uid"] = status.worker_uid.hex()
-    fields["config"] = None if status.config is None else status.config.fingerprint()
-    fields["model"] = None if status.config is None else status.config.model.model
-    fields["num_blocks"] = None if status.kv_cache is None else status.kv_cache.num_blocks
-    return fields
+    uid, config, kv_cache = map(fields.pop, ("worker_uid", "config", "kv_cache"))
+    return fields | {
+        "worker_uid": uid.hex(),
+        "config": None if config is None else config.fingerprint(),
+        "model": None if config is None else config.model.model,
+        "num_blocks": None if kv_cache is None else kv_cache.num_blocks,
+    }
 
 
 def _memory(status: Status) -> str:
@@ -180,7 +176,7 @@ def _holder(lease: LeaseStatus) -> str:
 
 
 def _block(status: Status) -> str:
-    """A daemon, a line for each thing that there is to say of it."""
+    """Return a daemon's status as text, a line for each non-empty entry."""
     asleep = [f"{tag} {held}" for tag, held in status.memory_tags.items() if held != "awake"]
     lines = {
         "daemon": f"{status.endpoint}, pid {status.pid}, {status.device}, rank {status.rank}",

@@ -1,5 +1,4 @@
-"""Daemons that are asked, not driven: connections without attaching, and a scrape of their status
-beside a run. Knows no group."""
+"""Connections to daemons without attaching, and a scrape of their status beside a run."""
 
 import contextlib
 import threading
@@ -11,10 +10,9 @@ import zmq
 
 from rpc_schema.errors import WireError
 from worker_client.errors import ClientError
-from worker_client.first_contact import greet
 from worker_client.keys import NO_KEYS, Keys
 from worker_client.transport import new_driver_id, parse_endpoint
-from worker_client.worker_client import CONTROL_TIMEOUT_S, AskingClient, WorkerClient
+from worker_client.worker_client import CONTROL_TIMEOUT_S, AskingClient
 
 SCRAPE_INTERVAL_S: Final = 0.1
 SCRAPE_TIMEOUT_S: Final = 1.0
@@ -23,8 +21,8 @@ SCRAPE_TIMEOUT_S: Final = 1.0
 @contextlib.contextmanager
 def connect(
     endpoints: Sequence[str], keys: Keys = NO_KEYS, wait_s: float = 0.0
-) -> Iterator[list[WorkerClient]]:
-    """Open a client to each daemon, that asks and does not drive; closed at the end. wait_s: for
+) -> Iterator[list[AskingClient]]:
+    """Open a client for each daemon, for control requests only; closed at the end. wait_s: for
     daemons that are not started yet.
 
     Raises:
@@ -34,13 +32,13 @@ def connect(
     parsed = [parse_endpoint(endpoint, keys) for endpoint in endpoints]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     driver_id = new_driver_id()
-    clients: list[WorkerClient] = [
+    clients = [
         AskingClient(context, endpoint, rank, driver_id) for rank, endpoint in enumerate(parsed)
     ]
     listen_by = time.monotonic() + wait_s
     try:
         for client in clients if wait_s else ():
-            greet(client, CONTROL_TIMEOUT_S, listen_by)
+            client.greet(CONTROL_TIMEOUT_S, listen_by)
         yield clients
     finally:
         for client in clients:
@@ -50,12 +48,12 @@ def connect(
 
 class Scrape:
     """Asks each daemon for its status every SCRAPE_INTERVAL_S on a thread of its own, as a metrics
-    collector would, from `with` on until its end, and at least once. One that does not answer is
+    collector would, for the duration of a `with`, and at least once. One that does not answer is
     asked again."""
 
     def __init__(self, endpoints: Sequence[str], keys: Keys = NO_KEYS) -> None:
         self.num_statuses = 0
-        """Answers so far."""
+        """Number of replies so far."""
         self._endpoints = endpoints
         self._keys = keys
         self._ended = threading.Event()

@@ -1,6 +1,7 @@
-"""The options of `generate` and `bench`, once for both, and where their defaults come from: command
-line, then environment (WORKER_CLIENT_*), then the TOML file of --config."""
+"""The shared options of `generate` and `bench`, and the sources of their defaults: command line,
+then environment (WORKER_CLIENT_*), then the TOML file of --config."""
 
+import copy
 import functools
 import inspect
 import tomllib
@@ -8,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Final, get_args
 
 import typer
 
@@ -28,9 +29,13 @@ from worker_client.errors import ClientConfigError
 from worker_client.keys import NO_KEYS, Keys, read_keys
 from worker_client.replacement import REPLACE_WITHIN_S
 
+DEFAULT_MAX_TOKENS: Final = 64
+_LINE_ONLY: Final = ("force", "config", "prompt", "input_", "output", "max_tokens")
+"""Options without an environment variable."""
+
 
 class Device(StrEnum):
-    """What local daemons run on."""
+    """Device of local daemons."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -53,7 +58,9 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
     known = {parameter.name for parameter in context.command.params}
     unknown = sorted(set(values) - known)
     if unknown:
-        raise typer.BadParameter(f"{path} sets {unknown[0]!r}, which is no option of this command")
+        raise typer.BadParameter(
+            f"{path} sets {unknown[0]!r}, which is not an option of this command"
+        )
     context.default_map = {**values, **(context.default_map or {})}
     return path
 
@@ -62,15 +69,6 @@ def _env(name: str) -> str:
     return f"WORKER_CLIENT_{name}"
 
 
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config", is_eager=True, callback=read_config_file, help="TOML file with defaults."
-    ),
-]
-Endpoints = Annotated[
-    str, typer.Option(envvar=_env("ENDPOINTS"), help="Running daemons, in rank order: EP,EP,...")
-]
 KeyFile = Annotated[
     str,
     typer.Option(
@@ -81,126 +79,20 @@ KnownDaemons = Annotated[
     Path | None,
     typer.Option(envvar=_env("KNOWN_DAEMONS"), help="JSON file of the daemons' public keys."),
 ]
-Model = Annotated[
-    Path, typer.Option(envvar=_env("MODEL"), help="Checkpoint directory, Hugging Face format.")
-]
-PipelineParallelSize = Annotated[
-    int, typer.Option(envvar=_env("PIPELINE_PARALLEL_SIZE"), min=1, help="Pipeline stages.")
-]
-TensorParallelSize = Annotated[
-    int, typer.Option(envvar=_env("TENSOR_PARALLEL_SIZE"), min=1, help="Ranks of a stage.")
-]
-LayerPartition = Annotated[
-    str,
-    typer.Option(
-        envvar=_env("LAYER_PARTITION"), help="Layers of each stage: N,N,...; default: even."
-    ),
-]
-DeviceOption = Annotated[
-    Device | None,
-    typer.Option("--device", envvar=_env("DEVICE"), help="Default: cuda where there is one."),
-]
-DtypeOption = Annotated[
-    str, typer.Option("--dtype", envvar=_env("DTYPE"), help=", ".join(get_args(Dtype)))
-]
-LoadFormatOption = Annotated[
-    str,
-    typer.Option("--load-format", envvar=_env("LOAD_FORMAT"), help=", ".join(get_args(LoadFormat))),
-]
-MaxModelLen = Annotated[
-    int | None,
-    typer.Option(
-        envvar=_env("MAX_MODEL_LEN"),
-        min=FIT_MAX_MODEL_LEN,
-        help="Default: the model's own limit; -1: as much of it as the cache holds.",
-    ),
-]
-FitMaxModelLen = Annotated[
-    bool, typer.Option(envvar=_env("FIT_MAX_MODEL_LEN"), help="Lower it to what the cache holds.")
-]
-MaxNumSeqs = Annotated[
-    int,
-    typer.Option(envvar=_env("MAX_NUM_SEQS"), min=1, max=65535, help="Requests running at once."),
-]
-MaxNumBatchedTokens = Annotated[
-    int, typer.Option(envvar=_env("MAX_NUM_BATCHED_TOKENS"), min=1, help="Tokens in a step.")
-]
-BlockSize = Annotated[
-    int, typer.Option(envvar=_env("BLOCK_SIZE"), min=1, max=1024, help="Tokens in a KV block.")
-]
-NumGpuBlocks = Annotated[
-    int | None,
-    typer.Option(envvar=_env("NUM_GPU_BLOCKS"), min=2, help="KV blocks; default: what fits."),
-]
-GpuMemoryUtilization = Annotated[
-    float,
-    typer.Option(envvar=_env("GPU_MEMORY_UTILIZATION"), max=1.0, help="Share of the memory."),
-]
-KVCacheMemoryBytes = Annotated[
-    int | None,
-    typer.Option(
-        envvar=_env("KV_CACHE_MEMORY_BYTES"),
-        min=1,
-        max=2**63 - 1,
-        help="Of each rank's KV cache, instead of what the share leaves; `status` advises.",
-    ),
-]
-EnforceEager = Annotated[
-    bool, typer.Option("--enforce-eager", envvar=_env("ENFORCE_EAGER"), help="No CUDA graphs.")
-]
-EnableSleepMode = Annotated[
-    bool,
-    typer.Option(
-        "--enable-sleep-mode",
-        envvar=_env("ENABLE_SLEEP_MODE"),
-        help="Lay memory out so that a driver can put the group to sleep.",
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(envvar=_env("SEED"), min=0, help="Seeds dummy weights and requests without one."),
-]
-Reload = Annotated[
-    bool, typer.Option("--reload", envvar=_env("RELOAD"), help="Load anew, whatever is loaded.")
-]
-ReplaceWithin = Annotated[
-    float,
-    typer.Option(
-        envvar=_env("REPLACE_WITHIN"),
-        min=0.0,
-        metavar="SECONDS",
-        help="Wait so long for a daemon that died to be started again; 0: give up at once.",
-    ),
-]
 Wait = Annotated[
     float,
     typer.Option(
         envvar=_env("WAIT"),
         min=0.0,
         metavar="SECONDS",
-        help="Wait so long for daemons that are not started yet.",
+        help="Wait for daemons that are not started yet.",
     ),
 ]
-Restart = Annotated[
-    bool, typer.Option("--restart", envvar=_env("RESTART"), help="Start local daemons that died.")
-]
-Force = Annotated[
-    bool, typer.Option("--force", help="Take daemons from a driver that lives (role admin).")
-]
-Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="A prompt; may be repeated.")]
-Input = Annotated[
-    Path | None, typer.Option("--input", help="Requests, one JSON object a line (JSONL).")
-]
-Output = Annotated[Path | None, typer.Option("--output", help="Where results go, as JSONL.")]
-Adopt = Annotated[
-    bool, typer.Option("--adopt", help="Go on with the requests that a driver before has left.")
-]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Of each --prompt.")]
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What generate and bench run with."""
+    """Checked options of generate and bench."""
 
     model: Path
     endpoints: tuple[str, ...]
@@ -212,40 +104,107 @@ class RunOptions:
     reload: bool
     force: bool
     keys: Keys = NO_KEYS
-    """For the daemons that are named; local ones have none."""
+    """Keys for the daemons of `endpoints`; local ones have none."""
     replace_within_s: float = REPLACE_WITHIN_S
     restart: bool = False
     wait_s: float = 0.0
+    prompts: tuple[str, ...] = ()
+    input: Path | None = None
+    output: Path | None = None
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    """Applies to each prompt."""
 
 
 def build_run_options(
     *,
-    model: Model,
-    endpoints: Endpoints = "",
-    pipeline_parallel_size: PipelineParallelSize = 1,
-    tensor_parallel_size: TensorParallelSize = 1,
-    layer_partition: LayerPartition = "",
-    device: DeviceOption = None,
-    dtype: DtypeOption = "auto",
-    load_format: LoadFormatOption = "auto",
-    max_model_len: MaxModelLen = None,
-    fit_max_model_len: FitMaxModelLen = False,
-    max_num_seqs: MaxNumSeqs = 256,
-    max_num_batched_tokens: MaxNumBatchedTokens = 8192,
-    block_size: BlockSize = 16,
-    num_gpu_blocks: NumGpuBlocks = None,
-    gpu_memory_utilization: GpuMemoryUtilization = 0.9,
-    kv_cache_memory_bytes: KVCacheMemoryBytes = None,
-    enforce_eager: EnforceEager = False,
-    enable_sleep_mode: EnableSleepMode = False,
-    seed: Seed = None,
-    reload: Reload = False,
-    force: Force = False,
+    model: Annotated[Path, typer.Option(help="Checkpoint directory, Hugging Face format.")],
+    endpoints: Annotated[str, typer.Option(help="Running daemons, in rank order: EP,EP,...")] = "",
+    pipeline_parallel_size: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks of a stage.")] = 1,
+    layer_partition: Annotated[
+        str, typer.Option(help="Layers of each stage: N,N,...; default: even.")
+    ] = "",
+    device: Annotated[Device | None, typer.Option(help="Default: cuda if there is a GPU.")] = None,
+    dtype: Annotated[str, typer.Option(help=", ".join(get_args(Dtype)))] = "auto",
+    load_format: Annotated[str, typer.Option(help=", ".join(get_args(LoadFormat)))] = "auto",
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            min=FIT_MAX_MODEL_LEN,
+            help="Default: the model's own limit; -1: as much of it as the cache holds.",
+        ),
+    ] = None,
+    fit_max_model_len: Annotated[
+        bool, typer.Option(help="Lower max_model_len to what the cache holds.")
+    ] = False,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, max=65535, help="Requests running at once.")
+    ] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = 8192,
+    block_size: Annotated[int, typer.Option(min=1, max=1024, help="Tokens in a KV block.")] = 16,
+    num_gpu_blocks: Annotated[
+        int | None, typer.Option(min=2, help="KV blocks; default: what fits.")
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(max=1.0, help="Share of the memory.")
+    ] = 0.9,
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=2**63 - 1,
+            help="Size of each rank's KV cache, instead of the memory share; `status` advises.",
+        ),
+    ] = None,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
+    enable_sleep_mode: Annotated[
+        bool,
+        typer.Option(
+            "--enable-sleep-mode",
+            help="Lay memory out so that a driver can put the group to sleep.",
+        ),
+    ] = False,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seeds dummy weights and requests without one.")
+    ] = None,
+    reload: Annotated[
+        bool, typer.Option("--reload", help="Load again, whatever is loaded.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Take daemons from a live driver (role admin).")
+    ] = False,
     key_file: KeyFile = "",
     known_daemons: KnownDaemons = None,
-    replace_within: ReplaceWithin = REPLACE_WITHIN_S,
-    restart: Restart = False,
+    replace_within: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="Wait for a dead daemon to be restarted; 0: give up at once.",
+        ),
+    ] = REPLACE_WITHIN_S,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Restart local daemons that died.")
+    ] = False,
     wait: Wait = 0.0,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", is_eager=True, callback=read_config_file, help="TOML file with defaults."
+        ),
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", help="A prompt; may be repeated.")
+    ] = None,
+    input_: Annotated[
+        Path | None, typer.Option("--input", help="Requests, one JSON object a line (JSONL).")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="File for the results, as JSONL.")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to generate for each --prompt.")
+    ] = DEFAULT_MAX_TOKENS,
 ) -> RunOptions:
     """Check the options and put them into a worker configuration.
 
@@ -254,7 +213,7 @@ def build_run_options(
     """
     _check_bounds(model, gpu_memory_utilization, max_model_len)
     is_fitted = max_model_len == FIT_MAX_MODEL_LEN
-    config = WorkerConfig(
+    group = WorkerConfig(
         parallel=ParallelConfig(
             pipeline_parallel_size=pipeline_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
@@ -262,8 +221,8 @@ def build_run_options(
         ),
         model=ModelConfig(
             model=str(model.resolve()),
-            dtype=_dtype(dtype),
-            load_format=_load_format(load_format),
+            dtype=_one_of("dtype", dtype, Dtype),
+            load_format=_one_of("load_format", load_format, LoadFormat),
             max_model_len=None if is_fitted else max_model_len,
             seed=seed or 0,
             enable_sleep_mode=enable_sleep_mode,
@@ -282,7 +241,7 @@ def build_run_options(
         model=model.resolve(),
         endpoints=split_endpoints(endpoints),
         device=device or default_device(),
-        config=config,
+        config=group,
         num_gpu_blocks=num_gpu_blocks,
         fit_max_model_len=fit_max_model_len or is_fitted,
         seed=seed,
@@ -292,6 +251,10 @@ def build_run_options(
         replace_within_s=replace_within,
         restart=restart,
         wait_s=wait,
+        prompts=tuple(prompt or ()),
+        input=input_,
+        output=output,
+        max_tokens=max_tokens,
     )
 
 
@@ -314,7 +277,7 @@ def _check_bounds(model: Path, gpu_memory_utilization: float, max_model_len: int
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """The counts of "N,N,...". Whether they suit the model, the daemons say."""
+    """Return the counts of "N,N,...". The daemons check them against the model."""
     try:
         return read_layer_partition(text)
     except ValueError as error:
@@ -327,9 +290,9 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def takes_run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Make a command of the command line that has the parameters of build_run_options and its own,
-    and is called with the former as one RunOptions in front."""
-    shared = list(inspect.signature(build_run_options).parameters.values())
+    """Return a command for the command line that has the parameters of build_run_options and its
+    own. The command is called with one RunOptions first."""
+    shared = list(map(_from_environment, inspect.signature(build_run_options).parameters.values()))
     own = list(inspect.signature(command).parameters.values())[1:]
 
     @functools.wraps(command)
@@ -343,26 +306,24 @@ def takes_run_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def _from_environment(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Let an option be set by the environment variable of its name."""
+    if parameter.name in _LINE_ONLY:
+        return parameter
+    kind, option = get_args(parameter.annotation)
+    option = copy.copy(option)
+    option.envvar = _env(parameter.name.upper())
+    return parameter.replace(annotation=Annotated[kind, option])
+
+
 def split_endpoints(text: str) -> tuple[str, ...]:
     """Return the endpoints of `EP,EP,...`."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def _dtype(text: str) -> Dtype:
-    for value in ("auto", "float32", "bfloat16", "float16"):
-        if text == value:
-            return value
-    raise _not_one_of("dtype", text, get_args(Dtype))
-
-
-def _load_format(text: str) -> LoadFormat:
-    for value in ("auto", "dummy", "sharded_state", "tensorizer"):
-        if text == value:
-            return value
-    raise _not_one_of("load_format", text, get_args(LoadFormat))
-
-
-def _not_one_of(field: str, value: str, allowed: tuple[str, ...]) -> ClientConfigError:
-    return ClientConfigError(
-        "unknown value", field=field, value=value, fix="use " + ", ".join(allowed)
-    )
+def _one_of(field: str, value: str, kind: Any) -> Any:
+    """Return the value if it is one of a Literal's."""
+    if value not in get_args(kind):
+        fix = "use " + ", ".join(get_args(kind))
+        raise ClientConfigError("unknown value", field=field, value=value, fix=fix)
+    return value

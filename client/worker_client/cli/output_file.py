@@ -1,6 +1,5 @@
-"""Where a command's output goes: files of whole lines, of which an old one is replaced only by a
-complete one, and standard output. Turns every failure to write into an OutputError. Knows nothing
-of what the lines say, but how those of a run begin."""
+"""Output of a command: files of complete lines, replaced only by complete ones, and standard
+output. Every failure to write becomes an OutputError."""
 
 import contextlib
 import errno
@@ -12,6 +11,7 @@ import select
 import stat
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -39,62 +39,63 @@ _FIXES: Final = {
     errno.ETXTBSY: "wait until that run has ended, or name another file",
 }
 _RESULT: Final = b'{"id": '
-"""How every line of a run begins."""
+"""Beginning of every line of a run."""
 _CANNOT_SYNC: Final = (errno.EINVAL, errno.ENOTSUP)
-"""What fsync says of pipes, terminals and devices."""
+"""Errors of fsync for pipes, terminals and devices."""
 _MAX_LINKS: Final = 40
 
 
+@dataclass(slots=True)
 class LineFile:
-    """A file that grows by whole lines: what a failed write has left of a line is cut off."""
+    """A file that grows by complete lines: a partial line of a failed write is cut off."""
 
-    def __init__(self, file: int, *, shown: Path, is_ours: bool) -> None:
-        """file: its descriptor, which is closed with this. shown: the path for error messages.
-        is_ours: nobody else writes to it, and it was empty; otherwise nothing is cut off."""
-        self._file = file
-        self._shown = shown
-        self._is_ours = is_ours
-        self._size = 0
+    file: int
+    """Its descriptor, closed by close()."""
+    shown: Path
+    """For error messages."""
+    is_ours: bool
+    """Nobody else writes to it, and it was empty; otherwise nothing is cut off."""
+    size: int = 0
 
     def write(self, lines: Iterable[str]) -> None:
-        """Append lines, without their line ends, and hand them to the system.
+        """Append lines, given without their line ends, and pass them to the system.
 
         Raises:
-            OutputError: not all of them fit; those before are whole.
+            OutputError: not all of them fit; those before are complete.
         """
         for line in lines:
             left = memoryview(f"{line}\n".encode())
             size = len(left)
             try:
                 while left:
-                    left = left[_write_some(self._file, left) :]
+                    left = left[_write_some(self.file, left) :]
             except OSError as error:
-                if self._is_ours:
+                if self.is_ours:
                     with contextlib.suppress(OSError):
-                        os.ftruncate(self._file, self._size)
-                raise output_error(self._shown, error) from error
-            self._size += size
+                        os.ftruncate(self.file, self.size)
+                raise output_error(self.shown, error) from error
+            self.size += size
 
     def sync(self) -> None:
         """Wait until all lines are on the disk. Raises OutputError."""
         try:
-            _sync(self._file)
+            _sync(self.file)
         except OSError as error:
-            raise output_error(self._shown, error) from error
+            raise output_error(self.shown, error) from error
 
     def close(self) -> None:
         """Close it."""
-        os.close(self._file)
+        os.close(self.file)
 
 
 class OutputFile:
-    """The output file of one run. Where no file was, or a run that was cut off is gone on with, it
-    has the run's lines as they come. Otherwise they go to NAME.part beside the old file until
-    `finish`, which replaces that. What grows is locked, so that no other run takes it. What is no
-    file (a pipe, a device, a descriptor) is written to as it is."""
+    """The output file of one run. If there was no file, or the run continues one that was cut off,
+    it gets the run's lines as they come. Otherwise they go to NAME.part beside the old file until
+    `finish` replaces that. The growing file is locked against other runs. A pipe, a device or a
+    descriptor is written to directly."""
 
     def __init__(self, path: Path, kept: Iterable[str] = ()) -> None:
-        """kept: lines of the run that is gone on with.
+        """kept: lines of the run that is continued.
 
         Raises:
             OutputError: it cannot be written, or another run writes to it.
@@ -133,7 +134,7 @@ class OutputFile:
             _remove(part)
 
     def _create(self, path: Path, has_old: bool) -> int:
-        """Return a new file, locked, that those may read who may read the old one."""
+        """Return a new, locked file with the permissions of the old one."""
         try:
             file = _open_new(path, 0o600 if has_old else 0o666)
         except FileExistsError:  # since it was claimed
@@ -150,7 +151,7 @@ class OutputFile:
         return file
 
     def write(self, lines: Iterable[str]) -> None:
-        """Append lines. Raises OutputError, which says where the lines before them are."""
+        """Append lines. Raises OutputError, which names the file with the lines before them."""
         try:
             self._file.write(lines)
         except OutputError as error:
@@ -160,12 +161,11 @@ class OutputFile:
                 f"{error.message}; what was finished before is in {self._live}",
                 field=error.field,
                 value=error.value,
-                fix=f"{error.fix}; with --endpoints, --adopt goes on from there",
+                fix=f"{error.fix}; with --endpoints, --adopt continues from there",
             ) from error
 
     def finish(self) -> None:
-        """All lines are written: have them on the disk, under the file's own name. Raises
-        OutputError."""
+        """Put all lines on the disk, under the file's own name. Raises OutputError."""
         self._file.sync()
         if self._live == self._final:
             return
@@ -182,23 +182,20 @@ class OutputFile:
 
 
 def part_of(path: Path) -> Path:
-    """Return where the lines of an unfinished run are that is to replace the file."""
+    """Return the path for the lines of an unfinished run that is to replace the file."""
     target = _target(path)
     return target.parent / f"{target.name}.part"
 
 
 def write_whole(path: Path, lines: Iterable[str]) -> None:
-    """Write a file, or replace it, at once. Raises OutputError: the old one is as it was then."""
-    file = OutputFile(path)
-    try:
+    """Write or replace a complete file. Raises OutputError: the old one is unchanged then."""
+    with contextlib.closing(OutputFile(path)) as file:
         file.write(lines)
         file.finish()
-    finally:
-        file.close()
 
 
 def check_output(path: Path) -> None:
-    """Raise OutputError where an OutputFile cannot be written, as far as that is known before."""
+    """Raise OutputError if an OutputFile cannot be written, as far as can be known in advance."""
     check_writable(path)
     if not is_special(path):
         try:
@@ -209,7 +206,7 @@ def check_output(path: Path) -> None:
 
 
 def check_writable(path: Path, field: str = "output") -> None:
-    """Raise OutputError where a file cannot be written, as far as that is known before: by writing
+    """Raise OutputError if a file cannot be written, as far as can be known in advance, by writing
     a byte beside it. The file itself stays as it is. field: the option that names it."""
     try:
         if path.is_dir():
@@ -236,8 +233,8 @@ def _try_beside(path: Path) -> None:
 
 
 def print_text(text: str) -> None:
-    """Write to standard output, now; what its encoding lacks is escaped. Raises OutputError where
-    that is a full disk, and BrokenPipeError where nobody reads any more."""
+    """Write to standard output and flush; characters that its encoding lacks are escaped. Raises
+    OutputError for a full disk, and BrokenPipeError if nobody reads any more."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
@@ -259,15 +256,14 @@ def output_error(path: Path, error: OSError, field: str = "output") -> OutputErr
 
 
 def _drop_standard_output() -> None:
-    """Have what is left in the buffer go nowhere, so that the interpreter's end does not fail
-    too."""
+    """Discard the buffer's contents, so that the interpreter's exit does not fail too."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
 def is_special(path: Path) -> bool:
-    """Return whether a path names no file to replace, but a pipe, a device or a descriptor."""
+    """Return True for a path of a pipe, a device or a descriptor, which cannot be replaced."""
     if _descriptor(path) is not None:
         return True
     try:
@@ -295,8 +291,8 @@ def _check_special(path: Path) -> None:
 
 
 def _descriptor(path: Path) -> tuple[int, int] | None:
-    """Return process and number of the descriptor that a path names, as /dev/stdout does. What is
-    open there may be a file, but the path is no name of it."""
+    """Return process and number of the descriptor that a path names, as /dev/stdout does. A file
+    may be open there, but the path is no name of it."""
     for _ in range(_MAX_LINKS):
         parent = Path(os.path.realpath(path.parent))
         found = re.fullmatch(r"/proc/(\d+)(?:/task/\d+)?/fd/(\d+)", str(parent / path.name))
@@ -310,9 +306,9 @@ def _descriptor(path: Path) -> tuple[int, int] | None:
 
 @contextlib.contextmanager
 def _claimed(path: Path) -> Iterator[tuple[bool, bool]]:
-    """Hold the locks of the old file and of what an unfinished run left; yield which of the two
-    there are. What was not there may come meanwhile, and is another run's then. Raises OSError:
-    another run has one, or what has the name NAME.part is somebody else's."""
+    """Hold the locks of the old file and of the one that an unfinished run left; yield which of the
+    two exist. A file that appears meanwhile belongs to another run. Raises OSError: another run has
+    one, or NAME.part is a file of something else."""
     with contextlib.ExitStack() as stack:
         old, part = _claim(_target(path), stack), part_of(path)
         left = _claim(part, stack)
@@ -322,7 +318,7 @@ def _claimed(path: Path) -> Iterator[tuple[bool, bool]]:
 
 
 def _claim(path: Path, stack: contextlib.ExitStack) -> int | None:
-    """Return a file, locked until the stack is closed; None where there is none."""
+    """Return a file, locked until the stack is closed; None if there is none."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     while True:
         try:
@@ -358,7 +354,7 @@ def _another_run() -> OSError:
 
 
 def _in_the_way(path: Path) -> OSError:
-    return OSError(errno.EEXIST, f"{path} is in its way, which no run has left")
+    return OSError(errno.EEXIST, f"{path} is in the way and is not the output of a run")
 
 
 def _check_left_by_run(file: int, path: Path) -> None:
@@ -369,7 +365,8 @@ def _check_left_by_run(file: int, path: Path) -> None:
 
 
 def _mount_id(path: Path) -> str:
-    """Return which mount it is on. Other than st_dev, this tells mounts of one file system."""
+    """Return the id of a path's mount. Unlike st_dev, this distinguishes mounts of one file
+    system."""
     file = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         lines = Path(f"/proc/self/fdinfo/{file}").read_text().splitlines()
@@ -383,17 +380,17 @@ def _open_new(path: Path, mode: int) -> int:
 
 
 def _new_beside(path: Path) -> Path:
-    """Return a name that nothing has."""
+    """Return an unused name in the same directory."""
     return path.parent / f".worker-client-{secrets.token_hex(8)}.new"
 
 
 def _target(path: Path) -> Path:
-    """Return the file itself where the path is a link to it: the link stays."""
+    """Return the file itself if the path is a link to it: the link stays."""
     return Path(os.path.realpath(path))
 
 
 def _write_some(file: int, data: memoryview) -> int:
-    """Write, and wait where a descriptor that somebody gave us does not."""
+    """Write, and wait if the descriptor is non-blocking."""
     while True:
         try:
             return os.write(file, data)

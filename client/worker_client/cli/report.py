@@ -1,4 +1,5 @@
-"""What generate and bench say: output lines, and the bench object. Pure functions of a run."""
+"""Output of generate and bench: lines for requests, and the bench object. Pure functions of a
+run."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
@@ -31,7 +32,7 @@ def output_lines(
 def output_line(
     req_id: str, output: RequestOutput | str, tokenizer: Tokenizer | None
 ) -> JsonObject:
-    """Return the object for a request: of its output, or of what is wrong with it."""
+    """Return the object for a request: of its output, or of its error."""
     if isinstance(output, str):
         return {"id": req_id, "error": output}
     line: JsonObject = {"id": req_id, "token_ids": output.token_ids}
@@ -89,19 +90,17 @@ def bench_object(served: Served, daemons: Sequence[Status]) -> JsonObject:
 
 
 def percentiles(values: Sequence[float]) -> JsonObject:
-    """Return median and 99th percentile; None where there are no values."""
+    """Return median and 99th percentile; None without values."""
     if not values:
         return {"p50": None, "p99": None}
     return {"p50": float(np.percentile(values, 50)), "p99": float(np.percentile(values, 99))}
 
 
 def step_times(records: Sequence[StepTiming]) -> dict[str, JsonObject]:
-    """Return count, mean and percentiles in ms of the steps, by kind: from result to result."""
-    kinds = sorted({record.kind for record in records})
-    by_kind = {
-        kind: [record.interval_s * 1e3 for record in records if record.kind == kind]
-        for kind in kinds
-    }
+    """Return count, mean and percentiles in ms of the steps, by kind, from result to result."""
+    by_kind: dict[str, list[float]] = {}
+    for record in sorted(records, key=lambda record: record.kind):
+        by_kind.setdefault(record.kind, []).append(record.interval_s * 1e3)
     return {
         kind: {
             "count": len(times),

@@ -1,6 +1,5 @@
-"""The result lines of `worker-client generate`: in input order, in a file as soon as all before
-them are there, so that --adopt need not repeat what a run that was cut off has done. Knows no
-daemon."""
+"""The result lines of `worker-client generate`: in input order, each in a file as soon as all
+before it are there, so that --adopt need not repeat the work of a run that was cut off."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from worker_client.tokenizer import Tokenizer
 
 
 class Results:
-    """What has come of each request so far. To be used by `with`, which closes the file."""
+    """Results of the requests so far. To be used by `with`, which closes the file."""
 
     def __init__(
         self,
@@ -26,10 +25,11 @@ class Results:
         kept: Mapping[str, JsonObject],
         path: Path | None,
     ) -> None:
-        """kept: lines of the run that is gone on with. path: None writes nowhere."""
+        """kept: lines of the run that is continued. path: None writes no file."""
         self._req_ids = list(req_ids)
         self._order = [*kept, *(req_id for req_id in req_ids if req_id not in kept)]
-        """Of the file until the end: what was kept comes first, so that it is there at any time."""
+        """Order of the file until the end: kept lines come first, so that they are there at any
+        time."""
         self._tokenizer = tokenizer
         self._lines = dict(kept)
         self._path = path
@@ -46,14 +46,14 @@ class Results:
             self._file.close()
 
     def take(self, req_id: str, outcome: RequestOutput | str) -> None:
-        """A request has ended: its output, or what is wrong with it. Raises OutputError."""
+        """Record the end of a request: its output, or its error. Raises OutputError."""
         self._lines[req_id] = output_line(req_id, outcome, self._tokenizer)
         if self._file is not None:
             self._file.write(self._next_lines())
 
     def finish(self) -> list[JsonObject]:
-        """Return all lines, which the file has now; of a request that has not ended, one that says
-        so. Raises OutputError."""
+        """Return all lines, which are in the file then; a request without a result gets an error
+        line. Raises OutputError."""
         for req_id in self._req_ids:
             if req_id not in self._lines:
                 self.take(req_id, "was not finished")
@@ -67,7 +67,7 @@ class Results:
         return lines
 
     def _next_lines(self) -> list[str]:
-        """Those not returned before of which all before them are there."""
+        """Return the lines not returned before for which all earlier ones are there."""
         texts: list[str] = []
         while self._num_written < len(self._order):
             line = self._lines.get(self._order[self._num_written])
@@ -79,8 +79,8 @@ class Results:
 
 
 def read_finished(path: Path | None) -> dict[str, JsonObject]:
-    """Return the lines of an unfinished run's output that hold tokens, by id; a line that was cut
-    off is none."""
+    """Return the lines with tokens of an unfinished run's output, by id; a partial line is
+    ignored."""
     if path is None or is_special(path):
         return {}
     part = part_of(path)

@@ -10,8 +10,8 @@ import typer
 
 from rpc_schema.plain_text import printable
 from worker_client.adoption import AdoptedRequest
-from worker_client.cli import options as opt
 from worker_client.cli.daemons import Scrape
+from worker_client.cli.options import RunOptions, takes_run_options
 from worker_client.cli.output_file import check_output, print_text, write_whole
 from worker_client.cli.report import JsonObject, bench_object, output_line, output_lines
 from worker_client.cli.results import Results, read_finished, with_adopted
@@ -34,62 +34,53 @@ Profile = Annotated[
 Scraped = Annotated[
     bool, typer.Option("--scrape", help="Ask each daemon for its status 10 times a second.")
 ]
+Adopt = Annotated[
+    bool, typer.Option("--adopt", help="Continue the requests that a previous driver has left.")
+]
 
-_DEFAULT_MAX_TOKENS = 64
 
-
-@opt.takes_run_options
+@takes_run_options
 def generate(
-    run: opt.RunOptions,
-    config: opt.ConfigFile = None,
-    prompt: opt.Prompts = None,
-    input_: opt.Input = None,
-    output: opt.Output = None,
-    max_tokens: opt.MaxTokens = _DEFAULT_MAX_TOKENS,
-    adopt: opt.Adopt = False,
+    run: RunOptions,
+    adopt: Adopt = False,
 ) -> None:
     """Generate for prompts or for a file of requests."""
     if adopt:
         _check_adoption(run)
-    tokenizer, inputs = _prepare(run, prompt, input_, output, max_tokens, may_be_none=adopt)
+    tokenizer, inputs = _prepare(run, may_be_none=adopt)
     if not adopt:
-        _end_if_all_are_wrong(inputs, output)
+        _end_if_all_are_wrong(inputs, run.output)
     with open_session(run, _print_progress(), keep_requests=adopt) as session:
-        finished = read_finished(output) if adopt else {}
+        finished = read_finished(run.output) if adopt else {}
         adopted = _adopted(session, finished) if adopt else []
         inputs = with_adopted(inputs, adopted)
         left = [entry for entry in inputs if entry.id not in finished]
         names = dict.fromkeys([entry.id for entry in inputs] + list(finished))
-        with Results(list(names), tokenizer, finished, output) as collected:
+        with Results(list(names), tokenizer, finished, run.output) as collected:
             served = session.serve(left, adopted, collected.take)
             results = collected.finish()
-    if output is None:
+    if run.output is None:
         _print_texts(results)
     _print_errors(inputs, served.errors)
     if results and len(served.errors) == len(results):
         raise typer.Exit(1)
 
 
-@opt.takes_run_options
+@takes_run_options
 def bench(
-    run: opt.RunOptions,
-    config: opt.ConfigFile = None,
-    prompt: opt.Prompts = None,
-    input_: opt.Input = None,
-    output: opt.Output = None,
-    max_tokens: opt.MaxTokens = _DEFAULT_MAX_TOKENS,
+    run: RunOptions,
     as_json: AsJson = False,
     profile: Profile = "",
     scrape: Scraped = False,
 ) -> None:
     """Generate, and measure it."""
-    tokenizer, inputs = _prepare(run, prompt, input_, output, max_tokens)
-    _end_if_all_are_wrong(inputs, output)
+    tokenizer, inputs = _prepare(run)
+    _end_if_all_are_wrong(inputs, run.output)
     with open_session(run, _print_progress()) as session:
         served, result = _measure(session, inputs, profile, scrape)
     print_text(json.dumps(result, indent=None if as_json else 2) + "\n")
-    if output is not None:
-        write_whole(output, map(json.dumps, output_lines(inputs, served, tokenizer)))
+    if run.output is not None:
+        write_whole(run.output, map(json.dumps, output_lines(inputs, served, tokenizer)))
     _print_errors(inputs, served.errors)
     if inputs and len(served.errors) == len(inputs):
         raise typer.Exit(1)
@@ -111,26 +102,20 @@ def _measure(
 
 
 def _prepare(
-    run: opt.RunOptions,
-    prompts: Sequence[str] | None,
-    path: Path | None,
-    output: Path | None,
-    max_tokens: int,
-    *,
-    may_be_none: bool = False,
+    run: RunOptions, *, may_be_none: bool = False
 ) -> tuple[Tokenizer | None, list[InputRequest]]:
-    """Check before anything is loaded what can be checked before."""
-    lines = _input_lines(prompts or [], path, max_tokens, may_be_none=may_be_none)
+    """Check, before anything is loaded, all that can be checked then."""
+    lines = _input_lines(run, may_be_none=may_be_none)
     if run.endpoints:
         parse_endpoints(run.endpoints, run.config.parallel, run.keys)
-    if output is not None:
-        check_output(output)
+    if run.output is not None:
+        check_output(run.output)
     tokenizer = load_tokenizer(run.model)
     return tokenizer, read_inputs(lines, tokenizer, run.seed)
 
 
 def _end_if_all_are_wrong(inputs: Sequence[InputRequest], output: Path | None) -> None:
-    """Nothing is loaded for an input of which no line can be served."""
+    """Exit before anything is loaded if no line of the input can be served."""
     if not inputs or any(entry.request is not None for entry in inputs):
         return
     errors = {entry.id: entry.error for entry in inputs}
@@ -141,10 +126,10 @@ def _end_if_all_are_wrong(inputs: Sequence[InputRequest], output: Path | None) -
     raise typer.Exit(1)
 
 
-def _check_adoption(run: opt.RunOptions) -> None:
+def _check_adoption(run: RunOptions) -> None:
     if not run.endpoints or run.reload:
         raise ClientConfigError(
-            "only running daemons have requests to adopt, and loading anew drops them",
+            "only running daemons have requests to adopt, and loading again drops them",
             field="adopt",
             value=True,
             fix="give --endpoints, and no --reload",
@@ -152,31 +137,29 @@ def _check_adoption(run: opt.RunOptions) -> None:
 
 
 def _adopted(session: Session, finished: Collection[str]) -> list[AdoptedRequest]:
-    """The requests that run; not those whose results are there."""
+    """Return the running requests, without those whose results are there."""
     adopted = session.group.adopt_requests()
     sys.stderr.write(f"{len(adopted)} requests are running\n")
     return [request for request in adopted if request.req_id not in finished]
 
 
-def _input_lines(
-    prompts: Sequence[str], path: Path | None, max_tokens: int, *, may_be_none: bool = False
-) -> Sequence[str | bytes]:
-    if may_be_none and not prompts and path is None:
+def _input_lines(run: RunOptions, *, may_be_none: bool) -> Sequence[str | bytes]:
+    if may_be_none and not run.prompts and run.input is None:
         return []
-    if bool(prompts) == (path is not None):
+    if bool(run.prompts) == (run.input is not None):
         raise ClientConfigError(
             "there is nothing to generate for, or two sources of it",
             field="input",
-            value=None if path is None else str(path),
+            value=None if run.input is None else str(run.input),
             fix="give either --prompt or --input",
         )
-    if path is None:
-        return [json.dumps({"prompt": text, "max_tokens": max_tokens}) for text in prompts]
-    if not path.exists() or path.is_dir():
+    if run.input is None:
+        return [json.dumps({"prompt": p, "max_tokens": run.max_tokens}) for p in run.prompts]
+    if not run.input.exists() or run.input.is_dir():
         raise ClientConfigError(
-            "no such file", field="input", value=str(path), fix="name a JSONL file"
+            "no such file", field="input", value=str(run.input), fix="name a JSONL file"
         )
-    return read_lines(path)
+    return read_lines(run.input)
 
 
 def _print_texts(results: Sequence[JsonObject]) -> None:
@@ -199,8 +182,8 @@ def _print_errors(inputs: Sequence[InputRequest], errors: Mapping[str, str]) -> 
 
 
 def _print_progress() -> Callable[[RankProgress], None]:
-    """Return what prints each phase of each rank once, to standard error, between-times left out.
-    Not the operation: a heartbeat may be older than the one that is under way."""
+    """Return a function that prints each phase of each rank once, to standard error, except idle
+    ones. It omits the operation: a heartbeat may be older than the one that is under way."""
     seen: set[tuple[int, str]] = set()
 
     def show(progress: RankProgress) -> None:

@@ -1,5 +1,5 @@
-"""One run of generate or bench: daemons found or started, model loaded, requests served, all put
-back as it was. Prints nothing."""
+"""One run of generate or bench: find or start daemons, load the model, serve the requests, and
+restore the previous state."""
 
 import contextlib
 import itertools
@@ -33,13 +33,13 @@ from worker_client.worker_group import RankProgress, WorkerGroup
 
 @dataclass(frozen=True, slots=True)
 class InputRequest:
-    """One request of the input, in its place: parsed, or what is wrong with it."""
+    """One request of the input, in its place: parsed, or its error."""
 
     id: str
     request: GenerationRequest | None
     error: str = ""
     line: int | None = None
-    """Counted from 1; None: it is not of the input."""
+    """Counted from 1; None: it does not come from the input."""
 
     @property
     def shown_as(self) -> str:
@@ -50,7 +50,7 @@ class InputRequest:
 
 
 OnOutcome: TypeAlias = Callable[[str, RequestOutput | str], None]
-"""(request id, its output or what is wrong with it)"""
+"""Function of (request id, its output or its error)."""
 
 
 def _ignore(req_id: str, outcome: RequestOutput | str) -> None:
@@ -59,14 +59,14 @@ def _ignore(req_id: str, outcome: RequestOutput | str) -> None:
 
 @dataclass(slots=True)
 class Served:
-    """What came of a run."""
+    """Results of a run."""
 
     outputs: dict[str, RequestOutput]
     errors: dict[str, str]
     seconds: float
     driver: Driver
     startup_s: dict[str, float] = field(default_factory=dict)
-    """From the process's start to the first token, by phase; `total` is the whole."""
+    """Durations of phases, from the process's start to the first token; `total` is their sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,13 @@ class Session:
     model: LoadedGroup
     options: RunOptions
     startup_s: dict[str, float]
-    """From the process's start until all was ready, by phase."""
+    """Durations of phases, from the process's start until all was ready."""
     process_started: float
-    """Of time.monotonic()."""
+    """Time of time.monotonic()."""
     ready: float
-    """Of time.monotonic()."""
+    """Time of time.monotonic()."""
     recover: Recover = give_up
-    """What to do about a daemon that has died."""
+    """Reaction to the death of a daemon."""
 
     def serve(
         self,
@@ -91,8 +91,8 @@ class Session:
         adopted: Sequence[AdoptedRequest] = (),
         on_outcome: OnOutcome = _ignore,
     ) -> Served:
-        """Generate for all requests that can be served, those that are adopted included.
-        on_outcome hears of each as it ends."""
+        """Generate for all requests that can be served, including adopted ones. on_outcome is
+        called for each as it ends."""
         scheduler = Scheduler(scheduler_limits(self.model, self.options.config))
         driver = Driver(self.group, scheduler, max_history=None, recover=self.recover)
         start = time.monotonic()
@@ -110,13 +110,13 @@ class Session:
         return Served(outputs, errors, seconds, driver, self._startup_s(driver))
 
     def serve_profiled(self, inputs: Sequence[InputRequest], name: str) -> tuple[Served, list[str]]:
-        """Generate with a profile of every rank, from before the first step to after the last;
-        return the traces' files too, in rank order, each with its path on its daemon's host."""
+        """Generate with a profile of every rank, from before the first step to after the last; also
+        return the traces' files, in rank order, each with its path on its daemon's host."""
         try:
             self.group.profile("start", name)
             served = self.serve(inputs)
-        except BaseException as error:  # an interruption too: the daemons would go on recording
-            if not isinstance(error, IllegalStateError):  # somebody else's profile runs
+        except BaseException as error:  # an interruption too: else the daemons would keep recording
+            if not isinstance(error, IllegalStateError):  # another driver's profile runs
                 with contextlib.suppress(ClientError, WireError):
                     self.group.profile("stop")
             raise
@@ -134,7 +134,7 @@ class Session:
 def _add_all(
     driver: Driver, inputs: Sequence[InputRequest], running: Collection[str]
 ) -> dict[str, str]:
-    """Queue the requests that do not run already; return what is wrong with the others."""
+    """Queue the requests that do not run already; return the errors of the others."""
     errors = {}
     for entry in inputs:
         if entry.id in running:
@@ -157,10 +157,10 @@ def open_session(
     keep_requests: bool = False,
 ) -> Iterator[Session]:
     """Attach to the given daemons, or start local ones, and load the model. keep_requests: of the
-    driver before, for WorkerGroup.adopt_requests.
+    previous driver, for WorkerGroup.adopt_requests.
 
-    At the end daemons that were given are left running and loaded, and local ones are stopped. The
-    WorkerDied of a local one ends with the end of its log, which goes with it.
+    At the end given daemons are left running and loaded, and local ones are stopped. The WorkerDied
+    of a local one includes the end of its log, which is removed with it.
     """
     with contextlib.ExitStack() as stack:
         began = time.monotonic()
@@ -193,23 +193,22 @@ def open_session(
 
 
 def _recovery(options: RunOptions, group: WorkerGroup, daemons: LocalDaemons | None) -> Recover:
-    """What to do about a dead daemon: wait for whoever starts it again, or do that ourselves."""
+    """Return the reaction to a dead daemon: wait until it is restarted, or restart it."""
     within_s = options.replace_within_s
-    if daemons is None:
-        return give_up if not within_s else lambda died: group.replace(died.rank, None, within_s)
-    if not options.restart:
+    if not (within_s if daemons is None else options.restart):
         return give_up
-    local = daemons
 
-    def restart(died: WorkerDied) -> None:
-        local.restart_dead()
+    def recover(died: WorkerDied) -> None:
+        if daemons is not None:
+            daemons.restart_dead()
         group.replace(died.rank, None, within_s)
 
-    return restart
+    return recover
 
 
 def _process_age_s() -> float:
-    """Seconds since this process began, from Linux's process table (proc_pid_stat(5), field 22)."""
+    """Return the seconds since this process began, from Linux's process table (proc_pid_stat(5),
+    field 22)."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
@@ -234,7 +233,7 @@ def _logs_of_the_dead(daemons: LocalDaemons) -> Iterator[None]:
 def read_inputs(
     lines: Sequence[str | bytes], tokenizer: Tokenizer | None, seed: int | None
 ) -> list[InputRequest]:
-    """Parse input lines; blank ones are skipped. A wrong one, or one with an id that was there
+    """Parse input lines; blank ones are skipped. An invalid line, or one with an id that occurred
     before, becomes an error under the name "line N"."""
     parser = RequestParser(None if tokenizer is None else tokenizer.encode, seed)
     parsed: list[tuple[int, GenerationRequest | RequestError]] = []
@@ -268,7 +267,7 @@ def _parse(
 
 
 def _line_name(index: int, ids: Collection[str]) -> str:
-    """Return "line N", or with more words where a request has that for its id."""
+    """Return "line N", or with more words if a request has that as its id."""
     name = f"line {index + 1}"
     more = (f"{name} of the input ({number})" for number in itertools.count(2))
     return next(
@@ -277,7 +276,7 @@ def _line_name(index: int, ids: Collection[str]) -> str:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Return the lines of an input file. Raises ClientConfigError where it cannot be read."""
+    """Return the lines of an input file. Raises ClientConfigError if it cannot be read."""
     try:
         return path.read_bytes().split(b"\n")
     except OSError as error:
@@ -290,7 +289,7 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def versions() -> dict[str, str]:
-    """Return what this driver runs on."""
+    """Return the versions of this driver's software."""
     return {
         "worker-daemon": SOFTWARE_VERSION,
         "protocol": str(PROTOCOL_VERSION),

@@ -1,5 +1,5 @@
-"""`worker-client top`: what each daemon does, renewed every second. Owns the terminal while it
-runs; daemons are asked on a thread each, so that one that is silent holds up none of the others."""
+"""`worker-client top`: a view of each daemon, refreshed every second. Owns the terminal while it
+runs. Each daemon has a thread, so that a silent one does not delay the others."""
 
 import contextlib
 import os
@@ -35,18 +35,18 @@ ANSWER_WITHIN_S: Final = 1.0
 KEY_POLL_S: Final = 0.1
 _QUITTING: Final = (b"q", b"Q", b"\x04")
 PLAIN_WIDTH: Final = 160
-"""Of lines where there is no terminal."""
+"""Width of lines without a terminal."""
 
 
 class Feed:
-    """Asks one daemon for its status every INTERVAL_S and listens to its events, on a thread and
+    """Asks one daemon for its status every INTERVAL_S and reads its events, on a thread and
     connections of its own, from start() to stop()."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.seen = Seen(endpoint.control)
-        """Replaced whole by the thread; any thread may read it."""
+        """Replaced as a whole by the thread; any thread may read it."""
         self.refusal: AuthenticationError | None = None
-        """The daemon does not let us in: nothing more is asked."""
+        """Refusal by the daemon: nothing more is asked."""
         self._endpoint = endpoint
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="top", daemon=True)
@@ -149,7 +149,8 @@ def _feeds(endpoints: Sequence[str], keys: Keys) -> Iterator[list[Feed]]:
 
 
 def _wait_for_two_samples(feeds: Sequence[Feed], until: float) -> None:
-    """Rates need two; a daemon that does not answer is waited for until then, no longer."""
+    """Wait for two samples of each daemon, which rates need. A daemon that does not answer is
+    waited for until then."""
     while any(
         feed.seen.before is None and (not feed.seen.error or time.monotonic() < until)
         for feed in feeds
@@ -160,7 +161,7 @@ def _wait_for_two_samples(feeds: Sequence[Feed], until: float) -> None:
 
 
 def _check(feeds: Sequence[Feed]) -> None:
-    """Raise AuthenticationError if a daemon does not let us in."""
+    """Raise AuthenticationError if a daemon refuses us."""
     for feed in feeds:
         if feed.refusal is not None:
             raise feed.refusal
@@ -173,8 +174,8 @@ def _print(feeds: Sequence[Feed]) -> None:
 
 
 def _show(feeds: Sequence[Feed]) -> None:
-    """Show frames on the terminal's other screen until a key ends it; the terminal is as it was
-    then, whatever ends it."""
+    """Show frames on the terminal's alternate screen until a key ends it; restores the terminal in
+    any case."""
     console = Console()
     with (
         _single_keys() as keys,
@@ -198,7 +199,7 @@ def _text(lines: Sequence[Line]) -> Text:
 
 @contextlib.contextmanager
 def _single_keys() -> Iterator[int | None]:
-    """Have keys come one by one; yields where from, None where no terminal has any."""
+    """Read keys one by one; yields the descriptor, None without a terminal."""
     if not sys.stdin.isatty():
         yield None
         return

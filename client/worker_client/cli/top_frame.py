@@ -1,5 +1,4 @@
-"""What `worker-client top` shows at one moment, as lines of text. Pure: knows no terminal, no clock
-and no connection."""
+"""The lines of text that `worker-client top` shows at one moment. Pure."""
 
 import textwrap
 from collections.abc import Sequence
@@ -19,47 +18,47 @@ _HEADING: Final = (
 )
 _INDENT: Final = " " * 5
 _MAX_WRAPPED: Final = 4
-"""Lines that one text takes at most; `status` has the whole of it."""
+"""Most lines that one text takes; `status` has all of it."""
 _NOT_SHOWN: Final = ("free", "total")
-"""Of memory: named behind the uses."""
+"""Memory uses that are named after the others."""
 
 
 class Sample(NamedTuple):
-    """A status, and when it came."""
+    """A status, and the time of its arrival."""
 
     status: Status
     at: float
 
 
 class Seen(NamedTuple):
-    """What is known of one daemon. Times are of one clock that only rises, in seconds."""
+    """State of one daemon. Times are of one monotonic clock, in seconds."""
 
     endpoint: str
     last: Sample | None = None
     before: Sample | None = None
-    """The one before, for rates."""
+    """Previous sample, for rates."""
     event: str = ""
     event_at: float = 0.0
     error: str = ""
-    """Why the last question was not answered; empty: it was."""
+    """Error of the last request; empty: it was answered."""
 
 
 class Line(NamedTuple):
-    """style: a word of rich's."""
+    """A line of text. style: of rich."""
 
     text: str
     style: str = ""
 
 
 class Rates(NamedTuple):
-    """Of the time between two samples; None where they cannot be compared."""
+    """Rates between two samples; None if they cannot be compared."""
 
     steps_per_s: float | None
     tokens_per_s: float | None
 
 
 def rates(seen: Seen) -> Rates:
-    """Return how fast a daemon was lately. Another process, or another driver, begins anew."""
+    """Return the recent rates of a daemon. Another process, or another driver, begins anew."""
     last, before = seen.last, seen.before
     if last is None or before is None or last.at <= before.at:
         return Rates(None, None)
@@ -74,9 +73,9 @@ def rates(seen: Seen) -> Rates:
 
 
 def frame(daemons: Sequence[Seen], now: float, width: int, height: int | None) -> list[Line]:
-    """Return the lines for a terminal of that size, none longer than width: texts that are go on in
-    the next line. height None: as many as there are. Where the height is short, daemons are shown
-    with less detail, then fewer of them."""
+    """Return the lines for a terminal of that size, none longer than width: longer texts are
+    wrapped. height None: as many lines as there are. If the height is short, daemons are shown with
+    less detail, then fewer of them."""
     title = f"{len(daemons)} daemon{'s' if len(daemons) != 1 else ''}; q quits"
     lines = [Line(title), Line(_HEADING, "bold")]
     room = None if height is None else max(1, height - len(lines))
@@ -90,7 +89,7 @@ def frame(daemons: Sequence[Seen], now: float, width: int, height: int | None) -
 
 
 def _daemon(seen: Seen, now: float, width: int) -> list[Line]:
-    """The most important line first."""
+    """Return a daemon's lines, the most important first."""
     if seen.last is None:
         unknown = Line(f"   ? {seen.endpoint}: {seen.error or 'not asked yet'}", "red")
         return _wrapped(unknown, width)
@@ -148,8 +147,8 @@ def _doing(status: Status) -> str:
 
 
 def held_blocks(status: Status) -> str:
-    """Say how much of its KV cache running requests hold. What several share counts for each, but
-    never above the whole."""
+    """Return the share of the KV cache that running requests hold. A block that several share
+    counts for each, but the total never exceeds the cache."""
     total = _usable_blocks(status)
     return f"{min(status.num_kv_blocks_held, total)} of {total} blocks held"
 
@@ -166,7 +165,7 @@ def _kv_share(status: Status) -> str:
 
 
 def leased(lease: LeaseStatus) -> str:
-    """Who drives a daemon and for how long, or why nobody does."""
+    """Return the holder of a daemon's lease and the time left, or the lease's state."""
     holder = lease.holder_name or lease.holder.hex()[:8]
     match lease.state:
         case "held":
@@ -204,7 +203,8 @@ def _unit(value: int | None, unit: str) -> str:
 
 
 def _step_ms(status: Status, speed: Rates) -> str:
-    """Of a daemon that has run steps lately; it may have been idle between some of them."""
+    """Return the duration of a step on a daemon that has run steps lately; it may have been idle
+    between some of them."""
     if not speed.steps_per_s:
         return "-"
     from_step_to_step = 1000 / speed.steps_per_s

@@ -22,8 +22,8 @@ from worker_client.keys import read_keys
 from worker_client.observer import Recorded, record
 from worker_client.trace_merge import Summary, merge_traces
 
-Seconds = Annotated[float, typer.Option(help="How long the steps are recorded.")]
-Out = Annotated[Path, typer.Option(help="Where the trace goes; a file there is replaced.")]
+Seconds = Annotated[float, typer.Option(help="Seconds to record.")]
+Out = Annotated[Path, typer.Option(help="File for the trace; replaced if it exists.")]
 
 
 def trace(
@@ -45,7 +45,7 @@ def trace(
 
 
 def _write(recorded: Recorded, out: Path) -> Summary:
-    """The whole file or none; what is no file is written to as it is."""
+    """Write the complete file or none; a pipe or a device is written to directly."""
     try:
         if is_special(out):
             with os.fdopen(open_special(out), "wb") as file:

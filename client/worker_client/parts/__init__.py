@@ -1,2 +1,2 @@
-"""What optional features are to a driver: the interface (interface.py), which there are
-(registry.py), and one file a feature."""
+"""A driver's side of optional features: the interface (interface.py), their list (registry.py), and
+one file for each feature."""

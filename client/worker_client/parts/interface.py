@@ -1,5 +1,5 @@
-"""What an optional feature of requests is to a driver: the counterpart of a daemon's part of a
-step. A request that carries no extension has to do with none of them."""
+"""A driver's interface to an optional feature of requests: the counterpart of a daemon's part of a
+step. Requests without extensions use none."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from rpc_schema.extensions import ReplyExtension, RequestExtension
 
 
 class ExtensionFault(NamedTuple):
-    """What is wrong with an extension, in the form of an error's field, value and fix."""
+    """A fault of an extension, in the form of an error's field, value and fix."""
 
     field: str
     value: object
@@ -19,36 +19,36 @@ class ExtensionFault(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelBounds:
-    """What of the loaded model bounds what a request may ask."""
+    """Bounds of the loaded model on a request's extensions."""
 
     vocab_size: int
 
 
 class RequestPart:
-    """One feature. Here it does nothing: a part overrides what it is about. Stateless."""
+    """One feature. The defaults do nothing: a part overrides what it needs. Stateless."""
 
     extension: ClassVar[type[RequestExtension]]
-    """What a request that uses it carries."""
+    """Extension of a request that uses it."""
     reply_extension: ClassVar[type[ReplyExtension] | None] = None
-    """What a step's reply carries of it; None where it reports nothing."""
+    """Its extension of a step's reply; None if it reports nothing."""
     limits_running: ClassVar[bool] = False
-    """Whether `may_start` ever says no."""
+    """True if `may_start` can return False."""
     may_refuse: ClassVar[bool] = False
     """A request that has it may gain fewer tokens than its steps counted (StepResult.refused)."""
 
     def find_fault(self, extension: Any, bounds: ModelBounds) -> ExtensionFault | None:
-        """Return what a daemon would refuse about an extension whose fields are in their bounds, by
-        name of the field; None if nothing."""
+        """Return the first fault that a daemon would refuse in an extension whose fields are within
+        their bounds; None if there is none."""
         return None
 
     def prefix_salt(self, extension: Any) -> bytes:
-        """Return what changes the meaning of the request's tokens: requests share cached blocks
-        only where it is equal. Empty: nothing does."""
+        """Return the bytes that change the meaning of the request's tokens: requests share cached
+        blocks only if these are equal. Empty: nothing does."""
         return b""
 
     def may_start(self, extension: Any, running: Sequence[Any]) -> bool:
-        """Whether a request may be scheduled beside those that run. running: their extensions of
-        the feature."""
+        """Return True if a request may be scheduled beside those that run. running: their
+        extensions of the feature."""
         return True
 
     def read_reply(
@@ -58,7 +58,7 @@ class RequestPart:
         req_ids: Sequence[str],
         asked: Mapping[str, Any],
     ) -> Mapping[str, Any]:
-        """Return what a reply reports of requests. frames: the extension's own; req_ids: the rows
+        """Return the reports of a reply, by request. frames: the extension's own; req_ids: the rows
         of the reply; asked: extensions of the requests that have the feature, by id.
 
         Raises:

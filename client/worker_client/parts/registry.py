@@ -1,6 +1,5 @@
-"""Which features there are, and what the driver asks of all of them together. A new feature is its
-file and its line here; its structs are registered in rpc_schema/extensions.py.
-"""
+"""The list of features, and a driver's questions to all of them together. A new feature is its file
+and its line here; its structs are registered in rpc_schema/extensions.py."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
@@ -18,7 +17,7 @@ from worker_client.parts.sampling import (
 )
 
 Extensions: TypeAlias = tuple[RequestExtension, ...]
-"""A request's."""
+"""Extensions of a request."""
 
 PARTS: Final[tuple[RequestPart, ...]] = (
     RandomSamplingRequestPart(),
@@ -33,27 +32,27 @@ _OF_REPLY: Final[Mapping[type, RequestPart]] = MappingProxyType(
     {part.reply_extension: part for part in PARTS if part.reply_extension is not None}
 )
 KINDS: Final = tuple(_OF_REQUEST)
-"""Types of extensions that a request may carry."""
+"""Types of extensions that a request may have."""
 
 
 def find_fault(extension: RequestExtension, bounds: ModelBounds) -> ExtensionFault | None:
-    """Return what is wrong with an extension whose fields are in their bounds."""
+    """Return the fault of an extension whose fields are within their bounds, if any."""
     return _OF_REQUEST[type(extension)].find_fault(extension, bounds)
 
 
 def reports(extensions: Extensions) -> bool:
-    """Whether replies tell anything of a request beside its tokens."""
+    """Return True if replies report anything of a request besides its tokens."""
     return any(_OF_REQUEST[type(each)].reply_extension is not None for each in extensions)
 
 
 def may_refuse(extensions: Extensions) -> bool:
-    """Whether tokens of a request may be refused after a step has counted them."""
+    """Return True if tokens of a request may be refused after a step has counted them."""
     return any(_OF_REQUEST[type(each)].may_refuse for each in extensions)
 
 
 def prefix_root(extensions: Extensions) -> bytes:
-    """Return what a request's first block hash is chained to: empty where its extensions do not
-    change what its tokens mean."""
+    """Return the root of a request's block hashes: empty if its extensions do not change what its
+    tokens mean."""
     salts = [(each, _OF_REQUEST[type(each)].prefix_salt(each)) for each in extensions]
     named = [type(each).__name__.encode() + b"\0" + salt for each, salt in salts if salt]
     if not named:
@@ -65,7 +64,7 @@ def prefix_root(extensions: Extensions) -> bytes:
 
 
 def may_start(extensions: Extensions, running: Iterable[Extensions]) -> bool:
-    """Whether a request may be scheduled beside those that run."""
+    """Return True if a request may be scheduled beside those that run."""
     limiting = [each for each in extensions if _OF_REQUEST[type(each)].limits_running]
     if not limiting:
         return True
@@ -84,8 +83,8 @@ def read_reports(
     req_ids: Sequence[str],
     asked: Mapping[str, Extensions],
 ) -> Mapping[type[ReplyExtension], Mapping[str, Any]]:
-    """Return what a reply reports beside tokens, by kind of extension and request id. asked: the
-    extensions of the requests that it may report of.
+    """Return the reports of a reply, by kind of extension and request id. asked: the extensions of
+    the requests that it may report on.
 
     Raises:
         BadFrameError: the frames do not fit.

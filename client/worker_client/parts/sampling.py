@@ -1,4 +1,4 @@
-"""Random sampling, stop tokens and logprobs, as a driver judges and reads them."""
+"""The driver's side of random sampling, stop tokens and logprobs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +19,7 @@ from worker_client.scheduler_output import Logprobs
 
 
 class RandomSamplingRequestPart(RequestPart):
-    """Tokens are drawn; what a request has computed does not depend on it."""
+    """Random sampling; the KV of a request does not depend on it."""
 
     extension = RandomSampling
 

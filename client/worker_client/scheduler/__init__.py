@@ -1,12 +1,12 @@
-"""The scheduler interface, and the reference scheduler behind it, to be copied from. To be read as
+"""The scheduler interface, and a reference scheduler to copy from. In reading order:
 
-interface.py       what a driver asks of a scheduler, and the values that they exchange
-reference.py       Scheduler: takes the calls, commits steps, takes in their results
-plan/planning.py        decides a step: decodes, prefill chunks, preemption, admission
-roster.py          who waits and who runs
-decode_groups.py   who decodes together, so that the stages work on different requests
-request.py         one request: its counts, when it ends, where it comes from
-request_blocks.py  which blocks requests hold, and what of them is shared; over block_pool.py
+interface.py       the calls of a driver to a scheduler, and the values that they exchange
+reference.py       Scheduler: takes the calls, commits steps, processes their results
+planning.py        decides a step: decodes, prefill chunks, preemption, admission
+request_queues.py  waiting and running requests
+decode_groups.py   requests that decode together, so that stages work on different ones
+request.py         one request: its counts, its end, its start or adoption
+request_blocks.py  blocks of requests, and the shared ones; over block_pool.py
 """
 
 from worker_client.scheduler.interface import FinishReason as FinishReason

@@ -1,5 +1,4 @@
-"""KV blocks: who holds them, which can be had, and which hold tokens that another request may use
-too. Knows block ids and token ids, nothing of requests or steps."""
+"""KV blocks: references, free blocks, and blocks whose contents another request may share."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ FIRST_BLOCK_ID = 1
 
 
 def chained_hash(parent: bytes, token_ids: NDArray[np.int32]) -> bytes:
-    """Return a full block's hash: of its tokens, int32 [n], and of everything before."""
+    """Return a full block's hash: of its tokens, int32 [n], and of all blocks before."""
     return blake2b(
         token_ids.astype("<i4", copy=False).tobytes(), key=parent, digest_size=16
     ).digest()
@@ -23,10 +22,10 @@ def chained_hash(parent: bytes, token_ids: NDArray[np.int32]) -> bytes:
 
 class BlockPool:
     """Reference-counted blocks 1 to num_blocks - 1 for all groups of layers, and the hashes of the
-    full ones: what a block holds is that of one group.
+    full ones; a block's contents belong to one group.
 
-    A block that nobody holds keeps its contents until it is given out again, the one that was
-    freed first being the first to go (least recently used).
+    A block without references keeps its contents until it is allocated again; the least recently
+    freed goes first.
     """
 
     def __init__(self, num_blocks: int, num_groups: int) -> None:
@@ -35,16 +34,16 @@ class BlockPool:
         self._block_of: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._hash_of: dict[int, bytes] = {}
         self._group_of = [0] * num_blocks
-        """Of a block that has a hash, the group. In a list of numbers: a tuple a block would be as
-        many objects more for Python's garbage collector to walk through."""
+        """Group of each block that has a hash. A list of numbers: tuples would be as many more
+        objects for Python's garbage collector to traverse."""
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be had, with or without cached contents."""
+        """Number of blocks that can be allocated, with or without cached contents."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Give out `count` blocks; what was cached in them is forgotten. Ask num_free first."""
+        """Allocate `count` blocks and forget their cached contents. Check num_free first."""
         assert count <= len(self._free), "allocate more blocks than are free"
         block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block_id in block_ids:
@@ -53,8 +52,8 @@ class BlockPool:
         return block_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give blocks back, in a request's order: its last blocks are reused first. Null blocks are
-        passed over."""
+        """Drop a reference to each block, in a request's order: its last blocks are reused first.
+        Null blocks are skipped."""
         for block_id in reversed(block_ids):
             if block_id == NULL_BLOCK:
                 continue
@@ -63,15 +62,15 @@ class BlockPool:
                 self._free[block_id] = None
 
     def find(self, group: int, block_hash: bytes) -> int | None:
-        """Return the cached block of a group with this hash; nothing is held yet."""
+        """Return the cached block of a group with this hash, without taking a reference."""
         return self._block_of[group].get(block_hash)
 
     def num_free_among(self, block_ids: Sequence[int]) -> int:
-        """Return how many of these blocks nobody holds, null blocks aside."""
+        """Return how many of these blocks have no reference, null blocks not counted."""
         return sum(self._num_refs[i] == 0 for i in block_ids if i != NULL_BLOCK)
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Take a reference to cached blocks. Null blocks are passed over."""
+        """Take a reference to cached blocks. Null blocks are skipped."""
         for block_id in block_ids:
             if block_id == NULL_BLOCK:
                 continue
@@ -79,15 +78,14 @@ class BlockPool:
             self._free.pop(block_id, None)
 
     def remember(self, group: int, block_id: int, block_hash: bytes) -> None:
-        """Record what a full block holds. Of equal blocks the first stays the cached one."""
+        """Record the contents of a full block. Of equal blocks the first stays the cached one."""
         if block_hash not in self._block_of[group]:
             self._block_of[group][block_hash] = block_id
             self._hash_of[block_id] = block_hash
             self._group_of[block_id] = group
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Drop the blocks that are cached under these hashes: their contents are not to be
-        trusted."""
+        """Drop the cached blocks with these hashes: their contents cannot be trusted."""
         for of_group in self._block_of:
             for block_hash in hashes:
                 block_id = of_group.pop(block_hash, None)
@@ -95,7 +93,7 @@ class BlockPool:
                     del self._hash_of[block_id]
 
     def forget_all(self) -> None:
-        """Drop every cached hash: the contents are not to be trusted."""
+        """Drop every cached hash: the contents cannot be trusted."""
         for of_group in self._block_of:
             of_group.clear()
         self._hash_of.clear()

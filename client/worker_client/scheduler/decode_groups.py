@@ -1,5 +1,5 @@
-"""Who decodes together, so that the stages of a pipeline work on different requests. Knows no
-prompts, no blocks, no budget, and no steps in flight."""
+"""Groups of requests that decode together, so that the stages of a pipeline work on different
+requests."""
 
 from collections.abc import Iterator, Mapping
 
@@ -7,13 +7,12 @@ from worker_client.scheduler.request import Request
 
 
 class DecodeGroups:
-    """One group of requests for each stage. They have their turns in a circle, and are kept equal
-    within one."""
+    """One group of requests for each stage, scheduled round-robin. Sizes differ by one at most."""
 
     def __init__(self, num_stages: int) -> None:
         self._groups: list[dict[str, Request]] = [{} for _ in range(num_stages)]
         self._ids: list[tuple[str, ...] | None] = [None] * num_stages
-        """Of a whole group, made when all of it is ready; None once somebody joins or leaves."""
+        """Ids of a complete group, built when all of it is ready; None after a change."""
         self._turn = 0
 
     def join(self, request: Request) -> None:
@@ -38,8 +37,8 @@ class DecodeGroups:
             self._ids[larger] = self._ids[smaller] = None
 
     def in_turn(self, before: int) -> Iterator[tuple[int, dict[str, Request]]]:
-        """Yield each group, the one whose turn it is first, and those of its requests whose last
-        step was before that number; groups without any are passed over."""
+        """Yield each group, beginning with the one whose turn it is, with those of its requests
+        whose last step was before that number. Groups without any are skipped."""
         for offset in range(len(self._groups)):
             index = (self._turn + offset) % len(self._groups)
             group = self._groups[index]
@@ -52,8 +51,8 @@ class DecodeGroups:
     def commit(
         self, step: int, index: int | None, decodes: Mapping[str, Request]
     ) -> tuple[str, ...]:
-        """Count a step in which these of a group decode, or nobody. Return their ids: the same
-        object for as long as it is the whole group, and that stays."""
+        """Record a step in which these requests of a group decode, or none. Return their ids: the
+        same object as long as it is the complete, unchanged group."""
         index = self._turn if index is None else index
         is_whole = len(decodes) == len(self._groups[index])
         req_ids = (self._ids[index] if is_whole else None) or tuple(decodes)

@@ -1,5 +1,5 @@
-"""What a driver asks of a scheduler, and what they tell each other beside steps. Knows no
-scheduler."""
+"""The interface between a driver and a scheduler, and the values besides steps that they
+exchange."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ class RequestOutput:
     finish_reason: FinishReason
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Of the prompt, found in the prefix cache at the first admission."""
+    """Prompt tokens found in the prefix cache at the first admission."""
     num_preemptions: int
     logprobs: list[Logprobs] | None
-    """One for each token, where the request asked for them."""
+    """One for each token, if the request asked for them."""
     error: str = ""
-    """Why the request failed, where finish_reason is "error"; token_ids are those before."""
+    """Reason for the failure if finish_reason is "error"; token_ids are the tokens before it."""
 
 
 class SchedulerInterface(Protocol):
-    """What `worker_client.driver.Driver` asks of a scheduler. All calls come from one thread.
+    """Calls of `worker_client.driver.Driver` to a scheduler, all from one thread.
 
     The driver sends every output of schedule() before it makes another call, takes results in
     the order of the outputs, and keeps at most pipeline size + 1 outputs without a result.
@@ -50,31 +50,32 @@ class SchedulerInterface(Protocol):
         """End a request early; unknown ids are ignored. No RequestOutput follows."""
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request has not finished."""
+        """Return True while a request has not finished."""
 
     def schedule(self) -> SchedulerOutput | None:
-        """Decide the next step; None when there is nothing to send until a result comes."""
+        """Decide the next step; None if there is nothing to send until a result comes."""
 
     def update_from_output(
         self, output: SchedulerOutput, result: StepResult
     ) -> list[RequestOutput]:
-        """Take in what a step sampled; return the requests that it finished.
+        """Process the tokens that a step sampled; return the requests that it finished.
 
-        Tokens of requests that have finished meanwhile may be among them, and NO_TOKEN for requests
+        They may include tokens of requests that have finished meanwhile, and NO_TOKEN for requests
         that have failed.
         """
 
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
         """Take back steps that failed, or that the group refused; none will have a result.
 
-        The workers know the requests of lost_req_ids no more: those that are to go on must be
-        admitted again, from their known tokens. Blocks written by the failed steps hold nothing.
+        The workers have dropped the requests of lost_req_ids: those that are to continue must be
+        admitted again, from their known tokens. Blocks written by the failed steps have no valid
+        contents.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """What a scheduler may use, as the group was loaded."""
+    """Limits of a scheduler for a loaded group."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -82,14 +83,14 @@ class SchedulerLimits:
     num_blocks: int
     """Null block included."""
     block_size: int
-    """Of the smallest blocks."""
+    """Tokens of the smallest blocks."""
     pipeline_parallel_size: int = 1
     eos_token_ids: tuple[int, ...] = ()
     enable_prefix_caching: bool = True
     vocab_size: int | None = None
     """None leaves the token ids of requests unchecked."""
     groups: tuple[BlockGroup, ...] = ()
-    """Of layers, each with blocks of its own of every request; none named: one of block_size,
+    """Groups of layers; each gives every request blocks of its own. Empty: one of block_size,
     without a window."""
 
     @property
@@ -98,12 +99,12 @@ class SchedulerLimits:
         return block_groups(self.groups, self.block_size)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Return the blocks of all groups that a request of num_tokens has at once, at most."""
+        """Return the most blocks of all groups that a request of num_tokens has at once."""
         return request_blocks(num_tokens, self.block_groups, self.max_num_batched_tokens)
 
 
 def scheduler_limits(model: LoadedGroup, config: WorkerConfig) -> SchedulerLimits:
-    """Return what a scheduler may use of a group that was loaded with `config`."""
+    """Return the limits of a scheduler for a group that was loaded with `config`."""
     return SchedulerLimits(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,

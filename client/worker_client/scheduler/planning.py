@@ -1,4 +1,4 @@
-"""What one step computes: first come, first served, decodes before prefills. Finds blocks for it,
+"""The plan of one step: first come, first served, decodes before prefills. Finds blocks for it,
 preempts and admits; tokens count as computed only once the scheduler commits the step."""
 
 from itertools import chain, islice
@@ -12,19 +12,20 @@ from worker_client.scheduler.request_queues import RequestQueues
 from worker_client.step_checks import MAX_ADMITTED_BYTES, MAX_ADMITTED_TOKENS
 
 PIPELINE_CHUNK = 2048
-"""Fewest prompt tokens of several prompts for which a pipeline's step is closed. Later stages wait
-for the first step, and earlier ones for the last, so that steps should be short while there are few
-tokens; but a product of fewer rows is less than its best."""
+"""Fewest prompt tokens at which a pipeline's step takes no further prompt. Later stages wait for
+the first step, and earlier ones for the last, so that steps should be short while few tokens wait;
+but products of fewer rows are less efficient."""
 
 CHUNKS_PER_STAGE = 2
-"""Steps a stage over which prompts are spread while each has PIPELINE_CHUNK tokens or more."""
+"""Steps for each stage over which prompts are spread while each has PIPELINE_CHUNK tokens or
+more."""
 
 MAX_LOOKED_AT = 1024
-"""Waiting prompts that are looked at for that."""
+"""Limit on the waiting prompts counted for that."""
 
 
 class Step:
-    """A step in the making, which may stay empty. The scheduler reads what is public here."""
+    """A step being planned, possibly empty. The scheduler reads the public attributes."""
 
     def __init__(
         self,
@@ -34,12 +35,12 @@ class Step:
         groups: DecodeGroups,
     ) -> None:
         self.group: int | None = None
-        """The one that decodes."""
+        """Decode group of the step."""
         self.decodes: dict[str, Request] = {}
         self.prefills: dict[str, int] = {}
         self.new: list[Request] = []
         self.new_blocks: list[dict[str, list[int]]] = [{} for _ in limits.block_groups]
-        """Of each group of layers."""
+        """New blocks of each group of layers, by request."""
         self.preempted: list[str] = []
         self._limits = limits
         self._roster = roster
@@ -52,14 +53,15 @@ class Step:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute, nor anybody preempted."""
+        """True if there is nothing to compute, and nobody is preempted."""
         return not (self.decodes or self.prefills or self.preempted)
 
     def plan(self, number: int, oldest: int) -> None:
-        """Decide who takes part in step `number`; `oldest` is the first in flight, or `number`.
+        """Decide which requests take part in step `number`; `oldest` is the first step in flight,
+        or `number`.
 
         A request decodes at most once in as many consecutive steps in flight as there are stages,
-        so that the stages work on different requests; more often where nothing else can be done.
+        so that the stages work on different requests; more often if nothing else can be done.
         """
         num_stages = self._limits.pipeline_parallel_size
         chunk = self._chunk(num_stages)
@@ -71,11 +73,11 @@ class Step:
             self._plan_decodes(before=number)
 
     def _plan_decodes(self, *, before: int) -> None:
-        """Plan the group whose turn it is, or the next one with somebody to run."""
+        """Plan the group whose turn it is, or the next one with a request that can run."""
         size = self._blocks.unit
         for group, ready in self._groups.in_turn(before):
             self.decodes = ready
-            # Those whose blocks have no room.
+            # Requests whose blocks are full.
             needy = [r for r in ready.values() if r.num_computed % size == 0]
             if len(needy) * len(self.new_blocks) > self._blocks.num_free:
                 needy.sort(key=lambda request: request.admission)
@@ -99,7 +101,7 @@ class Step:
                 self._prefill(request, count)
                 if request.unannounced:
                     self._announce(request)
-                    self._drop_new_blocks(request)  # they come with the others
+                    self._drop_new_blocks(request)  # the admission has them all
 
     def _admit(self, chunk: int) -> None:
         """Admit waiting requests in order, as long as blocks, slots and tokens last."""
@@ -125,8 +127,8 @@ class Step:
             self._prefill(request, count)
 
     def _chunk(self, num_stages: int) -> int:
-        """How many tokens several prompts share a step with: the budget, or in a pipeline their
-        part of all that wait."""
+        """Return the tokens that several prompts may share a step with: the budget, or in a
+        pipeline their part of all that wait."""
         budget = self._limits.max_num_batched_tokens
         if num_stages == 1:
             return budget
@@ -140,8 +142,8 @@ class Step:
         return max(PIPELINE_CHUNK, min(budget, pending // num_steps))
 
     def _has_room(self, count: int, chunk: int) -> bool:
-        """Whether it may take count more prompt tokens: of one prompt what the budget allows, of
-        several a chunk."""
+        """Return True if the step may take count more prompt tokens: for one prompt up to the
+        budget, for several up to a chunk."""
         return count > 0 and (not self.prefills or self._num_prefill_tokens + count <= chunk)
 
     def _prefill(self, request: Request, count: int) -> None:
@@ -150,7 +152,7 @@ class Step:
         self._budget -= count
 
     def _can_announce(self, request: Request) -> bool:
-        """Whether a request, all tokens of which are sent, fits into the step's message."""
+        """Return True if a request, with all its tokens, fits into the step's message."""
         return (
             self._num_admitted_tokens + len(request.tokens) <= MAX_ADMITTED_TOKENS
             and self._num_admitted_bytes + self._num_bytes(request) <= MAX_ADMITTED_BYTES
@@ -165,7 +167,7 @@ class Step:
         self._num_admitted_bytes += self._num_bytes(request)
 
     def _extend(self, request: Request, count: int) -> bool:
-        """Find blocks for `count` more tokens, preempting the latest admitted where need be.
+        """Find blocks for `count` more tokens, preempting the latest admitted if need be.
 
         Only requests admitted after this one are preempted; without any, this one waits.
         """

@@ -1,6 +1,5 @@
 """The reference scheduler: continuous batching, chunked prefill, prefix caching, preemption by
-recompute. Takes the driver's calls, commits steps and takes their results in. Knows no slots, no
-wire, no clock."""
+recompute. Takes the driver's calls, commits steps and processes their results."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from worker_client.scheduler_output import SchedulerOutput, StepResult
 
 NOT_A_NUMBER = (
     "the model's output for token {place} is not a number: its weights overflow or are damaged "
-    "for this input; the other requests are unharmed"
+    "for this input; the other requests are not affected"
 )
 
 
@@ -34,12 +33,12 @@ class Scheduler:
         most = limits.max_num_batched_tokens * limits.pipeline_parallel_size
         self._roster = RequestQueues(self._blocks, self._groups, min(limits.max_num_seqs, most))
         self._ended: list[str] = []
-        """Requests that the workers are to forget."""
+        """Ended requests that the workers have still to forget."""
         self._num_steps = 0
         self._in_flight: deque[int] = deque()
 
     def add_request(self, request: GenerationRequest) -> None:
-        """Queue a request. Its id may be one that finished, once no step in flight names it.
+        """Queue a request. Its id may be that of a finished one, once no step in flight names it.
 
         Raises:
             RequestError: a field is out of bounds, its id is in use, or it can never be served.
@@ -49,11 +48,11 @@ class Scheduler:
         self._roster.add(new_request(request, self._limits))
 
     def adopt_requests(self, requests: Sequence[AdoptedRequest]) -> list[RequestOutput]:
-        """Go on with requests that another driver's Scheduler has left: before any other call but
-        add_request. Return those that have all their tokens already; they end here.
+        """Continue requests that another driver's Scheduler has left. To be called before anything
+        but add_request. Return those that have all their tokens already; they end here.
 
-        They run from the first step on, with the blocks that they have; those without begin again
-        from their tokens, and those that report logprobs from their prompt.
+        The others run from the first step on, with their blocks; those without begin again from
+        their tokens, and those that report logprobs from their prompt.
 
         Raises:
             RequestError: a request was not admitted by a Scheduler, its id is in use, or it does
@@ -84,12 +83,12 @@ class Scheduler:
             self._remove(request)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request has not finished."""
+        """Return True while a request has not finished."""
         return bool(self._roster.unfinished)
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request holds."""
+        """Number of blocks that no request holds."""
         return self._blocks.num_free
 
     def schedule(self) -> SchedulerOutput | None:
@@ -97,7 +96,7 @@ class Scheduler:
         self._blocks.remember_sent()
         step = Step(self._limits, self._roster, self._blocks, self._groups)
         step.plan(self._num_steps, self._in_flight[0] if self._in_flight else self._num_steps)
-        # When all is done, the workers are told who has ended; else that can ride along later.
+        # Once all is done, send the ended requests to the workers; else a later step has them.
         all_done = not self._roster.unfinished and not self._in_flight
         if step.is_empty and not (all_done and self._ended):
             return None
@@ -132,7 +131,7 @@ class Scheduler:
     def update_from_output(
         self, output: SchedulerOutput, result: StepResult
     ) -> list[RequestOutput]:
-        """Take in what a step sampled; see SchedulerInterface."""
+        """Process the tokens that a step sampled; see SchedulerInterface."""
         if self._in_flight:
             self._in_flight.popleft()
         done = []
@@ -159,7 +158,7 @@ class Scheduler:
         return done
 
     def _take_back(self, request: Request | None, count: int) -> None:
-        """A request did not gain tokens that a step had counted for it."""
+        """Take back tokens that a step had counted for a request, which did not gain them."""
         if request is None:
             return
         if request.num_void:
@@ -173,12 +172,12 @@ class Scheduler:
                 self._groups.join(request)
 
     def forget_prefixes(self) -> None:
-        """Drop the prefix cache: the weights have changed, and what is cached is of the old ones.
-        To be called when no step is in flight."""
+        """Drop the prefix cache after a change of weights. To be called while no step is in
+        flight."""
         self._blocks.forget_all()
 
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
-        """Take back steps that failed: lost requests wait again, in the order they came."""
+        """Take back steps that failed: lost requests wait again, in order of arrival."""
         for _ in outputs:
             self._in_flight.pop()
         running = self._roster.running
@@ -190,9 +189,9 @@ class Scheduler:
             request.go_on_from_known()
 
     def _not_a_number(self, request: Request) -> list[RequestOutput]:
-        """The request's context gives no numbers, so that what it wrote to its blocks is not to be
-        shared. Where it began with blocks of another request, that one's may be the fault: then it
-        is computed anew, from its known tokens and by itself."""
+        """Handle a request whose logits are NaN or infinite: nobody may share the blocks that it
+        wrote. If it began with blocks of another request, the fault may be in those: then it is
+        computed again, from its known tokens and by itself."""
         if not self._blocks.distrust(request):
             place = len(request.tokens) + 1
             return [self._finish(request, "error", NOT_A_NUMBER.format(place=place))]

@@ -1,5 +1,5 @@
-"""One request of the reference scheduler: its counts, when it ends, how it begins here or goes on
-from another driver. Knows no other request, no pool and no step."""
+"""One request of the reference scheduler: its counts, its end, and its start, here or by adoption
+from another driver."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ import numpy as np
 
 from rpc_schema.extensions import extension_of
 from rpc_schema.kv_cache import NUM_NULL_BLOCKS, BlockGroup, blocks_for
-from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, LogprobsWanted, StopTokens
+from rpc_schema.sampling import LogprobsWanted, StopTokens
 from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
 from worker_client.errors import RequestError
@@ -27,11 +27,11 @@ from worker_client.step_checks import (
 )
 
 MAX_NOTE_BYTES = 64
-"""Of a _Note, encoded."""
+"""Bound on an encoded _Note."""
 
 
 class _Note(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What another driver's scheduler needs to know of a request beside what the workers do."""
+    """Facts of a request for another driver's scheduler, besides those that the workers have."""
 
     limit: int
     arrival: int
@@ -44,17 +44,21 @@ class HeldBlocks:
     """A request's blocks; RequestBlocks alone writes here."""
 
     by_group: list[list[int]] = field(default_factory=list)
-    """Of each group of layers, one for each place; 0 where a window has left a block behind. Empty
-    while it waits."""
+    """Blocks of each group of layers, by position; 0 replaces a block that a window has passed.
+    Empty while it waits."""
     hashes: list[bytes] = field(default_factory=list)
-    """Of its full blocks, the smallest of all groups, as far as tokens are known. They depend on
-    tokens alone, and stay."""
+    """Hashes of its full blocks, in units of the smallest block size of all groups, as far as
+    tokens are known. They depend on tokens alone, and stay."""
     num_remembered: int = 0
-    """How many of these the pool knows the contents of."""
+    """Number of these whose contents the pool has recorded."""
     num_shared: int = 0
-    """How many of these others had filled, since its admission."""
+    """Number of these that other requests had filled, since its admission."""
+    num_cached_tokens: int = -1
+    """Prompt tokens found in the prefix cache at the first admission; -1 before that."""
     may_share: bool = True
-    """Whether it may begin with blocks that others filled."""
+    """It may begin with blocks that others filled."""
+    root: bytes = b""
+    """First parent of the hash chain."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,33 +70,30 @@ class Request:
 
     id: str
     tokens: list[int]
-    """The known ones: the prompt, then what was generated."""
+    """Known tokens: the prompt, then the generated ones."""
     num_prompt_tokens: int
     limit: int
-    """Where max_tokens or max_model_len ends it."""
+    """Number of tokens at which max_tokens or max_model_len ends it."""
     extensions: Extensions
     arrival: int = -1
-    """Its place among those that wait; the roster gives it."""
-    num_cached_tokens: int = -1
+    """Place in the order of arrival; the request queues assign it."""
     num_preemptions: int = 0
     stop_ids: frozenset[int] = field(init=False)
     extension_bytes: int = field(init=False)
-    """Of an admission's message."""
-    prefix_root: bytes = field(init=False)
-    """What the hashes of its blocks begin with."""
+    """Bytes of the extensions in an admission's message."""
     num_tokens: int = field(init=False)
     num_computed: int = 0
     admission: int = -1
     """Rises with each admission; -1 while waiting."""
     unannounced: bool = False
-    """It runs by adoption, and the workers are yet to hear of it again."""
+    """It runs by adoption, and is not yet in a step of this driver."""
     last_step: int = -1
-    """The step that samples its last token; -1 for none."""
+    """Step that samples its last token; -1 for none."""
     num_void: int = 0
-    """Tokens on their way that are to be passed over."""
+    """Number of tokens in flight that are to be ignored."""
     blocks: HeldBlocks = field(default_factory=HeldBlocks)
     logprobs: list[Logprobs] | None = field(init=False)
-    """Of what was generated; None where it does not report them."""
+    """Log probabilities of the generated tokens; None if it does not report them."""
 
     def __post_init__(self) -> None:
         stops = extension_of(self.extensions, StopTokens)
@@ -100,27 +101,27 @@ class Request:
         self.num_tokens = len(self.tokens)
         self.logprobs = None if extension_of(self.extensions, LogprobsWanted) is None else []
         self.extension_bytes = extension_bytes(self.extensions)
-        self.prefix_root = prefix_root(self.extensions)
+        self.blocks.root = prefix_root(self.extensions)
 
     @property
     def is_running(self) -> bool:
-        """Whether it has been admitted; else it waits."""
+        """True if it has been admitted; else it waits."""
         return self.admission >= 0
 
     @property
     def least_computed(self) -> int:
-        """Positions that are computed whatever steps in flight refuse."""
+        """Number of positions that are computed whatever steps in flight refuse."""
         if not may_refuse(self.extensions):
             return self.num_computed
         return min(self.num_computed, len(self.tokens) - 1)
 
     @property
     def num_in_flight(self) -> int:
-        """Tokens that are being sampled."""
+        """Number of tokens being sampled."""
         return self.num_tokens - len(self.tokens)
 
     def take(self, token: int) -> FinishReason | None:
-        """Add a token that was sampled; return why the request ends with it, if it does."""
+        """Append a sampled token; return the reason if the request ends with it."""
         tokens = self.tokens
         tokens.append(token)
         if token in self.stop_ids:
@@ -128,9 +129,9 @@ class Request:
         return "length" if len(tokens) == self.limit else None
 
     def take_again(self) -> FinishReason | None:
-        """Take all generated tokens of an adopted request again, up to its end or to one that could
-        not be chosen; return why it ends, if it does. One that reports logprobs begins again from
-        its prompt: what was reported before is kept nowhere."""
+        """Append all generated tokens of an adopted request again, up to its end or to a NO_TOKEN;
+        return the reason if it ends. A request that reports logprobs begins again from its prompt:
+        earlier reports are not kept."""
         generated = self.tokens[self.num_prompt_tokens :]
         del self.tokens[self.num_prompt_tokens :]
         reason = None
@@ -142,19 +143,20 @@ class Request:
         return reason
 
     def go_on_from_known(self, num_void: int = 0) -> None:
-        """Give up what is in flight. So many tokens of it come nevertheless, to be passed over."""
+        """Give up the tokens in flight. num_void: how many of them still arrive, to be ignored."""
         self.num_tokens = len(self.tokens)
         self.num_void = num_void
 
     def admission_bytes(self, num_tokens: int, groups: Sequence[BlockGroup]) -> int:
-        """Return what its admission with so many tokens takes of a step's message, at most."""
+        """Return the most bytes of a step's message that its admission with so many tokens
+        takes."""
         num_blocks = sum(blocks_for(num_tokens, group.block_size) for group in groups)
         own = self.extension_bytes
         return admission_bytes(num_tokens, num_blocks, len(self.id), own, MAX_NOTE_BYTES)
 
     def as_new(self) -> NewRequest:
-        """Return its admission, as the workers hear of it."""
-        note = _Note(self.limit, self.arrival, self.num_cached_tokens, self.num_preemptions)
+        """Return its admission for the workers."""
+        note = _Note(self.limit, self.arrival, self.blocks.num_cached_tokens, self.num_preemptions)
         return NewRequest(
             req_id=self.id,
             token_ids=np.array(self.tokens, np.int32),
@@ -167,13 +169,13 @@ class Request:
         )
 
     def output(self, reason: FinishReason, error: str = "") -> RequestOutput:
-        """Return what is told of it when it ends."""
+        """Return its output as it ends."""
         return RequestOutput(
             req_id=self.id,
             token_ids=self.tokens[self.num_prompt_tokens :],
             finish_reason=reason,
             num_prompt_tokens=self.num_prompt_tokens,
-            num_cached_tokens=max(0, self.num_cached_tokens),
+            num_cached_tokens=max(0, self.blocks.num_cached_tokens),
             num_preemptions=self.num_preemptions,
             logprobs=self.logprobs,
             error=error,
@@ -181,7 +183,7 @@ class Request:
 
 
 def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
-    """Return a valid request as it begins.
+    """Return a valid request in its initial state.
 
     Raises:
         RequestError: it can never be served.
@@ -197,7 +199,7 @@ def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
             value=request.max_tokens,
             fix="ask for less",
         )
-    size = limits.vocab_size  # what the model cannot produce ends nothing
+    size = limits.vocab_size  # a token that the model cannot produce ends nothing
     eos_token_ids = [token for token in limits.eos_token_ids if size is None or token < size]
     extensions = request.extensions(eos_token_ids)
     fault = extension_fault(extensions, WIRE_LIMITS.vocab_size if size is None else size)
@@ -217,15 +219,6 @@ def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
 
 def _check_admission(made: Request, groups: Sequence[BlockGroup]) -> None:
     """Check that a step can admit the request by itself: after a preemption with all its tokens."""
-    stops = extension_of(made.extensions, StopTokens)
-    num_stop_ids = 0 if stops is None else len(stops.token_ids)
-    if num_stop_ids > MAX_STOP_TOKEN_IDS:
-        raise RequestError(
-            f"{num_stop_ids} stop tokens, end of sequence included, are too many",
-            field="stop_token_ids",
-            value=num_stop_ids,
-            fix=f"give at most {MAX_STOP_TOKEN_IDS} in all, or ignore_eos",
-        )
     num_bytes = made.admission_bytes(made.limit - 1, groups)
     if made.limit - 1 <= MAX_ADMITTED_TOKENS and num_bytes <= MAX_ADMITTED_BYTES:
         return
@@ -240,7 +233,8 @@ def _check_admission(made: Request, groups: Sequence[BlockGroup]) -> None:
 
 
 def adopted_request(request: AdoptedRequest, limits: SchedulerLimits) -> Request:
-    """Return a request of another driver as it goes on here, not running yet.
+    """Return a request of another driver in the state from which it continues here, not running
+    yet.
 
     Raises:
         RequestError: it was admitted by another kind of scheduler, or does not fit these limits.
@@ -269,8 +263,8 @@ def adopted_request(request: AdoptedRequest, limits: SchedulerLimits) -> Request
         limit=note.limit,
         extensions=request.extensions,
         arrival=note.arrival,
-        num_cached_tokens=note.num_cached_tokens,
         num_preemptions=note.num_preemptions,
     )
+    made.blocks.num_cached_tokens = note.num_cached_tokens
     _check_admission(made, limits.block_groups)
     return made

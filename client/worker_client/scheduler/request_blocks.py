@@ -1,11 +1,10 @@
-"""The blocks that requests hold, and the prefix cache: which of their full blocks others may begin
-with. Knows tokens and blocks; not who runs or waits, nor what a step is.
+"""Blocks held by requests, and the prefix cache: full blocks that other requests may begin with.
 
-In a group with a window a request lets go of the blocks that the window has left behind, before it
-takes new ones. Steps in flight may still read them, and that is safe: the step that is being made
-is the first that can give them to anybody, every rank runs it after those in flight, and no token
-from num_computed on, this step's own included, sees them. It is safe after a failure too: rows that
-are taken back to where they would see such a block again are not vouched for by the workers.
+In a group with a window a request frees the blocks that the window has passed, before it takes new
+ones. Steps in flight may still read them. That is safe: the step being planned is the first that
+can reassign them, every rank runs it after those in flight, and no token from num_computed on, this
+step's own included, sees them. It is safe after a failure too: the workers do not keep rows that
+would have to go back to where they see such a block again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ from worker_client.scheduler.request import Request
 
 
 class RequestBlocks:
-    """Owns the pool, and what requests have of it (Request.blocks)."""
+    """Owner of the pool, and of each request's share of it (Request.blocks)."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._groups = limits.block_groups
@@ -30,7 +29,7 @@ class RequestBlocks:
         self._sizes = [group.block_size for group in self._groups]
         self._has_windows = any(group.window is not None for group in self._groups)
         self._strides = [group.block_size // self.unit for group in self._groups]
-        """Hashes of a block of each group."""
+        """Hashes for each block, by group."""
         self._most_tokens = limits.max_num_batched_tokens
         self._caches_prefixes = limits.enable_prefix_caching
         self._pool = BlockPool(limits.num_blocks, len(self._groups))
@@ -38,12 +37,13 @@ class RequestBlocks:
 
     @property
     def num_free(self) -> int:
-        """Blocks that no request holds."""
+        """Number of blocks that no request holds."""
         return self._pool.num_free
 
     def extend(self, request: Request, count: int) -> list[list[int]] | None:
-        """Give a request the blocks that it lacks for its next `count` tokens, and return those of
-        each group; None where too few are free. What its windows have left behind is free then."""
+        """Allocate the blocks that a request lacks for its next `count` tokens, and return those of
+        each group; None if too few are free. Blocks that its windows have passed are freed
+        first."""
         held, end = request.blocks.by_group, request.num_computed + count
         missing, total = [], 0
         for size, own in zip(self._sizes, held, strict=True):
@@ -72,8 +72,8 @@ class RequestBlocks:
                 own[behind] = NULL_BLOCK
 
     def find_prefix(self, request: Request) -> list[list[int]]:
-        """Return the cached blocks of each group that a request can begin with, null blocks where
-        no token behind them sees any; one token is left to compute."""
+        """Return the cached blocks of each group that a request can begin with, null blocks for
+        those that no later token sees. One token is left to compute."""
         if not self._caches_prefixes or not request.blocks.may_share:
             return [[] for _ in self._groups]
         self._hash(request)
@@ -88,8 +88,8 @@ class RequestBlocks:
         return [self._prefix(group, hashes, length) for group in range(len(self._groups))]
 
     def _cached_length(self, group: int, hashes: Sequence[bytes], most: int) -> int:
-        """Return for the longest length, `most` at most, in hashes, how many a group can serve:
-        with all blocks that the next token sees. It is a multiple of the group's blocks."""
+        """Return the longest length, in hashes and `most` at most, that a group can serve: it has
+        all blocks that the next token sees. It is a multiple of the group's blocks."""
         stride, blocks = self._strides[group], self._groups[group]
         end = most // stride
         if blocks.window is None:
@@ -116,11 +116,12 @@ class RequestBlocks:
         return self._pool.find(group, hashes[(index + 1) * self._strides[group] - 1])
 
     def num_cached(self, prefix: Sequence[Sequence[int]]) -> int:
-        """Return the tokens of a prefix."""
+        """Return the number of tokens of a prefix."""
         return len(prefix[0]) * self._groups[0].block_size
 
     def can_hold(self, request: Request, prefix: Sequence[Sequence[int]]) -> bool:
-        """Whether there are blocks for all known tokens of a request that begins with `prefix`."""
+        """Return True if there are blocks for all known tokens of a request that begins with
+        `prefix`."""
         needed = 0
         for group, own in zip(self._groups, prefix, strict=True):
             most = most_blocks(len(request.tokens), group, self._most_tokens)
@@ -133,8 +134,8 @@ class RequestBlocks:
         self.resume(request, prefix, self.num_cached(prefix))
         num_hashes = request.num_computed // self.unit
         request.blocks.num_remembered = request.blocks.num_shared = num_hashes
-        if request.num_cached_tokens < 0:
-            request.num_cached_tokens = request.num_computed
+        if request.blocks.num_cached_tokens < 0:
+            request.blocks.num_cached_tokens = request.num_computed
         self.extend(request, count)
 
     def resume(
@@ -147,8 +148,8 @@ class RequestBlocks:
         request.num_computed = num_computed
 
     def release(self, request: Request) -> None:
-        """Take a request's blocks. Steps in flight may still write to them; whoever gets them runs
-        after those steps."""
+        """Release a request's blocks. Steps in flight may still write to them; a new holder's step
+        runs after those."""
         for block_ids in request.blocks.by_group:
             self._pool.release(block_ids)
         request.blocks.by_group = []
@@ -156,7 +157,7 @@ class RequestBlocks:
         request.num_computed = 0
 
     def remember(self, request: Request) -> None:
-        """Let others begin with the full blocks of a request whose steps were sent."""
+        """Let other requests begin with the full blocks of a request whose steps were sent."""
         if not self._caches_prefixes:
             return
         self._hash(request)
@@ -170,36 +171,36 @@ class RequestBlocks:
         blocks.num_remembered = max(num_full, blocks.num_remembered)
 
     def remember_later(self, request: Request) -> None:
-        """Remember a request from the next step on: blocks may be hit from the step after the one
-        that fills them."""
+        """Remember a request from the next step on: blocks may be shared from the step after the
+        one that fills them."""
         self._to_remember.append(request)
 
     def remember_sent(self) -> None:
-        """The last step was sent: remember what it fills."""
+        """Remember the blocks that the last step fills: it was sent."""
         pending, self._to_remember = self._to_remember, []
         for request in pending:
             if request.is_running:
                 self.remember(request)
 
     def distrust(self, request: Request) -> bool:
-        """Let nobody begin with the blocks of a request whose context gives no numbers. Return
-        whether it had begun with blocks of others, which it will do no more."""
+        """Let nobody begin with the blocks of a request whose logits are not finite. Return True if
+        it had begun with blocks of others, which it will do no more."""
         self._pool.forget(request.blocks.hashes)
         num_shared, request.blocks.num_shared = request.blocks.num_shared, 0
         request.blocks.may_share = False
         return num_shared > 0
 
     def forget_all(self, good: Iterable[Request] = ()) -> None:
-        """Drop the prefix cache. The blocks of `good` requests are good, and remembered anew."""
+        """Drop the prefix cache. The blocks of `good` requests are valid, and remembered again."""
         self._to_remember.clear()
         self._pool.forget_all()
         for request in good:
             request.blocks.num_remembered = 0
 
     def _hash(self, request: Request) -> None:
-        """Bring a request's block hashes up to its known tokens."""
+        """Extend a request's block hashes up to its known tokens."""
         size, hashes = self.unit, request.blocks.hashes
         for index in range(len(hashes), len(request.tokens) // size):
             tokens = np.array(request.tokens[index * size : (index + 1) * size], np.int32)
-            parent = hashes[-1] if hashes else request.prefix_root
+            parent = hashes[-1] if hashes else request.blocks.root
             hashes.append(chained_hash(parent, tokens))

@@ -1,5 +1,4 @@
-"""Where each unfinished request is: waiting, or running with blocks. Knows no tokens, and decides
-nothing."""
+"""Queues of unfinished requests: waiting, or running with blocks."""
 
 from bisect import insort
 from collections import deque
@@ -11,9 +10,9 @@ from worker_client.scheduler.request_blocks import RequestBlocks
 
 
 class RequestQueues:
-    """Who waits, in order of arrival, and who runs, in order of admission. Those that run are in
-    one of three places: `prefilling`, a decode group, or nowhere, when their last token is being
-    sampled. Others may read the collections; only the methods change them."""
+    """Waiting requests in order of arrival, and running ones in order of admission. A running
+    request is in one of three places: `prefilling`, a decode group, or neither, while its last
+    token is being sampled. Others may read the collections; only the methods change them."""
 
     def __init__(self, blocks: RequestBlocks, groups: DecodeGroups, max_running: int) -> None:
         self.unfinished: dict[str, Request] = {}
@@ -28,16 +27,16 @@ class RequestQueues:
 
     @property
     def is_full(self) -> bool:
-        """Whether nobody else may run."""
+        """True if no further request may run."""
         return len(self.running) >= self._max_running
 
     def check_unused(self, req_id: str, fix: str) -> None:
-        """Raise RequestError where an unfinished request has this id."""
+        """Raise RequestError if an unfinished request has this id."""
         if req_id in self.unfinished:
             raise RequestError("the id is in use", field="id", value=req_id, fix=fix)
 
     def add(self, request: Request) -> None:
-        """Let a request wait: at the end, unless it was adopted and has its place already."""
+        """Queue a request: at the end, unless it was adopted and has its place already."""
         if request.arrival < 0:
             request.arrival = self._num_arrivals
         self._num_arrivals = max(self._num_arrivals, request.arrival + 1)
@@ -63,7 +62,7 @@ class RequestQueues:
         self._wait(request)
 
     def remove(self, request: Request) -> None:
-        """Forget a request, which has ended."""
+        """Forget a request that has ended."""
         del self.unfinished[request.id]
         if request.is_running:
             self._stop(request)

@@ -1,5 +1,5 @@
-"""A trainer's side of weight updates. The only part of the client that needs torch: nothing else of
-it imports this package."""
+"""A trainer's side of weight updates. The only part of the client that needs torch; nothing else of
+the client imports this package."""
 
 from importlib.util import find_spec
 

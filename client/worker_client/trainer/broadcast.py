@@ -1,8 +1,8 @@
-"""A trainer's communicator with its workers: the meeting at which it begins, and broadcasts of
-tensors to all of them. Knows no RPC: it may live in another process than the driver.
+"""A trainer's communicator with its workers: the rendezvous at which it begins, and broadcasts of
+tensors to all workers. Independent of RPCs: it may be in another process than the driver.
 
-It is made of torch.distributed's backends alone, so that it stands beside whatever process groups
-the trainer has. No object is ever pickled: raw bytes travel.
+It uses torch.distributed's backends directly, so that it can exist beside the trainer's process
+groups. No object is pickled: raw bytes are sent.
 """
 
 import hmac
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -42,29 +42,15 @@ _WATCHDOG_GRACE = timedelta(minutes=10)
 _SHORT_WAIT_S = 0.05
 _SHORT_PAUSE_S = 50e-6
 _LONG_PAUSE_S = 2e-3
-"""Between looks at what is waited for: short ones at first, as the next transfer is close."""
+"""Pauses between checks while waiting: short ones at first, as the next transfer is close."""
 
 
 class TransferStopped(ClientError):
-    """A transfer ended before its end: workers refused it, did not come, or are lost."""
-
-
-class _Group(Protocol):
-    """What is used of a backend."""
-
-    def broadcast(
-        self, tensors: list[Tensor], opts: distributed_c10d.BroadcastOptions, /
-    ) -> dist.Work: ...
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> dist.Work: ...
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> dist.Work: ...
-
-    def abort(self) -> None: ...
+    """A transfer was not completed: workers refused it, did not come, or are lost."""
 
 
 class _Sending(NamedTuple):
-    """A broadcast that is under way; the buffer must stay as it is until it is over."""
+    """A broadcast in progress; the buffer must stay unchanged until it is complete."""
 
     work: dist.Work
     buffer: Tensor
@@ -83,7 +69,7 @@ class BroadcastChannel:
         host: str = "127.0.0.1",
         timeout_s: float = 60.0,
     ) -> None:
-        """Serve a meeting on a free port of `host`, and wait for nobody yet.
+        """Open a rendezvous on a free port of `host`, without waiting for workers.
 
         device: the GPU whose NCCL communicator it is; gloo sends host memory, whatever is given.
         timeout_s: the longest wait for the workers.
@@ -103,14 +89,14 @@ class BroadcastChannel:
         self._size = num_workers + 1
         self._timeout_s = timeout_s
         self._stopped = threading.Event()
-        self._group: _Group | None = None
+        self._group: dist.ProcessGroup | None = None
         self._host = host
         self._place = StoreServer(host, num_workers)
         self._store = _TrainerStore(self._place, timeout_s)
 
     @property
     def engine(self) -> wt.BroadcastEngine:
-        """What init_weight_transfer_engine is to be told."""
+        """Argument of init_weight_transfer_engine."""
         return wt.BroadcastEngine(
             backend=self._backend,
             place=RendezvousAddress(
@@ -120,14 +106,14 @@ class BroadcastChannel:
         )
 
     def open(self) -> None:
-        """Meet all workers, which must be told `engine` at the same time.
+        """Meet all workers, which must get `engine` at the same time.
 
         Raises:
             TransferStopped: they have not come in time, or stop() was called.
         """
         self._place.set("member/0", b"here")
         self._until_set([f"member/{rank}" for rank in range(1, self._size)])
-        with _Failures("meeting the workers"):
+        with _Failures("the rendezvous with the workers"):
             self._group = self._make_group()
             byte = torch.zeros(1, dtype=torch.uint8, device=self._buffer_device)
             self._finish(self._start(byte))
@@ -136,7 +122,7 @@ class BroadcastChannel:
         """Broadcast tensors in order, once every worker awaits them: update_weights must run at the
         same time, with their names and BroadcastSource(packed_bytes, round).
 
-        tensors: of any strides, on any device; not to be written meanwhile. round: a number that
+        tensors: of any strides, on any device; they must not change meanwhile. round: a number that
         was not used on this channel before.
 
         Raises:
@@ -177,24 +163,24 @@ class BroadcastChannel:
         del group
         threading.Thread(target=left_behind.clear, name="channel-disposal", daemon=True).start()
 
-    def _make_group(self) -> _Group:
+    def _make_group(self) -> dist.ProcessGroup:
         store = PrefixStore("transfer", self._store)
         timeout = timedelta(seconds=self._timeout_s)
         if self._backend == "nccl":
             torch.cuda.set_device(self._device)
             options = dist.ProcessGroupNCCL.Options()
-            # Ours ends a wait first: NCCL's own would end the process.
+            # Our timeout comes first: NCCL's own would end the process.
             options._timeout = timeout + _WATCHDOG_GRACE
-            return cast(_Group, dist.ProcessGroupNCCL(store, 0, self._size, options))
+            return cast(dist.ProcessGroup, dist.ProcessGroupNCCL(store, 0, self._size, options))
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # it has
         gloo._timeout = timeout
         with ListenerWatch():
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
-            group = cast(_Group, dist.ProcessGroupGloo(store, 0, self._size, gloo))
+            group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, 0, self._size, gloo))
         self._prove_workers(group)
         return group
 
-    def _prove_workers(self, group: _Group) -> None:
+    def _prove_workers(self, group: dist.ProcessGroup) -> None:
         """Exchange proofs with each worker: a stranger may have connected in a worker's place."""
         secret, ranks = self._place.secret, range(1, self._size)
         codes = {rank: member_proof(secret, "the transfer", 0, rank) for rank in ranks}
@@ -228,7 +214,7 @@ class BroadcastChannel:
         sending.work.wait()
 
     def _until_awaited(self, round: int) -> None:
-        """Nothing is sent before every worker has said that it will receive it."""
+        """Wait until every worker is ready to receive: nothing is sent before."""
         keys = {rank: f"round/{round}/{rank}" for rank in range(1, self._size)}
         self._until_set(list(keys.values()))
         answers = {rank: self._place.get(key, 0.0) for rank, key in keys.items()}
@@ -252,7 +238,7 @@ class BroadcastChannel:
 
 
 class _TrainerStore(Store):
-    """torch's view of the meeting. The channel keeps it, since torch does not."""
+    """torch's view of the rendezvous. The channel keeps it, since torch does not."""
 
     def __init__(self, place: StoreServer, timeout_s: float) -> None:
         super().__init__()
@@ -284,13 +270,13 @@ def _packed(tensors: Sequence[Tensor], transfer: Transfer, buffer: Tensor) -> Te
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, uint8 [n]; a view where it is contiguous."""
+    """Return the bytes of a tensor, uint8 [n]; a view if it is contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 class _Failures:
-    """A context that raises TransferStopped where torch or the meeting fails. Not a generator:
-    from Python 3.12 on that would leave a reference cycle, which keeps the group alive."""
+    """Context that raises TransferStopped if torch or the rendezvous fails. Not a generator: from
+    Python 3.12 on that would leave a reference cycle, which keeps the group alive."""
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -1,6 +1,5 @@
-"""Where a trainer's tensors lie in CUDA memory, said so that another process of this host can map
-it: handles of CUDA's driver, which are plain bytes (CUDA driver API, "Interprocess
-communication")."""
+"""Location of a trainer's tensors in CUDA memory, for another process of this host to map: handles
+of CUDA's driver, which are plain bytes (CUDA driver API, "Interprocess communication")."""
 
 import ctypes
 from collections.abc import Sequence
@@ -14,15 +13,15 @@ from worker_client.errors import ClientConfigError
 _LIBRARY = "libcuda.so.1"
 
 
-class _Handle(ctypes.Structure):
+class _IpcMemHandle(ctypes.Structure):
     """CUipcMemHandle."""
 
     _fields_ = (("reserved", c_ubyte * 64),)
 
 
 def locate(tensors: Sequence[Tensor]) -> wt.IpcSource:
-    """Return the allocation and the offset of each tensor: contiguous, on a GPU, and complete
-    there (synchronise first). They must live, unchanged, until update_weights returns.
+    """Return the allocation and the offset of each tensor. Tensors must be contiguous, on a GPU,
+    and complete there (synchronize first). They must live, unchanged, until update_weights returns.
 
     Raises:
         ClientConfigError: a tensor is none of that, or its memory cannot be shared.
@@ -41,7 +40,7 @@ def locate(tensors: Sequence[Tensor]) -> wt.IpcSource:
         base, size = c_uint64(), c_size_t()
         _call(driver, "cuMemGetAddressRange_v2", byref(base), byref(size), tensor.data_ptr())
         if base.value not in handles:
-            handle = _Handle()
+            handle = _IpcMemHandle()
             _call(driver, "cuIpcGetMemHandle", byref(handle), base.value)
             handles[base.value] = bytes(handle)
         places.append((base.value, tensor.data_ptr() - base.value))
@@ -66,7 +65,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(driver: ctypes.CDLL, name: str, *arguments: object) -> None:
-    code = getattr(driver, name)(*arguments)  # an index would make one that knows no types
+    code = getattr(driver, name)(*arguments)  # indexing would return a function without argtypes
     if code:
         raise ClientConfigError(
             f"{name}: CUDA error {code}",

@@ -1,5 +1,5 @@
-"""One process sends a state dict to a whole group: the RPCs of an update, and a trainer's side of
-it beside them.
+"""Weight updates of a group from one process that is both driver and trainer: the RPCs of an
+update, with the trainer's side in parallel.
 
     with WeightSender(group, "nccl", device="cuda:1") as sender:
         sender.send(model.state_dict())
@@ -24,20 +24,20 @@ from worker_client.worker_group import WorkerGroup
 SendBackend: TypeAlias = Literal["gloo", "nccl", "ipc"]
 PACKED_BYTES = 256 << 20
 REFUSAL_S = 2.0
-"""Between a worker's refusal here and the same at the communicator."""
+"""Longest time between a worker's refusal of the RPC and that at the communicator."""
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """What one update was."""
+    """Summary of one update."""
 
     num_tensors: int
     size_bytes: int
     seconds: float
-    """Of the slowest rank, from its first byte to its last."""
+    """Time from the first byte to the last on the slowest rank."""
     num_updates: int
-    """Of the group's weights, this one included."""
+    """Number of updates of the group's weights, this one included."""
 
 
 class WeightSender:
@@ -52,8 +52,8 @@ class WeightSender:
         host: str = "127.0.0.1",
         timeout_s: float = 60.0,
     ) -> None:
-        """Nothing is sent yet. device: where NCCL sends from. host: the address of this process at
-        which the workers reach it. timeout_s: the longest silence between the two."""
+        """Nothing is sent yet. device: where NCCL sends from. host: the address of this process for
+        the workers. timeout_s: the longest silence between the two."""
         self._group = group
         self._backend = backend
         self._device = torch.device(device)
@@ -77,7 +77,7 @@ class WeightSender:
             channel.close()
 
     def connect(self) -> None:
-        """Make the communicator; send() does so by itself where there is none.
+        """Create the communicator; send() does so by itself if there is none.
 
         Raises:
             WeightTransferError, TransferStopped: not all have come. RemoteConfigError: the engine
@@ -113,12 +113,12 @@ class WeightSender:
         partial: bool = False,
         packed_bytes: int = PACKED_BYTES,
     ) -> SendReport:
-        """Replace the weights of every rank: a whole update. The scheduler must forget its cached
-        prefixes (`Scheduler.forget_prefixes`).
+        """Replace the weights of every rank, as one complete update. The scheduler must forget its
+        cached prefixes (`Scheduler.forget_prefixes`).
 
         tensors: by checkpoint or kernel name, of any device and strides (ipc: contiguous, on the
-        workers' GPU). A name whose tensor is another name's too, as with tied embeddings, is left
-        out. packed_bytes: of the buffers that small tensors share; 0 sends each by itself.
+        workers' GPU). Of names that share a tensor, as with tied embeddings, only the first is
+        sent. packed_bytes: size of the buffers that small tensors share; 0 sends each by itself.
 
         Raises:
             RemoteConfigError: the model has no such tensors, or misses some; a corrected send()
@@ -133,7 +133,7 @@ class WeightSender:
         try:
             replies = self._update(listed, list(unique.values()), packed_bytes)
         except RemoteConfigError:
-            raise  # refused by all before the first byte: the communicator is whole
+            raise  # refused by all before the first byte: the communicator is intact
         except BaseException:
             self.close()
             raise
@@ -161,8 +161,8 @@ class WeightSender:
         )
 
     def _beside(self, communicate: Callable[[], None], call: Callable[[], _T]) -> _T:
-        """Run the RPC here and the communicator's part in a thread, for each waits for the other.
-        Where both fail, the RPC's error says why."""
+        """Run the RPC here and the communicator's part in a thread: each waits for the other. If
+        both fail, the RPC's error has the reason."""
         channel = self._channel
         assert channel is not None, "made before"
         with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
@@ -181,7 +181,7 @@ class WeightSender:
 
 
 def _was_refused(sending: "Future[None]") -> bool:
-    """Workers that refuse say so to the communicator too, which is whole then."""
+    """Return True if the workers refused at the communicator too, which is intact then."""
     try:
         return isinstance(sending.exception(REFUSAL_S), TransferStopped)
     except TimeoutError:
@@ -203,7 +203,7 @@ def _list(tensors: Mapping[str, Tensor]) -> TensorList:
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
             raise ClientConfigError(
-                f"{name} is of no dtype that travels",
+                f"{name} has an unsupported dtype",
                 field="tensors",
                 value=str(tensor.dtype),
                 fix=f"one of {sorted(DTYPE_NAMES.values())}",

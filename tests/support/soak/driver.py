@@ -28,7 +28,7 @@ from worker_client.errors import (
     NotAttachedError,
     WorkerDied,
 )
-from worker_client.lease_terms import LeaseTerms
+from worker_client.lease import LeaseTerms
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.scheduler_output import StepResult
 from worker_client.worker_group import WorkerGroup

@@ -21,9 +21,8 @@ from tests.support.waiting import wait_until
 from tests.unit.server.driver import DaemonProcess
 from worker_client.cli.daemons import connect
 from worker_client.errors import NothingListens, WorkerDied
-from worker_client.keys import OPEN
 from worker_client.listener import Listener
-from worker_client.liveness import nobody_listens
+from worker_client.processes import nobody_listens
 from worker_client.transport import ControlChannel, Endpoint
 from worker_client.worker_group import WorkerGroup
 
@@ -44,7 +43,7 @@ def ask(endpoint: str) -> None:
 def call(address: str, timeout_s: float) -> None:
     """Over one socket, without keys."""
     with zmq.Context() as context:
-        channel = ControlChannel(context, Endpoint(address, "", "", "", OPEN), 0)
+        channel = ControlChannel(context, Endpoint(address, "", "", ""), 0)
         with closing(channel):
             channel.call(lambda call: lc.GetStatus(call=call), timeout_s)
 
@@ -159,7 +158,7 @@ def test_daemon_once_met_is_not_lost_by_a_failure_to_look_for_it(directory, monk
     listener.is_there()
     monkeypatch.setattr("worker_client.listener.connection_error", lambda _: failure)
     listener.check()
-    monkeypatch.setattr("worker_client.liveness.connection_error", lambda _: failure)
+    monkeypatch.setattr("worker_client.processes.connection_error", lambda _: failure)
     assert not nobody_listens(f"ipc://{directory}/w0")
 
 

@@ -168,4 +168,4 @@ def test_errors_are_not_wrapped(fakes, directory, run, monkeypatch):
     settings = directory / "settings.toml"
     settings.write_text("block_sise = 8\n")
     _, _, errors = run("generate", "--config", settings, "--model", directory, "--prompt", "a")
-    assert "sets 'block_sise', which is no option of this command" in errors
+    assert "sets 'block_sise', which is not an option of this command" in errors

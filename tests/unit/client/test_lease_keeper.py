@@ -30,8 +30,7 @@ from worker_client.errors import (
     OutOfDescriptors,
     OutOfThreads,
 )
-from worker_client.lease import RENEWALS_PER_TTL
-from worker_client.lease_terms import LeaseTerms, holder_name
+from worker_client.lease import RENEWALS_PER_TTL, LeaseTerms, holder_name
 from worker_client.worker_group import WorkerGroup
 
 SHORT = LeaseTerms(ttl_s=1.0)

@@ -1,7 +1,7 @@
 """When a link that fails is given up, by what came in which order."""
 
 from worker_client.errors import ClientError, LinkGivenUp
-from worker_client.link_tries import LinkTries
+from worker_client.failure_state import LinkTries
 
 
 def fail(tries, *seqs):

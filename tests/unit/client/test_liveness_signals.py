@@ -12,7 +12,7 @@ from rpc_schema.lifecycle import Heartbeat, Hung, Slow
 from worker_client import liveness
 from worker_client.errors import WorkerDied
 from worker_client.liveness import FENCE_AFTER_S, SILENCE_LIMIT_S, SUSPECT_AFTER_S, Watch
-from worker_client.peer_process import PeerProcesses
+from worker_client.processes import PeerProcesses, Process
 
 UIDS = (b"a" * 16, b"b" * 16)
 
@@ -32,7 +32,7 @@ class Group:
         self.clock = Clock()
         self.gone = {"r0": False, "r1": False}
         monkeypatch.setattr(liveness, "nobody_listens", self.gone.__getitem__)
-        self.process: liveness.UnknownProcess = liveness.UnknownProcess()
+        self.process: Process = Process()
         """Behind every address."""
         self.watch = Watch(["r0", "r1"], ["c0", "c1"], self.clock, lambda _: self.process)
         for rank, uid in enumerate(UIDS):
@@ -147,8 +147,16 @@ def test_silence_is_not_judged_before_events_are_read(group):
 
 
 def test_ended_process_is_a_death(group):
-    class Ended(liveness.UnknownProcess):
-        pid = 77
+    class Ended(Process):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pid = 77
+
+        def close(self) -> None:
+            pass
+
+        def cause_of_end(self) -> str:
+            return ""
 
         def has_ended(self) -> bool:
             return True
@@ -217,7 +225,7 @@ def test_connection_to_another_host_tells_nothing_by_its_end(monkeypatch):
     gone = []
     monkeypatch.setattr(liveness, "nobody_listens", gone.__contains__)
     addresses = ["tcp://10.0.0.1:5555", "tcp://10.0.0.2:5555"]
-    watch = liveness.Watch(addresses, ["c0", "c1"], find=lambda _: liveness.UnknownProcess())
+    watch = liveness.Watch(addresses, ["c0", "c1"], find=lambda _: Process())
     gone.append(addresses[1])
     for rank in (0, 1):
         watch.met(rank, UIDS[rank])

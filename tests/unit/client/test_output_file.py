@@ -191,7 +191,7 @@ def test_files_of_others_beside_an_output_stay(directory, run, words, part):
         os.mkfifo(beside)
     code, _, errors = run("generate", *words, "--output", target)
     assert code == ExitCode.OUTPUT
-    assert f"{beside} is in its way" in errors and "fix: move it away" in errors
+    assert f"{beside} is in the way" in errors and "fix: move it away" in errors
     assert target.read_text() == "old\n"
     assert part == "fifo" or beside.read_text() == "mine\n"
     beside.unlink()

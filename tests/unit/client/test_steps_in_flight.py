@@ -51,8 +51,8 @@ class Futures(RuleBasedStateMachine):
         super().__init__()
         self.state = FailureState(2)
         self.steps = StepsInFlight(self.state, OUTPUT_RANK)
-        self.state.apply(fs.AttachBegun())
-        self.state.apply(fs.GroupAttached())
+        self.state.apply(fs.Change.ATTACH_BEGUN)
+        self.state.apply(fs.Change.GROUP_ATTACHED)
         self.steps.start(SLOTS, GroupLimits(), 60.0)
         self.waiter = NobodyWaits()
         self.seq = 0
@@ -85,7 +85,7 @@ class Futures(RuleBasedStateMachine):
     def told(self, reply):
         """A rank says so."""
         if fs.announces_end(reply):
-            self.state.apply(fs.EndAnnounced())
+            self.state.apply(fs.Change.END_ANNOUNCED)
         self.steps.take_error(reply, remote_error(reply, rank=0, endpoint="ipc:///there"))
 
     @precondition(lambda self: self.comes_next(Answer.GO) and len(self.admitted) < SLOTS)
@@ -113,14 +113,14 @@ class Futures(RuleBasedStateMachine):
     @precondition(lambda self: self.comes_next(Answer.AWAIT_END))
     @rule()
     def await_end(self):
-        self.state.apply(fs.EndAwaited())
+        self.state.apply(fs.Change.END_AWAITED)
 
     @precondition(lambda self: self.comes_next(Answer.RELINK) and not self.steps.pending)
     @rule(goes_well=st.booleans())
     def relink(self, goes_well):
-        self.steps.lose_rows("the group was linked anew")
+        self.steps.lose_rows("the group was relinked")
         if goes_well:
-            self.state.apply(fs.LinkMade())
+            self.state.apply(fs.Change.LINK_MADE)
         else:
             refusal = remote_error(self.reply(0, *BROKEN), rank=0, endpoint="ipc:///there")
             self.steps.fail_relink(refusal)
@@ -189,12 +189,12 @@ class Futures(RuleBasedStateMachine):
     @precondition(lambda self: self.state.is_lost)
     @rule(goes_well=st.booleans())
     def replace(self, goes_well):
-        self.state.apply(fs.ReplaceBegun())
-        self.state.apply(fs.EpochBegun())
-        self.state.apply(fs.GroupAttached())
+        self.state.apply(fs.Change.REPLACE_BEGUN)
+        self.state.apply(fs.Change.DRAIN_OVER)
+        self.state.apply(fs.Change.GROUP_ATTACHED)
         self.seq, self.sent = 0, {}
         if not goes_well:
-            self.state.apply(fs.ReplaceFailed(DEATH))
+            self.state.apply(fs.RankLost(DEATH))
             return
         self.steps.revive()
         failed = [future for future in self.held if isinstance(cause_of(future), WorkerDied)]
@@ -207,7 +207,7 @@ class Futures(RuleBasedStateMachine):
     @rule()
     def attach(self):
         self.steps.abandon()
-        self.state.apply(fs.GroupAttached())
+        self.state.apply(fs.Change.GROUP_ATTACHED)
         self.steps.start(SLOTS, GroupLimits(), 60.0)
         self.given_up |= self.admitted
         self.seq, self.sent = 0, {}
@@ -333,10 +333,10 @@ def test_death_that_was_told_names_its_losses_once_replaced():
     run = in_service()
     run.die()
     assert exception_of(run.held[1]) is DEATH
-    run.state.apply(fs.ReplaceBegun())
+    run.state.apply(fs.Change.REPLACE_BEGUN)
     reply = run.reply(0, ErrorCode.LEASE_EXPIRED, ErrorScope.GROUP)
     run.steps.die(remote_error(reply, rank=0, endpoint="ipc:///there"))
-    run.state.apply(fs.ReplaceFailed(DEATH))
+    run.state.apply(fs.RankLost(DEATH))
     run.replace(goes_well=True)
     for future in run.held[1:]:
         assert exception_of(future).lost_req_ids == {"r0", "r1", "r2"}

@@ -82,7 +82,7 @@ def test_daemon_that_hangs_up_in_every_handshake_has_refused(context, directory)
         thread = threading.Thread(target=hang_up)
         thread.start()
         channel = ControlChannel(context, parse_endpoint(f"ipc://{directory}/w0"), 0)
-        with pytest.raises(AuthenticationError, match="wants keys"):
+        with pytest.raises(AuthenticationError, match="requires keys"):
             channel.call(lambda call: lc.GetStatus(call=call), 5.0)
         channel.close()
         ended.set()

@@ -31,7 +31,7 @@ from worker_client.errors import (
     TooManyStepsInFlight,
     WorkerDied,
 )
-from worker_client.links import LINK_SLACK_S, link_timeout_s
+from worker_client.group_channel import LINK_SLACK_S, link_timeout_s
 from worker_client.loading import PROFILE_ATTEMPTS
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
@@ -511,7 +511,7 @@ def test_an_explicit_relink_tells_of_the_requests_that_it_costs(fakes, connect):
     daemons, group, model = ready(fakes, connect, 2)
     live(group, "a", "b")
     group.relink()
-    with pytest.raises(StepFailed, match="linked anew") as caught:
+    with pytest.raises(StepFailed, match="relinked") as caught:
         group.execute_model(admit("c", first_block=3)).result()
     assert caught.value.lost_req_ids == {"a", "b", "c"}
     assert group.execute_model(admit("a")).result().sampled == {"a": next_token(range(3))}
@@ -548,7 +548,7 @@ def test_a_later_failure_of_an_earlier_step_keeps_what_the_first_one_lost(fakes,
 def test_a_relink_that_fails_fails_the_step_that_it_was_for(fakes, connect, monkeypatch, kind):
     daemons, group, model = ready(fakes, connect, 2)
     monkeypatch.setattr(
-        "worker_client.links.LINK_SLACK_S", 2.5 - link_timeout_s(5.0) + LINK_SLACK_S
+        "worker_client.group_channel.LINK_SLACK_S", 2.5 - link_timeout_s(5.0) + LINK_SLACK_S
     )
     for daemon in daemons.daemons:
         daemon.faults = [Fault(5, code=ErrorCode.COMM, scope=ErrorScope.GROUP)]
@@ -618,7 +618,7 @@ def test_ranks_get_the_time_that_they_may_take_to_meet(fakes, connect, monkeypat
     for deadline_s in (0.1, 60.0, 3600.0):
         assert link_timeout_s(deadline_s) > 2 * (deadline_s + 1) + 5
     daemons, group, _ = ready(fakes, connect, 2, step_deadline_ms=1000)
-    monkeypatch.setattr("worker_client.links.LINK_SLACK_S", -7.3)
+    monkeypatch.setattr("worker_client.group_channel.LINK_SLACK_S", -7.3)
     daemons.daemons[0].relink_faults = [Fault(0, "hang")]
     with pytest.raises(DeadlineExceeded, match="relink") as caught:
         group.relink()

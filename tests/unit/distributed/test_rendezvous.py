@@ -94,7 +94,7 @@ def test_door_is_shut_once_all_are_here_and_the_place_ends_when_they_have_left(p
         b.set("key", b"value")
         assert place.get("key", 0.0) == b"value"
     wait_until(
-        lambda: "meeting-place" not in [thread.name for thread in threading.enumerate()],
+        lambda: "rendezvous" not in [thread.name for thread in threading.enumerate()],
         "the thread has ended",
     )
 
@@ -174,7 +174,7 @@ def test_what_a_member_stores_is_bounded(place):
     with member(place) as guest:
         with pytest.raises(RendezvousError, match="too long"):
             guest.set("key", bytes(MAX_VALUE_BYTES + 1))
-        with pytest.raises(RendezvousError, match="too long for the meeting place"):
+        with pytest.raises(RendezvousError, match="too long for the rendezvous"):
             for number in range(MAX_STORED_BYTES // MAX_VALUE_BYTES + 1):
                 guest.set(f"key{number}", bytes(MAX_VALUE_BYTES))
         place.forget([f"key{number}" for number in range(10)])

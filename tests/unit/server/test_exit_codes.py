@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from rpc_schema.exit_codes import DO_NOT_RESTART, MEANINGS, ExitCode, describe_exit
+from rpc_schema.exit_codes import DO_NOT_RESTART, ExitCode, describe_exit
 
 ROOT = Path(__file__).parents[3]
 
@@ -18,7 +18,7 @@ def test_the_table_in_the_documents_is_complete():
 
 
 def test_every_code_has_words():
-    assert set(MEANINGS) == set(ExitCode)
+    assert all(len(code.meaning) > 3 for code in ExitCode)
     assert describe_exit(87) == "exit code 87: the GPU is lost or needs a reset"
     assert describe_exit(-9).startswith("exit code 137: it was killed (SIGKILL)")
     assert describe_exit(3) == "exit code 3"

@@ -58,7 +58,7 @@ def test_link_and_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         kernel_cache(tmp_path / "link", {})
     with pytest.raises(ConfigError, match="cannot be made"):
         kernel_cache(tmp_path / "file", {})

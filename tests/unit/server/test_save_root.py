@@ -46,7 +46,7 @@ def test_directory_that_is_not_ours_alone_is_refused(
     (tmp_path / "file").write_text("")
     for name, words in (
         ("open", "mode 0770"),
-        ("link", "is no directory"),
+        ("link", "is not a directory"),
         ("file", "cannot be made"),
     ):
         with pytest.raises(ConfigError, match=words) as caught:
