@@ -49,7 +49,9 @@ LINES = [
         "from worker_client.parts.random_refusals import RandomRefusalsPart\n",
     ),
     Line(
-        "client/worker_client/parts/registry.py", "RandomSamplingPart(), ", "RandomRefusalsPart(), "
+        "client/worker_client/parts/registry.py",
+        "    LogprobsPart(),\n",
+        "    RandomRefusalsPart(),\n",
     ),
 ]
 

@@ -45,7 +45,11 @@ LINES = [
         "\nExtensions: TypeAlias",
         "from worker_client.parts.token_bias import TokenBiasPart\n",
     ),
-    Line("client/worker_client/parts/registry.py", "RandomSamplingPart(), ", "TokenBiasPart(), "),
+    Line(
+        "client/worker_client/parts/registry.py",
+        "    LogprobsPart(),\n",
+        "    TokenBiasPart(),\n",
+    ),
 ]
 
 
