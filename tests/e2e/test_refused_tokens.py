@@ -1,12 +1,27 @@
 """Counts that are corrected: a feature, added to a copy of the tree, refuses tokens at random that
-steps have counted, over a pipeline, through preemption and the death of a driver. Tokens are those
-of transformers, as without it."""
+steps have counted, over a pipeline, through preemption and the death of a driver; in models of
+several groups of layers too, and where sampling is a request of its own. Tokens are those of
+transformers, as without it."""
 
 import pytest
 
 from tests.support.refusing_feature import copy_with_the_feature
-from tests.support.refusing_feature.checks import check_serving
+from tests.support.refusing_feature.checks import SHORT, Load, check_serving
 from tests.support.toy_feature.checks import start_daemons
+
+pytestmark = pytest.mark.slow
+
+MIXED = ("full_attention", *["sliding_attention"] * 3) * 2
+WINDOWED = Load(
+    prompt_lens=(3, 20),
+    max_tokens=(26, 38),
+    max_model_len=64,
+    max_num_batched_tokens=16,
+    num_blocks=56,
+    dies_after=25,
+)
+"""Contexts of ten windows. With short requests that wait nearly no block is ever free: one that a
+window lets go is written by another request at once."""
 
 
 @pytest.fixture(scope="module")
@@ -16,10 +31,35 @@ def tree(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def daemons(tree, model_root):
-    with start_daemons(tree, ["cpu", "cpu"], model_root) as daemons:
+    with start_daemons(tree, ["cpu"] * 3, model_root) as daemons:
         yield daemons
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [1, 2, 3])
 def test_tokens_that_were_refused_are_sampled_again(tree, daemons, checkpoint, pp):
     check_serving(tree, daemons.endpoints[:pp], checkpoint())
+
+
+@pytest.mark.parametrize(("partition", "num_requests"), [((8,), 12), ((5, 3), 5)])
+def test_windows_keep_what_a_refused_token_sees(tree, daemons, checkpoint, partition, num_requests):
+    """One layer in four sees everything, the others a window. That one more than a block's four
+    tokens: a token too early, and the block is gone that the refused one sees."""
+    mixed = checkpoint(
+        "Qwen3ForCausalLM",
+        num_hidden_layers=len(MIXED),
+        layer_types=list(MIXED),
+        max_window_layers=0,
+        use_sliding_window=True,
+        sliding_window=5,
+        seed=31,
+    )
+    endpoints = daemons.endpoints[: len(partition)]
+    load = WINDOWED._replace(num_requests=num_requests)
+    whole = check_serving(tree, endpoints, mixed, load, layer_partition=partition)
+    assert whole.num_groups > 1
+
+
+@pytest.mark.parametrize("pp", [1, 3])
+def test_deferred_sampling(tree, daemons, checkpoint, pp):
+    """The driver dies between a step and the request that samples it."""
+    check_serving(tree, daemons.endpoints[:pp], checkpoint(), SHORT._replace(defers=True))

@@ -50,7 +50,7 @@ LINES = [
     ),
     Line(
         "client/worker_client/parts/registry.py",
-        "    RandomSamplingRequestPart(),\n",
+        "    LogprobsPart(),\n",
         "    RandomRefusalsPart(),\n",
     ),
 ]

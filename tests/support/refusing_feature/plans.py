@@ -24,13 +24,19 @@ class Plan(msgspec.Struct):
     num_gpu_blocks: int
     adopt: bool
     dies_after: int | None
-    """Results."""
+    """Results; with defers, steps of which the last one is not sampled."""
+    defers: bool = False
+    """Steps are sampled by a request of their own."""
 
 
 class Outcome(msgspec.Struct):
     """What it prints."""
 
     num_adopted: int
+    num_warm: int
+    """Of these, how many go on from KV that is there."""
+    num_groups: int
+    """Of layers, each with its window."""
     num_preemptions: int
     num_refused: int
     tokens: dict[str, list[int]]

@@ -3,6 +3,7 @@ those that a driver before it left, and prints what came of them. Dies where the
 
 import os
 import sys
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -11,9 +12,47 @@ from plans import Outcome, Plan, Wanted
 from rpc_schema.random_refusals import RandomRefusals
 
 from worker_client.driver import Driver
+from worker_client.outcomes import StepFuture
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, scheduler_limits
+from worker_client.scheduler_output import SchedulerOutput, StepResult
 from worker_client.worker_group import WorkerGroup
+
+
+@dataclass
+class TwoFutures:
+    """Of a step that defers its sampling, and of the request that samples it."""
+
+    deferred: StepFuture
+    sampled: StepFuture
+
+    def result(self) -> StepResult:
+        """Return what was sampled."""
+        assert not self.deferred.result().req_ids
+        return self.sampled.result()
+
+
+class DeferringGroup:
+    """A group whose steps all defer their sampling."""
+
+    def __init__(self, group: WorkerGroup, dies_after: int | None) -> None:
+        self._group = group
+        self.max_in_flight = group.max_in_flight // 2
+        self._dies_after = dies_after
+        self._num_steps = 0
+
+    def execute_model(self, output: SchedulerOutput) -> TwoFutures:
+        """Send a step, and at once the request that samples it."""
+        deferred = self._group.execute_model(replace(output, defer_sampling=True))
+        self._num_steps += 1
+        if self._num_steps == self._dies_after:
+            deferred.result()
+            os._exit(9)
+        return TwoFutures(deferred, self._group.sample_tokens(deferred))
+
+    def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
+        """As the group does."""
+        return self._group.withdraw(output)
 
 
 def as_request(wanted: Wanted) -> GenerationRequest:
@@ -37,7 +76,7 @@ def main() -> None:
         nonlocal num_results, num_refused
         num_results += 1
         num_refused += sum(result.refused.values())
-        if num_results == plan.dies_after:
+        if num_results == plan.dies_after and not plan.defers:
             os._exit(9)
 
     with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
@@ -49,14 +88,17 @@ def main() -> None:
         adopted = group.adopt_requests() if plan.adopt else []
         outputs = scheduler.adopt_requests(adopted) if adopted else []
         known = {request.req_id for request in adopted}
-        driver = Driver(group, scheduler, on_result=hear)
+        taking = DeferringGroup(group, plan.dies_after) if plan.defers else group
+        driver = Driver(taking, scheduler, on_result=hear)
         for wanted in plan.wanted:
             if wanted.id not in known:
                 driver.add_request(as_request(wanted))
         outputs = [*outputs, *driver.run()]
         preemptions = sum(output.num_preemptions for output in outputs)
         tokens = {output.req_id: output.token_ids for output in outputs}
-    outcome = Outcome(len(adopted), preemptions, num_refused, tokens)
+    num_warm = sum(request.num_computed_tokens > 0 for request in adopted)
+    num_groups = len(loaded.groups)
+    outcome = Outcome(len(adopted), num_warm, num_groups, preemptions, num_refused, tokens)
     sys.stdout.buffer.write(msgspec.json.encode(outcome))
 
 

@@ -47,7 +47,7 @@ LINES = [
     ),
     Line(
         "client/worker_client/parts/registry.py",
-        "    RandomSamplingRequestPart(),\n",
+        "    LogprobsPart(),\n",
         "    TokenBiasPart(),\n",
     ),
 ]
