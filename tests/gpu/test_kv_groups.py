@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from worker_daemon.runner.stage_ends import PendingOutput
 
 from benchmarks.stage_driver import BLOCK_SIZE, StageDriver, bitmap
 from rpc_schema.kv_cache import BlockGroup, blocks_for, groups_of, most_blocks
@@ -26,6 +25,7 @@ from tests.support.refusing_feature.checks import Load, check_serving
 from tests.support.toy_feature.checks import start_daemons
 from worker_client.launcher import LocalDaemons
 from worker_daemon.runner.cuda_graph import GraphedProgram
+from worker_daemon.runner.output import PendingOutput
 
 pytestmark = [
     pytest.mark.gpu,
