@@ -47,7 +47,7 @@ fmt: $(STAMP)    ## format and fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)  ## measure the wire and, on a GPU, all else: make bench ARGS="--only e2e --models llama-8b"
+bench: $(STAMP)  ## measure the wire and, on a GPU, all else; update docs/performance.*: make bench ARGS="--only e2e --models llama-8b"
 	$(BIN)/python -m benchmarks $(ARGS)
 
 fuzz: $(STAMP)   ## hostile frames on every socket, with and without keys: make fuzz ARGS="--frames 10000000"

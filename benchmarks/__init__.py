@@ -1,1 +1,1 @@
-"""What `make bench` and `make run` execute. Nothing in the packages depends on it."""
+"""The programs of `make bench` and `make run`. Nothing in the packages depends on them."""

@@ -53,7 +53,7 @@ class Row:
 
 
 class Parts:
-    """What was run: the rows it gave, and what failed or was left out."""
+    """The results of a run: its rows, and what failed or was left out."""
 
     def __init__(self, scratch: Path) -> None:
         self.rows: list[Row] = []
@@ -62,8 +62,8 @@ class Parts:
         self._scratch = scratch / "figures.json"
 
     def run(self, part: str, arguments: Sequence[str], read: Callable[[Any], list[Row]]) -> Any:
-        """Run `python -m ARGUMENTS`, whose figures come in the file that `{}` stands for; return
-        them. A run that fails gives no rows, and None."""
+        """Run `python -m ARGUMENTS` and return the figures that it writes to the file given as
+        `{}`. A run that fails gives no rows and returns None."""
         print(f"\n# {part}", flush=True)
         self._scratch.unlink(missing_ok=True)
         command = [str(self._scratch) if word == "{}" else word for word in arguments]
@@ -77,7 +77,7 @@ class Parts:
 
 
 def run_in_group(command: Sequence[str]) -> int:
-    """Run a command and return its exit code; what interrupts us ends it and all that it
+    """Run a command and return its exit code. An interruption ends it and all processes that it
     started."""
     process = subprocess.Popen(command, start_new_session=True)
     try:
@@ -89,7 +89,7 @@ def run_in_group(command: Sequence[str]) -> int:
 
 
 def control_plane_rows(figures: list[dict[str, Any]]) -> list[Row]:
-    """The control plane's figures as they are."""
+    """Return the control plane's figures unchanged."""
     return [Row("control plane", **figure) for figure in figures]
 
 
@@ -196,7 +196,8 @@ def workload_floor(ceilings: Ceilings, model: str, shape: str, name: str, unit: 
 
 
 def read_ceilings() -> Ceilings | None:
-    """What the last run that measured ceilings left, if it was on a device of this name."""
+    """Return the ceilings of the last run that measured them, if it was on a device of this
+    name."""
     if not CEILINGS.is_file():
         return None
     kept = json.loads(CEILINGS.read_text())
@@ -295,7 +296,7 @@ SECTIONS = ("wire", *DEVICE_SECTIONS)
 
 
 def run_sections(parts: Parts, options: argparse.Namespace) -> None:
-    """Run what was chosen and can run here."""
+    """Run the chosen sections that can run on this machine."""
     if "wire" in options.only:
         run_wire(parts, options)
     chosen = [section for section in DEVICE_SECTIONS if section in options.only]
@@ -313,12 +314,13 @@ def device_name() -> str:
 
 
 def quick(options: argparse.Namespace) -> list[str]:
-    """The option for runs of their own."""
+    """Return the option for the benchmarks that are started."""
     return ["--quick"] if options.quick else []
 
 
 def shapes(options: argparse.Namespace) -> list[tuple[int, int]]:
-    """(pp, tp) of the groups to run: as asked, or all that this machine has devices for."""
+    """Return (pp, tp) of the groups to run: as requested, or all that this machine has devices
+    for."""
     if options.pp * options.tp > 1:
         return [(options.pp, options.tp)]
     return [(1, 1), *([(2, 1), (1, 2)] if torch.cuda.device_count() > 1 else [])]
@@ -382,8 +384,8 @@ def parse_options(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run; 1 if a benchmark failed. A missed target is shown, not an error; what was measured until
-    an interruption is reported."""
+    """Run the sections; return 1 if a benchmark failed. A missed target is shown and is no error.
+    After an interruption the figures so far are reported."""
     options = parse_options()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as directory:

@@ -48,7 +48,7 @@ ATTACH_TRIES_S = 10.0
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What both drivers are told."""
+    """The plan that both drivers receive."""
 
     endpoints: list[str]
     config: WorkerConfig

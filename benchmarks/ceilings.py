@@ -1,4 +1,5 @@
-"""What the device reaches at its simplest tasks: `python -m benchmarks.ceilings [--out FILE.json]`.
+"""Measures what the device reaches at its simplest tasks: `python -m benchmarks.ceilings [--out
+FILE.json]`.
 
 Medians of CUDA-event times over random data larger than the cache: reads (a reduction that keeps
 its input in device memory), copies (bytes read plus bytes written), bfloat16 products of the

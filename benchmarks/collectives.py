@@ -176,7 +176,7 @@ def time_in_graph(work: Callable[[], object]) -> float:
 
 
 def hops(link: Link, rank: int, device: torch.device) -> Iterator[Figure]:
-    """What a stage's neighbour costs: round trips, and what a wait is when there is other work."""
+    """Measure a stage's communication: round trips, and the wait when there is other work."""
     ends = Ends(link, rank, device)
     for num_tokens in HOP_TOKENS:
         hidden = torch.randn(num_tokens, HIDDEN, dtype=torch.bfloat16, device=device)

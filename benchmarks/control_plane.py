@@ -308,7 +308,7 @@ def median_us(work: Callable[[], object], count: int) -> float:
 
 
 class Prepared:
-    """What one (N, size) measures with: real bytes of a step and of its reply."""
+    """The inputs of one (N, size): real bytes of a step and of its reply."""
 
     def __init__(self, size: int) -> None:
         requests, table = Requests(size), SlotTable(size, LIMITS)

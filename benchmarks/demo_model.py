@@ -104,7 +104,7 @@ def _config() -> dict[str, object]:
 
 
 class Followers(NamedTuple):
-    """What follows what in the sentences, and how often."""
+    """The successors of each word in the sentences, with their counts."""
 
     singles: torch.Tensor
     """float32 [VOCAB_SIZE, VOCAB_SIZE]: after a token; a little more than 0 everywhere."""
@@ -113,7 +113,7 @@ class Followers(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """What the residual stream is made of: unit vectors, nearly orthogonal to each other."""
+    """The components of the residual stream: unit vectors, nearly orthogonal to each other."""
 
     tokens: torch.Tensor
     """float32 [VOCAB_SIZE, HIDDEN_SIZE]: the newest token."""

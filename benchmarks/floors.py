@@ -1,5 +1,5 @@
 """The least time that a workload can take on a device: bytes and operations counted off the model's
-config.json, over ceilings that were measured. Pure: measures nothing, knows no daemon.
+config.json, over ceilings that were measured. Pure: measures nothing.
 
 A step's matrix products take the longer of reading the weights once and computing all rows; its
 attention reads every key and value of a decode once, and computes every visible pair of a prefill.
@@ -22,7 +22,7 @@ MAX_NUM_BATCHED_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a device was measured to reach, in units a second; all_reduce_s is the time of a small
+    """Measured limits of a device, in units per second; all_reduce_s is the time of a small
     all-reduce between two devices."""
 
     read_bytes: float
@@ -72,7 +72,7 @@ class ModelShape:
 
     @property
     def decode_weight_bytes(self) -> int:
-        """What a step that samples reads of the weights."""
+        """Return the bytes of weights that a step with sampling reads."""
         return 2 * (self.layer_weights + self.head_weights)
 
     @property
@@ -88,7 +88,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one step has to do."""
+    """The work of one step."""
 
     rows: int
     """Tokens that go through the layers."""

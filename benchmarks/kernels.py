@@ -169,7 +169,7 @@ def graph_ms(launch: Callable[[], object]) -> float:
 
 
 def host_us(launch: Callable[[], object]) -> float:
-    """What one eager launch costs the host, in microseconds."""
+    """Return the host's cost of one eager launch, in microseconds."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(200):
@@ -220,7 +220,7 @@ def run_case(case: Case, limits: DeviceLimits) -> list[Timing]:
 
 
 def ceilings() -> str:
-    """What this device reaches: a copy of 4 GiB, a large matrix product, an empty launch."""
+    """Measure this device's limits: a copy of 4 GiB, a large matrix product, an empty launch."""
     source = torch.randn(2**31, dtype=DTYPE, device="cuda")
     target = torch.empty_like(source)
     copy_ms = graph_ms(lambda: torch.neg(source, out=target))

@@ -1,6 +1,6 @@
 """Random inputs of the layer operations and fp64 references, for the kernels' tests and benchmark.
 
-Knows the cache layout and the pairing of the rotation; must not know the kernels.
+They follow the cache layout and the pairing of the rotation, independent of the kernels.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RandomNorms(NamedTuple):
 
 @dataclass(frozen=True)
 class ProjectedStep:
-    """What rotate_and_store gets."""
+    """The arguments of rotate_and_store."""
 
     heads: Heads
     qkv: torch.Tensor  # [N, (Hq + 2 Hkv) D]

@@ -1,4 +1,4 @@
-"""How fast weights come to the device: `python -m benchmarks.loading --model DIR [--directory DIR]
+"""Measures how fast weights are loaded: `python -m benchmarks.loading --model DIR [--directory DIR]
 [--shard-gb N] [--cold] [--out FILE.json]`.
 
 Writes a sharded bfloat16 checkpoint of the shapes in the model's config.json (16 GB for Llama-8B)

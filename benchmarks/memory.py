@@ -1,4 +1,4 @@
-"""What start-up takes of a GPU's memory, kind by kind, beside what the profile foresaw: one JSON
+"""Prints a GPU's memory after start-up by kind, beside the profile's prediction, as one JSON
 object.
 
     python -m benchmarks.memory [--model DIR] [--max-model-len N] [--utilization F]

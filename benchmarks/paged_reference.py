@@ -1,6 +1,6 @@
 """Random paged-attention batches and a dense fp64 reference, for the kernels' tests and benchmark.
 
-Knows the cache layout and the rule of visibility; must not know the kernels.
+They follow the cache layout and the rule of visibility, independent of the kernels.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PagedBatch:
 
     @cached_property
     def metadata(self) -> AttentionMetadata:
-        """What a step of the runner says of it."""
+        """Return the runner's metadata of such a step."""
         return AttentionMetadata(
             query_start_loc=self.query_start_loc,
             seq_lens=self.seq_lens,

@@ -49,7 +49,7 @@ class Record:
 
 @dataclass(frozen=True)
 class BenchRun:
-    """When, on what and from which source a run of `make bench` measured."""
+    """Date, device, commit and command of a run of `make bench`."""
 
     date: str
     device: str

@@ -32,7 +32,7 @@ SPREADS = {"flat": 0.5, "wide": 3.0}
 
 @dataclass(frozen=True)
 class Filters:
-    """What every row of a batch asks for."""
+    """The sampling parameters of every row of a batch."""
 
     temperature: float = 1.0
     top_k: int = 0

@@ -110,12 +110,12 @@ class StageDriver:
         )
 
     def profile(self) -> lifecycle.DetermineAvailableMemoryReply:
-        """What a KV cache may take."""
+        """Return the bytes that a KV cache may take."""
         message = lifecycle.DetermineAvailableMemory(**self.ids())
         return self.worker.determine_available_memory(message)
 
     def block_bytes(self) -> int:
-        """What a KV block takes."""
+        """Return the bytes of a KV block."""
         return bytes_per_block(self._groups(), 0)
 
     def serve(self, num_blocks: int) -> None:

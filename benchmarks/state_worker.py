@@ -1,5 +1,5 @@
 """A worker without a model for the control-plane benchmark: real validation and application of
-every step, and a reply of the real size. Knows no torch."""
+every step, and a reply of the real size."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes: `python -m benchmarks.step_trace --model DIR [--out DIRECTORY]
+"""Measures where a step's time goes: `python -m benchmarks.step_trace --model DIR [--out DIRECTORY]
 [--json FILE]`.
 
 Device side: torch's profiler around a few decodes of 1, 64 and 256 requests and prefills of 8,192
@@ -55,7 +55,7 @@ TIMED_METHODS: tuple[tuple[str, type, str], ...] = (
 
 @dataclass(frozen=True)
 class Case:
-    """What was measured of one kind of step."""
+    """The measurements of one kind of step."""
 
     name: str
     wall_us: float

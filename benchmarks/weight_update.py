@@ -1,5 +1,5 @@
-"""How fast new weights come into a running daemon: `python -m benchmarks.weight_update --model DIR
-[--ways ipc,nccl,reload] [--directory DIR] [--out FILE.json]`.
+"""Measures how fast a running daemon is updated with new weights: `python -m
+benchmarks.weight_update --model DIR [--ways ipc,nccl,reload] [--directory DIR] [--out FILE.json]`.
 
 One daemon on the first GPU holds made-up weights of the shapes in the model's config.json, in
 bfloat16 (16 GB for Llama-8B); this process is driver and trainer. `ipc`: tensors on the same GPU,
@@ -161,7 +161,7 @@ def copy_rate(source: torch.device, target: torch.device) -> float:
 
 
 def possible_ways(device: str) -> list[str]:
-    """What this machine has the devices for."""
+    """Return the ways that this machine has devices for."""
     if device == "cpu":
         return ["gloo", "reload"]
     return ["ipc", *(["nccl"] if torch.cuda.device_count() > 1 else []), "reload"]

@@ -2,7 +2,7 @@
 
 Static batches: as many waiting requests as fit start together, and the next ones start when all of
 these have ended. Each request has the blocks for all of its tokens from the start, so that nothing
-is ever preempted, and blocks are shared by nobody. docs/scheduler.md explains it line by line.
+is ever preempted, and requests share no blocks. docs/scheduler.md explains the rules.
 """
 
 import sys
@@ -42,20 +42,20 @@ from worker_client.worker_group import WorkerGroup
 
 @dataclass
 class Entry:
-    """A request as far as it has come."""
+    """A request and its progress."""
 
     tokens: list[int]
-    """The prompt, then each token whose result has come."""
+    """The prompt, then each token whose result has arrived."""
     num_prompt_tokens: int
     limit: int
-    """It ends with so many tokens, prompt included."""
+    """Its maximum number of tokens, prompt included."""
     extensions: tuple[RequestExtension, ...]
     num_tokens: int = 0
-    """Known tokens, and those that steps in flight are sampling."""
+    """Number of known tokens, with those that steps in flight are sampling."""
     num_computed: int = 0
-    """Tokens whose step has been sent."""
+    """Number of tokens whose step has been sent."""
     has_row: bool = False
-    """Whether the workers know it."""
+    """True while the workers have a row for it."""
     block_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ class Entry:
         )
 
     def admission_bytes(self, req_id: str, block_size: int) -> int:
-        """Return what its admission takes of a step's message, at most: with all its tokens."""
+        """Return the largest size of its admission in a step's message: with all its tokens."""
         num_tokens = self.limit - 1  # a last token has no KV
         num_blocks = blocks_for(num_tokens, block_size)
         own, note_bytes = extension_bytes(self.extensions), len(str(self.limit))
@@ -86,7 +86,7 @@ class Entry:
 
     @property
     def reports_logprobs(self) -> bool:
-        """Whether it asked for them."""
+        """True if it asked for logprobs."""
         return extension_of(self.extensions, LogprobsWanted) is not None
 
 
@@ -106,7 +106,7 @@ class StaticBatches:
         self._waiting: dict[str, Entry] = {}
         self._batch: dict[str, Entry] = {}
         self._ended: list[str] = []
-        """Requests that the workers are to forget with the next step."""
+        """Requests that the workers forget with the next step."""
         self._decode_req_ids: tuple[str, ...] = ()
         self._num_in_flight = 0
 
@@ -126,9 +126,9 @@ class StaticBatches:
         self._waiting[request.id] = entry
 
     def adopt_requests(self, requests: Sequence[AdoptedRequest]) -> list[RequestOutput]:
-        """Go on with what another driver's StaticBatches has left in this group, before any other
-        call. Return the requests that have all their tokens already."""
-        # Blocks that a window has left behind would be missed once another token is needed.
+        """Continue the requests that another driver's StaticBatches left in this group; call it
+        first. Return those that have all their tokens already."""
+        # A request whose window has left blocks behind is computed again: it needs all blocks.
         whole = {r.req_id: r.block_ids for r in requests if NULL_BLOCK not in r.block_ids}
         held = {block_id for block_ids in whole.values() for block_id in block_ids}
         self._free_blocks = [block_id for block_id in self._free_blocks if block_id not in held]
@@ -138,10 +138,10 @@ class StaticBatches:
             entry = Entry(tokens[:num_prompt], num_prompt, int(request.note), request.extensions)
             entry.block_ids = list(whole.get(request.req_id, ()))
             self._batch[request.req_id] = entry
-            # Logprobs of before are kept nowhere: who wants them gets the same tokens once more.
+            # Earlier logprobs are not kept: requests that want them get the same tokens again.
             for token in tokens[num_prompt:] if not entry.reports_logprobs else ():
                 reason = self._take(entry, token)
-                if reason is not None:  # the rest lies past its end
+                if reason is not None:  # the rest is past its end
                     done.append(self._finish(request.req_id, reason))
                     break
             entry.num_tokens = len(entry.tokens)
@@ -157,11 +157,11 @@ class StaticBatches:
             self._remove(req_id)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request has not finished."""
+        """Return True while a request has not finished."""
         return bool(self._waiting or self._batch)
 
     def schedule(self) -> SchedulerOutput | None:
-        """Decide the next step, or return None: nothing can be sent before a result has come."""
+        """Decide the next step, or return None if nothing can be sent before a result arrives."""
         if not self._batch and not self._num_in_flight:
             self._begin_batch()
         budget, num_admitted, num_bytes = self._limits.max_num_batched_tokens, 0, 0
@@ -204,12 +204,12 @@ class StaticBatches:
     def update_from_output(
         self, output: SchedulerOutput, result: StepResult
     ) -> list[RequestOutput]:
-        """Take in what a step sampled; return the requests that it finished."""
+        """Apply what a step sampled; return the requests that it finished."""
         self._num_in_flight -= 1
         done = []
         for req_id, token in zip(result.req_ids, result.token_ids, strict=True):
             entry = self._batch.get(req_id)
-            if entry is None:  # it has ended meanwhile: the token lies past its end
+            if entry is None:  # it has ended meanwhile: the token is past its end
                 continue
             reason = self._take(entry, token)
             if reason != "error" and req_id in result.logprobs:
@@ -224,7 +224,7 @@ class StaticBatches:
         return done
 
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
-        """Take back steps that failed: lost requests begin again from their known tokens, in the
+        """Take back steps that failed: lost requests start again from their known tokens, in the
         blocks that they have."""
         self._num_in_flight -= len(outputs)
         for req_id, entry in self._batch.items():
@@ -265,7 +265,7 @@ class StaticBatches:
             self._batch[req_id] = self._waiting.pop(req_id)
 
     def _reserve(self, entry: Entry) -> bool:
-        """Give it the blocks for all of its tokens; tell whether there were enough."""
+        """Reserve the blocks for all of its tokens; return False if there are too few."""
         needed = blocks_for(entry.limit - 1, self._limits.block_size) - len(entry.block_ids)
         if needed > len(self._free_blocks):
             return False
@@ -296,7 +296,7 @@ class StaticBatches:
         )
 
     def _remove(self, req_id: str) -> Entry:
-        """Free its blocks: the step that gives them to another request also says that it ended."""
+        """Free its blocks. The step that gives them to another request also reports its end."""
         entry = self._batch.pop(req_id)
         self._free_blocks += entry.block_ids
         self._ended.append(req_id)
@@ -304,7 +304,7 @@ class StaticBatches:
 
 
 def main() -> None:
-    """Serve eight requests by a daemon on the CPU, and write each token as it comes."""
+    """Serve eight requests with a daemon on the CPU, and write each token as it arrives."""
     model = Path(sys.argv[1]).resolve()
     config = WorkerConfig(
         parallel=ParallelConfig(),
@@ -328,7 +328,7 @@ def main() -> None:
 
 
 def print_tokens(result: StepResult) -> None:
-    """Write what a step sampled, before the scheduler hears of it."""
+    """Write a step's tokens, before the scheduler gets them."""
     for req_id, token in result.sampled.items():
         sys.stdout.write(f"{req_id}: {token}\n")
 

@@ -10,11 +10,12 @@ DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 LIVING = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
 """Those that describe the tree as it is."""
 BASES = (ROOT, ROOT / "worker_daemon", ROOT / "client" / "worker_client")
+SOURCES = ("worker_daemon", "client", "rpc_schema", "tests", "docker")
 MAX_ARCHITECTURE_WORDS = 1000
 
 CODE = re.compile(r"`([^`\n]+)`")
 SOURCE = re.compile(r"([\w./@-]+\.(?:py|toml|yaml|txt|service))(?::([\w.]+))?")
-DIRECTORY = re.compile(r"((?:client|rpc_schema|worker_daemon|tests|docker|examples)/[\w/]*)")
+DIRECTORY = re.compile(r"[a-z_]+/(?:\w+/)*")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 GIVEN_NAMES = {"models/families/seed_oss.py", "registry.py", "utils.py"}
 """A file that a reader is told to write, one that the sentence locates, one that must not exist."""
@@ -25,12 +26,11 @@ def ids(path):
 
 
 def find(name):
-    """Return the files that a document may mean by a path."""
+    """Return the files or directories that a document may mean by a path."""
     exact = [base / name for base in BASES if (base / name).exists()]
     if exact or "/" in name:
         return exact
-    return [path for base in ("worker_daemon", "client", "rpc_schema", "tests", "docker")
-            for path in (ROOT / base).rglob(name)]  # fmt: skip
+    return [path for base in SOURCES for path in (ROOT / base).rglob(name)]
 
 
 def anchors(path):
@@ -49,7 +49,7 @@ def test_named_files_and_symbols_exist(path):
             symbols = (match[2] or "").split(".")
             if not any(all(has(file, name) for name in symbols if name) for file in files):
                 missing.append(code)
-        elif DIRECTORY.fullmatch(code) and not (ROOT / code).exists():
+        elif DIRECTORY.fullmatch(code) and not find(code.rstrip("/")):
             missing.append(code)
     assert not missing
 

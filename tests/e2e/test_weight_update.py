@@ -178,7 +178,7 @@ REFUSALS = [
     (
         "kernel",
         lambda tensors: {"model.norm.weight": tensors["model.norm.weight"].double()},
-        "model.norm.weight comes in another dtype.*float32",
+        "model.norm.weight has another dtype.*float32",
     ),
 ]
 

@@ -73,7 +73,7 @@ class ColumnParallelLinear:
         return self._method.forward(x)
 
     def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
-        """As Projection has it."""
+        """See Projection."""
         return self._method.forward_normed(source)
 
     def parameters(self) -> Iterator[Parameter]:
@@ -108,7 +108,7 @@ class GatedColumnParallelLinear:
         return self._method.forward_gated(x)
 
     def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
-        """As Projection has it."""
+        """See Projection."""
         return self._method.forward_normed_gated(source)
 
     def parameters(self) -> Iterator[Parameter]:

@@ -38,7 +38,9 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         sizes = {(each.attention.heads, each.mlp.intermediate_size) for each in self.layers}
-        assert len(sizes) == 1, "partition, memory plan and rotary table take all layers for alike"
+        assert len(sizes) == 1, (
+            "partition, memory plan and rotary table need equal sizes in all layers"
+        )
 
     @property
     def num_hidden_layers(self) -> int:

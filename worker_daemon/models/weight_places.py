@@ -53,7 +53,7 @@ class Places:
     """Alternatives: the model is complete once at least one name of each has come."""
 
     def check(self, manifest: Manifest) -> None:
-        """Check the incoming tensors before any byte arrives; alike on every rank.
+        """Check the incoming tensors before any byte arrives; the same on every rank.
 
         Raises:
             ConfigError: a name is unknown or comes twice, or a shape or dtype is another one.
@@ -87,7 +87,7 @@ class Places:
                 )
 
     def check_complete(self, received: Collection[str]) -> None:
-        """Check that every tensor that the model needs has come; alike on every rank.
+        """Check that every tensor that the model needs has come; the same on every rank.
 
         Raises:
             ConfigError: some have not; names the first that are missing.
