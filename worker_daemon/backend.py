@@ -1,4 +1,4 @@
-"""The kernels that serve a device: chosen once, when a rank opens it."""
+"""The kernels of a device: chosen once, when a rank opens it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ from worker_daemon.sample.sampler import TorchSampling
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Used on the step thread. Owns no device memory: what does is made by whoever frees it."""
+    """Used on the step thread. Owns no device memory."""
 
     attention: ChosenAttention
-    """Of paged sequences; a model may add to it (layers/attention_choice.py)."""
+    """Attention over paged sequences; a model may extend it (layers/attention_choice.py)."""
     sampling: Sampling
     rows: RowKernels
     make_ops: Callable[[], LayerOps]
-    """Once for each stage that is built."""
+    """Called once for each stage."""
     make_reducer: MakeReducer | None
-    """Of short messages, over the windows of a tensor-parallel group; None where there is none."""
+    """For short messages, over the windows of a tensor-parallel group; None if there is none."""
     open_staging: OpenStaging
 
 
@@ -48,7 +48,7 @@ def choose_backend(device: torch.device) -> Backend:
 
 
 def triton_backend(device: torch.device) -> Backend:
-    """Return our Triton kernels; for tests on the CPU too, by Triton's interpreter."""
+    """Return our Triton kernels; tests use them on the CPU too, by Triton's interpreter."""
     # Importing Triton takes longer than everything else that a CPU daemon imports of ours.
     from worker_daemon.kernels.launch import has_dependent_launch
     from worker_daemon.kernels.ops import TritonOps

@@ -1,5 +1,4 @@
-"""The command line `worker-daemon`: options to settings, errors to exit codes. Knows nothing of
-what the options mean."""
+"""The command line `worker-daemon`: turns options into settings, and errors into exit codes."""
 
 import logging
 import sys
@@ -34,12 +33,12 @@ from worker_daemon.settings import load_settings, prepare_environment, prepare_k
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 _WORKER_MODULES: Final = ("torch", "safetensors", "uvloop", "pynvml")
-"""The extra `worker` for every device, without which the package is a driver's side alone. Triton's
-kernels are for CUDA."""
+"""The extra `worker` for every device, without which the package is only a driver's side. Triton's
+kernels need CUDA."""
 
 
 def _check_worker_extra() -> None:
-    """Raise ConfigError where a package of the extra is missing. Imports none."""
+    """Raise ConfigError if a package of the extra is missing. Imports none."""
     missing = [name for name in _WORKER_MODULES if find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -50,7 +49,7 @@ def _check_worker_extra() -> None:
 
 @contextmanager
 def _exit_codes() -> Iterator[None]:
-    """Log what its reader can mend, and end with the exit code that stands for it."""
+    """Log an error that the operator can fix, and end with its exit code."""
     try:
         yield
     except (ConfigError, CapacityError) as error:
@@ -218,7 +217,7 @@ def plan(
         str | None, typer.Option(envvar="CUDA_VISIBLE_DEVICES", hidden=True)
     ] = None,
 ) -> None:
-    """Print the memory plan that a group of daemons would arrive at; loads nothing."""
+    """Print the memory plan that a group of daemons would arrive at; loads no weights."""
     configure_logs("info")
     with _exit_codes():
         _check_worker_extra()

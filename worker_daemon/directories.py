@@ -1,5 +1,5 @@
-"""Directories that belong to this user alone, and the files in them: the one place that claims
-directories and opens files there. Knows nothing of what is kept."""
+"""Directories that belong to this user alone, and the files in them: the only module that claims
+directories and opens files there."""
 
 import contextlib
 import errno
@@ -16,13 +16,13 @@ _APPLICATION = "worker-daemon"
 _TRANSIENT: Final = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO)
 )
-"""With these the same start may succeed later."""
+"""System errors after which the same start may succeed later."""
 
 
 def state_home(state_dir: Path | None, environment: Mapping[str, str]) -> Path | None:
-    """Return where a daemon keeps what outlives it: its state directory or, without one, a
-    directory in the user's cache (XDG Base Directory Specification 0.8), which all daemons share.
-    None: this user has no home directory."""
+    """Return the directory of the files that outlive a daemon: its state directory or, without one,
+    a directory in the user's cache (XDG Base Directory Specification 0.8), which all daemons share.
+    None if this user has no home directory."""
     if state_dir is not None:
         return state_dir
     chosen = Path(environment.get("XDG_CACHE_HOME", ""))
@@ -37,14 +37,14 @@ def state_home(state_dir: Path | None, environment: Mapping[str, str]) -> Path |
 def claim_directory(
     directory: Path, purpose: str, field: str, *, forbidden: int = WRITABLE_BY_OTHERS
 ) -> Path:
-    """Make the directory and what is missing above it (0700), or check that it is ours and that
-    nobody else can change what lies there.
+    """Make the directory and its missing parents (0700), or check that it is ours and that no other
+    user can change its files.
 
-    purpose: what it is for, in the error's words; field: the option that names it; forbidden:
-    permission bits that it must not have.
+    purpose: of the directory, for errors; field: the option that names it; forbidden: permission
+    bits that it must not have.
 
     Raises:
-        ConfigError: it cannot be made, is a link, or others can change what lies there.
+        ConfigError: it cannot be made, is a link, or other users can change its files.
         StartLaterError: there is no room for it now.
     """
     try:
@@ -55,7 +55,7 @@ def claim_directory(
     except OSError as error:
         what = f"{directory}, for {purpose}, cannot be made: {error.strerror}"
         raise unusable(error, what, field, directory) from error
-    if owner != os.geteuid():  # root's is safe, but its owner could not be told to keep it so
+    if owner != os.geteuid():  # not even root's: we could not keep it safe
         why = f"belongs to user {owner}"
     if why:
         raise ConfigError(
@@ -78,8 +78,8 @@ def _fix(directory: Path, why: str, field: str, forbidden: int) -> str:
 def unusable(
     error: OSError, message: str, field: str, place: Path, fix: str = ""
 ) -> ConfigError | StartLaterError:
-    """Return the error to raise when the system refuses a file or directory: StartLaterError where
-    the same start may succeed later, else ConfigError."""
+    """Return the error for a file or directory that the system refuses: StartLaterError if the same
+    start may succeed later, else ConfigError."""
     if error.errno in _TRANSIENT:
         return StartLaterError(
             message,
@@ -96,7 +96,7 @@ def unusable(
 
 
 def _shown(field: str) -> str:
-    """An option, or an environment variable as it is."""
+    """Return the name of an option, or of an environment variable."""
     return field if field.isupper() else f"--{field}"
 
 
@@ -105,7 +105,7 @@ def open_own_file(path: Path, flags: int, mode: int = 0o600) -> int:
     waits for the other end of a FIFO.
 
     Raises:
-        OSError: as open(2); EPERM for what is no regular file, or another user's.
+        OSError: as open(2); EPERM if it is no regular file, or another user's.
     """
     always = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
     fd = os.open(path, flags | always, mode)
@@ -113,11 +113,11 @@ def open_own_file(path: Path, flags: int, mode: int = 0o600) -> int:
     if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
         return fd
     os.close(fd)
-    raise OSError(errno.EPERM, "it is no regular file of ours", str(path))
+    raise OSError(errno.EPERM, "it is no regular file of this user", str(path))
 
 
 def replace_own_file(path: Path, content: bytes) -> None:
-    """Put `content` at `path`, all of it or nothing; it is on disk when this returns. For one
+    """Write `content` to `path`, all of it or nothing; it is on disk when this returns. For one
     writer at a time.
 
     Raises:

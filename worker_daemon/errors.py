@@ -1,5 +1,5 @@
-"""Every error the daemon raises on purpose, as one tree. Knows no wire type: `code` and `scope` are
-the wire's words.
+"""Every error that the daemon raises on purpose, as one tree. `code` and `scope` are the wire's
+words.
 
 WorkerError
  +- ProtocolError        the peer broke a rule of the wire: frames, versions, ids, order
@@ -9,7 +9,7 @@ WorkerError
  |   +- NotAttachedError     the epoch is one that was never granted
  |   +- LeaseHeldError       another driver may step this daemon
  |   +- LeaseExpiredError    the driver did not renew its lease in time
- |   +- DrainingError        an operator has told the daemon to take no more steps
+ |   +- DrainingError        an operator drains the daemon: it takes no steps
  |   +- ForbiddenError       the peer lacks the role that the request needs
  |   +- StaleError           a step older than the replies still kept
  |   `- GapError             a step before this one is missing
@@ -18,11 +18,11 @@ WorkerError
  |   `- CheckpointError      a model's files are missing, truncated or not what config.json says
  +- InvalidStepError     a step holds a value that no kernel may see; nothing of it was applied
  +- CapacityError        not enough device memory, KV blocks, rows or disk space
- |   +- OutOfMemoryError     an allocation failed: says what was asked for and what was free
+ |   +- OutOfMemoryError     an allocation failed: with the bytes needed and free
  |   `- StartLaterError      the host has no room for another daemon now: exit code 75
  +- CommError            a peer or a link is lost
  |   `- UpstreamFailedError  an earlier pipeline stage failed in this step
- +- TransferError        a trainer is lost, did not come, or sent what cannot be; the link is whole
+ +- TransferError        a trainer is lost, or its data is invalid; the link still works
  +- PrecededByError      a step before this one failed, and the driver has not resynchronised since
  `- DeviceError          the device is unusable: the process ends
 """
@@ -44,7 +44,7 @@ class WorkerError(Exception):
         value: object = None,
         fix: str | None = None,
     ) -> None:
-        """message says what is wrong; field, value and fix (where given) are appended to it."""
+        """field, value and fix (if given) are appended to the message."""
         parts = [message]
         if field is not None:
             parts.append(f"field {field} = {value!r}")
@@ -79,7 +79,7 @@ class NotAttachedError(ProtocolError):
 
 
 class LeaseHeldError(ProtocolError):
-    """`lease` says whose it is, in the wire's words; None where nobody knows."""
+    """`lease`: the status of the other driver's lease; None if unknown."""
 
     code = "LEASE_HELD"
     scope = "worker"
@@ -138,11 +138,12 @@ class CapacityError(WorkerError):
 
 
 class StartLaterError(CapacityError):
-    """A daemon cannot start now, and may later as it is. The process ends with exit code 75."""
+    """A daemon cannot start now, but the same start may succeed later. The process ends with exit
+    code 75."""
 
 
 class OutOfMemoryError(CapacityError):
-    """`needed_bytes` and `free_bytes` are None where nobody said."""
+    """`needed_bytes` and `free_bytes` are None if unknown."""
 
     code = "OUT_OF_MEMORY"
     scope = "step"

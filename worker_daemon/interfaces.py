@@ -1,4 +1,4 @@
-"""The address of a network interface of this host. Knows nothing of who listens there."""
+"""The addresses of this host's network interfaces."""
 
 import fcntl
 import ipaddress
@@ -15,15 +15,15 @@ _SIOCGIFADDR: Final = 0x8915
 _IPV6_ADDRESSES: Final = Path("/proc/net/if_inet6")
 _LINK_LOCAL: Final = 0x20
 _UNUSABLE: Final = 0x01 | 0x08 | 0x20 | 0x40
-"""Of linux/if_addr.h: temporary, found twice, deprecated, not tried out yet."""
+"""Flags of linux/if_addr.h: temporary, duplicate, deprecated, tentative."""
 
 
 def interface_address(name: str) -> str:
-    """Return an interface's IPv4 address or, where it has none, its IPv6 address.
+    """Return an interface's IPv4 address or, if it has none, its IPv6 address.
 
     Raises:
-        ConfigError: there is no such interface, or it has no such address: one that is of its link
-            alone (fe80::...) means nothing on another host.
+        ConfigError: there is no such interface, or it has no such address. A link-local address
+            (fe80::...) does not count: other hosts cannot use it.
     """
     request = struct.pack("40s", name.encode()[:15])
     try:
@@ -35,7 +35,7 @@ def interface_address(name: str) -> str:
             return address
         known = ", ".join(entry[1] for entry in socket.if_nameindex())
         raise ConfigError(
-            f"it has no address that others could use: {error.strerror}",
+            f"it has no address that other hosts could use: {error.strerror}",
             field="data-interface",
             value=name,
             fix=f"name one of {known} that has an IPv4 address, or an IPv6 address of more than "
@@ -45,8 +45,8 @@ def interface_address(name: str) -> str:
 
 
 def ipv6_address(name: str, lines: Sequence[str]) -> str:
-    """Return the interface's first IPv6 address for all of its network; empty where there is none.
-    lines: of /proc/net/if_inet6: address, index, prefix length, scope, flags, name."""
+    """Return the interface's first IPv6 address beyond its link; empty if there is none. lines: of
+    /proc/net/if_inet6: address, index, prefix length, scope, flags, name."""
     for line in lines:
         address, _, _, scope, flags, owner = line.split()
         usable = int(scope, 16) != _LINK_LOCAL and not int(flags, 16) & _UNUSABLE

@@ -1,5 +1,5 @@
-"""Logging to stderr: one line a record, with time, process and rank; what a peer wrote can forge
-none. Prompts and tokens are never logged."""
+"""Logging to stderr: one line a record, with time, process and rank; text from a peer cannot forge
+a line. Prompts and tokens are never logged."""
 
 import logging
 import sys
@@ -24,13 +24,13 @@ def configure_logs(level: str) -> None:
 
 
 def set_rank(rank: int) -> None:
-    """Show the global rank in every line from here on: known once a driver gave one."""
+    """Show the global rank in every line from here on, once a driver has set it."""
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_formatter(str(rank)))
 
 
 class _Lines(logging.Formatter):
-    """Escapes what is not printable; the lines of a traceback, which follow, are indented."""
+    """Escapes unprintable characters; the lines of a traceback, which follow, are indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # logging's name
         """Return the record's one line."""

@@ -1,10 +1,10 @@
-"""How work says what it is at, for whoever watches that it goes on. Knows neither."""
+"""The callback by which work reports its current phase and that phase's watchdog deadline."""
 
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
 SetPhase: TypeAlias = Callable[[str, float], None]
-"""(phase, seconds of legal silence)."""
+"""(phase, seconds until it counts as hung)."""
 
 LONG_OPERATION_S: Final = 1800.0
-"""The legal silence of what takes as long as the model is large."""
+"""The limit of an operation whose duration depends on the model's size."""

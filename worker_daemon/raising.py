@@ -1,7 +1,7 @@
-"""Raises an error of ours in place of another, without a reference cycle. A cycle keeps every frame
-of the failure and what their locals hold (works, groups, tensors) until the garbage collector runs,
-on any thread. Hence a class where a generator would do: from Python 3.12 on, a @contextmanager that
-raises another exception leaves a cycle, through its generator's frame."""
+"""Raises a typed error in place of another, without a reference cycle. A cycle keeps every frame of
+the failure and its locals (works, groups, tensors) until the garbage collector runs, on any thread.
+This is a class and no generator, because from Python 3.12 on a @contextmanager that raises another
+exception leaves a cycle, through its generator's frame."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -16,7 +16,8 @@ class Translation:
         kinds: tuple[type[Exception], ...],
         translate: Callable[[Exception], Exception | None],
     ) -> None:
-        """translate: returns what is raised from one of those kinds; None lets it pass."""
+        """kinds: of the exceptions to translate. translate: returns the exception to raise instead;
+        None lets the original pass."""
         self._kinds = kinds
         self._translate = translate
 
@@ -40,8 +41,8 @@ class Translation:
 
 
 def raise_caused(failure: Exception, cause: Exception) -> NoReturn:
-    """Raise the failure from its cause, or as it is where both are the same exception: one that is
-    its own cause would be a reference cycle as well."""
+    """Raise the failure from its cause, or as it is if both are the same exception: an exception
+    that is its own cause would be a reference cycle as well."""
     try:
         if failure is cause:
             raise failure

@@ -1,6 +1,6 @@
-"""Reads files that somebody else may have made, or changes meanwhile: regular ones alone, by
-position, never through a memory map (a file that shrinks under one ends the process by SIGBUS).
-Knows no format."""
+"""Reads files that another process may have made, or may change meanwhile: only regular ones,
+and by position, never through a memory map (a file that shrinks under one ends the process by
+SIGBUS)."""
 
 import errno
 import os
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Final
 
 MAX_TEXT_BYTES: Final = 16 << 20
-"""Of config.json and everything else that is read whole."""
+"""Limit of config.json and other files that are read as a whole."""
 
 
 class TruncatedError(Exception):
-    """A file ends before a region that it should hold."""
+    """A file ends before a region that it should contain."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(f"{path} ends early")
@@ -21,15 +21,14 @@ class TruncatedError(Exception):
 
 
 class RegularFile:
-    """One open file. Several threads may read it at a time; close() is for the one that opened
-    it."""
+    """One open file. Several threads may read it at a time; its opener closes it."""
 
     def __init__(self, path: Path) -> None:
-        """Open it. Never waits, as for the other end of a FIFO.
+        """Open the file without waiting, even for a FIFO's other end.
 
         Raises:
-            OSError: it cannot be opened, or is no regular file (EINVAL, also for a path that holds
-                a null character).
+            OSError: it cannot be opened, or is no regular file (EINVAL, also for a path with a null
+                character).
         """
         self.path = path
         if "\0" in str(path):
@@ -52,7 +51,7 @@ class RegularFile:
         os.close(self._fd)
 
     def check_reaches(self, end: int) -> None:
-        """Raise TruncatedError if the file is now shorter than that."""
+        """Raise TruncatedError if the file is now shorter than `end`."""
         if os.fstat(self._fd).st_size < end:
             raise TruncatedError(self.path)
 
@@ -72,7 +71,8 @@ class RegularFile:
 
 
 def is_plain_name(name: str, suffixes: tuple[str, ...]) -> bool:
-    """Tell whether a name that a file gave us is one of a file beside it, with such an ending."""
+    """Return True if a name that was read from a file is a plain file name with one of these
+    endings."""
     return name.isprintable() and Path(name).name == name and name.endswith(suffixes)
 
 

@@ -1,5 +1,5 @@
-"""What one process is started with: command line over environment over file. The only reader of
-os.environ; knows nothing of models or ranks."""
+"""Settings of the process: command line over environment over file. The only reader of
+os.environ."""
 
 import os
 import re
@@ -35,10 +35,10 @@ KEYS: Final = (
 _DEVICE: Final = re.compile(r"cpu|cuda:\d{1,3}")
 
 Given: TypeAlias = Mapping[str, str | int | bool | list[str] | None]
-"""Values of one source by key; a missing one is absent or None."""
+"""The values of one source by key; a missing one is absent or None."""
 
 ONE_HOST: Final = "lo"
-"""Where the tensor plane listens unless somebody says otherwise: it has no authentication."""
+"""The default interface of the tensor plane, which has no authentication."""
 _TENSOR_PLANE: Final = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 CREDENTIAL_PREFIX: Final = "credential:"
 _CREDENTIALS: Final = "CREDENTIALS_DIRECTORY"
@@ -49,16 +49,16 @@ _FIXED: Final = {
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
 }
-"""torch must not end the process by itself: the guard thread aborts communicators. It need not warn
-that a pair's messages go one after the other: they are meant to. Nor does it look through all
-installed packages for devices of theirs, and run their code, when it is imported."""
+"""torch must not end the process by itself: the guard thread aborts communicators. Its warning
+about the serial messages of a pair is not needed: they are meant to be serial. And on import it
+must not search installed packages for devices and run their code."""
 _FLIGHT_RECORDER: Final = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
-"""Operations that torch remembers of each communicator, by its newer and its older name."""
+"""Number of operations that torch records of each communicator, by its newer and its older name."""
 _FLIGHT_DUMPS: Final = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _SWITCHES: Final = {"true": True, "false": False, "1": True, "0": False}
 _PASSIVE_WAITING: Final = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
-"""For GNU's OpenMP and LLVM's: a thread without work sleeps. By default it spins for milliseconds,
-which takes the core from the driver and from the step's next part."""
+"""For GNU's OpenMP and LLVM's: an idle thread sleeps. By default it spins for milliseconds, which
+takes the core from the driver and from the step's next part."""
 _NUM_THREADS: Final = "OMP_NUM_THREADS"
 _KERNEL_CACHE: Final = "TRITON_CACHE_DIR"
 _MAX_FILE_BYTES: Final = 1 << 20
@@ -67,44 +67,44 @@ DEFAULT_UPLOAD_MEMORY_BYTES: Final = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """Everything that `worker-daemon serve` is told."""
+    """The settings of `worker-daemon serve`."""
 
     endpoint: str
     """ipc://DIR/NAME; parsed by the server."""
     device: str
     """cpu or cuda:N."""
     state_dir: Path | None
-    """Where epochs and compiled kernels are kept; None: the epochs in the endpoint's directory, the
-    kernels in the user's cache directory."""
+    """Directory for epochs and compiled kernels; None: the endpoint's directory for epochs, the
+    user's cache directory for kernels."""
     model_roots: tuple[Path, ...]
-    """Directories under which models may lie."""
+    """Directories that models must be under."""
     save_root: Path | None
-    """Directory under which weights are saved, by name; None: they are not."""
+    """Directory for saved weights, by name; None: saving is refused."""
     profile_dir: Path | None
-    """Directory for traces, if one was named; see profile_directory."""
+    """Directory for traces, if set; see profile_directory."""
     key_file: Path | None
-    """The daemon's secret file; None, for ipc only: whoever can open the sockets may do all."""
+    """The daemon's secret file; None, for ipc only: whoever can open the sockets has all rights."""
     key_is_credential: bool
-    """It lies in systemd's directory of credentials."""
+    """True if it is in systemd's directory of credentials."""
     authorized_keys: Path | None
-    """Whose keys are let in; None where there is no key_file."""
+    """The authorized keys; None without a key_file."""
     data_interface: str
-    """The network interface of the tensor plane, which has no authentication. Empty: this host's
-    own alone, unless the environment names another to gloo and NCCL."""
+    """The network interface of the tensor plane, which has no authentication. Empty: the loopback
+    interface, unless the environment sets another for gloo and NCCL."""
     exit_with_parent_fd: int | None
     """The daemon ends when this file descriptor reads end-of-file."""
     gpu_lock_dir: Path | None
-    """Where the locks of this host's GPUs lie; None: in the usual place."""
+    """Directory of the locks of this host's GPUs; None: the default."""
     share_gpu: bool
     """Another daemon may have the same GPU."""
     upload_memory_bytes: int
     """Host memory for a driver's uploads, at most."""
     reset_epoch: bool
-    """Replace a stored epoch that cannot be used; see epochs.py."""
+    """True: replace a stored epoch that cannot be used; see epochs.py."""
     log_level: str
     """One of debug, info, warning, error."""
     notify_socket: str = ""
-    """Where a service manager wants to be told of us (sd_notify(3)); empty: nowhere."""
+    """Address of the service manager's socket (sd_notify(3)); empty: none."""
 
 
 def load_settings(command_line: Given, config_file: Path | None) -> ProcessSettings:
@@ -122,8 +122,8 @@ def load_settings(command_line: Given, config_file: Path | None) -> ProcessSetti
 
 
 def prepare_environment(data_interface: str | None = None) -> None:
-    """Set what torch, gloo and NCCL read when they are loaded. To be called before torch is
-    imported. None: what the environment says already or, without, this host's own interface."""
+    """Set the environment that torch, gloo and NCCL read on import; called before torch is
+    imported. data_interface: None keeps the environment's or, without one, sets loopback."""
     for name, form in _TENSOR_PLANE.items():
         if data_interface is not None:
             os.environ[name] = form.format(data_interface)
@@ -133,8 +133,8 @@ def prepare_environment(data_interface: str | None = None) -> None:
 
 
 def prepare_flight_recorder(settings: ProcessSettings) -> None:
-    """Have torch remember what communicators did, and keep its own dumps of that where ours are
-    kept. To be called before torch is imported; does nothing for a daemon on the CPU."""
+    """Have torch record the communicators' operations, and write its own dumps of them to our
+    directory. Called before torch is imported; does nothing for a daemon on the CPU."""
     if settings.device == "cpu":
         return
     for name, value in _FLIGHT_RECORDER.items():
@@ -146,11 +146,11 @@ def prepare_flight_recorder(settings: ProcessSettings) -> None:
 
 
 def prepare_kernel_cache(settings: ProcessSettings) -> None:
-    """Tell Triton where compiled kernels are kept, unless the environment says so already. To be
-    called before torch is imported; does nothing for a daemon on the CPU.
+    """Set Triton's directory of compiled kernels, unless the environment does. Called before torch
+    is imported; does nothing for a daemon on the CPU.
 
     Raises:
-        ConfigError: the directory cannot be used, or others can change what lies there.
+        ConfigError: the directory cannot be used, or other users can change its files.
         StartLaterError: there is no room for it now.
     """
     if settings.device == "cpu":
@@ -182,27 +182,27 @@ def kernel_cache(state_dir: Path | None, environment: Mapping[str, str]) -> Path
 
 
 def prepare_waiting(settings: ProcessSettings) -> None:
-    """Have torch's threads sleep between operations, unless the environment says otherwise. To be
-    called before torch is imported; does nothing for a daemon on a GPU."""
+    """Have torch's idle threads sleep, unless the environment sets otherwise. Called before torch
+    is imported; does nothing for a daemon on a GPU."""
     if settings.device == "cpu":
         for name, value in _PASSIVE_WAITING.items():
             os.environ.setdefault(name, value)
 
 
 def user_threads() -> int | None:
-    """Return the first number of OMP_NUM_THREADS; None where that is not set to one."""
+    """Return the first number of OMP_NUM_THREADS; None if it is not set to one."""
     first = os.environ.get(_NUM_THREADS, "").partition(",")[0].strip()
     return int(first) if first.isascii() and first.isdecimal() and int(first) else None
 
 
 def visible_devices() -> str | None:
-    """Return CUDA_VISIBLE_DEVICES, where that is set: what the N of cuda:N counts."""
+    """Return CUDA_VISIBLE_DEVICES if set: the N of cuda:N counts its entries."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def profile_directory(settings: ProcessSettings) -> Path | None:
-    """Return where traces go: profiles/ in the state directory or, without one, in the user's cache
-    directory, unless another was named. None: this user has no home. Makes nothing."""
+    """Return the directory for traces: profiles/ in the state directory or, without one, in the
+    user's cache directory, unless another is set. None if this user has no home. Makes nothing."""
     if settings.profile_dir is not None:
         return settings.profile_dir
     home = state_home(settings.state_dir, os.environ)
@@ -210,15 +210,15 @@ def profile_directory(settings: ProcessSettings) -> Path | None:
 
 
 def endpoint_home(settings: ProcessSettings) -> Path:
-    """Return where the lock and the epoch of a tcp endpoint lie: in the state directory or, without
-    one, in the user's cache directory.
+    """Return the directory of a tcp endpoint's lock and epoch: the state directory or, without one,
+    the user's cache directory.
 
     Raises:
         ConfigError: this user has no home.
     """
     home = state_home(settings.state_dir, os.environ)
     if home is None:
-        raise ConfigError("it is missing", field="state-dir", fix="give --state-dir DIR")
+        raise ConfigError("it is required", field="state-dir", fix="give --state-dir DIR")
     return home
 
 
@@ -246,7 +246,7 @@ def read_file(path: Path) -> Given:
 
 
 def read_environment(environment: Mapping[str, str]) -> Given:
-    """Take the options out of environment variables; WORKER_DAEMON_MODEL_ROOT separates paths by
+    """Read the options from environment variables; WORKER_DAEMON_MODEL_ROOT separates paths by
     colons."""
     given: dict[str, str | int | bool | list[str] | None] = {}
     for key in KEYS:
@@ -300,7 +300,7 @@ def _text(given: Given, key: str, default: str) -> str:
 def _required(given: Given, key: str, form: str) -> str:
     value = _text(given, key, "")
     if not value:
-        raise ConfigError("it is missing", field=key, fix=f"give --{key} {form}")
+        raise ConfigError("it is required", field=key, fix=f"give --{key} {form}")
     return value
 
 
@@ -329,7 +329,8 @@ def _roots(given: Given) -> tuple[Path, ...]:
 
 
 def _check_tcp(given: Given, endpoint: str) -> None:
-    """A network's peers must be told by keys, and are told nothing by default."""
+    """Raise ConfigError unless keys, model roots and interface are set: on a network there are no
+    defaults for them."""
     fixes = {
         "key-file": "make a key by worker-daemon keygen, and give --key-file and --authorized-keys",
         "model-root": "give --model-root with each directory that drivers may load models from",
@@ -346,7 +347,7 @@ def _keys(given: Given) -> tuple[Path | None, Path | None]:
     key_file, authorized = (_key_path(given, key) for key in ("key-file", "authorized-keys"))
     if (key_file is None) != (authorized is None):
         raise ConfigError(
-            "one is useless without the other",
+            "both files of keys are needed",
             field="authorized-keys" if authorized is None else "key-file",
             value=None,
             fix="give both --key-file and --authorized-keys",

@@ -234,7 +234,7 @@ def test_trace_is_refused_where_it_cannot_be(pair, directory, tmp_path):
     refused = run_client(directory, "trace", "--endpoints", pair.endpoints[0], check=False)
     assert refused.returncode == 2
     assert "IllegalStateError" in refused.stderr
-    assert "nothing to trace in CREATED" in refused.stderr
+    assert "no trace can run in CREATED" in refused.stderr
     with observe(pair.endpoints) as clients:
         with pytest.raises(ClientConfigError, match="not the ranks of one group"):
             record(clients, 1)
@@ -277,7 +277,7 @@ def test_observer_that_gives_up_or_dies_leaves_nothing_behind(pair, model):
         while not started(group):
             assert time.monotonic() < deadline, "the trace that nobody stopped still runs"
         for client in clients:
-            with pytest.raises(IllegalStateError, match="no such trace to read"):
+            with pytest.raises(IllegalStateError, match="no such trace was kept"):
                 client.ask(partial(ReadTrace, trace=bytes(16), offset=0))
         group.profile("stop")
         assert len(record(clients, 0.05).ranks) == 2

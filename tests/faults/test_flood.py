@@ -38,7 +38,7 @@ from worker_daemon.server.auth.connection_limit import (
 )
 from worker_daemon.server.auth.handshakes import (
     MAX_HANDSHAKE_BYTES,
-    MAX_STRANGERS,
+    MAX_UNKNOWN,
     Handshakes,
     Traffic,
 )
@@ -257,7 +257,7 @@ def test_driver_comes_in_while_a_recorded_hello_is_sent_again_and_again(
 ):
     port = port_of(daemon, "results")
     with Replay(recorded_hello(ring), port, attacker) as attack:
-        wait_until(lambda: attack.num_sent > MAX_STRANGERS, "the attack is under way")
+        wait_until(lambda: attack.num_sent > MAX_UNKNOWN, "the attack is under way")
         for _ in range(3):
             driver = sockets.unconnected(ring, "driver")
             ends = driver.get_monitor_socket(ENDS_OF_HANDSHAKES)
@@ -294,9 +294,9 @@ def test_number_of_unfinished_handshakes_is_bounded(daemon, ring, sockets):
     address = parse_endpoint(daemon.endpoint, ring.keys("driver")).step
     driver = sockets.open(address, ring, "driver")
     ends = driver.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    strangers = [greet(port_of(daemon, "step")) for _ in range(20 - MAX_STRANGERS)]
+    strangers = [greet(port_of(daemon, "step")) for _ in range(20 - MAX_UNKNOWN)]
     began = time.monotonic()
-    newest = [greet(port_of(daemon, "step")) for _ in range(MAX_STRANGERS)]
+    newest = [greet(port_of(daemon, "step")) for _ in range(MAX_UNKNOWN)]
     wait_until(lambda: all(map(is_shut, strangers)), "they are shut")
     is_any_shut = any(map(is_shut, newest))
     assert not is_any_shut or time.monotonic() - began >= HANDSHAKE_MS / 1000
@@ -376,7 +376,7 @@ def test_flood_is_kept_out_and_a_driver_comes_in(daemon, ring, detection):
             slowest_s = max(slowest_s, time.monotonic() - asked)
     assert flood.num_accepted >= BURST / 2
     detection(37, "flood of connections", 1.0, slowest_s, "accept rate")
-    said = "refused at the step socket: strangers: there are too many"
+    said = "refused at the step socket: unknown addresses: too many connections"
     wait_until(lambda: said in daemon.log.read_text(), "it is logged")
     wait_until(lambda: connects(port, 0.5), "a stranger gets in again")
 
@@ -400,7 +400,7 @@ class Traffics:
         self.friends: set[str] = set()
         self.now = 0.0
         self.handshakes = Handshakes(
-            is_friend=self.friends.__contains__,
+            is_trusted=self.friends.__contains__,
             measure=lambda descriptor, name: self.carried.get(descriptor),
             hang_up=lambda descriptor, name: self.shut.append(descriptor),
             clock=lambda: self.now,
@@ -417,27 +417,27 @@ AUTHENTICATED, KNOWS_THE_KEY, GREETED = 301, 234, 64
 @pytest.mark.parametrize("sent", [GREETED, KNOWS_THE_KEY])
 def test_oldest_handshake_is_shut_down_first_however_far_it_is(sent):
     kernel = Traffics()
-    for descriptor in range(3 * MAX_STRANGERS):
+    for descriptor in range(3 * MAX_UNKNOWN):
         kernel.begin(descriptor, sent if descriptor % 2 else GREETED)
-    assert kernel.shut == list(range(2 * MAX_STRANGERS))
+    assert kernel.shut == list(range(2 * MAX_UNKNOWN))
     assert kernel.handshakes.ended(2) == "too many handshakes are unfinished"
-    assert kernel.handshakes.ended(2) == kernel.handshakes.ended(2 * MAX_STRANGERS) == ""
+    assert kernel.handshakes.ended(2) == kernel.handshakes.ended(2 * MAX_UNKNOWN) == ""
 
 
 def test_address_with_most_handshakes_gives_them_up():
     kernel = Traffics()
     kernel.begin(0, KNOWS_THE_KEY, "10.0.0.2")
-    for descriptor in range(1, 3 * MAX_STRANGERS):
+    for descriptor in range(1, 3 * MAX_UNKNOWN):
         kernel.begin(descriptor, KNOWS_THE_KEY)
-    assert kernel.shut == list(range(1, 2 * MAX_STRANGERS + 1))
+    assert kernel.shut == list(range(1, 2 * MAX_UNKNOWN + 1))
 
 
 def test_handshakes_that_began_before_their_address_was_known_are_those_of_friends():
     kernel = Traffics()
-    for descriptor in range(MAX_STRANGERS):
+    for descriptor in range(MAX_UNKNOWN):
         kernel.begin(descriptor, GREETED)
     kernel.friends.add("10.0.0.1")
-    for descriptor in range(MAX_STRANGERS, 2 * MAX_STRANGERS):
+    for descriptor in range(MAX_UNKNOWN, 2 * MAX_UNKNOWN):
         kernel.begin(descriptor, GREETED)
     assert not kernel.shut
 
@@ -447,7 +447,7 @@ def test_finished_handshakes_and_friends_do_not_count():
     for descriptor in range(100):
         kernel.begin(descriptor, AUTHENTICATED)
     kernel.friends.add("10.0.0.2")
-    for descriptor in range(100, 100 + MAX_STRANGERS):
+    for descriptor in range(100, 100 + MAX_UNKNOWN):
         kernel.begin(descriptor, GREETED)
         kernel.begin(descriptor + 100, GREETED, "10.0.0.2")
     assert not kernel.shut

@@ -349,7 +349,7 @@ def test_requests_of_an_orphan_are_dropped_in_their_time(
         leases.append(driver.status().lease)
     assert leases[-1].state == "orphan"
     assert 0 < leases[-1].orphan_kv_remaining_ms <= 2500
-    dropped = f"nobody came for the requests of epoch {epoch}: dropped"
+    dropped = f"no driver adopted the requests of epoch {epoch}: dropped"
     wait_for(lambda: dropped in daemon.stderr())
     assert driver.status().lease.orphan_kv_remaining_ms == 0
 

@@ -19,8 +19,8 @@ from tests.support.command_line import ask_status, short_directory
 from tests.support.waiting import wait_until
 from tests.unit.server.driver import SERVE, DaemonProcess
 from worker_daemon.errors import ConfigError
-from worker_daemon.server.daemon import RuntimeFiles
 from worker_daemon.server.gpu_lock import GpuInUseError, GpuLock
+from worker_daemon.server.runtime_files import RuntimeFiles
 from worker_daemon.server.session.epochs import EpochFile
 from worker_daemon.server.wire.endpoints import IpcEndpoint
 from worker_daemon.settings import ProcessSettings, build_settings, prepare_kernel_cache
@@ -231,9 +231,9 @@ def test_gpu_lock_that_cannot_be_reached_for_a_while_is_kept(tmp_path, block):
 def test_daemon_of_a_launcher_leaves_the_other_one_s_epoch_and_stacks(directory):
     with Path(os.devnull).open() as parent:
         given = {"endpoint": f"ipc://{directory}/d/w0", "device": "cpu"}
-        first = RuntimeFiles(build_settings({**given, "exit-with-parent-fd": parent.fileno()}))
+        first = RuntimeFiles(build_settings({**given, "exit-with-parent-fd": parent.fileno()}), str)
     (directory / "d" / "w0.lock").unlink()
-    second = RuntimeFiles(settings(directory))
+    second = RuntimeFiles(settings(directory), str)
     second.epochs.record(7)
     first.leave()
     assert second.epochs.path.read_text() == "7\n"
@@ -248,10 +248,10 @@ def test_what_is_in_the_place_of_our_files_is_named_and_left(directory, name, ma
     path.parent.mkdir(0o700)
     make(path)
     if name == "w0.lock" and make is Path.touch:
-        RuntimeFiles(settings(directory)).leave()  # a lock that nobody holds
+        RuntimeFiles(settings(directory), str).leave()  # a lock that nobody holds
         return
     with pytest.raises(ConfigError, match=rf"{path}.*fix: remove {path}"):
-        RuntimeFiles(settings(directory))
+        RuntimeFiles(settings(directory), str)
     assert path.exists()
 
 

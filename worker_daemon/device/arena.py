@@ -7,7 +7,7 @@ the step thread only.
 
 import math
 from collections.abc import Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from worker_daemon.device.cuda_pages import CudaPages
 from worker_daemon.device.host_pages import HostPages
 
 ALIGNMENT_BYTES = 512
-"""Of every tensor, as torch's own allocator has it."""
+"""Alignment of every tensor, as in torch's own allocator."""
 
 
 class Pages(Protocol):
@@ -46,14 +46,11 @@ class Pages(Protocol):
         """Unmap everything for good. Idempotent."""
 
 
-class Span:
+class Span(NamedTuple):
     """A chunk of an arena: [start, stop) in bytes."""
 
-    __slots__ = ("start", "stop")
-
-    def __init__(self, start: int, stop: int) -> None:
-        self.start = start
-        self.stop = stop
+    start: int
+    stop: int
 
     @property
     def num_bytes(self) -> int:

@@ -104,8 +104,8 @@ class HostBackup:
         room = self._host_room()
         if room < size + RESERVE_BYTES:
             raise CapacityError(
-                f"{sum(self._sizes)} bytes of host memory are needed to keep what sleeps; "
-                f"{max(0, room - RESERVE_BYTES)} more can be had after {self.held_bytes}",
+                f"{sum(self._sizes)} bytes of host memory are needed to keep the sleeping content; "
+                f"{max(0, room - RESERVE_BYTES)} more are available beyond {self.held_bytes}",
                 fix="free host memory, or sleep at level 2",
             )
         return PinnedBuffer(size, self._device)

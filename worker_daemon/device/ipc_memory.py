@@ -67,7 +67,7 @@ class ImportedMemory:
             num_bytes *= extent
         if offset + num_bytes > size or offset % dtype.itemsize:
             raise TransferError(
-                f"a tensor of {num_bytes} bytes does not lie in the trainer's block of {size}",
+                f"a tensor of {num_bytes} bytes is outside the trainer's block of {size}",
                 field="offsets",
                 value=offset,
                 fix="offsets count from the start of the allocation",

@@ -4,7 +4,7 @@ the CPU both are plain memory and plain copies."""
 import contextlib
 import mmap
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy.typing as npt
 import torch
@@ -63,35 +63,25 @@ def _cuda_runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-class DeviceCopier(Protocol):
-    """Copies between host memory and a device's tensors, in the order of the calls."""
+class DeviceCopier:
+    """Copies between host memory and a device's tensors, in the order of the calls. On the CPU, as
+    here, a copy is done when the call returns."""
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy host memory [...] to a device's target [...], converting, or a device's source to
         host memory of its dtype. Until a mark set after this call has passed, source must not
         change and target is not ready."""
+        target.copy_(source)
 
     def mark(self) -> Callable[[], None]:
         """Return a function that waits until every copy so far is done."""
+        return self.settle
 
     def settle(self) -> None:
         """Wait for all copies; work that is queued on the device afterwards sees them."""
 
 
-class HostCopier:
-    """Copies on the CPU: done when the call returns."""
-
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        target.copy_(source)
-
-    def mark(self) -> Callable[[], None]:
-        return _nothing
-
-    def settle(self) -> None:
-        return None
-
-
-class CudaCopier:
+class CudaCopier(DeviceCopier):
     """Copies on a stream of their own, ordered after the current stream's work at construction."""
 
     def __init__(self, device: torch.device) -> None:
@@ -115,8 +105,4 @@ class CudaCopier:
 
 def open_uploads(device: torch.device) -> DeviceCopier:
     """Return the copier for a device."""
-    return CudaCopier(device) if device.type == "cuda" else HostCopier()
-
-
-def _nothing() -> None:
-    return None
+    return CudaCopier(device) if device.type == "cuda" else DeviceCopier()

@@ -1,4 +1,4 @@
-"""A memory plan as people and as programs read it. Works nothing out that the plan does not say."""
+"""Prints a memory plan, as text and as JSON."""
 
 import json
 from collections.abc import Iterator, Sequence

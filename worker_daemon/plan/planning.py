@@ -1,9 +1,9 @@
-"""The memory plan that a group of daemons arrives at, worked out from config.json and sizes: what
-`worker-daemon plan` prints. Reads the model's configuration, no weights; uses no device.
+"""Works out the memory plan of a group of daemons from config.json and sizes: the report of
+`worker-daemon plan`. Reads the model's configuration, no weights; uses no device.
 
-Weights are exact: they are those of the stages that the daemons would build, built without memory.
-The largest step is an estimate (plan/step_memory.py). Blocks are counted as the driver counts them
-(rpc_schema/kv_cache.py). Must not know how a plan is shown.
+Weights are exact: those of the stages that the daemons would build, built without memory. The
+largest step is an estimate (plan/step_memory.py). Blocks are counted as the driver counts them
+(rpc_schema/kv_cache.py).
 """
 
 from bisect import bisect_left
@@ -59,17 +59,17 @@ class RankPlan:
     rotary_table_bytes: int
     """Exact."""
     step_estimate_bytes: int
-    """What the largest step takes: an estimate."""
+    """Memory of the largest step: an estimate."""
     kv_available_bytes: int
-    """What is left of the group's requested_bytes."""
+    """The rest of the group's requested_bytes."""
     kv_block_bytes: int
-    """A page for each layer of the group that has the most here."""
+    """Bytes of a page for each layer of the group that has the most layers here."""
     num_blocks: int
     """Blocks that fit here; one of them is the null block."""
     num_tokens: int
-    """What the others hold."""
+    """Tokens in the blocks other than the null block."""
     num_longest_requests: int
-    """Requests of max_model_len tokens that these hold at once."""
+    """Requests of max_model_len tokens that fit into these blocks at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class LayersPlan:
     block_size: int
     sliding_window: int | None
     num_blocks_longest_request: int
-    """That a request of max_model_len tokens has at once."""
+    """Blocks that a request of max_model_len tokens has at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,28 +94,28 @@ class GroupPlan:
     memory_bytes: int
     """Of each device."""
     requested_bytes: int
-    """What a daemon may use of it by gpu_memory_utilization, from its baseline on."""
+    """Memory that a daemon may use of it by gpu_memory_utilization, from its baseline on."""
     max_model_len: int
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
     num_blocks: int
-    """Of every rank, the null block included."""
+    """Blocks of every rank, the null block included."""
     num_tokens: int
     num_longest_requests: int
-    """Requests of max_model_len tokens at once, max_num_seqs aside."""
+    """Requests of max_model_len tokens at once, regardless of max_num_seqs."""
     layer_groups: tuple[LayersPlan, ...]
     longest_request_bytes: int
-    """What a request of max_model_len tokens takes of the KV caches of all ranks."""
+    """Bytes of KV cache of a request of max_model_len tokens, on all ranks."""
     longest_request_bytes_without_windows: int
-    """What it would take if all layers kept all of it."""
+    """The same if no layer had a window."""
     max_model_len_fits: bool
     longest_model_len: int
     """The longest max_model_len that would fit, within the model's own limit; 0 if none."""
     kv_cache_memory_bytes_request: int
-    """The kv_cache_memory_bytes that gives these num_blocks: it keeps to requested_bytes."""
+    """The kv_cache_memory_bytes that gives these num_blocks, within requested_bytes."""
     kv_cache_memory_bytes_card: int
-    """The kv_cache_memory_bytes that would fill the device, if nothing ran beside."""
+    """The kv_cache_memory_bytes that would fill the device, if no other process used it."""
     ranks: tuple[RankPlan, ...]
 
 
@@ -147,8 +147,8 @@ def plan_memory(config: WorkerConfig, memory_bytes: int, model_roots: Sequence[P
 def plan_fitted_memory(
     config: WorkerConfig, memory_bytes: int, model_roots: Sequence[Path]
 ) -> GroupPlan:
-    """Plan for the longest max_model_len that fits, as a driver does that fits it. Raises what
-    plan_memory does."""
+    """Plan for the longest max_model_len that fits, as a driver does that asks for the longest.
+    Raises as plan_memory does."""
     plan = plan_memory(config, memory_bytes, model_roots)
     if plan.max_model_len_fits:
         return plan
@@ -157,7 +157,7 @@ def plan_fitted_memory(
 
 
 def resolve_directory(model: Path) -> Path:
-    """Return the model's directory with symbolic links resolved. ConfigError where it is no
+    """Return the model's directory with symbolic links resolved. Raises ConfigError if it is no
     path."""
     try:
         return model.resolve()
@@ -168,7 +168,7 @@ def resolve_directory(model: Path) -> Path:
 
 
 def read_partition(text: str) -> tuple[int, ...]:
-    """Return the counts of "N,N,...". ConfigError for anything else."""
+    """Return the counts of "N,N,...". Raises ConfigError for any other text."""
     try:
         return read_layer_partition(text)
     except ValueError as error:
@@ -182,7 +182,7 @@ def read_partition(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _RankSizes:
-    """What of a rank does not depend on steps and lengths."""
+    """The sizes of a rank that do not depend on steps and lengths."""
 
     state: ParallelState
     layers: range
@@ -283,8 +283,8 @@ class _PlannedRanks:
         return num_blocks * sum(bytes_per_block(layers, rank) for rank in range(len(self._sizes)))
 
     def _longest_model_len(self, requested: int) -> int:
-        """A longer context takes a longer rotary table and block table: it fits or not, once and
-        for all longer ones."""
+        """Return the longest length that fits. A longer context takes a longer rotary table and
+        block table, so if a length does not fit, no longer one does."""
         most = min(self._resolved.decoder.max_position_embeddings, requested)  # rotary tables alone
         lengths = range(1, most + 1)
         return bisect_left(lengths, True, key=partial(self._is_too_long, requested=requested))
@@ -294,8 +294,8 @@ class _PlannedRanks:
         return not longest_requests(num_blocks, self._groups, length, self._max_num_batched_tokens)
 
     def _kv_cache_memory_bytes(self, num_blocks: int) -> int:
-        """One value for all ranks, of which each takes what its blocks need: the largest blocks
-        decide."""
+        """Return one value for all ranks, of which each uses what its blocks need: the rank with
+        the largest blocks decides."""
         return num_blocks * max(map(self._block_bytes, self._sizes))
 
     def _num_blocks(self, length: int, budget: int) -> int:
@@ -338,7 +338,7 @@ class _PlannedRanks:
 
 
 def _check_values(config: WorkerConfig) -> None:
-    """Check every field against the schema, which does so itself only when it decodes."""
+    """Check every field against the schema: msgspec itself checks only when it decodes."""
     for section, part in msgspec.structs.asdict(config).items():
         values = msgspec.structs.asdict(part)
         for entry in msgspec.structs.fields(part):
@@ -363,9 +363,9 @@ def _rank_sizes(parallel: ParallelConfig, resolved: ResolvedModel) -> list[_Rank
     states = [ParallelState(pp_size, tp_size, rank) for rank in range(parallel.world_size)]
     try:
         return [_measure(state, layers[state.pp_rank], resolved) for state in states]
-    except (RuntimeError, TypeError, OverflowError) as error:  # torch about sizes beyond 64 bits
+    except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64 bits
         raise ConfigError(
-            f"no tensor has sizes like this model's: {str(error).splitlines()[0]}",
+            f"this model's tensor sizes are not possible: {str(error).splitlines()[0]}",
             field="model",
             value=str(resolved.directory),
             fix="correct the sizes in config.json",
@@ -403,7 +403,7 @@ def _without_windows(layers: Sequence[KVCacheSpec]) -> list[KVCacheSpec]:
 
 
 def _build_stage(state: ParallelState, layers: range, resolved: ResolvedModel) -> DecoderStage:
-    """As worker/loading.py does, on a device that keeps shapes alone."""
+    """Build a stage as worker/loading.py does, on a device that keeps shapes alone."""
     return build_stage(
         resolved.decoder,
         layers,

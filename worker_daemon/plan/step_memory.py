@@ -1,9 +1,8 @@
-"""An estimate of what the largest step takes on a GPU beside weights and KV cache. Pure arithmetic:
-must not know a device, a checkpoint or a rank's number.
+"""Estimates the memory of the largest step on a GPU, beside weights and KV cache. Pure arithmetic.
 
-It adds up the tensors that are alive together where a step holds the most: in a layer's attention
-or MLP, or where the last stage draws tokens and reports logprobs. What a kernel takes for itself is
-in MARGIN_DIVISOR's share alone.
+Adds up the tensors that are alive together at the peak of a step: in a layer's attention or MLP, or
+where the last stage samples tokens and reports logprobs. The kernels' own memory is covered by the
+share of MARGIN_DIVISOR.
 
 Letters: N tokens, H hidden size, R rows that sample, V vocabulary.
 """
@@ -17,11 +16,11 @@ from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.step_layout import largest_shape, packed_size
 
 MARGIN_DIVISOR: Final = 20
-"""The estimate has one part in so many above the sum: kernels' workspaces, rounding."""
+"""The estimate adds one part in this many to the sum, for kernels' workspaces and rounding."""
 
 _ALIVE_IN_LAYER: Final = 4
-"""[N, H] tensors alive all through a layer: what the last layer gave away (its part and its
-residual stream), this layer's residual stream and its normed input."""
+"""[N, H] tensors alive throughout a layer: the last layer's output (its part and its residual
+stream), this layer's residual stream and its normed input."""
 _TRAILER_BYTES: Final = 16
 _INT32: Final = 4
 _INT64: Final = 8
@@ -29,8 +28,8 @@ _INT64: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class StageWidths:
-    """What of one rank's stage decides how much a step takes. Sizes are this rank's, in elements
-    of the model's dtype, unless said otherwise."""
+    """The sizes of one rank's stage that determine a step's memory. They are this rank's, in
+    elements of the model's dtype, unless stated otherwise."""
 
     hidden_size: int
     """Of the whole model."""
@@ -53,8 +52,8 @@ class StageWidths:
 
 
 def estimate_step_bytes(widths: StageWidths, limits: StepLimits) -> int:
-    """Return the bytes that the largest step within the limits has at its peak, the runner's own
-    tables and buffers included."""
+    """Return the peak bytes of the largest step within the limits, with the runner's tables and
+    buffers."""
     rows = limits.max_num_seqs
     tokens = min(limits.max_num_batched_tokens, rows * limits.max_model_len)
     sampling = _sampling_bytes(widths, tokens, rows) if widths.is_last_stage else 0
@@ -65,7 +64,7 @@ def estimate_step_bytes(widths: StageWidths, limits: StepLimits) -> int:
 
 
 def _layer_bytes(widths: StageWidths, tokens: int) -> int:
-    """The larger of a layer's two halves, either before its output is added."""
+    """Return the larger of a layer's two halves, each before its output is added."""
     hidden = widths.hidden_size
     attention = widths.qkv_size + widths.q_size + hidden
     # Attention's output lives on beside the MLP, whose inner size comes twice and then once more.
@@ -74,8 +73,8 @@ def _layer_bytes(widths: StageWidths, tokens: int) -> int:
 
 
 def _sampling_bytes(widths: StageWidths, tokens: int, rows: int) -> int:
-    """Logits of all rows, and what makes them or reads them: their gathering from the ranks, or the
-    parts of a step."""
+    """Return the bytes of all rows' logits, and of the larger of their gathering from the ranks and
+    the parts of a step."""
     logits = rows * widths.vocab_rows * widths.itemsize
     gathering = 0
     if widths.tp_size > 1:
@@ -87,7 +86,7 @@ def _sampling_bytes(widths: StageWidths, tokens: int, rows: int) -> int:
 
 
 def _table_bytes(limits: StepLimits) -> int:
-    """The rows' tables, and the buffer that a step's columns are taken to
+    """Return the bytes of the rows' tables, and of the buffer for a step's columns
     (runner/input_batch.py:staging_capacity)."""
     num_rows = limits.max_num_seqs + 1
     own = sum(part.row_bytes() for part in PARTS)
@@ -97,8 +96,8 @@ def _table_bytes(limits: StepLimits) -> int:
 
 
 def _neighbour_bytes(widths: StageWidths, limits: StepLimits, tokens: int) -> int:
-    """Messages from and to the neighbouring stages: a buffer for each step in flight and two more,
-    and the hidden states that a stage's ranks gather from theirs."""
+    """Return the bytes of messages from and to the neighbouring stages: a buffer for each step in
+    flight and two more, and the hidden states that a stage's ranks gather from theirs."""
     if widths.pp_size == 1:
         return 0
     num_slices = widths.tp_size if widths.hidden_size % widths.tp_size == 0 else 1

@@ -1,5 +1,5 @@
-"""The daemon with its real worker: the one place where server and torch meet. Everything that loads
-torch is imported on the step thread, after the sockets are bound."""
+"""The daemon with its real worker: the only module where server and torch meet. Modules that load
+torch are imported on the step thread, after the sockets are bound."""
 
 import gc
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from worker_daemon.settings import (
 
 
 def run_daemon(settings: ProcessSettings) -> int:
-    """Serve until the end; return the exit code. Raises what `daemon.serve` does."""
+    """Serve until the end; return the exit code. Raises as `daemon.serve` does."""
     prepare_environment(settings.data_interface or None)
     prepare_flight_recorder(settings)
     prepare_waiting(settings)
@@ -52,12 +52,12 @@ def make_worker(
     save_root: Path | None,
     profile_dir: Path | None = None,
 ) -> WorkerLike:
-    """Load torch and make the worker; called on the step thread. Raises ConfigError where there is
-    no such device."""
+    """Load torch and make the worker; called on the step thread. Raises ConfigError if there is no
+    such device."""
     from worker_daemon.device.init import find_device  # seconds of torch, while sockets are bound
     from worker_daemon.worker.worker import Worker
 
-    # A full collection over all that torch's modules have made takes a tenth of a second.
+    # A full collection over the objects of torch's modules takes a tenth of a second.
     gc.collect()
     gc.freeze()
     find_device(device)

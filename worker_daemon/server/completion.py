@@ -76,7 +76,8 @@ class Completion:
             self._enqueue(reply.seq, partial(self.channel.reply, reply))
 
     def pending(self, seq: int, pending: PendingReply, link: int) -> None:
-        """Wait for a result of the running step, which is on `link`, then as `reply`."""
+        """Wait for a result of the running step, which is on `link`, then send it as `reply`
+        does."""
         known_ns = time.monotonic_ns() if pending.is_ready else None
         began_s = self._progress.stamp.since
         if known_ns is not None and self._is_idle:
@@ -86,7 +87,7 @@ class Completion:
             self._enqueue(seq, wait)
 
     def nothing(self, seq: int) -> None:
-        """Keep the fact that this rank owes no reply to `seq`, the running step."""
+        """Record that this rank owes no reply to `seq`, the running step."""
         began_s = self._progress.stamp.since
         if self._is_idle:
             self._waiter.finish_without_reply(seq, began_s)

@@ -207,7 +207,7 @@ class Daemon:
         """Make the parts that answer control requests and publish events. Main thread only."""
         progress, guard, post = self._progress, self._threads.guard, self._threads.post
         lease = Lease(time.monotonic, suspended_s)
-        self._draining = Draining(post, lambda: self._events.tell_heartbeat(), lease, progress)
+        self._draining = Draining(post, lambda: self._events.publish_heartbeat(), lease, progress)
         report = StatusReport(
             endpoint=self._files.endpoint,
             progress=progress,
@@ -282,7 +282,7 @@ class Daemon:
         while True:
             self._keep_files()
             self._attaching.watch_lease()
-            self._events.tell_heartbeat()
+            self._events.publish_heartbeat()
             if not self._progress.overdue():
                 self._service_manager.notify("WATCHDOG=1")
             await asyncio.sleep(HEARTBEAT_S)
@@ -379,7 +379,7 @@ class Daemon:
         self._to_loop(lambda: self._announce(transition))
 
     def _announce(self, transition: str) -> None:
-        self._events.tell_transition(transition)
+        self._events.publish_transition(transition)
         self._service_manager.notify(f"STATUS={transition}")
 
     def fatal(self, exit_code: ExitCode, cause: str) -> None:
@@ -412,11 +412,11 @@ class Daemon:
 
     def hung(self, phase: str, phase_ms: int, stacks: str) -> None:
         """See GuardListener."""
-        self._to_loop(lambda: self._events.tell_hang(phase, phase_ms, stacks))
+        self._to_loop(lambda: self._events.publish_hang(phase, phase_ms, stacks))
 
     def slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
         """See GuardListener."""
-        self._to_loop(lambda: self._events.tell_slow(phase, phase_ms, usual_ms))
+        self._to_loop(lambda: self._events.publish_slow(phase, phase_ms, usual_ms))
 
     def relapsed(self, cause: str) -> None:
         """See GuardListener. The service manager restarts this daemon, and each rank in the same

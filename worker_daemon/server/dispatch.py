@@ -22,7 +22,7 @@ class PendingReply(Protocol):
 
     def result(self) -> tuple[StepReplyMessage, Sequence[Frame]]:
         """Wait for the copy and return the reply with its array frames. Called once: on the
-        completion thread, or on the step thread where it is ready.
+        completion thread, or on the step thread if it is ready.
 
         Raises:
             WorkerError: the step failed after all.
@@ -35,13 +35,10 @@ class PlainTraceLike(Protocol):
     def pack(self) -> Path:
         """Compress it and move it to its final path."""
 
-    def discard(self) -> None:
-        """Delete it."""
-
 
 class WorkerLike(Protocol):
-    """Runs the operations. Made and used on the step thread only; the guard thread calls the three
-    methods that say so.
+    """Runs the operations. Made and used on the step thread; the guard thread calls abort_link,
+    dump_link and check_device.
 
     For each other step operation the worker has a method of the operation's name, which takes the
     message and returns the complete reply, or raises a WorkerError with nothing applied. The three

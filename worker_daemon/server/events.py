@@ -36,20 +36,20 @@ class Events:
         self._socket = socket
         self._report = report
 
-    def tell_heartbeat(self) -> None:
-        """Publish that the daemon lives, and how it stands."""
+    def publish_heartbeat(self) -> None:
+        """Publish a heartbeat, with the daemon's state."""
         self._publish(self._report.heartbeat())
 
-    def tell_transition(self, transition: str) -> None:
+    def publish_transition(self, transition: str) -> None:
         """Publish a state change, and the heartbeat that shows it."""
         self._publish(lc.StateChanged(**self._origin, transition=transition))
-        self.tell_heartbeat()
+        self.publish_heartbeat()
 
-    def tell_hang(self, phase: str, phase_ms: int, stacks: str) -> None:
+    def publish_hang(self, phase: str, phase_ms: int, stacks: str) -> None:
         """Publish that a phase is past its deadline."""
         self._publish(lc.Hung(**self._origin, phase=phase, phase_ms=phase_ms, stacks=stacks))
 
-    def tell_slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
+    def publish_slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
         """Publish that a step takes far longer than others did."""
         self._publish(lc.Slow(**self._origin, phase=phase, phase_ms=phase_ms, usual_ms=usual_ms))
 

@@ -1,5 +1,5 @@
-"""Lock files: a file whose flock says that a daemon lives, with the daemon's pid in it. Shared by
-the endpoint's lock and the GPU's."""
+"""Lock files: files that a living daemon holds a flock on, with its pid inside. Shared by the
+endpoint's lock and the GPU's."""
 
 import contextlib
 import fcntl
@@ -46,7 +46,7 @@ class LockFile:
         renewed = self._lock(patience_s)
         os.close(self._fd)
         self._fd = renewed
-        logger.warning("%s was removed, and is there again", self._path)
+        logger.warning("%s was removed; it has been made again", self._path)
 
     def write_pid(self) -> None:
         """Write our pid into the file. Raises OSError."""

@@ -83,7 +83,7 @@ class RuntimeFiles:
         missing = self.sockets.missing()
         if missing:
             raise EndpointInUseError(
-                f"{missing[0]} was removed or replaced: nobody can connect to this daemon any more",
+                f"{missing[0]} was removed or replaced: no peer can connect to this daemon now",
                 field="endpoint",
                 value=str(self.endpoint),
                 fix="keep other processes from removing files of the endpoint's directory",

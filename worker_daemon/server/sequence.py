@@ -37,11 +37,11 @@ class Verdict(enum.Enum):
     EXPIRED = "expired"
     """Its driver's lease has expired."""
     DRAINING = "draining"
-    """An operator wants no more steps."""
+    """An operator drains the daemon."""
 
 
 class StepGate:
-    """The last accepted (epoch, link, seq). Owned by the step thread; `accept` moves it on."""
+    """The last accepted (epoch, link, seq). Owned by the step thread; `accept` advances it."""
 
     __slots__ = ("attached", "draining", "epoch", "expired", "last_seq", "link")
 
@@ -68,7 +68,8 @@ class StepGate:
             self.attached = False
 
     def expire(self, epoch: int) -> None:
-        """The lease of `epoch` has expired: if it is still the current one, nothing new runs."""
+        """Record that the lease of `epoch` has expired: if it is still the current one, no new
+        request runs."""
         if epoch == self.epoch:
             self.expired = True
 
@@ -143,7 +144,7 @@ class StepGate:
 def drained() -> DrainingError:
     """Return the error for a driver of a draining daemon."""
     return DrainingError(
-        "the daemon drains: it takes no steps and no drivers, and keeps what is loaded",
+        "the daemon is draining: it takes no steps and no drivers, and keeps its model",
         fix="use another daemon, or this one after worker-client drain --undo",
     )
 

@@ -294,7 +294,7 @@ class _StepLoop:
                 self._take(sender, known.get(sender) or senders.identify(sender, first), frames)
 
     def _take(self, sender: bytes, peer: Peer, frames: list[bytes]) -> None:
-        """Decode and judge one request of a peer that may send any."""
+        """Decode and judge one request. The sender may be any peer."""
         senders = self._senders
         if sender != senders.driver and peer in senders.bad_peers:
             return

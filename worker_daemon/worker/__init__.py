@@ -1,1 +1,1 @@
-"""The worker: one method an operation, over the parts it is composed of."""
+"""The worker: one method per operation, over the parts that it is composed of."""

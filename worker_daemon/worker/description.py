@@ -1,5 +1,4 @@
-"""What a worker says about itself between operations: a value that any thread may read. Knows no
-thread and no socket."""
+"""The worker's description between operations: a value that any thread may read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from worker_daemon.models.weight_state import WeightReport
 
 
 def no_weights() -> None:
-    """Nothing is loaded."""
+    """Return None: no model is loaded."""
     return
 
 
@@ -21,20 +20,20 @@ class WorkerDescription:
 
     device: str
     config: WorkerConfig | None = None
-    """What is loaded; None below MODEL_LOADED."""
+    """The loaded configuration; None below MODEL_LOADED."""
     kv_cache: KVCacheConfig | None = None
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Device (or host) memory by use (MemoryLedger.by_kind), and what TaggedMemory.bytes_by_kind
-    names."""
+    """Device (or host) memory by use (MemoryLedger.by_kind), and the kinds of
+    TaggedMemory.bytes_by_kind."""
     kv_cache_advice: KVCacheAdvice | None = None
-    """Once warm."""
+    """Set once the worker is warm."""
     memory_tags: Mapping[MemoryTag, TagState] = field(default_factory=dict)
-    """Empty where memory cannot sleep."""
+    """Empty if memory cannot sleep."""
     providers: Mapping[str, str] = field(default_factory=dict)
-    """What serves each part of a step."""
+    """The implementation of each part of a step."""
     weights: Callable[[], WeightReport | None] = no_weights
-    """Reads what the weights are worth now; None below MODEL_LOADED."""
+    """Returns the state of the weights now; None below MODEL_LOADED."""
     num_kv_blocks_held: Callable[[], int] = int
-    """Reads how many KV blocks running requests have now."""
+    """Returns how many KV blocks running requests have now."""
     input_wait_share: Callable[[], float] = float
-    """Reads the share of its time for which the stage now waits for its input."""
+    """Returns the share of its time for which the stage now waits for its input."""

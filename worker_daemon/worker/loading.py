@@ -1,6 +1,5 @@
-"""From a LoadModel request to this rank's stage, built and filled. Knows no runner, no link and no
-socket; what it makes belongs to the worker.
-"""
+"""Loading: builds and fills this rank's stage, as a LoadModel request asks for. The stage belongs
+to the worker."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -51,13 +50,13 @@ from worker_daemon.worker.sleep_memory import TaggedMemory, open_memory
 _LOG = logging.getLogger(__name__)
 _PROGRESS_EVERY_S = 1.0
 _MAX_NAMES = 16
-"""Of tensors, in the log."""
+"""Tensor names in a log line, at most."""
 _FIT = "more pipeline stages or tensor ranks, or free memory and load again"
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where a rank stands in its group, and what it computes on."""
+    """A rank's place in its group, and its device."""
 
     device: torch.device
     config: ParallelConfig
@@ -68,11 +67,11 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """Directories under which models may lie."""
+    """The directories of models."""
 
     model_roots: Sequence[Path]
     save_root: Path | None
-    """Saved sets may lie there too."""
+    """Saved sets may be there too."""
 
     def resolve(self, config: ModelConfig) -> ResolvedModel:
         """Find a model. Raises ConfigError and CheckpointError as resolve_model does."""
@@ -83,7 +82,7 @@ class Roots:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What load_model makes and reset(DEVICE_READY) gives up."""
+    """The model that load_model makes and reset(DEVICE_READY) drops."""
 
     config: WorkerConfig
     resolved: ResolvedModel
@@ -91,13 +90,14 @@ class LoadedModel:
     attention: ChosenAttention
     max_model_len: int
     memory: TaggedMemory
-    """Where the stage's parameters lie, and its KV cache will: closed by whoever drops this."""
+    """The memory of the stage's parameters, and later of its KV cache; closed when the model is
+    dropped."""
     weights: WeightState
     next_load: ModelConfig
-    """What reload_weights reads: as it was loaded, until update_config changes that."""
+    """The configuration that reload_weights reads: as loaded, until update_config changes it."""
 
     def limited_to(self, max_model_len: int) -> "LoadedModel":
-        """Return it with another limit, up to the one that it was loaded with.
+        """Return the model with another limit, at most the one that it was loaded with.
 
         Raises:
             ConfigError: it is longer than that.
@@ -113,11 +113,11 @@ class LoadedModel:
         return replace(self, max_model_len=max_model_len)
 
     def sleep(self, level: SleepLevel) -> None:
-        """Give up the memory of both tags. Raises: see TaggedMemory.sleep."""
+        """Unmap the memory of both tags. Raises: see TaggedMemory.sleep."""
         self._leave(lambda: self.memory.sleep(level), "Sleep")
 
     def discard(self, tags: Collection[MemoryTag]) -> None:
-        """Give up the memory of tags. Raises: see TaggedMemory.discard."""
+        """Unmap the memory of tags. Raises: see TaggedMemory.discard."""
         self._leave(lambda: self.memory.discard(tags), "Discard")
 
     def _leave(self, change: Callable[[], None], cause: str) -> None:
@@ -127,21 +127,21 @@ class LoadedModel:
             self.weights.discard(f"{cause} kept nothing of them")
 
     def finish_update(self) -> int:
-        """Every weight was written: they are whole, and lost no more. Raises, and returns what
-        WeightState.finish does."""
+        """Record that all weights were written: they are complete, and no longer lost. Raises and
+        returns as WeightState.finish does."""
         number = self.weights.finish()
         self.memory.weights_filled()
         return number
 
     @property
     def kv_cache_specs(self) -> tuple[KVCacheSpec, ...]:
-        """The layers of this stage and shard, as the wire describes them."""
+        """The KV layers of this stage and shard, in wire types."""
         return describe_layers(self.stage.kv_layer_specs, self.resolved.dtype)
 
     def allocate_kv_caches(
         self, plan: KVCacheConfig, make_zeros: Callable[[int, torch.dtype], torch.Tensor]
     ) -> list[LayerKV]:
-        """Return zeroed caches. Raises: see kv_cache.allocate.allocate_kv_caches."""
+        """Return zeroed caches. Raises: see runner.kv_cache.allocate_kv_caches."""
         return allocate_kv_caches(plan, self.stage.kv_layer_specs, self.resolved.dtype, make_zeros)
 
 
@@ -159,7 +159,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
     resolved = roots.resolve(message.model)
     if not supports(place.device, resolved.dtype):
         raise ConfigError(
-            "the device does not compute in it",
+            "this device does not support this dtype",
             field="dtype",
             value=str(resolved.dtype),
             fix="float16",
@@ -198,22 +198,14 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Reloaded:
-    """What reload makes of a model."""
-
-    model: LoadedModel
-    size_bytes: int
-    num_updates: int
-
-
 def reload(
     model: LoadedModel, config: ModelConfig, place: RankPlace, roots: Roots, set_phase: SetPhase
-) -> Reloaded:
-    """Fill the stage again, in place: no tensor moves, and none is held twice.
+) -> tuple[LoadedModel, int, int]:
+    """Fill the stage again, in place: no tensor moves, and none is held twice. Return the model,
+    the bytes read, and the number of updates that the model has had.
 
-    Everything that headers can tell is checked before the first byte is written; a failure after
-    that leaves the weights dirty.
+    All checks that the headers allow are made before the first byte is written; a later failure
+    leaves the weights dirty.
 
     Raises:
         ConfigError: the directory lies outside the roots, or holds another model.
@@ -241,11 +233,11 @@ def reload(
         resolved=resolved,
         next_load=config,
     )
-    return Reloaded(renewed, report.bytes_loaded, number)
+    return renewed, report.bytes_loaded, number
 
 
 class _Overwriting:
-    """Opens an update of a model's weights at the first byte, not before."""
+    """Opens an update of a model's weights at the first byte written, not before."""
 
     def __init__(self, weights: WeightState) -> None:
         self._weights = weights
@@ -266,7 +258,7 @@ class _Overwriting:
 
 
 def _check_same_model(found: DecoderConfig, loaded: DecoderConfig) -> None:
-    """What a checkpoint may say differently is in which dtype it is, and when to stop."""
+    """Raise ConfigError unless the models are the same; dtype and eos tokens may differ."""
     found = replace(found, dtype=loaded.dtype, eos_token_ids=loaded.eos_token_ids)
     for (name, value), (_, mine) in zip(_values(found), _values(loaded), strict=True):
         if value != mine:
@@ -279,8 +271,8 @@ def _check_same_model(found: DecoderConfig, loaded: DecoderConfig) -> None:
 
 
 def _values(decoder: DecoderConfig) -> Iterator[tuple[str, object]]:
-    """Every value that shapes a decoder, by its name; as many as those of a decoder of as many
-    layers."""
+    """Yield every value that shapes a decoder, by its name; decoders of as many layers yield as
+    many."""
     values = asdict(decoder) | {"rope": decoder.rope}
     layers = values.pop("layers")
     yield "num_hidden_layers", decoder.num_hidden_layers
@@ -298,7 +290,7 @@ def _leaves(values: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 
 def rank_weights(model: LoadedModel, place: RankPlace) -> RankWeights:
-    """Return what a saved set holds of this rank."""
+    """Return this rank's part of a saved set."""
     return RankWeights(
         rank=place.parallel.rank,
         shape=_group_shape(model.resolved, place),
@@ -324,7 +316,8 @@ def _group_shape(resolved: ResolvedModel, place: RankPlace) -> GroupShape:
 
 
 def _build_stage(resolved: ResolvedModel, place: RankPlace, memory: TaggedMemory) -> DecoderStage:
-    """Without memory first: then its size is known, and memory says where it lies."""
+    """Build the stage without memory first: then its size is known, and memory is allocated for
+    it."""
     decoder, parallel = resolved.decoder, place.parallel
     check_partition(decoder, parallel.pp_size, parallel.tp_size)
     stage = build_stage(
@@ -391,7 +384,7 @@ def _fill(
 
 
 class _ProgressLine:
-    """Says how far a load has come, in the log and in the phase, once a second."""
+    """Reports the progress of a load, in the log and in the phase, once a second."""
 
     def __init__(self, set_phase: SetPhase) -> None:
         self._set_phase = set_phase

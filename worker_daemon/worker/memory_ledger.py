@@ -1,6 +1,5 @@
-"""What of the memory is used for what, and how much of it a KV cache could have. Measures while
-memory is taken; knows no model, and no device but by its source.
-"""
+"""Accounts for memory by use, and advises on the size of a KV cache. Measures while memory is
+allocated."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +10,8 @@ from rpc_schema.lifecycle import KVCacheAdvice
 from worker_daemon.device.memory import MemorySnapshot, MemorySource
 
 CUSHION_BYTES: Final = 150 << 20
-"""What is left of a card that is filled: a driver's or a library's small change."""
+"""Bytes to leave free on a card that is filled, for small allocations of the driver and of
+libraries."""
 
 Kind: TypeAlias = Literal["weights", "kv_cache", "graphs"]
 
@@ -20,37 +20,38 @@ _KINDS: Final[tuple[Kind, ...]] = ("weights", "kv_cache", "graphs")
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Bytes that one kind took."""
+    """Bytes that one kind allocated."""
 
     device: int = 0
-    """Of the device, whoever gave them."""
+    """Of the device, by any allocator."""
     allocated: int = 0
-    """Of them in the allocator's tensors."""
+    """Of these, in tensors of the allocator."""
     reserved: int = 0
-    """Of them by the allocator."""
+    """Of these, by the allocator."""
 
 
 _NOTHING: Final = _Taken()
 
 
 class MemoryLedger:
-    """One device's, from its baseline on. Owned by the worker; used on the step thread."""
+    """The ledger of one device, from its baseline on. Owned by the worker; used on the step
+    thread."""
 
     def __init__(self, source: MemorySource, baseline: MemorySnapshot, budget: int) -> None:
-        """budget: bytes that this worker may take beyond the baseline."""
+        """budget: bytes that this worker may allocate beyond the baseline."""
         self._source = source
         self._baseline = baseline
         self._budget = budget
         self._taken: dict[Kind, _Taken] = {}
         self.activations_peak = 0
-        """What the largest step took at its peak, by the last profile."""
+        """The peak of the largest step, by the last profile."""
         self.advice: KVCacheAdvice | None = None
-        """What advise() found last; None until then, and once what it was about is gone."""
+        """The last result of advise(); None before the first, and after forget()."""
 
     @contextmanager
     def taking(self, kind: Kind) -> Iterator[None]:
-        """Measure what is taken for a kind in here, in place of what was before; nothing is noted
-        where it fails."""
+        """Measure the memory that the block allocates for a kind, in place of the kind's former
+        memory; nothing is recorded if the block fails."""
         before = self._source.snapshot()
         yield
         now = self._source.snapshot()
@@ -61,19 +62,20 @@ class MemoryLedger:
         )
 
     def forget(self, *kinds: Kind) -> None:
-        """What these kinds had was given back."""
+        """Record that the memory of these kinds was freed."""
         self.advice = None
         for kind in kinds:
             self._taken.pop(kind, None)
 
     def by_kind(self, sizes: Mapping[Kind, int]) -> dict[str, int]:
-        """Return what is used now, by kind. sizes: kinds whose size is known exactly.
+        """Return the memory used now, by kind. sizes: kinds whose size is known exactly.
 
-        weights, kv_cache, graphs; activations: what the allocator has beside these, for steps and
-        between them; context: the rest of what this process has, that is the device's context,
-        communicators, library handles and code, and whatever others have where NVML does not tell;
-        others: other processes, where it does. The sum of these is total less free on a GPU; on the
-        CPU a cache's pages are not there before they are used. And activations_peak, free, total.
+        The kinds: weights, kv_cache, graphs; activations: the allocator's other memory, for steps
+        and between them; context: the rest of this process's memory, that is the device's context,
+        communicators, library handles and code, plus other processes' memory if NVML does not
+        report it; others: other processes, if NVML reports them. Their sum is total less free on a
+        GPU; on the CPU the pages of a cache exist only once used. Besides: activations_peak, free,
+        total.
         """
         now = self._source.snapshot()
         own = self._source.own_bytes(now)
@@ -93,11 +95,11 @@ class MemoryLedger:
         }
 
     def advise(self) -> KVCacheAdvice:
-        """Return how large a KV cache could be, by what is in use now: to be asked after
+        """Return how large a KV cache could be, from the memory in use now; called after
         warm-up."""
         now = self._source.snapshot()
         kv_cache = self._of("kv_cache").device
-        # What a largest step would still take of the device: its cached memory may be gone.
+        # What the largest step would still allocate: its cached memory may have been freed.
         short = max(0, self.activations_peak - self._activations(now))
         beside = max(0, self._source.taken_since(self._baseline, now) - kv_cache) + short
         self.advice = KVCacheAdvice(
@@ -116,5 +118,5 @@ class MemoryLedger:
 
 
 def memory_line(kinds: Mapping[str, int]) -> str:
-    """Return the kinds as one line for a log."""
+    """Return the kinds as one line for the log."""
     return ", ".join(f"{kind} {num_bytes / 1e9:.3f} GB" for kind, num_bytes in kinds.items())

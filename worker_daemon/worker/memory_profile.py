@@ -1,6 +1,5 @@
-"""How much memory is left for a KV cache: found by running the largest step, and capturing some of
-the graphs, over a KV cache of next to nothing. Knows no reply and no KV plan but its own.
-"""
+"""Profiles the memory left for a KV cache: runs the largest step, and captures some of the graphs,
+over a KV cache of two blocks."""
 
 import logging
 from collections.abc import Iterator
@@ -26,17 +25,18 @@ from worker_daemon.worker.sleep_memory import TaggedMemory
 
 _LOG = logging.getLogger(__name__)
 SHORT_DEADLINE_MS: Final = 20_000
-"""A deadline below this may be one that a legal step misses."""
+"""A deadline below this may be too short for a legal step."""
 _NUM_BLOCKS: Final = 2
-"""The null block, and one that all synthetic requests share: nobody reads their output."""
+"""The null block, and one that all synthetic requests share: their output is not used."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfiledMemory:
-    """What a rehearsal found, in bytes."""
+    """The result of a profile, in bytes."""
 
     available: int
-    """For the KV cache; negative where nothing is left, and others were at work meanwhile."""
+    """For the KV cache; negative if nothing is left because other processes allocated memory
+    meanwhile."""
     graphs: int
     profile: MemoryProfile
 
@@ -44,25 +44,25 @@ class ProfiledMemory:
 def profile_memory(
     opened: OpenedDevice, model: LoadedModel, message: StepMessage, set_phase: SetPhase
 ) -> ProfiledMemory:
-    """Run the largest step over a KV cache of next to nothing, capture some of the graphs, and see
-    what that leaves of the budget, and of the device.
+    """Run the largest step over a KV cache of two blocks, capture some of the graphs, and return
+    what that leaves of the budget and of the device.
 
     Raises:
-        CapacityError: nothing, though nobody else took any.
+        CapacityError: nothing is left, though no other process allocated any.
     """
     set_phase("PROFILING", LONG_OPERATION_S)
     memory, cache = opened.memory, model.config.cache
     with _profiling_runner(opened, model, set_phase) as serving:
         serving.compile_graphs()
-    # `serving` stays until the end: its rows stand for those that steps will have.
+    # `serving` stays until the end: its rows take the memory that those of steps will.
     with profile(memory, opened.baseline) as result:
         _run_largest_step(opened, model, message, set_phase)
     opened.ledger.activations_peak = result.transient
     graphs = _estimate_graphs(opened, model, set_phase)
-    memory.reset_peak()  # the rehearsed graphs' memory goes back to the device
+    memory.reset_peak()  # frees the memory of the profiled graphs
     _log(result, graphs)
     available = memory.limit_kv_cache(result.available(opened.budget_bytes, graphs))
-    # Where others were at work meanwhile, the driver may ask again.
+    # If other processes allocated memory meanwhile, the driver may ask again.
     if cache.kv_cache_memory_bytes is None and available <= 0 and not result.changes:
         raise _nothing_left(result, graphs, cache.gpu_memory_utilization)
     return ProfiledMemory(available, graphs, result)
@@ -71,11 +71,11 @@ def profile_memory(
 def check_step_deadline(
     opened: OpenedDevice, model: LoadedModel, message: StepMessage, set_phase: SetPhase
 ) -> None:
-    """Time the longest step, where its deadline is short: by the configuration alone, so that all
-    ranks take part. Only on the CPU, where steps take long and can be timed by themselves.
+    """Time the longest step if its deadline is short. Depends on the configuration alone, so that
+    all ranks take part. Only on the CPU, where steps take long and this thread's time is theirs.
 
     Raises:
-        ConfigError: a legal step would be taken for a hanging one.
+        ConfigError: a legal step would count as hung.
         CommError: it took so long that a neighbour did not wait for it.
     """
     deadline_ms, device = model.config.scheduler.step_deadline_ms, opened.place.device
@@ -97,7 +97,7 @@ def check_step_deadline(
 def _run_largest_step(
     opened: OpenedDevice, model: LoadedModel, message: StepMessage, set_phase: SetPhase
 ) -> None:
-    """All of it is freed on return, for the profile to see what the step alone took."""
+    """Run it and free everything on return, so that the profile measures the step alone."""
     with _profiling_runner(opened, model, set_phase) as serving:
         serving.run_largest_step(message)
 
@@ -115,8 +115,8 @@ def _estimate_graphs(opened: OpenedDevice, model: LoadedModel, set_phase: SetPha
 def _profiling_runner(
     opened: OpenedDevice, model: LoadedModel, set_phase: SetPhase, *, is_timed: bool = False
 ) -> Iterator[Serving]:
-    """Steps served as they will be, but over a KV cache of one block; on the CPU, where graphs do
-    not need it, without attention, which is slow there, unless they are to be timed."""
+    """Serve steps over a KV cache of two blocks. On the CPU, where graphs do not need it, attention
+    is left out because it is slow there, unless the steps are timed."""
     plan = _plan(opened, model)
     kv: list[LayerKV] = []
     if is_timed or opened.place.device.type == "cuda":
@@ -129,7 +129,7 @@ def _profiling_runner(
 
 
 def _plan(opened: OpenedDevice, model: LoadedModel) -> KVCacheConfig:
-    """The groups of layers that the driver will find too: those of the whole pipeline."""
+    """Return the KV groups that the driver will find too: those of the whole pipeline."""
     own, windows = model.kv_cache_specs, model.resolved.decoder.layer_windows
     parallel, pp_rank = model.config.parallel, opened.place.parallel.pp_rank
     stages = [
@@ -157,7 +157,7 @@ def _log(profile: MemoryProfile, graphs: int) -> None:
         graphs / 1e9,
     )
     for change in profile.changes:
-        _LOG.warning("while the memory was profiled, %s", change)
+        _LOG.warning("during the memory profile, %s", change)
 
 
 def _nothing_left(profile: MemoryProfile, graphs: int, utilization: float) -> CapacityError:

@@ -1,10 +1,10 @@
-"""What sleep, wake_up and discard make of each tag's memory: values and moves, nothing else. No
-torch, no memory, no clock.
+"""The transitions of the memory tags by sleep, wake_up and discard. Pure: no torch, no memory, no
+clock.
 
-    awake       the memory is there, with its content
-    asleep      it is not; waking brings it back (weights with their content, the KV cache empty)
-    discarded   it is not, and neither is its content
-    lost        the memory is there, zeroed: weights that have to be loaded again
+    awake       mapped, with its content
+    asleep      unmapped; waking restores it (weights with their content, the KV cache empty)
+    discarded   unmapped, and the content is lost
+    lost        mapped and zeroed: weights that have to be loaded again
 """
 
 from collections.abc import Collection, Mapping
@@ -16,7 +16,7 @@ from rpc_schema.lifecycle import MemoryTag, SleepLevel, TagState
 
 TAGS: Final[tuple[MemoryTag, ...]] = ("weights", "kv_cache")
 KEEPING: Final[SleepLevel] = 1
-"""The level that keeps the weights on the host."""
+"""The sleep level that keeps the weights on the host."""
 
 _Moves = Mapping[TagState, TagState]
 _TO_SLEEP: Final[_Moves] = MappingProxyType({"awake": "asleep", "lost": "discarded"})
@@ -28,13 +28,13 @@ _WAKING: Final[_Moves] = MappingProxyType({"asleep": "awake", "discarded": "lost
 
 @dataclass(frozen=True, slots=True)
 class MemoryTags:
-    """The state of every tag. A tag without memory yet counts as awake."""
+    """The state of every tag. A tag without memory counts as awake."""
 
     weights: TagState = "awake"
     kv_cache: TagState = "awake"
 
     def __str__(self) -> str:
-        """Only what is not awake: `weights asleep/kv_cache asleep`."""
+        """Only the tags that are not awake: `weights asleep/kv_cache asleep`."""
         return "/".join(f"{tag} {state}" for tag, state in self.states.items() if state != "awake")
 
     @property
@@ -42,12 +42,12 @@ class MemoryTags:
         return {"weights": self.weights, "kv_cache": self.kv_cache}
 
     def after_sleep(self, level: SleepLevel) -> "MemoryTags":
-        """At level 2 the weights go for good, also those that sleep at level 1."""
+        """At level 2 the weights are discarded, even if they sleep at level 1."""
         weights = _TO_SLEEP if level == KEEPING else _TO_NOTHING
         return MemoryTags(_move(self.weights, weights), _move(self.kv_cache, _TO_SLEEP))
 
     def after_wake_up(self, tags: Collection[MemoryTag] | None) -> "MemoryTags":
-        """tags: None for all. Discarded weights are lost then; a KV cache has nothing to lose."""
+        """tags: None for all. Discarded weights become lost; a KV cache has no content to lose."""
         woken = TAGS if tags is None else tags
         return MemoryTags(
             _move(self.weights, _WAKING) if "weights" in woken else self.weights,
@@ -55,18 +55,18 @@ class MemoryTags:
         )
 
     def after_discard(self, tags: Collection[MemoryTag]) -> "MemoryTags":
-        """What the tags hold is gone, host copies included."""
+        """The content of the tags is lost, host copies included."""
         return MemoryTags(
             "discarded" if "weights" in tags else self.weights,
             "discarded" if "kv_cache" in tags else self.kv_cache,
         )
 
     def after_filling(self) -> "MemoryTags":
-        """All weights were written anew."""
+        """All weights were written again."""
         return replace(self, weights="awake")
 
     def after_dropping_kv_cache(self) -> "MemoryTags":
-        """There is no KV cache any more."""
+        """The KV cache was dropped."""
         return replace(self, kv_cache="awake")
 
 

@@ -1,6 +1,5 @@
-"""Profiles of a worker's steps, a driver's and an observer's: torch's profiler, whose trace is
-written as a file, or marks for an external CUDA profiler. Owns what is being recorded and where
-traces lie; knows no socket, no runner and no model."""
+"""Profiles of a worker's steps, for a driver or an observer: torch's profiler, whose trace is
+written to a file, or marks for an external CUDA profiler. Owns the running recording."""
 
 import contextlib
 import errno
@@ -33,11 +32,11 @@ Step: TypeAlias = ExecuteModel | SampleTokens | ExecuteDummyBatch
 DEFAULT_PREFIX: Final = "trace"
 OBSERVED_PREFIX: Final = "observed"
 CLOCK_MARK: Final = "clock_"
-"""Begins the name of an empty range; the rest is time.monotonic_ns() just before it began. Some lie
-at either end of a trace: they tell what its own timestamps mean."""
+"""Prefix of the name of an empty range; the rest is time.monotonic_ns() just before it began. Some
+are at either end of a trace: they relate its timestamps to that clock."""
 _NUM_CLOCK_MARKS: Final = 16
 DISPOSAL_LIMIT_S: Final = 0.5
-"""How long the end of a profile waits for the transfers of a link that was left."""
+"""Limit of the wait for the transfers of a link that was left, at the end of a profile."""
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _GZIP_LEVEL: Final = 1
@@ -54,9 +53,9 @@ def trace_name(prefix: str, parallel: ParallelState) -> str:
 
 
 def step_label(message: Step) -> str:
-    """Name a step by its requests, tokens and seq: `context` are requests with other than one
-    token, which are prompts and parts of them, `generation` the others. Never fails, whatever the
-    message holds."""
+    """Return a step's label: its requests, tokens and seq. `context` counts requests with other
+    than one token, which are prompts and parts of them, `generation` the others. Never fails,
+    whatever the message holds."""
     if isinstance(message, SampleTokens):
         return f"sample_tokens_of_{message.step_seq}_seq_{message.seq}"
     if isinstance(message, ExecuteDummyBatch):
@@ -72,8 +71,8 @@ def step_label(message: Step) -> str:
 
 
 class _CudaMarks:
-    """cudaProfilerStart to cudaProfilerStop: an external profiler (nsys, ncu) records what lies
-    between them, and writes it."""
+    """cudaProfilerStart to cudaProfilerStop: an external profiler (nsys, ncu) records between them,
+    and writes the trace."""
 
     kind: Kind = "cuda"
 
@@ -92,9 +91,10 @@ class _CudaMarks:
 
 
 class _TorchTrace:
-    """Host operations of this thread and, on a GPU, the device's, in memory until stop().
+    """Records the host operations of this thread and, on a GPU, the device's, in memory until
+    stop().
 
-    torch.profiler.profile is a shell around the same recorder whose start imports the compiler.
+    torch.profiler.profile wraps the same recorder, but its start imports the compiler.
     """
 
     kind: Kind = "torch"
@@ -116,7 +116,7 @@ class _TorchTrace:
         return self.write().pack()
 
     def write(self) -> "PlainTrace":
-        """End it; return its file, which is not in its place yet. Raises as PlainTrace.pack."""
+        """End the recording; return its uncompressed file. Raises as PlainTrace.pack."""
         _mark_clock()
         self.discard()
         with _writing(self._target), contextlib.ExitStack() as on_error:
@@ -133,7 +133,7 @@ _Recording: TypeAlias = _CudaMarks | _TorchTrace
 
 
 class PlainTrace:
-    """A trace that was written and not compressed. pack() or discard(), on any thread, once."""
+    """A trace that was written but not compressed. Call pack() or discard() once, on any thread."""
 
     def __init__(self, plain: Path, target: Path) -> None:
         """plain: in a directory of its own."""
@@ -141,11 +141,11 @@ class PlainTrace:
         self._target = target
 
     def pack(self) -> Path:
-        """Compress it and put it in its place; a file of that name is replaced.
+        """Compress it and move it to its final path; a file of that name is replaced.
 
         Raises:
             CapacityError: the disk is full.
-            ConfigError: the file cannot be written. After either the trace is gone.
+            ConfigError: the file cannot be written. After either of these the trace is lost.
         """
         packed = self._plain.with_name("trace.json.gz")
         try:
@@ -161,12 +161,12 @@ class PlainTrace:
         return self._target
 
     def discard(self) -> None:
-        """Throw it away."""
+        """Delete it."""
         shutil.rmtree(self._plain.parent, ignore_errors=True)
 
 
 def _mark_clock() -> None:
-    """The time is read on either side of each range: one more mark than are needed as begins."""
+    """Write clock marks. The time is read before each range, so the next mark bounds its end."""
     for _ in range(_NUM_CLOCK_MARKS):
         with autograd_profiler.record_function(f"{CLOCK_MARK}{time.monotonic_ns()}"):
             pass
@@ -174,43 +174,42 @@ def _mark_clock() -> None:
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequest:
-    """What is recorded, and what its trace is called."""
+    """The kind of a profile, and the name of its trace."""
 
     kind: Kind
     prefix: str
-    """Of the file's name; empty: the one of the profile before."""
+    """Prefix of the file's name; empty: that of the profile before."""
 
 
 def _settle_nothing() -> None:
-    """There are no transfers."""
+    """Do nothing: there are no transfers."""
 
 
 class Profiler:
-    """Owned by the worker and used on the step thread alone; records at most one profile at a
-    time. What it keeps in memory is freed by stop() or end()."""
+    """Owned by the worker and used on the step thread alone; records at most one profile at a time.
+    stop() or end() frees the recorded events."""
 
     def __init__(
         self, directory: Path | None, settle: Callable[[], None] = _settle_nothing
     ) -> None:
-        """directory: where traces go; made when the first one starts. None: there is no place for
-        them, and kind torch is refused. settle: waits for the transfers that are under way, where
-        neighbours are there: torch notes a transfer's end in the recording that it began under,
-        even if that is gone by then, which ends the process."""
+        """directory: for traces; made when the first one starts. None: kind torch is refused.
+        settle: waits for the transfers in progress, if the neighbours are alive: torch records a
+        transfer's end in the recording that it began under, and crashes if that was freed."""
         self._directory = directory
         self._prefix = DEFAULT_PREFIX
         self.recording: _Recording | None = None
         """The profile or trace that runs."""
         self.abandoned: _Recording | None = None
-        """One of a driver that was replaced; the next step ends it."""
+        """The recording of a driver that was replaced."""
         self._observed: _TorchTrace | None = None
-        """What is recorded, where it is an observer's and no driver's."""
+        """The running recording, if it is an observer's."""
         self._settle = settle
         self._disposal: threading.Thread | None = None
-        """Of a link that was left."""
+        """Ends with the last transfers of a link that was left."""
 
     @property
     def is_recording(self) -> bool:
-        """Whether a profile or a trace runs."""
+        """True if a profile or a trace runs."""
         return self.recording is not None
 
     def start(self, request: ProfileRequest, device: torch.device, parallel: ParallelState) -> None:
@@ -267,7 +266,7 @@ class Profiler:
         self.recording = self._observed = _TorchTrace(device, target)
 
     def stop_observed(self, *, keep: bool) -> PlainTrace | None:
-        """End what an observer records; return what was written, if that is to be kept.
+        """End the observer's recording; return the trace if it is to be kept.
 
         Raises:
             StateError: nothing is recorded for an observer.
@@ -287,7 +286,7 @@ class Profiler:
         return None
 
     def end(self) -> None:
-        """End whatever runs, and keep its trace where it can be written: before a reset, and at the
+        """End any recording, and keep its trace if it can be written: before a reset, and at the
         end."""
         if self._disposal is not None:
             self._disposal.join(DISPOSAL_LIMIT_S)
@@ -299,34 +298,35 @@ class Profiler:
             return
         try:
             written = self._stop()
-        except Exception as error:  # whatever it is, it must not keep a reset from happening
+        except Exception as error:  # must not prevent a reset
             _LOG.warning("the trace of the profile that was running is lost: %s", error)
         else:
             if kind is not None:
                 _LOG.info("ended the profile that was running: %s", written or kind)
 
     def abandon(self) -> None:
-        """The driver of whatever runs is gone: drop that before the next step or profile. Not now:
-        it waits for the device, whose kernels may wait for a peer until the link is left."""
+        """Mark a replaced driver's recording to be dropped before the next step or profile. Not
+        at once: that waits for the device, whose kernels may wait for a peer until the link is
+        left."""
         if self.recording is not None and self._observed is None:
             self.abandoned, self.recording = self.recording, None
 
     def step(self, message: Step) -> AbstractContextManager[object]:
-        """Return what to run a step in, so that the profile shows it under its counts."""
+        """Return the context to run a step in, which labels the step in the profile."""
         if self.abandoned is not None:
             self._drop_abandoned()
         return _NOTHING if self.recording is None else self.recording.step(message)
 
     def link_left(self, disposal: threading.Thread | None) -> None:
-        """A link was left, whose last transfers end with `disposal`: a recording that they began
-        under must outlive them."""
+        """Record that a link was left, whose last transfers end with `disposal`: a recording that
+        they began under must outlive them."""
         self._disposal = disposal
 
     def _need_no_abandoned(self) -> None:
         self._drop_abandoned()
         if self.abandoned is not None:
             raise StateError(
-                "the profile of a driver that is gone has not ended yet",
+                "the profile of a replaced driver has not ended yet",
                 field="action",
                 value="start",
                 fix="start again once the last transfers of the broken link have timed out",
@@ -344,7 +344,7 @@ class Profiler:
         try:
             abandoned.discard()
         except Exception:
-            _LOG.warning("a profile did not end as it should", exc_info=True)
+            _LOG.warning("a profile did not end cleanly", exc_info=True)
 
     def _stop(self) -> Path | None:
         self._settle()
@@ -385,8 +385,8 @@ def _checked_prefix(prefix: str) -> str:
 
 
 def _check_complete(trace: Path) -> None:
-    """Raise OSError unless the file is there and ends as JSON does: the profiler's writer does not
-    tell of a full disk."""
+    """Raise OSError unless the file exists and ends as JSON does: the profiler's writer does not
+    report a full disk."""
     if not trace.exists():
         raise OSError(errno.ENOSPC, "the trace was not written")
     with trace.open("rb") as file:

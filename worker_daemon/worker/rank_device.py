@@ -1,7 +1,6 @@
-"""A rank's device, and the link over which it meets the others: from init_device to the reset that
-gives both up. Knows no model and no runner.
+"""A rank's device, and its link to the other ranks: from init_device to the reset that closes both.
 
-Used on the step thread; abort, dump and check are the guard thread's.
+Used on the step thread; abort, dump and check are called by the guard thread.
 """
 
 import logging
@@ -30,13 +29,14 @@ logger = logging.getLogger(__name__)
 
 _DISPOSAL_S = 0.5
 _PEER_GRACE_S = 0.9
-"""For how long beyond a step's deadline its peers are waited for over gloo, so that whoever waits
-for them has an answer within a second of it."""
+"""Time that gloo waits for peers beyond a step's deadline: a rank that waits for them reports
+within a second of the deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedDevice:
-    """What init_device makes and reset(CREATED) gives up; a relink replaces link."""
+    """The device and link that init_device opens and reset(CREATED) closes; a relink replaces
+    link."""
 
     place: RankPlace
     memory: MemorySource
@@ -46,16 +46,16 @@ class OpenedDevice:
     link: Link
     timeout_s: float
     capture_stream: torch.cuda.Stream | None
-    """Where graphs are captured; None on the CPU."""
+    """The stream for graph captures; None on the CPU."""
 
     def synchronize(self) -> None:
-        """Wait for what the device was given."""
+        """Wait for the device's queued work."""
         if self.place.device.type == "cuda":
             torch.cuda.synchronize(self.place.device)
 
 
 class RankDevice:
-    """The one of a worker, open or not."""
+    """A worker's device, open or not."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class RankDevice:
         open_health: Callable[[torch.device], CheckDevice],
         num_threads: int | None = None,
     ) -> None:
-        """Touches no device: that is open's. num_threads: torch's on the CPU, if the user said."""
+        """Touches no device before open(). num_threads: torch's on the CPU, if the user set it."""
         self.name = name
         self.opened_or_none: OpenedDevice | None = None
         self._set_phase = set_phase
@@ -76,23 +76,23 @@ class RankDevice:
         self._num_threads = num_threads
         self._max_threads = torch.get_num_threads()
         self._newest_link: Link | None = None
-        """Open or not: abort sees it while it is opened."""
+        """The newest link, also while it is being opened: abort() reads it."""
         self._capture_stream: torch.cuda.Stream | None = None
-        """Outlives a reset: cuBLAS keeps what it has for a stream as long as the process lives."""
+        """Outlives a reset: cuBLAS keeps a stream's workspace until the process ends."""
 
     @property
     def opened(self) -> OpenedDevice:
-        """What is open."""
+        """The open device."""
         assert self.opened_or_none is not None, "legal after init_device only"
         return self.opened_or_none
 
     def open(self, message: InitDevice) -> OpenedDevice:
-        """Device context, then the link, then the baseline: what those two take is not the KV
-        cache's to lose.
+        """Open the device context, then the link, then take the baseline: the memory of the first
+        two does not count as the KV cache's.
 
         Raises:
             ConfigError: no such device, or no such rank.
-            CommError: the other ranks did not come.
+            CommError: the other ranks did not connect.
             CapacityError: less memory is free than gpu_memory_utilization asks for.
         """
         rendezvous = message.rendezvous
@@ -109,7 +109,7 @@ class RankDevice:
         backend = choose_backend(device)
         tp = tensor_parallel(parallel.tp_rank, parallel.tp_size, backend.make_reducer)
         place = RankPlace(device, message.parallel, parallel, tp, backend)
-        link = self._meet(rendezvous, place, timeout_s)
+        link = self._open_link(rendezvous, place, timeout_s)
         try:
             if self._capture_stream is None:
                 self._capture_stream = open_capture_stream(device)
@@ -133,48 +133,49 @@ class RankDevice:
         self.check = self._open_health(device)
         return self.opened_or_none
 
-    def meet_again(self, rendezvous: Rendezvous) -> Link:
-        """Meet the other ranks on a new link, after the last one was left.
+    def relink(self, rendezvous: Rendezvous) -> Link:
+        """Open a new link to the other ranks, after the last one was left.
 
         Raises:
-            CommError: they did not come. There is no link then, and another try may be made.
+            CommError: the other ranks did not connect. There is no link then; another relink may
+                follow.
         """
         opened = self.opened
-        link = self._meet(rendezvous, opened.place, opened.timeout_s)
+        link = self._open_link(rendezvous, opened.place, opened.timeout_s)
         self.opened_or_none = replace(opened, link=link)
         return link
 
     def leave_link(self) -> threading.Thread | None:
-        """Give the link up without asking any peer. Returns as Link.leave does."""
+        """Leave the link without asking any peer. Returns as Link.leave does."""
         return None if self.opened_or_none is None else self.opened_or_none.link.leave()
 
     def give_up(self) -> threading.Thread | None:
-        """Leave the link, and forget the device. Returns as Link.leave does."""
+        """Leave the link and drop the device. Returns as Link.leave does."""
         disposal = self.leave_link()
         self.opened_or_none = None
         return disposal
 
     def close(self) -> None:
-        """Leave the link, in good order where the peers let us; the process's end gives back the
+        """Leave the link, with the peers' help if they respond; the end of the process frees the
         rest."""
         disposal = self.leave_link()
         if disposal is not None:
             disposal.join(_DISPOSAL_S)
 
     def abort(self) -> bool:
-        """Unblock whoever waits in NCCL; tell whether there was a link to abort."""
+        """Abort waits in NCCL; return True if there was a link to abort."""
         return self._newest_link is not None and self._newest_link.abort()
 
     def dump(self) -> bytes:
-        """What the communicators last did, as JSON; empty where nobody keeps it."""
+        """Return the communicators' last operations, as JSON; empty if they are not recorded."""
         opened = self.opened_or_none
         return b"" if opened is None else opened.link.dump()
 
-    def _meet(self, rendezvous: Rendezvous, place: RankPlace, timeout_s: float) -> Link:
-        meeting_place = _resolved(rendezvous.place, place.parallel)
+    def _open_link(self, rendezvous: Rendezvous, place: RankPlace, timeout_s: float) -> Link:
+        rendezvous_point = _resolved(rendezvous.place, place.parallel)
         self._set_phase("LINKING", meeting_s(timeout_s) + _DISPOSAL_S)
         link = self._newest_link = Link(rendezvous.link, place.device)
-        link.open(place.parallel, meeting_place, timeout_s)
+        link.open(place.parallel, rendezvous_point, timeout_s)
         try:
             place.tp.bind(link.groups.stage, link.peers)
         except BaseException:
@@ -184,14 +185,14 @@ class RankDevice:
 
 
 def _resolved(address: RendezvousAddress | None, parallel: ParallelState) -> RendezvousPoint | None:
-    """Raises ConfigError: there is none, and others to meet."""
+    """Resolve the address of the rendezvous. Raises ConfigError if a rank of several has none."""
     if address is not None:
         return RendezvousPoint(address.host, address.port, address.secret)
     if parallel.world_size > 1:
         raise ConfigError(
-            "a rank of several needs a place to meet the others at",
+            "a group of several ranks needs a rendezvous address",
             field="rendezvous.place",
             value=None,
-            fix="name what OpenRendezvous answered",
+            fix="use the address that OpenRendezvous returned",
         )
     return None

@@ -1,5 +1,5 @@
-"""Pure: what the driver asked for, the checkpoint and the device, resolved to what the worker runs
-with. "auto" ends here."""
+"""Resolves the driver's configuration, with the checkpoint and the device, to the values that the
+worker runs with. Pure. "auto" ends here."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,41 +24,41 @@ from worker_daemon.models.saved_set import (
 from worker_daemon.regular_file import read_whole
 
 READ_SUFFIXES = (".json", SAFETENSORS.suffix, TENSORS_SUFFIX)
-"""Of all files of a model's directory that are ever read: indices may name no others."""
+"""Suffixes of the files that are read from a model's directory: indices may name no others."""
 DEADLINE_MARGIN = 2
-"""By which a step's deadline is to exceed what the longest step took: a host may be busy."""
+"""The factor by which a step's deadline must exceed the longest step's time: a host may be busy."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """Everything about the model that was open when LoadModel came."""
+    """The model's values that were open until LoadModel."""
 
     directory: Path
-    """Of config.json and the weights; in a saved set that of the save in use."""
+    """The directory of config.json and the weights; in a saved set that of the current save."""
     decoder: DecoderConfig
     dtype: torch.dtype
     max_model_len: int
     saved: SavedSet | None
-    """What load_formats sharded_state and tensorizer read; None for the others."""
+    """The saved set, for load_formats sharded_state and tensorizer; None for the others."""
     config_files: Mapping[str, bytes]
-    """Content of CONFIG_FILES, for a save to keep: the directory may be gone by then."""
+    """Content of CONFIG_FILES, for a save to keep: the directory may be removed by then."""
 
 
 def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedModel:
-    """Read the checkpoint's config.json, or a saved set's, and settle directory, dtype and context
+    """Read the checkpoint's config.json, or a saved set's, and resolve directory, dtype and context
     length.
 
     Raises:
         ConfigError: the model lies outside the roots, or a value does not fit it.
         CheckpointError: the directory or its config.json is missing or broken.
     """
-    directory = _confine(config.model, model_roots)
+    directory = confine_directory(config.model, model_roots)
     saved = read_saved_set(directory) if config.load_format in LOAD_FORMATS.values() else None
     if saved is not None:
         saved.check_files(config.load_format)
-        directory = _confine(str(saved.directory), model_roots)
+        directory = confine_directory(str(saved.directory), model_roots)
     decoder = read_model_config(directory)
     stated = decoder.dtype or "float32" if saved is None else saved.shape.dtype
     return ResolvedModel(
@@ -71,22 +71,12 @@ def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedM
     )
 
 
-def confine_directory(model: str, roots: Sequence[Path]) -> Path:
-    """Return the real directory of a checkpoint's files, which may have no config.json.
-
-    Raises:
-        ConfigError: it, or a file of it, lies outside the roots.
-        CheckpointError: there is no such directory.
-    """
-    return _confine(model, roots)
-
-
 def check_cache(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
-    """Raises ConfigError for cache and scheduler settings that no step could run with."""
+    """Raise ConfigError for cache and scheduler settings that no step could run with."""
     size = cache.block_size
     if size & (size - 1):
         raise ConfigError(
-            "a block has a power of two tokens", field="cache.block_size", value=size, fix="16"
+            "the block size must be a power of two", field="cache.block_size", value=size, fix="16"
         )
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
         raise ConfigError(
@@ -97,7 +87,7 @@ def check_cache(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
         )
     if scheduler.step_deadline_ms < MIN_STEP_DEADLINE_MS:
         raise ConfigError(
-            "steps that are only slow would be taken for hanging ones",
+            "a step that is only slow would count as hung",
             field="scheduler.step_deadline_ms",
             value=scheduler.step_deadline_ms,
             fix=f"at least {MIN_STEP_DEADLINE_MS}",
@@ -105,8 +95,8 @@ def check_cache(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
 
 
 def check_deadline(deadline_ms: int, step_s: float, num_stages: int) -> None:
-    """Raises ConfigError where a legal step would count as hung. step_s: what the longest one took
-    this stage. A stage waits for those before it, hence num_stages."""
+    """Raise ConfigError if a legal step would count as hung. step_s: the longest step's time on
+    this stage. num_stages: a stage waits for those before it."""
     needed_ms = math.ceil(DEADLINE_MARGIN * num_stages * step_s * 1000)
     if deadline_ms < needed_ms:
         raise ConfigError(
@@ -117,9 +107,14 @@ def check_deadline(deadline_ms: int, step_s: float, num_stages: int) -> None:
         )
 
 
-def _confine(model: str, roots: Sequence[Path]) -> Path:
-    """Return the model's real directory, which must lie under a root with every file that may be
-    read from it, symbolic links resolved."""
+def confine_directory(model: str, roots: Sequence[Path]) -> Path:
+    """Return the model's real directory. It and every file that may be read from it must be under a
+    root, symbolic links resolved.
+
+    Raises:
+        ConfigError: it, or a file of it, is outside the roots.
+        CheckpointError: there is no such directory.
+    """
     try:
         for root in (root.resolve() for root in roots):
             directory = (root / model).resolve()
@@ -146,7 +141,7 @@ def _check_directory(model: str, directory: Path, root: Path) -> None:
     for file in (file for suffix in READ_SUFFIXES for file in directory.glob(f"*{suffix}")):
         if not file.resolve().is_relative_to(root):
             raise ConfigError(
-                "a file of the model leads out of this daemon's model roots",
+                "a file of the model is a link to outside this daemon's model roots",
                 field="model",
                 value=str(file),
                 fix=f"keep it under {root}",
@@ -170,7 +165,7 @@ def _resolve_dtype(asked: str, stated: str) -> torch.dtype:
     name = stated if asked == "auto" else asked
     if name not in DTYPES:
         raise ConfigError(
-            "the checkpoint's dtype is not one that can be computed in",
+            "the checkpoint's dtype is not supported",
             field="dtype",
             value=name,
             fix=f"ask for one of {sorted(DTYPES)}",
@@ -184,7 +179,7 @@ def _resolve_length(asked: int | None, decoder: DecoderConfig) -> int:
     tabled = max_table_length(decoder.head_dim)
     if tabled < length <= longest:
         raise ConfigError(
-            "the rotary table of so long a context would be too large",
+            "the rotary table would be too large for this context length",
             field="max_model_len",
             value=length,
             fix=f"give a max_model_len of at most {tabled}",

@@ -1,5 +1,5 @@
-"""The runner over its KV cache, and the graphs that replay its steps. Made by
-initialize_from_config, and in a small form by the memory profile (worker/memory_profile.py)."""
+"""The runner over its KV cache, and its graphs. Made by initialize_from_config, and in a small form
+by the memory profile (worker/memory_profile.py)."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -40,8 +40,8 @@ class Serving:
         kv: Sequence[LayerKV],
         set_phase: SetPhase,
     ) -> None:
-        """With empty rows, and before any graph. kv: one a local layer, of plan.num_blocks, or none
-        for NullAttention."""
+        """Starts with empty rows and without graphs. kv: one a local layer, of plan.num_blocks, or
+        none for NullAttention."""
         self.plan = plan
         self.kv = kv
         self._set_phase = set_phase
@@ -61,15 +61,15 @@ class Serving:
         self.runner = assemble_runner(self._parts, opened.link, _limits(model, plan), kv)
         self._graphs: StepGraphs = NoGraphs()
         self.is_warm = False
-        """It has been through its first warm-up."""
+        """True after its first warm-up."""
 
     @property
     def num_graphs(self) -> int:
-        """How many are replayed."""
+        """The number of graphs."""
         return self._graphs.count
 
     def warm_up(self, message: StepMessage) -> None:
-        """Run synthetic steps through the normal entry, and leave no trace of them in the rows."""
+        """Run synthetic steps through the normal entry, then clear the rows."""
         self._set_phase("COMPILING", LONG_OPERATION_S)
         runner = self.runner
         limits = runner.state.limits
@@ -97,17 +97,17 @@ class Serving:
         self.is_warm = True
 
     def warm_up_again(self, message: StepMessage) -> None:
-        """Take part in a new rank's warm-up, which runs kernel by kernel and unpadded: so must we,
-        for what is passed between ranks to agree. Keeps the graphs that are there."""
+        """Take part in a new rank's warm-up, which runs kernel by kernel and unpadded: this rank
+        must do the same, so that the messages between ranks agree. Keeps its graphs."""
         self._graphs.set_aside(self.runner)
         self.warm_up(message)
         self._restore_graphs()
         self.take_memory_of_steps(message)
 
     def take_memory_of_steps(self, message: StepMessage) -> None:
-        """Have the allocator hold what the largest step takes when all else has its place: among
-        what smaller steps have left, that is more than it takes by itself."""
-        if self._parts.device.type == "cuda":  # elsewhere nobody keeps it
+        """Have the allocator cache the memory of the largest step once all else is allocated:
+        between the blocks of smaller steps it needs more than by itself."""
+        if self._parts.device.type == "cuda":  # elsewhere no allocator caches it
             self.run_largest_step(message)
             self.runner.forget_requests()
 
@@ -117,25 +117,25 @@ class Serving:
         self.runner.settle()
 
     def time_longest_step(self, message: StepMessage) -> float:
-        """Return the processor time that the longest step takes this thread: where the device is
-        the CPU that is computing, without the waits for other ranks and other processes."""
+        """Return the processor time that this thread spends on the longest step: on the CPU that is
+        the computation, without waits for other ranks and processes."""
         began = time.thread_time()
         self._run_all([longest_step(message, self.runner.state.limits)])
         self.runner.settle()
         return time.thread_time() - began
 
     def compile_graphs(self) -> None:
-        """Compile the kernels of what will be captured, many at once."""
+        """Compile the kernels of the graphs to capture, many at once."""
         with self._capturing():
             self._step_graphs().compile(self.runner)
 
     def estimate_graphs(self, used_bytes: Callable[[], int]) -> int:
-        """Return about how many bytes the graphs will take: see StepGraphs.rehearse."""
+        """Return an estimate of the graphs' bytes: see StepGraphs.rehearse."""
         with self._capturing():
             return self._step_graphs().rehearse(self.runner, used_bytes)
 
     def before_relink(self) -> None:
-        """The communicators are about to go: drop the graphs that hold them."""
+        """Drop the graphs that use the communicators, before a relink."""
         self._graphs.before_relink(self.runner)
 
     def tie(self, link: Link, *, restore_graphs: bool) -> None:
@@ -148,14 +148,14 @@ class Serving:
             self._restore_graphs()
 
     def settle_if_sound(self) -> None:
-        """Wait for what is under way from and to the neighbours; after a failure that is the
-        link's business."""
+        """Wait for the transfers from and to the neighbours; after a failure the relink handles
+        them."""
         if not self.runner.state.has_failed:
             with suppress(CommError):
                 self.runner.settle()
 
     def _run_all(self, steps: Iterable[SyntheticStep]) -> None:
-        """Run synthetic steps, and wait for each. Raises what a step raised."""
+        """Run synthetic steps, and wait for each. Raises the steps' errors."""
         for step in steps:
             reply = self.runner.execute_model(step.message, step.arrays)
             if reply is not None:

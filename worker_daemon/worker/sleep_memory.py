@@ -24,13 +24,13 @@ from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.worker.memory_tags import ALL_AWAKE, MemoryTags
 
 WEIGHT_CHUNK_BYTES: Final = 128 << 20
-"""Small enough that what sleeps gives memory back while the rest is copied, large enough that
-mapping costs little."""
+"""Small enough that memory is freed while the rest is copied, large enough that mapping costs
+little."""
 KV_CHUNK_BYTES: Final = 4 << 30
-"""Of what is never copied, only mapped and zeroed."""
+"""Of memory that is never copied, only mapped and zeroed."""
 
 _AWAY: Final[frozenset[TagState]] = frozenset(("asleep", "discarded"))
-"""States without memory."""
+"""States without mapped memory."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class TaggedMemory:
 
 
 class _Kept:
-    """An arena, and the host memory that its content can go to."""
+    """An arena, and the host memory for its content."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class _Kept:
         self.backup = HostBackup(sizes, device, host_room)
 
     def save(self, copies: DeviceCopier) -> list[Callable[[], None]]:
-        """Begin to copy all chunks to the host; return what waits for each, in order."""
+        """Start to copy all chunks to the host; return the waits for each, in order."""
         waits = []
         for span, buffer in zip(self.arena.spans, self.backup.buffers(), strict=True):
             copies.copy(self.arena.bytes_of(span), buffer.bytes)
@@ -127,7 +127,7 @@ class _Kept:
         return waits
 
     def restore(self, copies: DeviceCopier) -> None:
-        """Map all of it, then begin to copy its content back."""
+        """Map all of it, then start to copy its content back."""
         buffers = self.backup.buffers()
         self.arena.map_all()
         for span, buffer in zip(self.arena.spans, buffers, strict=True):
@@ -140,8 +140,8 @@ class _Kept:
 
 class ArenaMemory(TaggedMemory):
     """Arenas for weights, model buffers and KV cache, and page-locked host memory for the first
-    two. Buffers belong to the tag `weights`: they go with it and come back with it, with their
-    content at any level, since no checkpoint has them."""
+    two. Buffers belong to the tag `weights`; their content is restored at any sleep level, since no
+    checkpoint has them."""
 
     def __init__(
         self,
@@ -251,8 +251,8 @@ class ArenaMemory(TaggedMemory):
         return _Kept(arena_bytes(sizes), self._device, self._weight_chunk_bytes, self._host_room)
 
     def _leave(self, after: MemoryTags) -> None:
-        """Take away what is not there in `after`. The KV cache goes while copies run, each chunk of
-        the others once its own copy is done."""
+        """Unmap what is not mapped in `after`. The KV cache is unmapped while copies run, each
+        chunk of the others once its own copy is done."""
         began = time.monotonic()
         saved, dropped = self._leaving(after)
         for kept in saved:
@@ -270,7 +270,7 @@ class ArenaMemory(TaggedMemory):
         self._change(after, began)
 
     def _leaving(self, after: MemoryTags) -> tuple[list[_Kept], list[Arena]]:
-        """What of the mapped memory goes: kept on the host, or for good."""
+        """Return the mapped memory to unmap: what the host keeps, and what is dropped."""
         saved: list[_Kept] = []
         dropped: list[Arena] = []
         weights, buffers, kv_cache = self._weights, self._buffers, self._kv_cache
@@ -285,8 +285,8 @@ class ArenaMemory(TaggedMemory):
         return saved, dropped
 
     def _returning(self, after: MemoryTags) -> list[tuple[Arena, _Kept | None]]:
-        """What comes back, and where its content is, if anywhere. The KV cache comes last: it is
-        mapped while weights are copied."""
+        """Return the memory to map, each with its content on the host, if any. The KV cache comes
+        last: it is mapped while weights are copied."""
         returning: list[tuple[Arena, _Kept | None]] = []
         weights, buffers, kv_cache = self._weights, self._buffers, self._kv_cache
         if weights and buffers and not weights.arena.is_mapped and after.weights not in _AWAY:
@@ -305,7 +305,7 @@ class ArenaMemory(TaggedMemory):
             torch.cuda.synchronize(self._device)
 
     def _release_cached(self) -> None:
-        """torch keeps what was freed: the memory is wanted elsewhere."""
+        """Free torch's cache: the memory is needed elsewhere."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -1,7 +1,7 @@
 """Tensors that a driver has uploaded, in host memory, by the hash of their content. Owns them and
-bounds them; knows no lease and no socket.
+limits their size.
 
-Written by the control thread, read by the step thread, which also ends all of them at a reset.
+Written by the control thread, read by the step thread, which also drops all of them at a reset.
 """
 
 import mmap
@@ -32,28 +32,28 @@ _MAKE_ROOM: Final = "drop uploads that are not needed any more (DropUploads), th
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A whole tensor, which is what its hash says."""
+    """A complete tensor, whose hash was checked."""
 
     dtype: UploadDtype
     array: NDArray[Any]
-    """Read-only, in the upload's shape; bfloat16 as uint16. Its memory stays for as long as anybody
-    has it, also when the upload is dropped."""
+    """Read-only, in the upload's shape; bfloat16 as uint16. Its memory lives as long as a reference
+    to it, even if the upload is dropped."""
 
 
 class _Pages(mmap.mmap):
-    """Private memory of its own: untouched pages cost nothing, and all go back when it ends. That
-    takes 0.1 s for a gigabyte, under the interpreter's lock: so in pieces, between which other
+    """Private memory: untouched pages cost nothing, and all are freed at its end. Freeing takes 0.1
+    s for a gigabyte, under the interpreter's lock: so it is done in pieces, between which other
     threads run."""
 
     def __del__(self) -> None:
-        if self.closed:  # it could not be made
+        if self.closed:  # its construction failed
             return
         for begin in range(0, len(self), _PIECE_BYTES):
             self.madvise(mmap.MADV_DONTNEED, begin, _PIECE_BYTES)
 
 
 class _Entry:
-    """An upload, begun or whole. Only the control thread changes it."""
+    """An upload, begun or complete. Only the control thread changes it."""
 
     __slots__ = ("_digests", "_memory", "_num_missing", "dtype", "num_bytes", "shape", "whole")
 
@@ -68,8 +68,8 @@ class _Entry:
         self._digests: list[bytes] = [b""] * self._num_missing
 
     def take(self, chunk: UploadChunk) -> bool:
-        """Write a chunk that lies within; tell whether none is missing. Raises ConfigError: it is
-        not what came before in its place."""
+        """Write a chunk; return True if none is missing. Raises ConfigError if it differs from an
+        earlier chunk at its offset."""
         digest, index = chunk_digest(chunk.data), chunk.offset // CHUNK_BYTES
         if not self._digests[index]:
             end = chunk.offset + len(chunk.data)
@@ -78,20 +78,20 @@ class _Entry:
             self._num_missing -= 1
         elif self._digests[index] != digest:
             raise ConfigError(
-                "other bytes came at this offset before",
+                "an earlier chunk at this offset had other bytes",
                 field="offset",
                 value=chunk.offset,
-                fix="name each content by its own hash; if what came before is wrong, drop the "
+                fix="name each content by its own hash; if the earlier chunk is wrong, drop the "
                 "upload (DropUploads)",
             )
         return not self._num_missing
 
     def hash(self) -> bytes:
-        """Return the hash of what is there, of which nothing is missing."""
+        """Return the hash of a complete upload."""
         return content_hash(self.dtype, self.shape, self._digests)
 
     def finish(self) -> None:
-        """It is what its hash says."""
+        """Publish the upload: its hash was checked."""
         kind = np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype).newbyteorder("<")
         array = self._memory.view(kind).reshape(self.shape)
         array.setflags(write=False)
@@ -99,10 +99,10 @@ class _Entry:
 
 
 class Uploads:
-    """Owned by the daemon. Each method may be called on any thread, `put` by one alone."""
+    """Owned by the daemon. Any thread may call its methods; `put` is for one thread alone."""
 
     def __init__(self, max_bytes: int) -> None:
-        """max_bytes: of all uploads together, unfinished ones in full; in whole pages."""
+        """max_bytes: of all uploads together, unfinished ones in full, in whole pages."""
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._entries: dict[bytes, _Entry] = {}
@@ -110,21 +110,22 @@ class Uploads:
 
     @property
     def num_bytes(self) -> int:
-        """Of host memory that uploads have taken, or may still take."""
+        """Host memory that uploads have allocated, or may still touch."""
         return self._num_bytes
 
     def get(self, content_hash: bytes) -> Upload | None:
-        """Return a whole upload; None: there is none of that hash."""
+        """Return a complete upload; None if there is none of that hash."""
         with self._lock:
             entry = self._entries.get(content_hash)
             return None if entry is None else entry.whole
 
     def put(self, chunk: UploadChunk) -> bool:
-        """Take a chunk, and begin its upload if need be; tell whether the upload is whole.
+        """Write a chunk, and begin its upload if needed; return True if the upload is complete.
 
         Raises:
-            ConfigError: it is no chunk of that tensor, differs from what came before, or is the
-                last one of a tensor that its hash does not name, which is thrown away.
+            ConfigError: it is no chunk of that tensor, differs from an earlier one, or completes a
+                tensor
+                of another hash, which is dropped.
             CapacityError: there is no room for the tensor.
             StateError: a reset dropped the upload meanwhile.
         """
@@ -141,17 +142,17 @@ class Uploads:
         return True
 
     def drop(self, content_hashes: Iterable[bytes]) -> None:
-        """Forget these uploads, as far as they are there."""
+        """Drop these uploads, if they exist."""
         with self._lock:
             dropped = [self._entries.pop(name, None) for name in content_hashes]
             self._num_bytes -= sum(_pages(entry.num_bytes) for entry in dropped if entry)
 
     def drop_all(self) -> None:
-        """Forget all of them."""
+        """Drop all uploads."""
         with self._lock:
             dropped, self._entries = self._entries, {}
             self._num_bytes = 0
-        dropped.clear()  # their memory is given back here, while nobody waits for the lock
+        dropped.clear()  # frees their memory here, without the lock
 
     def _begin(self, chunk: UploadChunk, num_bytes: int) -> _Entry:
         needed = _pages(num_bytes)
@@ -192,7 +193,7 @@ class Uploads:
         if entry.hash() != name:
             self.drop([name])
             raise ConfigError(
-                "the tensor has another hash: all of it is thrown away",
+                "the tensor has another hash: the upload is dropped",
                 field="content_hash",
                 value=name.hex(),
                 fix="hash dtype, shape and bytes as rpc_schema/uploads.py does, and send all again",
@@ -204,7 +205,8 @@ class Uploads:
 
 
 def _check_place(chunk: UploadChunk) -> int:
-    """Return the tensor's size. Raises ConfigError: it is too large, or the chunk is none of it."""
+    """Return the tensor's size. Raises ConfigError if it is too large, or the chunk is none of
+    it."""
     num_bytes = tensor_bytes(chunk.dtype, chunk.shape)
     if num_bytes > MAX_UPLOAD_BYTES:
         raise ConfigError(
@@ -215,7 +217,7 @@ def _check_place(chunk: UploadChunk) -> int:
         )
     if chunk.offset % CHUNK_BYTES or chunk.offset >= num_bytes:
         raise ConfigError(
-            f"no chunk of a tensor of {num_bytes} bytes begins there",
+            f"a tensor of {num_bytes} bytes has no chunk at this offset",
             field="offset",
             value=chunk.offset,
             fix=f"use multiples of {CHUNK_BYTES} below {num_bytes}",
@@ -238,7 +240,7 @@ def _check_same_tensor(entry: _Entry, chunk: UploadChunk) -> None:
     ):
         if there != value:
             raise ConfigError(
-                f"the upload of this hash was begun with {there}",
+                f"the upload of this hash began with {there}",
                 field=field,
                 value=value,
                 fix=f"send {there}, or drop the upload (DropUploads) if that is wrong",
@@ -246,5 +248,5 @@ def _check_same_tensor(entry: _Entry, chunk: UploadChunk) -> None:
 
 
 def _pages(num_bytes: int) -> int:
-    """Return the bytes of the pages that so many bytes take."""
+    """Return num_bytes rounded up to whole pages."""
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,8 +1,8 @@
 """The worker: one short method per operation, in the order in which a driver calls them, over its
 device and link (rank_device.py), its model (loading.py) and its runner (serving.py).
 
-server/lifecycle.py has decided that a call is legal before it comes here. Used on the step thread
-only, except `abort_link`.
+server/lifecycle.py has checked that each call is legal. Used on the step thread; the guard thread
+calls abort_link, dump_link and check_device.
 """
 
 import gc
@@ -66,9 +66,9 @@ class Worker:
         open_health: Callable[[torch.device], CheckDevice] = open_health,
         num_threads: int | None = None,
     ) -> None:
-        """Touches no device: that is init_device's. Without a save_root nothing can be saved,
-        without a profile_dir no trace written. open_memory: what measures a device's memory;
-        open_health: what looks after the device itself; num_threads: torch's, if the user said."""
+        """Touches no device before init_device. save_root: for saved weights; None: saving is
+        refused. profile_dir: for traces; None: traces are refused. num_threads: torch's, if the
+        user set it."""
         self._roots = Roots(model_roots, save_root)
         self._saver = Saver(save_root)
         self._profiler = Profiler(profile_dir, self._settle_transfers)
@@ -120,9 +120,9 @@ class Worker:
     def determine_available_memory(
         self, message: lc.DetermineAvailableMemory
     ) -> lc.DetermineAvailableMemoryReply:
-        """Rehearse the largest step and the graphs.
+        """Profile the memory of the largest step and of the graphs.
 
-        Raises: see rehearse_memory and check_step_deadline.
+        Raises: see profile_memory and check_step_deadline.
         """
         opened, model = self._device.opened, self._model
         found = profile_memory(opened, model, message, self._set_phase)
@@ -142,7 +142,7 @@ class Worker:
         )
 
     def initialize_from_config(self, message: lc.InitializeFromConfig) -> Done:
-        """Allocate the KV cache by this rank's entry, and tie attention to it.
+        """Allocate the KV cache by this rank's entry, and attach attention to it.
 
         Raises:
             ConfigError: there is no entry for this rank, or it does not fit its layers.
@@ -153,7 +153,7 @@ class Worker:
         world_size = opened.place.parallel.world_size
         if len(configs) != world_size:
             raise ConfigError(
-                "one entry a rank",
+                "one entry per rank is needed",
                 field="kv_cache_configs",
                 value=len(configs),
                 fix=f"{world_size} entries",
@@ -173,10 +173,10 @@ class Worker:
         return Done(**self._identity(message))
 
     def initialize_cache(self, message: lc.InitializeCache) -> Done:
-        """Check that the block counts which the driver settled on are those that were allocated.
+        """Check the driver's block counts against the allocated ones.
 
         Raises:
-            ConfigError: they are not.
+            ConfigError: they differ.
         """
         num_blocks = self._serving.plan.num_blocks
         if message.num_gpu_blocks != num_blocks:
@@ -188,7 +188,7 @@ class Worker:
             )
         if message.num_cpu_blocks:
             raise ConfigError(
-                "no blocks are kept in host memory",
+                "KV blocks in host memory are not supported",
                 field="num_cpu_blocks",
                 value=message.num_cpu_blocks,
                 fix="0",
@@ -196,7 +196,7 @@ class Worker:
         return Done(**self._identity(message))
 
     def update_max_model_len(self, message: lc.UpdateMaxModelLen) -> Done:
-        """Take another limit. Raises: see LoadedModel.limited_to."""
+        """Set another limit. Raises: see LoadedModel.limited_to."""
         self._model_or_none = self._model.limited_to(message.max_model_len)
         serving = self._serving_or_none
         if serving is not None:
@@ -207,8 +207,8 @@ class Worker:
     def compile_or_warm_up_model(
         self, message: lc.CompileOrWarmUpModel
     ) -> lc.CompileOrWarmUpModelReply:
-        """Run synthetic steps, and capture graphs of them. Done again beside a rank that is new, it
-        keeps the graphs that are there.
+        """Run synthetic steps, and capture graphs of them. If repeated for a new rank of the group,
+        the existing graphs are kept.
 
         Raises:
             CapacityError: the graphs do not fit beside weights and KV cache.
@@ -222,7 +222,7 @@ class Worker:
             with self._device.opened.ledger.taking("graphs"):
                 serving.capture_graphs()
             serving.take_memory_of_steps(message)
-            # What start-up has made stays: the collector need never look at it again.
+            # The objects of start-up stay: the collector need not visit them again.
             gc.collect()
             gc.freeze()
             self._model.memory.prepare()
@@ -263,16 +263,16 @@ class Worker:
             return self._serving.runner.execute_dummy_batch(message)
 
     def refuse_step(self, seq: int) -> None:
-        """Have the steps behind `seq`, which could not be read, fail until a resynchronisation."""
+        """Have the steps after `seq`, which could not be read, fail until a resynchronisation."""
         if self._serving_or_none is not None:
             self._serving_or_none.runner.state.mark_failed(seq)
 
     def get_supported_tasks(self, message: lc.GetSupportedTasks) -> lc.GetSupportedTasksReply:
-        """Every architecture of the registry generates."""
+        """Return the tasks: every architecture of the registry generates."""
         return lc.GetSupportedTasksReply(**self._identity(message), tasks=("generate",))
 
     def get_model_metadata(self, message: lc.GetModelMetadata) -> lc.GetModelMetadataReply:
-        """Say what a driver needs to know of the model."""
+        """Return the model's metadata."""
         model = self._model
         decoder = model.resolved.decoder
         return lc.GetModelMetadataReply(
@@ -292,7 +292,7 @@ class Worker:
     def compute_weight_checksums(
         self, message: lc.ComputeWeightChecksums
     ) -> lc.ComputeWeightChecksumsReply:
-        """Hash what this rank holds of each tensor of the checkpoint."""
+        """Hash this rank's part of each tensor of the checkpoint."""
         self._set_phase("HASHING", LONG_OPERATION_S)
         views = self._model.stage.checkpoint_views()
         checksums = {name: checksum(view) for name, view in views.items()}
@@ -301,7 +301,7 @@ class Worker:
     def save_sharded_state(self, message: lc.SaveShardedState) -> lc.SaveShardedStateReply:
         """Write this rank's weights beside the set of that name, which stays in use.
 
-        Raises: see Saver.write; StateError while the weights are not whole.
+        Raises: see Saver.write; StateError while the weights are not complete.
         """
         request = SaveRequest(
             message.save.hex(), message.name, message.pattern, message.max_size_bytes
@@ -315,7 +315,7 @@ class Worker:
         )
 
     def save_tensorized_model(self, message: lc.SaveTensorizedModel) -> lc.SaveTensorizedModelReply:
-        """The same through the tensorizer library, in one file.
+        """Write this rank's weights through the tensorizer library, in one file.
 
         Raises: see Saver.write and tensorizer_files.
         """
@@ -342,26 +342,26 @@ class Worker:
         return report
 
     def finish_sharded_state(self, message: lc.FinishShardedState) -> Done:
-        """Put what save_sharded_state wrote in place, or remove it.
+        """Put the files of save_sharded_state in place, or remove them.
 
         Raises: see Saver.finish.
         """
         self._saver.finish(message.save.hex(), keep=message.keep)
         return Done(**self._identity(message))
 
-    # Sleep. A failure is typed and has changed nothing.
+    # Sleep. A failure is typed and changes nothing.
 
     def sleep(self, message: lc.Sleep) -> lc.MemoryTagsReply:
-        """Give up the memory of weights and KV cache, and all requests. Raises: see
+        """Unmap the memory of weights and KV cache, and drop all requests. Raises: see
         TaggedMemory.sleep."""
         return self._change_memory(message, lambda model: model.sleep(message.level))
 
     def wake_up(self, message: lc.WakeUp) -> lc.MemoryTagsReply:
-        """Take memory for tags again. Raises: see TaggedMemory.wake_up."""
+        """Map memory for tags again. Raises: see TaggedMemory.wake_up."""
         return self._change_memory(message, lambda model: model.memory.wake_up(message.tags))
 
     def discard(self, message: lc.Discard) -> lc.MemoryTagsReply:
-        """Give up the memory of tags, and what it holds. Raises: see TaggedMemory.discard."""
+        """Unmap the memory of tags; its content is lost. Raises: see TaggedMemory.discard."""
         return self._change_memory(message, lambda model: model.discard(message.tags))
 
     def _change_memory(
@@ -378,12 +378,12 @@ class Worker:
             seconds=time.monotonic() - began,
         )
 
-    # Weights that come in.
+    # Weight updates.
 
     def init_weight_transfer_engine(
         self, message: wt.InitWeightTransferEngine
     ) -> wt.InitWeightTransferEngineReply:
-        """Choose where updates come from; wait for the trainer, where there is one.
+        """Choose the source of updates; wait for the trainer, if there is one.
 
         Raises: see WeightTransfer.init_engine.
         """
@@ -399,7 +399,7 @@ class Worker:
         return Done(**self._identity(message))
 
     def update_weights(self, message: wt.UpdateWeights) -> wt.UpdateWeightsReply:
-        """Take some tensors, in place.
+        """Receive some tensors, in place.
 
         Raises: see WeightTransfer.update.
         """
@@ -418,11 +418,11 @@ class Worker:
         """
         number = self._transfer.finish()
         if self._device.opened.place.device.type == "cuda":
-            torch.cuda.empty_cache()  # of the buffers: others may need that memory
+            torch.cuda.empty_cache()  # frees the buffers for other processes
         return wt.FinishWeightUpdateReply(**self._identity(message), num_updates=number)
 
     def reload_weights(self, message: wt.ReloadWeights) -> wt.ReloadWeightsReply:
-        """Read the weights again, in place; an update that is open is given up.
+        """Read the weights again, in place; an open update is dropped.
 
         Raises: see loading.reload.
         """
@@ -432,19 +432,21 @@ class Worker:
         if message.model:
             config = apply_overrides(config, {"model.model": message.model})
         place = self._device.opened.place
-        done = reload(self._model, config, place, self._roots, self._set_phase)
+        model, size_bytes, num_updates = reload(
+            self._model, config, place, self._roots, self._set_phase
+        )
         self._transfer.drop_update()
         self._forget_requests()
-        self._model_or_none = done.model
+        self._model_or_none = model
         return wt.ReloadWeightsReply(
             **self._identity(message),
-            size_bytes=done.size_bytes,
+            size_bytes=size_bytes,
             seconds=time.monotonic() - began,
-            num_updates=done.num_updates,
+            num_updates=num_updates,
         )
 
     def _forget_requests(self) -> None:
-        """Their KV is of weights that were replaced: nobody may adopt them."""
+        """Drop all requests: their KV belongs to weights that were replaced."""
         if self._serving_or_none is not None:
             self._serving_or_none.runner.forget_requests()
 
@@ -461,7 +463,7 @@ class Worker:
     # Profiles.
 
     def profile(self, message: lc.Profile) -> lc.ProfileReply:
-        """Begin or end a profile. What the device was given before belongs to what was before.
+        """Start or stop a profile. The device's earlier work is finished first.
 
         Raises: see Profiler.start and Profiler.stop.
         """
@@ -483,19 +485,19 @@ class Worker:
         """
         opened = self._device.opened_or_none
         if opened is None:
-            raise StateError("there is nothing to trace in CREATED", fix="trace a group that runs")
+            raise StateError("no trace can run in CREATED", fix="trace a group that is initialized")
         opened.synchronize()
         self._profiler.start_observed(opened.place.device, opened.place.parallel)
 
     def stop_trace(self, *, keep: bool) -> PlainTrace | None:
-        """End that. Raises: see Profiler.stop_observed."""
+        """Stop the observer's trace. Raises: see Profiler.stop_observed."""
         return self._profiler.stop_observed(keep=keep)
 
-    # Changes of hands, and the way back.
+    # Attach, relink, reset.
 
     def on_attach(self, *, keep_requests: bool = False) -> bool:
-        """Drop all requests unless they are to be kept, and the profile of the driver before. True
-        if no step was cut off; whether every send was received, only the group's seqs tell."""
+        """Drop all requests unless they are to be kept, and the former driver's profile. Return
+        True if no step was cut off; only the group's seqs show whether every send was received."""
         self._profiler.abandon()
         self._transfer.abandon("its driver was replaced")
         if self._serving_or_none is None:
@@ -506,7 +508,7 @@ class Worker:
         return clean
 
     def adopt_requests(self, message: AdoptRequests) -> AdoptRequestsReply:
-        """Tell which requests there are, and how far: see ModelRunner.adopt_requests."""
+        """Return a page of the requests and their progress: see ModelRunner.adopt_requests."""
         page = self._serving.runner.adopt_requests(message.first_slot)
         return AdoptRequestsReply(
             **self._identity(message),
@@ -517,26 +519,27 @@ class Worker:
         )
 
     def relink(self, message: lc.Relink) -> Done:
-        """Leave the link as it is, meet the other ranks anew. Weights, KV cache and rows stay.
+        """Leave the link, and open a new one. Weights, KV cache and rows stay.
 
         Raises:
-            CommError: the other ranks did not come. This rank then has no link, and can be linked
-            again.
+            CommError: the other ranks did not connect. This rank then has no link; another relink
+                may
+                follow.
         """
         serving = self._serving_or_none
         if serving is not None:
             serving.before_relink()
         self._profiler.link_left(self._device.leave_link())
-        link = self._device.meet_again(message.rendezvous)
+        link = self._device.relink(message.rendezvous)
         if serving is not None:
             serving.tie(link, restore_graphs=not message.warm_up_follows)
         return Done(**self._identity(message))
 
     def reset(self, message: lc.Reset) -> Done:
-        """Give up the KV cache, then the model, then the device, as far down as asked; then end a
+        """Drop the KV cache, then the model, then the device, as far down as asked; then end a
         profile."""
         if self._serving_or_none is not None and message.to != "CREATED":
-            with suppress(CommError):  # what a lost neighbour has not received is nobody's now
+            with suppress(CommError):  # a lost neighbour no longer needs the messages
                 self._serving_or_none.runner.settle()
         self._serving_or_none = None
         self._transfer.interrupt("the group was reset")
@@ -573,25 +576,24 @@ class Worker:
             self._serving_or_none.settle_if_sound()
 
     def abort_link(self) -> bool:
-        """Unblock whoever waits in NCCL; tell whether there was a link to abort. A wait for a
-        trainer ends without the link. The guard thread's only call."""
+        """Abort waits in NCCL; return True if there was a link to abort. A wait for a trainer is
+        ended without the link. Called by the guard thread."""
         if self._transfer.abort():
             return False
         return self._device.abort()
 
     def dump_link(self) -> bytes:
-        """What the communicators last did, as JSON; empty where nobody keeps it. For the guard
-        thread."""
+        """Return the communicators' last operations, as JSON; empty if they are not recorded.
+        Called by the guard thread."""
         return self._device.dump()
 
     def check_device(self) -> str:
-        """What is amiss with the device, though it may compute; empty: nothing. For the guard
-        thread."""
+        """Return the device's present problem; empty if none. Called by the guard thread."""
         return self._device.check()
 
     def typed_error(self, error: Exception) -> Exception:
-        """Return what an operation's failure is called: OutOfMemoryError, after which what it held
-        is free again, DeviceError, or the error itself."""
+        """Return the typed error of a failed operation: OutOfMemoryError, after freeing the
+        operation's memory, DeviceError, or the error itself."""
         typed = typed_device_error(error, "smaller settings, or free memory and try again")
         if judge(error) is FailureKind.OUT_OF_MEMORY:
             drop_scratch(error)
@@ -600,17 +602,17 @@ class Worker:
         return typed.with_traceback(error.__traceback__)
 
     def step_error(self, error: Exception) -> Exception:
-        """Return what a failure is called that no one foresaw and that ended a step: of several
-        ranks, the others are in it and wait for this one, which breaks the link."""
+        """Return the typed error of an unexpected failure in a step. Other ranks of the step wait
+        for this one, so it breaks the link."""
         opened = self._device.opened_or_none
         if opened is None or opened.place.parallel.world_size == 1:
             return error
-        broken = CommError(f"rank {self.rank} left the others in a step: {error}")
+        broken = CommError(f"rank {self.rank} failed in a step of several ranks: {error}")
         broken.__cause__ = error
         return broken.with_traceback(error.__traceback__)
 
     def close(self) -> None:
-        """Leave the link, in good order where the peers let us; the process's end gives back the
+        """Leave the link, with the peers' help if they respond; the end of the process frees the
         rest."""
         self._profiler.end()
         self._transfer.close_engine()
@@ -621,7 +623,7 @@ class Worker:
         self._device.close()
 
     def describe(self) -> WorkerDescription:
-        """Say what is on the device now, and who uses how much of it."""
+        """Describe what is on the device now, and the memory by use."""
         opened, model = self._device.opened_or_none, self._model_or_none
         serving = self._serving_or_none
         return WorkerDescription(
@@ -633,7 +635,7 @@ class Worker:
             providers=self._providers(),
             memory_tags=model.memory.states if model else {},
             weights=no_weights if model is None else partial(_weights_report, model.weights),
-            # What is published outlives a reset: it must hold nothing of the device.
+            # The description outlives a reset: it must hold no device memory.
             num_kv_blocks_held=serving.runner.state.num_held_blocks if serving else int,
             input_wait_share=partial(_waiting_share, serving.runner.waits if serving else None),
         )

@@ -238,7 +238,7 @@ class FakeWorker:
 
     def start_trace(self) -> None:
         if self.config is None:
-            raise errors.StateError("there is nothing to trace")
+            raise errors.StateError("no trace can run")
         if self.tracing:
             raise errors.StateError("the worker records already")
         self.tracing = True

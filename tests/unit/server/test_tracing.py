@@ -109,7 +109,7 @@ def test_what_the_worker_refuses_is_told_and_leaves_no_trace_running(
     driver: Driver, observer: Driver
 ) -> None:
     driver.run(lc.Reset, to="CREATED")
-    refused(start(observer), ErrorCode.ILLEGAL_STATE, "nothing to trace")
+    refused(start(observer), ErrorCode.ILLEGAL_STATE, "no trace can run")
     driver.make_ready()
     assert isinstance(start(observer), lc.Acknowledged)
     stop(observer)
@@ -169,7 +169,7 @@ def test_driver_is_asked_by_an_event_and_alone_may_answer(driver: Driver, observ
 
     refused(put(driver.epoch + 1), ErrorCode.NOT_ATTACHED)
     refused(put(driver.epoch - 1), ErrorCode.FENCED)
-    refused(put(driver.epoch, OTHER), ErrorCode.ILLEGAL_STATE, "nobody asks")
+    refused(put(driver.epoch, OTHER), ErrorCode.ILLEGAL_STATE, "not asked for")
     assert read_steps(observer, NAME) is None
     assert isinstance(put(driver.epoch), lc.Acknowledged)
     assert read_steps(observer, NAME) == steps()

@@ -96,7 +96,7 @@ def test_hostile_chunks_change_nothing() -> None:
         assert uploads.num_bytes == 0, "a refused chunk began an upload"
     assert not uploads.put(first)
     hostile += [
-        (changed(first, data=bytes(CHUNK_BYTES)), "offset", "before"),
+        (changed(first, data=bytes(CHUNK_BYTES)), "offset", "earlier chunk"),
         (changed(second, dtype="int32", shape=(262169,)), "dtype", "send uint8"),
         (changed(second, shape=(2, 524338)), "shape", "send (1048676,)"),
     ]

@@ -25,8 +25,8 @@ RATE_PER_S: Final = 20.0
 BURST: Final = 100
 """Connections from unknown addresses that each socket accepts at once."""
 SHUT_S: Final = 1.0
-"""Minimum time for which the filter stays, so that it is not replaced for each connection."""
-MAX_FRIENDS: Final = 16
+"""Minimum time that the filter stays, so that it is not replaced for each connection."""
+MAX_TRUSTED: Final = 16
 
 _SO_DETACH_FILTER: Final = 27
 _LOAD, _JUMP_IF_EQUAL = 0x20, 0x15
@@ -51,7 +51,7 @@ class TrustedAddresses:
             address = ipaddress.ip_address(text)
             self._known[address] = None
             self._known.move_to_end(address)
-            if len(self._known) > MAX_FRIENDS:
+            if len(self._known) > MAX_TRUSTED:
                 self._known.popitem(last=False)
 
     def __contains__(self, text: str) -> bool:
@@ -71,13 +71,13 @@ class ConnectionLimit:
     def __init__(
         self,
         descriptor: int,
-        friends: TrustedAddresses,
+        trusted: TrustedAddresses,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """descriptor: of the listening socket, which another thread owns."""
         self.is_shut = False
         self._descriptor = descriptor
-        self._friends = friends
+        self._trusted = trusted
         self._clock = clock
         self._name = _with_listener(descriptor, lambda listener: listener.getsockname())
         self._left = float(BURST)
@@ -87,7 +87,7 @@ class ConnectionLimit:
     def entered(self, address: str) -> bool:
         """Count an accepted connection from this address; return True if the limit is reached with
         it."""
-        if address in self._friends or self.is_shut:
+        if address in self._trusted or self.is_shut:
             return False
         now = self._clock()
         self._left = min(BURST, self._left + RATE_PER_S * (now - self._filled_at)) - 1.0
@@ -95,7 +95,7 @@ class ConnectionLimit:
         if self._left >= 0.0:
             return False
         self._reopens_at = now + SHUT_S
-        self.is_shut = self._apply(lambda listener: _attach(listener, self._friends.addresses()))
+        self.is_shut = self._apply(lambda listener: _attach(listener, self._trusted.addresses()))
         return self.is_shut
 
     def look(self) -> None:
@@ -107,7 +107,7 @@ class ConnectionLimit:
     def renew(self) -> None:
         """Renew the filter, for a new trusted address."""
         if self.is_shut:
-            self._apply(lambda listener: _attach(listener, self._friends.addresses()))
+            self._apply(lambda listener: _attach(listener, self._trusted.addresses()))
 
     def _apply(self, change: "Callable[[socket.socket], None]") -> bool:
         """Change the filter, if the socket still exists; return True if it does."""
@@ -131,10 +131,10 @@ def _with_listener(descriptor: int, use: "Callable[[socket.socket], object]") ->
     return None
 
 
-def _attach(listener: socket.socket, friends: Sequence[Address]) -> None:
+def _attach(listener: socket.socket, trusted: Sequence[Address]) -> None:
     """Replace the socket's filter."""
     version = 4 if listener.family == socket.AF_INET else 6
-    wanted = [friend.packed for friend in friends if friend.version == version]
+    wanted = [address.packed for address in trusted if address.version == version]
     attach_filter(listener, program(wanted, _SOURCE[listener.family]))
 
 
@@ -143,13 +143,13 @@ def _detach(listener: socket.socket) -> None:
         listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
-def program(friends: Sequence[bytes], offset: int) -> list[Instruction]:
+def program(trusted: Sequence[bytes], offset: int) -> list[Instruction]:
     """Return the filter that accepts packets from these addresses alone. offset: of the sender's
     address in the IP header. Each address is compared word by word; the next address is tried on a
     mismatch."""
     made: list[Instruction] = []
-    for friend in friends:
-        words = struct.unpack(f"!{len(friend) // 4}I", friend)
+    for address in trusted:
+        words = struct.unpack(f"!{len(address) // 4}I", address)
         for index, word in enumerate(words):
             rest = 2 * (len(words) - 1 - index) + 1  # to the end of this address's instructions
             made.append((_LOAD, 0, 0, (_NETWORK_HEADER + offset + 4 * index) & 0xFFFFFFFF))

@@ -17,12 +17,12 @@ from typing import Final, NamedTuple, TypeAlias
 
 from rpc_schema.borrowed_sockets import borrowed
 
-MAX_STRANGERS: Final = 8
+MAX_UNKNOWN: Final = 8
 """Unfinished handshakes from unknown addresses at a socket."""
-MAX_FRIENDS: Final = 64
+MAX_TRUSTED: Final = 64
 """Unfinished handshakes from addresses from which an authorized key has connected."""
 MAX_HANDSHAKE_BYTES: Final = 4096
-"""A driver's takes about 600 (ZeroMQ RFC 26)."""
+"""Limit of a handshake's bytes; a driver's has about 600 (ZeroMQ RFC 26)."""
 MAX_LISTENER_BYTES: Final = 4096
 """Bytes that a peer of the events socket may send in all: a handshake and some subscriptions."""
 
@@ -39,7 +39,7 @@ _SENT_INITIATE: Final = 64 + 202 + 259
 """Greeting, HELLO and the shortest INITIATE: libzmq may ask for authentication of a peer that has
 sent these."""
 _HAS_READY: Final = _HAS_WELCOME + 12 + 1
-"""More than the error, of 12 bytes, that a refused key is sent; READY has at least 60."""
+"""More than a refused key receives, an error of 12 bytes; READY has at least 60."""
 _TRAFFIC: Final = struct.Struct("=120xQQ")
 """tcpi_bytes_acked and tcpi_bytes_received in struct tcp_info (Linux 4.2)."""
 
@@ -51,7 +51,7 @@ class Traffic(NamedTuple):
     """Bytes that a connection has carried."""
 
     sent: int
-    """And acknowledged by the peer."""
+    """Bytes sent that the peer has acknowledged."""
     received: int
 
 
@@ -72,17 +72,17 @@ class Handshakes:
         self,
         *,
         listens: bool = False,
-        is_friend: Callable[[str], bool] = lambda host: False,
+        is_trusted: Callable[[str], bool] = lambda host: False,
         ban: Callable[[str], None] = lambda key: None,
         measure: "Callable[[int, PeerName], Traffic | None] | None" = None,
         hang_up: "Callable[[int, PeerName], None] | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """listens: peers of this socket send nothing after their handshake. is_friend(address):
+        """listens: peers of this socket send nothing after their handshake. is_trusted(address):
         True if an authorized key has connected from there; ban(key) is called for a subscriber that
         was shut down."""
         self._listens = listens
-        self._is_friend = is_friend
+        self._is_trusted = is_trusted
         self._ban = ban
         self._measure = measure or _traffic
         self._hang_up = hang_up or _hang_up
@@ -108,22 +108,22 @@ class Handshakes:
         recorded HELLO proves as much; an honest handshake ends long before it is the oldest."""
         self.ended(descriptor)
         self._unfinished[descriptor] = _Connection(name)
-        is_friend = self._is_friend(name[0])
-        limit = MAX_FRIENDS if is_friend else MAX_STRANGERS
-        while len(alike := self._alike(is_friend)) > limit:
+        is_trusted = self._is_trusted(name[0])
+        limit = MAX_TRUSTED if is_trusted else MAX_UNKNOWN
+        while len(alike := self._alike(is_trusted)) > limit:
             crowds = Counter(connection.name[0] for connection in alike.values())
             victim = max(alike, key=lambda each: crowds[alike[each].name[0]])  # the first of these
             self._examine(victim, alike[victim])
             if victim in self._unfinished:
                 self._cut_off(victim, "too many handshakes are unfinished")
 
-    def _alike(self, is_friend: bool) -> dict[int, _Connection]:
+    def _alike(self, is_trusted: bool) -> dict[int, _Connection]:
         """Return the unfinished handshakes of trusted addresses, or of unknown ones, as known
         now."""
         return {
             descriptor: connection
             for descriptor, connection in self._unfinished.items()
-            if self._is_friend(connection.name[0]) == is_friend
+            if self._is_trusted(connection.name[0]) == is_trusted
         }
 
     def came_in(self, host: str, key: str) -> None:

@@ -21,8 +21,8 @@ class KeyFiles(NamedTuple):
 
 
 def make_key_files(out: Path) -> KeyFiles:
-    """Write OUT.key, which only this user may read, and OUT.pub; both or neither. A directory that
-    is not there is made with mode 0700.
+    """Write OUT.key, which only this user may read, and OUT.pub; both or neither. A missing
+    directory is made with mode 0700.
 
     Raises:
         ConfigError: one of them exists, or cannot be written.

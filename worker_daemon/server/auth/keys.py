@@ -41,7 +41,7 @@ def read_identity(path: Path, *, is_credential: bool) -> Identity:
     secret = key.secret_key.encode()
     if zmq.curve_public(secret).decode() != key.public_key:
         raise ConfigError(
-            "its two keys are not a pair",
+            "the public and the secret key do not match",
             field="key-file",
             value=str(path),
             fix="make a new one by worker-daemon keygen",
@@ -54,7 +54,7 @@ class AuthorizedKeys:
     them."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file. Raises ConfigError where it cannot be used."""
+        """Read the file. Raises ConfigError if it cannot be used."""
         self._path = path
         self._by_key: Mapping[str, AuthorizedKey] = {}
         try:
@@ -63,7 +63,7 @@ class AuthorizedKeys:
             raise _config_error(error) from None
 
     def role(self, public_key: str) -> Role | None:
-        """Return a key's role; None: it may do nothing."""
+        """Return a key's role; None if it has no rights."""
         entry = self._by_key.get(public_key)
         return None if entry is None else entry.role
 
@@ -74,12 +74,12 @@ class AuthorizedKeys:
         try:
             self._by_key = _read(self._path)
         except KeyFileError as error:
-            logger.error("the authorized keys stay as they were: %s", error)
+            logger.error("the authorized keys were not reloaded: %s", error)
             return False
         logger.info("%d authorized keys", len(self._by_key))
         lessened = [key for key, entry in before.items() if not self._covers(key, entry.role)]
         if lessened:
-            logger.info("they may do less: %s", ", ".join(map(fingerprint, lessened)))
+            logger.info("keys with fewer rights: %s", ", ".join(map(fingerprint, lessened)))
         return bool(lessened)
 
     def _covers(self, key: str, former: Role) -> bool:

@@ -98,12 +98,12 @@ class ZapHandler:
         self._bad_peers = bad_peers
         self._audit = AuditLog(logger.warning)
         self._floods = AuditLog(logger.warning, burst=4)
-        self._friends = TrustedAddresses()
+        self._trusted = TrustedAddresses()
         self._zap = context.socket(zmq.REP)
         self._zap.setsockopt(zmq.LINGER, 0)
         self._zap.bind(ZAP_ADDRESS)
-        self._heard = context.socket(zmq.PAIR)
-        self._heard.bind(_BELL)
+        self._wakeup = context.socket(zmq.PAIR)
+        self._wakeup.bind(_BELL)
         self._bell = context.socket(zmq.PAIR)
         self._bell.connect(_BELL)
         self._to_watch: queue.SimpleQueue[tuple[zmq.Socket[bytes], _Watch]] = queue.SimpleQueue()
@@ -114,7 +114,7 @@ class ZapHandler:
 
     @property
     def num_refused(self) -> int:
-        """Handshakes that were refused, since the start; any thread may ask."""
+        """Handshakes that were refused since the start; any thread may read it."""
         return self._audit.num_refused
 
     def watch(self, name: str, watched: "zmq.Socket[bytes] | zmq.asyncio.Socket") -> None:
@@ -125,7 +125,7 @@ class ZapHandler:
         monitor = self._context.socket(zmq.PAIR)
         monitor.setsockopt(zmq.LINGER, 0)
         monitor.connect(address)
-        watch = _Watch(name, self._audit, self._floods, self._friends, self._bad_peers)
+        watch = _Watch(name, self._audit, self._floods, self._trusted, self._bad_peers)
         self._to_watch.put((monitor, watch))
         if self._thread.ident is not None:
             self._bell.send(_WATCH)
@@ -147,13 +147,13 @@ class ZapHandler:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._zap, zmq.POLLIN)
-        poller.register(self._heard, zmq.POLLIN)
+        poller.register(self._wakeup, zmq.POLLIN)
         self._watch_more(poller)
         try:
             while True:
                 ready = dict(poller.poll(self._patience_ms()))
-                if self._heard in ready:
-                    if self._heard.recv() == _STOP:
+                if self._wakeup in ready:
+                    if self._wakeup.recv() == _STOP:
                         return
                     self._watch_more(poller)
                 # Events first: a connection is recorded before its handshake is authenticated.
@@ -225,13 +225,13 @@ class ZapHandler:
         """Record that an authorized key connected from this address."""
         for watch in self._monitors.values():
             watch.came_in(domain, address, key)
-        if address not in self._friends:
-            self._friends.add(address)
+        if address not in self._trusted:
+            self._trusted.add(address)
             for watch in self._monitors.values():
                 watch.renew()
 
     def _close(self) -> None:
-        for each in (self._zap, self._heard, *self._monitors):
+        for each in (self._zap, self._wakeup, *self._monitors):
             each.close(linger=0)
 
 
@@ -244,17 +244,17 @@ class _Watch:
         name: str,
         audit: AuditLog,
         floods: AuditLog,
-        friends: TrustedAddresses,
+        trusted: TrustedAddresses,
         bad_peers: BadPeers,
     ) -> None:
         self._name = name
         self._audit = audit
         self._floods = floods
-        self._friends = friends
+        self._trusted = trusted
         self._handshakes = Handshakes(
-            listens=name == "events", is_friend=friends.__contains__, ban=bad_peers.ban
+            listens=name == "events", is_trusted=trusted.__contains__, ban=bad_peers.ban
         )
-        self._turnstile: ConnectionLimit | None = None
+        self._limit: ConnectionLimit | None = None
         self._addresses: dict[int, str] = {}
         """Addresses of connections, by file descriptor. A descriptor that was closed and reused
         before we looked gives the wrong address: good enough for a log line."""
@@ -263,7 +263,7 @@ class _Watch:
     def take(self, kind: int, value: int) -> None:
         """Handle one event."""
         if kind == zmq.EVENT_LISTENING:
-            self._turnstile = ConnectionLimit(value, self._friends)
+            self._limit = ConnectionLimit(value, self._trusted)
         elif kind == zmq.EVENT_ACCEPTED:
             self._accepted(value)
         elif kind == zmq.EVENT_DISCONNECTED:
@@ -279,22 +279,24 @@ class _Watch:
         address, name = _address(descriptor)
         if len(self._addresses) < MAX_ADDRESSES:
             self._addresses[descriptor] = address
-        if name is None or self._turnstile is None:
+        if name is None or self._limit is None:
             return
         host = name[0]
         self._handshakes.began(descriptor, name)
-        if self._turnstile.entered(host):
-            self._floods.refused(self._name, "strangers", "too many connections: all must wait")
+        if self._limit.entered(host):
+            self._floods.refused(
+                self._name, "unknown addresses", "too many connections: all must wait"
+            )
 
     def look(self) -> int | None:
         """Detach the connection limit's filter if it is time, and check handshakes; return the
         milliseconds until the next check, None if none is needed."""
-        if self._turnstile is None:
+        if self._limit is None:
             return None
-        self._turnstile.look()
+        self._limit.look()
         self._handshakes.look()
         patience = self._handshakes.patience_ms
-        if not self._turnstile.is_shut:
+        if not self._limit.is_shut:
             return patience
         return _SHUT_POLL_MS if patience is None else min(patience, _SHUT_POLL_MS)
 
@@ -305,8 +307,8 @@ class _Watch:
 
     def renew(self) -> None:
         """Renew the connection limit's filter, for a new trusted address."""
-        if self._turnstile is not None:
-            self._turnstile.renew()
+        if self._limit is not None:
+            self._limit.renew()
 
 
 def _why(kind: int, value: int) -> str:

@@ -16,7 +16,8 @@ from worker_daemon.server.server_thread import ServerThread
 
 TICK_S: Final = 0.25
 LOCK_LIMIT_S: Final = 10.0
-"""How long the interpreter's lock may be held, except in phases that announced a longer silence."""
+"""The limit for holding the interpreter's lock, except in phases that announced a longer
+silence."""
 DEVICE_CHECK_S: Final = 5.0
 SLOW_FACTOR: Final = 8.0
 SLOW_AT_LEAST_S: Final = 1.0
@@ -31,7 +32,7 @@ class GuardListener(Protocol):
     """Receives hangs and slow steps, on the guard thread; its methods return at once."""
 
     def hung(self, phase: str, phase_ms: int, stacks: str) -> None:
-        """A phase is past its deadline; stacks: where the evidence is."""
+        """A phase is past its deadline; stacks: path of the evidence."""
 
     def slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
         """A step takes far longer than recent steps did."""
@@ -129,7 +130,7 @@ class Guard:
         self.last_hang = ""
         """The last phase past its deadline, and its evidence; any thread may read it."""
         self._requests: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-        """Links to abort and why; an empty cause only wakes the thread."""
+        """Links to abort, and the causes; an empty cause only wakes the thread."""
         self._worker: WorkerLike | None = None
         self._running = True
         self._hung_phase: Stamp | None = None

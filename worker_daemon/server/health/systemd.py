@@ -15,7 +15,7 @@ class ServiceManager:
         self._address = "\0" + address[1:] if address.startswith("@") else address
 
     def notify(self, message: str) -> None:
-        """Send a message such as READY=1. Never waits, never raises; a manager that is gone, or
+        """Send a message such as READY=1. Never waits, never raises; a manager that has exited, or
         does not read, misses it."""
         if not self._address:
             return

@@ -135,15 +135,15 @@ class Tracing:
 
     def _read_trace(self, message: tr.ReadTrace) -> ControlReplyMessage:
         if self._file is None or message.trace != self._readable:
-            raise StateError("there is no such trace to read", fix="stop it first, and keep it")
+            raise StateError("no such trace was kept", fix="stop it first, and keep it")
         try:
             with self._file.open("rb") as file:
                 file.seek(message.offset)
                 return tr.ReadTraceReply(call=message.call, data=file.read(tr.TRACE_CHUNK_BYTES))
         except OSError as error:
-            raise StateError(f"the trace's file is gone: {error.strerror}", fix="trace anew") from (
-                error
-            )
+            raise StateError(
+                f"the trace's file cannot be read: {error.strerror}", fix="trace anew"
+            ) from (error)
 
     def _ask_driver(self, message: tr.AskDriver) -> ControlReplyMessage:
         self._asked, self._driver_steps = message.trace, None
@@ -153,7 +153,7 @@ class Tracing:
     def _put_driver_steps(self, message: tr.PutDriverSteps) -> ControlReplyMessage:
         self._need_attached(message.epoch)
         if message.trace != self._asked:
-            raise StateError("nobody asks for these steps", fix="answer the last question only")
+            raise StateError("these steps were not asked for", fix="answer the last question only")
         self._driver_steps = message.steps
         return lc.Acknowledged(call=message.call)
 
@@ -174,7 +174,7 @@ class Tracing:
         try:
             await self.stop(stop)
         except Exception as error:  # no observer waits any more
-            logger.warning("a trace did not end as it should: %s", error)
+            logger.warning("a trace did not end cleanly: %s", error)
 
     async def _on_step_thread(
         self, phase: str, work: Callable[[WorkerLike], _T], limit_s: float

@@ -1,1 +1,1 @@
-"""The driver's session: epoch, lease, order of steps, drain, links, uploads."""
+"""The driver's session: epoch, lease, drain, links, uploads."""

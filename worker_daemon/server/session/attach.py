@@ -1,6 +1,6 @@
-"""Who drives the daemon: attach in two phases, detach, and the lease between them. Owns which epoch
-is prepared or being taken, and changes the lease; knows no socket. On the main thread's event loop:
-the step thread, which takes an epoch, hears by commands and is waited for with a bound."""
+"""Attach in two phases, detach, and the lease between them. Owns the prepared and the taken epoch,
+and changes the lease. Runs on the main thread's event loop; the step thread, which takes an epoch,
+receives commands and is awaited with a limit."""
 
 import asyncio
 import contextlib
@@ -38,22 +38,22 @@ from worker_daemon.server.step_thread import (
 from worker_daemon.worker.uploads import Uploads
 
 BUSY_GRACE_S: Final = 0.2
-"""How long attach waits for a running step before it has the link aborted."""
+"""Time that attach waits for a running step before it aborts the link."""
 ATTACH_SLACK_S: Final = 3.0
-"""What attach waits beyond the step deadline: a wait on gloo ends one second after that."""
+"""Time that attach waits beyond the step deadline: a wait on gloo ends one second after that."""
 MAX_GREETED: Final = 64
-"""Drivers of one key whose version is remembered; one that attaches has said Hello just before."""
+"""Drivers of one key whose version is remembered; a driver says Hello just before it attaches."""
 _LINK_PACKAGES: Final = ("torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 _Claim: TypeAlias = tuple[int, DriverIdentity]
-"""An epoch, and the driver that it is for."""
+"""An epoch, and the driver that it was prepared for."""
 
 logger = logging.getLogger(__name__)
 
 
 class AttachHandler:
-    """Epochs go up: prepared by one driver, granted on disk, taken by the step thread, and held by
-    the lease. Of two drivers the one with the higher epoch has the daemon."""
+    """Epochs increase: prepared for one driver, granted on disk, taken by the step thread, and held
+    by the lease. Of two drivers the one with the higher epoch has the daemon."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class AttachHandler:
         uploads: Uploads,
         post: Callable[[Command], None],
     ) -> None:
-        """uploads: end with the lease. post: to the step thread."""
+        """uploads: dropped with the lease. post: to the step thread."""
         self._epochs = epochs
         self._lease = lease
         self._draining = draining
@@ -78,14 +78,14 @@ class AttachHandler:
         self._software = f"worker-daemon {SOFTWARE_VERSION}"
         self._link_software = link_software()
         self._versions: dict[str, OrderedDict[bytes, int]] = {}
-        """By owner and driver id. Only drivers are remembered: there are no more owners than the
-        operator has given keys of that role."""
+        """By owner and driver id. Only drivers are remembered: there are no more owners than
+        authorized driver keys."""
         self._prepared: _Claim = (0, DriverIdentity("", b""))
         self._taken: tuple[_Claim, asyncio.Task[AttachSnapshot]] | None = None
-        """Who took the daemon over last, or is about to."""
+        """The driver that took the daemon over last, or is about to."""
 
     def hello(self, message: lc.Hello, sender: Sender) -> ControlReplyMessage:
-        """Answer whatever the version, and remember it; a driver that attaches has a proper id."""
+        """Answer any version, and remember it if the sender may drive and has a valid driver id."""
         if sender.drives and len(message.driver_id) == UID_BYTES:
             versions = self._versions.setdefault(sender.owner, OrderedDict())
             versions[message.driver_id] = message.protocol_version
@@ -101,8 +101,8 @@ class AttachHandler:
         )
 
     def prepare(self, message: lc.PrepareAttach, sender: Sender) -> ControlReplyMessage:
-        """Grant an epoch above all before it, for good: it is on disk when this returns. Raises
-        IncompatibleError, and what the draining, the lease and the epochs have against it."""
+        """Grant an epoch above all before it; it is on disk when this returns. Raises
+        IncompatibleError, and the errors of the draining, the lease and the epoch file."""
         driver = DriverIdentity(sender.owner, message.driver_id)
         self._draining.check_takes_drivers()
         self._need_same_version(driver)
@@ -115,20 +115,20 @@ class AttachHandler:
         return lc.PrepareAttachReply(call=message.call, granted=True, last_epoch=message.epoch)
 
     async def commit(self, message: lc.CommitAttach, sender: Sender) -> ControlReplyMessage:
-        """Take the prepared epoch. An attempt goes on though nobody may wait for it any more.
+        """Take the prepared epoch. An attempt continues even if its driver stops waiting.
 
         Raises:
             FencedError: another driver has prepared a higher epoch.
             NotAttachedError: the epoch was never prepared by this driver.
             ConfigError: the lease's terms are out of bounds.
-            StateError: the step thread did not come back in time.
+            StateError: the step thread was busy for too long.
         """
-        standing = await asyncio.shield(self._taking(message, sender.owner))
+        snapshot = await asyncio.shield(self._taking(message, sender.owner))
         return lc.CommitAttachReply(
             call=message.call,
-            previous_epoch=standing.epoch,
-            previous_seq=standing.seq,
-            previous_clean=standing.clean,
+            previous_epoch=snapshot.epoch,
+            previous_seq=snapshot.seq,
+            previous_clean=snapshot.clean,
             status=self._report.status(),
         )
 
@@ -137,7 +137,8 @@ class AttachHandler:
         self._lease.check_owner(sender.owner, epoch)
 
     def detach(self, message: lc.Detach) -> ControlReplyMessage:
-        """Also after the lease has expired, or twice: a late goodbye does no harm."""
+        """Release the lease; also after it has expired, and repeatedly: a late detach does no
+        harm."""
         if self._lease.release(message.epoch):
             self._uploads.drop_all()
             self._post(EndEpoch(message.epoch))
@@ -146,13 +147,14 @@ class AttachHandler:
         return lc.Acknowledged(call=message.call)
 
     def renew_lease(self, message: ls.RenewLease, sender: Sender) -> ControlReplyMessage:
-        """Let the lease last its full time from now on. Raises as Lease.renew does."""
+        """Renew the lease for its full time from now on. Raises as Lease.renew does."""
         driver = DriverIdentity(sender.owner, message.driver_id)
         remaining_s = self._lease.renew(driver, message.epoch)
         return ls.RenewLeaseReply(call=message.call, remaining_ms=round(remaining_s * 1000))
 
     def watch_lease(self) -> None:
-        """Have the step thread take notice of what the lease's end means for it."""
+        """Tell the step thread of an expired lease, and of requests that no driver adopted in
+        time."""
         expired = self._lease.take_expiry()
         if expired:
             logger.warning("the lease of epoch %d has expired: waiting for a driver", expired)
@@ -173,7 +175,7 @@ class AttachHandler:
         self._lease.need_held(epoch)
 
     def close(self) -> None:
-        """Wait for the step thread no longer."""
+        """Stop waiting for the step thread."""
         if self._taken is not None:
             self._taken[1].cancel()
 
@@ -182,15 +184,15 @@ class AttachHandler:
         version = None if greeted is None else greeted.get(driver.driver_id)
         if version == PROTOCOL_VERSION:
             return
-        spoken = "has not said Hello" if version is None else f"speaks protocol version {version}"
+        its = "has not said Hello" if version is None else f"has protocol version {version}"
         raise IncompatibleError(
-            f"the driver {spoken}; the daemon speaks protocol version {PROTOCOL_VERSION}",
+            f"the driver {its}; the daemon has protocol version {PROTOCOL_VERSION}",
             fix="say Hello first" if version is None else "use releases of the same version",
         )
 
     def _taking(self, message: lc.CommitAttach, owner: str) -> "asyncio.Task[AttachSnapshot]":
-        """Begin to take the prepared epoch; the same driver's repeated request joins the attempt,
-        however far it is."""
+        """Start to take the prepared epoch; a repeated request of the same driver joins the
+        attempt, however far it is."""
         asked = (message.epoch, DriverIdentity(owner, message.driver_id))
         if message.epoch < self._prepared[0]:
             raise FencedError(
@@ -207,23 +209,24 @@ class AttachHandler:
     async def _take_epoch(
         self, message: lc.CommitAttach, driver: DriverIdentity, terms: LeaseRequest
     ) -> AttachSnapshot:
-        """Have the step thread take the prepared epoch; free it from a step that hangs on its
-        peers. The lease begins at once: whoever waits for a hanging step renews it meanwhile."""
+        """Have the step thread take the prepared epoch; abort the link if a step hangs on its
+        peers. The lease begins at once: a driver that waits for a hanging step renews it
+        meanwhile."""
         epoch, owner = message.epoch, EpochOwner(driver.owner, message.results_route)
         self._lease.grant(driver, epoch, terms)
         self._uploads.drop_all()
         self._guard.hangs.forgive()
-        told: Future[AttachSnapshot] = Future()  # on the completion thread
-        self._post(Attach(epoch, owner, told.set_result, message.keep_requests))
-        taken = asyncio.wrap_future(told)
+        attached: Future[AttachSnapshot] = Future()  # set on the completion thread
+        self._post(Attach(epoch, owner, attached.set_result, message.keep_requests))
+        taken = asyncio.wrap_future(attached)
         was_freed = False
         done, _ = await asyncio.wait((taken,), timeout=BUSY_GRACE_S)
         if not done:
             was_freed = self._free_from_peers(f"epoch {epoch} attaches")
             await asyncio.wait((taken,), timeout=self._progress.step_deadline_s + ATTACH_SLACK_S)
         if taken.done():
-            standing = taken.result()
-            return replace(standing, clean=standing.clean and not was_freed)
+            snapshot = taken.result()
+            return replace(snapshot, clean=snapshot.clean and not was_freed)
         self._lease.release(epoch)
         self._post(EndEpoch(epoch))  # should it take the epoch after all
         stamp = self._progress.stamp
@@ -233,8 +236,8 @@ class AttachHandler:
         )
 
     def _free_from_peers(self, cause: str) -> bool:
-        """Abort the link if the step or a result may be waiting for other ranks; tell whether that
-        was so. If not, a thread of ours is late, and nothing is cut off."""
+        """Abort the link if the step or a result may be waiting for other ranks; return True if so.
+        Otherwise a thread of this daemon is late, and nothing is cut off."""
         for stamp in (self._progress.stamp, self._progress.result):
             if stamp.on_link:
                 self._guard.request_abort(f"{cause} while {stamp.phase} is waited for")
@@ -243,8 +246,8 @@ class AttachHandler:
 
 
 def link_software() -> str:
-    """Return HelloReply.link_software: what the ranks of a link must have alike, by the packages'
-    names. Imports none."""
+    """Return HelloReply.link_software: the packages that the ranks of a link must have alike.
+    Imports none."""
     found = []
     for package in _LINK_PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -1,12 +1,10 @@
-"""Whether this daemon takes steps and drivers: not where an operator wants it to drain (and stay),
-nor when it is about to end. Owned by the control thread; the step thread is told by commands. Knows
-no socket."""
+"""Drains the daemon: no steps and no drivers while an operator asks for it, or once the daemon is
+about to end. Owned by the control thread; the step thread receives commands."""
 
 import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Final
 
 from rpc_schema import lifecycle as lc
@@ -18,15 +16,15 @@ from worker_daemon.server.session.lease import Lease
 from worker_daemon.server.step_thread import Command, Resume, StopSteps
 
 NOTICE_S: Final = 1.0
-"""What the holder of the lease has to stop of its own accord, so that no rank of a group refuses a
-step that the others run."""
+"""Time for the lease's holder to stop by itself, so that no rank of a group refuses a step that the
+others run."""
 _POLL_S: Final = 0.05
 IDLE_SLACK_S: Final = 3.0
-"""Beyond the step deadline, for the running step to end."""
+"""Limit of the wait for the running step, beyond the step deadline."""
 
 
 class Draining:
-    """Drains as often as it is told to."""
+    """Drains and undoes it, any number of times."""
 
     def __init__(
         self,
@@ -35,10 +33,10 @@ class Draining:
         lease: Lease,
         progress: Progress,
     ) -> None:
-        """post: to the step thread. tell: whoever listens to heartbeats, that is_on has changed."""
+        """post: to the step thread. tell: sends a heartbeat, because is_on has changed."""
         self.is_on = False
         self.ends = False
-        """The daemon is about to end."""
+        """True once the daemon is about to end."""
         self._post = post
         self._tell = tell
         self._lease = lease
@@ -49,7 +47,8 @@ class Draining:
 
     @property
     def serving(self) -> lc.ServingState:
-        """What drivers are told: the lifecycle's word, unless no step is taken."""
+        """The serving state that drivers see: that of the lifecycle, or DRAINING if no step is
+        taken."""
         serving = self._progress.snapshot.state.serving
         return "DRAINING" if (self.ends or self.is_on) and serving == "SERVING" else serving
 
@@ -61,7 +60,8 @@ class Draining:
             raise drained()
 
     async def drain_or_undo(self, message: lc.Drain) -> ControlReplyMessage:
-        """Answer an operator, once it is so. Raises StateError, as `drain` and `undo` do."""
+        """Drain or undo, and answer once that is done. Raises StateError, as `drain` and `undo`
+        do."""
         if self.ends:
             raise StateError("the daemon is shutting down")
         await (self.undo() if message.undo else self.drain())
@@ -71,7 +71,7 @@ class Draining:
         """Take steps and drivers again; return once that is so.
 
         Raises:
-            StateError: the running step has not ended in its time.
+            StateError: the running step has not ended in time.
         """
         if self.is_on:
             self.is_on = False
@@ -84,10 +84,10 @@ class Draining:
             raise self._stuck("steps are taken again once it ends") from None
 
     async def drain(self) -> None:
-        """Return once no step runs or will.
+        """Drain; return once no step runs and none will.
 
         Raises:
-            StateError: the running step has not ended in its time, or the drain was undone.
+            StateError: the running step has not ended in time, or the drain was undone.
         """
         if not self.is_on:
             self.is_on = True
@@ -114,7 +114,7 @@ class Draining:
 
     @property
     def _patience_s(self) -> float:
-        """How long the running step may still take."""
+        """The limit of the running step's remaining time."""
         return self._progress.step_deadline_s + IDLE_SLACK_S
 
     def _stuck(self, outlook: str) -> StateError:
@@ -129,10 +129,11 @@ class Draining:
 
 
 def _setter(event: asyncio.Event) -> Callable[[], None]:
-    """Return what sets the event, from any thread."""
-    return partial(_set_threadsafe, asyncio.get_running_loop(), event)
+    """Return a function that sets the event from any thread."""
+    loop = asyncio.get_running_loop()
 
+    def set_event() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(event.set)
 
-def _set_threadsafe(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is left to hear it
-        loop.call_soon_threadsafe(event.set)
+    return set_event

@@ -1,5 +1,4 @@
-"""The last epoch that this endpoint granted, on disk, so that a restarted daemon grants none twice.
-Knows no driver."""
+"""The last granted epoch of an endpoint, on disk, so that a restarted daemon grants none twice."""
 
 import hashlib
 import logging
@@ -19,13 +18,13 @@ from worker_daemon.errors import ConfigError
 from worker_daemon.server.wire.endpoints import AnyEndpoint
 
 MAX_EPOCH: Final = 1 << 62
-"""More than this no daemon grants: the file is damaged, or an older release took what a driver
-asked for. In steps of MAX_EPOCH_STEP nobody gets there."""
+"""The largest epoch that is granted. A larger number means that the file is damaged, or that an
+older release accepted any epoch. In steps of MAX_EPOCH_STEP it is out of reach."""
 MAX_COUNTED: Final = 1 << 32
-"""Nor do drivers that ask for the next epoch each: one a second takes 136 years. What is below is
-never reset."""
+"""Drivers that each ask for the next epoch do not reach this number: one a second takes 136 years.
+A smaller number is never reset."""
 _MAX_BYTES: Final = 32
-"""More than any epoch has digits."""
+"""Limit of the file; no epoch has as many digits."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ class EpochFile:
 
     def __init__(self, state_dir: Path, endpoint: AnyEndpoint, *, reset: bool = False) -> None:
         """Read the file in `state_dir` (claimed: see claim_directory) that belongs to `endpoint`.
-        reset: replace a number that cannot be used, or that no daemon has counted up to.
+        reset: replace a number that cannot be used, or that is too large to have been counted.
 
         Raises:
             ConfigError: the directory or the file cannot be used, or others can change them.
@@ -52,11 +51,12 @@ class EpochFile:
             raise unusable(error, message, "state-dir", self.path, fix) from error
 
     def record(self, epoch: int) -> None:
-        """Make `epoch` the last one; it is on disk when this returns.
+        """Record `epoch` as the last one; it is on disk when this returns.
 
         Raises:
             ConfigError: it is too far above the last one, or cannot be written; the last epoch
-                stays as it was.
+                stays as it
+                was.
         """
         highest = min(self.last + MAX_EPOCH_STEP, MAX_EPOCH)
         if epoch > highest:
@@ -78,7 +78,7 @@ class EpochFile:
         self.last = epoch
 
     def remove(self) -> None:
-        """Forget: for a daemon whose endpoint ends with it."""
+        """Remove the file: for a daemon whose endpoint ends with it."""
         self.path.unlink(missing_ok=True)
 
     def _read(self) -> int:
@@ -101,9 +101,9 @@ class EpochFile:
         return int(digits)
 
     def _reset(self) -> int:
-        """Return the last epoch, after putting a usable one in the place of one that is not.
+        """Return the last epoch, after replacing an unusable one.
 
-        The new one is the time in minutes. Daemons that count from 1 do not get there, and two
+        The new one is the time in minutes. Daemons that count from 1 do not reach it, and two
         resets give two numbers, so no epoch that an old driver may hold is granted again.
         """
         try:
@@ -114,7 +114,7 @@ class EpochFile:
             if last <= MAX_COUNTED:
                 logger.warning("epoch %d is usable: --reset-epoch leaves it as it is", last)
                 return last
-            logger.warning("epoch %d is more than any daemon counts up to", last)
+            logger.warning("epoch %d is too large to have been counted", last)
         minutes = int(time.time() / 60)
         replace_own_file(self.path, f"{minutes}\n".encode("ascii"))
         logger.warning("the last epoch is %d from now on", minutes)

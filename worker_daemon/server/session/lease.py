@@ -1,6 +1,5 @@
-"""The lease: which driver may step this daemon, until when, and what is left once it has expired. A
-state machine with clocks handed in; knows no socket, no thread and no step. Owned by the control
-thread."""
+"""The lease: grants one driver the right to send steps, for a limited time, and tracks what follows
+its expiry. A state machine; its clocks are parameters. Owned by the control thread."""
 
 import time
 from collections.abc import Callable
@@ -19,20 +18,20 @@ from worker_daemon.errors import (
 )
 
 MAX_SILENCE_S: Final = 1.0
-"""The owner looks at the lease four times a second. Where it did not for longer than this, it did
-not run, and could not have heard the holder: that time does not count. Time in which the whole host
-did not run does: its driver, elsewhere, has gone on without it."""
+"""The owner checks the lease four times a second. After a longer gap the daemon did not run and
+could not receive renewals: that time does not count. Time in which the whole host was suspended
+does count: its driver, on another host, has run on."""
 MIN_SUSPENSION_S: Final = 0.1
-"""Less is only that two clocks were not read at the same moment."""
+"""A smaller difference only means that the two clocks were not read at the same moment."""
 
 
 MAX_NAME_BYTES: Final = 128
-"""Of a holder's name, as it is kept."""
+"""Limit of a holder's stored name."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """What a driver asks for as it attaches."""
+    """The terms that a driver asks for when it attaches."""
 
     ttl_s: float
     orphan_kv_ttl_s: float
@@ -40,7 +39,7 @@ class LeaseRequest:
 
 
 class DriverIdentity(NamedTuple):
-    """A driver's name, and whom the handshake says it belongs to. The name alone proves nothing."""
+    """A driver's id, and the owner that the handshake proved. The id alone proves nothing."""
 
     owner: str
     """A public key or, without keys, a user."""
@@ -57,7 +56,7 @@ class _Holder:
 
     @property
     def digest(self) -> bytes:
-        """What others are shown of its id."""
+        """The digest of its id, which other drivers may see."""
         return ls.driver_digest(self.driver.driver_id)
 
     def __str__(self) -> str:
@@ -65,7 +64,7 @@ class _Holder:
 
 
 def lease_terms(ttl_ms: int, orphan_kv_ttl_ms: int, holder_name: str) -> LeaseRequest:
-    """Return the terms that a message asks for.
+    """Return the lease terms of a message.
 
     Raises:
         ConfigError: a time is out of bounds.
@@ -76,7 +75,7 @@ def lease_terms(ttl_ms: int, orphan_kv_ttl_ms: int, holder_name: str) -> LeaseRe
     ):
         if not low <= value <= high:
             raise ConfigError(
-                "the time is out of bounds",
+                "the time is outside its bounds",
                 field=field,
                 value=value,
                 fix=f"use {low} to {high} milliseconds",
@@ -86,30 +85,17 @@ def lease_terms(ttl_ms: int, orphan_kv_ttl_ms: int, holder_name: str) -> LeaseRe
 
 
 def suspended_s() -> float:
-    """For how long this host has been suspended since it was started, by Linux's two clocks."""
+    """Return for how long this host has been suspended since its start, by Linux's two clocks."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
 
 
 class Lease:
-    """FREE -> HELD (grant) -> ORPHAN (its time is over) or FREE (release); a grant leads from
-    anywhere to HELD. Every method first takes notice of the time that has passed."""
-
-    __slots__ = (
-        "_clock",
-        "_ends",
-        "_holder",
-        "_kv_ends",
-        "_last_look",
-        "_state",
-        "_suspended",
-        "_suspended_s",
-        "_unheard_expiry",
-        "_unheard_kv_end",
-    )
+    """FREE -> HELD (grant) -> ORPHAN (expired) or FREE (release); a grant leads from any state to
+    HELD. Every method first applies the time that has passed."""
 
     def __init__(self, clock: Callable[[], float], suspended: Callable[[], float] = float) -> None:
-        """clock: seconds that only rise, as time.monotonic. suspended: for how many seconds the
-        host has been suspended so far, which the clock leaves out."""
+        """clock: monotonic seconds, as time.monotonic. suspended: for how many seconds the host has
+        been suspended so far, which the clock leaves out."""
         self._clock = clock
         self._suspended = suspended
         self._suspended_s = suspended()
@@ -122,7 +108,7 @@ class Lease:
         self._unheard_kv_end = False
 
     def check_free_for(self, driver: DriverIdentity, *, force: bool) -> None:
-        """Raise LeaseHeldError if another driver holds the lease, unless it is to be taken."""
+        """Raise LeaseHeldError if another driver holds the lease, unless `force`."""
         now = self._look()
         holder = self._holder
         if force or self._state != "held" or holder is None or holder.driver == driver:
@@ -136,7 +122,7 @@ class Lease:
         )
 
     def grant(self, driver: DriverIdentity, epoch: int, terms: LeaseRequest) -> None:
-        """Begin the lease of an epoch above all before it, whoever held it."""
+        """Grant the lease to a driver, whoever held it. epoch: above all before it."""
         now = self._look()
         self._holder = _Holder(driver, epoch, terms)
         self._state = "held"
@@ -144,8 +130,8 @@ class Lease:
         self._unheard_expiry = self._unheard_kv_end = False
 
     def check_owner(self, owner: str, epoch: int) -> None:
-        """Raise ForbiddenError if the lease of `epoch` was granted to somebody else, also when it
-        has ended."""
+        """Raise ForbiddenError if the lease of `epoch` was granted to another owner, even if it has
+        ended."""
         holder = self._holder
         if holder is not None and holder.epoch == epoch and holder.driver.owner != owner:
             raise ForbiddenError(
@@ -156,7 +142,7 @@ class Lease:
             )
 
     def renew(self, driver: DriverIdentity, epoch: int) -> float:
-        """Let the lease last its full time from now on; return that time in seconds. Raises as
+        """Renew the lease for its full time from now on; return that time in seconds. Raises as
         `need_held` does."""
         now = self._look()
         self.need_held(epoch)
@@ -185,7 +171,7 @@ class Lease:
             raise LeaseExpiredError(f"the lease of epoch {epoch} has expired", fix="attach again")
 
     def release(self, epoch: int) -> bool:
-        """Give the lease of `epoch` back, also one that has expired; tell whether there was one."""
+        """Release the lease of `epoch`, even if it has expired; return True if there was one."""
         self._look()
         if self._state == "free" or self._holder is None or self._holder.epoch != epoch:
             return False
@@ -194,11 +180,11 @@ class Lease:
         return True
 
     def was_released(self, epoch: int) -> bool:
-        """Whether `epoch` was the last one with a lease, and gave it back."""
+        """Return True if `epoch` was the last one with a lease, and released it."""
         return self._state == "free" and self._holder is not None and self._holder.epoch == epoch
 
     def take_expiry(self) -> int:
-        """Return the epoch whose lease has expired, once; 0 where there is no such news."""
+        """Return the epoch of a lease that has expired, once; 0 if there is none."""
         self._look()
         if not self._unheard_expiry or self._holder is None:
             return 0
@@ -206,8 +192,8 @@ class Lease:
         return self._holder.epoch
 
     def take_kv_end(self) -> int:
-        """Return the epoch whose requests have stayed for their time after the expiry, once; 0
-        where there is no such news."""
+        """Return the epoch whose requests were kept for their full time after the expiry, once; 0
+        if there is none."""
         now = self._look()
         if not self._unheard_kv_end or self._holder is None or now < self._kv_ends:
             return 0
@@ -215,7 +201,7 @@ class Lease:
         return self._holder.epoch
 
     def status(self) -> ls.LeaseStatus:
-        """Say how the lease stands."""
+        """Return the lease's status."""
         now = self._look()
         holder = self._holder
         if self._state == "free" or holder is None:
@@ -232,7 +218,7 @@ class Lease:
         )
 
     def _look(self) -> float:
-        """Take notice of the time; return it."""
+        """Apply the time that has passed; return the time."""
         now = self._clock()
         silence = now - self._last_look
         self._last_look = now

@@ -1,6 +1,6 @@
-"""Where the ranks of a link meet, and the way out for a rank that waits there or on the link. Owns
-the rendezvous servers; knows no socket of the daemon's. Main thread only: the guard thread aborts
-links, the step thread hears by commands."""
+"""Opens rendezvous servers, where the ranks of a link meet, and aborts links and rendezvous that a
+rank waits in. Owns the servers. Main thread only: the guard thread aborts links, the step thread
+receives commands."""
 
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from worker_daemon.server.step_thread import Command, LinkLost
 
 
 class LinkRendezvous:
-    """The newest, and the one before it, where ranks may still be."""
+    """The newest rendezvous server, and the one before it, where ranks may still wait."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class LinkRendezvous:
         guard: Guard,
         post: Callable[[Command], None],
     ) -> None:
-        """host: where they are. need_attached(epoch) raises unless the epoch is the attached
+        """host: of the servers. need_attached(epoch) raises unless the epoch is the attached
         driver's. post: to the step thread."""
         self._open_rendezvous = open_rendezvous
         self._host = host
@@ -40,12 +40,13 @@ class LinkRendezvous:
         self._servers: deque[RendezvousServerLike] = deque()
 
     def open(self, message: lc.OpenRendezvous) -> ControlReplyMessage:
-        """Open a place for a link above the current one. Raises FencedError for any other, and
-        what need_attached does."""
+        """Open a rendezvous server for a link above the current one. Raises FencedError for any
+        other link, and the errors of need_attached."""
         self._need_attached(message.epoch)
         if message.link <= self._progress.link:
             raise FencedError(
-                f"link {message.link} is not above link {self._progress.link}", fix="raise it"
+                f"link {message.link} is not above link {self._progress.link}",
+                fix="use a higher link",
             )
         while len(self._servers) > 1:
             self._servers.popleft().close()
@@ -55,9 +56,8 @@ class LinkRendezvous:
         return lc.OpenRendezvousReply(call=message.call, place=place)
 
     def abort_link(self, message: lc.AbortLink) -> ControlReplyMessage:
-        """Free whoever waits for other ranks: on NCCL by an abort, at a meeting place by closing
-        it; on gloo a lost neighbour's connections have ended by themselves. Raises as need_attached
-        does."""
+        """Abort waits for other ranks: NCCL is aborted and the rendezvous server closed; on gloo
+        the connections to a lost peer have ended by themselves. Raises as need_attached does."""
         self._need_attached(message.epoch)
         link, cause = self._progress.link, one_line(message.cause, MAX_CAUSE_BYTES)
         self._guard.hangs.forgive()

@@ -1,5 +1,5 @@
-"""What the daemon says of itself: status, health, heartbeat. Reads what the other threads publish
-and the main thread's own parts; owns nothing but the daemon's uid, changes nothing."""
+"""The daemon's reports: status, health, heartbeat. Reads the state that the other threads publish
+and that of the main thread's parts; owns the daemon's uid."""
 
 import os
 import time
@@ -31,7 +31,7 @@ _ENCODER: Final = msgpack.Encoder()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusReport:
-    """Made anew each time that somebody asks. Main thread only, as lease and draining are."""
+    """Composes each report from the present state. Main thread only, as lease and draining are."""
 
     endpoint: AnyEndpoint
     progress: Progress
@@ -43,14 +43,14 @@ class StatusReport:
     device_watch: DeviceWatch
     uploads: Uploads
     worker_uid: bytes = field(default_factory=lambda: os.urandom(UID_BYTES))
-    """Tells this process from any other that ever had the endpoint."""
+    """Distinguishes this process from any other of the endpoint."""
 
     def get_status(self, message: lc.GetStatus) -> ControlReplyMessage:
         """Answer with the status."""
         return lc.GetStatusReply(call=message.call, status=self.status())
 
     def check_health(self, message: lc.CheckHealth) -> ControlReplyMessage:
-        """Answer whether the daemon can work, and what its last hang was."""
+        """Report whether the daemon can work, and its last hang."""
         stamp = self.progress.stamp
         failure = self.progress.snapshot.failure or self.progress.overdue()
         return lc.CheckHealthReply(
@@ -62,8 +62,8 @@ class StatusReport:
         )
 
     def status(self) -> lc.Status:
-        """Return all there is to say. What a driver has loaded is left out where it would not fit
-        into a reply: who attaches needs one, if only to reset."""
+        """Return the status. The driver's configuration is left out if it would not fit into a
+        reply: a driver that attaches needs a status, if only to reset."""
         status = self._whole_status()
         num_bytes = len(_ENCODER.encode(status))
         if num_bytes <= MAX_STATUS_BYTES:
@@ -114,7 +114,7 @@ class StatusReport:
         )
 
     def heartbeat(self) -> lc.Heartbeat:
-        """Return what is said four times a second."""
+        """Return the heartbeat, which is published four times a second."""
         progress, lease = self.progress, self.lease.status()
         stamp, snapshot = progress.stamp, progress.snapshot
         return lc.Heartbeat(

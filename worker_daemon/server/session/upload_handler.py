@@ -1,6 +1,6 @@
-"""Uploads as the control thread answers them: who may put and drop tensors, and when. The tensors
-are kept by worker_daemon/worker/uploads.py. A chunk takes the main thread about a millisecond, most
-of it without the interpreter's lock."""
+"""Control requests for uploads: checks the sender and the state. worker/uploads.py keeps the
+tensors. A chunk takes the main thread about a millisecond, most of it without the interpreter's
+lock."""
 
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -17,7 +17,7 @@ _WITHOUT_MODEL: Final = ("CREATED", "DEVICE_READY")
 
 
 class UploadHandler:
-    """Answers everything of rpc_schema/uploads.py, for the holder of the lease alone."""
+    """Answers every request of rpc_schema/uploads.py, for the holder of the lease alone."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class UploadHandler:
         }
 
     def _upload_chunk(self, message: up.UploadChunk) -> ControlReplyMessage:
-        """Raises what need_attached, the draining and Uploads.put do; StateError below
+        """Raises as need_attached, the draining and Uploads.put do; StateError below
         MODEL_LOADED."""
         self._need_attached(message.epoch)
         self._draining.check_takes_drivers()

@@ -1,1 +1,1 @@
-"""Sockets, their files, and what goes over them."""
+"""Sockets, their files, and the messages on them."""

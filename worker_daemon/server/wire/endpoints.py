@@ -1,5 +1,4 @@
-"""Where a daemon listens: parsing of ipc and tcp endpoints, their lock and socket files. Opens no
-socket."""
+"""Endpoints: parses ipc and tcp addresses, and handles their lock and socket files."""
 
 import contextlib
 import ipaddress
@@ -20,13 +19,13 @@ MAX_PATH_BYTES: Final = 107
 """sockaddr_un's 108 bytes less the final zero."""
 
 LOCK_PATIENCE_S: Final = 0.1
-"""A lock that is held for no longer is one of a daemon that looks for dead ones' files."""
+"""A lock that is held for no longer belongs to a daemon that looks for dead daemons' files."""
 
 SOCKETS: Final = ("control", "step", "results", "events")
 RESERVED_SUFFIXES: Final = (
     *(".step", ".results", ".events", ".lock", ".epoch", ".stacks", ".flight.json", ".tmp"),
 )
-"""Of the files beside a control socket: another endpoint's name must not end in one."""
+"""Suffixes of the files beside a control socket: another endpoint's name must not end in one."""
 MAX_PORT: Final = 65535
 
 
@@ -54,27 +53,24 @@ class IpcEndpoint:
         """
         path = Path(text.removeprefix("ipc://"))
         if not text.startswith("ipc:///") or not path.name or "\0" in text:
-            raise ConfigError(
+            raise _invalid(
+                text,
                 "an endpoint is ipc:// and an absolute path",
-                field="endpoint",
-                value=text,
-                fix="use ipc:///DIR/NAME or, with keys, tcp://ADDRESS:PORT",
+                "use ipc:///DIR/NAME or, with keys, tcp://ADDRESS:PORT",
             )
         if path.name.endswith(RESERVED_SUFFIXES):
-            raise ConfigError(
-                f"its name ends in {path.suffix}, as a file of another endpoint's does",
-                field="endpoint",
-                value=text,
-                fix=f"use a name that does not end in {', '.join(RESERVED_SUFFIXES)}",
+            raise _invalid(
+                text,
+                f"its name ends in {path.suffix}, which is reserved for files of another endpoint",
+                f"use a name that does not end in {', '.join(RESERVED_SUFFIXES)}",
             )
         endpoint = cls(path)
         longest = max(len(os.fsencode(endpoint.socket_path(name))) for name in SOCKETS)
         if longest > MAX_PATH_BYTES:
-            raise ConfigError(
+            raise _invalid(
+                text,
                 f"its longest socket path has {longest} bytes; the limit is {MAX_PATH_BYTES}",
-                field="endpoint",
-                value=text,
-                fix="use a shorter directory or name",
+                "use a shorter directory or name",
             )
         return endpoint
 
@@ -85,12 +81,12 @@ class IpcEndpoint:
         )
 
     def address(self, socket: str) -> str:
-        """Return what zmq binds for one of SOCKETS."""
+        """Return the address that zmq binds for one of SOCKETS."""
         return f"ipc://{self.socket_path(socket)}"
 
     @property
     def lock_path(self) -> Path:
-        """The file whose flock says that a daemon lives here; holds its pid."""
+        """The endpoint's lock file, which holds the daemon's pid."""
         return self.path.with_name(f"{self.path.name}.lock")
 
     @property
@@ -104,14 +100,14 @@ class IpcEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class TcpEndpoint:
-    """A `tcp://ADDRESS:PORT` address: the control socket's; the others have the next ports. What it
-    needs in the file system lies in the state directory."""
+    """A `tcp://ADDRESS:PORT` address: the control socket's; the other sockets have the next ports.
+    Its files are in the state directory."""
 
     host: str
-    """An address of this host; of IPv6 in brackets."""
+    """An address of this host; IPv6 in brackets."""
     port: int
     path: Path
-    """Stands for the endpoint in the file system: no file itself."""
+    """Base name of the endpoint's files; no file itself."""
 
     @classmethod
     def parse(cls, text: str, state_dir: Path) -> "TcpEndpoint":
@@ -126,26 +122,23 @@ class TcpEndpoint:
             with contextlib.suppress(ValueError):
                 address = ipaddress.ip_address(found[1] or found[2])
         if found is None or address is None or (address.version == 6) != bool(found[1]):
-            raise ConfigError(
+            raise _invalid(
+                text,
                 "a tcp endpoint is tcp:// and a numeric address and port",
-                field="endpoint",
-                value=text,
-                fix="use tcp://ADDRESS:PORT with an address of this host, [...] around IPv6",
+                "use tcp://ADDRESS:PORT with an address of this host, [...] around IPv6",
             )
         if address.is_unspecified:
-            raise ConfigError(
+            raise _invalid(
+                text,
                 "it would listen on every interface of this host",
-                field="endpoint",
-                value=text,
-                fix="name the address of one interface",
+                "name the address of one interface",
             )
         port = int(found[3])
         if not 1 <= port <= MAX_PORT - (len(SOCKETS) - 1):
-            raise ConfigError(
+            raise _invalid(
+                text,
                 "the sockets take four ports from this one on",
-                field="endpoint",
-                value=text,
-                fix=f"use a port from 1 to {MAX_PORT - (len(SOCKETS) - 1)}",
+                f"use a port from 1 to {MAX_PORT - (len(SOCKETS) - 1)}",
             )
         host = f"[{address}]" if address.version == 6 else str(address)
         return cls(
@@ -153,28 +146,33 @@ class TcpEndpoint:
         )
 
     def address(self, socket: str) -> str:
-        """Return what zmq binds for one of SOCKETS."""
+        """Return the address that zmq binds for one of SOCKETS."""
         return f"tcp://{self.host}:{self.port + SOCKETS.index(socket)}"
 
     @property
     def lock_path(self) -> Path:
-        """The file whose flock says that a daemon lives here; holds its pid."""
+        """The endpoint's lock file, which holds the daemon's pid."""
         return self.path.with_name(f"{self.path.name}.lock")
 
     @property
     def socket_paths(self) -> tuple[Path, ...]:
-        """None: ports have no files."""
+        """Empty: ports have no files."""
         return ()
 
     def __str__(self) -> str:
         return f"tcp://{self.host}:{self.port}"
 
 
+def _invalid(endpoint: str, message: str, fix: str) -> ConfigError:
+    return ConfigError(message, field="endpoint", value=endpoint, fix=fix)
+
+
 AnyEndpoint: TypeAlias = IpcEndpoint | TcpEndpoint
 
 
 CLOSED_TO_OTHERS: Final = 0o077
-"""Bits that an endpoint's directory must not have: who reaches the sockets drives the daemon."""
+"""Permission bits that an endpoint's directory must not have: a user who can open the sockets can
+drive the daemon."""
 
 
 class EndpointLock:
@@ -246,15 +244,15 @@ class EndpointLock:
 
 
 class SocketFiles:
-    """The files of an endpoint's sockets, by what they were when they were bound: a daemon that has
-    taken the endpoint over has others there, which are left alone. Owned by the main thread, which
-    holds the endpoint's lock."""
+    """The files of an endpoint's sockets, identified by their inodes at binding: the files of a
+    daemon that has taken the endpoint over are left alone. Owned by the main thread, which holds
+    the endpoint's lock."""
 
     def __init__(self, endpoint: AnyEndpoint) -> None:
-        """Check what is there: libzmq would remove it, whatever it is.
+        """Check the paths: libzmq would remove any file there.
 
         Raises:
-            ConfigError: something other than a socket is in a socket's place.
+            ConfigError: a file other than a socket is at a socket's path.
         """
         self._paths = endpoint.socket_paths
         self._bound: dict[Path, os.stat_result] = {}
@@ -262,22 +260,22 @@ class SocketFiles:
             facts = _facts(path)
             if facts is not None and not stat.S_ISSOCK(facts.st_mode):
                 raise ConfigError(
-                    f"{path} is there already, and is no socket",
+                    f"{path} exists already, and is no socket",
                     field="endpoint",
                     value=str(endpoint),
                     fix=f"remove {path}, or choose another endpoint",
                 )
 
     def are_bound(self) -> None:
-        """Remember the files that are there now."""
+        """Record the files that were bound."""
         self._bound = {path: facts for path in self._paths if (facts := _facts(path)) is not None}
 
     def missing(self) -> list[Path]:
-        """Return the paths at which our files are no more."""
+        """Return the paths where our files are missing."""
         return [path for path in self._paths if path in self._bound and not self._is_ours(path)]
 
     def remove(self) -> None:
-        """Remove those that are ours."""
+        """Remove our files."""
         for path in self._bound:
             if self._is_ours(path):
                 with contextlib.suppress(OSError):
@@ -298,8 +296,8 @@ def _facts(path: Path) -> os.stat_result | None:
 
 @contextlib.contextmanager
 def private_umask() -> Iterator[None]:
-    """Make every file of the block 0600 or 0700. For the main thread before others run: a umask is
-    the process's."""
+    """Make every file of the block 0600 or 0700. Main thread only, before other threads run: the
+    umask belongs to the process."""
     previous = os.umask(0o077)
     try:
         yield

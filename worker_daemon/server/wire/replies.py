@@ -1,5 +1,4 @@
-"""Exceptions to error messages: the one place where the daemon's error tree meets the wire's codes.
-Knows no socket."""
+"""Makes error replies of exceptions: maps the daemon's error tree to the wire's codes."""
 
 import traceback
 from typing import Final
@@ -19,11 +18,11 @@ from worker_daemon.errors import (
 MAX_MESSAGE: Final = 8192
 MAX_TRACEBACK: Final = 32768
 _REFUSALS: Final = (ProtocolError, StateError, ConfigError, InvalidStepError)
-"""What is wrong is on the other side, and the message says what."""
+"""The peer's mistakes; the message explains them, so no traceback is sent."""
 
 
 def error_reply(error: Exception, *, epoch: int, seq: int, rank: int) -> ErrorReply:
-    """Say to a driver that its request (epoch, seq) failed with `error`."""
+    """Return the error reply of a failed step request (epoch, seq)."""
     code, scope = classify(error)
     return ErrorReply(
         epoch=epoch,
@@ -38,7 +37,7 @@ def error_reply(error: Exception, *, epoch: int, seq: int, rank: int) -> ErrorRe
 
 
 def control_error_reply(error: Exception, *, call: int) -> ControlErrorReply:
-    """Say to a driver that its control request failed with `error`."""
+    """Return the error reply of a failed control request."""
     code, scope = classify(error)
     lease = error.lease if isinstance(error, LeaseHeldError) else None
     return ControlErrorReply(
@@ -52,7 +51,7 @@ def control_error_reply(error: Exception, *, call: int) -> ControlErrorReply:
 
 
 def classify(error: Exception) -> tuple[ErrorCode, ErrorScope]:
-    """Return the wire's words for an exception; one that nobody foresaw is INTERNAL and costs one
+    """Return the code and scope of an exception; an unexpected one is INTERNAL and costs one
     step."""
     if isinstance(error, WorkerError):
         return ErrorCode(error.code), ErrorScope(error.scope)
@@ -67,7 +66,7 @@ def _message(error: Exception) -> str:
 
 
 def _traceback(error: Exception) -> str:
-    """The frames that led to `error`; none for a refusal."""
+    """Return the traceback of an error; empty for a refusal."""
     if error.__traceback__ is None or isinstance(error, _REFUSALS):
         return ""
     return "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]

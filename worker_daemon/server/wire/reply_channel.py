@@ -1,9 +1,8 @@
-"""The way back to the driver: encodes replies, keeps the last ones for replays, and sends them.
-Owns the results socket and the reply ring; knows neither threads that wait nor devices, and decides
-nothing.
+"""Sends replies to the driver: encodes them, and keeps the last ones for replays. Owns the results
+socket and the reply ring.
 
 Two threads use it, one at a time behind its lock, which is the full fence that libzmq asks for when
-a socket changes hands. Which of them may is the business of completion.py.
+a socket moves between threads. completion.py decides which of them sends.
 """
 
 import logging
@@ -70,18 +69,18 @@ class ReplyRing:
 
 
 class ReplyCounts:
-    """Since the daemon's start. Written by one thread at a time, read by any."""
+    """Counts since the daemon's start. Written by one thread at a time, read by any."""
 
     __slots__ = ("num_requests", "num_tokens")
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        """Sampled."""
+        """Tokens sampled."""
         self.num_requests = 0
-        """That the last step with a sample had."""
+        """Requests of the last step with a sample."""
 
     def add(self, reply: StepReply) -> None:
-        """Note a reply that is sent for the first time."""
+        """Count a reply that is sent for the first time."""
         if type(reply) is ModelRunnerOutput and reply.sampled_token_ids:
             self.num_requests = len(reply.sampled_token_ids) // 4
             self.num_tokens += self.num_requests
@@ -89,7 +88,7 @@ class ReplyCounts:
 
 class ReplyDelays:
     """The delays of the last MAX_DELAYS results. Written by one thread at a time; any thread may
-    ask for the summary, which costs what a step need not pay."""
+    call summary(), which does the work that steps do not."""
 
     __slots__ = ("_delays_ns",)
 
@@ -97,15 +96,15 @@ class ReplyDelays:
         self._delays_ns: deque[int] = deque(maxlen=MAX_DELAYS)
 
     def add(self, delay_ns: int) -> None:
-        """Note one delay, in nanoseconds."""
+        """Record one delay, in nanoseconds."""
         self._delays_ns.append(delay_ns)
 
     def clear(self) -> None:
-        """Forget all: another driver begins."""
+        """Forget all delays: another driver begins."""
         self._delays_ns.clear()
 
     def summary(self) -> ReplyDelay:
-        """Return median and 99th percentile, each the delay at its rank (no interpolation)."""
+        """Return median and 99th percentile, each as the delay at its rank (no interpolation)."""
         ordered = sorted(self._delays_ns.copy())
         if not ordered:
             return ReplyDelay(num_replies=0, p50_us=0.0, p99_us=0.0)
@@ -120,12 +119,12 @@ class ReplyChannel:
     """Every method may be called from any thread and returns without waiting for a peer."""
 
     def __init__(self, results: "zmq.Socket[bytes]") -> None:
-        """Take over the socket: nobody else uses or closes it from here on."""
+        """Take over the socket: no other object uses or closes it from here on."""
         self._results = results
         # pyzmq's compiled send: the Python around it takes longer when it ran last 5 ms ago.
         self._send_part = super(zmq.Socket, results).send
         self.delays = ReplyDelays()
-        """Of the attached driver's results, from the host to the socket."""
+        """Delays of the attached driver's results, from the host to the socket."""
         self.counts = ReplyCounts()
         self._lock = threading.Lock()
         self._ring = ReplyRing()
@@ -137,15 +136,14 @@ class ReplyChannel:
 
     @property
     def is_greeting(self) -> bool:
-        """Whether an attached driver has not been told so yet."""
+        """True if an attached driver has not been greeted yet."""
         return bool(self._greeting)
 
     def reply(
         self, reply: StepReply, arrays: Sequence[Frame] = (), known_ns: int | None = None
     ) -> None:
-        """Send a reply and keep it for its seq. One that cannot be encoded becomes a failure, which
-        is an outcome of its seq too. known_ns: since when the result that it carries was known to
-        be on the host, of time.monotonic_ns."""
+        """Send a reply, and keep it for its seq. known_ns: time.monotonic_ns since which its result
+        was known to be on the host."""
         try:
             frames = encode_step(reply, arrays)
         except Exception as error:
@@ -161,19 +159,19 @@ class ReplyChannel:
             self._ring.keep(reply.seq, frames)
 
     def fail(self, seq: int, error: Exception) -> ErrorReply:
-        """Send the failure of `seq`, a step of the attached driver, and keep it; return what was
-        sent."""
+        """Send the failure of `seq`, a step of the attached driver, and keep it; return the
+        reply."""
         failure = error_reply(error, epoch=self._epoch, seq=seq, rank=self._rank)
         self.reply(failure)
         return failure
 
     def nothing(self, seq: int) -> None:
-        """Keep the fact that this rank owes no reply to `seq`."""
+        """Record that this rank owes no reply to `seq`."""
         with self._lock:
             self._ring.keep(seq, ())
 
     def replay(self, seq: int) -> None:
-        """Send the reply to `seq` again, its bytes as they were, marked as a replay; or say that it
+        """Send the reply to `seq` again, with the same bytes, marked as a replay; or an error if it
         is no longer kept."""
         with self._lock:
             frames = self._ring.get(seq)
@@ -191,7 +189,7 @@ class ReplyChannel:
             self._send(route, frames)
 
     def attach(self, route: bytes, reply: Attached) -> None:
-        """Forget the former driver and its replies, and begin to greet this one."""
+        """Forget the former driver and its replies, and start to greet this one."""
         frames = encode_step(reply)
         with self._lock:
             self._route = route
@@ -204,22 +202,23 @@ class ReplyChannel:
         self.greet()
 
     def greet(self) -> None:
-        """Send Attached if the driver's results socket is there by now; give up at the limit."""
+        """Send Attached if the driver's results socket is connected by now; give up at the
+        limit."""
         with self._lock:
             if self._send(self._route, self._greeting):
                 self._greeting = ()
             elif time.monotonic() > self._greet_until:
-                logger.warning("epoch %d: the driver's results socket never came", self._epoch)
+                logger.warning("epoch %d: the driver's results socket never connected", self._epoch)
                 self._greeting = ()
 
     def close(self) -> None:
-        """Close the socket, after what was sent just now has had a moment to leave."""
+        """Close the socket, after a moment for the last replies to leave."""
         with self._lock:
             self._results.close(STOP_LINGER_MS)
 
     def _send(self, route: bytes, frames: Sequence[Frame]) -> bool:
-        """Send without waiting, the lock held: a driver that is gone or does not read asks for the
-        seq again, if it ever can."""
+        """Send without waiting, the lock held: a driver that does not read asks for the seq
+        again."""
         try:
             self._send_part(route, _ADDRESS)
             if len(frames) == 1:
@@ -232,5 +231,5 @@ class ReplyChannel:
 
 
 def _at_rank(ordered: list[int], percent: int) -> int:
-    """The smallest value that `percent` of all do not exceed."""
+    """Return the smallest value that `percent` of all do not exceed."""
     return ordered[-(-len(ordered) * percent // 100) - 1]

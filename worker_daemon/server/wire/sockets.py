@@ -1,6 +1,6 @@
-"""Makes the daemon's sockets with their bounds and binds them, all on the main thread before the
+"""Makes the daemon's sockets with their limits and binds them, all on the main thread before the
 other threads start: the start of a thread is the memory barrier that libzmq asks for when a socket
-changes hands."""
+moves to another thread."""
 
 import errno
 from dataclasses import dataclass
@@ -16,24 +16,25 @@ from worker_daemon.server.wire.endpoints import AnyEndpoint, EndpointInUseError,
 
 HIGH_WATER_MARK: Final = 64
 MAX_SILENT_BYTES: Final = 512
-"""Of a frame on the sockets that only send: a handshake's largest (about 320 bytes), or one
+"""Limit of a frame on the sockets that only send: the largest handshake (about 320 bytes), or one
 subscription."""
 EVENTS_RECEIVE_BYTES: Final = 16 << 10
-"""Of the kernel, for each subscriber: what it can have sent before anybody looks."""
+"""The kernel's receive buffer for each subscriber, which limits what it can send before the socket
+is checked."""
 DOORBELL: Final = "inproc://step-commands"
 """A second address of the step socket, so that the step thread waits for requests and commands in
-one blocking receive. Whoever else sends an empty message only makes it look for commands."""
+one blocking receive. An empty message only makes it look for commands, whoever sends it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sockets:
-    """Each is handed to its owner thread, which alone uses and closes it."""
+    """The sockets; each is used and closed by its owner thread alone."""
 
     control: zmq.asyncio.Socket
     events: zmq.Socket[bytes]
-    """Of the main thread too, but not of its loop: a PUB socket never waits."""
+    """Used on the main thread, outside its loop: a PUB socket never waits."""
     doorbell: zmq.Socket[bytes]
-    """Of the control thread: an empty message on it wakes the step thread."""
+    """Used on the main thread: an empty message on it wakes the step thread."""
     step: zmq.Socket[bytes]
     results: zmq.Socket[bytes]
 
@@ -41,8 +42,8 @@ class Sockets:
 def bind_sockets(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: AnyEndpoint, security: Security
 ) -> Sockets:
-    """Make and bind all of a daemon's sockets, and let peers in; the caller holds the endpoint's
-    lock.
+    """Make and bind all of a daemon's sockets, and let peers connect; the caller holds the
+    endpoint's lock.
 
     Raises:
         EndpointInUseError: another process listens on one of the ports.
@@ -66,7 +67,7 @@ def bind_sockets(
     for name, (socket, max_bytes) in bounded.items():
         _bound(socket, max_bytes + security.frame_bytes)
         security.protect(socket, name)
-    # The driver may connect again before its former connection has ended. Nobody else knows the
+    # The driver may connect again before its former connection has ended. No other peer knows the
     # routing id of its results socket; the other sockets' are given by libzmq.
     sockets.results.setsockopt(zmq.ROUTER_HANDOVER, 1)
     security.start()
@@ -81,8 +82,8 @@ def bind_sockets(
 def events_socket(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: AnyEndpoint, security: Security
 ) -> "zmq.Socket[bytes]":
-    """Make and bind another events socket in the place of one that was closed: so that everybody
-    who listens has to come in anew.
+    """Make and bind a new events socket in place of one that was closed, so that all subscribers
+    have to connect again.
 
     Raises:
         EndpointInUseError: the former one is still bound (on tcp; a file is taken over).
@@ -122,7 +123,7 @@ def _bound(socket: AnySocket, max_bytes: int) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     # No heartbeats from this side: libzmq 4.3.5 aborts the process when the timer fires for a peer
-    # that filled a queue and went away ("!_io_error"). Drivers send them, and libzmq answers.
+    # that filled a queue and left ("!_io_error"). Drivers send them, and libzmq answers.
     if socket.type == zmq.PUB:
         socket.setsockopt(zmq.RCVBUF, EVENTS_RECEIVE_BYTES)
     if socket.type == zmq.ROUTER:

@@ -1,5 +1,5 @@
-"""Requests of the lease's holder that do not decode: which seq such a request has, and what is
-answered. A pure function of the bytes, so that all ranks refuse it alike. Knows no socket."""
+"""Requests of the lease's holder that do not decode: reads their head, and makes the error reply. A
+pure function of the bytes, so that all ranks refuse a request alike."""
 
 import re
 import reprlib
@@ -19,11 +19,11 @@ _STEPS: Final[Mapping[object, type[msgspec.Struct]]] = {
     for kind in (step.ExecuteModel, step.SampleTokens, step.ExecuteDummyBatch)
 }
 _PLACE: Final = re.compile(r"no known message: (.*) - at `\$((?:\[\d+\])+)`$")
-"""How the decoder says what is wrong, and where."""
+"""The decoder's message, with the place of the error."""
 
 
 def head_of(frames: Sequence[Frame]) -> StepHead | None:
-    """Return whose epoch, link and seq a request has; None where not even that can be read."""
+    """Return the head of a request, with epoch, link and seq; None if it does not decode."""
     try:
         return decode_step_head(frames)
     except WireError:
@@ -31,12 +31,12 @@ def head_of(frames: Sequence[Frame]) -> StepHead | None:
 
 
 def is_step(head: StepHead) -> bool:
-    """Return whether the request is a step, on which those behind it stand."""
+    """Return True if the request is a step, on which later steps depend."""
     return head.tag in _STEPS
 
 
 def refusal(head: StepHead, frames: Sequence[Frame], error: WireError) -> Exception:
-    """Return the outcome of the request: for a step INVALID_STEP, with field and value."""
+    """Return the error of the request: for a step INVALID_STEP, with field and value."""
     kind = _STEPS.get(head.tag)
     if kind is None:
         return error
@@ -55,7 +55,7 @@ def refusal(head: StepHead, frames: Sequence[Frame], error: WireError) -> Except
 
 
 def _name(kind: type[msgspec.Struct], path: Sequence[int], whole: Any) -> str:
-    """Return the name of a place in a message; a struct has its tag, if any, in front."""
+    """Return the name of a place in a message; a struct's tag, if any, comes first."""
     where: inspect.Type = inspect.type_info(kind)
     name = ""
     for depth, index in enumerate(path):
@@ -73,14 +73,14 @@ def _name(kind: type[msgspec.Struct], path: Sequence[int], whole: Any) -> str:
 
 
 def _member(union: inspect.UnionType, value: Any) -> inspect.Type:
-    """Return which struct of a union a value is, by its tag."""
+    """Return the struct of a union that a value is, by its tag."""
     tag = value[0] if isinstance(value, list) and value else None
     structs = (each for each in union.types if isinstance(each, inspect.StructType))
     return next((each for each in structs if each.tag == tag), union)
 
 
 def _decoded(frame: Frame) -> Any:
-    """Return a message as plain lists; None where that cannot be had."""
+    """Return a message as plain lists; None if it does not decode."""
     try:
         return msgspec.msgpack.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -88,14 +88,15 @@ def _decoded(frame: Frame) -> Any:
 
 
 def _value_at(whole: Any, path: Sequence[int]) -> Any:
-    """Return what is at a place in a message. Raises LookupError or TypeError: nothing is."""
+    """Return the value at a place in a message. Raises LookupError or TypeError if there is
+    none."""
     for index in path:
         whole = whole[index]
     return whole
 
 
 def _value(whole: Any, path: Sequence[int]) -> Any:
-    """Return what is at a place in a message, cut short."""
+    """Return the value at a place in a message, shortened."""
     try:
         value = _value_at(whole, path)
     except (LookupError, TypeError):

@@ -1,1 +1,1 @@
-"""Weights from outside into a running worker."""
+"""Weight updates of a running worker."""

@@ -27,7 +27,7 @@ from worker_daemon.models.weights import read_headers, read_tensor
 from worker_daemon.worker.resolve import confine_directory
 
 NUM_BUFFERS: Final = 2
-"""One is received into while the other is copied from."""
+"""One receives while the other is copied from."""
 MAX_BUFFER_BYTES: Final = 64 << 30
 DTYPES: Final = {
     "float64": torch.float64,
@@ -39,25 +39,18 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Rows(NamedTuple):
-    """Rows of one tensor, as they have come."""
+    """Received rows of one tensor."""
 
     name: str
     first_row: int
     values: Tensor
-    """[rows, ...], whole rows; of a tensor's own shape where it came in one piece."""
+    """[rows, ...], whole rows; in the tensor's own shape if it was received in one piece."""
     is_last: bool
-    """The tensor is complete with these."""
-
-
-class _Reserved(NamedTuple):
-    """For one round of broadcasts."""
-
-    transfers: list[Transfer]
-    buffers: list[Tensor]
+    """True if the tensor is complete with these."""
 
 
 Place = Callable[[Sequence[Rows]], None]
-"""Takes what has come; does not keep it."""
+"""Stores received rows; does not keep them."""
 
 
 class TransferEngine:
@@ -107,16 +100,18 @@ class BroadcastReceiver(TransferEngine):
     """Receives a trainer's broadcasts."""
 
     def __init__(self, meeting: TrainerRendezvous, device: torch.device) -> None:
-        """Meets nobody yet: open() does, and may be aborted meanwhile. gloo's buffers are in host
-        memory, also where the weights are on a GPU."""
+        """Does not connect yet: open() does, and may be aborted meanwhile. gloo's buffers are in
+        host memory, even for weights on a GPU."""
         self._buffer_device = device if meeting.backend == "nccl" else torch.device("cpu")
         self._group = TransferGroup(meeting, self._buffer_device)
         self.transfer_rank = meeting.rank
-        self._reserved = _Reserved([], [])
+        self._transfers: list[Transfer] = []
+        self._buffers: list[Tensor] = []
+        """Of the round that was reserved last."""
         self._device = device
 
     def open(self) -> None:
-        """Meet the trainer and the other workers. Raises TransferError."""
+        """Connect to the trainer and the other workers. Raises TransferError."""
         self._group.open()
 
     def describe(self, message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
@@ -124,7 +119,7 @@ class BroadcastReceiver(TransferEngine):
             raise _wrong_engine("broadcasts", message.source)
         if message.source.packed_bytes > MAX_BUFFER_BYTES:
             raise ConfigError(
-                "a buffer is not that large",
+                "the buffer is too large",
                 field="packed_bytes",
                 value=message.source.packed_bytes,
                 fix=f"at most {MAX_BUFFER_BYTES}",
@@ -136,8 +131,8 @@ class BroadcastReceiver(TransferEngine):
         dtypes = [_NAMES[dtype] for dtype in manifest.dtypes]
         transfers = plan_transfers(manifest.shapes, dtypes, source.packed_bytes)
         longest = max((transfer.num_bytes for transfer in transfers), default=0)
-        buffers = self._allocate(min(NUM_BUFFERS, len(transfers)), longest)
-        self._reserved = _Reserved(transfers, buffers)
+        self._buffers = self._allocate(min(NUM_BUFFERS, len(transfers)), longest)
+        self._transfers = transfers
 
     def accept(self, source: wt.Source) -> None:
         assert isinstance(source, wt.BroadcastSource), "described before"
@@ -148,10 +143,11 @@ class BroadcastReceiver(TransferEngine):
             try:
                 self._answer(source, "refused")
             except TransferError:
-                return  # nobody to tell
+                return  # the trainer is lost
 
     def receive(self, manifest: Manifest, source: wt.Source, place: Place) -> int:
-        (transfers, buffers), self._reserved = self._reserved, _Reserved([], [])
+        transfers, self._transfers = self._transfers, []
+        buffers, self._buffers = self._buffers, []
         under_way: deque[tuple[IncomingBroadcast, Transfer]] = deque()
 
         def take_oldest() -> None:
@@ -198,10 +194,10 @@ class IpcReader(TransferEngine):
     """Copies out of a trainer's CUDA memory."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises ConfigError on a CPU, TransferError without a driver."""
+        """Raises ConfigError on a CPU, TransferError without CUDA's driver."""
         if device.type != "cuda":
             raise ConfigError(
-                "CUDA memory is shared between GPUs' processes only",
+                "CUDA memory can be shared between GPU processes only",
                 field="engine",
                 value="ipc",
                 fix="gloo or disk",
@@ -217,7 +213,7 @@ class IpcReader(TransferEngine):
         count = len(manifest.names)
         if not len(source.blocks) == len(source.offsets) == count:
             raise ConfigError(
-                "one block and one offset a tensor",
+                "one block and one offset per tensor are needed",
                 field="blocks",
                 value=len(source.blocks),
                 fix=str(count),
@@ -265,7 +261,7 @@ class DiskReader(TransferEngine):
             raise _wrong_engine("disk", source)
         if message.dtypes or message.shapes:
             raise ConfigError(
-                "the files say dtypes and shapes",
+                "dtypes and shapes come from the files",
                 field="shapes",
                 value=len(message.shapes),
                 fix="leave dtypes and shapes empty",
@@ -290,11 +286,11 @@ class DiskReader(TransferEngine):
 
 
 def _named(message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
-    """What a request names, or what the one before did."""
+    """Return the tensors that a request names, or those of the request before."""
     if not (message.names or message.dtypes or message.shapes):
         if former is None:
             raise ConfigError(
-                "there is no former round whose names could be meant",
+                "no names were given, now or in a former round",
                 field="names",
                 value=[],
                 fix="send names, dtypes and shapes once",
@@ -305,7 +301,7 @@ def _named(message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
             "names, dtypes and shapes are of different lengths",
             field="names",
             value=[len(message.names), len(message.dtypes), len(message.shapes)],
-            fix="one of each a tensor, or none at all",
+            fix="one of each per tensor, or none at all",
         )
     dtypes = tuple(DTYPES[name] for name in message.dtypes)
     return Manifest(message.names, dtypes, message.shapes)
@@ -319,7 +315,7 @@ def _rows(manifest: Manifest, part: Part, received: Tensor) -> Rows:
 
 
 def _empty_rows(manifest: Manifest) -> list[Rows]:
-    """Tensors without elements are in no transfer."""
+    """Return the tensors without elements, which no transfer contains."""
     return [
         Rows(name, 0, torch.empty(shape, dtype=dtype), True)
         for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)

@@ -1,4 +1,4 @@
-"""What update_config may change: how and from where the next reload reads. Pure."""
+"""Overrides of update_config: where and how the next reload reads. Pure."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -30,7 +30,7 @@ def apply_overrides(config: ModelConfig, overrides: Mapping[str, str | int | boo
     for name, value in overrides.items():
         if name in _AT_LOAD:
             raise ConfigError(
-                "this is settled when a model is loaded",
+                "this field is fixed when a model is loaded",
                 field=name,
                 value=value,
                 fix=_AT_LOAD[name],

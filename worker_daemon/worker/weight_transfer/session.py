@@ -1,7 +1,7 @@
-"""Weight updates of a loaded model: begin, take tensors, finish, and what a failure leaves. Owns
-the engine and the open update; whether the weights are whole belongs to `models/weight_state.py`.
+"""Weight updates of a loaded model: start, receive, finish, and the state after a failure. Owns the
+engine and the open update; `models/weight_state.py` tracks whether the weights are complete.
 
-Used on the step thread, abort() apart.
+Used on the step thread, except abort().
 """
 
 import logging
@@ -27,7 +27,7 @@ from worker_daemon.worker.weight_transfer.engines import (
 
 _LOG = logging.getLogger(__name__)
 _SLACK_S: Final = 30.0
-"""A wait for the trainer ends by itself; a phase that is that much longer hangs elsewhere."""
+"""A wait for the trainer ends by itself; a phase that lasts this much longer hangs elsewhere."""
 _DISPOSAL_S: Final = 0.5
 _PHASE_EVERY_S: Final = 0.25
 
@@ -44,10 +44,10 @@ class _Update:
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """What one update_weights did."""
+    """The result of one update_weights."""
 
     num_tensors: int
-    """Of this rank."""
+    """Tensors of this rank."""
     size_bytes: int
     seconds: float
 
@@ -62,16 +62,16 @@ class WeightTransfer:
         self._former: Manifest | None = None
         self._update: _Update | None = None
         self._may_wait = False
-        """Whether the step thread is where it may wait for a trainer."""
+        """True while the step thread may wait for a trainer."""
 
     def init_engine(
         self, engine: wt.Engine, timeout_s: float, place: RankPlace, roots: Roots
     ) -> int:
-        """Give the engine of before up, and open this one; return the rank in its communicator.
+        """Close the former engine, and open this one; return the rank in its communicator.
 
         Raises:
             ConfigError: the engine is not for this device, or there is no such rank.
-            TransferError: the trainer, or another worker, has not come. There is no engine then.
+            TransferError: the trainer, or another worker, did not connect. There is no engine then.
         """
         self.close_engine()
         self._timeout_s = timeout_s
@@ -92,7 +92,7 @@ class WeightTransfer:
         return self._engine.transfer_rank
 
     def start(self, message: wt.StartWeightUpdate, model: LoadedModel, place: RankPlace) -> None:
-        """Open an update; one that is open is given up, and what it wrote must come again."""
+        """Open an update; one that is open is dropped, and its tensors must be sent again."""
         if message.format == "kernel":
             parallel = place.parallel
             places = kernel_places(
@@ -108,7 +108,7 @@ class WeightTransfer:
         model.weights.begin(partial=message.partial)
 
     def update(self, message: wt.UpdateWeights) -> RoundReport:
-        """Take the tensors of one request.
+        """Receive the tensors of one request.
 
         A request that is refused before its first byte leaves the update open.
 
@@ -117,8 +117,8 @@ class WeightTransfer:
             ConfigError: the tensors are not the model's, or the engine is another one.
             CheckpointError: files are missing, truncated or not the model's.
             CapacityError: there is no memory for the buffers.
-            TransferError: the bytes did not come. The update has failed: the weights are dirty, and
-                a communicator is given up.
+            TransferError: the transfer failed, and the update with it: the weights are dirty, and
+                the communicator is closed.
         """
         began = time.monotonic()
         update, engine = self._open_update(), self._engine
@@ -150,7 +150,7 @@ class WeightTransfer:
         return RoundReport(writer.num_tensors, size_bytes, time.monotonic() - began)
 
     def finish(self) -> int:
-        """Close the update; return how many the model has had.
+        """Close the update; return how many updates the model has had.
 
         Raises:
             StateError: none is open, or this rank misses tensors.
@@ -164,24 +164,23 @@ class WeightTransfer:
         return number
 
     def drop_update(self) -> None:
-        """Forget an open update: the weights have been loaded anew meanwhile."""
+        """Drop an open update: the weights have been reloaded meanwhile."""
         self._update = None
 
     def abandon(self, cause: str) -> None:
-        """Give up what a driver has left: its update, which leaves the weights dirty, and its
-        trainer."""
+        """Drop the update of a replaced driver, which leaves the weights dirty, and its engine."""
         self.interrupt(cause)
         self.close_engine()
 
     def interrupt(self, cause: str) -> None:
-        """Give up an open update."""
+        """Drop an open update, which leaves the weights dirty."""
         if self._update is not None:
             self._update.model.weights.interrupt(cause)
             self._update = None
 
     def abort(self) -> bool:
-        """End an operation that may wait for a trainer, if one runs; tell whether one does. From
-        any thread."""
+        """Abort an operation that may wait for a trainer; return True if one runs. From any
+        thread."""
         engine = self._engine
         if not self._may_wait or engine is None:
             return False
@@ -197,7 +196,7 @@ class WeightTransfer:
             self._may_wait = False
 
     def close_engine(self) -> None:
-        """Leave the trainer, in the background where that takes time."""
+        """Close the engine, in the background if that takes time."""
         engine, self._engine = self._engine, None
         self._former = None
         disposal = None if engine is None else engine.close()
@@ -215,7 +214,7 @@ class WeightTransfer:
 
 
 class _Writer:
-    """Puts what comes in its place, and keeps the state and the phase up to date."""
+    """Writes received rows to their places, and updates the weights' state and the phase."""
 
     def __init__(
         self, update: _Update, num_tensors: int, timeout_s: float, set_phase: SetPhase
@@ -252,7 +251,7 @@ class _Writer:
 def _meeting(engine: wt.BroadcastEngine, timeout_s: float, place: RankPlace) -> TrainerRendezvous:
     rank = engine.rank_offset + place.parallel.rank
     needed = engine.rank_offset + place.parallel.world_size
-    if engine.world_size < needed:  # all ranks refuse, also those that would have a place
+    if engine.world_size < needed:  # all ranks refuse, even those that it has room for
         raise ConfigError(
             "the communicator has no such rank",
             field="rank_offset",
