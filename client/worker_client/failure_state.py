@@ -183,7 +183,7 @@ class WeightsGone:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainHeard:
+class DrainReported:
     """Some ranks drain."""
 
     ranks: frozenset[int]
@@ -198,7 +198,7 @@ Event: TypeAlias = (
     | Failed
     | FailureReported
     | WeightsGone
-    | DrainHeard
+    | DrainReported
 )
 Kind: TypeAlias = Change | type[Event]
 """A Change is a kind of its own, another event is of its class."""
@@ -254,7 +254,7 @@ TABLE: Final[Mapping[Kind, Row]] = MappingProxyType(
         },
         WeightsGone: _to(Weights.NOT_WHOLE),
         Change.WEIGHTS_FILLED: _to(Weights.WHOLE),
-        DrainHeard: _to(DrainState.DRAINING),
+        DrainReported: _to(DrainState.DRAINING),
         Change.DRAIN_OVER: _to(DrainState.NONE),
     }
 )
@@ -492,11 +492,11 @@ class FailureState:
             return self._link_failed(0, error)
         return error
 
-    def heard_drain(self, rank: int, *, drains: bool) -> None:
+    def report_drain(self, rank: int, *, drains: bool) -> None:
         """Apply the drain flag of a rank's heartbeat."""
         if drains != (rank in self._draining):
             ranks = self._draining ^ {rank}
-            self.apply(DrainHeard(ranks) if ranks else Change.DRAIN_OVER)
+            self.apply(DrainReported(ranks) if ranks else Change.DRAIN_OVER)
 
     def _link_failed(self, seq: int, error: ClientError) -> ClientError:
         given_up = self._tries.failed(seq, error)
@@ -533,7 +533,7 @@ class FailureState:
                 self.weights_cause = event.cause
             case Change.WEIGHTS_FILLED:
                 self.weights_cause = ""
-            case DrainHeard():
+            case DrainReported():
                 self._draining = event.ranks
             case Change.DRAIN_OVER:
                 self._draining = frozenset()
