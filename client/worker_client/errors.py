@@ -55,8 +55,9 @@ ClientError
 """
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
+from typing import ClassVar
 
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope
 
@@ -346,6 +347,12 @@ class StepFailed(ClientError):
 class RemoteError(ClientError):
     """A daemon answered with an error. `remote_traceback` is text for people."""
 
+    of_code: ClassVar[ErrorCode]
+    """Code of the class; each subclass has another one."""
+
+    def __init_subclass__(cls, *, code: ErrorCode) -> None:
+        cls.of_code = code
+
     def __init__(self, reply: ErrorReply | ControlErrorReply, *, rank: int, endpoint: str) -> None:
         text = f"rank {rank} at {endpoint}: {reply.code}: {reply.message}"
         super().__init__(f"{text}\n{reply.traceback}".rstrip())
@@ -357,31 +364,31 @@ class RemoteError(ClientError):
         self.remote_traceback = reply.traceback
 
 
-class RemoteProtocolError(RemoteError):
+class RemoteProtocolError(RemoteError, code=ErrorCode.PROTOCOL):
     """The daemon reports that this driver broke a rule of the wire."""
 
 
-class RemoteBadFrameError(RemoteProtocolError):
+class RemoteBadFrameError(RemoteProtocolError, code=ErrorCode.BAD_FRAME):
     """The daemon could not decode a message."""
 
 
-class RemoteTooLargeError(RemoteProtocolError):
+class RemoteTooLargeError(RemoteProtocolError, code=ErrorCode.TOO_LARGE):
     """The daemon refused a message for its size."""
 
 
-class IncompatibleError(RemoteProtocolError):
+class IncompatibleError(RemoteProtocolError, code=ErrorCode.INCOMPATIBLE):
     """Protocol versions differ; the message names both."""
 
 
-class FencedError(RemoteProtocolError):
+class FencedError(RemoteProtocolError, code=ErrorCode.FENCED):
     """Another driver has attached since, or the link is an old one."""
 
 
-class NotAttachedError(RemoteProtocolError):
+class NotAttachedError(RemoteProtocolError, code=ErrorCode.NOT_ATTACHED):
     """The daemon never granted this epoch."""
 
 
-class LeaseHeldError(RemoteProtocolError):
+class LeaseHeldError(RemoteProtocolError, code=ErrorCode.LEASE_HELD):
     """Another driver holds the lease of a daemon. `holder` is the driver_digest of its id,
     `holder_name` its HOST:PID, `remaining_s` the time until the lease expires unless it is
     renewed."""
@@ -394,106 +401,87 @@ class LeaseHeldError(RemoteProtocolError):
         self.remaining_s = 0.0 if lease is None else lease.remaining_ms / 1000
 
 
-class LeaseExpiredError(RemoteProtocolError):
+class LeaseExpiredError(RemoteProtocolError, code=ErrorCode.LEASE_EXPIRED):
     """This driver did not renew its lease in time: attach again."""
 
 
-class DrainingError(RemoteProtocolError):
+class DrainingError(RemoteProtocolError, code=ErrorCode.DRAINING):
     """An operator drains the daemon: it takes no more steps and no more drivers. What is loaded
     stays; once the drain is undone a driver can continue."""
 
 
-class ForbiddenError(RemoteProtocolError):
+class ForbiddenError(RemoteProtocolError, code=ErrorCode.FORBIDDEN):
     """Our key lacks the role that the request needs; the message names both."""
 
 
-class StaleError(RemoteProtocolError):
+class StaleError(RemoteProtocolError, code=ErrorCode.STALE):
     """A request older than the replies still kept."""
 
 
-class GapError(RemoteProtocolError):
+class GapError(RemoteProtocolError, code=ErrorCode.GAP):
     """A request before this one never reached the daemon."""
 
 
-class IllegalStateError(RemoteError):
+class IllegalStateError(RemoteError, code=ErrorCode.ILLEGAL_STATE):
     """The operation is not legal in the daemon's state."""
 
 
-class RemoteConfigError(RemoteError):
+class RemoteConfigError(RemoteError, code=ErrorCode.CONFIG):
     """The daemon refused a setting."""
 
 
-class RemoteCheckpointError(RemoteConfigError):
+class RemoteCheckpointError(RemoteConfigError, code=ErrorCode.CHECKPOINT):
     """The model's files are missing, truncated or inconsistent with config.json."""
 
 
-class InvalidStepError(RemoteError):
+class InvalidStepError(RemoteError, code=ErrorCode.INVALID_STEP):
     """The step held a value that no kernel may see."""
 
 
-class RemoteCapacityError(RemoteError):
+class RemoteCapacityError(RemoteError, code=ErrorCode.CAPACITY):
     """Not enough device memory, KV blocks or rows."""
 
 
-class RemoteOutOfMemoryError(RemoteCapacityError):
+class RemoteOutOfMemoryError(RemoteCapacityError, code=ErrorCode.OUT_OF_MEMORY):
     """An allocation failed; the message has the requested and the free amount. The next step may
     succeed."""
 
 
-class CommError(RemoteError):
+class CommError(RemoteError, code=ErrorCode.COMM):
     """A peer or a link is lost."""
 
 
-class UpstreamFailedError(CommError):
+class UpstreamFailedError(CommError, code=ErrorCode.UPSTREAM_FAILED):
     """An earlier pipeline stage failed in this step."""
 
 
-class WeightTransferError(RemoteError):
+class WeightTransferError(RemoteError, code=ErrorCode.TRANSFER):
     """A trainer did not come, died, or its memory cannot be reached. The daemon serves on as its
     state allows."""
 
 
-class PrecededByError(RemoteError):
+class PrecededByError(RemoteError, code=ErrorCode.PRECEDED_BY):
     """A step before this one failed."""
 
 
-class RemoteDeviceError(RemoteError):
+class RemoteDeviceError(RemoteError, code=ErrorCode.DEVICE):
     """The device is unusable: the daemon exits."""
 
 
-class RemoteInternalError(RemoteError):
+class RemoteInternalError(RemoteError, code=ErrorCode.INTERNAL):
     """An invariant of the daemon is broken: it exits."""
 
 
+def _with_code(kind: type[RemoteError]) -> Iterator[type[RemoteError]]:
+    for direct in kind.__subclasses__():
+        yield direct
+        yield from _with_code(direct)
+
+
 REMOTE_ERRORS: Mapping[ErrorCode, type[RemoteError]] = MappingProxyType(
-    {
-        ErrorCode.PROTOCOL: RemoteProtocolError,
-        ErrorCode.BAD_FRAME: RemoteBadFrameError,
-        ErrorCode.TOO_LARGE: RemoteTooLargeError,
-        ErrorCode.INCOMPATIBLE: IncompatibleError,
-        ErrorCode.FENCED: FencedError,
-        ErrorCode.NOT_ATTACHED: NotAttachedError,
-        ErrorCode.LEASE_HELD: LeaseHeldError,
-        ErrorCode.LEASE_EXPIRED: LeaseExpiredError,
-        ErrorCode.DRAINING: DrainingError,
-        ErrorCode.FORBIDDEN: ForbiddenError,
-        ErrorCode.STALE: StaleError,
-        ErrorCode.GAP: GapError,
-        ErrorCode.ILLEGAL_STATE: IllegalStateError,
-        ErrorCode.CONFIG: RemoteConfigError,
-        ErrorCode.CHECKPOINT: RemoteCheckpointError,
-        ErrorCode.INVALID_STEP: InvalidStepError,
-        ErrorCode.CAPACITY: RemoteCapacityError,
-        ErrorCode.OUT_OF_MEMORY: RemoteOutOfMemoryError,
-        ErrorCode.COMM: CommError,
-        ErrorCode.UPSTREAM_FAILED: UpstreamFailedError,
-        ErrorCode.PRECEDED_BY: PrecededByError,
-        ErrorCode.TRANSFER: WeightTransferError,
-        ErrorCode.DEVICE: RemoteDeviceError,
-        ErrorCode.INTERNAL: RemoteInternalError,
-    }
+    {kind.of_code: kind for kind in _with_code(RemoteError)}
 )
-"""Total over ErrorCode; a test holds it to that."""
+"""Total over ErrorCode, which a test checks."""
 
 
 def remote_error(reply: ErrorReply | ControlErrorReply, *, rank: int, endpoint: str) -> RemoteError:
