@@ -2,28 +2,28 @@
 the wire's codes to it.
 
 ClientError
- +- ClientConfigError         a setting of the driver's is wrong: names field, value and fix
+ +- ClientConfigError         a setting of the driver is wrong: names field, value and fix
  |   +- EndpointError             an endpoint that this version cannot use
  |   |   `- UntrustedEndpointError    another user's process may listen there
  |   +- ConfigMismatchError       the daemons hold another configuration: names the differing fields
  |   +- KVPlanError               the KV cache cannot hold what was asked for
  |   |- RequestError              one request or input line: names line, field, value and fix
- |   `- OutputError               what a command was to write is not on disk, or not all of it
+ |   `- OutputError               output of a command could not be written completely
  +- InvalidSchedulerOutput    a scheduler broke a rule: names request, field, value and fix
  +- TooManyStepsInFlight      more steps were sent than the group has credits for
- +- DeadlineExceeded          an answer did not come in time
- +- AuthenticationError       a daemon refused our key, or has another key than it should
+ +- DeadlineExceeded          a reply did not come in time
+ +- AuthenticationError       a daemon refused our key, or has not the expected key
  +- OutOfDescriptors          this process has no file descriptor left for a socket
  +- OutOfThreads              this process can start no thread
  +- LeaseNotRenewed           the thread that renews the lease has failed
  +- WorkerDied                a daemon is dead, or has been given up
  |   `- NothingListens            no daemon is at an endpoint: it was not started, or has ended
  +- ReplacementFailed         no daemon took a lost rank's place
- +- LinkGivenUp               the ranks cannot reach each other, again and again
+ +- LinkGivenUp               links between the ranks failed too often in a row
  +- LaunchError               a local daemon did not become ready
  +- Unkillable                a local daemon's process does not end by SIGKILL
  +- TraceError                a trace cannot be read, or is no trace
- +- SchedulerStalled          a scheduler has requests, but nothing to send, and nothing is to come
+ +- SchedulerStalled          a scheduler has requests, but no step, and no result is pending
  +- WeightsNotWhole           a weight update is open or has failed: no step can be sent
  +- AdoptionMismatch          ranks disagree about a request that was to be adopted
  +- StepFailed                a step failed on a rank; carries the traceback and what was lost
@@ -62,7 +62,7 @@ from typing import ClassVar
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope
 
 MAX_VALUE_LENGTH = 200
-"""Characters of a request's wrong value that its error shows."""
+"""Bound on the characters of a wrong value in a request's error."""
 
 
 class ClientError(Exception):
@@ -88,8 +88,8 @@ class EndpointError(ClientConfigError):
 
 
 class UntrustedEndpointError(EndpointError):
-    """Another user's process may listen at an ipc endpoint, and the daemon there has no key to
-    prove. Nothing was sent."""
+    """Another user's process may listen at an ipc endpoint, and the daemon there has no key.
+    Nothing was sent."""
 
     def __init__(self, address: str, why: str) -> None:
         super().__init__(
@@ -132,7 +132,7 @@ class RequestError(ClientConfigError):
         self.line = line
 
     def at_line(self, line: int) -> "RequestError":
-        """Return the same error with the line that it is about."""
+        """Return the same error with its line number."""
         return RequestError(
             self.message, field=self.field, value=self.value, fix=self.fix, line=line
         )
@@ -149,7 +149,7 @@ def _shortened(value: object) -> str:
 
 
 class TraceError(ClientError):
-    """A trace cannot be read, or is no trace."""
+    """A trace is malformed or cannot be read."""
 
 
 class InvalidSchedulerOutput(ClientError):
@@ -174,7 +174,7 @@ class SchedulerStalled(ClientError):
 
 
 class TooManyStepsInFlight(ClientError):
-    """execute_model was called with every credit (pipeline size + 1) in use: take a result
+    """execute_model was called with every credit (pipeline size + 1) in use: wait for a result
     first."""
 
 
@@ -258,7 +258,7 @@ class LinkGivenUp(ClientError):
 
 
 class ReplacementFailed(ClientError):
-    """No daemon took the place of a lost rank. `rank` is the one that was waited for last."""
+    """No daemon took the place of a lost rank. `rank` is the last one that was waited for."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(message)
@@ -321,9 +321,9 @@ class LaunchError(ClientError):
 class StepFailed(ClientError):
     """A step failed, and with it every step sent after it.
 
-    `lost_req_ids` are the requests that took part in any of them: their rows are gone, so they must
-    be admitted again from their known tokens. `__cause__` is the typed error of the rank (or of the
-    transport).
+    `lost_req_ids` are the requests that took part in any of them: their rows are dropped, so they
+    must be admitted again from their known tokens. `__cause__` is the typed error of the rank (or
+    of the transport).
     """
 
     def __init__(
@@ -381,7 +381,7 @@ class IncompatibleError(RemoteProtocolError, code=ErrorCode.INCOMPATIBLE):
 
 
 class FencedError(RemoteProtocolError, code=ErrorCode.FENCED):
-    """Another driver has attached since, or the link is an old one."""
+    """Another driver has attached since, or the link is outdated."""
 
 
 class NotAttachedError(RemoteProtocolError, code=ErrorCode.NOT_ATTACHED):
@@ -415,7 +415,7 @@ class ForbiddenError(RemoteProtocolError, code=ErrorCode.FORBIDDEN):
 
 
 class StaleError(RemoteProtocolError, code=ErrorCode.STALE):
-    """A request older than the replies still kept."""
+    """A request is older than the replies that the daemon keeps."""
 
 
 class GapError(RemoteProtocolError, code=ErrorCode.GAP):
@@ -435,7 +435,7 @@ class RemoteCheckpointError(RemoteConfigError, code=ErrorCode.CHECKPOINT):
 
 
 class InvalidStepError(RemoteError, code=ErrorCode.INVALID_STEP):
-    """The step held a value that no kernel may see."""
+    """The step had a value that the kernels must not get."""
 
 
 class RemoteCapacityError(RemoteError, code=ErrorCode.CAPACITY):

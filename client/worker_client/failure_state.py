@@ -66,7 +66,7 @@ class Ending(enum.Enum):
 
 
 class FailureReport(enum.Enum):
-    """State of the latest failure: reported by a future, or not yet."""
+    """Latest failure: reported by a future, or not yet."""
 
     NONE = "nothing has failed since prepare() or attach()"
     UNREPORTED = "a failure that no future has reported"
@@ -76,21 +76,21 @@ class FailureReport(enum.Enum):
 
 
 class RootCause(enum.Enum):
-    """Search for the cause of a step that a rank failed as a consequence only."""
+    """Wait for the root cause of a step that one rank failed as a consequence."""
 
     SETTLED = "no step waits for its cause"
     AWAITED = "another rank may still report the cause of a failed step"
 
 
 class Weights(enum.Enum):
-    """Completeness of the model's weights, as far as the driver knows."""
+    """Completeness of the model's weights, as the driver knows it."""
 
     WHOLE = "complete: steps can run on them"
     NOT_WHOLE = "an update is open, or has failed"
 
 
 class DrainState(enum.Enum):
-    """Drain, as an operator has asked for it."""
+    """Drain by an operator."""
 
     NONE = "no rank drains"
     DRAINING = "a rank's heartbeat reports that it drains"
@@ -143,7 +143,7 @@ class RankLost:
 
 @dataclass(frozen=True, slots=True)
 class OwnershipLost:
-    """The daemons do not take this driver's steps any more."""
+    """The daemons no longer take this driver's steps."""
 
     cause: ClientError
 

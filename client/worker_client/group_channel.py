@@ -202,7 +202,7 @@ class GroupChannel:
             WorkerDied: one of them is dead. The steps in flight are not failed by this: lose()
             does that.
             RemoteError, LeaseNotRenewed: the lease is lost.
-            AuthenticationError: a daemon turned us away.
+            AuthenticationError: a daemon refused us.
         """
         self.daemons.results.read_news()
         self._read_events_now_and_then()

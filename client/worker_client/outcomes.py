@@ -141,10 +141,10 @@ class StepFuture:
         Raises:
             DeadlineExceeded: timeout_s passed; the step is still in flight.
             StepFailed: a rank failed the step or one before it, or the step's own deadline passed.
-            From here on
-                the group takes steps again, without the requests that the error calls lost.
-            WorkerDied: the group is unusable. FencedError, LeaseExpiredError, NotAttachedError: it
-                is not this driver's any more, unless it attaches again.
+                From here on the group takes steps again, without the requests that the error names
+                as lost.
+            WorkerDied: the group is unusable.
+            FencedError, LeaseExpiredError, NotAttachedError: this driver must attach again.
         """
         until = self.deadline if timeout_s is None else time.monotonic() + timeout_s
         self.group.wait_for(self, until)
@@ -196,7 +196,7 @@ class StepsInFlight:
 
     @property
     def pending(self) -> list[StepFuture]:
-        """Futures whose outcome is not known, oldest first."""
+        """Futures whose outcome is unknown, oldest first."""
         return list(self._futures.values())
 
     @property

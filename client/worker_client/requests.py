@@ -89,7 +89,7 @@ def random_seed() -> int:
 
 
 def seeded(request: GenerationRequest) -> GenerationRequest:
-    """Return the request with a seed: its own, or a random one where it samples without one."""
+    """Return the request with a seed: its own, or a random one if it samples without one."""
     if request.seed is not None or request.temperature == 0:
         return request
     return replace(request, seed=random_seed())
@@ -191,8 +191,8 @@ class RequestParser:
         """Return the request on line index + 1; bytes are UTF-8.
 
         Raises:
-            RequestError: it is no JSON object, or a field is unknown, of the wrong type or out of
-                bounds; names line, field, value and fix.
+            RequestError: it is not a JSON object, or a field is unknown, of the wrong type or out
+                of bounds; names line, field, value and fix.
         """
         try:
             return self.from_fields(_load_object(_decoded(text)), index)

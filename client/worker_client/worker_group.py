@@ -613,7 +613,7 @@ class WorkerGroup:
             InvalidSchedulerOutput: the output breaks a rule; nothing was sent.
             WorkerDied: the group is unusable.
             WeightsNotWhole: a weight update is open, or has failed; nothing was sent.
-            DrainingError: an operator wants no more steps of this group; nothing was sent.
+            DrainingError: an operator drains this group; nothing was sent.
         """
         self._channel.check_usable()
         self._channel.check_serving()

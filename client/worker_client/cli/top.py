@@ -118,8 +118,8 @@ def top(
     known_daemons: KnownDaemons = None,
     wait: Wait = 0.0,
 ) -> None:
-    """Watch what daemons do: state, lease, requests, speed, memory, GPU. q or Ctrl-C ends it.
-    With --once the exit code is 1 where a daemon does not answer."""
+    """Watch daemons: state, lease, requests, speed, memory, GPU. q or Ctrl-C ends it. With --once
+    the exit code is 1 if a daemon does not answer."""
     keys = read_keys(key_file, known_daemons)
     with _feeds(named_daemons(endpoints), keys) as feeds, contextlib.suppress(KeyboardInterrupt):
         if once:
