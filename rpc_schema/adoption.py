@@ -55,7 +55,7 @@ class AdoptRequests(StepRequest["AdoptRequestsReply"], frozen=True, tag=70, kw_o
 
 
 class AdoptRequestsReply(StepReply, frozen=True, tag=70, kw_only=True):
-    """Rows by ascending slot, as many as fit."""
+    """Rows by ascending slot, as many as fit into the reply."""
 
     rows: Annotated[tuple[RequestRow, ...], Meta(max_length=65535)]
     next_slot: Count

@@ -92,7 +92,7 @@ class CacheConfig(Value, frozen=True, kw_only=True):
     gpu_memory_utilization: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.9
     """Share of the device's total memory that this worker may use."""
     kv_cache_memory_bytes: Unsigned | None = None
-    """Overrides what profiling finds; the profile pass still runs."""
+    """Overrides the result of profiling; the profile still runs."""
 
 
 class GraphConfig(Value, frozen=True, kw_only=True):
@@ -116,7 +116,7 @@ class WorkerConfig(Value, frozen=True, kw_only=True):
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
 
     def differing_fields(self, other: "WorkerConfig") -> list[str]:
-        """Name the fields in which two configurations differ, as `section.field: mine !=
+        """Return the fields in which two configurations differ, as `section.field: mine !=
         theirs`."""
         differences = []
         for section in self.__struct_fields__:

@@ -67,8 +67,7 @@ class ControlErrorReply(ControlReply, frozen=True, tag=0, kw_only=True):
 
 
 class WireError(Exception):
-    """A message cannot be put on the wire or taken off it. `code` is the ErrorCode that names it to
-    the peer."""
+    """A message cannot be encoded or decoded. `code` is its ErrorCode for the peer."""
 
     code = ErrorCode.BAD_FRAME
 

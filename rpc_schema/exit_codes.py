@@ -26,7 +26,7 @@ class ExitCode(IntEnum):
     INTERNAL = 70, "an invariant of the daemon is broken"
     """An invariant of ours is broken."""
     IN_USE = 73, "another daemon has the endpoint or the GPU, or its files are gone"
-    """Another daemon has the endpoint or the GPU, or the endpoint's files are gone."""
+    """Another daemon has the endpoint or the GPU, or the endpoint's files were removed."""
     OUTPUT = 74, "output could not be written, or not all of it"
     """`worker-client` alone: output could not be written, or only partly."""
     RETRY_LATER = 75, "there is not enough memory, disk or open files now"
@@ -40,15 +40,15 @@ class ExitCode(IntEnum):
     GPU_LOST = 87, "the GPU is lost or needs a reset"
     """The GPU is lost or needs a reset: do not restart the daemon on it before."""
     LINK_UNUSABLE = 88, "a communicator hung again soon after a relink"
-    """A communicator hung again soon after it was made anew."""
+    """A communicator hung again soon after a relink."""
     INTERRUPTED_TWICE = 130, "a second SIGINT came"
-    """A second signal came before the first was obeyed, this one SIGINT."""
+    """A second signal came before the first was handled, this one SIGINT."""
     ABORTED = 134, "it was aborted (SIGABRT)"
     """SIGABRT: from C++ libraries, or from systemd's watchdog."""
     KILLED = 137, "it was killed (SIGKILL), perhaps by the kernel for want of memory"
     """SIGKILL: by somebody, or by the kernel for want of memory."""
     TERMINATED_TWICE = 143, "a second SIGTERM came"
-    """A second signal came before the first was obeyed, this one SIGTERM."""
+    """A second signal came before the first was handled, this one SIGTERM."""
 
 
 DO_NOT_RESTART: Final = frozenset((ExitCode.KEY_REFUSED, ExitCode.CONFIG, ExitCode.GPU_LOST))

@@ -38,5 +38,5 @@ KindT = TypeVar("KindT", bound=Extension)
 
 
 def extension_of(extensions: Iterable[Extension], kind: type[KindT]) -> KindT | None:
-    """Return the extension of a kind, if there is one."""
+    """Return the extension of a type, if there is one."""
     return next((each for each in extensions if isinstance(each, kind)), None)

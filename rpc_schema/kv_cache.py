@@ -114,7 +114,7 @@ def groups_of(config: KVCacheConfig) -> tuple[BlockGroup, ...]:
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Return the blocks that hold num_tokens tokens."""
+    """Return the number of blocks for num_tokens tokens."""
     return -(-num_tokens // block_size)
 
 

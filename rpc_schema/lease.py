@@ -19,7 +19,7 @@ MAX_ORPHAN_KV_TTL_MS = 3_600_000
 DEFAULT_ORPHAN_KV_TTL_MS = 60_000
 
 HolderName = Annotated[str, Meta(max_length=128)]
-"""HOST:PID of a driver, for people; proves nothing."""
+"""HOST:PID of a driver, for people; not authenticated."""
 
 
 class LeaseStatus(Value, frozen=True, kw_only=True):

@@ -93,7 +93,7 @@ class PrepareAttach(ControlRequest["PrepareAttachReply"], frozen=True, tag=2, kw
 
 
 class PrepareAttachReply(ControlReply, frozen=True, tag=2, kw_only=True):
-    """granted is False where last_epoch is not below the epoch asked for: ask again above it."""
+    """granted is False if last_epoch is not below the requested epoch: request a higher one."""
 
     granted: bool
     last_epoch: Unsigned
@@ -107,7 +107,7 @@ class CommitAttach(ControlRequest["CommitAttachReply"], frozen=True, tag=3, kw_o
     driver_id: Uid
     epoch: Annotated[int, Meta(ge=1, le=2**63 - 1)]
     results_route: Uid
-    """Routing id of the driver's results socket. A secret: a connection with this id gets the
+    """Routing id of the driver's results socket. A secret: a connection with this id receives the
     results."""
     keep_requests: bool = False
     """Keep those requests for AdoptRequests; the first ExecuteModel drops the ones that it does not
@@ -217,7 +217,7 @@ class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):
     previous_epoch: Unsigned
     previous_seq: Unsigned
     previous_clean: bool
-    """No step was cut off and every send was received."""
+    """No step was interrupted and every send was received."""
     status: Status
 
 

@@ -144,7 +144,7 @@ class _Visitor:
         connection.setblocking(False)
         self._send(self._nonce)
 
-    def read(self, board: _Store) -> None:
+    def read(self, store: _Store) -> None:
         """Process received data. Raises OSError or RendezvousError: the connection is to be
         closed."""
         data = self.connection.recv(_READ_BYTES if self.is_proven else _NONCE + _CODE)
@@ -154,11 +154,11 @@ class _Visitor:
         if not self.is_proven:
             self._take_proof()
         while (body := self._take_frame()) is not None:
-            self._answer(body, board)
+            self._answer(body, store)
 
-    def look(self, board: _Store) -> None:
+    def look(self, store: _Store) -> None:
         """Answer a waiting request, if its value is there."""
-        if self.awaited is not None and (value := board.find(self.awaited)) is not None:
+        if self.awaited is not None and (value := store.find(self.awaited)) is not None:
             self.awaited = None
             self._send(self._down.frame(_OK + value))
 
@@ -192,16 +192,16 @@ class _Visitor:
             raise RendezvousError("its frame was forged")
         return body
 
-    def _answer(self, body: bytes, board: _Store) -> None:
+    def _answer(self, body: bytes, store: _Store) -> None:
         operation, key_size = _REQUEST.unpack_from(body)
         end = _REQUEST.size + key_size
         key = body[_REQUEST.size : end].decode()
         if operation == _GET:
             self.awaited = key
-            self.look(board)
+            self.look(store)
             return
         try:
-            board.set(key, body[end:])
+            store.set(key, body[end:])
         except RendezvousError as error:
             self._send(self._down.frame(_REFUSED + str(error).encode()))
         else:
@@ -229,86 +229,90 @@ class StoreServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.host = host
         self.secret = secret or new_secret()
-        self._board = _Store()
+        self._store = _Store()
         self._num_members = num_members
-        self._guests: dict[socket.socket, _Visitor] = {}
+        self._visitors: dict[socket.socket, _Visitor] = {}
         self._closing = threading.Event()
-        self._door: socket.socket | None = socket.create_server(
+        self._listener: socket.socket | None = socket.create_server(
             (host, 0), family=family, backlog=128
         )
-        self._door.setblocking(False)
-        self.port: int = self._door.getsockname()[1]
-        self._bell, self._bell_end = socket.socketpair()
-        self._bell.setblocking(False)
-        self._bell_end.setblocking(False)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._wakeup, self._wakeup_end = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._wakeup_end.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._door, selectors.EVENT_READ)
-        self._selector.register(self._bell_end, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wakeup_end, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="rendezvous", daemon=True)
         self._thread.start()
 
     def set(self, key: str, value: bytes) -> None:
         """Set a value, as a member would. Raises RendezvousError: it is too long."""
-        self._board.set(key, value)
-        self._ring()
+        self._store.set(key, value)
+        self._wake()
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """Wait for a value. Raises RendezvousError: it was not set in time, or the rendezvous is
         closed."""
-        return self._board.get(key, timeout_s)
+        return self._store.get(key, timeout_s)
 
     def has(self, keys: Iterable[str]) -> bool:
         """Return True if all these were set."""
-        return self._board.has(keys)
+        return self._store.has(keys)
 
     def forget(self, keys: Iterable[str]) -> None:
         """Remove these."""
-        self._board.forget(keys)
+        self._store.forget(keys)
 
     def close(self) -> None:
         """Close all connections. Idempotent."""
         self._closing.set()
-        self._ring()
+        self._wake()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full: already signaled; closed: the server has ended
-            self._bell.send(b"\0")
+            self._wakeup.send(b"\0")
 
     def _serve(self) -> None:
         try:
-            while not self._closing.is_set() and (self._door is not None or self._guests):
-                self._turn()
+            while not self._closing.is_set() and (self._listener is not None or self._visitors):
+                self._poll()
         finally:
-            self._board.close()
-            for guest in list(self._guests):
-                self._show_out(guest)
-            self._shut_door()
+            self._store.close()
+            for visitor in list(self._visitors):
+                self._close_connection(visitor)
+            self._stop_listening()
             self._selector.close()
-            self._bell.close()
-            self._bell_end.close()
+            self._wakeup.close()
+            self._wakeup_end.close()
 
-    def _turn(self) -> None:
-        for key, _ in self._selector.select(self._patience_s()):
+    def _poll(self) -> None:
+        for key, _ in self._selector.select(self._select_timeout_s()):
             connection = key.fileobj
             assert isinstance(connection, socket.socket)
-            if connection is self._door:
-                self._welcome()
-            elif connection is self._bell_end:
+            if connection is self._listener:
+                self._accept()
+            elif connection is self._wakeup_end:
                 connection.recv(_READ_BYTES)
-            elif connection in self._guests:  # not closed in this turn
-                self._hear(connection)
-        self._answer_those_who_wait()
-        self._show_out_late()
+            elif connection in self._visitors:  # not closed in this turn
+                self._read(connection)
+        self._answer_waiting()
+        self._close_late()
 
-    def _patience_s(self) -> float | None:
-        return PROOF_S / 4 if any(not guest.is_proven for guest in self._guests.values()) else None
+    def _select_timeout_s(self) -> float | None:
+        return (
+            PROOF_S / 4
+            if any(not visitor.is_proven for visitor in self._visitors.values())
+            else None
+        )
 
-    def _welcome(self) -> None:
-        assert self._door is not None
+    def _accept(self) -> None:
+        assert self._listener is not None
         try:
-            connection, _ = self._door.accept()
+            connection, _ = self._listener.accept()
         except BlockingIOError:
             return
         except OSError:  # no descriptor is left: close the connections without a proof
@@ -317,7 +321,7 @@ class StoreServer:
             return
         self._make_room(MAX_UNPROVEN - 1)
         try:
-            self._guests[connection] = _Visitor(connection, self.secret)
+            self._visitors[connection] = _Visitor(connection, self.secret)
         except (OSError, RendezvousError):
             connection.close()
             return
@@ -325,48 +329,48 @@ class StoreServer:
 
     def _make_room(self, limit: int) -> None:
         """Keep no more than the newest `limit` connections without a proof."""
-        unproven = [each for each, guest in self._guests.items() if not guest.is_proven]
+        unproven = [each for each, visitor in self._visitors.items() if not visitor.is_proven]
         for connection in unproven[: max(0, len(unproven) - limit)]:
-            self._show_out(connection)
+            self._close_connection(connection)
 
-    def _hear(self, connection: socket.socket) -> None:
-        guest = self._guests[connection]
-        was_proven = guest.is_proven
+    def _read(self, connection: socket.socket) -> None:
+        visitor = self._visitors[connection]
+        was_proven = visitor.is_proven
         try:
-            guest.read(self._board)
+            visitor.read(self._store)
         except (OSError, RendezvousError, ValueError, struct.error):
-            self._show_out(connection)
-        if guest.is_proven and not was_proven and self._are_all_here():
+            self._close_connection(connection)
+        if visitor.is_proven and not was_proven and self._is_complete():
             self._make_room(0)
-            self._shut_door()
+            self._stop_listening()
 
-    def _are_all_here(self) -> bool:
-        return sum(guest.is_proven for guest in self._guests.values()) == self._num_members
+    def _is_complete(self) -> bool:
+        return sum(visitor.is_proven for visitor in self._visitors.values()) == self._num_members
 
-    def _answer_those_who_wait(self) -> None:
-        for connection, guest in list(self._guests.items()):
+    def _answer_waiting(self) -> None:
+        for connection, visitor in list(self._visitors.items()):
             try:
-                guest.look(self._board)
+                visitor.look(self._store)
             except (OSError, RendezvousError):
-                self._show_out(connection)
+                self._close_connection(connection)
 
-    def _show_out_late(self) -> None:
+    def _close_late(self) -> None:
         before = time.monotonic() - PROOF_S
-        for connection, guest in list(self._guests.items()):
-            if not guest.is_proven and guest.arrived_at < before:
-                self._show_out(connection)
+        for connection, visitor in list(self._visitors.items()):
+            if not visitor.is_proven and visitor.arrived_at < before:
+                self._close_connection(connection)
 
-    def _show_out(self, connection: socket.socket) -> None:
-        del self._guests[connection]
+    def _close_connection(self, connection: socket.socket) -> None:
+        del self._visitors[connection]
         with contextlib.suppress(KeyError):
             self._selector.unregister(connection)
         connection.close()
 
-    def _shut_door(self) -> None:
-        if self._door is not None:
-            self._selector.unregister(self._door)
-            self._door.close()
-            self._door = None
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
 
 
 class Member:

@@ -24,7 +24,7 @@ class RandomSampling(Extension, frozen=True, tag=1, kw_only=True):
     (seed, position, logits) gives the same token in any batch and any parallel shape."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
-    """At least MIN_TEMPERATURE, or 0, which takes the most likely token too."""
+    """At least MIN_TEMPERATURE, or 0, which also takes the most likely token."""
     top_k: Count = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: Annotated[float, Meta(ge=1e-6, le=1.0)] = 1.0

@@ -46,8 +46,8 @@ class NewRequestData(Value, frozen=True, kw_only=True):
     slot: Slot
     req_id: Name
     num_tokens: Positive
-    """Tokens of this request in frame 0 of the message: the prompt, then what was generated before
-    a preemption."""
+    """Tokens of this request in frame 0 of the message: the prompt, then the tokens generated
+    before a preemption."""
     num_prompt_tokens: Positive
     num_computed_tokens: Count
     """Leading tokens whose KV is in the cache already: a prefix hit. Less than num_tokens."""
@@ -127,4 +127,4 @@ class ModelRunnerOutput(StepReply, frozen=True, tag=1, kw_only=True):
 
 
 class Done(StepReply, frozen=True, tag=2, kw_only=True):
-    """An operation without a result of its own is complete."""
+    """Completion of an operation without a result of its own."""

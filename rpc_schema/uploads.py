@@ -63,7 +63,7 @@ class UploadChunk(ControlRequest["UploadChunkReply"], frozen=True, tag=40, kw_on
     offset: Unsigned
     """A multiple of 524288."""
     data: Annotated[bytes, Meta(min_length=1, max_length=CHUNK_BYTES)]
-    """524288 bytes, or what is left at the tensor's end."""
+    """524288 bytes, or the rest at the tensor's end."""
 
 
 class UploadChunkReply(ControlReply, frozen=True, tag=40, kw_only=True):

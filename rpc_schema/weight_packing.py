@@ -11,7 +11,7 @@ ALIGNMENT: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Consecutive rows of one tensor, and where they lie in a transfer."""
+    """Consecutive rows of one tensor, and their place in a transfer."""
 
     tensor: int
     """Its index among the names."""

@@ -35,7 +35,7 @@ class BroadcastEngine(Value, frozen=True, tag=1, kw_only=True):
 
 
 class IpcEngine(Value, frozen=True, tag=2, kw_only=True):
-    """The trainer's CUDA memory, mapped here: trainer and worker are on one host."""
+    """The trainer's CUDA memory, mapped by the worker: both are on one host."""
 
 
 class DiskEngine(Value, frozen=True, tag=3, kw_only=True):
@@ -151,11 +151,11 @@ class ReloadWeightsReply(StepReply, frozen=True, tag=54, kw_only=True):
 
 
 class UpdateConfig(StepRequest[Done], frozen=True, tag=55, kw_only=True):
-    """Change what the next ReloadWeights reads, and how."""
+    """Change the source and options of the next ReloadWeights."""
 
     overrides: Annotated[dict[Name, str | int | bool], Meta(max_length=64)]
     """By section and field: `model.model`, `model.seed`, `load.load_format`,
-    `load.verify_checksums`. All others are refused, and nothing is applied."""
+    `load.verify_checksums`. Any other field is refused, and nothing is applied."""
 
 
 class WeightsStatus(Value, frozen=True, kw_only=True):

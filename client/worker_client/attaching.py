@@ -50,7 +50,9 @@ class Attachment:
         """See WorkerGroup.attach."""
         agree_s = ATTACH_TIMEOUT_S if timeout_s is None else timeout_s
         if wait_s:
-            self._await_daemons(agree_s, time.monotonic() + wait_s)
+            listen_by = time.monotonic() + wait_s
+            for client in self.channel.daemons.present:
+                client.greet(agree_s, listen_by)
         deadline = time.monotonic() + agree_s
         links = self.channel.links
         links.step_deadline_s = max(map(_step_deadline_s, self._hello(deadline)))
@@ -103,11 +105,6 @@ class Attachment:
         for call in pending:
             with contextlib.suppress(ClientError, WireError):
                 call.result()
-
-    def _await_daemons(self, timeout_s: float, listen_by: float) -> None:
-        """Wait for daemons that are not started yet."""
-        for client in self.channel.daemons.present:
-            client.greet(timeout_s, listen_by)
 
     def _hello(self, deadline: float) -> list[lc.Status]:
         """Exchange versions with every daemon, then return their states."""

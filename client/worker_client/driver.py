@@ -161,9 +161,10 @@ class Driver:
             WorkerDied: a daemon is lost, and `recover` does not replace it, or has done so
                 MAX_CONSECUTIVE_FAILURES times since a step ended well.
             InvalidSchedulerOutput: the scheduler gave a step that breaks a rule. The steps before
-                it are over, and the scheduler has it back, by step_failed. It may be called again.
-            DrainingError: an operator wants no more steps of the group, and those in flight are
-                over. It may be called again, and goes on once the drain is undone.
+                it are settled, and step_failed has returned it to the scheduler. It may be called
+                again.
+            DrainingError: an operator drains the group, and the steps in flight are settled. It may
+                be called again, and continues once the drain is undone.
         """
         try:
             self._fill()

@@ -2,28 +2,28 @@
 the wire's codes to it.
 
 ClientError
- +- ClientConfigError         a setting of the driver's is wrong: names field, value and fix
+ +- ClientConfigError         a setting of the driver is wrong: names field, value and fix
  |   +- EndpointError             an endpoint that this version cannot use
  |   |   `- UntrustedEndpointError    another user's process may listen there
  |   +- ConfigMismatchError       the daemons hold another configuration: names the differing fields
  |   +- KVPlanError               the KV cache cannot hold what was asked for
  |   |- RequestError              one request or input line: names line, field, value and fix
- |   `- OutputError               what a command was to write is not on disk, or not all of it
+ |   `- OutputError               output of a command could not be written completely
  +- InvalidSchedulerOutput    a scheduler broke a rule: names request, field, value and fix
  +- TooManyStepsInFlight      more steps were sent than the group has credits for
- +- DeadlineExceeded          an answer did not come in time
- +- AuthenticationError       a daemon refused our key, or has another key than it should
+ +- DeadlineExceeded          a reply did not come in time
+ +- AuthenticationError       a daemon refused our key, or has not the expected key
  +- OutOfDescriptors          this process has no file descriptor left for a socket
  +- OutOfThreads              this process can start no thread
  +- LeaseNotRenewed           the thread that renews the lease has failed
  +- WorkerDied                a daemon is dead, or has been given up
  |   `- NothingListens            no daemon is at an endpoint: it was not started, or has ended
  +- ReplacementFailed         no daemon took a lost rank's place
- +- LinkGivenUp               the ranks cannot reach each other, again and again
+ +- LinkGivenUp               links between the ranks failed too often in a row
  +- LaunchError               a local daemon did not become ready
  +- Unkillable                a local daemon's process does not end by SIGKILL
  +- TraceError                a trace cannot be read, or is no trace
- +- SchedulerStalled          a scheduler has requests, but nothing to send, and nothing is to come
+ +- SchedulerStalled          a scheduler has requests, but no step, and no result is pending
  +- WeightsNotWhole           a weight update is open or has failed: no step can be sent
  +- AdoptionMismatch          ranks disagree about a request that was to be adopted
  +- StepFailed                a step failed on a rank; carries the traceback and what was lost
@@ -55,13 +55,14 @@ ClientError
 """
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
+from typing import ClassVar
 
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope
 
 MAX_VALUE_LENGTH = 200
-"""Characters of a request's wrong value that its error shows."""
+"""Bound on the characters of a wrong value in a request's error."""
 
 
 class ClientError(Exception):
@@ -87,8 +88,8 @@ class EndpointError(ClientConfigError):
 
 
 class UntrustedEndpointError(EndpointError):
-    """Another user's process may listen at an ipc endpoint, and the daemon there has no key to
-    prove. Nothing was sent."""
+    """Another user's process may listen at an ipc endpoint, and the daemon there has no key.
+    Nothing was sent."""
 
     def __init__(self, address: str, why: str) -> None:
         super().__init__(
@@ -131,7 +132,7 @@ class RequestError(ClientConfigError):
         self.line = line
 
     def at_line(self, line: int) -> "RequestError":
-        """Return the same error with the line that it is about."""
+        """Return the same error with its line number."""
         return RequestError(
             self.message, field=self.field, value=self.value, fix=self.fix, line=line
         )
@@ -148,7 +149,7 @@ def _shortened(value: object) -> str:
 
 
 class TraceError(ClientError):
-    """A trace cannot be read, or is no trace."""
+    """A trace is malformed or cannot be read."""
 
 
 class InvalidSchedulerOutput(ClientError):
@@ -173,7 +174,7 @@ class SchedulerStalled(ClientError):
 
 
 class TooManyStepsInFlight(ClientError):
-    """execute_model was called with every credit (pipeline size + 1) in use: take a result
+    """execute_model was called with every credit (pipeline size + 1) in use: wait for a result
     first."""
 
 
@@ -257,7 +258,7 @@ class LinkGivenUp(ClientError):
 
 
 class ReplacementFailed(ClientError):
-    """No daemon took the place of a lost rank. `rank` is the one that was waited for last."""
+    """No daemon took the place of a lost rank. `rank` is the last one that was waited for."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(message)
@@ -320,9 +321,9 @@ class LaunchError(ClientError):
 class StepFailed(ClientError):
     """A step failed, and with it every step sent after it.
 
-    `lost_req_ids` are the requests that took part in any of them: their rows are gone, so they must
-    be admitted again from their known tokens. `__cause__` is the typed error of the rank (or of the
-    transport).
+    `lost_req_ids` are the requests that took part in any of them: their rows are dropped, so they
+    must be admitted again from their known tokens. `__cause__` is the typed error of the rank (or
+    of the transport).
     """
 
     def __init__(
@@ -346,6 +347,12 @@ class StepFailed(ClientError):
 class RemoteError(ClientError):
     """A daemon answered with an error. `remote_traceback` is text for people."""
 
+    of_code: ClassVar[ErrorCode]
+    """Code of the class; each subclass has another one."""
+
+    def __init_subclass__(cls, *, code: ErrorCode) -> None:
+        cls.of_code = code
+
     def __init__(self, reply: ErrorReply | ControlErrorReply, *, rank: int, endpoint: str) -> None:
         text = f"rank {rank} at {endpoint}: {reply.code}: {reply.message}"
         super().__init__(f"{text}\n{reply.traceback}".rstrip())
@@ -357,31 +364,31 @@ class RemoteError(ClientError):
         self.remote_traceback = reply.traceback
 
 
-class RemoteProtocolError(RemoteError):
+class RemoteProtocolError(RemoteError, code=ErrorCode.PROTOCOL):
     """The daemon reports that this driver broke a rule of the wire."""
 
 
-class RemoteBadFrameError(RemoteProtocolError):
+class RemoteBadFrameError(RemoteProtocolError, code=ErrorCode.BAD_FRAME):
     """The daemon could not decode a message."""
 
 
-class RemoteTooLargeError(RemoteProtocolError):
+class RemoteTooLargeError(RemoteProtocolError, code=ErrorCode.TOO_LARGE):
     """The daemon refused a message for its size."""
 
 
-class IncompatibleError(RemoteProtocolError):
+class IncompatibleError(RemoteProtocolError, code=ErrorCode.INCOMPATIBLE):
     """Protocol versions differ; the message names both."""
 
 
-class FencedError(RemoteProtocolError):
-    """Another driver has attached since, or the link is an old one."""
+class FencedError(RemoteProtocolError, code=ErrorCode.FENCED):
+    """Another driver has attached since, or the link is outdated."""
 
 
-class NotAttachedError(RemoteProtocolError):
+class NotAttachedError(RemoteProtocolError, code=ErrorCode.NOT_ATTACHED):
     """The daemon never granted this epoch."""
 
 
-class LeaseHeldError(RemoteProtocolError):
+class LeaseHeldError(RemoteProtocolError, code=ErrorCode.LEASE_HELD):
     """Another driver holds the lease of a daemon. `holder` is the driver_digest of its id,
     `holder_name` its HOST:PID, `remaining_s` the time until the lease expires unless it is
     renewed."""
@@ -394,106 +401,87 @@ class LeaseHeldError(RemoteProtocolError):
         self.remaining_s = 0.0 if lease is None else lease.remaining_ms / 1000
 
 
-class LeaseExpiredError(RemoteProtocolError):
+class LeaseExpiredError(RemoteProtocolError, code=ErrorCode.LEASE_EXPIRED):
     """This driver did not renew its lease in time: attach again."""
 
 
-class DrainingError(RemoteProtocolError):
+class DrainingError(RemoteProtocolError, code=ErrorCode.DRAINING):
     """An operator drains the daemon: it takes no more steps and no more drivers. What is loaded
     stays; once the drain is undone a driver can continue."""
 
 
-class ForbiddenError(RemoteProtocolError):
+class ForbiddenError(RemoteProtocolError, code=ErrorCode.FORBIDDEN):
     """Our key lacks the role that the request needs; the message names both."""
 
 
-class StaleError(RemoteProtocolError):
-    """A request older than the replies still kept."""
+class StaleError(RemoteProtocolError, code=ErrorCode.STALE):
+    """A request is older than the replies that the daemon keeps."""
 
 
-class GapError(RemoteProtocolError):
+class GapError(RemoteProtocolError, code=ErrorCode.GAP):
     """A request before this one never reached the daemon."""
 
 
-class IllegalStateError(RemoteError):
+class IllegalStateError(RemoteError, code=ErrorCode.ILLEGAL_STATE):
     """The operation is not legal in the daemon's state."""
 
 
-class RemoteConfigError(RemoteError):
+class RemoteConfigError(RemoteError, code=ErrorCode.CONFIG):
     """The daemon refused a setting."""
 
 
-class RemoteCheckpointError(RemoteConfigError):
+class RemoteCheckpointError(RemoteConfigError, code=ErrorCode.CHECKPOINT):
     """The model's files are missing, truncated or inconsistent with config.json."""
 
 
-class InvalidStepError(RemoteError):
-    """The step held a value that no kernel may see."""
+class InvalidStepError(RemoteError, code=ErrorCode.INVALID_STEP):
+    """The step had a value that the kernels must not get."""
 
 
-class RemoteCapacityError(RemoteError):
+class RemoteCapacityError(RemoteError, code=ErrorCode.CAPACITY):
     """Not enough device memory, KV blocks or rows."""
 
 
-class RemoteOutOfMemoryError(RemoteCapacityError):
+class RemoteOutOfMemoryError(RemoteCapacityError, code=ErrorCode.OUT_OF_MEMORY):
     """An allocation failed; the message has the requested and the free amount. The next step may
     succeed."""
 
 
-class CommError(RemoteError):
+class CommError(RemoteError, code=ErrorCode.COMM):
     """A peer or a link is lost."""
 
 
-class UpstreamFailedError(CommError):
+class UpstreamFailedError(CommError, code=ErrorCode.UPSTREAM_FAILED):
     """An earlier pipeline stage failed in this step."""
 
 
-class WeightTransferError(RemoteError):
+class WeightTransferError(RemoteError, code=ErrorCode.TRANSFER):
     """A trainer did not come, died, or its memory cannot be reached. The daemon serves on as its
     state allows."""
 
 
-class PrecededByError(RemoteError):
+class PrecededByError(RemoteError, code=ErrorCode.PRECEDED_BY):
     """A step before this one failed."""
 
 
-class RemoteDeviceError(RemoteError):
+class RemoteDeviceError(RemoteError, code=ErrorCode.DEVICE):
     """The device is unusable: the daemon exits."""
 
 
-class RemoteInternalError(RemoteError):
+class RemoteInternalError(RemoteError, code=ErrorCode.INTERNAL):
     """An invariant of the daemon is broken: it exits."""
 
 
+def _with_code(kind: type[RemoteError]) -> Iterator[type[RemoteError]]:
+    for direct in kind.__subclasses__():
+        yield direct
+        yield from _with_code(direct)
+
+
 REMOTE_ERRORS: Mapping[ErrorCode, type[RemoteError]] = MappingProxyType(
-    {
-        ErrorCode.PROTOCOL: RemoteProtocolError,
-        ErrorCode.BAD_FRAME: RemoteBadFrameError,
-        ErrorCode.TOO_LARGE: RemoteTooLargeError,
-        ErrorCode.INCOMPATIBLE: IncompatibleError,
-        ErrorCode.FENCED: FencedError,
-        ErrorCode.NOT_ATTACHED: NotAttachedError,
-        ErrorCode.LEASE_HELD: LeaseHeldError,
-        ErrorCode.LEASE_EXPIRED: LeaseExpiredError,
-        ErrorCode.DRAINING: DrainingError,
-        ErrorCode.FORBIDDEN: ForbiddenError,
-        ErrorCode.STALE: StaleError,
-        ErrorCode.GAP: GapError,
-        ErrorCode.ILLEGAL_STATE: IllegalStateError,
-        ErrorCode.CONFIG: RemoteConfigError,
-        ErrorCode.CHECKPOINT: RemoteCheckpointError,
-        ErrorCode.INVALID_STEP: InvalidStepError,
-        ErrorCode.CAPACITY: RemoteCapacityError,
-        ErrorCode.OUT_OF_MEMORY: RemoteOutOfMemoryError,
-        ErrorCode.COMM: CommError,
-        ErrorCode.UPSTREAM_FAILED: UpstreamFailedError,
-        ErrorCode.PRECEDED_BY: PrecededByError,
-        ErrorCode.TRANSFER: WeightTransferError,
-        ErrorCode.DEVICE: RemoteDeviceError,
-        ErrorCode.INTERNAL: RemoteInternalError,
-    }
+    {kind.of_code: kind for kind in _with_code(RemoteError)}
 )
-"""Total over ErrorCode; a test holds it to that."""
+"""Total over ErrorCode, which a test checks."""
 
 
 def remote_error(reply: ErrorReply | ControlErrorReply, *, rank: int, endpoint: str) -> RemoteError:

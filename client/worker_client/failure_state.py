@@ -66,7 +66,7 @@ class Ending(enum.Enum):
 
 
 class FailureReport(enum.Enum):
-    """State of the latest failure: reported by a future, or not yet."""
+    """Latest failure: reported by a future, or not yet."""
 
     NONE = "nothing has failed since prepare() or attach()"
     UNREPORTED = "a failure that no future has reported"
@@ -76,21 +76,21 @@ class FailureReport(enum.Enum):
 
 
 class RootCause(enum.Enum):
-    """Search for the cause of a step that a rank failed as a consequence only."""
+    """Wait for the root cause of a step that one rank failed as a consequence."""
 
     SETTLED = "no step waits for its cause"
     AWAITED = "another rank may still report the cause of a failed step"
 
 
 class Weights(enum.Enum):
-    """Completeness of the model's weights, as far as the driver knows."""
+    """Completeness of the model's weights, as the driver knows it."""
 
     WHOLE = "complete: steps can run on them"
     NOT_WHOLE = "an update is open, or has failed"
 
 
 class DrainState(enum.Enum):
-    """Drain, as an operator has asked for it."""
+    """Drain by an operator."""
 
     NONE = "no rank drains"
     DRAINING = "a rank's heartbeat reports that it drains"
@@ -143,7 +143,7 @@ class RankLost:
 
 @dataclass(frozen=True, slots=True)
 class OwnershipLost:
-    """The daemons do not take this driver's steps any more."""
+    """The daemons no longer take this driver's steps."""
 
     cause: ClientError
 
@@ -183,7 +183,7 @@ class WeightsGone:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainHeard:
+class DrainReported:
     """Some ranks drain."""
 
     ranks: frozenset[int]
@@ -198,7 +198,7 @@ Event: TypeAlias = (
     | Failed
     | FailureReported
     | WeightsGone
-    | DrainHeard
+    | DrainReported
 )
 Kind: TypeAlias = Change | type[Event]
 """A Change is a kind of its own, another event is of its class."""
@@ -254,7 +254,7 @@ TABLE: Final[Mapping[Kind, Row]] = MappingProxyType(
         },
         WeightsGone: _to(Weights.NOT_WHOLE),
         Change.WEIGHTS_FILLED: _to(Weights.WHOLE),
-        DrainHeard: _to(DrainState.DRAINING),
+        DrainReported: _to(DrainState.DRAINING),
         Change.DRAIN_OVER: _to(DrainState.NONE),
     }
 )
@@ -492,11 +492,11 @@ class FailureState:
             return self._link_failed(0, error)
         return error
 
-    def heard_drain(self, rank: int, *, drains: bool) -> None:
+    def report_drain(self, rank: int, *, drains: bool) -> None:
         """Apply the drain flag of a rank's heartbeat."""
         if drains != (rank in self._draining):
             ranks = self._draining ^ {rank}
-            self.apply(DrainHeard(ranks) if ranks else Change.DRAIN_OVER)
+            self.apply(DrainReported(ranks) if ranks else Change.DRAIN_OVER)
 
     def _link_failed(self, seq: int, error: ClientError) -> ClientError:
         given_up = self._tries.failed(seq, error)
@@ -533,7 +533,7 @@ class FailureState:
                 self.weights_cause = event.cause
             case Change.WEIGHTS_FILLED:
                 self.weights_cause = ""
-            case DrainHeard():
+            case DrainReported():
                 self._draining = event.ranks
             case Change.DRAIN_OVER:
                 self._draining = frozenset()

@@ -39,7 +39,7 @@ class Gathering:
         causes = (error for error in self._errors if error.code not in _CONSEQUENCES)
         return next(causes, self._errors[0])
 
-    def has_heard(self, rank: int) -> bool:
+    def has_replied(self, rank: int) -> bool:
         """Return True if a rank, by its number, has replied."""
         return any(reply.rank == rank for reply in (*self.replies, *self._errors))
 

@@ -202,7 +202,7 @@ class GroupChannel:
             WorkerDied: one of them is dead. The steps in flight are not failed by this: lose()
             does that.
             RemoteError, LeaseNotRenewed: the lease is lost.
-            AuthenticationError: a daemon turned us away.
+            AuthenticationError: a daemon refused us.
         """
         self.daemons.results.read_news()
         self._read_events_now_and_then()
@@ -225,7 +225,7 @@ class GroupChannel:
         if not self.epoch:
             return
         for client in self.daemons.present:
-            if self.daemons.watch.standings[client.rank] != "dead":
+            if self.daemons.watch.liveness[client.rank] != "dead":
                 with contextlib.suppress(ClientError, WireError):
                     client.begin(
                         partial(lc.AbortLink, epoch=self.epoch, cause=cause[:1024]), ABORT_SEND_S
@@ -400,19 +400,17 @@ class GroupChannel:
         lost."""
         if time.monotonic() < self._resending.due or not self._outstanding:
             return
-        self._read_events()
-        self._resending.send_overdue(self._outstanding, self._answered, is_step=self._awaits_step)
+        self._next_events = 0.0
+        self._read_events_now_and_then()
+        is_step = self._gather is None
+        self._resending.send_overdue(self._outstanding, self._answered, is_step=is_step)
 
     def _send_lost(self, rank: int) -> None:
         """Send again after a daemon's connection broke and came back: requests or replies may be
         lost."""
         if self._outstanding and rank not in self.daemons.absent and rank not in self._answered:
             with contextlib.suppress(WorkerDied):
-                self._resending.send_lost(rank, self._outstanding, is_step=self._awaits_step)
-
-    @property
-    def _awaits_step(self) -> bool:
-        return self._gather is None
+                self._resending.send_lost(rank, self._outstanding, is_step=self._gather is None)
 
     @property
     def _answered(self) -> list[int]:
@@ -438,7 +436,7 @@ class GroupChannel:
             # About this driver rather than a request: it applies to all that are outstanding.
             reply = msgspec.structs.replace(reply, seq=self._outstanding)
         if gather is not None and reply.seq == gather.seq:
-            if self._resending.knows_ranks and gather.has_heard(reply.rank):
+            if self._resending.knows_ranks and gather.has_replied(reply.rank):
                 return  # a repetition of the same reply
             gather.take(reply)
         elif isinstance(reply, ErrorReply):
@@ -484,11 +482,8 @@ class GroupChannel:
         """Process the daemons' events at the rate at which they come: their queue must not fill
         up."""
         self._listen()
-        self._act_on_events()
-
-    def _read_events(self) -> None:
-        self._next_events = 0.0
-        self._read_events_now_and_then()
+        while self._heard:
+            self._take_event(self._heard.popleft())
 
     def _listen(self) -> None:
         """Pass events to the watch at the rate at which they come. Does nothing else, so that it
@@ -501,19 +496,15 @@ class GroupChannel:
             if isinstance(event, lc.Heartbeat):
                 watch.heard(event, operating=self._gather is not None)
             elif isinstance(event, lc.Hung | lc.Slow):
-                watch.told(event)
+                watch.report(event)
             self._heard.append(event)
         watch.listened()
-
-    def _act_on_events(self) -> None:
-        while self._heard:
-            self._take_event(self._heard.popleft())
 
     def _take_event(self, event: EventMessage) -> None:
         match event:
             case lc.Heartbeat():
                 if event.epoch == self.epoch:
-                    self._state.heard_drain(event.rank, drains=event.drains)
+                    self._state.report_drain(event.rank, drains=event.drains)
                     self._resending.heard(event, self._outstanding or self._seq + 1)
                 if self._gather is not None and self.on_progress is not None:
                     self.on_progress(

@@ -95,7 +95,7 @@ class GroupDaemons:
         self._listen()
         with contextlib.suppress(WorkerDied):
             self.watch.look()
-        if self.watch.standings[rank] == "dead":
+        if self.watch.liveness[rank] == "dead":
             raise self.watch.death_of(rank)
 
     def _connect(self, rank: int, endpoint: Endpoint) -> WorkerClient:

@@ -18,13 +18,10 @@ def check_owner(address: str) -> None:
     path = Path(address.removeprefix(SCHEME))
     try:
         why = why_unsafe(path.parent)
-        why = f"its directory {why}" if why else _foreign_socket(path)
+        why = why and f"its directory {why}"
+        if not why and (owner := path.lstat().st_uid) not in trusted_users():
+            why = f"it belongs to user {owner}"
     except OSError:
         return
     if why:
         raise UntrustedEndpointError(address, why)
-
-
-def _foreign_socket(path: Path) -> str:
-    owner = path.lstat().st_uid
-    return "" if owner in trusted_users() else f"it belongs to user {owner}"

@@ -247,8 +247,8 @@ class Patience:
         """Wait a moment before the next attempt.
 
         Raises:
-            LeaseHeldError: the refusal, where the holder has renewed its lease, another one has got
-                it, or the time is too short to wait for its end.
+            LeaseHeldError: the refusal, if the holder has renewed its lease, another driver holds
+                it now, or the time is too short to wait for its end.
         """
         before = self._remaining.get(refusal.rank, refusal.remaining_s)
         self._remaining[refusal.rank] = refusal.remaining_s

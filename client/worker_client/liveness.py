@@ -34,7 +34,7 @@ MAX_EVENTS = 256
 
 Signal: TypeAlias = Literal["transport", "process", "progress"]
 EventKind: TypeAlias = Literal["suspect", "back", "dead", "hung", "slow"]
-Standing: TypeAlias = Literal["alive", "suspect", "dead"]
+Liveness: TypeAlias = Literal["alive", "suspect", "dead"]
 
 
 class LivenessEvent(NamedTuple):
@@ -60,7 +60,7 @@ class _Watched:
     control: str
     uid: bytes = b""
     process: Process = field(default_factory=Process)
-    standing: Standing = "alive"
+    liveness: Liveness = "alive"
     cut_since: float | None = None
     """Time at which its connection was lost, if it was."""
     heard_at: float | None = None
@@ -100,9 +100,9 @@ class Watch:
             entry.process.close()
 
     @property
-    def standings(self) -> list[Standing]:
+    def liveness(self) -> list[Liveness]:
         """Liveness of each rank."""
-        return [entry.standing for entry in self._ranks]
+        return [entry.liveness for entry in self._ranks]
 
     def pid(self, rank: int) -> int:
         """Return its process id on this host; 0 if unknown."""
@@ -134,7 +134,7 @@ class Watch:
         # On tcp the next attempt to connect shows it: a probe there is noticed and logged.
         if not entry.address.startswith("tcp://") and nobody_listens(entry.address):
             self._die(rank, "transport", "the connection ended" + entry.process.cause_of_end())
-        elif entry.standing == "alive":
+        elif entry.liveness == "alive":
             self._suspect(rank, "transport", "it does not answer, though it has not ended")
 
     def refused(self, rank: int) -> None:
@@ -173,7 +173,7 @@ class Watch:
             entry.allowed_s = max(SILENCE_LIMIT_S, left_s)
         self._come_back(rank)
 
-    def told(self, event: Hung | Slow) -> None:
+    def report(self, event: Hung | Slow) -> None:
         """Record a daemon's report on itself."""
         rank = self._rank_of(event.worker_uid)
         if rank is None:
@@ -196,7 +196,7 @@ class Watch:
                     entry.heard_at = min(now, entry.heard_at + blind_s)
         self._listened_at = now
         for rank, entry in enumerate(self._ranks):
-            if entry.heard_at is not None and entry.cut_since is None and entry.standing != "dead":
+            if entry.heard_at is not None and entry.cut_since is None and entry.liveness != "dead":
                 self._judge_silence(rank, entry, now - entry.heard_at)
 
     def look(self) -> None:
@@ -207,15 +207,15 @@ class Watch:
         """
         now = self._clock()
         for rank, entry in enumerate(self._ranks):
-            if entry.standing != "dead":
+            if entry.liveness != "dead":
                 self._judge(rank, entry, now)
         for rank, entry in enumerate(self._ranks):
-            if entry.standing == "dead":
+            if entry.liveness == "dead":
                 raise self.death_of(rank)
 
-    def bury(self, rank: int) -> None:
+    def mark_dead(self, rank: int) -> None:
         """Record that this rank is known to be dead, or is not to be waited for."""
-        if self._ranks[rank].standing != "dead":
+        if self._ranks[rank].liveness != "dead":
             self._die(rank, "transport", "it was given up")
 
     def death_of(self, rank: int) -> WorkerDied:
@@ -236,7 +236,7 @@ class Watch:
     def _judge_silence(self, rank: int, entry: _Watched, silent_s: float) -> None:
         if silent_s >= entry.allowed_s:
             self._die(rank, "progress", f"it has reported no progress for {silent_s:.1f} s")
-        elif entry.allowed_s > SILENCE_LIMIT_S or entry.standing != "alive":
+        elif entry.allowed_s > SILENCE_LIMIT_S or entry.liveness != "alive":
             return  # it has announced silence, or is suspect already
         elif silent_s >= SUSPECT_AFTER_S:
             self._suspect(rank, "progress", f"no heartbeat for {silent_s:.1f} s")
@@ -245,19 +245,19 @@ class Watch:
         return next((rank for rank, entry in enumerate(self._ranks) if entry.uid == uid), None)
 
     def _suspect(self, rank: int, signal: Signal, detail: str) -> None:
-        self._ranks[rank].standing = "suspect"
+        self._ranks[rank].liveness = "suspect"
         self._tell("suspect", rank, signal, detail)
 
     def _come_back(self, rank: int) -> None:
         entry = self._ranks[rank]
-        if entry.standing != "suspect" or entry.cut_since is not None:
+        if entry.liveness != "suspect" or entry.cut_since is not None:
             return
-        entry.standing = "alive"
+        entry.liveness = "alive"
         self._tell("back", rank, "transport", "it answers again")
 
     def _die(self, rank: int, signal: Signal, detail: str) -> None:
-        if self._ranks[rank].standing != "dead":
-            self._ranks[rank].standing = "dead"
+        if self._ranks[rank].liveness != "dead":
+            self._ranks[rank].liveness = "dead"
             self._tell("dead", rank, signal, detail)
 
     def _tell(self, kind: EventKind, rank: int, signal: Signal, detail: str) -> None:

@@ -66,7 +66,7 @@ class Failure:
     is_mended: bool = False
     """The daemon whose death this was has been replaced."""
     lost: set[str] = field(default_factory=set)
-    _futures: "list[StepFuture]" = field(default_factory=list)
+    futures: "list[StepFuture]" = field(default_factory=list)
 
     @property
     def ends_group(self) -> bool:
@@ -76,24 +76,19 @@ class Failure:
     def settle(self, future: "StepFuture") -> None:
         """Fail a future."""
         future.failure = self
-        self._futures.append(future)
+        self.futures.append(future)
 
     def take_over(self, older: "Failure") -> None:
         """Report an older failure's losses too, to the holders of its futures."""
         self.lost |= older.lost
-        for future in older._futures:
+        for future in older.futures:
             self.settle(future)
 
     def mended(self, number: int) -> "Failure":
         """Return the part that is still to be reported once the dead daemon is replaced."""
-        left = replace(self, number=number, is_mended=True, lost=set(), _futures=[])
+        left = replace(self, number=number, is_mended=True, lost=set(), futures=[])
         left.take_over(self)
         return left
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no request was lost, and no future reports it."""
-        return not self.lost and not self._futures
 
     def event(self, last_seq: int) -> Failed | DeathFailed:
         """Return its event for the group's state; last_seq: the last step that it failed."""
@@ -146,10 +141,10 @@ class StepFuture:
         Raises:
             DeadlineExceeded: timeout_s passed; the step is still in flight.
             StepFailed: a rank failed the step or one before it, or the step's own deadline passed.
-            From here on
-                the group takes steps again, without the requests that the error calls lost.
-            WorkerDied: the group is unusable. FencedError, LeaseExpiredError, NotAttachedError: it
-                is not this driver's any more, unless it attaches again.
+                From here on the group takes steps again, without the requests that the error names
+                as lost.
+            WorkerDied: the group is unusable.
+            FencedError, LeaseExpiredError, NotAttachedError: this driver must attach again.
         """
         until = self.deadline if timeout_s is None else time.monotonic() + timeout_s
         self.group.wait_for(self, until)
@@ -201,7 +196,7 @@ class StepsInFlight:
 
     @property
     def pending(self) -> list[StepFuture]:
-        """Futures whose outcome is not known, oldest first."""
+        """Futures whose outcome is unknown, oldest first."""
         return list(self._futures.values())
 
     @property
@@ -210,7 +205,7 @@ class StepsInFlight:
         return min(self._futures, default=0)
 
     @property
-    def untold_failure(self) -> Failure | None:
+    def unreported_failure(self) -> Failure | None:
         """Failure that no result() has reported yet, if any."""
         return self._latest if self._state.is_unreported else None
 
@@ -314,7 +309,7 @@ class StepsInFlight:
         self._num_failures += 1
         left = failure.mended(self._num_failures)
         left.lost |= lost
-        if not left.is_empty:
+        if left.lost or left.futures:  # else there is nothing to report
             self._tell_next(left)
 
     def _fail_by_reply(self, reply: ErrorReply, error: RemoteError) -> None:

@@ -100,7 +100,7 @@ class Replacement:
         own = self.channel.daemons.clients[rank].endpoint
         self.vacant = {rank: own if endpoint is None else endpoint}
         cause = self.state.cause or ClientError(f"rank {rank} was given up")
-        self.channel.daemons.watch.bury(rank)
+        self.channel.daemons.watch.mark_dead(rank)
         self.channel.lose(self.channel.daemons.watch.death_of(rank))
         try:
             for _ in range(REPLACE_ATTEMPTS):
@@ -139,9 +139,8 @@ class Replacement:
             self.channel.lose(error)
             own = self.channel.daemons.clients[error.rank].endpoint
             self.vacant.setdefault(error.rank, own)
-        standings = enumerate(self.channel.daemons.watch.standings)
-        for rank, standing in standings:  # several at once, perhaps
-            if standing == "dead":
+        for rank, liveness in enumerate(self.channel.daemons.watch.liveness):  # perhaps several
+            if liveness == "dead":
                 self.vacant.setdefault(rank, self.channel.daemons.clients[rank].endpoint)
         return error
 

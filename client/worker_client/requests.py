@@ -8,6 +8,7 @@ from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -88,7 +89,7 @@ def random_seed() -> int:
 
 
 def seeded(request: GenerationRequest) -> GenerationRequest:
-    """Return the request with a seed: its own, or a random one where it samples without one."""
+    """Return the request with a seed: its own, or a random one if it samples without one."""
     if request.seed is not None or request.temperature == 0:
         return request
     return replace(request, seed=random_seed())
@@ -190,8 +191,8 @@ class RequestParser:
         """Return the request on line index + 1; bytes are UTF-8.
 
         Raises:
-            RequestError: it is no JSON object, or a field is unknown, of the wrong type or out of
-                bounds; names line, field, value and fix.
+            RequestError: it is not a JSON object, or a field is unknown, of the wrong type or out
+                of bounds; names line, field, value and fix.
         """
         try:
             return self.from_fields(_load_object(_decoded(text)), index)
@@ -200,39 +201,28 @@ class RequestParser:
 
     def from_fields(self, fields: Mapping[str, Json], index: int) -> GenerationRequest:
         """Return the request with these fields. Raises as parse does, without the line."""
-        unknown = sorted(fields.keys() - _FIELDS)
-        if unknown:
-            raise RequestError(
-                "unknown field",
-                field=printable(unknown[0][:80]),
-                value=fields[unknown[0]],
-                fix="use " + ", ".join(sorted(_FIELDS)),
-            )
+        values = _typed(fields)
+        prompt = self._prompt(values.pop("prompt", None), values.pop("prompt_token_ids", None))
         seed = random_seed() if self._seed is None else derived_seed(self._seed, index)
         request = GenerationRequest(
-            id=_read_id(fields, index),
-            prompt_token_ids=self._prompt(fields),
-            ignore_eos=_flag(fields, "ignore_eos"),
-            stop_token_ids=tuple(_int_list(fields, "stop_token_ids")),
-            **{"seed": seed, **_numbers(fields)},
+            id=str(values.pop("id", index)),
+            prompt_token_ids=prompt,
+            stop_token_ids=tuple(values.pop("stop_token_ids", ())),
+            **{"seed": seed, **values},
         )
         return validated(request)
 
-    def _prompt(self, fields: Mapping[str, Json]) -> NDArray[np.int32]:
-        text, ids = fields.get("prompt"), fields.get("prompt_token_ids")
-        if (text is None) == (ids is None):
+    def _prompt(self, text: str | None, ids: list[int] | None) -> NDArray[np.int32]:
+        if ids is not None and text is None:
+            _check_token_ids("prompt_token_ids", ids, MAX_COUNT)
+            return np.array(ids, np.int32)
+        if text is None or ids is not None:
             raise RequestError(
                 "a request has either prompt or prompt_token_ids",
                 field="prompt",
                 value=text,
                 fix="give exactly one of the two",
             )
-        if text is None:
-            values = _int_list(fields, "prompt_token_ids")
-            _check_token_ids("prompt_token_ids", values, MAX_COUNT)
-            return np.array(values, np.int32)
-        if not isinstance(text, str):
-            raise _wrong_type("prompt", text, "a string")
         _check_unicode("prompt", text)
         if self._encode is None:
             raise RequestError(
@@ -244,8 +234,11 @@ class RequestParser:
         return np.array(self._encode(text), np.int32)
 
 
-_NUMBERS: Final[Mapping[str, type[int] | type[float]]] = MappingProxyType(
+_FIELDS: Final[Mapping[str, Any]] = MappingProxyType(
     {
+        "id": str | int,
+        "prompt": str,
+        "prompt_token_ids": list[int],
         "max_tokens": int,
         "temperature": float,
         "top_p": float,
@@ -253,12 +246,32 @@ _NUMBERS: Final[Mapping[str, type[int] | type[float]]] = MappingProxyType(
         "min_p": float,
         "seed": int,
         "min_tokens": int,
+        "ignore_eos": bool,
+        "stop_token_ids": list[int],
         "logprobs": int,
     }
 )
-_FIELDS: Final = frozenset(
-    ("id", "prompt", "prompt_token_ids", "ignore_eos", "stop_token_ids", *_NUMBERS)
-)
+"""Fields of an input line, and their types."""
+
+
+def _typed(fields: Mapping[str, Json]) -> dict[str, Any]:
+    """Return the fields that are not null, each of its type."""
+    unknown = sorted(fields.keys() - _FIELDS.keys())
+    if unknown:
+        raise RequestError(
+            "unknown field",
+            field=printable(unknown[0][:80]),
+            value=fields[unknown[0]],
+            fix="use " + ", ".join(sorted(_FIELDS)),
+        )
+    values = {}
+    for field, value in fields.items():
+        try:
+            if value is not None:
+                values[field] = msgspec.convert(value, _FIELDS[field])
+        except msgspec.ValidationError as error:
+            raise _wrong_type(field, value, error) from None
+    return values
 
 
 def _decoded(text: str | bytes) -> str:
@@ -306,59 +319,12 @@ def _load_object(text: str) -> dict[str, Json]:
             f"not JSON: {error}", field="line", value=text[:80], fix="write one JSON object a line"
         ) from None
     if not isinstance(value, dict):
-        raise _wrong_type("line", value, "a JSON object")
+        raise _wrong_type("line", value, "write a JSON object")
     return value
 
 
-def _wrong_type(field: str, value: Json, wanted: str) -> RequestError:
-    return RequestError(
-        f"{field} has the wrong type", field=field, value=value, fix=f"give {wanted}"
-    )
-
-
-def _read_id(fields: Mapping[str, Json], index: int) -> str:
-    value = fields.get("id")
-    if value is None:
-        return str(index)
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise _wrong_type("id", value, "a string or an integer")
-    return str(value)
-
-
-def _numbers(fields: Mapping[str, Json]) -> dict[str, Any]:
-    """Return the numbers that are given."""
-    given = {name: fields[name] for name in _NUMBERS if fields.get(name) is not None}
-    return {name: _number(name, value, _NUMBERS[name]) for name, value in given.items()}
-
-
-def _number(field: str, value: Json, kind: type[int] | type[float]) -> int | float:
-    allowed = int | float if kind is float else int
-    if isinstance(value, bool) or not isinstance(value, allowed):
-        raise _wrong_type(field, value, "an integer" if kind is int else "a number")
-    try:
-        return kind(value)
-    except OverflowError:
-        raise _wrong_type(field, str(value), "a number that a float can hold") from None
-
-
-def _flag(fields: Mapping[str, Json], field: str) -> bool:
-    value = fields.get(field)
-    if value is None:
-        return False
-    if not isinstance(value, bool):
-        raise _wrong_type(field, value, "true or false")
-    return value
-
-
-def _int_list(fields: Mapping[str, Json], field: str) -> list[int]:
-    value = fields.get(field)
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise _wrong_type(field, value, "a list of integers")
-    if not all(type(item) is int for item in value):
-        raise _wrong_type(field, value[:8], "a list of integers")
-    return [item for item in value if isinstance(item, int)]
+def _wrong_type(field: str, value: Json, error: object) -> RequestError:
+    return RequestError(f"{field} has the wrong type", field=field, value=value, fix=str(error))
 
 
 def _check_token_ids(field: str, token_ids: Iterable[int], high: int) -> None:

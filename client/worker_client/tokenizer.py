@@ -38,7 +38,7 @@ class Tokenizer:
         """Return the token ids of a text, with the special tokens that its template adds.
 
         Raises:
-            RequestError: the tokenizer does not take the text.
+            RequestError: the tokenizer rejects the text.
         """
         try:
             ids: list[int] = self._tokenizer.encode(text).ids
@@ -58,7 +58,7 @@ class Tokenizer:
 
 
 def load_tokenizer(model: Path) -> Tokenizer | None:
-    """Return the tokenizer of a checkpoint directory; None where it has none."""
+    """Return the tokenizer of a checkpoint directory; None if it has none."""
     path = model / FILE_NAME
     return Tokenizer(path) if path.exists() else None
 

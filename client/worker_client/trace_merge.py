@@ -10,7 +10,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Final, TypeAlias, cast
+from typing import Any, BinaryIO, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -138,8 +138,8 @@ def _driver_events(driver: DriverTrace | None, origin_ns: int, summary: Summary)
         return (driver.daemon_clock.to_ours(ns + own.ahead_ns) - origin_ns) / 1000
 
     columns = (
-        *(_int64(c) for c in (steps.seqs, steps.began_ns, steps.sent_ns, steps.settled_ns)),
-        *(_int32(c) for c in (steps.context_tokens, steps.generation_tokens)),
+        *_columns("<i8", steps.seqs, steps.began_ns, steps.sent_ns, steps.settled_ns),
+        *_columns("<i4", steps.context_tokens, steps.generation_tokens),
     )
     if len({len(column) for column in columns}) != 1:
         raise TraceError("the driver's columns differ in length")
@@ -157,12 +157,8 @@ def _driver_events(driver: DriverTrace | None, origin_ns: int, summary: Summary)
             yield {**flight, "ph": "e", "ts": moment(settled)}
 
 
-def _int64(raw: bytes) -> list[int]:
-    return cast(list[int], np.frombuffer(raw, "<i8").tolist())
-
-
-def _int32(raw: bytes) -> list[int]:
-    return cast(list[int], np.frombuffer(raw, "<i4").tolist())
+def _columns(dtype: str, *columns: bytes) -> list[list[int]]:
+    return [np.frombuffer(column, dtype).tolist() for column in columns]
 
 
 # A rank.
@@ -289,11 +285,5 @@ def _names(pid: int, name: str, order: int) -> Iterator[Event]:
 
 
 def _thread_name(pid: int, tid: int, name: str) -> Event:
-    return {
-        "ph": "M",
-        "pid": pid,
-        "tid": tid,
-        "ts": 0,
-        "name": "thread_name",
-        "args": {"name": name},
-    }
+    at = {"ph": "M", "pid": pid, "tid": tid, "ts": 0}
+    return {**at, "name": "thread_name", "args": {"name": name}}

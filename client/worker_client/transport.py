@@ -251,7 +251,7 @@ class _Handshakes:
         """Process the next event.
 
         Raises:
-            AuthenticationError: a daemon turned us away.
+            AuthenticationError: a daemon refused us.
         """
         event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
         kind, address = event["event"], event["endpoint"].decode()
@@ -395,7 +395,7 @@ class ControlChannel:
         Raises:
             DeadlineExceeded: no daemon took the request.
             WorkerDied: the daemon is known to be gone; NothingListens: it was never there.
-            AuthenticationError: the daemon turned us away.
+            AuthenticationError: the daemon refused us.
             UntrustedEndpointError: another user's process may listen there.
         """
         self._last_call += 1
@@ -506,7 +506,7 @@ class StepChannel:
 
         Raises:
             WorkerDied: there is no connection that would take it, or a daemon has died.
-            AuthenticationError: the daemon turned us away.
+            AuthenticationError: the daemon refused us.
         """
         try:
             if len(frames) == 1:
@@ -572,7 +572,7 @@ class ResultsChannel:
         Raises:
             WorkerDied: a daemon is dead.
             RemoteError: the lease is lost.
-            AuthenticationError: a daemon turned us away.
+            AuthenticationError: a daemon refused us.
         """
         while True:
             try:

@@ -32,7 +32,7 @@ from worker_client.group_channel import LONG_TIMEOUT_S, GroupChannel
 from worker_client.group_channel import RankProgress as RankProgress
 from worker_client.keys import NO_KEYS, Keys
 from worker_client.lease import LeaseTerms
-from worker_client.liveness import LivenessEvent, OnEvent, Standing
+from worker_client.liveness import Liveness, LivenessEvent, OnEvent
 from worker_client.load_chain import LoadChain
 from worker_client.loading import LoadedGroup, Loader, check_config, group_limits
 from worker_client.outcomes import Failure, StepFuture, StepsInFlight
@@ -181,20 +181,20 @@ class WorkerGroup:
     # ------------------------------------------------------------------ liveness
 
     @property
-    def standings(self) -> list[Standing]:
+    def liveness(self) -> list[Liveness]:
         """Liveness of each rank at the last look: alive, suspect (it does not answer, and may
         recover) or dead."""
-        return self._channel.daemons.watch.standings
+        return self._channel.daemons.watch.liveness
 
     @property
     def liveness_events(self) -> list[LivenessEvent]:
         """Changes of the ranks' liveness, the newest last."""
         return list(self._channel.daemons.watch.events)
 
-    def on_liveness(self, hear: OnEvent) -> None:
-        """Call `hear` at each event from now on, on this thread, from within other methods; it must
-        not call the group."""
-        self._channel.daemons.watch.on_event = hear
+    def on_liveness(self, callback: OnEvent) -> None:
+        """Call `callback` at each event from now on, on this thread, from within other methods; it
+        must not call the group."""
+        self._channel.daemons.watch.on_event = callback
 
     def look(self) -> None:
         """Check that all daemons live. Waiting for results does so every 20 ms; callers with
@@ -613,11 +613,11 @@ class WorkerGroup:
             InvalidSchedulerOutput: the output breaks a rule; nothing was sent.
             WorkerDied: the group is unusable.
             WeightsNotWhole: a weight update is open, or has failed; nothing was sent.
-            DrainingError: an operator wants no more steps of this group; nothing was sent.
+            DrainingError: an operator drains this group; nothing was sent.
         """
         self._channel.check_usable()
         self._channel.check_serving()
-        failure = self._untold_failure()
+        failure = self._unreported_failure()
         if failure is not None:
             failure.lost |= self._steps.slots.fail([output])
             return self._refuse(failure)
@@ -671,7 +671,7 @@ class WorkerGroup:
         """Run a one-token forward pass without effect on any request; its result is empty. Fails
         and raises as execute_model does."""
         self._channel.check_usable()
-        failure = self._untold_failure()
+        failure = self._unreported_failure()
         if failure is not None:
             return self._refuse(failure)
         self._check_credit()
@@ -703,7 +703,7 @@ class WorkerGroup:
 
     # ------------------------------------------------------------------ inside
 
-    def _untold_failure(self) -> Failure | None:
+    def _unreported_failure(self) -> Failure | None:
         """Return the failure that no result() has reported yet, if any: also one that occurs only
         now, as a broken link is replaced before the next step.
 
@@ -719,7 +719,7 @@ class WorkerGroup:
                 raise
             except (ClientError, WireError) as error:
                 self._steps.fail_relink(error)
-        return self._steps.untold_failure
+        return self._steps.unreported_failure
 
     def _refuse(self, failure: Failure) -> StepFuture:
         """Return a future that fails at once; nothing was sent for it."""

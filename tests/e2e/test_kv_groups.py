@@ -70,7 +70,7 @@ class Holding:
     def __init__(self, group, scheduler, groups, max_num_batched_tokens):
         self._group = group
         self.max_in_flight = group.max_in_flight
-        self._blocks = scheduler._roster
+        self._blocks = scheduler._queues
         self._groups = groups
         self._most = max_num_batched_tokens
         self.num_reused = 0

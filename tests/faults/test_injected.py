@@ -163,7 +163,7 @@ def test_row_34_wall_clock_that_jumps_changes_nothing(clocked, clocks, monkeypat
             assert status.lease.state == "held"
             assert TTL_S * 0.5 < status.lease.remaining_ms / 1000 <= TTL_S
             group.look()
-        assert group.standings == ["alive"] and not group.liveness_events
+        assert group.liveness == ["alive"] and not group.liveness_events
 
 
 def test_row_35_suspended_host_lets_no_driver_step_that_it_knew_before(clocked, clocks, detection):

@@ -80,7 +80,7 @@ def first(group: WorkerGroup, kind: str, rank: int, since: float) -> LivenessEve
 def is_alive(group: WorkerGroup, rank: int) -> bool:
     """After the news that are here."""
     group.look()
-    return group.standings[rank] == "alive"
+    return group.liveness[rank] == "alive"
 
 
 class Stopper:
@@ -110,7 +110,7 @@ def test_stopped_rank_is_suspect_and_comes_back(faulty, serving, cases, detectio
         suspect = first(group, "suspect", 1, stopper.at)
         wait_until(lambda: is_alive(group, 1), "the news of its return", 10.0)
         assert first(group, "back", 1, suspect.at)
-        assert group.standings == ["alive", "alive"]
+        assert group.liveness == ["alive", "alive"]
     stopper.timer.join()
     assert tokens == cases.expected
     detection(4, "SIGSTOP: suspect", 1.0, suspect.at - stopper.at, suspect.signal)

@@ -148,7 +148,7 @@ def test_killed_idle_rank_is_known_by_a_look(pair, config, cases, detection):
         detection(
             2, "kill -9 of an idle rank", 0.1, time.monotonic() - killed_at, died.value.detail
         )
-        assert group.standings == ["alive", "dead"]
+        assert group.liveness == ["alive", "dead"]
         kinds = [event.kind for event in group.liveness_events if event.rank == 1]
         # A process that ends may close its connection before its listening socket.
         assert kinds in (["dead"], ["suspect", "dead"])

@@ -35,9 +35,9 @@ class Probe(StrEnum):
     """Condition that a supervisor probes for."""
 
     LIVE = "live"
-    """It answers, and nothing is past its deadline."""
+    """The daemon answers, and nothing is past its deadline."""
     READY = "ready"
-    """It also has a model that is ready, and takes drivers."""
+    """It also has a model that is ready, and accepts drivers."""
 
 
 def status(
@@ -80,7 +80,7 @@ def drain(
     wait: Wait = 0.0,
 ) -> None:
     """Have daemons take no more steps and no more drivers; what they have loaded stays. Waits for
-    the running steps. Needs the role admin, where there are keys."""
+    the running steps. Needs the role admin, if there are keys."""
     keys = read_keys(key_file, known_daemons)
     with connect(named_daemons(endpoints), keys, wait) as clients:
         for client in clients:
@@ -97,7 +97,7 @@ def shutdown(
     known_daemons: KnownDaemons = None,
     wait: Wait = 0.0,
 ) -> None:
-    """End daemons; a running step is finished first. Needs the role admin, where there are keys."""
+    """Stop daemons; a running step is finished first. Needs the role admin, if there are keys."""
     keys = read_keys(key_file, known_daemons)
     with connect(named_daemons(endpoints), keys, wait) as clients:
         for client in clients:

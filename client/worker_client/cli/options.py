@@ -42,7 +42,7 @@ class Device(StrEnum):
 
 
 def default_device() -> Device:
-    """Return cuda where an NVIDIA device node exists."""
+    """Return cuda if there is an NVIDIA device node."""
     found = any(Path("/dev").glob("nvidia[0-9]*"))
     return Device.CUDA if found else Device.CPU
 
@@ -209,7 +209,7 @@ def build_run_options(
     """Check the options and put them into a worker configuration.
 
     Raises:
-        ClientConfigError: one of them cannot be.
+        ClientConfigError: one of them is invalid.
     """
     _check_bounds(model, gpu_memory_utilization, max_model_len)
     is_fitted = max_model_len == FIT_MAX_MODEL_LEN

@@ -274,7 +274,7 @@ def is_special(path: Path) -> bool:
 
 
 def open_special(path: Path) -> int:
-    """Open it for writing; a descriptor of ours is shared, with its position."""
+    """Open it for writing; a descriptor of this process is shared, with its position."""
     match _descriptor(path):
         case (pid, number) if pid == os.getpid():
             return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 0)

@@ -53,10 +53,6 @@ OnOutcome: TypeAlias = Callable[[str, RequestOutput | str], None]
 """Function of (request id, its output or its error)."""
 
 
-def _ignore(req_id: str, outcome: RequestOutput | str) -> None:
-    return None
-
-
 @dataclass(slots=True)
 class Served:
     """Results of a run."""
@@ -89,7 +85,7 @@ class Session:
         self,
         inputs: Sequence[InputRequest],
         adopted: Sequence[AdoptedRequest] = (),
-        on_outcome: OnOutcome = _ignore,
+        on_outcome: OnOutcome = lambda req_id, outcome: None,
     ) -> Served:
         """Generate for all requests that can be served, including adopted ones. on_outcome is
         called for each as it ends."""

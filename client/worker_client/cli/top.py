@@ -90,17 +90,17 @@ class Feed:
                 self.seen = self.seen._replace(error="it does not answer")
             except (ClientError, WireError) as error:
                 self.seen = self.seen._replace(error=str(error))
-            self._hear(events)
+            self._read_events(events)
             self._ended.wait(max(0.0, due - time.monotonic()))
 
-    def _hear(self, events: EventsChannel) -> None:
+    def _read_events(self, events: EventsChannel) -> None:
         for event in events.receive_all():
-            text = _told(event)
+            text = _event_text(event)
             if text:
                 self.seen = self.seen._replace(event=text, event_at=time.monotonic())
 
 
-def _told(event: EventMessage) -> str:
+def _event_text(event: EventMessage) -> str:
     match event:
         case lc.StateChanged():
             return event.transition
@@ -118,8 +118,8 @@ def top(
     known_daemons: KnownDaemons = None,
     wait: Wait = 0.0,
 ) -> None:
-    """Watch what daemons do: state, lease, requests, speed, memory, GPU. q or Ctrl-C ends it.
-    With --once the exit code is 1 where a daemon does not answer."""
+    """Watch daemons: state, lease, requests, speed, memory, GPU. q or Ctrl-C ends it. With --once
+    the exit code is 1 if a daemon does not answer."""
     keys = read_keys(key_file, known_daemons)
     with _feeds(named_daemons(endpoints), keys) as feeds, contextlib.suppress(KeyboardInterrupt):
         if once:

@@ -34,8 +34,8 @@ def trace(
     known_daemons: KnownDaemons = None,
     wait: Wait = 0.0,
 ) -> None:
-    """Trace a running group, whoever drives it, for Perfetto (ui.perfetto.dev). Needs the role
-    admin, where there are keys."""
+    """Trace a running group with any driver, for Perfetto (ui.perfetto.dev). Needs the role admin,
+    if there are keys."""
     keys = read_keys(key_file, known_daemons)
     check_writable(out, "out")
     with connect(named_daemons(endpoints), keys, wait) as clients:

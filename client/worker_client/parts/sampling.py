@@ -50,7 +50,7 @@ class StopTokensRequestPart(RequestPart):
 
 
 class LogprobsPart(RequestPart):
-    """Log probabilities of sampled tokens, each request's as wide as it asked."""
+    """Log probabilities of sampled tokens, as many for each request as it asked for."""
 
     extension = LogprobsWanted
     reply_extension = TokenLogprobs

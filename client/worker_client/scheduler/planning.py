@@ -30,7 +30,7 @@ class Step:
     def __init__(
         self,
         limits: SchedulerLimits,
-        roster: RequestQueues,
+        queues: RequestQueues,
         blocks: RequestBlocks,
         groups: DecodeGroups,
     ) -> None:
@@ -43,7 +43,7 @@ class Step:
         """New blocks of each group of layers, by request."""
         self.preempted: list[str] = []
         self._limits = limits
-        self._roster = roster
+        self._queues = queues
         self._blocks = blocks
         self._groups = groups
         self._budget = limits.max_num_batched_tokens
@@ -90,7 +90,7 @@ class Step:
                 return
 
     def _plan_prefills(self, chunk: int) -> None:
-        for request in list(self._roster.prefilling.values()):
+        for request in list(self._queues.prefilling.values()):
             count = min(request.num_tokens - request.num_computed, self._budget)
             if (
                 self._has_room(count, chunk)
@@ -105,11 +105,11 @@ class Step:
 
     def _admit(self, chunk: int) -> None:
         """Admit waiting requests in order, as long as blocks, slots and tokens last."""
-        while self._roster.waiting and self._budget > 0 and not self._roster.is_full:
-            request = self._roster.waiting[0]
+        while self._queues.waiting and self._budget > 0 and not self._queues.is_full:
+            request = self._queues.waiting[0]
             if request.num_in_flight or request.num_void or not self._can_announce(request):
                 return
-            running = self._roster.running.values()
+            running = self._queues.running.values()
             if request.extensions and not may_start(
                 request.extensions, (other.extensions for other in running)
             ):
@@ -122,7 +122,7 @@ class Step:
             if not self._has_room(count, chunk):
                 return
             self._blocks.begin(request, prefix, count)
-            self._roster.start(request)
+            self._queues.start(request)
             self._announce(request)
             self._prefill(request, count)
 
@@ -134,7 +134,7 @@ class Step:
             return budget
         num_steps = CHUNKS_PER_STAGE * num_stages
         pending = 0
-        unsent = chain(self._roster.prefilling.values(), self._roster.waiting)
+        unsent = chain(self._queues.prefilling.values(), self._queues.waiting)
         for request in islice(unsent, MAX_LOOKED_AT):
             pending += request.num_tokens - request.num_computed
             if pending >= num_steps * budget:
@@ -172,7 +172,7 @@ class Step:
         Only requests admitted after this one are preempted; without any, this one waits.
         """
         while (given := self._blocks.extend(request, count)) is None:
-            victim = next(reversed(self._roster.running.values()))
+            victim = next(reversed(self._queues.running.values()))
             if victim is request:
                 return False
             self._preempt(victim)
@@ -195,4 +195,4 @@ class Step:
         self.preempted.append(victim.id)
         self._blocks.remember(victim)
         victim.num_preemptions += 1
-        self._roster.requeue(victim)
+        self._queues.requeue(victim)

@@ -31,7 +31,7 @@ class Scheduler:
         self._groups = DecodeGroups(limits.pipeline_parallel_size)
         # A decode group never exceeds the token budget: groups are kept equal within one.
         most = limits.max_num_batched_tokens * limits.pipeline_parallel_size
-        self._roster = RequestQueues(self._blocks, self._groups, min(limits.max_num_seqs, most))
+        self._queues = RequestQueues(self._blocks, self._groups, min(limits.max_num_seqs, most))
         self._ended: list[str] = []
         """Ended requests that the workers have still to forget."""
         self._num_steps = 0
@@ -44,8 +44,8 @@ class Scheduler:
             RequestError: a field is out of bounds, its id is in use, or it can never be served.
         """
         request = seeded(validated(request))
-        self._roster.check_unused(request.id, fix="choose another")
-        self._roster.add(new_request(request, self._limits))
+        self._queues.check_unused(request.id, fix="choose another")
+        self._queues.add(new_request(request, self._limits))
 
     def adopt_requests(self, requests: Sequence[AdoptedRequest]) -> list[RequestOutput]:
         """Continue requests that another driver's Scheduler has left. To be called before anything
@@ -59,32 +59,32 @@ class Scheduler:
                 not fit these limits. Nothing is adopted.
         """
         for request in requests:
-            self._roster.check_unused(request.req_id, fix="adopt requests first")
+            self._queues.check_unused(request.req_id, fix="adopt requests first")
         adopted = [(adopted_request(request, self._limits), request) for request in requests]
         adopted.sort(key=lambda pair: pair[0].arrival)
         done = []
         for entry, request in adopted:
-            self._roster.add(entry)
+            self._queues.add(entry)
             reason = entry.take_again()
             has_kv = request.num_computed_tokens and entry.num_tokens == len(request.token_ids)
             if reason is not None:
                 done.append(self._finish(entry, reason))
-            elif has_kv and not self._roster.is_full:
+            elif has_kv and not self._queues.is_full:
                 self._blocks.resume(entry, request.blocks_by_group, request.num_computed_tokens)
                 self._blocks.remember(entry)
-                self._roster.start(entry)
+                self._queues.start(entry)
                 entry.unannounced = True
         return done
 
     def abort_request(self, req_id: str) -> None:
         """End a request early; unknown ids are ignored."""
-        request = self._roster.unfinished.get(req_id)
+        request = self._queues.unfinished.get(req_id)
         if request is not None:
             self._remove(request)
 
     def has_unfinished_requests(self) -> bool:
         """Return True while a request has not finished."""
-        return bool(self._roster.unfinished)
+        return bool(self._queues.unfinished)
 
     @property
     def num_free_blocks(self) -> int:
@@ -94,10 +94,10 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Decide the next step; see SchedulerInterface."""
         self._blocks.remember_sent()
-        step = Step(self._limits, self._roster, self._blocks, self._groups)
+        step = Step(self._limits, self._queues, self._blocks, self._groups)
         step.plan(self._num_steps, self._in_flight[0] if self._in_flight else self._num_steps)
         # Once all is done, send the ended requests to the workers; else a later step has them.
-        all_done = not self._roster.unfinished and not self._in_flight
+        all_done = not self._queues.unfinished and not self._in_flight
         if step.is_empty and not (all_done and self._ended):
             return None
         return self._commit(step)
@@ -108,13 +108,13 @@ class Scheduler:
             request.unannounced = False
         decode_req_ids = self._groups.commit(self._num_steps, step.group, step.decodes)
         for req_id, count in step.prefills.items():
-            request = self._roster.unfinished[req_id]
+            request = self._queues.unfinished[req_id]
             request.num_computed += count
             self._blocks.remember_later(request)
             if request.num_computed == request.num_tokens:
                 request.num_tokens += 1
                 request.last_step = self._num_steps
-                self._roster.end_prefill(request)
+                self._queues.end_prefill(request)
         self._in_flight.append(self._num_steps)
         self._num_steps += 1
         ended, self._ended = self._ended, []
@@ -135,7 +135,7 @@ class Scheduler:
         if self._in_flight:
             self._in_flight.popleft()
         done = []
-        find, block_size = self._roster.unfinished.get, self._blocks.unit
+        find, block_size = self._queues.unfinished.get, self._blocks.unit
         for req_id, token in zip(result.req_ids, result.token_ids, strict=True):
             request = find(req_id)
             if request is None:  # stopped meanwhile: sampled past its end
@@ -180,12 +180,12 @@ class Scheduler:
         """Take back steps that failed: lost requests wait again, in order of arrival."""
         for _ in outputs:
             self._in_flight.pop()
-        running = self._roster.running
+        running = self._queues.running
         for req_id in lost_req_ids:
             if req_id in running:
-                self._roster.requeue(running[req_id])
+                self._queues.requeue(running[req_id])
         self._blocks.forget_all(good=running.values())
-        for request in self._roster.unfinished.values():
+        for request in self._queues.unfinished.values():
             request.go_on_from_known()
 
     def _not_a_number(self, request: Request) -> list[RequestOutput]:
@@ -198,7 +198,7 @@ class Scheduler:
         request.go_on_from_known(num_void=request.num_in_flight - 1)
         if request.is_running:  # else it has been preempted, and waits already
             self._ended.append(request.id)
-            self._roster.requeue(request)
+            self._queues.requeue(request)
         return []
 
     def _finish(self, request: Request, reason: FinishReason, error: str = "") -> RequestOutput:
@@ -210,4 +210,4 @@ class Scheduler:
     def _remove(self, request: Request) -> None:
         if request.is_running:
             self._ended.append(request.id)
-        self._roster.remove(request)
+        self._queues.remove(request)

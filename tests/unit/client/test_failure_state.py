@@ -66,7 +66,7 @@ EVENTS = (
     fs.Change.RANK_REPLACED,
     fs.WeightsGone("an update is open"),
     fs.Change.WEIGHTS_FILLED,
-    fs.DrainHeard(frozenset([1])),
+    fs.DrainReported(frozenset([1])),
     fs.Change.DRAIN_OVER,
 )
 
@@ -209,14 +209,14 @@ def test_end_is_announced_by_two_codes_of_a_whole_worker(code, scope):
 
 def test_drain_names_all_ranks_and_the_first_one_s_endpoint():
     state = serving(2)
-    state.heard_drain(1, drains=True)
-    state.heard_drain(0, drains=True)
+    state.report_drain(1, drains=True)
+    state.report_drain(0, drains=True)
     with pytest.raises(DrainingError, match=r"rank 0 at here: DRAINING: ranks \[0, 1\] drain"):
         state.check(GroupRequest.STEP, ["here", "there"])
-    state.heard_drain(0, drains=False)
+    state.report_drain(0, drains=False)
     with pytest.raises(DrainingError, match="rank 1 at there"):
         state.check(GroupRequest.STEP, ["here", "there"])
-    state.heard_drain(1, drains=False)
+    state.report_drain(1, drains=False)
     state.check(GroupRequest.STEP, ["here", "there"])
 
 
@@ -531,7 +531,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.is_attached)
     @rule(rank=st.integers(0, 1), drains=st.booleans())
     def heartbeat(self, rank, drains):
-        self.owner.heard_drain(rank, drains=drains)
+        self.owner.report_drain(rank, drains=drains)
         (self.draining.add if drains else self.draining.discard)(rank)
 
     # what must hold

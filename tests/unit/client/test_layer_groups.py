@@ -274,7 +274,7 @@ def test_nobody_reads_what_another_wrote_and_no_block_is_lost(seed):
 
 
 def check_holdings(scheduler, limits):
-    for request in scheduler._roster.running.values():
+    for request in scheduler._queues.running.values():
         held = [i for own in request.blocks.by_group for i in own if i != NULL_BLOCK]
         assert len(set(held)) == len(held)
         most = request_blocks(

@@ -82,7 +82,7 @@ def test_ended_connection_with_nobody_behind_is_a_death(group):
     group.watch.disconnected(1)
     with pytest.raises(WorkerDied, match=r"rank 1 at c1.*transport"):
         group.watch.look()
-    assert group.watch.standings == ["alive", "dead"]
+    assert group.watch.liveness == ["alive", "dead"]
     with pytest.raises(WorkerDied):
         group.watch.look()
 
@@ -91,7 +91,7 @@ def test_ended_connection_of_a_live_process_is_fenced_after_a_while(group):
     group.clock.now += SUSPECT_AFTER_S
     group.beat(0)
     group.watch.disconnected(1)
-    assert group.watch.standings == ["alive", "suspect"]
+    assert group.watch.liveness == ["alive", "suspect"]
     group.live(FENCE_AFTER_S - SUSPECT_AFTER_S - 0.25, 0)
     with pytest.raises(WorkerDied, match="fenced"):
         group.live(0.5, 0)
@@ -115,12 +115,12 @@ def test_refused_reconnection_ends_the_doubt(group):
     group.watch.refused(1)
     with pytest.raises(WorkerDied, match="rank 1"):
         group.watch.look()
-    assert group.watch.standings == ["alive", "dead"]
+    assert group.watch.liveness == ["alive", "dead"]
 
 
 def test_silence_on_a_live_connection(group):
     group.live(SUSPECT_AFTER_S + 0.25, 0)
-    assert group.watch.standings == ["alive", "suspect"]
+    assert group.watch.liveness == ["alive", "suspect"]
     group.live(SILENCE_LIMIT_S - SUSPECT_AFTER_S - 0.5, 0)
     with pytest.raises(WorkerDied, match="progress"):
         group.live(0.5, 0)
@@ -143,7 +143,7 @@ def test_silence_is_not_judged_before_events_are_read(group):
         group.clock.now += 0.25
         group.watch.look()
     group.watch.listened()
-    assert group.watch.standings == ["alive", "alive"] and not group.watch.events
+    assert group.watch.liveness == ["alive", "alive"] and not group.watch.events
 
 
 def test_ended_process_is_a_death(group):
@@ -172,7 +172,7 @@ def test_successor_starts_with_a_clean_record(group):
     group.watch.disconnected(1)
     group.watch.expect(1, "r0", "elsewhere")
     group.watch.look()
-    assert group.watch.standings == ["alive", "alive"]
+    assert group.watch.liveness == ["alive", "alive"]
     group.live(60.0, 0)  # it has not been heard of yet: nothing is held against it
 
 
@@ -180,9 +180,9 @@ def test_what_daemons_say_of_themselves_names_the_rank_that_we_know(group):
     heard = []
     group.watch.on_event = heard.append
     said = {"rank": 0, "phase": "ExecuteModel", "phase_ms": 9}
-    group.watch.told(Hung(worker_uid=UIDS[1], stacks="/s/w.stacks", **said))
-    group.watch.told(Slow(worker_uid=UIDS[1], usual_ms=1, **said))
-    group.watch.told(Slow(worker_uid=b"?" * 16, usual_ms=1, **said))
+    group.watch.report(Hung(worker_uid=UIDS[1], stacks="/s/w.stacks", **said))
+    group.watch.report(Slow(worker_uid=UIDS[1], usual_ms=1, **said))
+    group.watch.report(Slow(worker_uid=b"?" * 16, usual_ms=1, **said))
     assert [(event.kind, event.rank) for event in heard] == [("hung", 1), ("slow", 1)]
     assert "/s/w.stacks" in heard[0].detail
 
@@ -230,10 +230,10 @@ def test_connection_to_another_host_tells_nothing_by_its_end(monkeypatch):
     for rank in (0, 1):
         watch.met(rank, UIDS[rank])
         watch.disconnected(rank)
-    assert watch.standings == ["suspect", "suspect"]
+    assert watch.liveness == ["suspect", "suspect"]
     watch.refused(0)
     watch.refused(1)
-    assert watch.standings == ["suspect", "dead"]
+    assert watch.liveness == ["suspect", "dead"]
 
 
 def test_process_is_that_of_the_very_connection(directory):

@@ -187,7 +187,7 @@ def test_failed_steps_are_undone_and_the_next_is_full():
         (SchedulerOutput({"a": 1}, finished_req_ids=["a"]), "finished and scheduled"),
         (SchedulerOutput(new_block_ids={"x": [1]}), "new_block_ids"),
         (SchedulerOutput(scheduled_new_reqs=[new_request("a", 3)]), "has a slot"),
-        (SchedulerOutput(scheduled_new_reqs=[new_request("n", 3, 3)]), "none"),
+        (SchedulerOutput(scheduled_new_reqs=[new_request("n", 3, 3)]), "one token must be left"),
         (SchedulerOutput(scheduled_new_reqs=[new_request("n", 3)] * 2), "twice"),
         (SchedulerOutput({"n": 4}, scheduled_new_reqs=[new_request("n", 3)]), "tokens left"),
         (SchedulerOutput(scheduled_new_reqs=[new_request(c, 3) for c in "mnopq"]), "max_num_seqs"),

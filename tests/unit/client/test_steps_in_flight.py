@@ -106,7 +106,7 @@ class Futures(RuleBasedStateMachine):
     def refuse(self):
         """What was to be sent fails with the failure that nobody has told."""
         refused = StepFuture(self.waiter, 0, None, 0.0)
-        self.steps.untold_failure.settle(refused)
+        self.steps.unreported_failure.settle(refused)
         self.held.append(refused)
         assert refused.settled
 
@@ -124,7 +124,7 @@ class Futures(RuleBasedStateMachine):
         else:
             refusal = remote_error(self.reply(0, *BROKEN), rank=0, endpoint="ipc:///there")
             self.steps.fail_relink(refusal)
-            assert self.steps.untold_failure.error in (refusal, self.state.cause)
+            assert self.steps.unreported_failure.error in (refusal, self.state.cause)
 
     @precondition(lambda self: self.steps.pending)
     @rule()
@@ -220,7 +220,7 @@ class Futures(RuleBasedStateMachine):
         failed = [future for future in self.held if future.failure is not None]
         future = data.draw(st.sampled_from(failed))
         failure = future.failure
-        was_untold = self.steps.untold_failure
+        was_untold = self.steps.unreported_failure
         raised = [exception_of(future) for _ in range(2)]
         assert type(raised[0]) is type(raised[1])
         if isinstance(raised[0], StepFailed):
@@ -231,9 +231,9 @@ class Futures(RuleBasedStateMachine):
             if not isinstance(raised[0], WorkerDied):
                 self.given_up |= failure.lost  # nothing but attach() leads on
         if was_untold is failure:
-            assert self.steps.untold_failure is None
+            assert self.steps.unreported_failure is None
         else:
-            assert self.steps.untold_failure is was_untold
+            assert self.steps.unreported_failure is was_untold
         if was_untold is failure and self.is_usable:
             assert self.state.answer(GroupRequest.SEND) is not Answer.FAIL
 
@@ -260,8 +260,8 @@ class Futures(RuleBasedStateMachine):
         for future in self.held:
             if future.failure is not None:
                 to_tell |= future.failure.lost
-        if self.steps.untold_failure is not None:
-            to_tell |= self.steps.untold_failure.lost
+        if self.steps.unreported_failure is not None:
+            to_tell |= self.steps.unreported_failure.lost
         rows = set(self.steps.slots.req_ids)
         assert self.admitted <= rows | self.told_lost | to_tell | self.given_up
 
@@ -340,7 +340,7 @@ def test_death_that_was_told_names_its_losses_once_replaced():
     run.replace(goes_well=True)
     for future in run.held[1:]:
         assert exception_of(future).lost_req_ids == {"r0", "r1", "r2"}
-    assert run.steps.untold_failure is None
+    assert run.steps.unreported_failure is None
 
 
 def test_rows_between_steps_are_told_by_the_next_step_once_replaced():

@@ -166,7 +166,7 @@ def test_those_without_a_proof_are_few_and_keep_no_member_out(place):
         strangers = [stack.enter_context(raw(place)) for _ in range(4 * MAX_UNPROVEN)]
         with member(place) as guest:
             guest.set("key", b"value")
-        assert len(place._guests) <= MAX_UNPROVEN + 1
+        assert len(place._visitors) <= MAX_UNPROVEN + 1
         assert all(is_hung_up_on(stranger) for stranger in strangers)
 
 
