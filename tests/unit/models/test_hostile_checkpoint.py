@@ -159,7 +159,7 @@ def test_other_files_that_are_no_small_regular_ones(tmp_path, make):
         make(tmp_path / name)
     with pytest.raises(CheckpointError, match=r"index\.json cannot be read"):
         read_saved_set(tmp_path)
-    with pytest.raises(ClientConfigError, match="cannot read the tokenizer: it is no regular"):
+    with pytest.raises(ClientConfigError, match="cannot read the tokenizer: it is not a regular"):
         load_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="the file cannot be read"):
         read_file(tmp_path / "d.toml")

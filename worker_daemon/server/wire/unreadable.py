@@ -18,8 +18,8 @@ _STEPS: Final[Mapping[object, type[msgspec.Struct]]] = {
     kind.__struct_config__.tag: kind
     for kind in (step.ExecuteModel, step.SampleTokens, step.ExecuteDummyBatch)
 }
-_PLACE: Final = re.compile(r"no known message: (.*) - at `\$((?:\[\d+\])+)`$")
-"""The decoder's message, with the place of the error."""
+_PLACE: Final = re.compile(r"[^:]*: (.*) - at `\$((?:\[\d+\])+)`")
+"""The codec's error: its own words, then msgspec's message with the place."""
 
 
 def head_of(frames: Sequence[Frame]) -> StepHead | None:
@@ -41,7 +41,7 @@ def refusal(head: StepHead, frames: Sequence[Frame], error: WireError) -> Except
     if kind is None:
         return error
     message, field, value = str(error), kind.__name__, f"{len(frames)} frames"
-    match = _PLACE.search(message)
+    match = _PLACE.fullmatch(message)
     if match is not None and not isinstance(error, TooLargeError):
         path = [int(index) for index in re.findall(r"\d+", match[2])]
         whole = _decoded(frames[0])
