@@ -11,9 +11,7 @@ from typing import NamedTuple
 
 from rpc_schema.step import ExecuteModel, SampleTokens
 from worker_client.launcher import LocalDaemons
-from worker_daemon.phases import SetPhase
-from worker_daemon.server.assembly import make_worker, open_rendezvous
-from worker_daemon.server.daemon import serve
+from worker_daemon.server import assembly
 from worker_daemon.server.dispatch import PendingReply, WorkerLike
 from worker_daemon.settings import load_settings, prepare_environment
 
@@ -98,16 +96,15 @@ class DelayedWorker:
 
 
 def main(journal: str, seed: str, options: str) -> int:
-    """Serve like worker_daemon.server.assembly.run_daemon, with another worker."""
+    """Serve with another worker."""
+    make_worker = assembly.make_worker
 
-    def make_delayed(
-        device: str, model_roots: Sequence[Path], set_phase: SetPhase, save_root: Path | None
-    ) -> WorkerLike:
-        worker = make_worker(device, model_roots, set_phase, save_root)
-        return DelayedWorker(worker, Path(journal), int(seed))
+    def make_delayed(*of: object, **options: object) -> WorkerLike:
+        return DelayedWorker(make_worker(*of, **options), Path(journal), int(seed))
 
+    assembly.make_worker = make_delayed
     prepare_environment()
-    return serve(load_settings(json.loads(options), None), make_delayed, open_rendezvous)
+    return assembly.run_daemon(load_settings(json.loads(options), None))
 
 
 if __name__ == "__main__":
