@@ -1,6 +1,6 @@
-"""The bytes of what was sent to each rank, for as long as it may have to be sent again: until that
-rank is known to be past it and its outcome is known. Knows no socket and no clock; belongs to the
-group's thread."""
+"""The bytes of steps that were sent to each rank, kept as long as they may have to be sent again:
+until that rank is known to be past a step and its outcome is known. Belongs to the group's
+thread."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class SentStep(NamedTuple):
 
 
 class _Rank:
-    """What one rank was sent, oldest first, and what it says of itself."""
+    """Steps that one rank was sent, oldest first, and its last report."""
 
     def __init__(self) -> None:
         self.steps: deque[SentStep] = deque()
@@ -74,7 +74,7 @@ class SentSteps:
         return self._ranks[rank].last_seq
 
     def is_busy(self, rank: int) -> bool:
-        """Whether a rank was running a request when it was last heard."""
+        """Return True if the rank's last report says that it runs a request."""
         return self._ranks[rank].is_busy
 
     def since(self, rank: int, seq: int) -> list[SentStep]:

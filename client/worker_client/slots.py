@@ -1,6 +1,5 @@
 """Request ids <-> slots: SchedulerOutput to rpc_schema.step.ExecuteModel and ModelRunnerOutput
-back. Mirrors the counts of the workers' rows, so that it can send a step in full; knows no socket
-and no scheduling.
+back. Mirrors the counts of the workers' rows, so that it can send a step in full.
 
 A pure decode step with an unchanged set costs nothing per request: bitmap, slots and the ids of the
 reply are kept in SteadyRequests, whose rows' counts are brought up to date only when they are read.
@@ -90,7 +89,7 @@ class _Rows(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """What a step that was judged does to the table."""
+    """Changes that a checked step makes to the table."""
 
     ended_ids: Sequence[str]
     ended: Sequence[int]
@@ -184,7 +183,7 @@ class SlotTable:
         return self._encode_changed(output, steady, counts, ids)
 
     def _only_decodes(self, output: SchedulerOutput) -> bool:
-        """Whether a step does nothing but decode and append blocks."""
+        """Return True if a step only decodes and appends blocks."""
         blocks: object = output.new_block_ids
         if type(blocks) is not dict and not isinstance(blocks, Mapping):
             return False

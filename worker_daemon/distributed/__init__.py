@@ -1,2 +1,1 @@
-"""Ranks, links and what travels between daemons. Knows torch.distributed; knows no message and no
-model."""
+"""Ranks, links and transfers between daemons, over torch.distributed."""

@@ -1,8 +1,7 @@
 """Bubbles: the share of its time for which a stage waits for its input, sampled.
 
 Every n-th step is measured, from before its wait to before the next step's: on a device by events
-on the stream that waits, on the CPU by the clock. Nothing is ever waited for to measure it. Knows
-no message and no step.
+on the stream that waits, on the CPU by the clock. Measuring never waits.
 """
 
 import time
@@ -20,7 +19,7 @@ T = TypeVar("T")
 
 
 class Bubbles(NamedTuple):
-    """What was measured."""
+    """A measurement."""
 
     waiting_share: float
     """Of the samples' time, from 0 to 1; 0 without samples."""
@@ -33,7 +32,7 @@ class InputWaits(Protocol):
 
     @property
     def bubbles(self) -> Bubbles:
-        """What the newest samples say."""
+        """Result of the newest samples."""
 
     def waiting(self) -> AbstractContextManager[None]:
         """Around a step's wait for its input, once a step."""
@@ -94,7 +93,7 @@ class SampledWaits(Generic[T]):
 
     @property
     def bubbles(self) -> Bubbles:
-        """What the newest samples say."""
+        """Result of the newest samples."""
         return self._bubbles
 
     @contextmanager

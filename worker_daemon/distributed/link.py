@@ -1,8 +1,7 @@
 """A link: one generation of communicators between the daemons of a group. The only place that makes
 process groups.
 
-Knows no message, no model and no step; what travels over the groups is in tp.py, pp.py and
-tokens.py.
+Transfers over the groups are in tp.py, pp.py and tokens.py.
 """
 
 import hmac
@@ -56,7 +55,7 @@ timed out blocks whoever uses it next, for good."""
 
 @dataclass(frozen=True, slots=True)
 class RendezvousPoint:
-    """Where the ranks of a link meet, and the secret that proves that they are its ranks."""
+    """Rendezvous of a link's ranks, and the secret that proves that they are its ranks."""
 
     host: str
     port: int

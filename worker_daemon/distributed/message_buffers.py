@@ -1,7 +1,5 @@
-"""The memory of one hop's messages, which on NCCL its communicator knows beforehand: then messages
+"""The memory of one hop's messages, which on NCCL is registered with its communicator: messages then
 go from the sender's memory straight into the receiver's, not through NCCL's own buffers.
-
-Knows no layout and no step.
 """
 
 from typing import cast

@@ -1,4 +1,4 @@
-"""Where this daemon stands in its group: a value, computed once. Knows no communicator."""
+"""A daemon's place in its group: a value, computed once."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,5 @@
 """Device memory that other processes can map: one block each way through CUDA's driver, by file
-descriptor. Knows no group and no socket.
+descriptor.
 
 The physical memory lives until the last process that mapped it lets go, so a peer that was killed
 takes nothing away from under a kernel (CUDA driver API, "Virtual Memory Management").

@@ -36,7 +36,7 @@ _TAG_RANGE = 1 << 30
 
 
 class HopShape(NamedTuple):
-    """What both ends of a hop agree on."""
+    """Sizes that both ends of a hop agree on."""
 
     hidden_size: int
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class HopShape(NamedTuple):
 
 
 class _Layout:
-    """Where hidden and trailer lie in a message, for any number of tokens."""
+    """Layout of a message for any number of tokens: hidden states, then the trailer."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, tp: TensorParallel) -> None:
         self.hidden_size = hidden_size

@@ -1,5 +1,5 @@
-"""Where the ranks of a link meet, as torch sees it: a store over a meeting place that one of the
-group's daemons serves on its data interface, to ranks alone."""
+"""Rendezvous of a link's ranks as a torch store. One of the group's daemons serves it on its data
+interface, to ranks only."""
 
 import socket
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def _check_reachable(host: str) -> None:
 
 
 class KeyValueStore(Protocol):
-    """What a store is made of (see rpc_schema/rendezvous.py)."""
+    """Operations under a store (see rpc_schema/rendezvous.py)."""
 
     def set(self, key: str, value: bytes) -> None: ...
     def get(self, key: str, timeout_s: float) -> bytes: ...

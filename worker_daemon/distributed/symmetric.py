@@ -4,7 +4,7 @@ with a link and given up with it.
 Descriptors are passed over Unix sockets of our own, whose names and a secret come over the link's
 store. torch's own symmetric memory is not used: its rendezvous counts meetings for the life of a
 process, so that a survivor and a fresh peer never meet again; its kernels cannot be aborted; and it
-waits for the whole device when it frees. Knows no kernel.
+waits for the whole device when it frees.
 """
 
 import contextlib
@@ -43,11 +43,11 @@ _MIB = 1 << 20
 _ABSENT = b"-"
 _POLL_S = 0.001
 _END_S = 5.0
-"""How long leaving waits for the device to be done with a window."""
+"""Longest wait for the device to finish with a window before it is left."""
 
 
 class Peers(Protocol):
-    """What a link knows of its group's windows."""
+    """Windows of a link's group."""
 
     @property
     def window(self) -> "Window | None":
@@ -80,7 +80,7 @@ class Window:
     rank: int
     device: torch.device
     addresses: Sequence[int]
-    """Where each rank's window is mapped on this device."""
+    """Addresses of each rank's window on this device."""
     num_bytes: int
     blank: int
     stop_address: int
@@ -154,7 +154,7 @@ class Block(Protocol):
 
 
 class BlockExchange(Protocol):
-    """What a rank brings to an exchange of blocks."""
+    """A rank's contribution to an exchange of blocks."""
 
     @property
     def own(self) -> Block:
@@ -217,8 +217,8 @@ def share(
 
 
 def _place() -> bytes:
-    """Where abstract sockets of this process can be reached from: this boot of this host, and this
-    network namespace."""
+    """Return the scope of this process's abstract sockets: this boot of this host, and this network
+    namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     return boot.strip() + bytes(Path("/proc/self/ns/net").readlink())
 
@@ -310,8 +310,8 @@ def _release(blocks: Sequence[Block]) -> None:
 
 
 def is_device_done(device: torch.device, limit_s: float) -> bool:
-    """Whether all work on the current stream so far ends within limit_s, asked without ever
-    blocking in the driver; a device that is lost never does."""
+    """Return True if all work on the current stream ends within limit_s. Polls, so that it never
+    blocks in the driver; work on a lost device never ends."""
     if device.type != "cuda":
         return True
     deadline = time.monotonic() + limit_s

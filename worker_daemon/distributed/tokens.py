@@ -1,8 +1,7 @@
-"""Sampled tokens on their way back from the last stage to the others, without the driver. Knows no
-request.
+"""Return of sampled tokens from the last stage to the others, without the driver.
 
-Every rank starts the broadcast of a step at the same place of the same step; who needs the tokens
-waits for them only when a later step is about to read them. The last of several stages reads none.
+Every rank starts the broadcast of a step at the same point of the same step. A stage waits for the
+tokens only when a later step is about to read them. The last of several stages reads none.
 """
 
 from collections import deque

@@ -1,7 +1,5 @@
-"""What a layer may ask of its tensor-parallel group: the group of one, and the real one, over
-windows of shared memory for short messages and torch.distributed for the others.
-
-Knows no kernel: what reduces over the windows is given to it.
+"""Collectives of a layer's tensor-parallel group. A group of several uses windows of shared memory
+for short messages and torch.distributed for the others; the reduction over windows is passed in.
 """
 
 import logging
@@ -19,7 +17,7 @@ from worker_daemon.raising import Translation
 _LOG = logging.getLogger(__name__)
 _TRIALS = 3
 _TRIAL_S = 20.0
-"""How long a first reduction over the windows may take: a peer may have to compile it."""
+"""Time limit of the first reduction over the windows: a peer may have to compile it."""
 
 AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """(x [N, H], residual [N, H], weight [H], eps) -> (rms_norm(s), s), s = residual + x."""
@@ -32,7 +30,7 @@ class Reducer(Protocol):
     """The longest that it takes."""
 
     def takes(self, x: Tensor) -> bool:
-        """Whether x [..., H] is to be reduced here; alike on every rank."""
+        """Return True if x [..., H] is to be reduced here. Alike on every rank."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of contiguous x over the ranks, a new tensor, the same bits on every rank."""
@@ -93,7 +91,7 @@ class LinkedTensorParallel(TensorParallel, Protocol):
 
     @property
     def all_reduce_name(self) -> str:
-        """What serves all-reduces, as a daemon reports it."""
+        """Name of the all-reduce implementation, as a daemon reports it."""
 
     def bind(self, group: dist.ProcessGroup | None, peers: Peers | None = None) -> None:
         """Use another link's process group and windows from here on. Collective.
@@ -216,7 +214,7 @@ def _tried(make_reducer: MakeReducer, window: Window) -> Reducer | None:
 
 
 def _reduces(reducer: Reducer, window: Window) -> bool:
-    """Whether sums over the ranks come, and are right, both in the first and in reused slots."""
+    """Return True if sums over the ranks arrive and are right, in first and in reused slots."""
     size = len(window.addresses)
     x = torch.full((2, 16), window.rank + 1, dtype=torch.bfloat16, device=window.device)
     sums = [reducer.all_reduce(x) for _ in range(_TRIALS)]

@@ -1,5 +1,5 @@
 """A communicator with a trainer, who is rank 0: made, used and left apart from this worker's own
-link, which a trainer's death must not touch. Knows no tensor's name and no message.
+link, which a trainer's death must not touch.
 
 The groups are torch.distributed's backends by themselves: a process group that torch registers
 would be forgotten with the link (`link.py`), and no two of one process could differ in members.
@@ -42,7 +42,7 @@ _MEETING_GRACE_S = 1.0
 
 
 class _Group(Protocol):
-    """What is used of a backend."""
+    """Collectives that are used of a backend."""
 
     def broadcast(
         self, tensors: list[Tensor], opts: distributed_c10d.BroadcastOptions, /
@@ -57,7 +57,7 @@ class _Group(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainerRendezvous:
-    """Where a trainer waits for its workers, and who comes."""
+    """Rendezvous of a trainer and its workers."""
 
     backend: TransferBackend
     host: str

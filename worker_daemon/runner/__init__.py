@@ -1,2 +1,1 @@
-"""The hot path: request rows, step inputs, the forward pass, sampling, output. Knows no socket and
-no lifecycle."""
+"""The hot path: request rows, step inputs, the forward pass, sampling, output."""

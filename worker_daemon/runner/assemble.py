@@ -39,7 +39,7 @@ from worker_daemon.runner.token_history import NoHistory, SampledTokens, TokenHi
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
-    """What a runner is made of that outlives it."""
+    """Parts of a runner that outlive it."""
 
     parallel: ParallelState
     tp: TensorParallel
@@ -48,7 +48,7 @@ class RunnerParts:
     dtype: torch.dtype
     device: torch.device
     capture_stream: torch.cuda.Stream | None
-    """Where graphs are captured; None on the CPU."""
+    """Stream that graphs are captured on; None on the CPU."""
     sampling: Sampling
     rows: RowKernels
     open_staging: OpenStaging

@@ -1,5 +1,5 @@
 """CUDA graphs of a stage's program: one for each padded plan, captured at warm-up, replayed by
-steps. Knows no message and no neighbour.
+steps.
 
 A graph reads the step's columns, the rows, the weights and the KV cache at the addresses of its
 capture; all of these stay where they are while the runner lives.
@@ -27,7 +27,7 @@ class StepGraphs(Protocol):
 
     @property
     def count(self) -> int:
-        """How many graphs there are."""
+        """Number of graphs."""
 
     def compile(self, runner: ModelRunner) -> None:
         """Compile the kernels of what will be captured, many at once; nothing runs."""
@@ -220,7 +220,7 @@ class GraphedProgram:
     def _record(
         self, inputs: StepInputs, arrived: Tensor, error_mode: str = "thread_local"
     ) -> _Captured:
-        """What torch.cuda.graph does, without collecting garbage for each capture."""
+        """Capture a graph as torch.cuda.graph does, without collecting garbage each time."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):

@@ -29,7 +29,7 @@ from worker_daemon.runner.step_layout import (
 
 
 class StepInputs(NamedTuple):
-    """What the forward pass and the sampler read."""
+    """Inputs of the forward pass and the sampler."""
 
     plan: StepPlan
     packed: Packed
@@ -159,16 +159,16 @@ class InputBuilder:
         self._fill_samples(columns, step, sampling)
         return _Filled(step.steady, columns, self._rows_of(step, on_device, sampling))
 
-    def _rows_of(self, step: ScheduledStep, on_device: Bools, sampling: Int64s) -> "_Rows":
+    def _rows_of(self, step: ScheduledStep, on_device: Bools, sampling: Int64s) -> "_StepRows":
         # Counts of a slot's former request must have come before a new one's are set to zero.
         reads = step.slots[on_device] if step.corrections is None else step.slots
         steady = step.steady
         if steady is not None:
             slots, generations = steady.slots, steady.generations
-            return _Rows(sampling, slots, generations, steady.used, reads, steady.reply_bitmap)
+            return _StepRows(sampling, slots, generations, steady.used, reads, steady.reply_bitmap)
         slots = step.slots[sampling]
         used = self._parts.used_by(slots)
-        return _Rows(sampling, slots, self._state.generation[slots], used, reads, b"")
+        return _StepRows(sampling, slots, self._state.generation[slots], used, reads, b"")
 
     def padding(self, plan: StepPlan) -> StepInputs:
         """Return inputs that are padding alone: for warm-up and capture, without a request."""
@@ -296,7 +296,7 @@ class InputBuilder:
             columns.update_block_ids[used:num_filled] = 0
 
 
-class _Rows(NamedTuple):
+class _StepRows(NamedTuple):
     """The rows of a step."""
 
     sampling: Int64s
@@ -317,7 +317,7 @@ class _Filled:
     """Columns that were filled for a step, and for the steps behind it of the same steady batch."""
 
     def __init__(
-        self, steady: SteadyBatch | None, columns: StepColumns[Int32s], rows: _Rows
+        self, steady: SteadyBatch | None, columns: StepColumns[Int32s], rows: _StepRows
     ) -> None:
         self.steady = steady
         self.rows = rows

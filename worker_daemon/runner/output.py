@@ -22,7 +22,7 @@ from worker_daemon.runner.token_history import ALL_GAIN_ONE, Sampled, TokenHisto
 
 
 class ReplyIdentity(NamedTuple):
-    """Which request an output answers, and from where."""
+    """The request that an output answers, and the rank that answers."""
 
     epoch: int
     seq: int
@@ -105,7 +105,7 @@ class StepOutput:
 
     @property
     def is_ready(self) -> bool:
-        """Whether result() returns at once."""
+        """True if result() returns at once."""
         return self._copies.on_host
 
     def result(self) -> tuple[ModelRunnerOutput, Sequence[Frame]]:
@@ -195,7 +195,7 @@ class NoTokens:
 
     @property
     def is_ready(self) -> bool:
-        """Whether result() returns at once."""
+        """True if result() returns at once."""
         return self._copies.on_host
 
     def result(self) -> tuple[ModelRunnerOutput, Sequence[Frame]]:

@@ -75,7 +75,7 @@ class RequestState:
 
     @property
     def counts(self) -> RowCounts:
-        """How far the rows are, those of steady batches included."""
+        """Counts of all rows, those of steady batches included."""
         for batch in self._steady.values():
             self._counts.write(batch)
         return self._counts

@@ -1,4 +1,4 @@
-"""How far each request row is: its counts.
+"""Counts of each request row: its computed and known tokens, and its blocks.
 
 Computed and known tokens are upper bounds in rows whose steps may refuse tokens: the device has the
 true counts (row_tables.py), a later message's corrections lower these. Both fall alike, so that

@@ -16,7 +16,7 @@ TOKEN_ON_DEVICE = -1
 
 
 class RowKernels(Protocol):
-    """What is done to rows on the device. Never waits for it; capturable into a CUDA graph."""
+    """Operations on the device's rows. They never wait for it; a CUDA graph can capture them."""
 
     def update_blocks(
         self, block_table: Tensor, rows: Tensor, indices: Tensor, block_ids: Tensor
@@ -99,7 +99,7 @@ class TorchRowKernels:
 
 
 class Gathered(NamedTuple):
-    """What a forward pass reads of the rows."""
+    """Tokens and KV slots that a forward pass reads."""
 
     token_ids: Tensor
     """int64 [N]"""

@@ -37,7 +37,7 @@ class SampleRows(NamedTuple):
     positions: Tensor
     """int32 [>= R], device"""
     delivery: Delivery | None
-    """Where the host finds the likeliest tokens of all; None where they are copied to it."""
+    """The place that the device writes the likeliest tokens to; None if they are copied."""
     are_bounds: bool = False
     """Some row's tokens may have been refused: the device alone has all positions."""
     known_bitmap: bytes = b""
@@ -50,7 +50,7 @@ class SampleRows(NamedTuple):
 
     @property
     def sampled(self) -> Sampled:
-        """What the host is to remember of them."""
+        """The columns that the token history keeps."""
         return Sampled(self.slots_np, self.generations, self.positions_np, self.are_bounds)
 
     def clone(self) -> "SampleRows":

@@ -1,5 +1,4 @@
-"""What a step is once it is accepted, the sizes that every step keeps to, and the refusal of one
-that is not valid. Values alone: knows neither messages nor rows.
+"""An accepted step, the limits of every step, and the refusal of an invalid one. Values only.
 
 Shapes: B scheduled requests, U block-table updates, G groups of layers, S rows and the spare one.
 Of the block table, row g * (S + 1) + s is what request row s has of group g: with one group, the
@@ -64,7 +63,7 @@ NO_UPDATES: Final = BlockUpdates(
 
 
 class StepExtensions(NamedTuple):
-    """What a message brought for one step's parts (runner/parts/)."""
+    """Extensions of a message for one step's parts (runner/parts/)."""
 
     used: int
     """Their bits."""

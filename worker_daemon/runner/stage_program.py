@@ -20,7 +20,7 @@ from worker_daemon.runner.step_layout import StepColumns
 
 
 class StageOutput(NamedTuple):
-    """What a stage gives away. Valid until the next step runs."""
+    """Results of a stage. Valid until the next step runs."""
 
     hidden: Tensor
     """[N, H] residual stream."""

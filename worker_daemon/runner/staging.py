@@ -1,6 +1,6 @@
 """Host values on their way to the device and sampled tokens on their way back, without a call of
 the device's for either: both sides lie in page-locked memory that kernels of the step itself read
-and write. Knows nothing of what the values mean.
+and write.
 
 Slots are used in turn. The host counts the steps that it launched, the device those that it took;
 a slot is filled again once the device has taken what it held and the host has read what came back.
@@ -33,8 +33,8 @@ class Packed(Protocol):
     """One step's buffer: fill the host's columns, then take them over."""
 
     holds: object
-    """What the columns were filled for when this buffer was used last with these sizes, as its user
-    noted it; None if they hold nothing of use."""
+    """A note of its user: the step that the columns were last filled for with these sizes; None if
+    they hold nothing of use."""
 
     @property
     def host(self) -> StepColumns[Int32s]:
@@ -46,7 +46,7 @@ class Packed(Protocol):
 
     @property
     def delivery(self) -> Delivery | None:
-        """Where `store` puts the step's tokens; None where they are copied."""
+        """The place that `store` writes the step's tokens to; None if they are copied."""
 
     def take(self) -> None:
         """Launch what brings the columns of the step whose turn it is. May be captured."""

@@ -191,14 +191,14 @@ class Batch(NamedTuple):
     slots: Int64s
     """[B] ascending"""
     rows: slice | Int64s
-    """What indexes the slots fastest: a slice where they have no gap."""
+    """The fastest index of the slots: a slice if they have no gap."""
     one_each: Int32s
     """[B] a token for each."""
 
 
 class BatchReader:
-    """Which slots a step schedules, with how many tokens. The same bitmap as in the last step gives
-    the same arrays."""
+    """Reads the slots that a step schedules, and their tokens. The same bitmap as in the last step
+    gives the same arrays."""
 
     def __init__(self, limits: StepLimits) -> None:
         self._limits = limits
@@ -257,7 +257,7 @@ def _as_rows(slots: Int64s) -> slice | Int64s:
 
 
 class BlockReader:
-    """Which blocks a step appends to rows of the block table, and where."""
+    """Reads the blocks that a step appends to rows of the block table, and their places."""
 
     def __init__(self, limits: StepLimits) -> None:
         self._max_block_id = limits.num_blocks - 1
@@ -348,7 +348,8 @@ class BlockReader:
 
 
 def _within(values: Int32s, low: int, high: int) -> bool:
-    """Whether none is outside; without numpy for the few, where it is mostly overhead."""
+    """Return True if all values lie within the bounds. A few are compared without numpy, which
+    would be mostly overhead."""
     if values.size <= _FEW:
         few = values.tolist()
         return not few or (low <= min(few) and max(few) <= high)
@@ -467,8 +468,8 @@ class StepJudge:
 
 
 def _block_sizes(limits: StepLimits) -> Int32s:
-    """What RowCounts.capacity takes: numpy multiplies by arrays faster than by its scalars and
-    Python's."""
+    """Return the argument of RowCounts.capacity: numpy multiplies faster by arrays than by its
+    scalars and Python's."""
     if limits.num_groups == 1:
         return np.array(limits.block_groups[0].block_size, np.int32)
     return np.array([[group.block_size] for group in limits.block_groups], np.int32)

@@ -1,5 +1,4 @@
-"""Where a step's columns lie in its one packed buffer, and to what size they are padded. Pure:
-knows no device and no request.
+"""Layout of a step's columns in its one packed buffer, and the sizes that they are padded to. Pure.
 
 The host fills the columns, one copy takes them to the device, kernels read them there. A captured
 graph reads at fixed addresses, so that a layout is a function of its sizes alone.
@@ -25,7 +24,7 @@ _Entry = TypeVar("_Entry")
 
 
 class StepShape(NamedTuple):
-    """How many entries a step's columns hold, padding included."""
+    """Sizes of a step's columns, padding included."""
 
     num_tokens: int
     """N"""
@@ -42,8 +41,8 @@ class StepShape(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """What a step's launches depend on: all of it follows from the step message, so that every
-    rank chooses alike."""
+    """All that a step's launches depend on. It follows from the step message, so that every rank
+    chooses alike."""
 
     shape: StepShape
     max_query_len: int

@@ -1,8 +1,7 @@
-"""The tokens that each row has sampled, and which steps are known to have ended well, as results
-reach the host. Kept for a driver that goes on with requests of another; knows no row's other state
-and no device.
+"""The tokens that each row has sampled, and the steps that are known to have ended well, as results
+reach the host. Kept for a driver that adopts another one's requests.
 
-Written by whichever thread takes a result, read by the step thread.
+The thread that takes a result writes it; the step thread reads.
 """
 
 import mmap
@@ -27,7 +26,7 @@ _FOLD_AT = 128
 
 
 class Sampled(NamedTuple):
-    """What a step has sampled. Aligned columns [R]."""
+    """Rows that a step has sampled. Aligned columns [R]."""
 
     slots: Int64s
     generations: Int64s
@@ -42,7 +41,7 @@ ALL_GAIN_ONE: Final = b""
 
 
 class TokenHistory(Protocol):
-    """What a rank remembers of results."""
+    """A rank's memory of results."""
 
     def confirm(self, epoch: int, seq: int) -> None:
         """A step ended well, on every rank that took part, and sampled nothing."""
@@ -54,7 +53,7 @@ class TokenHistory(Protocol):
         token_ids: int32 little-endian, so many of each row, one row after the other."""
 
     def has_confirmed(self, epoch: int, seq: int) -> bool:
-        """Whether it ended well, as far as this rank ought to know."""
+        """Return True if the step ended well, as far as this rank can know."""
 
     def known_to(self, slot: int, generation: int, default: int) -> int:
         """Return how many tokens of a row are known, those of its admission included; default: if

@@ -13,7 +13,7 @@ from worker_client.errors import ClientConfigError
 _LIBRARY = "libcuda.so.1"
 
 
-class _IpcMemHandle(ctypes.Structure):
+class _CudaIpcHandle(ctypes.Structure):
     """CUipcMemHandle."""
 
     _fields_ = (("reserved", c_ubyte * 64),)
@@ -40,7 +40,7 @@ def locate(tensors: Sequence[Tensor]) -> wt.IpcSource:
         base, size = c_uint64(), c_size_t()
         _call(driver, "cuMemGetAddressRange_v2", byref(base), byref(size), tensor.data_ptr())
         if base.value not in handles:
-            handle = _IpcMemHandle()
+            handle = _CudaIpcHandle()
             _call(driver, "cuIpcGetMemHandle", byref(handle), base.value)
             handles[base.value] = bytes(handle)
         places.append((base.value, tensor.data_ptr() - base.value))

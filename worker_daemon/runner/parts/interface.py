@@ -1,4 +1,4 @@
-"""What a part of a step is: one optional feature, with everything that it adds to a step in one
+"""A part of a step: one optional feature, with everything that it adds to a step in one
 object. A step that uses none tests a few integers.
 
 Letters: R rows that sample, V vocabulary, N tokens, H hidden size, S rows.
@@ -20,7 +20,7 @@ from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import ScheduledStep, StepLimits
 
 Per: TypeAlias = Literal["token", "sequence", "sample"]
-"""What a step's column has an entry for: each of its tokens, of its sequences, of those that
+"""Entries of a step's column: one for each of its tokens, of its sequences, or of those that
 sample."""
 
 NO_BYTES: Final = 0
@@ -28,7 +28,7 @@ NO_BYTES: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a part adds to a step's reply."""
+    """A part's addition to a step's reply."""
 
     extension: ReplyExtension
     columns: tuple[Tensor, ...]
@@ -37,14 +37,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class PartContext:
-    """What a part is made for."""
+    """Sizes and device that a part is made for."""
 
     limits: StepLimits
     device: torch.device
     is_first_stage: bool
     is_last_stage: bool
     sampling: Sampling
-    """What chooses tokens on the device."""
+    """Sampling kernels of the device."""
 
     @property
     def num_rows(self) -> int:
@@ -62,11 +62,11 @@ class StepPart:
     """
 
     request_extension: ClassVar[type[RequestExtension] | None] = None
-    """What a request that uses the part carries; None where no request does."""
+    """Extension of requests that use the part; None if requests carry none."""
     step_extension: ClassVar[type[StepExtension] | None] = None
-    """What a step that uses the part carries; None where no step does."""
+    """Extension of steps that use the part; None if steps carry none."""
     heaviest: ClassVar[RequestExtension | None] = None
-    """What requests of the memory profile and of warm-up carry; None: nothing of the part is
+    """Extension of requests in the memory profile and in warm-up; None: the part is not
     profiled."""
     columns: ClassVar[tuple[Per, ...]] = ()
     """int32 columns that a step brings to the device for the forward pass."""
@@ -98,7 +98,7 @@ class StepPart:
     # Rows.
 
     def uses(self, extension: Any) -> bool:
-        """Whether steps of a request with this extension use the part."""
+        """Return True if steps of a request with this extension use the part."""
         return True
 
     def admit(self, requests: Sequence[NewRequestData], extensions: Sequence[Any | None]) -> None:
@@ -153,7 +153,7 @@ class StepPart:
 
 
 class TokenChooser(Protocol):
-    """What chooses tokens once all parts have adjusted the logits."""
+    """Chooses tokens once all parts have adjusted the logits."""
 
     def choose(self, logits: Tensor, rows: SampleRows) -> Tensor:
         """Return int64 [R], a token for each row of logits [R, V], NO_TOKEN where there are no

@@ -1,4 +1,4 @@
-"""Which parts there are, in the order in which they act on logits; tokens are chosen last. A new
+"""All parts, in the order in which they act on logits; tokens are chosen last. A new
 part is its file and its line here; its structs are registered in rpc_schema/extensions.py.
 """
 
@@ -26,7 +26,7 @@ PARTS: Final[tuple[type[StepPart], ...]] = (
 HEAVIEST: Final[tuple[RequestExtension, ...]] = tuple(
     part.heaviest for part in PARTS if part.heaviest is not None
 )
-"""What a request carries that uses as much as one can."""
+"""Extensions of a request that uses every part."""
 
 
 def make_parts(

@@ -1,5 +1,5 @@
 """A runner's parts, held together: which part an extension belongs to, which rows use which, and
-when each of them acts. Knows no feature.
+when each of them acts.
 
 A part has a bit; what a row, a step or a graph uses of parts is an integer of such bits.
 """
