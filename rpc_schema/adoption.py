@@ -37,7 +37,8 @@ class RequestRow(Value, frozen=True, kw_only=True):
     """Number of its tokens in the reply. The output rank has all of them, others those of the
     request's admission."""
     num_computed_tokens: Count
-    """Leading tokens whose KV this rank has in the blocks; 0 if it guarantees none."""
+    """Leading tokens whose KV this rank has in the blocks; 0 if it guarantees none. An upper bound
+    if a feature of the request may refuse tokens."""
     num_blocks: Count
     """Number of its blocks of the first group in the reply."""
     num_more_blocks: Annotated[tuple[Count, ...], Meta(max_length=MAX_GROUPS)] = ()

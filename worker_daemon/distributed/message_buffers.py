@@ -1,5 +1,5 @@
-"""The memory of one hop's messages. On NCCL it is registered with the communicator: messages then go
-from the sender's memory straight into the receiver's, not through NCCL's own buffers.
+"""The memory of one hop's messages. On NCCL it is registered with the communicator: messages go
+straight from the sender's memory into the receiver's, not through NCCL's own buffers.
 """
 
 from typing import cast
