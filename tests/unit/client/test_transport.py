@@ -55,8 +55,8 @@ def test_daemon_that_hangs_up_in_some_handshakes_has_not_refused(context, direct
         def hang_up():
             for _ in range(3):
                 hanging_up.accept()[0].close()
-            address.unlink()
-            daemon.bind(f"ipc://{address}")
+            daemon.bind(f"ipc://{address}.new")
+            Path(f"{address}.new").rename(address)  # at no moment is nothing there
 
         thread = threading.Thread(target=hang_up)
         thread.start()
