@@ -4,41 +4,30 @@ Contexts are several windows long."""
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from rpc_schema.kv_cache import NULL_BLOCK, BlockGroup, request_blocks
-from tests.support.checkpoints import Checkpoint, decisive_prompts
-from tests.support.serving import assert_greedy, generate, greedy_request, scheduler_limits
+from rpc_schema.kv_cache import NULL_BLOCK, request_blocks
+from tests.support.checkpoints import Checkpoint
+from tests.support.serving import assert_greedy, generate, scheduler_limits
+from tests.support.window_models import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    MODELS,
+    WINDOW,
+    check_adoption,
+    check_prefix_hits,
+    make_requests,
+)
 from worker_client.driver import Driver
 from worker_client.scheduler import Scheduler
-
-BLOCK_SIZE = 4
-WINDOW = 10
-MAX_MODEL_LEN = 150
-MIXED = ("full_attention", *["sliding_attention"] * 3) * 2
-"""Two groups where all layers are on one rank: of which one is cut into three."""
 
 
 @pytest.fixture(scope="module")
 def models(checkpoint) -> dict[str, Checkpoint]:
     """All layers slide; one in four sees everything; the upper ones slide."""
-    qwen = {"use_sliding_window": True, "sliding_window": WINDOW}
     return {
-        "mistral": checkpoint(
-            "MistralForCausalLM", num_hidden_layers=5, sliding_window=WINDOW, seed=21
-        ),
-        "mixed": checkpoint(
-            "Qwen3ForCausalLM",
-            num_hidden_layers=len(MIXED),
-            layer_types=list(MIXED),
-            max_window_layers=0,
-            seed=22,
-            **qwen,
-        ),
-        "upper": checkpoint(
-            "Qwen2ForCausalLM", num_hidden_layers=5, max_window_layers=3, seed=23, **qwen
-        ),
+        name: checkpoint(**fields, sliding_window=WINDOW, seed=21 + index)
+        for index, (name, fields) in enumerate(MODELS.items())
     }
 
 
@@ -51,17 +40,6 @@ CASES = [
     ("upper", 2, (4, 1), (1, 2, 3, 4, 5)),
 ]
 """Model, stages, their layers, and how many groups there may be."""
-
-
-def make_requests(reference, seed, lengths, max_tokens, prefix=()):
-    return [
-        greedy_request(
-            f"s{seed}-{index}",
-            decisive_prompts(reference, 100 * seed + index, [length], max_tokens, prefix=prefix)[0],
-            max_tokens,
-        )
-        for index, length in enumerate(lengths)
-    ]
 
 
 class Holding:
@@ -174,72 +152,19 @@ def test_requests_go_on_after_failed_steps(serve, models, name, pp, partition, n
 
 @pytest.mark.parametrize(("name", "pp", "partition", "num_groups"), CASES[1:4])
 def test_prefix_hits(serve, models, name, pp, partition, num_groups):
-    reference: Checkpoint = models[name]
-    shared = np.random.default_rng().integers(0, 331, 50).tolist()
-    first = make_requests(reference, 1, [53], 30, prefix=shared)
-    others = make_requests(reference, 2, [55, 56, 62, 80], 20, prefix=shared)
     config = {"block_size": BLOCK_SIZE, "layer_partition": partition}
     config |= {"max_num_batched_tokens": 24, "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8}
-    with serve(reference.path, pp, **config) as (group, loaded):
-        scheduler = Scheduler(scheduler_limits(group, loaded))
-        assert_greedy(generate(group, loaded, first, scheduler), reference, first)
-        run = generate(group, loaded, others, scheduler)
-        assert_greedy(run, reference, others)
-        cached = [run.outputs[request.id].num_cached_tokens for request in others]
-        assert cached == [len(shared) // BLOCK_SIZE * BLOCK_SIZE] * len(others)
-        again = [replace(request, id=f"again-{request.id}") for request in first]
-        assert_greedy(generate(group, loaded, again, scheduler), reference, again)
-        assert scheduler.num_free_blocks == loaded.num_blocks - 1
+    with serve(models[name].path, pp, **config) as served:
+        check_prefix_hits(served, models[name], seed=1)
 
 
 @pytest.mark.parametrize(("name", "pp", "partition", "num_groups"), CASES[:4])
 def test_another_driver_goes_on(serve, models, name, pp, partition, num_groups):
-    reference: Checkpoint = models[name]
-    requests = make_requests(reference, 5, [61, 9, 40, 22], 40)
     config = {
         "block_size": BLOCK_SIZE,
         "max_model_len": MAX_MODEL_LEN,
         "max_num_batched_tokens": 32,
         "layer_partition": partition,
     }
-    with serve(reference.path, pp, **config) as (group, loaded):
-        outputs, steps, warm = {}, 0, 0
-        driver = Driver(group, Scheduler(scheduler_limits(group, loaded)))
-        for request in requests:
-            driver.add_request(request)
-        while driver.busy:
-            steps += 1
-            outputs |= {output.req_id: output for output in driver.step()}
-            if steps % 11 == 0:
-                group.attach(keep_requests=True)
-                group.prepare(loaded_config(group))
-                scheduler = Scheduler(scheduler_limits(group, loaded))
-                adopted = group.adopt_requests()
-                for request in adopted:
-                    warm += request.num_computed_tokens > 0
-                    assert_null_where_windows_are(request, loaded.groups)
-                driver = Driver(group, scheduler)
-                waiting = {r.id for r in requests} - set(outputs) - {r.req_id for r in adopted}
-                for output in scheduler.adopt_requests(adopted):
-                    outputs[output.req_id] = output
-                for request in requests:
-                    if request.id in waiting:
-                        driver.add_request(request)
-        assert warm > 0
-        for request in requests:
-            expected = reference.greedy(request.prompt_token_ids.tolist(), request.max_tokens)
-            assert outputs[request.id].token_ids == expected
-
-
-def loaded_config(group):
-    return group.get_status()[0].config
-
-
-def assert_null_where_windows_are(request, groups: tuple[BlockGroup, ...]) -> None:
-    for of_group, group in zip(request.blocks_by_group, groups, strict=True):
-        seen = 0
-        if group.window is not None:
-            seen = max(0, request.num_computed_tokens - group.window + 1) // group.block_size
-        assert [block_id == NULL_BLOCK for block_id in of_group] == [
-            place < seen for place in range(len(of_group))
-        ]
+    with serve(models[name].path, pp, **config) as served:
+        check_adoption(served, models[name], seed=5)

@@ -22,6 +22,7 @@ from rpc_schema.step import ExecuteModel, NewRequestData
 from tests.support import window_models
 from tests.support.refusing_feature import copy_with_the_feature
 from tests.support.refusing_feature.checks import Load, check_serving
+from tests.support.serving import connect
 from tests.support.toy_feature.checks import start_daemons
 from worker_client.launcher import LocalDaemons
 from worker_daemon.runner.cuda_graph import GraphedProgram
@@ -90,13 +91,15 @@ def test_blocks_behind_windows_serve_others(endpoint, model_root, name, seed):
 @MODELS
 def test_prefix_hits(endpoint, model_root, name, seed):
     reference = window_models.make_model(model_root, name, seed)
-    window_models.check_prefix_hits(endpoint, reference, seed)
+    with connect([endpoint], window_models.config_of(reference)) as served:
+        window_models.check_prefix_hits(served, reference, seed)
 
 
 @MODELS
 def test_another_driver_goes_on(endpoint, model_root, name, seed):
     reference = window_models.make_model(model_root, name, seed)
-    window_models.check_adoption(endpoint, reference, seed)
+    with connect([endpoint], window_models.config_of(reference)) as served:
+        window_models.check_adoption(served, reference, seed)
 
 
 class Result(NamedTuple):

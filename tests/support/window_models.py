@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from rpc_schema.config import WorkerConfig
-from rpc_schema.kv_cache import request_blocks
+from rpc_schema.kv_cache import NULL_BLOCK, BlockGroup, request_blocks
 from tests.support.checkpoints import Checkpoint, decisive_prompts, make_checkpoint
 from tests.support.serving import (
+    Served,
     assert_greedy,
     connect,
     generate,
@@ -20,6 +21,7 @@ from tests.support.serving import (
     scheduler_limits,
     worker_config,
 )
+from worker_client.adoption import AdoptedRequest
 from worker_client.driver import Driver
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler
@@ -62,12 +64,16 @@ def make_model(directory: Path, name: str, seed: int, window: int = WINDOW) -> C
 
 
 def make_requests(
-    reference: Checkpoint, seed: int, lengths: Sequence[int], prefix: Sequence[int] = ()
+    reference: Checkpoint,
+    seed: int,
+    lengths: Sequence[int],
+    max_tokens: int = MAX_TOKENS,
+    prefix: Sequence[int] = (),
 ) -> list[GenerationRequest]:
     """Greedy requests whose continuations are clear, one for each prompt's length."""
-    prompts = decisive_prompts(reference, seed, lengths, MAX_TOKENS, prefix=prefix)
+    prompts = decisive_prompts(reference, seed, lengths, max_tokens, prefix=prefix)
     return [
-        greedy_request(f"{seed}-{index}", prompt, MAX_TOKENS)
+        greedy_request(f"{seed}-{index}", prompt, max_tokens)
         for index, prompt in enumerate(prompts)
     ]
 
@@ -105,50 +111,65 @@ def check_few_blocks(endpoint: str, reference: Checkpoint, name: str, seed: int)
         return group.get_status()[0].providers
 
 
-def check_prefix_hits(endpoint: str, reference: Checkpoint, seed: int) -> None:
+def check_prefix_hits(served: Served, reference: Checkpoint, seed: int) -> None:
     """Several windows are shared; the first request comes again when its first blocks are gone."""
     shared = np.random.default_rng(seed).integers(0, 331, 50).tolist()
     first = make_requests(reference, seed, [53], prefix=shared)
     others = make_requests(reference, seed + 1, [55, 56, 62, 80], prefix=shared)
-    with connect([endpoint], config_of(reference)) as (group, loaded):
-        scheduler = Scheduler(scheduler_limits(group, loaded))
-        assert_greedy(generate(group, loaded, first, scheduler), reference, first)
-        run = generate(group, loaded, others, scheduler)
-        assert_greedy(run, reference, others)
-        cached = [run.outputs[request.id].num_cached_tokens for request in others]
-        assert cached == [len(shared) // BLOCK_SIZE * BLOCK_SIZE] * len(others)
-        again = [replace(request, id=f"again-{request.id}") for request in first]
-        assert_greedy(generate(group, loaded, again, scheduler), reference, again)
+    group, loaded = served
+    scheduler = Scheduler(scheduler_limits(group, loaded))
+    assert_greedy(generate(group, loaded, first, scheduler), reference, first)
+    run = generate(group, loaded, others, scheduler)
+    assert_greedy(run, reference, others)
+    cached = [run.outputs[request.id].num_cached_tokens for request in others]
+    assert cached == [len(shared) // BLOCK_SIZE * BLOCK_SIZE] * len(others)
+    again = [replace(request, id=f"again-{request.id}") for request in first]
+    assert_greedy(generate(group, loaded, again, scheduler), reference, again)
+    assert scheduler.num_free_blocks == loaded.num_blocks - 1
 
 
-def check_adoption(endpoint: str, reference: Checkpoint, seed: int) -> None:
+def check_adoption(served: Served, reference: Checkpoint, seed: int) -> None:
     """Another driver goes on every few steps, with the KV that is there."""
     requests = make_requests(reference, seed, [61, 9, 40, 22])
-    config = config_of(reference)
-    with connect([endpoint], config) as (group, loaded):
-        limits = scheduler_limits(group, loaded)
-        tokens: dict[str, list[int]] = {}
-        driver, num_steps, num_warm = Driver(group, Scheduler(limits)), 0, 0
-        for request in requests:
-            driver.add_request(request)
-        while driver.busy:
-            tokens |= {output.req_id: output.token_ids for output in driver.step()}
-            num_steps += 1
-            if num_steps % 13 == 0:
-                group.attach(keep_requests=True)
-                group.prepare(config)
-                adopted = group.adopt_requests()
-                num_warm += sum(request.num_computed_tokens > 0 for request in adopted)
-                scheduler = Scheduler(limits)
-                done = scheduler.adopt_requests(adopted)
-                tokens |= {output.req_id: output.token_ids for output in done}
-                driver = Driver(group, scheduler)
-                known = tokens.keys() | {request.req_id for request in adopted}
-                for request in requests:
-                    if request.id not in known:
-                        driver.add_request(request)
-        assert num_warm > 0
-        assert tokens == {
-            request.id: reference.greedy(request.prompt_token_ids.tolist(), MAX_TOKENS)
-            for request in requests
-        }
+    group, loaded = served
+    config = group.get_status()[0].config
+    assert config is not None, "a model is loaded"
+    limits = scheduler_limits(group, loaded)
+    tokens: dict[str, list[int]] = {}
+    driver, num_steps, num_warm = Driver(group, Scheduler(limits)), 0, 0
+    for request in requests:
+        driver.add_request(request)
+    while driver.busy:
+        tokens |= {output.req_id: output.token_ids for output in driver.step()}
+        num_steps += 1
+        if num_steps % 13 == 0:
+            group.attach(keep_requests=True)
+            group.prepare(config)
+            adopted = group.adopt_requests()
+            for request in adopted:
+                num_warm += request.num_computed_tokens > 0
+                assert_null_where_windows_are(request, loaded.groups)
+            scheduler = Scheduler(limits)
+            done = scheduler.adopt_requests(adopted)
+            tokens |= {output.req_id: output.token_ids for output in done}
+            driver = Driver(group, scheduler)
+            known = tokens.keys() | {request.req_id for request in adopted}
+            for request in requests:
+                if request.id not in known:
+                    driver.add_request(request)
+    assert num_warm > 0
+    assert tokens == {
+        request.id: reference.greedy(request.prompt_token_ids.tolist(), MAX_TOKENS)
+        for request in requests
+    }
+
+
+def assert_null_where_windows_are(request: AdoptedRequest, groups: Sequence[BlockGroup]) -> None:
+    """The null block takes the place of exactly those that no later token sees."""
+    for of_group, group in zip(request.blocks_by_group, groups, strict=True):
+        seen = 0
+        if group.window is not None:
+            seen = max(0, request.num_computed_tokens - group.window + 1) // group.block_size
+        assert [block_id == NULL_BLOCK for block_id in of_group] == [
+            place < seen for place in range(len(of_group))
+        ]

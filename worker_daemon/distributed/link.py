@@ -45,7 +45,7 @@ ABORT_LIMIT_S = 2.0
 """An abort takes half a second where the device answers. It unblocks at once, and ends only when no
 graph holds the communicator's kernels: no longer is waited for that, or for one that hangs."""
 
-MEETING_SLACK_S = 5.0
+RENDEZVOUS_SLACK_S = 5.0
 
 _NCCL_NEVER = timedelta(days=30)
 """NCCL's own timeout, which must never pass. The guard aborts what hangs, by the deadline of its
@@ -92,13 +92,15 @@ class Link:
         timeout_s bounds every later wait on gloo; on NCCL only abort() ends one.
 
         Raises:
-            CommError: they have not come within meeting_s(timeout_s), or a stranger has.
+            CommError: they have not come within rendezvous_limit_s(timeout_s), or a stranger has.
         """
         if state.world_size == 1:
             return
         assert place is not None, "resolved before"
         try:
-            self._store = connect_store(place.host, place.port, place.secret, meeting_s(timeout_s))
+            self._store = connect_store(
+                place.host, place.port, place.secret, rendezvous_limit_s(timeout_s)
+            )
             store = distributed_c10d.PrefixStore(f"link{self.generation}", self._store)
             _await_all(self._store, state)
             with communication("making the process groups"):
@@ -138,7 +140,7 @@ class Link:
             store=store,
             rank=state.rank,
             world_size=state.world_size,
-            timeout=self._longest_wait(meeting_s(timeout_s)),
+            timeout=self._longest_wait(rendezvous_limit_s(timeout_s)),
             group_name=f"link{self.generation}",
         )
         self.groups = _make_groups(state, self._longest_wait(timeout_s), self._device)
@@ -206,10 +208,10 @@ class Link:
         return [groups.stage, groups.from_previous, groups.to_next, groups.column]
 
 
-def meeting_s(timeout_s: float) -> float:
+def rendezvous_limit_s(timeout_s: float) -> float:
     """Return how long ranks wait for each other at a rendezvous: long enough for a peer to notice
     first, within timeout_s, that its old link is broken."""
-    return 2 * timeout_s + MEETING_SLACK_S
+    return 2 * timeout_s + RENDEZVOUS_SLACK_S
 
 
 def _await_all(store: RendezvousStore, state: ParallelState) -> None:

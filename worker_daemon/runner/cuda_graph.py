@@ -35,7 +35,7 @@ class StepGraphs(Protocol):
     def capture(self, runner: ModelRunner) -> None:
         """Capture what there is to capture, and let the runner replay it."""
 
-    def rehearse(self, runner: ModelRunner, used_bytes: Callable[[], int]) -> int:
+    def estimate_bytes(self, runner: ModelRunner, used_bytes: Callable[[], int]) -> int:
         """Return about how many bytes capture would take, and leave everything as it was.
 
         used_bytes() tells what this process has of the device, apart from what its allocator could
@@ -64,7 +64,7 @@ class NoGraphs:
     def capture(self, runner: ModelRunner) -> None:
         return None
 
-    def rehearse(self, runner: ModelRunner, used_bytes: Callable[[], int]) -> int:
+    def estimate_bytes(self, runner: ModelRunner, used_bytes: Callable[[], int]) -> int:
         return 0
 
     def before_relink(self, runner: ModelRunner) -> None:
@@ -118,7 +118,7 @@ class LadderGraphs:
         self._program = program
         self._num_captured = len(plans)
 
-    def rehearse(self, runner: ModelRunner, used_bytes: Callable[[], int]) -> int:
+    def estimate_bytes(self, runner: ModelRunner, used_bytes: Callable[[], int]) -> int:
         """The largest graph of either kind makes the pool that all others fit into; what each of
         the others takes beside it (its kernels' arguments, its outputs) a sample of them tells."""
         program = GraphedProgram(self._eager, self._arrived, self._stream)

@@ -35,6 +35,9 @@ from worker_daemon.runner.token_history import TokenHistory
 class Stage(Protocol):
     """A place in the pipeline: SoleStage, or PipelineStage (pipeline_stage.py)."""
 
+    replies: StepReplies
+    """Makes the replies of this rank."""
+
     def forward(self, program: StageProgram, step: ScheduledStep) -> Unsampled:
         """Run a step's forward pass, and pass its hidden states on where they go."""
 
@@ -46,11 +49,6 @@ class Stage(Protocol):
     ) -> PendingOutput | None:
         """Sample those rows of a step with deferred sampling that are left. kept int64 [R'] indexes
         its rows; brought: extensions of the message that samples them."""
-
-    def reply_without_tokens(
-        self, step: Unsampled, identity: ReplyIdentity
-    ) -> PendingOutput | None:
-        """Return the reply of a step with deferred sampling."""
 
     def give_up(self) -> bool:
         """Do for the request at hand, which has failed, what other ranks still wait for. Return
@@ -69,7 +67,7 @@ class SoleStage:
         """no_hidden: [0, H], the hidden states that arrive from no stage."""
         self._inputs = inputs
         self._sampler = sampler
-        self._replies = replies
+        self.replies = replies
         self._no_hidden = no_hidden
         self._ok = torch.full((), STATUS_OK, dtype=torch.int64)  # read by the host alone
 
@@ -83,28 +81,22 @@ class SoleStage:
         """See Stage. The forward pass has given the rows their likeliest tokens already."""
         rows, count = step.rows, step.rows.slots_np.size
         if not count:
-            return self._replies.without_tokens(identity, step.status)
+            return self.replies.without_tokens(identity, step.status)
         is_greedy = not rows.used | step.brought.used
         if is_greedy and rows.delivery is not None:
-            return self._replies.of_delivery(identity, rows, rows.delivery)
+            return self.replies.of_delivery(identity, rows, rows.delivery)
         sampled = self._sampler.sample(step)
         if sampled.refused is not None:
             self._sampler.refuse(step, sampled, sampled.refused)
         elif not is_greedy:
             self._inputs.tables.last_sampled[rows.slots[:count].long()] = sampled.token_ids
-        return self._replies.of_tokens(identity, rows, sampled, step.status)
+        return self.replies.of_tokens(identity, rows, sampled, step.status)
 
     def sample_later(
         self, step: Unsampled, kept: Int64s, brought: StepExtensions, identity: ReplyIdentity
     ) -> PendingOutput | None:
         """See Stage."""
         return None if step.chosen is None else self.sample(step.keep(kept, brought), identity)
-
-    def reply_without_tokens(
-        self, step: Unsampled, identity: ReplyIdentity
-    ) -> PendingOutput | None:
-        """See Stage."""
-        return self._replies.without_tokens(identity, step.status)
 
     def give_up(self) -> bool:
         """See Stage: there is no other."""
@@ -196,7 +188,7 @@ class ModelRunner:
             computed = self._stage.forward(self._program, step)
             if step.defer_sampling:
                 self._unsampled[step.seq] = computed.clone()
-                reply = self._stage.reply_without_tokens(computed, identity)
+                reply = self._stage.replies.without_tokens(identity, computed.status)
             else:
                 reply = self._stage.sample(computed, identity)
         except Exception as error:

@@ -82,7 +82,7 @@ class PipelineStage:
         self._neighbours = neighbours
         self._waits = waits
         self._sampler = sampler
-        self._replies = replies
+        self.replies = replies
         self._no_hidden = no_hidden
         self._ok = torch.full((), STATUS_OK, dtype=torch.int64, device=no_hidden.device)
         self._failed = torch.full_like(self._ok, STATUS_FAILED)
@@ -105,7 +105,7 @@ class PipelineStage:
         """Sample and return the tokens to the other stages, or start to receive them."""
         rows, count = step.rows, step.rows.slots_np.size
         if not count:
-            return self._replies.without_tokens(identity, step.status)
+            return self.replies.without_tokens(identity, step.status)
         slots = rows.slots[:count]
         if self._sampler is None:
             self._publish(slots, None, counted=self._state.parts.counts(rows.used))
@@ -116,7 +116,7 @@ class PipelineStage:
         else:
             news = self._sampler.refuse(step, sampled, sampled.refused)
             self._publish(slots, news, counted=True)
-        return self._replies.of_tokens(identity, rows, sampled, step.status)
+        return self.replies.of_tokens(identity, rows, sampled, step.status)
 
     def sample_later(
         self, step: Unsampled, kept: Int64s, brought: StepExtensions, identity: ReplyIdentity
@@ -127,12 +127,6 @@ class PipelineStage:
             self.give_up()
             return None
         return self.sample(step.keep(kept, brought), identity)
-
-    def reply_without_tokens(
-        self, step: Unsampled, identity: ReplyIdentity
-    ) -> PendingOutput | None:
-        """The step is sampled later."""
-        return self._replies.without_tokens(identity, step.status)
 
     def give_up(self) -> bool:
         """Make the exchanges that are left of a request that has failed, without any result. Return

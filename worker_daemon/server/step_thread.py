@@ -329,7 +329,7 @@ class _StepLoop:
         kind = type(message)
         try:
             self._senders.access.check(peer, message)
-            if kind not in self._array_steps or kind not in self._lifecycle.legal:
+            if kind not in self._lifecycle.legal or kind is lc.Reset:  # which names a target, too
                 self._lifecycle.check(message)
             self._begin(message)
             if kind in self._array_steps:

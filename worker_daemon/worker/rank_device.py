@@ -17,7 +17,7 @@ from worker_daemon.device.health import CheckDevice, no_check
 from worker_daemon.device.init import open_capture_stream, open_device
 from worker_daemon.device.memory import MemorySnapshot, MemorySource
 from worker_daemon.device.threads import choose_threads
-from worker_daemon.distributed.link import Link, RendezvousPoint, meeting_s
+from worker_daemon.distributed.link import Link, RendezvousPoint, rendezvous_limit_s
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import ConfigError
@@ -173,7 +173,7 @@ class RankDevice:
 
     def _open_link(self, rendezvous: Rendezvous, place: RankPlace, timeout_s: float) -> Link:
         rendezvous_point = _resolved(rendezvous.place, place.parallel)
-        self._set_phase("LINKING", meeting_s(timeout_s) + _DISPOSAL_S)
+        self._set_phase("LINKING", rendezvous_limit_s(timeout_s) + _DISPOSAL_S)
         link = self._newest_link = Link(rendezvous.link, place.device)
         link.open(place.parallel, rendezvous_point, timeout_s)
         try:

@@ -130,9 +130,9 @@ class Serving:
             self._step_graphs().compile(self.runner)
 
     def estimate_graphs(self, used_bytes: Callable[[], int]) -> int:
-        """Return an estimate of the graphs' bytes: see StepGraphs.rehearse."""
+        """Return an estimate of the graphs' bytes: see StepGraphs.estimate_bytes."""
         with self._capturing():
-            return self._step_graphs().rehearse(self.runner, used_bytes)
+            return self._step_graphs().estimate_bytes(self.runner, used_bytes)
 
     def before_relink(self) -> None:
         """Drop the graphs that use the communicators, before a relink."""

@@ -455,7 +455,7 @@ class NoColumns:
 
 @pytest.mark.parametrize(("max_num_seqs", "max_tokens"), [(256, 8192), (64, 100), (8, 8), (1, 1)])
 @pytest.mark.parametrize("arriving", [0, 40])
-def test_a_rehearsal_tells_what_all_graphs_take_and_leaves_none(
+def test_estimate_is_what_all_graphs_take_and_leaves_none(
     graphs, monkeypatch, max_num_seqs, max_tokens, arriving
 ):
     account = Account()
@@ -479,7 +479,7 @@ def test_a_rehearsal_tells_what_all_graphs_take_and_leaves_none(
         captured.append(account.num_graphs)
         return used()
 
-    estimate = made.rehearse(runner, used_bytes)
+    estimate = made.estimate_bytes(runner, used_bytes)
     assert (made.count, account.num_graphs, programs) == (0, 0, [])
     assert max(captured) <= 3 + len(ladder.plans) // 4
     before = used()

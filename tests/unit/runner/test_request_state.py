@@ -134,6 +134,63 @@ def test_rows_follow_a_plain_dict_over_random_steps(seed):
     assert num_samples > 20
 
 
+def decode_of(rng, rows, slots):
+    """One token for each of these slots, and a block where its last one is full."""
+    plan = Plan(scheduled=dict.fromkeys(slots, 1))
+    for slot in slots:
+        request = rows.requests[slot]
+        if len(request.blocks) * rows.limits.block_size <= request.computed:
+            plan.blocks.append((slot, int(rng.integers(1, rows.limits.num_blocks))))
+    return plan
+
+
+def disturbance(rng, rows, steps, slots):
+    """A step that is no plain decode of one batch: of some rows of several, or one that ends a row
+    and admits another in its place."""
+    some = sorted(rng.choice(slots, int(rng.integers(1, len(slots))), replace=False).tolist())
+    if rng.random() < 0.5:
+        plan = decode_of(rng, rows, some)
+        plan.defer = rng.random() < 0.3
+        return plan
+    new = steps.admission(some[0])
+    new.tokens, new.num_prompt, new.computed = new.tokens[:3], 1, 0
+    blocks = [(some[0], 1)] * -(-len(new.tokens) // rows.limits.block_size)
+    return Plan(
+        finished=some[:1], admissions=[new], scheduled={some[0]: len(new.tokens)}, blocks=blocks
+    )
+
+
+def test_micro_batches_that_take_turns_are_steady_and_follow_a_plain_dict():
+    rng = np.random.default_rng()
+    limits = StepLimits(12, 40, 400, 19, 4, 30)
+    state, rows, steps = request_state(limits), NaiveRows(limits), StepGenerator(rng, limits)
+    slots = [*range(12)]
+    first = Plan(admissions=[steps.admission(slot) for slot in slots])
+    for new in first.admissions:
+        new.tokens, new.num_prompt, new.computed = new.tokens[:3], 1, 0
+        first.blocks += [(new.slot, 1)] * -(-len(new.tokens) // limits.block_size)
+    first.scheduled = {new.slot: len(new.tokens) for new in first.admissions}
+    batches = [sorted(part.tolist()) for part in np.split(rng.permutation(12), [4, 9])]
+    num_continued, last = 0, {}
+    for seq in range(1, 200):
+        plan = first if seq == 1 else decode_of(rng, rows, batches[seq % 3])
+        if seq > 1 and rng.random() < 0.05:
+            plan = disturbance(rng, rows, steps, slots)
+        message, arrays = encode(seq, plan, rows)
+        ran = rows.apply(seq, plan)
+        step = state.apply(message, arrays)
+        check_step(step, ran, plan, rows)
+        num_continued += step.steady is not None and last.get(seq % 3) is step.steady
+        last[seq % 3] = step.steady
+        if rng.random() < 0.1:
+            check_counts(state, rows, seq)
+            check_rows(state, rows)
+        for waiting in list(rows.unsampled):
+            state.take_unsampled(waiting)
+            del rows.unsampled[waiting]
+    assert num_continued > 60
+
+
 # Ways to break a valid step: (message, frames, rows before it) -> the broken one and the field that
 # must be named, or None where the step has nothing to break.
 

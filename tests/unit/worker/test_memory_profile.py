@@ -280,7 +280,7 @@ class DrivenGraphs(NoGraphs):
     def __init__(self, memory, pool, kept):
         self.memory, self.pool, self.kept, self.has_kept = memory, pool, kept, False
 
-    def rehearse(self, runner, used_bytes):
+    def estimate_bytes(self, runner, used_bytes):
         before = used_bytes()
         self.capture(runner)
         grown = used_bytes() - before
@@ -320,7 +320,7 @@ def test_what_graphs_will_take_is_subtracted_once(start, monkeypatch):
 )
 def test_graphs_that_do_not_fit_are_a_typed_error(start, monkeypatch, raised, expected):
     class Failing(NoGraphs):
-        def rehearse(self, runner, used_bytes):
+        def estimate_bytes(self, runner, used_bytes):
             raise raised
 
         def capture(self, runner):
