@@ -147,31 +147,13 @@ def serve(
     Each option may also come from the environment (WORKER_DAEMON_ENDPOINT, ...) or from the file,
     in this order of precedence.
     """
+    given = {name.replace("_", "-"): value for name, value in locals().items() if name != "config"}
     configure_logs("info")
     with _exit_codes():
         _check_worker_extra()
         from worker_daemon.server.assembly import run_daemon  # it needs the extra
 
-        settings = load_settings(
-            {
-                "endpoint": endpoint,
-                "device": device,
-                "state-dir": state_dir,
-                "model-root": model_root,
-                "save-root": save_root,
-                "profile-dir": profile_dir,
-                "key-file": key_file,
-                "authorized-keys": authorized_keys,
-                "data-interface": data_interface,
-                "gpu-lock-dir": gpu_lock_dir,
-                "share-gpu": share_gpu,
-                "upload-memory-bytes": upload_memory_bytes,
-                "reset-epoch": reset_epoch,
-                "exit-with-parent-fd": exit_with_parent_fd,
-                "log-level": log_level,
-            },
-            config,
-        )
+        settings = load_settings(given, config)
         configure_logs(settings.log_level)
         prepare_kernel_cache(settings)
         raise typer.Exit(run_daemon(settings))

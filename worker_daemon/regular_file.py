@@ -8,6 +8,8 @@ import stat
 from pathlib import Path
 from typing import Final
 
+from worker_daemon.errors import CheckpointError
+
 MAX_TEXT_BYTES: Final = 16 << 20
 """Limit of config.json and other files that are read as a whole."""
 
@@ -68,6 +70,11 @@ class RegularFile:
             if count == 0:
                 raise TruncatedError(self.path)
             done += count
+
+
+def broken_file(path: Path, problem: str, fix: str) -> CheckpointError:
+    """Return the error for a file of a model's directory."""
+    return CheckpointError(f"{path} {problem}", field="model", value=str(path.parent), fix=fix)
 
 
 def is_plain_name(name: str, suffixes: tuple[str, ...]) -> bool:

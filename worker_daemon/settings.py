@@ -42,7 +42,7 @@ ONE_HOST: Final = "lo"
 _TENSOR_PLANE: Final = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 CREDENTIAL_PREFIX: Final = "credential:"
 _CREDENTIALS: Final = "CREDENTIALS_DIRECTORY"
-_INTERFACE: Final = re.compile(r"[A-Za-z0-9_.-]{1,15}")
+_INTERFACE: Final = re.compile(r"[A-Za-z0-9_.-]{0,15}")
 _FIXED: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -231,12 +231,8 @@ def read_file(path: Path) -> Given:
     try:
         given = tomllib.loads(read_whole(path, _MAX_FILE_BYTES).decode())
     except (OSError, ValueError, RecursionError) as error:  # of TOML and of UTF-8 too
-        raise ConfigError(
-            f"the file cannot be read: {error}",
-            field="config",
-            value=str(path),
-            fix="name a TOML file with the options of this command",
-        ) from error
+        fix = "name a TOML file with the options of this command"
+        raise _wrong("config", str(path), f"the file cannot be read: {error}", fix) from error
     for key in given:
         if key not in KEYS:
             raise ConfigError(
@@ -262,30 +258,32 @@ def build_settings(given: Given) -> ProcessSettings:
     Raises:
         ConfigError: a value is missing or malformed.
     """
-    fd = given.get("exit-with-parent-fd")
-    state_dir = _text(given, "state-dir", "")
     endpoint = _required(given, "endpoint", "ipc:///DIR/NAME")
     key_file, authorized_keys = _keys(given)
     if endpoint.startswith("tcp://"):
         _check_tcp(given, endpoint)
     return ProcessSettings(
         endpoint=endpoint,
-        device=_matching(_required(given, "device", "cpu or cuda:N"), _DEVICE),
-        state_dir=Path(state_dir).absolute() if state_dir else None,
+        device=_device(given),
+        state_dir=_path(given, "state-dir"),
         model_roots=_roots(given),
         save_root=_own_directory(given, "save-root", "saved weights"),
         profile_dir=_own_directory(given, "profile-dir", "traces"),
         key_file=key_file,
         key_is_credential=_text(given, "key-file", "").startswith(CREDENTIAL_PREFIX),
         authorized_keys=authorized_keys,
-        data_interface=_interface(_text(given, "data-interface", "")),
-        exit_with_parent_fd=None if fd is None else _file_descriptor(fd),
-        gpu_lock_dir=_path(_text(given, "gpu-lock-dir", "")),
+        data_interface=_interface(given),
+        exit_with_parent_fd=_file_descriptor(given),
+        gpu_lock_dir=_path(given, "gpu-lock-dir"),
         share_gpu=_switch(given, "share-gpu"),
         upload_memory_bytes=_bytes(given, "upload-memory-bytes", DEFAULT_UPLOAD_MEMORY_BYTES),
         reset_epoch=_switch(given, "reset-epoch"),
-        log_level=_level(_text(given, "log-level", "info")),
+        log_level=_level(given),
     )
+
+
+def _wrong(key: str, value: object, problem: str, fix: str | None = None) -> ConfigError:
+    return ConfigError(problem, field=key, value=value, fix=fix)
 
 
 def _text(given: Given, key: str, default: str) -> str:
@@ -293,20 +291,21 @@ def _text(given: Given, key: str, default: str) -> str:
     if value is None:
         return default
     if not isinstance(value, str):
-        raise ConfigError("it is not a string", field=key, value=value, fix="put it in quotes")
+        raise _wrong(key, value, "it is not a string", "put it in quotes")
     return value
 
 
 def _required(given: Given, key: str, form: str) -> str:
     value = _text(given, key, "")
     if not value:
-        raise ConfigError("it is required", field=key, fix=f"give --{key} {form}")
+        raise _wrong(key, None, "it is required", f"give --{key} {form}")
     return value
 
 
-def _matching(device: str, pattern: re.Pattern[str]) -> str:
-    if not pattern.fullmatch(device):
-        raise ConfigError("unknown device", field="device", value=device, fix="use cpu or cuda:N")
+def _device(given: Given) -> str:
+    device = _required(given, "device", "cpu or cuda:N")
+    if not _DEVICE.fullmatch(device):
+        raise _wrong("device", device, "unknown device", "use cpu or cuda:N")
     return device
 
 
@@ -316,15 +315,11 @@ def _roots(given: Given) -> tuple[Path, ...]:
     if roots is None:
         return (Path.cwd(),)
     if not isinstance(roots, list) or not all(isinstance(root, str) for root in roots):
-        raise ConfigError("it is not a list of paths", field="model-root", value=value)
+        raise _wrong("model-root", value, "it is not a list of paths")
     for root in roots:
         if not Path(root).is_dir():
-            raise ConfigError(
-                "there is no such directory",
-                field="model-root",
-                value=root,
-                fix="name a directory that holds models",
-            )
+            fix = "name a directory that holds models"
+            raise _wrong("model-root", root, "there is no such directory", fix)
     return tuple(Path(root).resolve() for root in roots)
 
 
@@ -339,56 +334,49 @@ def _check_tcp(given: Given, endpoint: str) -> None:
     }
     for key, fix in fixes.items():
         if not given.get(key):
-            raise ConfigError(f"{endpoint}: tcp needs a {key}", field=key, value=None, fix=fix)
+            raise _wrong(key, None, f"{endpoint}: tcp needs a {key}", fix)
 
 
 def _keys(given: Given) -> tuple[Path | None, Path | None]:
     """The two files of keys: both or neither."""
     key_file, authorized = (_key_path(given, key) for key in ("key-file", "authorized-keys"))
     if (key_file is None) != (authorized is None):
-        raise ConfigError(
-            "both files of keys are needed",
-            field="authorized-keys" if authorized is None else "key-file",
-            value=None,
-            fix="give both --key-file and --authorized-keys",
-        )
+        missing = "authorized-keys" if authorized is None else "key-file"
+        fix = "give both --key-file and --authorized-keys"
+        raise _wrong(missing, None, "both files of keys are needed", fix)
     return key_file, authorized
 
 
 def _key_path(given: Given, key: str) -> Path | None:
     text = _text(given, key, "")
     if not text.startswith(CREDENTIAL_PREFIX):
-        return Path(text).absolute() if text else None
+        return _path(given, key)
     directory, name = os.environ.get(_CREDENTIALS), text.removeprefix(CREDENTIAL_PREFIX)
     if not directory or not name or name != Path(name).name:
-        raise ConfigError(
-            "there is no such credential",
-            field=key,
-            value=text,
-            fix=f"use LoadCredential={name or 'NAME'}:FILE in the daemon's systemd unit",
-        )
+        fix = f"use LoadCredential={name or 'NAME'}:FILE in the daemon's systemd unit"
+        raise _wrong(key, text, "there is no such credential", fix)
     return Path(directory) / name
 
 
-def _interface(name: str) -> str:
-    if name and not _INTERFACE.fullmatch(name):
-        raise ConfigError(
-            "it is no name of an interface",
-            field="data-interface",
-            value=name,
-            fix="name one of this host's interfaces, as in eth0; addresses and all interfaces at "
-            "once are refused",
+def _interface(given: Given) -> str:
+    name = _text(given, "data-interface", "")
+    if not _INTERFACE.fullmatch(name):
+        fix = (
+            "name one of this host's interfaces, as in eth0; addresses and all interfaces at once "
+            "are refused"
         )
+        raise _wrong("data-interface", name, "it is no name of an interface", fix)
     return name
 
 
-def _own_directory(given: Given, key: str, purpose: str) -> Path | None:
-    value = _text(given, key, "")
-    return claim_directory(Path(value).absolute(), purpose, key) if value else None
-
-
-def _path(text: str) -> Path | None:
+def _path(given: Given, key: str) -> Path | None:
+    text = _text(given, key, "")
     return Path(text).absolute() if text else None
+
+
+def _own_directory(given: Given, key: str, purpose: str) -> Path | None:
+    directory = _path(given, key)
+    return None if directory is None else claim_directory(directory, purpose, key)
 
 
 def _switch(given: Given, key: str) -> bool:
@@ -397,35 +385,36 @@ def _switch(given: Given, key: str) -> bool:
         return _SWITCHES[value.lower()]
     if value is None or isinstance(value, bool):
         return bool(value)
-    raise ConfigError(
-        "it is neither on nor off", field=key, value=value, fix=f"use one of {', '.join(_SWITCHES)}"
-    )
+    raise _wrong(key, value, "it is neither on nor off", f"use one of {', '.join(_SWITCHES)}")
 
 
-def _file_descriptor(value: object) -> int:
-    if isinstance(value, str) and value.isdecimal():
+def _integer(value: object) -> int:
+    """Return a number, or the number that a text holds; -1 for anything else."""
+    if isinstance(value, str) and value.isascii() and value.isdecimal():
         return int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise ConfigError("it is not a file descriptor", field="exit-with-parent-fd", value=value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else -1
+
+
+def _file_descriptor(given: Given) -> int | None:
+    key = "exit-with-parent-fd"
+    value = given.get(key)
+    if value is not None and _integer(value) < 0:
+        raise _wrong(key, value, "it is not a file descriptor")
+    return None if value is None else _integer(value)
 
 
 def _bytes(given: Given, key: str, default: int) -> int:
     value = given.get(key)
     if value is None:
         return default
-    if isinstance(value, str) and value.isascii() and value.isdecimal():
-        value = int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 62:
-        return value
-    raise ConfigError(
-        "it is no number of bytes", field=key, value=value, fix=f"use 1 or more; default: {default}"
-    )
+    number = _integer(value)
+    if not 0 < number < 1 << 62:
+        raise _wrong(key, value, "it is no number of bytes", f"use 1 or more; default: {default}")
+    return number
 
 
-def _level(value: str) -> str:
+def _level(given: Given) -> str:
+    value = _text(given, "log-level", "info")
     if value not in LEVELS:
-        raise ConfigError(
-            "unknown level", field="log-level", value=value, fix=f"use one of {', '.join(LEVELS)}"
-        )
+        raise _wrong("log-level", value, "unknown level", f"use one of {', '.join(LEVELS)}")
     return value

@@ -21,7 +21,7 @@ from rpc_schema.operations import (
 from worker_client.load_chain import LoadChain
 from worker_client.worker_group import WorkerGroup
 from worker_daemon.errors import ForbiddenError
-from worker_daemon.server.auth.access import OpenAccess
+from worker_daemon.server.auth.access import Access
 from worker_daemon.server.dispatch import STEPS
 from worker_daemon.worker.worker import Worker
 
@@ -69,7 +69,7 @@ def test_request_without_a_row_is_unknown_and_denied() -> None:
     with pytest.raises(BadFrameError, match="not a known message"):
         codec.decode_step([msgspec.msgpack.encode(request)])
     with pytest.raises(ForbiddenError, match="Unlisted"):
-        OpenAccess().check(("step", b"", ""), request)
+        Access().check(("step", b"", ""), request)
 
 
 def test_names_of_methods_are_made_of_the_requests() -> None:

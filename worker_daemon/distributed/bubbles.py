@@ -7,15 +7,13 @@ on the stream that waits, on the CPU by the clock. Measuring never waits.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
 _EVERY = 32
 _SAMPLES = 64
-
-T = TypeVar("T")
 
 
 class Bubbles(NamedTuple):
@@ -27,48 +25,31 @@ class Bubbles(NamedTuple):
     """At most the last 64 are taken into account."""
 
 
-class InputWaits(Protocol):
-    """Measures a stage's waits. Used on the step thread; `bubbles` may be read by any."""
+class _Clock:
+    """Marks points of the host's work, which is done in order."""
 
-    @property
-    def bubbles(self) -> Bubbles:
-        """Result of the newest samples."""
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Around a step's wait for its input, once a step."""
-
-
-class _Clock(Protocol[T]):
-    """Marks points of the work that is done in order."""
-
-    def mark(self) -> T:
-        """This point."""
-
-    def seconds(self, first: T, last: T) -> float | None:
-        """Between two marks; None as long as the last has not been reached."""
-
-
-class _HostClock:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
 
-    def mark(self) -> float:
+    def mark(self) -> Any:
+        """This point."""
         return self._now()
 
-    def seconds(self, first: float, last: float) -> float | None:
-        return last - first
+    def seconds(self, first: Any, last: Any) -> float | None:
+        """Between two marks; None as long as the last has not been reached."""
+        return float(last - first)
 
 
-class _StreamClock:
-    """Marks the current CUDA stream."""
+class _StreamClock(_Clock):
+    """Marks the current CUDA stream, by events."""
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float | None:
-        if not last.query():  # type: ignore[no-untyped-call]
+    def seconds(self, first: Any, last: Any) -> float | None:
+        if not last.query():
             return None
         return float(first.elapsed_time(last)) / 1000
 
@@ -78,23 +59,19 @@ class _Sample(NamedTuple):
     whole_s: float
 
 
-class SampledWaits(Generic[T]):
-    """Measures every n-th step's wait."""
+class InputWaits:
+    """Measures every n-th step's wait. Used on the step thread; `bubbles` may be read by any."""
 
-    def __init__(self, clock: _Clock[T], every: int) -> None:
+    def __init__(self, clock: _Clock, every: int) -> None:
         self._clock = clock
         self._every = every
         self._steps = 0
-        self._open: tuple[T, T] | None = None
+        self._open: tuple[Any, Any] | None = None
         """Marks around the wait of the step before, where that is a sample."""
-        self._unread: deque[tuple[T, T, T]] = deque()
+        self._unread: deque[tuple[Any, Any, Any]] = deque()
         self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
-        self._bubbles = Bubbles(0.0, 0)
-
-    @property
-    def bubbles(self) -> Bubbles:
+        self.bubbles = Bubbles(0.0, 0)
         """Result of the newest samples."""
-        return self._bubbles
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -117,14 +94,14 @@ class SampledWaits(Generic[T]):
         while self._unread and self._read(*self._unread[0]):
             self._unread.popleft()
 
-    def _read(self, began: T, arrived: T, next_began: T) -> bool:
+    def _read(self, began: Any, arrived: Any, next_began: Any) -> bool:
         whole_s = self._clock.seconds(began, next_began)
         if whole_s is None:
             return False
         self._samples.append(_Sample(self._clock.seconds(began, arrived) or 0.0, whole_s))
         whole = sum(sample.whole_s for sample in self._samples)
         waited = sum(sample.waited_s for sample in self._samples)
-        self._bubbles = Bubbles(waited / whole if whole else 0.0, len(self._samples))
+        self.bubbles = Bubbles(waited / whole if whole else 0.0, len(self._samples))
         return True
 
 
@@ -132,6 +109,4 @@ def input_waits(
     device: torch.device, *, every: int = _EVERY, now: Callable[[], float] = time.perf_counter
 ) -> InputWaits:
     """Return what measures the waits of a stage on this device; now counts seconds on the CPU."""
-    if device.type == "cuda":
-        return SampledWaits(_StreamClock(), every)
-    return SampledWaits(_HostClock(now), every)
+    return InputWaits((_StreamClock if device.type == "cuda" else _Clock)(now), every)

@@ -20,7 +20,7 @@ from rpc_schema.listeners import ListenerWatch
 from rpc_schema.rendezvous import member_proof
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.rendezvous import RendezvousStore, connect_store
-from worker_daemon.distributed.symmetric import NoPeers, Peers, open_peers
+from worker_daemon.distributed.symmetric import Peers, open_peers
 from worker_daemon.distributed.tp import all_gather, communication
 from worker_daemon.errors import CommError
 from worker_daemon.raising import Translation
@@ -74,7 +74,7 @@ class Link:
         self.generation = generation
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self.groups = NO_GROUPS
-        self.peers: Peers = NoPeers()
+        self.peers = Peers()
         """Memory that the ranks of this stage share."""
         self._device = device
         self._store: RendezvousStore | None = None
@@ -194,7 +194,7 @@ class Link:
         self.groups = NO_GROUPS
         self._store = None
         self.peers.leave()
-        self.peers = NoPeers()
+        self.peers = Peers()
         if not _forget_groups(self.backend):
             return None
         # Dropping gloo groups joins their threads, which wait for dead peers until the timeout:

@@ -4,7 +4,7 @@ interface, to ranks only."""
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Final, Protocol
+from typing import Final
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
 
@@ -44,19 +44,11 @@ def _check_reachable(host: str) -> None:
         ) from error
 
 
-class KeyValueStore(Protocol):
-    """Operations under a store (see rpc_schema/rendezvous.py)."""
-
-    def set(self, key: str, value: bytes) -> None: ...
-    def get(self, key: str, timeout_s: float) -> bytes: ...
-    def close(self) -> None: ...
-
-
 class RendezvousStore(Store):
     """torch's view of a meeting. What torch asks after the meeting is over finds nothing: groups
     that are up need it no more. To be kept for as long as they live, since torch does not."""
 
-    def __init__(self, board: KeyValueStore, timeout_s: float) -> None:
+    def __init__(self, board: Member, timeout_s: float) -> None:
         """timeout_s: the longest wait for a value, whatever torch would wait."""
         super().__init__()
         self._board = board

@@ -17,13 +17,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
 
 from worker_daemon.distributed.peer_memory import (
     CudaDriver,
+    MappedBlock,
     PeerMemoryError,
     adopt,
     allocate,
@@ -46,33 +46,6 @@ _END_S = 5.0
 """Longest wait for the device to finish with a window before it is left."""
 
 
-class Peers(Protocol):
-    """Windows of a link's group."""
-
-    @property
-    def window(self) -> "Window | None":
-        """This rank's view of the windows; None where there are none, on every rank alike."""
-
-    def stop(self) -> None:
-        """Let whatever waits for a peer on the device go on, now, and wait for none again. Any
-        thread may call it."""
-
-    def leave(self) -> None:
-        """Stop, and unmap all windows once the device is done with them."""
-
-
-class NoPeers:
-    """No memory is shared: on the CPU, between hosts, or where the driver refuses."""
-
-    window = None
-
-    def stop(self) -> None:
-        return None
-
-    def leave(self) -> None:
-        return None
-
-
 @dataclass(frozen=True, slots=True)
 class Window:
     """One rank's view of the windows of its group."""
@@ -87,15 +60,31 @@ class Window:
     """An int32 in page-locked memory; once it is not 0, nothing is waited for."""
 
 
-class MappedPeers:
+class Peers:
+    """Windows of a link's group. This one has none: on the CPU, between hosts, or where the driver
+    refuses."""
+
+    window: Window | None = None
+    """This rank's view of the windows; None where there are none, on every rank alike."""
+
+    def stop(self) -> None:
+        """Let whatever waits for a peer on the device go on, now, and wait for none again. Any
+        thread may call it."""
+
+    def leave(self) -> None:
+        """Stop, and unmap all windows once the device is done with them."""
+
+
+class MappedPeers(Peers):
     """The windows of a group, all mapped here. Owned by the link; made on the step thread."""
 
-    def __init__(self, rank: int, device: torch.device, blocks: Sequence["Block"]) -> None:
+    def __init__(self, rank: int, device: torch.device, blocks: Sequence[MappedBlock]) -> None:
         """Takes the blocks over: one a rank, in order."""
         self._blocks = list(blocks)
         self._pinned = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         # Plain memory to whoever stops: a thread that may be in any of torch's modes.
         self._stop = self._pinned.numpy()
+        self._device = device
         self.window = Window(
             rank,
             device,
@@ -111,7 +100,7 @@ class MappedPeers:
     def leave(self) -> None:
         self.stop()
         blocks, self._blocks = self._blocks, []
-        if blocks and not is_device_done(self.window.device, _END_S):
+        if blocks and not is_device_done(self._device, _END_S):
             # Memory that a kernel may still write must stay; the process's end takes it.
             _LOG.warning("the device is not done with the windows: they stay mapped")
             return
@@ -127,54 +116,25 @@ def open_peers(store: Store, rank: int, size: int, device: torch.device, timeout
         RuntimeError: they did not come (torch's DistStoreError).
     """
     if size == 1 or device.type != "cuda":
-        return NoPeers()
+        return Peers()
     blocks = share(store, rank, size, _new_block(device, size), timeout_s)
     if not blocks:
         _LOG.warning("the ranks of this stage share no memory: NCCL serves all messages")
-        return NoPeers()
+        return Peers()
     return MappedPeers(rank, device, blocks)
 
 
-class Block(Protocol):
-    """Memory that is mapped here (see peer_memory.py)."""
-
-    @property
-    def address(self) -> int:
-        """Where, on this device."""
-
-    @property
-    def num_bytes(self) -> int:
-        """A multiple of 1 MiB."""
-
-    def export(self) -> int:
-        """Return a new file descriptor of it. Raises PeerMemoryError."""
-
-    def release(self) -> None:
-        """Unmap it. Raises PeerMemoryError."""
-
-
-class BlockExchange(Protocol):
-    """A rank's contribution to an exchange of blocks."""
-
-    @property
-    def own(self) -> Block:
-        """This rank's block."""
-
-    def adopt(self, descriptor: int, num_bytes: int) -> Block:
-        """Map a peer's block. Raises PeerMemoryError."""
-
-
-def _new_block(device: torch.device, size: int) -> "_CudaMeeting | None":
+def _new_block(device: torch.device, size: int) -> "BlockExchange | None":
     ordinal = device.index if device.index is not None else torch.cuda.current_device()
     try:
-        return _CudaMeeting(ordinal, size)
+        return BlockExchange(ordinal, size)
     except PeerMemoryError as error:
         _LOG.warning("the driver shares no memory: %s", error)
         return None
 
 
-class _CudaMeeting:
-    """A new block of this rank's device, blank."""
+class BlockExchange:
+    """A rank's contribution to an exchange of blocks: a new one of its device, blank."""
 
     def __init__(self, device: int, size: int) -> None:
         self._driver, self._device = CudaDriver(), device
@@ -186,13 +146,14 @@ class _CudaMeeting:
             raise
         torch.cuda.synchronize(device)
 
-    def adopt(self, descriptor: int, num_bytes: int) -> Block:
+    def adopt(self, descriptor: int, num_bytes: int) -> MappedBlock:
+        """Map a peer's block, a multiple of 1 MiB. Raises PeerMemoryError."""
         return adopt(self._driver, descriptor, num_bytes, self._device)
 
 
 def share(
     store: Store, rank: int, size: int, meeting: BlockExchange | None, timeout_s: float
-) -> list[Block]:
+) -> list[MappedBlock]:
     """Return everybody's block by rank, or nothing on all ranks if one has none. Collective.
 
     meeting: None on a rank that has no block. Takes meeting.own over.
@@ -228,7 +189,7 @@ def _trade(
     listener: socket.socket,
     secret: bytes,
     meeting: BlockExchange,
-    blocks: dict[int, Block],
+    blocks: dict[int, MappedBlock],
 ) -> None:
     """Give this rank's block to all others and take theirs, as far as that goes. A peer that gave
     up is no reason to keep the others waiting."""
@@ -267,7 +228,7 @@ def _listener(timeout_s: float) -> Iterator[tuple[socket.socket, bytes]]:
         yield listener, name
 
 
-def _give(address: bytes, rank: int, block: Block, timeout_s: float | None) -> None:
+def _give(address: bytes, rank: int, block: MappedBlock, timeout_s: float | None) -> None:
     """Send a peer this rank's block; it need not have accepted yet."""
     name, secret = address[:-_SECRET_BYTES], address[-_SECRET_BYTES:]
     descriptor = block.export()
@@ -286,7 +247,7 @@ def _take(
     secret: bytes,
     size: int,
     meeting: BlockExchange,
-    blocks: dict[int, Block],
+    blocks: dict[int, MappedBlock],
 ) -> None:
     """Accept one peer's block; what somebody else sends is dropped."""
     connection, _ = listener.accept()
@@ -303,7 +264,7 @@ def _take(
             os.close(descriptor)
 
 
-def _release(blocks: Sequence[Block]) -> None:
+def _release(blocks: Sequence[MappedBlock]) -> None:
     for block in blocks:
         with contextlib.suppress(PeerMemoryError):  # a broken context: the process's end frees it
             block.release()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worker_daemon.distributed.symmetric import NoPeers, Peers, Window, is_device_done
+from worker_daemon.distributed.symmetric import Peers, Window, is_device_done
 from worker_daemon.errors import CommError
 from worker_daemon.raising import Translation
 
@@ -39,23 +39,6 @@ class Reducer(Protocol):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """AddNorm of the sum of x over the ranks."""
-
-
-class NoReducer:
-    """Takes nothing."""
-
-    limit_bytes = 0
-
-    def takes(self, x: Tensor) -> bool:
-        return False
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        raise AssertionError("takes nothing")
-
-    def all_reduce_add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        raise AssertionError("takes nothing")
 
 
 MakeReducer = Callable[[Window], Reducer]
@@ -133,12 +116,12 @@ class GroupTensorParallel:
         self.size = size
         self._make_reducer = make_reducer
         self._group: dist.ProcessGroup | None = None
-        self._reducer: Reducer = NoReducer()
+        self._reducer: Reducer | None = None
 
     @property
     def all_reduce_name(self) -> str:
         library = "none" if self._group is None else dist.get_backend(self._group)
-        if not self._reducer.limit_bytes:
+        if self._reducer is None:
             return library
         return f"peer memory to {self._reducer.limit_bytes >> 10} KiB, {library}"
 
@@ -146,9 +129,8 @@ class GroupTensorParallel:
         """Use another link's process group and windows from here on, the windows only once every
         rank has reduced over them."""
         self._group = group
-        self._reducer = NoReducer()
-        peers = peers or NoPeers()
-        if group is None or self._make_reducer is None or peers.window is None:
+        self._reducer = None
+        if group is None or self._make_reducer is None or peers is None or peers.window is None:
             return
         reducer = _tried(self._make_reducer, peers.window)
         if reducer is None:
@@ -168,7 +150,7 @@ class GroupTensorParallel:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        if self._reducer.takes(x):
+        if self._reducer is not None and self._reducer.takes(x):
             return self._reducer.all_reduce(x)
         with communication("all-reduce in the tensor-parallel group"):
             dist.all_reduce(x, group=self._group)
@@ -177,7 +159,7 @@ class GroupTensorParallel:
     def all_reduce_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
     ) -> tuple[Tensor, Tensor]:
-        if self._reducer.takes(x):
+        if self._reducer is not None and self._reducer.takes(x):
             return self._reducer.all_reduce_add_rms_norm(x, residual, weight, eps)
         return add_norm(self.all_reduce(x), residual, weight, eps)
 

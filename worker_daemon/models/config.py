@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from worker_daemon.errors import CheckpointError
 from worker_daemon.models.config_fields import architecture_name
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.fields import Fields
 from worker_daemon.models.registry import find_family
-from worker_daemon.regular_file import read_whole
+from worker_daemon.regular_file import broken_file, read_whole
 
 _MAX_CONFIG_BYTES = 1 << 20
 
@@ -41,26 +40,13 @@ def _read_object(path: Path) -> Mapping[str, object]:
     try:
         value = json.loads(read_whole(path, _MAX_CONFIG_BYTES))
     except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error.strerror}",
-            field="model",
-            value=str(path.parent),
-            fix="point model at a directory with config.json and safetensors files",
-        ) from error
+        fix = "point model at a directory with config.json and safetensors files"
+        raise broken_file(path, f"cannot be read: {error.strerror}", fix) from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} is not valid JSON: {error}",
-            field="model",
-            value=str(path.parent),
-            fix=f"replace {path.name}",
-        ) from error
+        problem = f"is not valid JSON: {error}"
+        raise broken_file(path, problem, f"replace {path.name}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(
-            f"{path} is not a JSON object",
-            field="model",
-            value=str(path.parent),
-            fix=f"replace {path.name}",
-        )
+        raise broken_file(path, "is not a JSON object", f"replace {path.name}")
     return value
 
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from worker_daemon.errors import ConfigError
-from worker_daemon.layers.attention import HeadSizes
+from worker_daemon.layers.attention import AttentionSpec, HeadSizes
+from worker_daemon.layers.mlp import MLPSpec
 from worker_daemon.layers.norm import NormSpec
 from worker_daemon.layers.rotary import (
     DefaultRope,
@@ -50,12 +51,42 @@ def decoder_config(
         vocab_size=fields.integer("vocab_size", maximum=_MAX_VOCAB),
         hidden_size=fields.integer("hidden_size", maximum=_MAX_WIDTH),
         layers=tuple(layers),
-        final_norm=NormSpec("norm", norm_eps(fields)),
+        final_norm=NormSpec("norm", _norm_eps(fields)),
         rope=_rope(fields, layers[0].attention.heads.head_dim, length),
         max_position_embeddings=length,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         dtype=_dtype(fields),
         eos_token_ids=_eos_token_ids(fields, default_eos_token_ids),
+    )
+
+
+def dense_layer(
+    fields: Fields,
+    heads: HeadSizes,
+    *,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    head_norms: bool = False,
+    window: int | None = None,
+) -> LayerSpec:
+    """Return a layer of attention and an MLP, with the names and the epsilon that Llama's
+    checkpoints have. head_norms: a norm on each query and key head; window: in tokens."""
+    eps = _norm_eps(fields)
+    return LayerSpec(
+        AttentionSpec(
+            norm=NormSpec("input_layernorm", eps),
+            heads=heads,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            head_norm_eps=eps if head_norms else None,
+            sliding_window=window,
+        ),
+        MLPSpec(
+            norm=NormSpec("post_attention_layernorm", eps),
+            intermediate_size=fields.integer("intermediate_size", maximum=_MAX_WIDTH),
+            mlp_bias=mlp_bias,
+        ),
     )
 
 
@@ -76,11 +107,7 @@ def max_length(fields: Fields) -> int:
     return fields.integer("max_position_embeddings", maximum=_MAX_LENGTH)
 
 
-def intermediate_size(fields: Fields) -> int:
-    return fields.integer("intermediate_size", maximum=_MAX_WIDTH)
-
-
-def norm_eps(fields: Fields) -> float:
+def _norm_eps(fields: Fields) -> float:
     return fields.number("rms_norm_eps", 1e-6)
 
 

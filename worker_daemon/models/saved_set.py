@@ -33,7 +33,7 @@ from worker_daemon.models.weights import (
     check_items,
     load_items,
 )
-from worker_daemon.regular_file import is_plain_name, read_whole
+from worker_daemon.regular_file import broken_file, is_plain_name, read_whole
 
 INDEX_FILE = "index.json"
 CONFIG_FILES = ("config.json", "generation_config.json")
@@ -337,9 +337,4 @@ def _read_object(path: Path) -> dict[str, object]:
 
 
 def _broken(path: Path, problem: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} {problem}",
-        field="model",
-        value=str(path.parent),
-        fix="name a set that save_sharded_state wrote, or save it again",
-    )
+    return broken_file(path, problem, "name a set that save_sharded_state wrote, or save it again")

@@ -20,7 +20,7 @@ from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.models.saved_set import TENSORS_SUFFIX, FileKind
 from worker_daemon.models.tensor_bytes import checksum, num_bytes
 from worker_daemon.models.weights import Item
-from worker_daemon.regular_file import RegularFile
+from worker_daemon.regular_file import RegularFile, broken_file
 
 TENSORIZER_PATTERN: Final = "model-rank-{rank}-part-{part}.tensors"
 _MALFORMED: Final = (
@@ -128,9 +128,5 @@ def _num_threads() -> int:
 
 
 def _broken(path: Path, problem: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} {problem}",
-        field="model",
-        value=str(path.parent),
-        fix="name a set that save_tensorized_model wrote, or save it again",
-    )
+    fix = "name a set that save_tensorized_model wrote, or save it again"
+    return broken_file(path, problem, fix)

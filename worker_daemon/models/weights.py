@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from worker_daemon.models.safetensors_file import (
 )
 from worker_daemon.models.staged import MAX_READERS, Extent, read_staged
 from worker_daemon.raising import Translation
-from worker_daemon.regular_file import TruncatedError, is_plain_name, read_whole
+from worker_daemon.regular_file import TruncatedError, broken_file, is_plain_name, read_whole
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -64,22 +64,15 @@ LoadFile = Callable[[Path, Sequence[Item], Callable[[int], None]], None]
 """(file, the items that it fills, a callback with the number of parameter bytes)."""
 
 
-class WriteObserver(Protocol):
-    """Receives the names of checkpoint tensors that are being overwritten on a rank."""
-
-    def writing(self, names: Iterable[str]) -> None: ...
-
-    def written(self, names: Iterable[str]) -> None: ...
-
-
-class NoObserver:
-    """Ignores them: for a first load, which overwrites nothing."""
+class WriteObserver:
+    """Receives the names of checkpoint tensors that are being overwritten on a rank. This one
+    ignores them: for a first load, which overwrites nothing."""
 
     def writing(self, names: Iterable[str]) -> None:
-        return None
+        """These tensors hold neither old nor new values."""
 
     def written(self, names: Iterable[str]) -> None:
-        return None
+        """These tensors are complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +114,7 @@ def load_items(
 ) -> LoadReport:
     """Fill the pieces of each file's items, by load_file if given. Calls progress and raises like
     load_weights."""
-    observer = observer or NoObserver()
+    observer = observer or WriteObserver()
     meter = _Meter(sum(_num_bytes(*item) for items in wanted.values() for item in items), progress)
     device = next((item[0].data.device for items in wanted.values() for item in items), None)
     if load_file is not None:
@@ -168,9 +161,8 @@ def check_checkpoint(model_dir: Path, shapes: Mapping[str, tuple[int, ...]]) -> 
     for name, shape in shapes.items():
         if headers[name].shape != shape:
             found = headers[name]
-            raise _broken(
-                found.path, f"has {name} in shape {found.shape}, the loaded model has {shape}"
-            )
+            problem = f"has {name} in shape {found.shape}, the loaded model has {shape}"
+            raise _broken(found.path, problem)
 
 
 def check_items(wanted: Mapping[Path, Sequence[Item]]) -> None:
@@ -199,22 +191,15 @@ def read_headers(model_dir: Path, names: Iterable[str] = ()) -> dict[str, Tensor
     for path, held in by_file.items():
         with _open(path) as file:
             for name in held:
-                headers[name] = _header(path, name, file.entries.get(name))
+                entry = _entry(file, name)
+                headers[name] = TensorHeader(path, entry.shape, FLOAT_DTYPES[entry.dtype])
     return {name: headers[name] for name in wanted}
-
-
-def _header(path: Path, name: str, entry: Entry | None) -> TensorHeader:
-    if entry is None:
-        raise _broken(path, f"has no tensor {name}, though the index says so")
-    if entry.dtype not in FLOAT_DTYPES:
-        raise _broken(path, f"has {name} in dtype {entry.dtype}, which is not loaded")
-    return TensorHeader(path, entry.shape, FLOAT_DTYPES[entry.dtype])
 
 
 def read_tensor(path: Path, name: str) -> Tensor:
     """Return a complete tensor on the CPU. Raises CheckpointError."""
     with _open(path) as file:
-        _header(path, name, file.entries.get(name))
+        _entry(file, name)
         with _reading(path, name):
             return file.read(name)
 
@@ -227,7 +212,7 @@ def load_dummy_weights(
 ) -> LoadReport:
     """Fill the parameters with values that depend only on name, full shape, index and seed
     (`dummy.py`)."""
-    observer = observer or NoObserver()
+    observer = observer or WriteObserver()
     items = [(parameter, piece) for parameter in parameters for piece in parameter.pieces]
     meter = _Meter(sum(_num_bytes(*item) for item in items), progress)
     for parameter, piece in items:
@@ -335,12 +320,8 @@ def _open(path: Path) -> SafetensorsFile:
     except FileNotFoundError as error:
         raise _broken(path, "is missing") from error
     except PermissionError as error:
-        raise CheckpointError(
-            f"{path} may not be read",
-            field="model",
-            value=str(path.parent),
-            fix=f"let user {os.geteuid()}, who runs the daemon, read it",
-        ) from error
+        fix = f"let user {os.geteuid()}, who runs the daemon, read it"
+        raise _broken(path, "may not be read", fix) from error
     except (OSError, MalformedError) as error:
         raise _broken(path, f"is truncated or not a safetensors file ({error})") from error
 
@@ -354,17 +335,22 @@ def _reading(path: Path, name: str) -> Translation:
     return Translation((TruncatedError, OSError), translate)
 
 
-def _checked_entry(file: SafetensorsFile, piece: Piece) -> Entry:
-    """Return the file's entry of the piece's tensor, after a check of its shape and dtype."""
-    path, entry = file.path, file.entries.get(piece.name)
+def _entry(file: SafetensorsFile, name: str) -> Entry:
+    """Return the file's entry of a tensor, after a check of its dtype."""
+    entry = file.entries.get(name)
     if entry is None:
-        raise _missing(path, piece)
-    if entry.shape != piece.full_shape:
-        raise _broken(
-            path, f"has {piece.name} in shape {entry.shape}, config.json says {piece.full_shape}"
-        )
+        raise _broken(file.path, f"has no tensor {name}, though the index says so")
     if entry.dtype not in FLOAT_DTYPES:
-        raise _broken(path, f"has {piece.name} in dtype {entry.dtype}, which is not loaded")
+        raise _broken(file.path, f"has {name} in dtype {entry.dtype}, which is not loaded")
+    return entry
+
+
+def _checked_entry(file: SafetensorsFile, piece: Piece) -> Entry:
+    """Return the file's entry of the piece's tensor, after a check of its dtype and shape."""
+    entry, shape = _entry(file, piece.name), piece.full_shape
+    if entry.shape != shape:
+        problem = f"has {piece.name} in shape {entry.shape}, config.json says {shape}"
+        raise _broken(file.path, problem)
     return entry
 
 
@@ -377,11 +363,5 @@ def _absent(model_dir: Path, name: str) -> CheckpointError:
     )
 
 
-def _missing(path: Path, piece: Piece) -> CheckpointError:
-    return _broken(path, f"has no tensor {piece.name}, though the index says so")
-
-
-def _broken(path: Path, problem: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} {problem}", field="model", value=str(path.parent), fix="download the file again"
-    )
+def _broken(path: Path, problem: str, fix: str = "download the file again") -> CheckpointError:
+    return broken_file(path, problem, fix)

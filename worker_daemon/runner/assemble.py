@@ -15,7 +15,7 @@ from worker_daemon.distributed.tokens import TokenBroadcast
 from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.kernels.tiles import DeviceLimits, length_bounds
 from worker_daemon.models.decoder import DecoderStage
-from worker_daemon.runner.cuda_graph import LadderGraphs, NoGraphs, StepGraphs
+from worker_daemon.runner.cuda_graph import LadderGraphs, StepGraphs
 from worker_daemon.runner.input_batch import InputBuilder, most_seqs, staging_capacity
 from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.runner.model_runner import ModelRunner, SoleStage, Stage
@@ -34,7 +34,7 @@ from worker_daemon.runner.step_layout import (
     mixed_plans,
 )
 from worker_daemon.runner.step_sampler import StepSampler
-from worker_daemon.runner.token_history import NoHistory, SampledTokens, TokenHistory
+from worker_daemon.runner.token_history import SampledTokens, TokenHistory
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def _neighbours(
 
 def _token_history(parts: RunnerParts, state: RequestState) -> TokenHistory:
     if not parts.parallel.is_output_rank:
-        return NoHistory()
+        return TokenHistory()
     return SampledTokens(state.spare_slot + 1, state.limits.max_model_len)
 
 
@@ -141,7 +141,7 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
     """Return what may be captured of a runner's steps: nothing on the CPU, or if eager is asked
     for."""
     if parts.device.type != "cuda" or enforce_eager:
-        return NoGraphs()
+        return StepGraphs()
     limits = runner.state.limits
     num_kv_heads = parts.stage.kv_layer_specs[0].num_kv_heads
     device_limits = DeviceLimits.of(parts.device)

@@ -8,7 +8,7 @@ capture; all of these stay where they are while the runner lives.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,12 +22,12 @@ SAMPLED_GRAPHS: Final = 4
 """One graph of so many is captured to see what the others take."""
 
 
-class StepGraphs(Protocol):
-    """Whether, and which, steps of a runner are replayed."""
+class StepGraphs:
+    """Whether, and which, steps of a runner are replayed. Here none: every step is launched kernel
+    by kernel, on the CPU, or as --enforce-eager asks."""
 
-    @property
-    def count(self) -> int:
-        """Number of graphs."""
+    count = 0
+    """Number of graphs."""
 
     def compile(self, runner: ModelRunner) -> None:
         """Compile the kernels of what will be captured, many at once; nothing runs."""
@@ -41,6 +41,7 @@ class StepGraphs(Protocol):
         used_bytes() tells what this process has of the device, apart from what its allocator could
         give back. Every rank of a tensor-parallel stage takes part.
         """
+        return 0
 
     def before_relink(self, runner: ModelRunner) -> None:
         """The communicators are about to go: drop what holds them."""
@@ -53,31 +54,7 @@ class StepGraphs(Protocol):
         new."""
 
 
-class NoGraphs:
-    """Every step is launched kernel by kernel: on the CPU, or as --enforce-eager asks."""
-
-    count = 0
-
-    def compile(self, runner: ModelRunner) -> None:
-        return None
-
-    def capture(self, runner: ModelRunner) -> None:
-        return None
-
-    def estimate_bytes(self, runner: ModelRunner, used_bytes: Callable[[], int]) -> int:
-        return 0
-
-    def before_relink(self, runner: ModelRunner) -> None:
-        return None
-
-    def set_aside(self, runner: ModelRunner) -> None:
-        return None
-
-    def restore(self, runner: ModelRunner) -> None:
-        return None
-
-
-class LadderGraphs:
+class LadderGraphs(StepGraphs):
     """Graphs of the steps of a ladder, captured. Kept by the worker beside the runner they
     serve."""
 
@@ -97,13 +74,8 @@ class LadderGraphs:
         self._eager = eager
         self._arrived = arrived
         self._holds_communication = holds_communication
-        self._num_captured = 0
         self._program: GraphedProgram | None = None
         """None before the first capture, and after the graphs were dropped."""
-
-    @property
-    def count(self) -> int:
-        return self._num_captured
 
     def compile(self, runner: ModelRunner) -> None:
         program = GraphedProgram(self._eager.compile_subset(), self._arrived, self._stream)
@@ -116,7 +88,7 @@ class LadderGraphs:
         runner.inputs.pad_by(self._ladder, plans)
         runner.use(program)
         self._program = program
-        self._num_captured = len(plans)
+        self.count = len(plans)
 
     def estimate_bytes(self, runner: ModelRunner, used_bytes: Callable[[], int]) -> int:
         """The largest graph of either kind makes the pool that all others fit into; what each of
@@ -141,7 +113,7 @@ class LadderGraphs:
         if self._holds_communication:
             self.set_aside(runner)
             self._program = None
-            self._num_captured = 0
+            self.count = 0
 
     def set_aside(self, runner: ModelRunner) -> None:
         runner.inputs.pad_by(ExactShapes(), ())

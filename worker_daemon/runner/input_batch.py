@@ -20,7 +20,7 @@ from worker_daemon.runner.scheduled_step import BlockUpdates, ScheduledStep
 from worker_daemon.runner.staging import Packed, Staging
 from worker_daemon.runner.steady_batch import SteadyBatch
 from worker_daemon.runner.step_layout import (
-    Ladder,
+    ExactShapes,
     StepColumns,
     StepPlan,
     largest_shape,
@@ -81,7 +81,7 @@ class InputBuilder:
         state: RequestState,
         tables: RowTables,
         staging: Staging,
-        ladder: Ladder,
+        ladder: ExactShapes,
     ) -> None:
         self.tables = tables
         self._parts = state.parts
@@ -97,7 +97,7 @@ class InputBuilder:
         keys = self._parts.graph_keys()
         return [self._parts.extended(plan, key) for plan in plans for key in keys]
 
-    def pad_by(self, ladder: Ladder, plans: Sequence[StepPlan]) -> None:
+    def pad_by(self, ladder: ExactShapes, plans: Sequence[StepPlan]) -> None:
         """Pad steps by another ladder from here on. plans: those of it that come again and
         again."""
         self._ladder = ladder

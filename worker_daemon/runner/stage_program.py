@@ -15,7 +15,7 @@ from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.row_tables import RowTables
 from worker_daemon.runner.sample_rows import SamplingInputs
-from worker_daemon.runner.staging import TokenStore
+from worker_daemon.runner.staging import Staging
 from worker_daemon.runner.step_layout import StepColumns
 
 
@@ -43,7 +43,7 @@ class EagerProgram:
         tables: RowTables,
         kv: Sequence[LayerKV],
         parts: StepParts,
-        tokens: TokenStore | None,
+        tokens: Staging | None,
     ) -> None:
         """kv: one for each local layer, or none under NullAttention. tokens: where the likeliest
         tokens go at once, if this stage embeds them in the next step; None where other stages do,

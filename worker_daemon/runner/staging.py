@@ -9,7 +9,7 @@ a slot is filled again once the device has taken what it held and the host has r
 import threading
 import time
 from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -29,24 +29,22 @@ class Delivery(Protocol):
         launched."""
 
 
-class Packed(Protocol):
-    """One step's buffer: fill the host's columns, then take them over."""
+class Packed:
+    """One step's buffer: fill the host's columns, then take them over. This one is of a device that
+    is the host: the buffer is the copy."""
 
-    holds: object
-    """A note of its user: the step that the columns were last filled for with these sizes; None if
-    they hold nothing of use."""
+    delivery: Delivery | None = None
+    """The place that `store` writes the step's tokens to; None if they are copied."""
 
-    @property
-    def host(self) -> StepColumns[Int32s]:
+    def __init__(self, shape: StepShape, values: Int32s, on_device: Tensor) -> None:
+        """values, on_device: int32 buffers on either side, of the packed size or more."""
+        self.holds: object = None
+        """A note of its user: the step that the columns were last filled for with these sizes; None
+        if they hold nothing of use."""
+        self.host: StepColumns[Int32s] = split_columns(shape, lambda a, b: values[a:b])
         """Columns to fill: all of them, unless `holds` says what they hold already."""
-
-    @property
-    def columns(self) -> StepColumns[Tensor]:
+        self.columns: StepColumns[Tensor] = split_columns(shape, lambda a, b: on_device[a:b])
         """The device's columns: valid once taken, until the next step's are."""
-
-    @property
-    def delivery(self) -> Delivery | None:
-        """The place that `store` writes the step's tokens to; None if they are copied."""
 
     def take(self) -> None:
         """Launch what brings the columns of the step whose turn it is. May be captured."""
@@ -56,59 +54,26 @@ class Packed(Protocol):
         next step gets the same buffer."""
 
 
-class TokenStore(Protocol):
-    """Keeps sampled tokens on the device. May be captured."""
+class HostStaging:
+    """Gives out one packed buffer a step, on a device that is the host."""
 
-    def store(self, last_sampled: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-        """last_sampled[rows] = token_ids: int64 [S], int32 [R], int64 [R]; and deliver them to the
-        host, where the step has a delivery."""
-
-
-class Staging(Protocol):
-    """Gives out one packed buffer a step."""
+    def __init__(self) -> None:
+        self._shape: StepShape | None = None
 
     def open(self, shape: StepShape) -> Packed:
         """Return a buffer for columns of these sizes."""
+        if self._shape != shape:
+            values = np.empty(packed_size(shape), np.int32)
+            self._shape, self._last = shape, Packed(shape, values, torch.from_numpy(values))
+        return self._last
 
     def keep(self, shapes: Iterable[StepShape]) -> None:
         """Make the views of these shapes ahead: they will come back again and again."""
 
-
-class HostStaging:
-    """The staging of a device that is the host: the buffer is the copy."""
-
-    def __init__(self) -> None:
-        self._last = _HostPacked(StepShape(0, 0, 0, 0))
-
-    def open(self, shape: StepShape) -> Packed:
-        if self._last.shape != shape:
-            self._last = _HostPacked(shape)
-        return self._last
-
-    def keep(self, shapes: Iterable[StepShape]) -> None:
-        return None
-
     def store(self, last_sampled: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-        """See TokenStore."""
+        """last_sampled[rows] = token_ids: int64 [S], int32 [R], int64 [R]; and deliver them to the
+        host, where the step has a delivery. May be captured."""
         last_sampled[rows.long()] = token_ids
-
-
-class _HostPacked:
-    delivery = None
-
-    def __init__(self, shape: StepShape) -> None:
-        values = np.empty(packed_size(shape), np.int32)
-        tensor = torch.from_numpy(values)
-        self.shape = shape
-        self.holds: object = None
-        self.host: StepColumns[Int32s] = split_columns(shape, lambda a, b: values[a:b])
-        self.columns: StepColumns[Tensor] = split_columns(shape, lambda a, b: tensor[a:b])
-
-    def take(self) -> None:
-        return None
-
-    def taken(self) -> None:
-        return None
 
 
 class CudaStaging:
@@ -158,7 +123,7 @@ class CudaStaging:
                 slot.keep(shape)
 
     def store(self, last_sampled: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-        """See TokenStore; R is at most the width."""
+        """See HostStaging; R is at most the width."""
         self._kernels.store_tokens(last_sampled, rows, token_ids, self._results, self.turn)
 
     def take(self, size: int) -> None:
@@ -179,24 +144,28 @@ class CudaStaging:
             time.sleep(_POLL_S)
 
 
+Staging: TypeAlias = HostStaging | CudaStaging
+
+
 class OpenStaging(Protocol):
     """Opens the staging of one runner on its device."""
 
-    def __call__(
-        self, capacity: int, width: int, depth: int, *, delivers: bool
-    ) -> HostStaging | CudaStaging:
+    def __call__(self, capacity: int, width: int, depth: int, *, delivers: bool) -> Staging:
         """See CudaStaging."""
 
 
-class _Event(Protocol):
-    """A point of the work that was launched, recorded anew for each use of a slot."""
+class _HostEvent:
+    """A point of the work that was launched, recorded anew for each use of a slot. Work on the host
+    is done when it is launched."""
 
-    def record(self) -> None: ...
+    def record(self) -> None:
+        return None
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        return None
 
 
-class _StreamEvent:
+class _StreamEvent(_HostEvent):
     """On the stream that is current at construction. Finding that out takes longer than the rest
     of recording."""
 
@@ -211,20 +180,12 @@ class _StreamEvent:
         self._event.synchronize()
 
 
-class _HostEvent:
-    """Work on the host is done when it is launched."""
-
-    def record(self) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        return None
-
-
 class _Slot:
     """One slot of both rings, and its views by shape."""
 
-    def __init__(self, staging: CudaStaging, index: int, tokens: Int64s, stored: "_Event") -> None:
+    def __init__(
+        self, staging: CudaStaging, index: int, tokens: Int64s, stored: _HostEvent
+    ) -> None:
         self.staging = staging
         self.values: Int32s = staging.ring[index].numpy()
         self._tokens = tokens
@@ -260,7 +221,7 @@ class Delivered:
     """Tokens that the device writes to the host. Whoever is first reads them: the thread that wants
     them, or the one that is about to use their place again."""
 
-    def __init__(self, tokens: Int64s, stored: _Event) -> None:
+    def __init__(self, tokens: Int64s, stored: _HostEvent) -> None:
         self._tokens = tokens
         self._stored = stored
         self._lock = threading.Lock()
@@ -279,16 +240,12 @@ class Delivered:
             return self._raw
 
 
-class _CudaPacked:
+class _CudaPacked(Packed):
     def __init__(self, slot: _Slot, shape: StepShape) -> None:
-        staging, values = slot.staging, slot.values
-        self.holds: object = None
-        self.host: StepColumns[Int32s] = split_columns(shape, lambda a, b: values[a:b])
-        self.columns: StepColumns[Tensor] = split_columns(
-            shape, lambda a, b: staging.on_device[a:b]
-        )
-        self.delivery: Delivery | None = slot if staging.delivers else None
-        self.taken = staging.taken
+        staging = slot.staging
+        super().__init__(shape, slot.values, staging.on_device)
+        self.delivery = slot if staging.delivers else None
+        self.taken = staging.taken  # type: ignore[method-assign]  # a step saves a call
         self._staging = staging
         self._size = packed_size(shape)
 

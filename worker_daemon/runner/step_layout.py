@@ -5,7 +5,7 @@ graph reads at fixed addresses, so that a layout is a function of its sizes alon
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from worker_daemon.runner.scheduled_step import MAX_BLOCK_UPDATES, ScheduledStep, StepLimits
 
@@ -127,18 +127,12 @@ def split_columns(shape: StepShape, take: Callable[[int, int], _Column]) -> Step
     return StepColumns._make([*own, extra])
 
 
-class Ladder(Protocol):
-    """To what size a step is padded: a function of the step message, so that all ranks pad
-    alike."""
+class ExactShapes:
+    """To what size a step is padded: a function of the step message, so that all ranks pad alike.
+    Here without padding."""
 
     def fit(self, step: ScheduledStep) -> StepPlan:
         """Return the plan that a step runs by."""
-
-
-class ExactShapes:
-    """No padding."""
-
-    def fit(self, step: ScheduledStep) -> StepPlan:
         shape = StepShape(
             num_tokens=step.total_num_tokens,
             num_seqs=step.slots.size,
@@ -148,7 +142,7 @@ class ExactShapes:
         return StepPlan(shape, int(step.num_tokens.max(initial=0)), step.longest)
 
 
-class StepLadder:
+class StepLadder(ExactShapes):
     """Decodes are padded to the next of a few numbers of sequences, other steps to the next of a
     few numbers of tokens; what is larger is exact."""
 
@@ -170,7 +164,6 @@ class StepLadder:
         self._decodes_by_count = _by_count(decode_sizes, self._decodes)
         self._mixed = mixed_plans
         self._mixed_by_count = _by_count([p.shape.num_tokens for p in mixed_plans], mixed_plans)
-        self._exact = ExactShapes()
 
     @property
     def plans(self) -> list[StepPlan]:
@@ -193,7 +186,7 @@ class StepLadder:
             plan = self._mixed_by_count[count - 1]
             if num_updates <= plan.shape.num_updates:
                 return plan
-        return self._exact.fit(step)
+        return super().fit(step)
 
 
 def _by_count(sizes: Sequence[int], entries: Sequence[_Entry]) -> list[_Entry]:

@@ -7,7 +7,7 @@ The thread that takes a result writes it; the step thread reads.
 import mmap
 import threading
 from collections import deque
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -40,8 +40,9 @@ ALL_GAIN_ONE: Final = b""
 """Each row of a step has gained one token."""
 
 
-class TokenHistory(Protocol):
-    """A rank's memory of results."""
+class TokenHistory:
+    """A rank's memory of results. This one is of a rank that gets none: it vouches for every step
+    that it ran."""
 
     def confirm(self, epoch: int, seq: int) -> None:
         """A step ended well, on every rank that took part, and sampled nothing."""
@@ -54,37 +55,19 @@ class TokenHistory(Protocol):
 
     def has_confirmed(self, epoch: int, seq: int) -> bool:
         """Return True if the step ended well, as far as this rank can know."""
+        return True
 
     def known_to(self, slot: int, generation: int, default: int) -> int:
         """Return how many tokens of a row are known, those of its admission included; default: if
         it has sampled none."""
-
-    def between(self, slot: int, first: int, last: int) -> Int32s:
-        """Return the row's sampled tokens at positions first to last - 1."""
-
-
-class NoHistory:
-    """A rank that gets no results: it vouches for every step that it ran."""
-
-    def confirm(self, epoch: int, seq: int) -> None:
-        return None
-
-    def note(
-        self, epoch: int, seq: int, sampled: Sampled, token_ids: bytes, gained: bytes = ALL_GAIN_ONE
-    ) -> None:
-        return None
-
-    def has_confirmed(self, epoch: int, seq: int) -> bool:
-        return True
-
-    def known_to(self, slot: int, generation: int, default: int) -> int:
         return default
 
     def between(self, slot: int, first: int, last: int) -> Int32s:
+        """Return the row's sampled tokens at positions first to last - 1."""
         return np.zeros(0, np.int32)
 
 
-class SampledTokens:
+class SampledTokens(TokenHistory):
     """The output rank's history: a table by slot and position, of which memory is taken only where
     tokens were sampled."""
 

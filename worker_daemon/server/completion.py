@@ -42,7 +42,7 @@ def _stop() -> None:
 
 
 class Completion:
-    """Takes the outcomes of the step thread, which alone calls these methods (stop apart).
+    """Takes the outcomes of the step thread, which alone calls the public methods (stop apart).
 
     While no outcome is queued or awaited, an outcome that is ready is sent at once: queueing it
     would cost more than sending it. Otherwise it is queued, so that outcomes leave in order.
@@ -59,10 +59,13 @@ class Completion:
         self.channel = ReplyChannel(results)
         """Any thread may read its `delays` and `counts`."""
         self._progress = progress
+        self._on_failure = on_failure
         self._queue: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
-        self._waiter = _Waiter(self.channel, self._queue, progress, on_failure)
         self._num_queued = 0
-        self.thread = ServerThread("completion", self._waiter.run)
+        self._num_finished = 0
+        """Outcomes that need the completion thread no more; written by it alone, after their last
+        use of the channel."""
+        self.thread = ServerThread("completion", self._run)
 
     def stop(self) -> None:
         """Ask the thread to end once all queued outcomes are sent."""
@@ -81,18 +84,18 @@ class Completion:
         known_ns = time.monotonic_ns() if pending.is_ready else None
         began_s = self._progress.stamp.since
         if known_ns is not None and self._is_idle:
-            self._waiter.finish(seq, pending, link, known_ns, began_s)
+            self._finish(seq, pending, link, known_ns, began_s)
         else:
-            wait = partial(self._waiter.wait, seq, pending, link, known_ns, began_s)
+            wait = partial(self._wait, seq, pending, link, known_ns, began_s)
             self._enqueue(seq, wait)
 
     def nothing(self, seq: int) -> None:
         """Record that this rank owes no reply to `seq`, the running step."""
         began_s = self._progress.stamp.since
         if self._is_idle:
-            self._waiter.finish_without_reply(seq, began_s)
+            self._finish_without_reply(seq, began_s)
         else:
-            self._enqueue(seq, partial(self._waiter.finish_without_reply, seq, began_s))
+            self._enqueue(seq, partial(self._finish_without_reply, seq, began_s))
 
     def replay(self, seq: int) -> None:
         """Send the reply to `seq` again."""
@@ -115,33 +118,14 @@ class Completion:
     @property
     def _is_idle(self) -> bool:
         """True once the completion thread has finished all queued outcomes."""
-        return self._waiter.num_finished == self._num_queued
+        return self._num_finished == self._num_queued
 
     def _enqueue(self, seq: int, send: Callable[[], None]) -> None:
         self._num_queued += 1
         self._queue.put(_Outcome(seq, send))
 
-
-class _Waiter:
-    """The state of the completion thread."""
-
-    def __init__(
-        self,
-        channel: ReplyChannel,
-        outcomes: "queue.SimpleQueue[_Outcome]",
-        progress: Progress,
-        on_failure: OnFailure,
-    ) -> None:
-        self.num_finished = 0
-        """Outcomes that need this thread no more; written by it alone, after their last use of the
-        channel."""
-        self._channel = channel
-        self._queue = outcomes
-        self._progress = progress
-        self._on_failure = on_failure
-
-    def run(self) -> None:
-        """Serve until stopped. No driver and no result can end it."""
+    def _run(self) -> None:
+        """Serve until stopped, on the completion thread. No driver and no result can end it."""
         try:
             while True:
                 outcome = self._next()
@@ -151,34 +135,34 @@ class _Waiter:
                     return
                 except Exception:
                     logger.exception("the outcome of seq %d is lost", outcome.seq)
-                self.num_finished += 1
+                self._num_finished += 1
         finally:
-            self._channel.close()
+            self.channel.close()
 
     def _next(self) -> _Outcome:
         """Wait for the next outcome; meanwhile try to greet a driver that has just attached."""
-        while self._channel.is_greeting:
+        while self.channel.is_greeting:
             try:
                 return self._queue.get(timeout=ATTACH_RETRY_S)
             except queue.Empty:
-                self._channel.greet()
+                self.channel.greet()
         return self._queue.get()
 
-    def wait(
+    def _wait(
         self, seq: int, pending: PendingReply, link: int, known_ns: int | None, began_s: float
     ) -> None:
         """Finish a result under its deadline."""
         self._progress.await_result(seq)
         try:
-            self.finish(seq, pending, link, known_ns, began_s)
+            self._finish(seq, pending, link, known_ns, began_s)
         finally:
             self._progress.result = NO_RESULT
 
-    def finish(
+    def _finish(
         self, seq: int, pending: PendingReply, link: int, known_ns: int | None, began_s: float
     ) -> None:
         """Take a pending result, record the duration of its step, and send the result or its
-        failure. Called by the step thread too, while this thread is idle.
+        failure. Called by the step thread too, while that thread is idle.
 
         link: the link of the step; known_ns: time since which the result is known to be on the
         host, None if that is not known yet; began_s: the begin of the step.
@@ -186,13 +170,13 @@ class _Waiter:
         try:
             reply, arrays = pending.result()
         except Exception as error:  # the dispatch boundary, where a result ends a step
-            self._on_failure(self._channel.fail(seq, error), link)
+            self._on_failure(self.channel.fail(seq, error), link)
             return
         now_ns = time.monotonic_ns()
         self._progress.step_times.add(began_s, now_ns / 1e9)
-        self._channel.reply(reply, arrays, now_ns if known_ns is None else known_ns)
+        self.channel.reply(reply, arrays, now_ns if known_ns is None else known_ns)
 
-    def finish_without_reply(self, seq: int, began_s: float) -> None:
+    def _finish_without_reply(self, seq: int, began_s: float) -> None:
         """Record the duration of a step, and that this rank owes no reply to it."""
         self._progress.step_times.add(began_s, time.monotonic())
-        self._channel.nothing(seq)
+        self.channel.nothing(seq)

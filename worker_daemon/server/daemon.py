@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -48,7 +49,7 @@ from worker_daemon.server.step_thread import (
     fatal_exit_code,
     link_failure,
 )
-from worker_daemon.server.wire.sockets import Sockets, bind_sockets, events_socket
+from worker_daemon.server.wire.sockets import bind_sockets, events_socket
 from worker_daemon.settings import ONE_HOST, ProcessSettings
 from worker_daemon.worker.uploads import Uploads
 
@@ -105,50 +106,43 @@ def _check_parent_fd(fd: int | None) -> None:
         ) from None
 
 
+@dataclass(frozen=True, slots=True)
 class _Threads:
     """The daemon's threads, started and stopped in the order in which they feed each other, and the
     doorbell of the step thread. Main thread only."""
 
-    def __init__(
-        self,
-        step: StepThread,
-        completion: Completion,
-        guard: Guard,
-        watch: DeviceWatch,
-        doorbell: "zmq.Socket[bytes]",
-    ) -> None:
-        self._step = step
-        self._completion = completion
-        self.guard = guard
-        self._watch = watch
-        self._doorbell = doorbell
+    step: StepThread
+    completion: Completion
+    guard: Guard
+    watch: DeviceWatch
+    doorbell: "zmq.Socket[bytes]"
 
     def start(self) -> None:
         """Start them all."""
-        for part in (self.guard, self._watch, self._completion, self._step):
+        for part in (self.guard, self.watch, self.completion, self.step):
             part.thread.start()
 
     def post(self, command: Command) -> None:
         """Pass a command to the step thread; it comes before queued steps."""
-        self._step.commands.put(command)
+        self.step.commands.put(command)
         with contextlib.suppress(zmq.Again):  # the doorbell is full: the thread is awake
-            self._doorbell.send(b"", zmq.NOBLOCK)
+            self.doorbell.send(b"", zmq.NOBLOCK)
 
     def stop(self, deadline: float) -> bool:
         """Stop them all; return True if they ended by the deadline, of time.monotonic. The end of
         the process ends a stuck thread."""
-        self._watch.stop()
+        self.watch.stop()
         self.post(Stop())
-        joined = self._step.thread.join_within(deadline - time.monotonic())
-        self._completion.stop()
-        joined &= self._completion.thread.join_within(_left(deadline))
+        joined = self.step.thread.join_within(deadline - time.monotonic())
+        self.completion.stop()
+        joined &= self.completion.thread.join_within(_left(deadline))
         self.guard.stop()
         joined &= self.guard.thread.join_within(_left(deadline))
-        return joined & self._watch.thread.join_within(_left(deadline, 0.3))
+        return joined & self.watch.thread.join_within(_left(deadline, 0.3))
 
     def close(self) -> None:
         """Close the doorbell, after stop()."""
-        self._doorbell.close(linger=0)
+        self.doorbell.close(linger=0)
 
 
 def _left(deadline: float, least_s: float = 0.1) -> float:
@@ -191,21 +185,10 @@ class Daemon:
         )
         watch = DeviceWatch(open_watch, self._gpu_fault, open_gauges)
         self._threads = _Threads(step, completion, guard, watch, sockets.doorbell)
-        self._serve_control(open_rendezvous, data_host, sockets, completion, watch, uploads)
         self._tasks: set[asyncio.Future[None]] = set()
         self._signals = 0
-
-    def _serve_control(
-        self,
-        open_rendezvous: OpenRendezvousServer,
-        data_host: str,
-        sockets: Sockets,
-        completion: Completion,
-        watch: DeviceWatch,
-        uploads: Uploads,
-    ) -> None:
-        """Make the parts that answer control requests and publish events. Main thread only."""
-        progress, guard, post = self._progress, self._threads.guard, self._threads.post
+        # The parts that answer control requests and publish events.
+        progress, post = self._progress, self._threads.post
         lease = Lease(time.monotonic, suspended_s)
         self._draining = Draining(post, lambda: self._events.publish_heartbeat(), lease, progress)
         report = StatusReport(

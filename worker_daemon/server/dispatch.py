@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
 from rpc_schema import step
-from rpc_schema.base import StepReply
 from rpc_schema.codec import Frame, StepReplyMessage
 from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
 from worker_daemon.phases import SetPhase
@@ -111,37 +110,18 @@ MakeWorker: TypeAlias = Callable[[SetPhase], WorkerLike]
 OpenRendezvousServer: TypeAlias = Callable[[str, int], RendezvousServerLike]
 """(host, number of ranks)."""
 
-ArrayStepHandler: TypeAlias = Callable[[Any, Sequence[Frame]], PendingReply | None]
-StepHandler: TypeAlias = Callable[[Any], PendingReply | None]
-OperationHandler: TypeAlias = Callable[[Any], StepReply]
+STEPS_WITH_ARRAYS: Final = (step.ExecuteModel, step.SampleTokens)
+"""Requests whose handler takes (message, arrays)."""
+STEPS: Final = (*STEPS_WITH_ARRAYS, step.ExecuteDummyBatch)
+"""Requests that only the output rank answers, with a PendingReply; every rank answers the others
+with a complete reply."""
 
 
-def array_step_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], ArrayStepHandler]:
-    """Map the requests whose handler takes (message, arrays)."""
-    return {
-        step.ExecuteModel: worker.execute_model,
-        step.SampleTokens: worker.sample_tokens,
-    }
-
-
-def step_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], StepHandler]:
-    """Map the requests that only the output rank answers, and whose handler takes the message
-    alone."""
-    return {step.ExecuteDummyBatch: worker.execute_dummy_batch}
-
-
-STEPS: Final = (step.ExecuteModel, step.SampleTokens, step.ExecuteDummyBatch)
-
-
-def operation_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], OperationHandler]:
-    """Map all other operations, each to the worker's method of its name (see
-    rpc_schema.operations.operation_name): every rank answers them. Raises AttributeError if the
+def request_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], Callable[..., Any]]:
+    """Map each request to the worker's method of its name (see
+    rpc_schema.operations.operation_name), which takes the message. Raises AttributeError if the
     worker lacks a method."""
-    return {
-        request: getattr(worker, operation_name(request))
-        for request in STEP_OPERATIONS
-        if request not in STEPS
-    }
+    return {request: getattr(worker, operation_name(request)) for request in STEP_OPERATIONS}
 
 
 def legal_silence_s(kind: type[StepMessage], step_deadline_s: float) -> float:

@@ -5,7 +5,7 @@ thread that may touch the device."""
 import logging
 import queue
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol, TypeAlias
@@ -30,13 +30,14 @@ from worker_daemon.server.auth.bad_peers import Peer
 from worker_daemon.server.auth.security import Security
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.dispatch import (
+    STEPS,
+    STEPS_WITH_ARRAYS,
     WAITS_FOR_PEERS,
     MakeWorker,
+    PendingReply,
     WorkerLike,
-    array_step_handlers,
     legal_silence_s,
-    operation_handlers,
-    step_handlers,
+    request_handlers,
 )
 from worker_daemon.server.lifecycle import Lifecycle
 from worker_daemon.server.progress import Progress
@@ -256,21 +257,7 @@ class _StepLoop:
         self._failed = False
         self._left_clean = True
         """False once a step was cut off in the current epoch."""
-        self._array_steps = array_step_handlers(worker)
-        self._steps = step_handlers(worker)
-        self._operations = operation_handlers(worker)
-        self._command_handlers: Mapping[type[Command], Callable[..., None]] = {
-            Attach: self._attach,
-            EndEpoch: self._detach,
-            Orphan: self._orphan,
-            DropRequests: self._drop_requests,
-            LinkLost: self._lose_link,
-            StopSteps: self._drain,
-            Resume: self._resume,
-            OutOfBandTask: self._run_out_of_band,
-            DeviceLost: self._lose_device,
-            Stop: self._stop,
-        }
+        self._handlers = request_handlers(worker)
 
     def serve(self, step: "zmq.Socket[bytes]") -> None:
         """Take requests and commands until stopped. Commands come first: a drain or a new driver
@@ -332,10 +319,10 @@ class _StepLoop:
             if kind not in self._lifecycle.legal or kind is lc.Reset:  # which names a target, too
                 self._lifecycle.check(message)
             self._begin(message)
-            if kind in self._array_steps:
-                self._pend(message.seq, self._array_steps[kind](message, arrays))
-            elif kind in self._steps:
-                self._pend(message.seq, self._steps[kind](message))
+            if kind in STEPS_WITH_ARRAYS:
+                self._pend(message.seq, self._handlers[kind](message, arrays))
+            elif kind in STEPS:
+                self._pend(message.seq, self._handlers[kind](message))
             else:
                 self._operate(message)
         except Exception as error:  # the dispatch boundary: every failure is an outcome of its seq
@@ -345,7 +332,7 @@ class _StepLoop:
     def _begin(self, message: StepMessage) -> None:
         """Enter the phase of a legal request. A load request also sets the step deadline."""
         kind, progress = type(message), self._progress
-        if kind in self._array_steps:
+        if kind in STEPS_WITH_ARRAYS:
             progress.begin(kind.__name__, progress.step_deadline_s, True)
             return
         if isinstance(message, _LOADING):
@@ -353,18 +340,18 @@ class _StepLoop:
         silence_s = legal_silence_s(kind, progress.step_deadline_s)
         progress.begin(kind.__name__, silence_s, kind in WAITS_FOR_PEERS)
 
-    def _pend(self, seq: int, pending: object) -> None:
+    def _pend(self, seq: int, pending: PendingReply | None) -> None:
         self._progress.last_seq = seq
         if pending is None:
             self._completion.nothing(seq)
         else:
-            self._completion.pending(seq, pending, self._gate.link)  # type: ignore[arg-type]  # a PendingReply, by the table
+            self._completion.pending(seq, pending, self._gate.link)
 
     def _operate(self, message: StepMessage) -> None:
         if isinstance(message, lc.InitDevice | lc.Relink):
             self._gate.begin_link(message)
             self._progress.link = self._gate.link
-        reply = self._operations[type(message)](message)
+        reply = self._handlers[type(message)](message)
         changed = self._lifecycle.succeeded(message)
         if isinstance(message, lc.InitDevice):
             set_rank(self._worker.rank)
@@ -379,7 +366,7 @@ class _StepLoop:
         error = self._worker.typed_error(error)
         if not isinstance(error, WorkerError):
             logger.error("%s seq %d failed", type(message).__name__, message.seq, exc_info=error)
-            if type(message) in self._array_steps or type(message) in self._steps:
+            if type(message) in STEPS:
                 error = self._worker.step_error(error)
         reply = error_reply(error, epoch=message.epoch, seq=message.seq, rank=self._worker.rank)
         torn = isinstance(message, lc.Relink) and reply.code is not ErrorCode.ILLEGAL_STATE
@@ -451,24 +438,31 @@ class _StepLoop:
     def _command(self, command: Command) -> None:
         if self._failed and not isinstance(command, StopSteps | Stop):
             return  # the process ends, and the device may be lost
-        self._command_handlers[type(command)](command)
-
-    def _detach(self, command: EndEpoch) -> None:
-        self._gate.detach(command.epoch)
-        self._leased(command.epoch, "free", "detached")
-
-    def _orphan(self, command: Orphan) -> None:
-        self._gate.expire(command.epoch)
-        self._leased(command.epoch, "orphan", "the lease expired")
-
-    def _drop_requests(self, command: DropRequests) -> None:
-        if command.epoch == self._gate.epoch:
-            self._leave_requests(keep=False)
-            logger.info("no driver adopted the requests of epoch %d: dropped", command.epoch)
-
-    def _lose_link(self, command: LinkLost) -> None:
-        if command.link == self._gate.link:  # else it has been replaced since
-            self._link_broke(command.cause)
+        match command:
+            case Attach():
+                self._attach(command)
+            case EndEpoch(epoch):
+                self._gate.detach(epoch)
+                self._leased(epoch, "free", "detached")
+            case Orphan(epoch):
+                self._gate.expire(epoch)
+                self._leased(epoch, "orphan", "the lease expired")
+            case DropRequests(epoch) if epoch == self._gate.epoch:
+                self._leave_requests(keep=False)
+                logger.info("no driver adopted the requests of epoch %d: dropped", epoch)
+            case LinkLost(link, cause) if link == self._gate.link:  # else it was replaced since
+                self._link_broke(cause)
+            case StopSteps():
+                self._drain(command)
+            case Resume():
+                self._resume(command)
+            case OutOfBandTask():
+                self._run_out_of_band(command)
+            case DeviceLost(exit_code, cause):
+                self._end(exit_code, cause)
+            case Stop():
+                self._lifecycle.serve("CLOSED", "stop")
+                self._running = False
 
     def _drain(self, command: StopSteps) -> None:
         self._gate.draining = command.stays
@@ -487,13 +481,6 @@ class _StepLoop:
         self._progress.begin(command.phase, command.legal_silence_s, False)
         command.work(self._worker)
         self._progress.idle()
-
-    def _lose_device(self, command: DeviceLost) -> None:
-        self._end(command.exit_code, command.cause)
-
-    def _stop(self, command: Stop) -> None:
-        self._lifecycle.serve("CLOSED", "stop")
-        self._running = False
 
     def _attach(self, command: Attach) -> None:
         gate = self._gate

@@ -236,7 +236,7 @@ def reload(
     return renewed, report.bytes_loaded, number
 
 
-class _Overwriting:
+class _Overwriting(WriteObserver):
     """Opens an update of a model's weights at the first byte written, not before."""
 
     def __init__(self, weights: WeightState) -> None:

@@ -14,7 +14,7 @@ from worker_daemon.errors import CapacityError, CommError
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.raising import Translation
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
-from worker_daemon.runner.cuda_graph import NoGraphs, StepGraphs
+from worker_daemon.runner.cuda_graph import StepGraphs
 from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.warmup import (
@@ -59,7 +59,7 @@ class Serving:
             open_staging=opened.place.backend.open_staging,
         )
         self.runner = assemble_runner(self._parts, opened.link, _limits(model, plan), kv)
-        self._graphs: StepGraphs = NoGraphs()
+        self._graphs = StepGraphs()
         self.is_warm = False
         """True after its first warm-up."""
 

@@ -16,7 +16,7 @@ from worker_daemon.distributed import link
 from worker_daemon.distributed.link import Link, RendezvousPoint
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.pp import HopShape, StageInbound, StageOutbound
-from worker_daemon.distributed.symmetric import BLANK, NoPeers, Window
+from worker_daemon.distributed.symmetric import BLANK, Peers, Window
 from worker_daemon.distributed.tokens import TokenBroadcast
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import CommError
@@ -259,7 +259,7 @@ class LibraryReducer:
         return add_norm(self.all_reduce(x), residual, weight, eps)
 
 
-class FakePeers(NoPeers):
+class FakePeers(Peers):
     def __init__(self, rank, size):
         self.window = Window(rank, CPU, range(size), 0, BLANK, 0)
 

@@ -20,7 +20,7 @@ from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.staging import HostStaging
 from worker_daemon.runner.step_layout import ExactShapes
-from worker_daemon.runner.token_history import NoHistory, SampledTokens
+from worker_daemon.runner.token_history import SampledTokens, TokenHistory
 
 CPU = torch.device("cpu")
 MOST_LATE = 5
@@ -156,7 +156,7 @@ def test_rows_are_told_as_the_last_result_left_them(seed):
 def test_failed_step_and_those_behind_it_do_not_count_on_ranks_without_results(seed):
     rng = np.random.default_rng(50 + seed)
     limits = draw_limits(rng)
-    rank, steps = Rank(limits, NoHistory()), StepGenerator(rng, limits)
+    rank, steps = Rank(limits, TokenHistory()), StepGenerator(rng, limits)
     for seq in range(1, 120):
         rank.run(seq, draw_ordinary(steps, rank.rows), rng)
         if rng.random() < 0.3:
@@ -240,7 +240,7 @@ def test_row_keeps_the_kv_it_came_with_though_its_step_never_reached_the_device(
 
 def test_kv_that_a_refused_step_was_to_compute_is_not_vouched_for():
     limits = StepLimits(2, 40, 32, 50, 4, 30)
-    rank, rng = Rank(limits, NoHistory()), np.random.default_rng(0)
+    rank, rng = Rank(limits, TokenHistory()), np.random.default_rng(0)
     rank.run(1, admit(1, 6, [2, 3]), rng)
     with pytest.raises(InvalidStepError):
         rank.state.apply(*encode(2, admit(1, 6, [4, 5]), rank.rows))
@@ -283,7 +283,7 @@ def test_long_rows_come_in_pages():
     builder.build(state.apply(message, arrays))
     first_slot, told = 0, []
     for _ in range(count):
-        page = describe_requests(state, builder, NoHistory(), first_slot)
+        page = describe_requests(state, builder, TokenHistory(), first_slot)
         assert len(page.token_ids) <= MAX_PAGE_BYTES
         assert len(page.rows) == min(3, count - first_slot)
         told += split(page)
@@ -293,7 +293,7 @@ def test_long_rows_come_in_pages():
     assert [(row.slot, tokens) for row, tokens, _ in told] == [
         (new.slot, new.tokens) for new in plan.admissions
     ]
-    assert describe_requests(state, builder, NoHistory(), count).rows == ()
+    assert describe_requests(state, builder, TokenHistory(), count).rows == ()
 
 
 def test_row_of_more_than_a_reply_holds_is_told_in_part(monkeypatch):

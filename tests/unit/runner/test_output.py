@@ -14,11 +14,11 @@ from worker_daemon.runner.output import NoTokens, ReplyIdentity, StepOutput
 from worker_daemon.runner.parts.interface import Report
 from worker_daemon.runner.parts.step_parts import SamplerOutput
 from worker_daemon.runner.slot_bitmap import slot_bitmap
-from worker_daemon.runner.token_history import NoHistory, Sampled
+from worker_daemon.runner.token_history import Sampled, TokenHistory
 
 LINK = Link(1, torch.device("cpu"))
 IDENTITY = ReplyIdentity(epoch=4, seq=17, rank=3)
-HISTORY = NoHistory()
+HISTORY = TokenHistory()
 
 
 def rows(slots):

@@ -22,7 +22,7 @@ from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.stage_program import StageOutput
 from worker_daemon.runner.staging import HostStaging
 from worker_daemon.runner.step_layout import ExactShapes
-from worker_daemon.runner.token_history import NoHistory
+from worker_daemon.runner.token_history import TokenHistory
 
 CPU = torch.device("cpu")
 HIDDEN = 4
@@ -96,7 +96,7 @@ class Rank:
             return build(step)
 
         inputs.build = building
-        replies = StepReplies(Link(1, CPU), NoHistory(), is_output_rank=place == LAST)
+        replies = StepReplies(Link(1, CPU), TokenHistory(), is_output_rank=place == LAST)
         neighbours = Neighbours(
             None if place == FIRST else self.others,
             None if place == LAST else self.others,
@@ -113,7 +113,7 @@ class Rank:
         )
         self.runner = ModelRunner(
             self, self.state, inputs, stage,
-            rank=place, tp_size=1, num_ranks=3, waits=None, history=NoHistory(),
+            rank=place, tp_size=1, num_ranks=3, waits=None, history=TokenHistory(),
         )  # fmt: skip
 
     def run(self, inputs, arrived):

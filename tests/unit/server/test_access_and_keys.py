@@ -16,7 +16,7 @@ from worker_client import keys as client_keys
 from worker_daemon.errors import ConfigError, ForbiddenError
 from worker_daemon.interfaces import interface_address
 from worker_daemon.server.auth import security
-from worker_daemon.server.auth.access import Access, KeyedAccess, OpenAccess, needed_role
+from worker_daemon.server.auth.access import Access, KeyedAccess, needed_role
 from worker_daemon.server.auth.bad_peers import (
     BAN_S,
     MAX_BAD_FRAMES,
@@ -201,10 +201,10 @@ def test_each_request_is_allowed_to_its_role_and_those_above(role: Role | None) 
         else:
             with pytest.raises(ForbiddenError, match=f"{kind.__name__} needs the role {needed}"):
                 access.check(key, message)
-        OpenAccess().check(("step", b"anybody"), message)
+        Access().check(("step", b"anybody"), message)
 
 
-@pytest.mark.parametrize("access", [KeyedAccess(FixedRole(Role.ADMIN)), OpenAccess()])
+@pytest.mark.parametrize("access", [KeyedAccess(FixedRole(Role.ADMIN)), Access()])
 def test_request_that_the_table_does_not_list_is_forbidden(access: Access) -> None:
     class Unlisted(ControlRequest, frozen=True, tag=99):
         """One that somebody added to the wire alone."""

@@ -14,7 +14,7 @@ from rpc_schema import config
 from tests.support.driven_memory import GIB, MIB, DrivenMemory
 from worker_daemon.device.memory_sources import HOST_KV_CACHE_LIMIT_BYTES, HostMemory
 from worker_daemon.errors import CapacityError, ConfigError
-from worker_daemon.runner.cuda_graph import NoGraphs
+from worker_daemon.runner.cuda_graph import StepGraphs
 from worker_daemon.worker.memory_ledger import CUSHION_BYTES
 from worker_daemon.worker.resolve import check_deadline
 from worker_daemon.worker.worker import Worker
@@ -271,7 +271,7 @@ def test_nothing_left_is_an_error_that_says_what_took_it(start):
     assert begun.profile().available_bytes == 1
 
 
-class DrivenGraphs(NoGraphs):
+class DrivenGraphs(StepGraphs):
     """Graphs that take memory of a driven device, a part of which the driver keeps for the next
     ones when they go."""
 
@@ -319,7 +319,7 @@ def test_what_graphs_will_take_is_subtracted_once(start, monkeypatch):
     ids=["allocator", "driver", "device"],
 )
 def test_graphs_that_do_not_fit_are_a_typed_error(start, monkeypatch, raised, expected):
-    class Failing(NoGraphs):
+    class Failing(StepGraphs):
         def estimate_bytes(self, runner, used_bytes):
             raise raised
 
@@ -334,7 +334,7 @@ def test_graphs_that_do_not_fit_are_a_typed_error(start, monkeypatch, raised, ex
     begun.driver.allocate()
     with pytest.raises(expected or torch.AcceleratorError):
         begun.driver.warm_up()
-    monkeypatch.setattr("worker_daemon.worker.serving.step_graphs", lambda *_, **__: NoGraphs())
+    monkeypatch.setattr("worker_daemon.worker.serving.step_graphs", lambda *_, **__: StepGraphs())
     begun.driver.reset("MODEL_LOADED")
     assert begun.profile().available_bytes == found.available_bytes
 

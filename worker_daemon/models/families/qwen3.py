@@ -1,38 +1,22 @@
 """Qwen3, dense (Yang et al., 2025)."""
 
-from dataclasses import replace
-
-from worker_daemon.layers.attention import AttentionSpec
-from worker_daemon.layers.mlp import MLPSpec
-from worker_daemon.layers.norm import NormSpec
 from worker_daemon.models.config_fields import (
     decoder_config,
+    dense_layer,
     head_sizes,
-    intermediate_size,
-    norm_eps,
     upper_layer_windows,
 )
-from worker_daemon.models.description import DecoderConfig, LayerSpec
+from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.fields import Fields
 
 
 def describe(fields: Fields) -> DecoderConfig:
     """Norms on the query and key heads; one switch for the biases of attention; some layers may
     have a window."""
-    eps = norm_eps(fields)
-    attention_bias = fields.flag("attention_bias", False)
-    attention = AttentionSpec(
-        norm=NormSpec("input_layernorm", eps),
-        heads=head_sizes(fields, default_num_kv_heads=32, default_head_dim=128),
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
-        head_norm_eps=eps,
-    )
-    mlp = MLPSpec(
-        norm=NormSpec("post_attention_layernorm", eps),
-        intermediate_size=intermediate_size(fields),
-        mlp_bias=False,
-    )
-    windows = upper_layer_windows(fields)
-    layers = [LayerSpec(replace(attention, sliding_window=window), mlp) for window in windows]
+    bias = fields.flag("attention_bias", False)
+    heads = head_sizes(fields, default_num_kv_heads=32, default_head_dim=128)
+    layers = [
+        dense_layer(fields, heads, qkv_bias=bias, o_bias=bias, head_norms=True, window=window)
+        for window in upper_layer_windows(fields)
+    ]
     return decoder_config(fields, layers)

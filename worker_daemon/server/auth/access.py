@@ -1,7 +1,7 @@
 """Authorization: the role that each request needs, and the role of its sender."""
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import zmq
 
@@ -58,49 +58,35 @@ def needed_role(message: Request) -> Role:
     return needed
 
 
-class Access(Protocol):
-    """Identifies senders and checks their rights. Any thread may call it."""
+class Access:
+    """Identifies senders and checks their rights. Any thread may call it. This one is for sockets
+    without keys: whoever can open them in their directory may send any request."""
 
-    proves_owners: bool
+    proves_owners = False
     """True if each owner has a key of its own; otherwise all peers may have the same owner."""
 
     def peer(self, socket: str, route: bytes, frame: zmq.Frame) -> Peer:
-        """Identify a sender: `frame` is the first of a message that came from `route`."""
-
-    def owner(self, peer: Peer) -> str:
-        """Return the owner of a peer: epochs and driver ids belong to owners."""
-
-    def opens(self, peer: Peer, socket: str) -> bool:
-        """Return True if messages of the peer on this socket may be read."""
-
-    def check(self, peer: Peer, message: Request) -> None:
-        """Raise ForbiddenError unless the peer may send this request."""
-
-
-class OpenAccess:
-    """Without keys: whoever can open the sockets in their directory may send any request."""
-
-    proves_owners = False
-
-    def peer(self, socket: str, route: bytes, frame: zmq.Frame) -> Peer:
-        """See Access: by routing id, with the user that the kernel reports for the connection."""
+        """Identify a sender: `frame` is the first of a message that came from `route`. Without
+        keys: by routing id, with the user that the kernel reports for the connection."""
         return socket, route, _user(frame)
 
     def owner(self, peer: Peer) -> str:
-        """See Access: a user."""
+        """Return the owner of a peer, without keys a user: epochs and driver ids belong to
+        owners."""
         return peer[2]
 
     def opens(self, peer: Peer, socket: str) -> bool:
-        """See Access."""
+        """Return True if messages of the peer on this socket may be read."""
         return True
 
     def check(self, peer: Peer, message: Request) -> None:
-        """See Access: any role, for the operations of the table."""
+        """Raise ForbiddenError unless the peer may send this request: without keys, unless it is in
+        the table of operations."""
         if type(message) not in _NEEDED:
             needed_role(message)
 
 
-class KeyedAccess:
+class KeyedAccess(Access):
     """Identifies peers by the key that they proved in the handshake. The role is looked up for
     every message, so that a removed key is refused on open connections too."""
 

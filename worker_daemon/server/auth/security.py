@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 
 from rpc_schema.codec import CURVE_BYTES
-from worker_daemon.server.auth.access import Access, KeyedAccess, OpenAccess
+from worker_daemon.server.auth.access import Access, KeyedAccess
 from worker_daemon.server.auth.bad_peers import BadPeers
 from worker_daemon.server.auth.keys import AuthorizedKeys, Identity, read_identity
 from worker_daemon.server.auth.zap import ZapHandler
@@ -40,7 +40,7 @@ class Security:
     """Bytes that the protection adds to a frame."""
 
     def __init__(self, access: Access | None = None) -> None:
-        self.access = access or OpenAccess()
+        self.access = access or Access()
         self.bad_peers = BadPeers()
 
     @property

@@ -37,8 +37,32 @@ TCP_DIRECTORY: Final = "tcp"
 _HOST_AND_PORT: Final = re.compile(r"tcp://(?:\[([0-9A-Fa-f:.]+)\]|([0-9.]+)):([0-9]{1,5})")
 
 
+class _Endpoint:
+    """The parts of an endpoint that do not depend on its transport."""
+
+    __slots__ = ()
+    path: Path
+
+    def address(self, socket: str) -> str:
+        """Return the address that zmq binds for one of SOCKETS."""
+        raise NotImplementedError
+
+    @property
+    def lock_path(self) -> Path:
+        """The endpoint's lock file, which holds the daemon's pid."""
+        return self.path.with_name(f"{self.path.name}.lock")
+
+    @property
+    def socket_paths(self) -> tuple[Path, ...]:
+        """The files of all sockets: none for ports."""
+        return ()
+
+    def __str__(self) -> str:
+        return self.address("control")
+
+
 @dataclass(frozen=True, slots=True)
-class IpcEndpoint:
+class IpcEndpoint(_Endpoint):
     """An `ipc://DIR/NAME` address: the control socket's; the other sockets' paths append to it."""
 
     path: Path
@@ -85,21 +109,13 @@ class IpcEndpoint:
         return f"ipc://{self.socket_path(socket)}"
 
     @property
-    def lock_path(self) -> Path:
-        """The endpoint's lock file, which holds the daemon's pid."""
-        return self.path.with_name(f"{self.path.name}.lock")
-
-    @property
     def socket_paths(self) -> tuple[Path, ...]:
-        """The files of all sockets."""
+        """See _Endpoint."""
         return tuple(self.socket_path(name) for name in SOCKETS)
-
-    def __str__(self) -> str:
-        return f"ipc://{self.path}"
 
 
 @dataclass(frozen=True, slots=True)
-class TcpEndpoint:
+class TcpEndpoint(_Endpoint):
     """A `tcp://ADDRESS:PORT` address: the control socket's; the other sockets have the next ports.
     Its files are in the state directory."""
 
@@ -148,19 +164,6 @@ class TcpEndpoint:
     def address(self, socket: str) -> str:
         """Return the address that zmq binds for one of SOCKETS."""
         return f"tcp://{self.host}:{self.port + SOCKETS.index(socket)}"
-
-    @property
-    def lock_path(self) -> Path:
-        """The endpoint's lock file, which holds the daemon's pid."""
-        return self.path.with_name(f"{self.path.name}.lock")
-
-    @property
-    def socket_paths(self) -> tuple[Path, ...]:
-        """Empty: ports have no files."""
-        return ()
-
-    def __str__(self) -> str:
-        return f"tcp://{self.host}:{self.port}"
 
 
 def _invalid(endpoint: str, message: str, fix: str) -> ConfigError:
