@@ -66,7 +66,7 @@ class TokenLogprobs(FramedExtension, frozen=True, tag=1, kw_only=True):
 
 class GrammarMasks(FramedExtension, frozen=True, tag=1, kw_only=True):
     """Tokens that some rows of a step may sample. One frame: int32 [slots, ceil(vocab_size / 32)],
-    bit 1 = allowed."""
+    bit 1 = allowed. A slot whose mask allows none gets NO_TOKEN."""
 
     slots: RawUInt16
     """Slots with a mask, in the order of the frame's rows. Slots that sample nothing are

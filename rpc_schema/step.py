@@ -88,11 +88,12 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     group), slots ascending, of all slots that stay; blocks that a window has passed count too.
     Slots not named are freed; a named one whose counts differ makes the step refused. It clears an
     earlier failure, and closes a gap: its seq need only be new."""
-    defer_sampling: bool = False
-    """Sampling waits for a SampleTokens that names this seq."""
+    deferred: Bitmap | None = None
+    """Slots whose sampling waits for a SampleTokens that names this seq: each must sample in this
+    step. The others are sampled at once. None: all are."""
     extensions: StepExtensions = ()
-    """With defer_sampling, those that concern the sampling may come with the SampleTokens instead;
-    of a kind that is in both, the later one counts."""
+    """For deferred slots, those that concern the sampling may come with the SampleTokens instead; of
+    a kind that is in both, the later one counts."""
     new_block_groups: RawUInt8 = b""
     """For each of new_block_ids, the group of layers of its table; empty: the first."""
     corrections: RawInt32 = b""
@@ -101,10 +102,13 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
 
 
 class SampleTokens(StepRequest["ModelRunnerOutput"], frozen=True, tag=2, kw_only=True):
-    """Complete the sampling of a step that deferred it. The frames are those of extensions."""
+    """Sample slots that a step has deferred. The frames are those of extensions."""
 
     step_seq: Unsigned
     extensions: StepExtensions = ()
+    slots: Bitmap | None = None
+    """Those to sample now, for masks that take several messages. None: all that are left. Slots
+    whose request has finished since are skipped."""
 
 
 class ExecuteDummyBatch(StepRequest["ModelRunnerOutput"], frozen=True, tag=3, kw_only=True):

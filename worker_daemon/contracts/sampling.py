@@ -1,6 +1,6 @@
 """Sampling of tokens from logits, as kernels and plain torch implement it.
 
-Shapes: R rows, V vocabulary.
+Shapes: R rows, V vocabulary, M masks, W = ceil(V / 32) words of a mask.
 """
 
 from dataclasses import dataclass
@@ -39,6 +39,11 @@ class Sampling(Protocol):
     log."""
 
     name: str
+
+    def masked(self, logits: Tensor, words: Tensor, mask_of_row: Tensor) -> Tensor:
+        """Return [R, V], the logits with -inf where a row's mask does not allow the token. logits:
+        as in tokens, R at least 1, not changed. words: int32 [M, W], bit t % 32 (lowest first) of
+        word t // 32 allows token t. mask_of_row: int32 [R], or -1 for a row without a mask."""
 
     def tokens(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         """Return int64 [R], one token for each row of logits [R, V]. Logits are float32, bf16 or

@@ -6,6 +6,7 @@ import mmap
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -20,6 +21,17 @@ def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def upload_rows(
+    values: npt.NDArray[np.int32], indices: npt.NDArray[np.int64], device: torch.device
+) -> Tensor:
+    """Copy these rows of int32 [M, W] to the device, as upload does: they are copied once on the
+    host, into pinned memory."""
+    shape = (indices.size, values.shape[1])
+    staged = torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+    np.take(values, indices, axis=0, out=staged.numpy(), mode="clip")  # "raise" would copy twice
+    return staged.to(device, non_blocking=True)
 
 
 class PinnedBuffer:

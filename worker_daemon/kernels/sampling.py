@@ -29,6 +29,7 @@ from worker_daemon.kernels.launch import (
     launch_options,
     start_next,
 )
+from worker_daemon.kernels.token_masks import masked
 
 _MAX_SPLITS = tl.constexpr(64)
 """Parts of a row that one program merges."""
@@ -73,6 +74,12 @@ class TritonSampling:
     def __init__(self, device: torch.device) -> None:
         """device is that of all tensors."""
         self._pdl = has_dependent_launch(device)
+
+    def masked(
+        self, logits: torch.Tensor, words: torch.Tensor, mask_of_row: torch.Tensor
+    ) -> torch.Tensor:
+        """Return [R, V], the torch path's: see token_masks.py."""
+        return masked(logits, words, mask_of_row)
 
     def tokens(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         """Return int64 [R], the torch path's tokens; -1 in rows with a NaN or an infinite maximum.

@@ -208,9 +208,10 @@ class InputBuilder:
             reads=none,
         )
 
-    def lost(self, step: ScheduledStep) -> Unsampled:
-        """Return a step with deferred sampling that failed before there was anything to sample."""
-        slots, none = step.slots[step.samples], self._no_column
+    def lost(self, step: ScheduledStep, later: Bools) -> Unsampled:
+        """Return what a step has deferred that failed before there was anything to sample. later
+        [B]: which of its rows."""
+        slots, none = step.slots[later], self._no_column
         rows = SampleRows(
             slots_np=slots,
             generations=self._state.generation[slots],

@@ -15,7 +15,7 @@ from torch import Tensor
 from rpc_schema.codec import Frame
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, SampleTokens
-from worker_daemon.contracts.arrays import Int64s
+from worker_daemon.contracts.arrays import Bools, Int64s
 from worker_daemon.device.failures import drop_scratch, typed_device_error
 from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.distributed.pp import STATUS_OK
@@ -26,7 +26,11 @@ from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.output import PendingOutput, ReplyIdentity, StepReplies
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.sample_rows import Unsampled
-from worker_daemon.runner.scheduled_step import ScheduledStep, StepExtensions
+from worker_daemon.runner.scheduled_step import (
+    NOTHING_BROUGHT,
+    ScheduledStep,
+    StepExtensions,
+)
 from worker_daemon.runner.stage_program import EagerProgram, StageProgram
 from worker_daemon.runner.step_sampler import StepSampler
 from worker_daemon.runner.token_history import TokenHistory
@@ -45,10 +49,15 @@ class Stage(Protocol):
         """Sample a step's rows. Return the reply on the output rank, None elsewhere."""
 
     def sample_later(
-        self, step: Unsampled, kept: Int64s, brought: StepExtensions, identity: ReplyIdentity
+        self,
+        step: Unsampled,
+        kept: Int64s,
+        used: int,
+        brought: StepExtensions,
+        identity: ReplyIdentity,
     ) -> PendingOutput | None:
-        """Sample those rows of a step with deferred sampling that are left. kept int64 [R'] indexes
-        its rows; brought: extensions of the message that samples them."""
+        """Sample rows that a step has deferred. kept int64 [R'] indexes its rows; used: the bits of
+        the parts that these use; brought: extensions of the message that samples them."""
 
     def give_up(self) -> bool:
         """Do for the request at hand, which has failed, what other ranks still wait for. Return
@@ -93,10 +102,17 @@ class SoleStage:
         return self.replies.of_tokens(identity, rows, sampled, step.status)
 
     def sample_later(
-        self, step: Unsampled, kept: Int64s, brought: StepExtensions, identity: ReplyIdentity
+        self,
+        step: Unsampled,
+        kept: Int64s,
+        used: int,
+        brought: StepExtensions,
+        identity: ReplyIdentity,
     ) -> PendingOutput | None:
         """See Stage."""
-        return None if step.chosen is None else self.sample(step.keep(kept, brought), identity)
+        if step.chosen is None:
+            return None
+        return self.sample(step.keep(kept, used, brought), identity)
 
     def give_up(self) -> bool:
         """See Stage: there is no other."""
@@ -136,7 +152,7 @@ class ModelRunner:
         self._tp_size = tp_size
         self._num_ranks = num_ranks
         self._unsampled: dict[int, Unsampled] = {}
-        """Steps with deferred sampling, by seq."""
+        """Rows that steps have deferred, by the step's seq."""
 
     def use(self, program: StageProgram) -> None:
         """Run steps by another program from here on, as once graphs are captured."""
@@ -186,32 +202,38 @@ class ModelRunner:
     def _run(self, step: ScheduledStep, identity: ReplyIdentity) -> PendingOutput | None:
         try:
             computed = self._stage.forward(self._program, step)
-            if step.defer_sampling:
-                self._unsampled[step.seq] = computed.clone()
-                reply = self._stage.replies.without_tokens(identity, computed.status)
-            else:
-                reply = self._stage.sample(computed, identity)
+            if step.deferred is not None:
+                computed = self._defer(step.seq, computed, step.deferred[step.samples])
+            reply = self._stage.sample(computed, identity)
         except Exception as error:
-            if step.defer_sampling:
-                self._unsampled[step.seq] = self.inputs.lost(step)
+            if step.deferred is not None:
+                self._unsampled[step.seq] = self.inputs.lost(step, step.deferred)
             raise_caused(self._failure(step.seq, error), error)
         self.state.raise_if_failed()
         return reply
 
+    def _defer(self, seq: int, step: Unsampled, later: Bools) -> Unsampled:
+        """Keep rows of a step for SampleTokens, and return the others. later [R]: which."""
+        parts, slots = self.state.parts, step.rows.slots_np
+        kept, now = np.flatnonzero(later), np.flatnonzero(~later)
+        self._unsampled[seq] = step.keep(kept, parts.used_by(slots[kept]), NOTHING_BROUGHT)
+        return step.keep(now, parts.used_by(slots[now]), NOTHING_BROUGHT)
+
     def sample_tokens(self, request: SampleTokens, arrays: Sequence[Frame]) -> PendingOutput | None:
-        """Sample a step that deferred it. Requests that have finished in between are left out.
-        Where a feature has an extension here and in the step, this one counts.
+        """Sample rows that a step has deferred. Requests that have finished in between are left
+        out. Where a feature has an extension here and in the step, this one counts.
 
         Raises:
-            InvalidStepError: no such step waits, or an extension does not fit.
+            InvalidStepError: no such rows wait, or an extension does not fit.
         """
-        state = self.state
+        state, seq = self.state, request.step_seq
         brought = state.parts.judge_step(request.extensions, arrays, state.limits)
-        state.take_unsampled(request.step_seq)
-        step = self._unsampled.pop(request.step_seq)
-        kept = np.flatnonzero(state.are_current(step.rows.slots_np, step.rows.generations))
+        slots, are_all = state.take_unsampled(seq, request.slots)
+        step = self._unsampled.pop(seq) if are_all else self._unsampled[seq]
+        kept, used = np.flatnonzero(np.isin(step.rows.slots_np, slots)), state.parts.used_by(slots)
         try:
-            reply = self._stage.sample_later(step, kept, brought, self._identify(request))
+            identity = self._identify(request)
+            reply = self._stage.sample_later(step, kept, used, brought, identity)
         except Exception as error:
             raise_caused(self._failure(request.seq, error), error)
         state.raise_if_failed()

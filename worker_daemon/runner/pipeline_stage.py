@@ -119,14 +119,19 @@ class PipelineStage:
         return self.replies.of_tokens(identity, rows, sampled, step.status)
 
     def sample_later(
-        self, step: Unsampled, kept: Int64s, brought: StepExtensions, identity: ReplyIdentity
+        self,
+        step: Unsampled,
+        kept: Int64s,
+        used: int,
+        brought: StepExtensions,
+        identity: ReplyIdentity,
     ) -> PendingOutput | None:
-        """Sample what is kept of a step that deferred it."""
+        """Sample rows that a step has deferred."""
         self._due = _Due(step.rows.slots_np[kept])
         if step.chosen is None:
             self.give_up()
             return None
-        return self.sample(step.keep(kept, brought), identity)
+        return self.sample(step.keep(kept, used, brought), identity)
 
     def give_up(self) -> bool:
         """Make the exchanges that are left of a request that has failed, without any result. Return
@@ -164,9 +169,9 @@ class PipelineStage:
 
     def _begin(self, step: ScheduledStep) -> _Due:
         """Note a step's exchanges, and start to receive before anything else of it is done."""
-        slots = _NO_SLOTS if step.defer_sampling else step.slots[step.samples]
+        samples = step.samples if step.deferred is None else step.samples & ~step.deferred
         sends = self._neighbours.outbound is not None
-        self._due = due = _Due(slots, step.seq, step.total_num_tokens, sends)
+        self._due = due = _Due(step.slots[samples], step.seq, step.total_num_tokens, sends)
         if self._neighbours.inbound is not None:
             due.is_torn = True
             due.arrival = self._neighbours.inbound.post(due.num_tokens, due.seq)

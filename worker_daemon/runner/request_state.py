@@ -29,7 +29,7 @@ from worker_daemon.runner.scheduled_step import (
     invalid,
     places_behind,
 )
-from worker_daemon.runner.slot_bitmap import slot_bitmap
+from worker_daemon.runner.slot_bitmap import read_bitmap, slot_bitmap
 from worker_daemon.runner.steady_batch import SteadyBatch
 from worker_daemon.runner.step_judge import Batch, JudgedStep, StepJudge
 
@@ -64,7 +64,7 @@ class RequestState:
         """Batches that may go on, no row in two of them, by bitmap: one, or one for each
         micro-batch of a pipeline. Replaced, never changed: any thread may read it."""
         self._deferred: dict[int, tuple[Int64s, Int64s]] = {}
-        """Slots and generations that each step with deferred sampling is to sample."""
+        """Slots and generations that each step has still to sample."""
         self._record = StepRecord(limits.block_groups)
         self._judge = StepJudge(limits, parts)
 
@@ -169,7 +169,7 @@ class RequestState:
             or step.scheduled_new_reqs
             or step.corrections
             or step.extensions
-            or step.defer_sampling
+            or step.deferred is not None
             or step.resync is not None
             or arrays
         ):
@@ -185,7 +185,7 @@ class RequestState:
         # By position, in the order of the fields: names would cost as much as the checks above.
         return ScheduledStep(
             step.seq, batch.slots, batch.one_each, starts, batch.ends, batch.slots.size,
-            batch.longest, batch.all_sample, (), updates, False, NOTHING_BROUGHT, None, batch,
+            batch.longest, batch.all_sample, (), updates, None, NOTHING_BROUGHT, None, batch,
         )  # fmt: skip
 
     def _accept(self, step: ExecuteModel, judged: JudgedStep) -> ScheduledStep:
@@ -202,10 +202,10 @@ class RequestState:
         if scheduled.corrections is not None:
             first = batch.slots[samples & (counts.corrected[batch.rows] == NOT_SAMPLED)]
             counts.corrected[first] = 0
-        if step.defer_sampling:
-            sampling = batch.slots[samples]
-            counts.unsampled[sampling] = True
-            self._deferred[step.seq] = (sampling, self.generation[sampling])
+        if scheduled.deferred is not None:
+            later = batch.slots[scheduled.deferred]
+            counts.unsampled[later] = True
+            self._deferred[step.seq] = (later, self.generation[later])
         steady = self._steady_batch(scheduled, batch, capacity)
         still = self._still_steady(step)
         if steady is not None:
@@ -222,7 +222,7 @@ class RequestState:
         slots = batch.slots
         if (
             not 0 < slots.size == step.total_num_tokens
-            or step.defer_sampling
+            or step.deferred is not None
             or step.new_requests
             or step.corrections is not None
             or not step.samples.all()
@@ -269,16 +269,30 @@ class RequestState:
             self.generation[request.slot] += 1
             first += request.num_tokens
 
-    def take_unsampled(self, step_seq: int) -> None:
-        """Note that a deferred step is sampled now.
+    def take_unsampled(self, step_seq: int, named: bytes | None) -> tuple[Int64s, bool]:
+        """Note that slots that a step has deferred are sampled now: those that a bitmap names, or
+        all that are left. Return those of them that still hold their request, and whether none is
+        left.
 
         Raises:
-            InvalidStepError: that step did not defer its sampling, or was sampled already.
+            InvalidStepError: the step has deferred none, or not these, or they were sampled.
         """
         if step_seq not in self._deferred:
             raise invalid("step_seq", step_seq, f"one of {sorted(self._deferred)}")
-        slots, generations = self._deferred.pop(step_seq)
-        self._counts.unsampled[slots[self.are_current(slots, generations)]] = False
+        slots, generations = self._deferred[step_seq]
+        now = np.ones(slots.size, np.bool_)
+        if named is not None:
+            wanted = read_bitmap(named)
+            now = np.isin(slots, wanted)
+            if not 0 < np.count_nonzero(now) == wanted.size:
+                fix = f"some of {slots.tolist()[:8]}, which step {step_seq} has still to sample"
+                raise invalid("slots", wanted.tolist()[:8], fix)
+        taken = slots[now & self.are_current(slots, generations)]
+        self._counts.unsampled[taken] = False
+        self._deferred[step_seq] = (slots[~now], generations[~now])
+        if now.all():
+            del self._deferred[step_seq]
+        return taken, bool(now.all())
 
     def dummy_step(self, seq: int) -> ScheduledStep:
         """Return a step of one token on the spare row, which writes to the null block and samples
@@ -287,7 +301,7 @@ class RequestState:
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
         # By position, in the order of the fields.
         return ScheduledStep(
-            seq, slots, one, zero, one, 1, 1, samples, (), NO_UPDATES, False, NOTHING_BROUGHT
+            seq, slots, one, zero, one, 1, 1, samples, (), NO_UPDATES, None, NOTHING_BROUGHT
         )
 
 

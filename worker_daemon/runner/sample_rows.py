@@ -53,26 +53,19 @@ class SampleRows(NamedTuple):
         """The columns that the token history keeps."""
         return Sampled(self.slots_np, self.generations, self.positions_np, self.are_bounds)
 
-    def clone(self) -> "SampleRows":
-        """Return a copy whose columns no later step overwrites."""
-        return self._replace(
-            slots=self.slots.clone(),
-            token_indices=self.token_indices.clone(),
-            positions=self.positions.clone(),
-            delivery=None,
-        )
-
-    def keep(self, chosen: Int64s) -> "SampleRows":
-        """Return these rows only. chosen [R'] int64: indices into the rows."""
-        on_device = upload(chosen, self.slots.device)
+    def keep(self, chosen: Int64s, used: int) -> "SampleRows":
+        """Return these rows only, in columns of their own. chosen [R'] int64: indices into the
+        rows; used: the bits of the parts that these use."""
+        columns = (self.slots, self.token_indices, self.positions)
+        if self.slots.shape[0]:  # else the step failed before it had any
+            on_device = upload(chosen, self.slots.device)
+            columns = (columns[0][on_device], columns[1][on_device], columns[2][on_device])
         return SampleRows(
             self.slots_np[chosen],
             self.generations[chosen],
             self.positions_np[chosen],
-            self.used,
-            self.slots[on_device],
-            self.token_indices[on_device],
-            self.positions[on_device],
+            used | self.used & BY_LOGITS,
+            *columns,
             None,
             self.are_bounds,
         )
@@ -98,21 +91,17 @@ class SamplingInputs(NamedTuple):
     """int64 [R] each sequence's last token, where it may be computed again; else None."""
 
     def keep(self, kept: Int64s) -> "SamplingInputs":
-        """Return these rows only: kept int64 [R'] indexes the rows."""
+        """Return a copy of these rows only: kept int64 [R'] indexes the rows."""
         if not self.hidden.shape[0]:
             return self
         on_device = upload(kept, self.hidden.device)
         inputs = None if self.inputs is None else self.inputs[on_device]
         return SamplingInputs(self.hidden[on_device], self.greedy[on_device], inputs)
 
-    def clone(self) -> "SamplingInputs":
-        """Return a copy that no later step overwrites."""
-        inputs = None if self.inputs is None else self.inputs.clone()
-        return SamplingInputs(self.hidden.clone(), self.greedy.clone(), inputs)
-
 
 class Unsampled(NamedTuple):
-    """A step after its forward pass. Valid until the next step runs, a clone for longer."""
+    """A step after its forward pass. Valid until the next step runs, what is kept of it for
+    longer."""
 
     rows: SampleRows
     chosen: SamplingInputs | None
@@ -121,16 +110,12 @@ class Unsampled(NamedTuple):
     """int64 [], see distributed/pp.py; on the device where there are other stages."""
     brought: StepExtensions
 
-    def clone(self) -> "Unsampled":
-        """Return a copy that no later step overwrites."""
-        chosen = None if self.chosen is None else self.chosen.clone()
-        return self._replace(rows=self.rows.clone(), chosen=chosen)
-
-    def keep(self, kept: Int64s, later: StepExtensions) -> "Unsampled":
-        """Return these rows only, with the extensions of the message that samples them. kept int64
-        [R'] indexes the rows."""
+    def keep(self, kept: Int64s, used: int, later: StepExtensions) -> "Unsampled":
+        """Return a copy of these rows only, which no later step overwrites. kept int64 [R'] indexes
+        the rows; used: the bits of the parts that these use; later: extensions of the message that
+        samples them, if it is another."""
         return Unsampled(
-            self.rows.keep(kept),
+            self.rows.keep(kept, used),
             None if self.chosen is None else self.chosen.keep(kept),
             self.status,
             self.brought.with_those_of(later),

@@ -102,7 +102,8 @@ class ScheduledStep(NamedTuple):
     """[B] whether the request's last token of this step samples a new one."""
     new_requests: tuple[NewRequestData, ...]
     block_updates: BlockUpdates
-    defer_sampling: bool
+    deferred: Bools | None
+    """[B] whether the request's token is sampled later, by SampleTokens; None: none is."""
     brought: StepExtensions
     corrections: Int32s | None = None
     """[B] tokens by which the row's bounds were lowered since its admission; -1 where none of its

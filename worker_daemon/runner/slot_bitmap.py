@@ -1,4 +1,4 @@
-"""Slots as a reply names them: a bit each, an eighth of a byte where a number takes two."""
+"""Slots as messages name them: a bit each, an eighth of a byte where a number takes two."""
 
 import numpy as np
 
@@ -12,3 +12,8 @@ def slot_bitmap(slots: Int64s) -> bytes:
     bits = np.zeros(int(slots[-1]) + 1, np.bool_)
     bits[slots] = True
     return np.packbits(bits, bitorder="little").tobytes()
+
+
+def read_bitmap(bitmap: bytes) -> Int64s:
+    """Return the slots of a bitmap, ascending."""
+    return np.flatnonzero(np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little"))

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from rpc_schema.codec import Frame
 from rpc_schema.kv_cache import NULL_BLOCK
 from rpc_schema.step import ExecuteModel, NewRequestData
-from worker_daemon.contracts.arrays import Int32s, Int64s
+from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.row_counts import EXACT, NOT_SAMPLED, RowCounts
 from worker_daemon.runner.scheduled_step import (
@@ -26,6 +26,7 @@ from worker_daemon.runner.scheduled_step import (
     invalid,
     places_behind,
 )
+from worker_daemon.runner.slot_bitmap import read_bitmap
 
 _INT32 = np.dtype("<i4")
 _UINT8 = np.dtype("u1")
@@ -208,8 +209,7 @@ class BatchReader:
     def batch(self, step: ExecuteModel) -> Batch:
         """Return the scheduled slots."""
         if step.scheduled != self._last.bitmap:
-            bits = np.frombuffer(step.scheduled, np.uint8)
-            slots = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+            slots = read_bitmap(step.scheduled)
             highest = self._limits.max_num_seqs - 1
             if slots.size and slots[-1] > highest:
                 raise invalid("scheduled", int(slots[-1]), f"slots from 0 to {highest}")
@@ -417,8 +417,8 @@ class StepJudge:
         brought = self._parts.judge_step(step.extensions, arrays[num_own:], self._limits)
         updates = self.blocks.updates(step, counts)
         waiting = () if step.resync is not None else deferred
-        if step.defer_sampling and len(waiting) == MAX_UNSAMPLED_STEPS:
-            raise invalid("defer_sampling", True, f"sample step {min(waiting)} first")
+        if step.deferred is not None and len(waiting) == MAX_UNSAMPLED_STEPS:
+            raise invalid("deferred", f"{len(waiting)} steps", f"sample step {min(waiting)} first")
         batch = self._batches.batch(step)
         slots, rows = batch.slots, batch.rows
         if deferred:
@@ -440,6 +440,10 @@ class StepJudge:
                 f"it has {starts[at]} of {known[at]} tokens computed, "
                 f"blocks for {capacity[at]}, and max_model_len is {self._limits.max_model_len}",
             )
+        samples = ends == known
+        later = None
+        if step.deferred is not None:
+            later = _deferred(step.deferred, slots, samples, counts, updates)
         scheduled = ScheduledStep(
             seq=step.seq,
             slots=slots,
@@ -448,10 +452,10 @@ class StepJudge:
             ends=ends,
             total_num_tokens=step.total_num_scheduled_tokens,
             longest=int(ends.max()) if ends.size else 0,
-            samples=ends == known,
+            samples=samples,
             new_requests=step.scheduled_new_reqs,
             block_updates=updates,
-            defer_sampling=step.defer_sampling,
+            deferred=later,
             brought=brought,
             corrections=self._corrections(counts, rows),
         )
@@ -465,6 +469,20 @@ class StepJudge:
         if not corrected.size or int(corrected.max()) == EXACT:
             return None
         return np.maximum(corrected, NOT_SAMPLED)
+
+
+def _deferred(
+    named: bytes, slots: Int64s, samples: Bools, counts: RowCounts, updates: BlockUpdates
+) -> Bools:
+    """Return which of the scheduled slots [B] are sampled later. updates: taken back with a
+    refusal."""
+    wanted = read_bitmap(named)
+    later = np.isin(slots, wanted) & samples
+    if not 0 < np.count_nonzero(later) == wanted.size:
+        counts.remove(updates)
+        fix = f"slots that sample in this step: {slots[samples].tolist()[:8]}"
+        raise invalid("deferred", wanted.tolist()[:8], fix)
+    return later
 
 
 def _block_sizes(limits: StepLimits) -> Int32s:

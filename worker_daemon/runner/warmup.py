@@ -8,14 +8,17 @@ them.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
+from rpc_schema.codec import Frame
 from rpc_schema.extensions import RequestExtension
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.layers.prompt_attention import PLAN_TOKENS
-from worker_daemon.runner.parts.registry import HEAVIEST
+from worker_daemon.runner.parts.registry import HEAVIEST, heaviest_of_step
 from worker_daemon.runner.scheduled_step import StepLimits
+from worker_daemon.runner.slot_bitmap import read_bitmap
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class SyntheticStep:
     """A step and the frames that go with it."""
 
     message: ExecuteModel
-    arrays: tuple[bytes, ...]
+    arrays: tuple[Frame, ...]
 
 
 def largest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
@@ -32,7 +35,7 @@ def largest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
     num_seqs = limits.max_num_seqs
     budget = min(limits.max_num_batched_tokens, num_seqs * limits.max_model_len)
     lengths = [budget // num_seqs + (index < budget % num_seqs) for index in range(num_seqs)]
-    return prefill_step(request, limits, lengths, HEAVIEST)
+    return with_all_parts(prefill_step(request, limits, lengths, HEAVIEST), limits)
 
 
 def longest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
@@ -57,9 +60,18 @@ def warm_up_steps(request: StepMessage, limits: StepLimits) -> Iterator[Syntheti
         ),
     )
     for extensions in ((), HEAVIEST):
-        yield prefill_step(request, limits, [length] * num_seqs, extensions)
+        steps = [prefill_step(request, limits, [length] * num_seqs, extensions)]
         if length < limits.block_size and length < limits.max_model_len:
-            yield _decode_step(request, num_seqs)
+            steps.append(_decode_step(request, num_seqs))
+        yield from (with_all_parts(step, limits) if extensions else step for step in steps)
+
+
+def with_all_parts(step: SyntheticStep, limits: StepLimits) -> SyntheticStep:
+    """Return a step, all of whose rows sample, with what steps bring for every part."""
+    slots = read_bitmap(step.message.scheduled)
+    extensions, frames = heaviest_of_step(slots, limits)
+    message = msgspec.structs.replace(step.message, extensions=extensions)
+    return SyntheticStep(message, (*step.arrays, *frames))
 
 
 def size_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticStep]:

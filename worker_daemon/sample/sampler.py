@@ -23,6 +23,16 @@ class TorchSampling:
 
     name = "torch"
 
+    def masked(self, logits: Tensor, words: Tensor, mask_of_row: Tensor) -> Tensor:
+        """[R, V] for logits [R, V], int32 words [M, W] and int32 [R]: see Sampling."""
+        rows = (mask_of_row >= 0).nonzero().squeeze(1)
+        bits = torch.arange(32, dtype=torch.int32, device=words.device)
+        own = words[mask_of_row[rows].long()]
+        is_banned = (own.unsqueeze(2) >> bits & 1 == 0).flatten(1)[:, : logits.shape[1]]
+        out = logits.clone()
+        out[rows] = logits[rows].masked_fill(is_banned, -torch.inf)
+        return out
+
     def tokens(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         """int64 [R] for logits [R, V]; nothing waits for the device."""
         greedy = likeliest(logits)

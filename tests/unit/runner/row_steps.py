@@ -50,7 +50,10 @@ class Plan:
     admissions: list[Admission] = field(default_factory=list)
     blocks: list[tuple[int, int]] = field(default_factory=list)
     scheduled: dict[int, int] = field(default_factory=dict)
-    defer: bool = False
+    sampling: list[int] = field(default_factory=list)
+    """Of those, the ones that reach their last token."""
+    deferred: list[int] = field(default_factory=list)
+    """Of those, the ones that are sampled later."""
 
 
 class NaiveRows:
@@ -86,8 +89,9 @@ class NaiveRows:
             samples = request.computed == request.num_tokens
             request.num_tokens += samples
             ran[slot] = (start, count, samples)
-        if plan.defer:
-            self.unsampled[seq] = {slot for slot, (_, _, samples) in ran.items() if samples}
+        if plan.deferred:
+            assert all(ran[slot][2] for slot in plan.deferred)
+            self.unsampled[seq] = {*plan.deferred}
         return ran
 
     @property
@@ -128,7 +132,9 @@ class StepGenerator:
         sizes = {s: (r.computed, r.num_tokens, len(r.blocks)) for s, r in live.items()}
         sizes |= {a.slot: (a.computed, len(a.tokens), 0) for a in plan.admissions}
         self._schedule(plan, {s: size for s, size in sizes.items() if s not in waiting})
-        plan.defer = len(rows.unsampled) < 8 and rng.random() < 0.15
+        if len(rows.unsampled) < 8 and rng.random() < 0.15:
+            share = rng.choice([0.4, 1])
+            plan.deferred = [slot for slot in plan.sampling if rng.random() < share]
         return plan
 
     def admission(self, slot):
@@ -175,6 +181,8 @@ class StepGenerator:
                 (slot, int(rng.integers(1, limits.num_blocks))) for _ in range(total - num_blocks)
             ]
             plan.scheduled[slot] = count
+            if computed + count == num_tokens:
+                plan.sampling.append(slot)
         rng.shuffle(plan.blocks)
         plan.blocks = [(int(s), int(b)) for s, b in plan.blocks]
 
@@ -222,7 +230,7 @@ def encode(seq, plan, rows):
             for new in plan.admissions
         ),
         resync=resync,
-        defer_sampling=plan.defer,
+        deferred=bitmap(plan.deferred) if plan.deferred else None,
     )
     tokens = [token for new in plan.admissions for token in new.tokens]
     return message, [int32s(*tokens)] if plan.admissions else []

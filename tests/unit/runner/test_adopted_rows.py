@@ -140,7 +140,7 @@ def test_rows_are_told_as_the_last_result_left_them(seed):
     num_late = 0
     for seq in range(1, 180):
         plan = steps.draw(rank.rows)
-        plan.defer = False
+        plan.deferred = []
         rank.run(seq, plan, rng)
         rank.deliver(int(rng.integers(0, MOST_LATE)))
         if rng.random() < 0.4:
@@ -176,7 +176,7 @@ def draw_ordinary(steps, rows):
     """A step without deferral and full resynchronisation."""
     while True:
         plan = steps.draw(rows)
-        plan.defer = False
+        plan.deferred = []
         if plan.keep is None:
             return plan
 
@@ -253,7 +253,7 @@ def test_tokens_that_wait_for_their_sampling_are_not_told():
     limits = StepLimits(2, 40, 32, 50, 4, 30)
     rank = Rank(limits, SampledTokens(3, 32))
     plan = admit(1, 6, [2, 3])
-    plan.defer = True
+    plan.deferred = [1]
     message, arrays = encode(1, plan, rank.rows)
     rank.rows.apply(1, plan)
     inputs = rank.builder.build(rank.state.apply(message, arrays))
@@ -261,7 +261,7 @@ def test_tokens_that_wait_for_their_sampling_are_not_told():
     rank.history.confirm(1, 1)
     ((row, tokens, _),) = rank.told(copy.deepcopy(rank.state))
     assert (tokens, row.num_computed_tokens) == ([0] * 6, 6)
-    rank.state.take_unsampled(1)
+    rank.state.take_unsampled(1, None)
     rank.history.note(1, 2, inputs.sample_rows.sampled, int32s(9))
     ((row, tokens, _),) = rank.told(rank.state)
     assert (tokens, row.num_computed_tokens) == ([0] * 6 + [9], 6)

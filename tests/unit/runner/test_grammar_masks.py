@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from rpc_schema.sampling import GrammarMasks
+from rpc_schema.step import NO_TOKEN
 from tests.support.sample_rows import sample_rows
 from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart
@@ -70,11 +71,20 @@ def test_no_mask_of_the_step_changes_nothing():
 
 
 def test_bits_behind_the_vocabulary_are_ignored():
-    words = np.full((1, 2), -1, "<i4").tobytes()
-    assert read(b"\0\0", words, 33)[1].allowed.shape == (1, 33)
-    only_behind = np.array([[0, 2]], "<i4").tobytes()
-    with pytest.raises(InvalidStepError, match="no bit set"):
-        read(b"\0\0", only_behind, 33)
+    logits, slots = torch.randn(1, 33), np.array([0])
+    part, masks = read(b"\0\0", np.full((1, 2), -1, "<i4").tobytes(), 33)
+    assert torch.equal(masked(part, masks, logits, slots), logits)
+
+
+def test_a_row_whose_mask_allows_no_token_gets_none_and_the_others_theirs():
+    for words in ([[0, 0]], [[0, 2]]):  # the second has a bit behind the vocabulary
+        parts = make_parts(limits(33), CPU, TorchSampling())
+        frame = np.array([*words, [-1, -1]], "<i4").tobytes()
+        brought = parts.judge_step((GrammarMasks(slots=b"\5\0\6\0"),), [frame], limits(33))
+        logits = torch.randn(3, 33)
+        sampled = parts.sample(logits, sample_rows(np.array([4, 5, 6])), brought)
+        expected = logits.argmax(dim=1).tolist()
+        assert sampled.token_ids.tolist() == [expected[0], NO_TOKEN, expected[2]]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +98,6 @@ def test_bits_behind_the_vocabulary_are_ignored():
         (b"\1\0", [b"\1" * 8, b"\1" * 8], "arrays"),
         (b"\1\0\2\0", [b"\1" * 8], "masks"),
         (b"\1\0\1\0", [b"\1" * 16], "masks.slots"),
-        (b"\1\0\2\0", [b"\1" * 8 + bytes(8)], "masks"),
     ],
 )
 def test_masks_that_do_not_fit_are_refused(slots, frames, field):

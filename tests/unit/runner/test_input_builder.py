@@ -149,7 +149,7 @@ def test_gathered_tensors_equal_naive_ones_over_random_steps(seed, padded):
     num_from_device = num_padded = 0
     for seq in range(1, 200):
         plan = steps.draw(rows)
-        plan.defer = False
+        plan.deferred = []
         message, arrays = encode(seq, plan, rows)
         ran = rows.apply(seq, plan)
         inputs = builder.build(state.apply(message, arrays))
@@ -294,7 +294,8 @@ def test_kept_rows_are_a_selection_of_all_columns():
     chosen = builder.build(state.apply(*encode(1, plan, rows))).sample_rows
     assert chosen.slots_np.size == 6
     picked = np.array([5, 2, 0])
-    kept = chosen.keep(picked)
+    kept = chosen.keep(picked, used=4)
+    assert kept.used == 4
     for name in ("slots_np", "generations", "positions_np"):
         assert np.array_equal(getattr(kept, name), getattr(chosen, name)[picked])
     for name in ("slots", "token_indices", "positions"):

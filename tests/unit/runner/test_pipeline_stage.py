@@ -137,12 +137,14 @@ class Steps:
         self.rows, self.steps = NaiveRows(LIMITS), StepGenerator(rng, LIMITS)
         self.seq = self.publications = 0
 
-    def draw(self, *, defer=False):
+    def draw(self, *, defer=0.0):
+        """defer: the share of its sampling rows that a step defers."""
         while True:
             plan = self.steps.draw(self.rows)
             if plan.scheduled and plan.keep is None:
                 break
-        plan.defer = defer
+        plan.deferred = [slot for slot in plan.sampling if self.rng.random() < defer]
+        self.deferred = plan.deferred
         for new in plan.admissions:
             new.sampling = type(new.sampling)()
         self.seq += 1
@@ -152,16 +154,21 @@ class Steps:
             self.rows.requests[slot].sampled += [0] * samples
         return message, arrays, ran
 
-    def exchanges(self, ran, *, fails=False, defer=False):
+    def exchanges(self, ran, *, fails=False):
         total, due = sum(count for _, count, _ in ran.values()), []
         if self.place != FIRST:
             due += [("posted", self.seq, total), ("received", self.seq)]
         if self.place != LAST:
             due.append(("sent", self.seq, STATUS_FAILED if fails else STATUS_OK))
-        return due if defer else due + self.publication(ran)
+        return due + self.publication(ran, later=False)
 
-    def publication(self, ran):
-        sampling = [slot for slot, (_, _, samples) in ran.items() if samples]
+    def publication(self, ran, *, later):
+        """later: of the rows that the step has deferred, else of the others."""
+        sampling = [
+            slot
+            for slot, (_, _, samples) in ran.items()
+            if samples and (slot in self.deferred) == later
+        ]
         self.publications += bool(sampling)
         return [("published", self.publications, sampling)] if sampling else []
 
@@ -176,7 +183,7 @@ CASES = [(place, name) for place in (FIRST, MIDDLE, LAST) for name in fitting(pl
 
 
 @pytest.mark.parametrize(("place", "fails_at"), CASES)
-@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize("defer", [0, 0.5, 1])
 def test_failure_leaves_no_exchange_out_or_breaks_the_link(place, fails_at, defer):
     rng = np.random.default_rng()
     num_failed = 0
@@ -188,10 +195,9 @@ def test_failure_leaves_no_exchange_out_or_breaks_the_link(place, fails_at, defe
             assert rank.others.log == steps.exchanges(ran)
             rank.others.log.clear()
         message, arrays, ran = steps.draw(defer=defer)
-        samples = any(samples for _, _, samples in ran.values())
+        samples_now = any(s and slot not in steps.deferred for slot, (_, _, s) in ran.items())
         rank.others.fails_at = fails_at
-        in_sampling = fails_at in ("sample", "publish")
-        if in_sampling and (defer or not samples):
+        if fails_at in ("sample", "publish") and not samples_now:
             continue  # see test_deferred_sampling_that_fails...
         num_failed += 1
         with pytest.raises(Exception) as caught:
@@ -201,15 +207,15 @@ def test_failure_leaves_no_exchange_out_or_breaks_the_link(place, fails_at, defe
             assert caught.type is CommError and "left the others waiting" in str(caught.value)
             continue
         assert caught.type is Injected
-        due = steps.exchanges(ran, fails=fails_at != "sample", defer=defer)
+        due = steps.exchanges(ran, fails=fails_at != "sample")
         assert rank.others.log == due
         rank.others.log.clear()
-        if defer and samples:
+        if steps.deferred:
             later = SampleTokens(epoch=1, link=1, seq=steps.seq + 1, step_seq=steps.seq)
             with pytest.raises(PrecededByError):
                 rank.runner.sample_tokens(later, [])
-            assert rank.others.log == steps.publication(ran)
-    assert num_failed > 3 or (defer and fails_at in ("sample", "publish"))
+            assert rank.others.log == steps.publication(ran, later=True)
+    assert num_failed > 3 or (defer == 1 and fails_at in ("sample", "publish"))
 
 
 @pytest.mark.parametrize("fails_at", ["sample", "publish"])
@@ -218,9 +224,10 @@ def test_deferred_sampling_that_fails_returns_no_tokens_or_breaks_the_link(fails
     num_failed = 0
     while num_failed < 10:
         rank, steps = Rank(LAST), Steps(rng, LAST)
-        message, arrays, ran = steps.draw(defer=True)
-        if not any(samples for _, _, samples in ran.values()):
+        message, arrays, ran = steps.draw(defer=rng.choice([0.5, 1]))
+        if not steps.deferred:
             continue
+        steps.exchanges(ran)
         num_failed += 1
         rank.runner.execute_model(message, arrays)
         rank.others.log.clear()
@@ -228,7 +235,7 @@ def test_deferred_sampling_that_fails_returns_no_tokens_or_breaks_the_link(fails
         later = SampleTokens(epoch=1, link=1, seq=steps.seq + 1, step_seq=steps.seq)
         with pytest.raises(CommError if fails_at == "publish" else Injected):
             rank.runner.sample_tokens(later, [])
-        expected = [] if fails_at == "publish" else steps.publication(ran)
+        expected = [] if fails_at == "publish" else steps.publication(ran, later=True)
         assert rank.others.log == expected
 
 

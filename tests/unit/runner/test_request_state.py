@@ -76,7 +76,8 @@ def check_step(step, ran, plan, rows):
     assert step.num_tokens.tolist() == [count for _, count, _ in ran.values()]
     assert step.samples.tolist() == [samples for _, _, samples in ran.values()]
     assert step.total_num_tokens == sum(plan.scheduled.values())
-    assert step.defer_sampling == plan.defer
+    deferred = [] if step.deferred is None else step.slots[step.deferred].tolist()
+    assert deferred == sorted(plan.deferred)
     updates = step.block_updates
     triples = zip(updates.rows, updates.indices, updates.block_ids, strict=True)
     for slot, index, block_id in triples:
@@ -129,7 +130,7 @@ def test_rows_follow_a_plain_dict_over_random_steps(seed):
         if rng.random() < 0.3:
             check_counts(state, rows, seq)
         for waiting in [s for s in rows.unsampled if rng.random() < 0.4]:
-            state.take_unsampled(waiting)
+            state.take_unsampled(waiting, None)
             del rows.unsampled[waiting]
     assert num_samples > 20
 
@@ -150,7 +151,7 @@ def disturbance(rng, rows, steps, slots):
     some = sorted(rng.choice(slots, int(rng.integers(1, len(slots))), replace=False).tolist())
     if rng.random() < 0.5:
         plan = decode_of(rng, rows, some)
-        plan.defer = rng.random() < 0.3
+        plan.deferred = [slot for slot in some if rng.random() < 0.3]
         return plan
     new = steps.admission(some[0])
     new.tokens, new.num_prompt, new.computed = new.tokens[:3], 1, 0
@@ -186,7 +187,7 @@ def test_micro_batches_that_take_turns_are_steady_and_follow_a_plain_dict():
             check_counts(state, rows, seq)
             check_rows(state, rows)
         for waiting in list(rows.unsampled):
-            state.take_unsampled(waiting)
+            state.take_unsampled(waiting, None)
             del rows.unsampled[waiting]
     assert num_continued > 60
 
@@ -585,7 +586,7 @@ def test_broken_step_is_refused_by_name_and_leaves_no_trace(mutate):
         state.apply(message, arrays)
         check_rows(state, rows)
         for waiting in [s for s in rows.unsampled if rng.random() < 0.3]:
-            state.take_unsampled(waiting)
+            state.take_unsampled(waiting, None)
             del rows.unsampled[waiting]
     assert num_broken >= 3
 
@@ -738,17 +739,55 @@ def test_count_that_would_wrap_an_int32_is_refused():
 
 def test_deferred_samplings_are_bounded_and_taken_once():
     state = request_state(LIMITS)
-    admit(state, 0, 20, schedule=1)
-    for seq in range(2, 2 + MAX_UNSAMPLED_STEPS):
-        state.apply(decode(seq, [0], defer_sampling=True), [])
+    admit(state, 0, 4, seq=1)
+    for seq in range(2, 2 + MAX_UNSAMPLED_STEPS):  # requests may end before their sampling
+        admit(state, 0, 4, seq=seq, finished=uint16s(0), deferred=b"\1")
     with pytest.raises(InvalidStepError, match="sample step 2 first") as refused:
-        state.apply(decode(90, [0], defer_sampling=True), [])
-    assert refused.value.field == "defer_sampling"
-    state.take_unsampled(2)
+        admit(state, 0, 4, seq=90, finished=uint16s(0), deferred=b"\1")
+    assert refused.value.field == "deferred"
+    assert [found.tolist() for found in state.take_unsampled(2, None)[:1]] == [[]]
     for step_seq in (2, 1, 90):
         with pytest.raises(InvalidStepError) as refused:
-            state.take_unsampled(step_seq)
+            state.take_unsampled(step_seq, None)
         assert refused.value.field == "step_seq"
+
+
+def test_rows_of_a_step_are_sampled_in_several_messages():
+    state = request_state(LIMITS)
+    for slot in (1, 3, 8):
+        admit(state, slot, 4, seq=slot, num_blocks=3)
+    state.apply(decode(20, [1, 3, 8], deferred=bitmap([1, 8])), [])
+    for wrong in (b"", b"\1", bitmap([3]), bitmap([1, 3]), bitmap([1, 20])):
+        with pytest.raises(InvalidStepError) as refused:
+            state.take_unsampled(20, wrong)
+        assert refused.value.field == "slots"
+    with pytest.raises(InvalidStepError, match="SampleTokens") as refused:
+        state.apply(decode(21, [8]), [])
+    assert refused.value.field == "scheduled"
+    state.apply(decode(22, [3]), [])
+    slots, are_all = state.take_unsampled(20, bitmap([8]))
+    assert (slots.tolist(), are_all) == ([8], False)
+    state.apply(decode(23, [3, 8]), [])
+    with pytest.raises(InvalidStepError):
+        state.take_unsampled(20, bitmap([8]))
+    slots, are_all = state.take_unsampled(20, None)
+    assert (slots.tolist(), are_all) == ([1], True)
+    state.apply(decode(24, [1, 3, 8]), [])
+
+
+def test_only_slots_that_sample_are_deferred():
+    state = request_state(LIMITS)
+    admit(state, 1, 4, seq=1, num_blocks=2)
+    admit(state, 2, 9, seq=2, schedule=3)
+    chunk = int32s(2, 4)
+    for wrong in (b"", b"\1", bitmap([2]), bitmap([1, 2]), bitmap([1, 3]), b"\2\0\0\0\1"):
+        step = decode(3, [1, 2], num_scheduled_tokens=chunk, deferred=wrong)
+        with pytest.raises(InvalidStepError) as refused:
+            state.apply(replace(step, total_num_scheduled_tokens=5), [])
+        assert refused.value.field == "deferred"
+    step = decode(4, [1, 2], num_scheduled_tokens=chunk, deferred=bitmap([1]))
+    applied = state.apply(replace(step, total_num_scheduled_tokens=5), [])
+    assert applied.deferred.tolist() == [True, False]
 
 
 def test_failure_stands_until_a_resynchronisation():
@@ -783,12 +822,12 @@ def test_resynchronisation_frees_the_slots_it_does_not_name():
 
 def test_drop_all_forgets_requests_failures_and_deferred_samplings():
     state = request_state(LIMITS)
-    admit(state, 2, 4, defer_sampling=True)
+    admit(state, 2, 4, deferred=b"\4")
     state.mark_failed(1)
     state.drop_all()
     assert (state.counts.live.sum(), state.has_failed) == (0, False)
     with pytest.raises(InvalidStepError):
-        state.take_unsampled(1)
+        state.take_unsampled(1, None)
     admit(state, 2, 4, seq=2)
 
 

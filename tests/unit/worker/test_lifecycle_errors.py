@@ -360,7 +360,7 @@ def test_masks_that_do_not_fit_leave_the_step_to_be_sampled(serving, prompts):
     serving.execute({0: 10}, [(0, prompt, GREEDY)], defer=True)
     waiting = serving.seq
     with pytest.raises(InvalidStepError):
-        serving.sample(waiting, {0: [False] * 151})
+        serving.sample(waiting, {0: [True] * 300})
     assert serving.sample(waiting)[0].token == expected[0]
 
 

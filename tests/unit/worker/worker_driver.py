@@ -111,15 +111,17 @@ class WorkerDriver:
 
     # Steps.
 
-    def execute(self, scheduled, new=(), finished=(), resync=None, defer=False):
-        """Runs one step and returns {slot: Sampled}.
+    def execute(self, scheduled, new=(), finished=(), resync=None, defer=()):
+        """Runs one step and returns {slot: Sampled}. defer: slots that are sampled later, or True
+        for all.
 
         scheduled: {slot: tokens}; new: [(slot, token ids, SamplingParams)], where a fourth entry
         says (tokens already computed, their blocks)."""
         message, arrays = self.step(scheduled, new, finished, resync, defer)
         return self.read(self.worker.execute_model(message, arrays))
 
-    def step(self, scheduled, new=(), finished=(), resync=None, defer=False):
+    def step(self, scheduled, new=(), finished=(), resync=None, defer=()):
+        later = scheduled if defer is True else defer
         for slot in finished:
             self.release(slot)
         for slot, tokens, _, *hit in new:
@@ -159,7 +161,7 @@ class WorkerDriver:
                 for slot, tokens, params, *hit in new
             ),
             resync=rows,
-            defer_sampling=defer,
+            deferred=bytes([sum(1 << slot for slot in later)]) if later else None,
         )
         return message, [int32s(t for _, tokens, *_ in new for t in tokens)] if new else []
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from rpc_schema.codec import Frame
 from rpc_schema.extensions import ReplyExtension, RequestExtension, StepExtension
 from rpc_schema.step import NewRequestData
-from worker_daemon.contracts.arrays import Int32s
+from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.contracts.sampling import Sampling
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import ScheduledStep, StepLimits
@@ -139,6 +139,14 @@ class StepPart:
         return None
 
     # Memory.
+
+    @staticmethod
+    def heaviest_of_step(
+        slots: Int64s, limits: StepLimits
+    ) -> tuple[StepExtension, tuple[Frame, ...]] | None:
+        """Return the extension of a step that samples these slots in the memory profile and in
+        warm-up, with its frames; None: there is none."""
+        return None
 
     @staticmethod
     def row_bytes() -> int:

@@ -6,7 +6,9 @@ from typing import Final
 
 import torch
 
-from rpc_schema.extensions import RequestExtension
+from rpc_schema.codec import Frame
+from rpc_schema.extensions import RequestExtension, StepExtension
+from worker_daemon.contracts.arrays import Int64s
 from worker_daemon.contracts.sampling import Sampling
 from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart
 from worker_daemon.runner.parts.interface import PartContext, StepPart
@@ -27,6 +29,14 @@ HEAVIEST: Final[tuple[RequestExtension, ...]] = tuple(
     part.heaviest for part in PARTS if part.heaviest is not None
 )
 """Extensions of a request that uses every part."""
+
+
+def heaviest_of_step(
+    slots: Int64s, limits: StepLimits
+) -> tuple[tuple[StepExtension, ...], tuple[Frame, ...]]:
+    """Return the extensions of a step in which every part acts on these slots, and their frames."""
+    own = [each for part in PARTS if (each := part.heaviest_of_step(slots, limits)) is not None]
+    return tuple(e for e, _ in own), tuple(frame for _, frames in own for frame in frames)
 
 
 def make_parts(
