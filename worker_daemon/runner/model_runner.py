@@ -75,13 +75,17 @@ class SoleStage:
         """See Stage."""
         inputs = self._inputs.build(step)
         output = program.run(inputs, self._no_hidden)
+        if step.pooling is not None:
+            rows = inputs.sample_rows._replace(delivery=None)  # a reply with more than tokens
+            pooled = self._sampler.pool(output.hidden, step)
+            return Unsampled(rows, output.chosen, self._ok, step.brought, pooled)
         return Unsampled(inputs.sample_rows, output.chosen, self._ok, step.brought)
 
     def sample(self, step: Unsampled, identity: ReplyIdentity) -> PendingOutput | None:
         """See Stage. The forward pass has given the rows their likeliest tokens already."""
         rows, count = step.rows, step.rows.slots_np.size
         if not count:
-            return self.replies.without_tokens(identity, step.status)
+            return self.replies.without_tokens(identity, step.status, step.pooled)
         is_greedy = not rows.used | step.brought.used
         if is_greedy and rows.delivery is not None:
             return self.replies.of_delivery(identity, rows, rows.delivery)
@@ -188,7 +192,8 @@ class ModelRunner:
             computed = self._stage.forward(self._program, step)
             if step.defer_sampling:
                 self._unsampled[step.seq] = computed.clone()
-                reply = self._stage.replies.without_tokens(identity, computed.status)
+                replies, pooled = self._stage.replies, computed.pooled
+                reply = replies.without_tokens(identity, computed.status, pooled)
             else:
                 reply = self._stage.sample(computed, identity)
         except Exception as error:

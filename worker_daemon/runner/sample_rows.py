@@ -1,10 +1,11 @@
-"""The sequences of a step that sample, on the host and on the device, and what is sampled of them.
-Values alone."""
+"""The sequences of a step that sample, on the host and on the device, and what is sampled or
+reported of them. Values alone."""
 
 from typing import Final, NamedTuple
 
 from torch import Tensor
 
+from rpc_schema.extensions import ReplyExtension
 from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.device.pinned import upload
 from worker_daemon.runner.scheduled_step import StepExtensions
@@ -15,6 +16,16 @@ from worker_daemon.runner.token_history import Sampled
 BY_LOGITS: Final = 1
 """The bit of SampleRows.used that no part has: rows whose likeliest tokens are not known, as of a
 step that failed."""
+
+
+class Report(NamedTuple):
+    """A part's addition to a step's reply."""
+
+    extension: ReplyExtension
+    columns: tuple[Tensor, ...]
+    """On the device; as many as the extension has frames."""
+    per_row: bool = True
+    """The columns have an entry for each row that sampled."""
 
 
 class SampleRows(NamedTuple):
@@ -120,11 +131,13 @@ class Unsampled(NamedTuple):
     status: Tensor
     """int64 [], see distributed/pp.py; on the device where there are other stages."""
     brought: StepExtensions
+    pooled: tuple[Report, ...] = ()
+    """Outputs of requests that end with the step. They do not wait for its sampling."""
 
     def clone(self) -> "Unsampled":
-        """Return a copy that no later step overwrites."""
+        """Return a copy, without outputs, that no later step overwrites."""
         chosen = None if self.chosen is None else self.chosen.clone()
-        return self._replace(rows=self.rows.clone(), chosen=chosen)
+        return self._replace(rows=self.rows.clone(), chosen=chosen, pooled=())
 
     def keep(self, kept: Int64s, later: StepExtensions) -> "Unsampled":
         """Return these rows only, with the extensions of the message that samples them. kept int64

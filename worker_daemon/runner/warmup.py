@@ -12,6 +12,7 @@ import numpy as np
 
 from rpc_schema.extensions import RequestExtension
 from rpc_schema.operations import StepMessage
+from rpc_schema.pooling import MAX_POOLED_BYTES, VALUE_BYTES, PoolingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.layers.prompt_attention import PLAN_TOKENS
 from worker_daemon.runner.parts.registry import HEAVIEST
@@ -30,16 +31,17 @@ def largest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
     """Return the step with the most tokens and the most rows that sample, however few blocks there
     are."""
     num_seqs = limits.max_num_seqs
-    budget = min(limits.max_num_batched_tokens, num_seqs * limits.max_model_len)
+    budget = min(_most_tokens(limits), num_seqs * limits.max_model_len)
     lengths = [budget // num_seqs + (index < budget % num_seqs) for index in range(num_seqs)]
-    return prefill_step(request, limits, lengths, HEAVIEST)
+    return prefill_step(request, limits, lengths, _heaviest(limits))
 
 
 def longest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
     """Return the step that takes longest: as many tokens of one prompt as a step may have, behind
     all the context that there can be."""
-    most = min(limits.max_num_batched_tokens, limits.max_model_len)
-    return _admit(request, limits, [limits.max_model_len], [most])
+    most = min(_most_tokens(limits), limits.max_model_len)
+    length = limits.max_model_len if _may_begin_later(limits) else most
+    return _admit(request, limits, [length], [most], _lightest(limits))
 
 
 def warm_up_steps(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticStep]:
@@ -56,8 +58,10 @@ def warm_up_steps(request: StepMessage, limits: StepLimits) -> Iterator[Syntheti
             limits.max_num_batched_tokens // num_seqs,
         ),
     )
-    for extensions in ((), HEAVIEST):
+    for extensions in dict.fromkeys((_lightest(limits), _heaviest(limits))):
         yield prefill_step(request, limits, [length] * num_seqs, extensions)
+        if not limits.generates:
+            continue
         if length < limits.block_size and length < limits.max_model_len:
             yield _decode_step(request, num_seqs)
 
@@ -70,13 +74,13 @@ def size_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticSt
     Each frees the rows before it; the caller frees the last ones.
     """
     most_seqs = min(limits.max_num_seqs, limits.num_blocks - 1)
-    for total in reversed(_powers_up_to(limits.max_num_batched_tokens)):
+    for total in reversed(_powers_up_to(_most_tokens(limits))):
         # As one prompt, as prompts just too short for a kernel of their own, and as short ones.
         wanted = (1, -(-total // _SHARED_LENGTH), -(-total // 16), total)
         for num_seqs in sorted({min(most_seqs, count) for count in wanted}):
             tokens = min(total, num_seqs * limits.max_model_len)
             lengths = [tokens // num_seqs + (i < tokens % num_seqs) for i in range(num_seqs)]
-            yield prefill_step(request, limits, lengths)
+            yield prefill_step(request, limits, lengths, _lightest(limits))
 
 
 def decode_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticStep]:
@@ -85,9 +89,12 @@ def decode_sweep(request: StepMessage, limits: StepLimits) -> Iterator[Synthetic
 
     Each frees the rows before it; the caller frees the last ones.
     """
+    if not _may_begin_later(limits):
+        return
     for num_seqs in _ladder_up_to(min(limits.max_num_seqs, limits.max_num_batched_tokens)):
         for length in _powers_up_to(min(limits.max_model_len, _MAX_SWEPT_KEYS // num_seqs)):
-            yield _admit(request, limits, [length] * num_seqs, [1] * num_seqs)
+            lengths, counts = [length] * num_seqs, [1] * num_seqs
+            yield _admit(request, limits, lengths, counts, _lightest(limits))
 
 
 _MAX_SWEPT_KEYS = 1 << 20
@@ -145,6 +152,28 @@ def _admit(
         ),
     )
     return SyntheticStep(message, (np.zeros(sum(lengths), "<i4").tobytes(),))
+
+
+def _lightest(limits: StepLimits) -> tuple[RequestExtension, ...]:
+    """Extensions that a request needs at least: a model that does not generate pools."""
+    return () if limits.generates else (PoolingParams(task=limits.pooling.tasks[0].task),)
+
+
+def _heaviest(limits: StepLimits) -> tuple[RequestExtension, ...]:
+    return HEAVIEST if limits.generates else _lightest(limits)
+
+
+def _most_tokens(limits: StepLimits) -> int:
+    """Return the tokens of the largest step, whose outputs must fit into its reply."""
+    most = limits.max_num_batched_tokens
+    if limits.generates or limits.pooling.tasks[0].states != "each":
+        return most
+    return min(most, MAX_POOLED_BYTES // VALUE_BYTES // limits.pooling.tasks[0].width)
+
+
+def _may_begin_later(limits: StepLimits) -> bool:
+    """Return True if the tokens of a request may have been computed in part."""
+    return limits.generates or limits.pooling.tasks[0].states == "last"
 
 
 def _powers_up_to(largest: int) -> list[int]:
