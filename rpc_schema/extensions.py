@@ -12,6 +12,7 @@ from typing import Annotated, TypeAlias, TypeVar
 from msgspec import Meta
 
 from rpc_schema.base import Extension
+from rpc_schema.pooling import PooledOutputs, PoolingParams
 from rpc_schema.sampling import (
     GrammarMasks,
     LogprobsWanted,
@@ -21,13 +22,15 @@ from rpc_schema.sampling import (
 )
 from rpc_schema.structured import StructuredOutput
 
-RequestExtension: TypeAlias = RandomSampling | StopTokens | LogprobsWanted | StructuredOutput
+RequestExtension: TypeAlias = (
+    RandomSampling | StopTokens | LogprobsWanted | StructuredOutput | PoolingParams
+)
 """Extension of a request, from its admission on."""
 
 StepExtension: TypeAlias = GrammarMasks
 """Extension of one step, or of the sampling of one."""
 
-ReplyExtension: TypeAlias = TokenLogprobs
+ReplyExtension: TypeAlias = TokenLogprobs | PooledOutputs
 """Extension of a step's reply."""
 
 RequestExtensions: TypeAlias = Annotated[tuple[RequestExtension, ...], Meta(max_length=16)]

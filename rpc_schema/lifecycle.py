@@ -40,6 +40,7 @@ from rpc_schema.lease import (
     LeaseState,
     LeaseStatus,
 )
+from rpc_schema.pooling import NO_POOLING, PoolingSupport
 from rpc_schema.step import Done
 from rpc_schema.weight_transfer import WeightsStatus
 
@@ -426,6 +427,9 @@ class GetModelMetadataReply(StepReply, frozen=True, tag=21, kw_only=True):
     eos_token_ids: tuple[Count, ...]
     attention_backend: Name
     """Provider that the start-up probe chose."""
+    generates: bool = True
+    """It has an output layer for tokens."""
+    pooling: PoolingSupport = NO_POOLING
 
 
 class SaveShardedState(StepRequest["SaveShardedStateReply"], frozen=True, tag=22, kw_only=True):

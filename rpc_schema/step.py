@@ -52,7 +52,8 @@ class NewRequestData(Value, frozen=True, kw_only=True):
     num_computed_tokens: Count
     """Leading tokens whose KV is in the cache already: a prefix hit. Less than num_tokens."""
     extensions: RequestExtensions = ()
-    """The optional features that it uses; without any its tokens are the most likely ones."""
+    """The optional features that it uses; without any its tokens are the most likely ones. With
+    PoolingParams it samples none."""
     note: SchedulerNote = b""
 
 
@@ -60,7 +61,8 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     """One step: the scheduler's output, as a difference to the previous step (seq - 1), or in full.
 
     Order of application: finished, resync, corrections, scheduled_new_reqs, new blocks, then the
-    scheduled tokens. A slot whose scheduled tokens reach its last known token samples one token.
+    scheduled tokens. A slot whose scheduled tokens reach its last known token samples one token, or
+    has its output in the reply if its request pools.
     Frame 0 holds the tokens of scheduled_new_reqs, in their order, if there are any; the frames of
     extensions follow.
 
@@ -124,7 +126,8 @@ class ModelRunnerOutput(StepReply, frozen=True, tag=1, kw_only=True):
     """One for each slot, slots ascending; NO_TOKEN (-1) if its logits contain NaN or have no finite
     maximum."""
     extensions: ReplyExtensions = ()
-    """Reports of features; the frames are theirs, with an entry for each sampled token."""
+    """Reports of features; the frames are theirs. All but PooledOutputs have an entry for each
+    sampled token."""
     num_gained: RawUInt8 = b""
     """Number of tokens that each slot gained, which follow each other in sampled_token_ids; empty:
     one each. Fewer than the step counted: a feature has refused the others."""

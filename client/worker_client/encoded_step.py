@@ -3,14 +3,17 @@ ids."""
 
 from array import array
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema.codec import Frame
 from rpc_schema.errors import BadFrameError
+from rpc_schema.extensions import ReplyExtension
+from rpc_schema.pooling import PooledOutputs
 from rpc_schema.step import ModelRunnerOutput
-from worker_client.parts.registry import Extensions, read_reports
+from worker_client.parts.registry import NONE_POOLED, Extensions, read_reports
 from worker_client.scheduler_output import SchedulerOutput, StepResult
 
 Int32s = NDArray[np.int32]
@@ -52,6 +55,7 @@ class EncodedStep:
         "extra_slots",
         "frames",
         "output",
+        "pooled",
         "reporting",
         "resync",
         "seq",
@@ -68,6 +72,7 @@ class EncodedStep:
         extra_req_ids: Sequence[str],
         reporting: Mapping[str, Extensions],
         *,
+        pooled: Mapping[int, str] = NONE_POOLED,
         resync: bool = False,
     ) -> None:
         self.seq = seq
@@ -79,6 +84,8 @@ class EncodedStep:
         self.extra_req_ids = extra_req_ids
         self.reporting = reporting
         """Extensions of the requests whose replies have more than tokens, as of this step."""
+        self.pooled = pooled
+        """Requests that end with an output of this step, by slot."""
         self.resync = resync
         """Sent in full: if this one fails, the rows it names cannot be trusted either."""
 
@@ -127,10 +134,32 @@ def decode_reply(
             f"step {step.seq} was to sample {num_sampling} slots; the reply's columns differ"
         )
     token_ids: list[int] = np.frombuffer(reply.sampled_token_ids, _INT32).tolist()
-    if not reply.extensions:
+    if not (reply.extensions or step.pooled):
         return StepResult(req_ids, token_ids, refused=refused)
-    reports = read_reports(reply.extensions, arrays, req_ids, step.reporting)
+    pooled = NONE_POOLED if step.output.defer_sampling else step.pooled
+    reports = _read_reports(step, reply, arrays, req_ids, pooled)
     return StepResult(req_ids, token_ids, reports, refused)
+
+
+def decode_outputs(
+    step: EncodedStep, reply: ModelRunnerOutput, arrays: Sequence[Frame]
+) -> StepResult:
+    """Return what the reply to a step says before its deferred sampling. Raises as decode_reply
+    does."""
+    return StepResult((), (), _read_reports(step, reply, arrays, (), step.pooled))
+
+
+def _read_reports(
+    step: EncodedStep,
+    reply: ModelRunnerOutput,
+    arrays: Sequence[Frame],
+    req_ids: Sequence[str],
+    pooled: Mapping[int, str],
+) -> Mapping[type[ReplyExtension], Mapping[str, Any]]:
+    reports = read_reports(reply.extensions, arrays, req_ids, step.reporting, pooled)
+    if len(reports.get(PooledOutputs, ())) != len(pooled):
+        raise BadFrameError(f"step {step.seq} was to end {len(pooled)} requests with outputs")
+    return reports
 
 
 def _those_left(slots: bytes, req_ids: Sequence[str], named: bytes) -> tuple[bytes, Sequence[str]]:

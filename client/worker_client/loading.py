@@ -114,6 +114,8 @@ def group_limits(config: WorkerConfig, model: LoadedGroup) -> GroupLimits:
         num_blocks=model.num_blocks,
         block_size=model.block_size,
         groups=model.groups,
+        generates=model.metadata.generates,
+        pooling=model.metadata.pooling,
     )
 
 

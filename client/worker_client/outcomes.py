@@ -10,7 +10,7 @@ from typing import Protocol
 from rpc_schema.codec import StepReplyMessage
 from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, WireError
 from rpc_schema.step import ModelRunnerOutput
-from worker_client.encoded_step import EncodedStep
+from worker_client.encoded_step import EncodedStep, decode_outputs
 from worker_client.errors import (
     ClientError,
     DeadlineExceeded,
@@ -365,5 +365,7 @@ def _decode_outcome(
     if not isinstance(reply, ModelRunnerOutput):
         raise BadFrameError(f"step {future.seq} was answered with {type(reply).__name__}")
     if future.step is None or not future.samples:
+        if future.step is not None and future.step.pooled:
+            return decode_outputs(future.step, reply, arrays)
         return StepResult((), ())
     return SlotTable.decode(future.step, reply, arrays)

@@ -1,4 +1,4 @@
-"""Generation requests: their fields, their bounds, and the parsing of input lines."""
+"""Requests, for generation or pooling: their fields and bounds, and the parsing of input lines."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from rpc_schema.extensions import RequestExtension
 from rpc_schema.plain_text import printable
+from rpc_schema.pooling import PoolingParams
 from rpc_schema.sampling import (
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
@@ -33,7 +34,8 @@ MAX_ID_LENGTH = 256
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A request for generation. `validated` checks every field, as schedulers do."""
+    """A request for generation, or with `pooling` for an output made of the prompt's hidden states.
+    `validated` checks every field, as schedulers do."""
 
     id: str
     prompt_token_ids: NDArray[np.int32]
@@ -49,6 +51,8 @@ class GenerationRequest:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    pooling: PoolingParams | None = None
+    """With it nothing is sampled: the fields of sampling keep their defaults."""
     features: tuple[RequestExtension, ...] = ()
     """Extensions of features that have no field above."""
 
@@ -64,6 +68,8 @@ class GenerationRequest:
             RequestError: it samples and has no seed, which `seeded` would give it, or it has more
                 stop tokens than a request may have.
         """
+        if self.pooling is not None:
+            return (self.pooling, *self.features)
         if self.seed is None and self.temperature > 0:
             raise RequestError(
                 "the request has no seed yet", field="seed", value=None, fix="use seeded(request)"
@@ -112,6 +118,8 @@ def validated(request: GenerationRequest) -> GenerationRequest:
     if not isinstance(features, tuple):
         fix = "give a tuple of extensions"
         raise RequestError("the features are malformed", field="features", value=features, fix=fix)
+    if request.pooling is not None:
+        _check_pooling(request, request.pooling)
     _check_num_stop_ids(len(set(request.stop_token_ids)))
     for field, value, low, high in (
         ("id", len(request.id), 1, MAX_ID_LENGTH),
@@ -157,7 +165,14 @@ def check_fits(request: GenerationRequest, *, max_model_len: int, vocab_size: in
         RequestError: the prompt leaves no room for a token, or names tokens that do not exist.
     """
     length = len(request.prompt_token_ids)
-    if length >= max_model_len:
+    if request.pooling is not None and length > max_model_len:
+        raise RequestError(
+            f"the prompt has {length} tokens, and max_model_len is {max_model_len}",
+            field="prompt_token_ids",
+            value=length,
+            fix=f"use a prompt of at most {max_model_len} tokens, or a longer max_model_len",
+        )
+    if request.pooling is None and length >= max_model_len:
         raise RequestError(
             f"the prompt's {length} tokens leave no room in max_model_len = {max_model_len}",
             field="prompt_token_ids",
@@ -175,6 +190,27 @@ def check_fits(request: GenerationRequest, *, max_model_len: int, vocab_size: in
             fix=f"use token ids below {vocab_size}",
         )
     _check_token_ids("stop_token_ids", request.stop_token_ids, vocab_size - 1)
+
+
+def _check_pooling(request: GenerationRequest, pooling: object) -> None:
+    if not isinstance(pooling, PoolingParams):
+        fix = "give rpc_schema.pooling.PoolingParams"
+        raise RequestError("pooling is malformed", field="pooling", value=pooling, fix=fix)
+    try:
+        msgspec.convert(msgspec.to_builtins(pooling), PoolingParams)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise RequestError(
+            "pooling is malformed", field="pooling", value=pooling, fix=str(error)
+        ) from None
+    for field in _SAMPLING_FIELDS:
+        value, default = getattr(request, field), GenerationRequest.__dataclass_fields__[field]
+        if value != default.default:
+            raise RequestError(
+                "a request either samples or pools",
+                field=field,
+                value=value,
+                fix="leave it out, or leave pooling out",
+            )
 
 
 class RequestParser:
@@ -233,6 +269,18 @@ class RequestParser:
             )
         return np.array(self._encode(text), np.int32)
 
+
+_SAMPLING_FIELDS: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "logprobs",
+)
+"""Fields that pooling excludes. max_tokens and seed are ignored."""
 
 _FIELDS: Final[Mapping[str, Any]] = MappingProxyType(
     {

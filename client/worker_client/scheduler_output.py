@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema.extensions import ReplyExtension, RequestExtension
+from rpc_schema.pooling import PooledOutputs
 from rpc_schema.sampling import TokenLogprobs
 
 
@@ -52,7 +53,8 @@ class SchedulerOutput:
     scheduled tokens.
 
     A request that reaches its last known token samples one token, which counts as known from the
-    next step on: a scheduler need not wait for it.
+    next step on: a scheduler need not wait for it. One that pools (rpc_schema.pooling) has its
+    output instead, and is not scheduled again.
     """
 
     num_scheduled_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -105,6 +107,12 @@ class StepResult:
     refused: Mapping[str, int] = field(default_factory=dict)
     """Number of tokens that a request did not gain although the step counted them. They are to be
     computed again: lower the request's computed and known tokens by this."""
+
+    @property
+    def pooled(self) -> Mapping[str, NDArray[np.float32]]:
+        """Outputs of the requests that pool and end with the step: float32 [rows, width]. They are
+        not in req_ids."""
+        return self.reports.get(PooledOutputs, {})
 
     @property
     def logprobs(self) -> Mapping[str, Logprobs]:

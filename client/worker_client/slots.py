@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from rpc_schema.codec import Frame, encode_step
 from rpc_schema.extensions import StepExtension
 from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind
+from rpc_schema.pooling import MAX_POOLED_BYTES
 from rpc_schema.sampling import GrammarMasks
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput, NewRequestData
 from worker_client.block_holders import BlockHolders, BlockTaken
 from worker_client.encoded_step import EncodedStep, SteadyRequests, decode_reply, pack_bits
 from worker_client.errors import InvalidSchedulerOutput
-from worker_client.parts.registry import Extensions, reports
+from worker_client.parts.registry import NONE_POOLED, Extensions, pools, reports
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
 from worker_client.step_checks import (
     BLOCK_KINDS,
@@ -36,6 +37,7 @@ from worker_client.step_checks import (
     encode_checked,
     named_ids,
     not_running,
+    output_bytes,
     read_blocks,
     read_counts,
     read_tokens,
@@ -86,6 +88,8 @@ class _Rows(NamedTuple):
     samples: NDArray[np.bool_]
     sampling_ids: Sequence[str]
     """Requests of those that sample."""
+    pooled: Mapping[int, str]
+    """Requests that end with an output of the step, by slot."""
 
 
 class _Change(NamedTuple):
@@ -124,6 +128,10 @@ class SlotTable:
         self._is_free = np.ones(max_num_seqs, np.bool_)
         self._num_computed = np.zeros(max_num_seqs, np.int32)
         self._num_tokens = np.zeros(max_num_seqs, np.int32)
+        self._output_bytes = np.zeros(max_num_seqs, np.int32)
+        """Of each slot: bytes of its request's output if it pools, else 0."""
+        self._num_pooling = 0
+        """Requests that pool."""
         self._num_blocks = np.zeros((len(self._groups), max_num_seqs), np.int32)
         """Of each group and slot: places, those of blocks behind a window included."""
         self._appended = bytearray()
@@ -389,6 +397,7 @@ class SlotTable:
             rows.slots[rows.samples].tolist(),
             rows.sampling_ids,
             self._reporting,
+            pooled=rows.pooled,
             resync=resync is not None,
         )
 
@@ -485,9 +494,46 @@ class SlotTable:
         scheduled = num_scheduled[order].astype(np.int32)
         num_computed, num_tokens = num_computed[order] + scheduled, num_tokens[order]
         samples: NDArray[np.bool_] = num_computed == num_tokens
+        pooled = NONE_POOLED
+        if self._num_pooling or any(pools(request.extensions) for request in new):
+            sizes = self._judge_outputs(slots[order], new, slot_of_new, scheduled, samples)
+            ends = samples & (sizes > 0)
+            samples &= sizes == 0
+            names = [req_ids[at] for at in order[ends].tolist()]
+            pooled = dict(zip(slots[order][ends].tolist(), names, strict=True))
         names = [req_ids[at] for at in order[samples].tolist()]
         num_tokens[samples] += 1
-        return _Rows(slots[order], scheduled, num_computed, num_tokens, samples, names)
+        return _Rows(slots[order], scheduled, num_computed, num_tokens, samples, names, pooled)
+
+    def _judge_outputs(
+        self,
+        slots: Int32s,
+        new: Sequence[NewRequest],
+        slot_of_new: Mapping[str, int],
+        scheduled: Int32s,
+        is_last: NDArray[np.bool_],
+    ) -> Int32s:
+        """Return the bytes of each row's output, 0 where its request samples; check those of the
+        rows whose last token the step computes."""
+        by_slot = self._output_bytes.copy()
+        for request in new:
+            by_slot[slot_of_new[request.req_id]] = output_bytes(request, self._limits)
+        sizes: Int32s = by_slot[slots]
+        support = self._limits.pooling
+        if support is not None and support.whole_prompts:
+            for at in np.flatnonzero((sizes > 0) & ~is_last)[:1].tolist():
+                name = next((r for r, s in slot_of_new.items() if s == slots[at]), "")
+                fix = "give it all its tokens: the model computes a prompt in one step"
+                raise wrong_count(name, int(scheduled[at]), fix)
+        total = int(sizes[is_last].sum(dtype=np.int64))
+        if total > MAX_POOLED_BYTES:
+            raise InvalidSchedulerOutput(
+                f"the outputs of the prompts that end take more than {MAX_POOLED_BYTES} bytes",
+                field="num_scheduled_tokens",
+                value=f"{total} bytes",
+                fix="let fewer of them end in a step",
+            )
+        return sizes
 
     def _check_total(self, num_tokens: int) -> None:
         most = self._limits.max_num_batched_tokens
@@ -719,6 +765,9 @@ class SlotTable:
             gone = set(req_ids)
             self._reporting = {k: v for k, v in self._reporting.items() if k not in gone}
         self._is_free[slots] = True
+        if self._num_pooling:
+            self._output_bytes[slots] = 0
+            self._num_pooling = int(np.count_nonzero(self._output_bytes))
         for slot in slots if self._refused else ():
             self._refused.pop(slot, None)
         if self._holders is not None:
@@ -731,7 +780,10 @@ class SlotTable:
         self._num_computed[slot] = request.num_computed_tokens
         self._num_tokens[slot] = len(request.token_ids)
         self._num_blocks[:, slot] = 0
-        if request.extensions and reports(request.extensions):
+        if request.extensions and pools(request.extensions):
+            self._output_bytes[slot] = output_bytes(request, self._limits)
+            self._num_pooling += 1
+        elif request.extensions and reports(request.extensions):
             self._reporting = {**self._reporting, request.req_id: request.extensions}
 
     def _read_blocks(self, given: Sequence[Mapping[str, Sequence[int]]]) -> _Blocks:

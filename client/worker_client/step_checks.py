@@ -15,8 +15,15 @@ from numpy.typing import NDArray
 
 from rpc_schema.codec import MAX_STEP_BYTES, Frame, decode_step, encode_step
 from rpc_schema.errors import TooLargeError, WireError
-from rpc_schema.extensions import RequestExtension
+from rpc_schema.extensions import RequestExtension, extension_of
 from rpc_schema.kv_cache import BlockGroup, block_groups
+from rpc_schema.pooling import (
+    PoolingParams,
+    PoolingSupport,
+    admission_fault,
+    pooled_bytes,
+    sampling_kind,
+)
 from rpc_schema.step import ExecuteModel
 from worker_client.errors import InvalidSchedulerOutput
 from worker_client.parts.interface import ExtensionFault, ModelBounds
@@ -67,6 +74,15 @@ class GroupLimits:
     block_size: int = 1
     groups: tuple[BlockGroup, ...] = ()
     """Groups of layers; empty: one of block_size, without a window."""
+    generates: bool = True
+    """The model has an output layer for tokens."""
+    pooling: PoolingSupport | None = None
+    """None: unknown, and not checked."""
+
+    @property
+    def bounds(self) -> ModelBounds:
+        """The model's bounds on extensions."""
+        return ModelBounds(self.vocab_size, self.pooling)
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:
@@ -336,7 +352,7 @@ def _check_extensions(request: NewRequest) -> int:
         try:
             return extension_bytes(extensions)
         except WRONG_TYPE:
-            fault = extension_fault(extensions, WIRE_LIMITS.vocab_size)
+            fault = extension_fault(extensions, WIRE_LIMITS.bounds)
             if fault is None:
                 raise
     raise _refused(request.req_id, *fault)
@@ -345,17 +361,17 @@ def _check_extensions(request: NewRequest) -> int:
 def check_values(request: NewRequest, limits: GroupLimits) -> None:
     """Check each value of a new request's extensions against the schema and the model; names the
     first that cannot be sent, or that the daemons would refuse."""
-    fault = extension_fault(request.extensions, limits.vocab_size)
+    fault = extension_fault(request.extensions, limits.bounds)
     if fault is not None:
         raise _refused(request.req_id, *fault)
 
 
-def extension_fault(extensions: object, vocab_size: int) -> ExtensionFault | None:
+def extension_fault(extensions: object, bounds: ModelBounds) -> ExtensionFault | None:
     """Return the first fault for which a request with these extensions would be refused."""
     fault = _kind_fault(extensions)
     if fault is not None or not isinstance(extensions, tuple):
         return fault
-    faults = (_value_fault(extension, vocab_size) for extension in extensions)
+    faults = (_value_fault(extension, bounds) for extension in extensions)
     return next((fault for fault in faults if fault is not None), None)
 
 
@@ -372,7 +388,46 @@ def _kind_fault(extensions: object) -> ExtensionFault | None:
     return None
 
 
-def _value_fault(extension: RequestExtension, vocab_size: int) -> ExtensionFault | None:
+def pooling_admission_fault(
+    extensions: Sequence[RequestExtension],
+    num_tokens: int,
+    num_computed_tokens: int,
+    limits: GroupLimits,
+) -> ExtensionFault | None:
+    """Return the first reason for which daemons would refuse a new request as one that pools, or as
+    one that does not. Its extensions have no fault by themselves."""
+    params = extension_of(extensions, PoolingParams)
+    if params is None:
+        if limits.generates or limits.pooling is None:
+            return None
+        fix = f"ask for one of the model's pooling tasks: {limits.pooling.names}"
+        return ExtensionFault("extensions", "no pooling", f"the model has no output layer: {fix}")
+    kind = sampling_kind(extensions)
+    if kind is not None:
+        return ExtensionFault("extensions", kind, "leave it out: PoolingParams sample nothing")
+    if limits.pooling is None:
+        return None
+    most = limits.max_num_batched_tokens
+    fault = admission_fault(params, num_tokens, num_computed_tokens, limits.pooling, most)
+    return None if fault is None else ExtensionFault(*fault)
+
+
+def output_bytes(request: NewRequest, limits: GroupLimits) -> int:
+    """Return the bytes of a new request's output, at least 1 if it pools; 0 if it samples. Its
+    extensions may have faults."""
+    params = extension_of(request.extensions, PoolingParams)
+    if params is None:
+        return 0
+    if limits.pooling is None or limits.pooling.find(params.task) is None:
+        return 1
+    dimensions: object = params.dimensions
+    if not isinstance(dimensions, int):
+        return 1
+    num_bytes = pooled_bytes(params, len(request.token_ids), limits.pooling)
+    return max(1, min(MAX_COUNT, num_bytes))
+
+
+def _value_fault(extension: RequestExtension, bounds: ModelBounds) -> ExtensionFault | None:
     name = type(extension).__name__
     for entry in msgspec.structs.fields(extension):
         own = getattr(extension, entry.name)
@@ -380,7 +435,7 @@ def _value_fault(extension: RequestExtension, vocab_size: int) -> ExtensionFault
             msgspec.convert(own, entry.type)
         except (msgspec.ValidationError, *WRONG_TYPE) as error:
             return ExtensionFault(f"{name}.{entry.name}", own, str(error))
-    fault = find_fault(extension, ModelBounds(vocab_size))
+    fault = find_fault(extension, bounds)
     return None if fault is None else fault._replace(field=f"{name}.{fault.field}")
 
 
@@ -406,11 +461,20 @@ def encode_checked(
         for request in new:
             check_values(request, limits)
         raise _too_large(error) from None
-    bounds = ModelBounds(limits.vocab_size)
+    bounds = limits.bounds
     for request in new:
         if any(find_fault(extension, bounds) is not None for extension in request.extensions):
             check_values(request, limits)
+        if request.extensions or not limits.generates:
+            _check_pooling(request, limits)
     return frames
+
+
+def _check_pooling(request: NewRequest, limits: GroupLimits) -> None:
+    num_tokens, num_computed = len(request.token_ids), request.num_computed_tokens
+    fault = pooling_admission_fault(request.extensions, num_tokens, num_computed, limits)
+    if fault is not None:
+        raise _refused(request.req_id, *fault)
 
 
 def _too_large(error: Exception) -> InvalidSchedulerOutput:

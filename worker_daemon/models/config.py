@@ -1,4 +1,4 @@
-"""config.json -> DecoderConfig, by the family that it names."""
+"""config.json -> DecoderConfig, by the family that it names, with the pooling of modules.json."""
 
 import json
 from collections.abc import Mapping
@@ -8,6 +8,12 @@ from pathlib import Path
 from worker_daemon.models.config_fields import architecture_name
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.fields import Fields
+from worker_daemon.models.pooling_config import (
+    MODULES_FILE,
+    pooling_config_path,
+    read_architecture,
+    read_modules,
+)
 from worker_daemon.models.registry import find_family
 from worker_daemon.regular_file import broken_file, read_whole
 
@@ -20,6 +26,8 @@ def read_model_config(model_dir: Path) -> DecoderConfig:
     Raises CheckpointError for a missing file or invalid JSON, ConfigError for what the fields say.
     """
     config = parse_model_config(_read_object(model_dir / "config.json"))
+    if (model_dir / MODULES_FILE).exists() and config.pooler.head is None:
+        config = _with_modules(config, model_dir)
     generation_path = model_dir / "generation_config.json"
     if not generation_path.exists():
         return config
@@ -33,20 +41,32 @@ def parse_model_config(hf: Mapping[str, object]) -> DecoderConfig:
     fields = Fields(hf)
     describe = find_family(architecture_name(fields))
     _refuse_unsupported(fields)
-    return describe(fields)
+    return read_architecture(describe(fields), fields)
+
+
+def _with_modules(config: DecoderConfig, model_dir: Path) -> DecoderConfig:
+    """Return the embedding model that sentence-transformers would make of it."""
+    modules = _read_json(model_dir / MODULES_FILE)
+    path = pooling_config_path(modules)
+    return read_modules(config, modules, Fields(_read_object(model_dir / path), prefix=f"{path}: "))
 
 
 def _read_object(path: Path) -> Mapping[str, object]:
+    value = _read_json(path)
+    if not isinstance(value, dict):
+        raise broken_file(path, "is not a JSON object", f"replace {path.name}")
+    return value
+
+
+def _read_json(path: Path) -> object:
     try:
-        value = json.loads(read_whole(path, _MAX_CONFIG_BYTES))
+        value: object = json.loads(read_whole(path, _MAX_CONFIG_BYTES))
     except OSError as error:
         fix = "point model at a directory with config.json and safetensors files"
         raise broken_file(path, f"cannot be read: {error.strerror}", fix) from error
     except (ValueError, RecursionError) as error:
         problem = f"is not valid JSON: {error}"
         raise broken_file(path, problem, f"replace {path.name}") from error
-    if not isinstance(value, dict):
-        raise broken_file(path, "is not a JSON object", f"replace {path.name}")
     return value
 
 

@@ -7,6 +7,7 @@ between stages, so that a split model computes the same bits.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from worker_daemon.layers.rotary import rotary_table
 from worker_daemon.layers.setup import LayerSetup
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.description import DecoderConfig, LayerSpec
+from worker_daemon.models.pooler import Pooler
 
 _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
@@ -64,6 +66,15 @@ class DecoderLayer:
         yield from self._mlp.parameters()
 
 
+class StageEnd(NamedTuple):
+    """The end of the last stage."""
+
+    norm: RMSNorm
+    lm_head: LMHead | None
+    """None in a model that does not generate."""
+    pooler: Pooler
+
+
 class DecoderStage:
     """Consecutive layers; the first stage also has the embedding, the last the LM head.
 
@@ -76,7 +87,7 @@ class DecoderStage:
         layers: Sequence[DecoderLayer],
         rotary: Tensor,
         embedding: VocabParallelEmbedding | None,
-        head: tuple[RMSNorm, LMHead] | None,
+        end: StageEnd | None,
         attention: AttentionBackend,
         setup: LayerSetup,
     ) -> None:
@@ -86,7 +97,7 @@ class DecoderStage:
         self.rotary = rotary
         """The only device tensor that is not a parameter; may be replaced by an equal one."""
         self._embedding = embedding
-        self._head = head
+        self._end = end
         self._attention = attention
         self._setup = setup
 
@@ -105,7 +116,7 @@ class DecoderStage:
             [self._layers[index] for index in kept],
             self.rotary,
             self._embedding,
-            self._head,
+            self._end,
             self._attention,
             self._setup,
         )
@@ -146,16 +157,20 @@ class DecoderStage:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Last stage only: residual stream [R, H] -> [R, V] in the model's dtype; each row is
         contiguous, with possible padding between rows."""
-        assert self._head is not None, "compute_logits on a stage that is not the last"
-        norm, lm_head = self._head
+        norm, lm_head = self._output
         return lm_head.forward(norm.forward(hidden))
 
     def likeliest_tokens(self, hidden: Tensor) -> Tensor:
         """Last stage only: residual stream [R, H] -> int64 [R], the token with each row's largest
         logit, the lowest id among equals."""
-        assert self._head is not None, "likeliest_tokens on a stage that is not the last"
-        norm, lm_head = self._head
+        norm, lm_head = self._output
         return lm_head.likeliest(norm.forward(hidden))
+
+    @property
+    def _output(self) -> tuple[RMSNorm, LMHead]:
+        assert self._end is not None, "logits of a stage that is not the last"
+        assert self._end.lm_head is not None, "logits of a model that does not generate"
+        return self._end.norm, self._end.lm_head
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield every parameter of this stage and rank once."""
@@ -163,8 +178,9 @@ class DecoderStage:
         yield from embedding
         for layer in self._layers:
             yield from layer.parameters()
-        for part in self._head or ():
-            yield from (shared for shared in part.parameters() if shared not in embedding)
+        for part in self._end or ():
+            if part is not None:
+                yield from (shared for shared in part.parameters() if shared not in embedding)
 
     def checkpoint_views(self) -> dict[str, Tensor]:
         """Return checkpoint name -> this rank's region of that tensor, a view of the parameter."""
@@ -181,8 +197,18 @@ class DecoderStage:
 
     @property
     def is_last(self) -> bool:
-        """It has the output layer."""
-        return self._head is not None
+        """It has the end of the model."""
+        return self._end is not None
+
+    @property
+    def samples(self) -> bool:
+        """It has the output layer for tokens."""
+        return self._end is not None and self._end.lm_head is not None
+
+    @property
+    def pooler(self) -> Pooler | None:
+        """The last stage's conversion of hidden states for requests that pool; else None."""
+        return None if self._end is None else self._end.pooler
 
     @property
     def num_parameters_bytes(self) -> int:
@@ -209,23 +235,28 @@ def build_stage(
     """Return a stage with zero weights. The partition must have passed `check_partition`.
 
     max_model_len (tokens) is the length of the rotary table: positions must be smaller. With tied
-    embeddings a last stage that is not the first holds its own copy of the embedding.
+    embeddings a last stage that is not the first holds its own copy of the embedding, if the model
+    generates.
     """
     setup = LayerSetup(config.hidden_size, tp, dtype, device, ops)
     embedding = None
-    head = None
-    if is_first or (is_last and config.tie_word_embeddings):
+    end = None
+    is_tied = config.tie_word_embeddings and config.generates
+    if is_first or (is_last and is_tied):
         embedding = vocab_parallel_weight(_EMBEDDING, config.vocab_size, setup)
     if is_last:
-        tied = embedding if config.tie_word_embeddings else None
-        weight = tied or vocab_parallel_weight(_LM_HEAD, config.vocab_size, setup)
         final_norm = RMSNorm("model", config.final_norm, setup)
-        head = (final_norm, LMHead(weight, config.vocab_size, setup))
+        lm_head = None
+        if config.generates:
+            tied = embedding if is_tied else None
+            weight = tied or vocab_parallel_weight(_LM_HEAD, config.vocab_size, setup)
+            lm_head = LMHead(weight, config.vocab_size, setup)
+        end = StageEnd(final_norm, lm_head, Pooler(final_norm, config.pooler, setup))
     return DecoderStage(
         [DecoderLayer(index, config.layers[index], setup) for index in layers],
         rotary_table(config.rope, max_model_len, device),
         VocabParallelEmbedding(embedding, tp) if is_first and embedding else None,
-        head,
+        end,
         attention,
         setup,
     )

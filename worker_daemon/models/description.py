@@ -2,6 +2,7 @@
 config.json (`families/`), `decoder.py` builds it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from worker_daemon.layers.attention import AttentionSpec
 from worker_daemon.layers.mlp import MLPSpec
@@ -15,6 +16,32 @@ class LayerSpec:
 
     attention: AttentionSpec
     mlp: MLPSpec
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """A classifier of hidden states."""
+
+    prefix: str
+    """Its checkpoint name, without .weight or .bias."""
+    num_labels: int
+    bias: bool
+    per_token: bool
+    """It is made for each token, not for the whole prompt."""
+    activation: Literal["softmax", "sigmoid", "none"]
+    """Turns its scores into probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolerSpec:
+    """Conversion of hidden states, behind the final norm, into outputs of requests that pool."""
+
+    states: Literal["last", "first", "mean"] = "last"
+    """Those that a prompt's one output is made of."""
+    normalize: bool = True
+    """Embeddings have length 1, unless a request says otherwise."""
+    head: HeadSpec | None = None
+    """None: embeddings alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +62,9 @@ class DecoderConfig:
     dtype: str | None
     """float32, float16 or bfloat16, as the checkpoint states it; None if it does not."""
     eos_token_ids: tuple[int, ...]
+    generates: bool = True
+    """It has an output layer for tokens."""
+    pooler: PoolerSpec = PoolerSpec()
 
     def __post_init__(self) -> None:
         sizes = {(each.attention.heads, each.mlp.intermediate_size) for each in self.layers}

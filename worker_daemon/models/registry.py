@@ -7,6 +7,7 @@ from worker_daemon.errors import ConfigError
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.families import llama, mistral, qwen2, qwen3
 from worker_daemon.models.fields import Fields
+from worker_daemon.models.pooling_config import causal_name
 
 Describe = Callable[[Fields], DecoderConfig]
 """Turns a config.json into what transformers would make of it. Raises ConfigError, which names
@@ -24,9 +25,9 @@ FAMILIES: Mapping[str, Describe] = MappingProxyType(
 
 
 def find_family(architecture: str) -> Describe:
-    """Return the entry of the table. Raises ConfigError with the supported names if there is
-    none."""
-    describe = FAMILIES.get(architecture)
+    """Return the entry of the table: a decoder's serves its classifiers and its bare model too.
+    Raises ConfigError with the supported names if there is none."""
+    describe = FAMILIES.get(architecture) or FAMILIES.get(causal_name(architecture))
     if describe is None:
         raise ConfigError(
             "this architecture is not supported",

@@ -32,6 +32,7 @@ _OTHER_SIZES: Final = MappingProxyType(
     {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8}
 )
 """Bytes per element of dtypes that are not loaded. For others the size is not checked."""
+_BARE_NAMES: Final = ("embed_tokens.", "layers.", "norm.")
 _LENGTH_BYTES: Final = 8
 _MAX_HEADER_BYTES: Final = 16 << 20
 _MAX_ENTRIES: Final = 1 << 16
@@ -59,6 +60,12 @@ class Entry(NamedTuple):
     end: int
 
 
+def full_name(name: str) -> str:
+    """Return a tensor's name in a checkpoint of a whole model. A bare decoder is saved without the
+    name that it has as part of one."""
+    return f"model.{name}" if name.startswith(_BARE_NAMES) else name
+
+
 class SafetensorsFile:
     """Owns the open file until close()."""
 
@@ -72,7 +79,8 @@ class SafetensorsFile:
         self.path = path
         self._file = RegularFile(path)
         try:
-            self.entries = _read_entries(self._file)
+            entries = _read_entries(self._file)
+            self.entries = {full_name(name): entry for name, entry in entries.items()}
         except TruncatedError as error:
             self.close()
             raise MalformedError("it ends within its header") from error

@@ -26,6 +26,7 @@ from worker_daemon.models.safetensors_file import (
     Entry,
     MalformedError,
     SafetensorsFile,
+    full_name,
     row_span,
 )
 from worker_daemon.models.staged import MAX_READERS, Extent, read_staged
@@ -287,7 +288,7 @@ def _read_index(path: Path) -> Mapping[str, Path]:
         if not isinstance(file, str) or not is_plain_name(file, (_SUFFIX,)):
             shown = f"{tensor[:80]!r} to {file!r:.80}"
             raise _broken(path, f"maps {shown}, which is not a plain file name ending in {_SUFFIX}")
-    return {tensor: path.parent / file for tensor, file in weight_map.items()}
+    return {full_name(tensor): path.parent / file for tensor, file in weight_map.items()}
 
 
 def _group_by_file(

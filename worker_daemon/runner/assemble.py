@@ -70,6 +70,7 @@ def assemble_runner(
         parts.sampling,
         is_first_stage=parallel.is_first_stage,
         is_last_stage=parallel.is_last_stage,
+        pooler=parts.stage.pooler,
     )
     state = RequestState(limits, step_parts)
     tables = RowTables(limits, parts.device, parts.rows)
@@ -147,7 +148,7 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
     device_limits = DeviceLimits.of(parts.device)
     num_groups = limits.num_groups
     ladder = StepLadder(
-        decode_sizes(limits.max_num_seqs),
+        decode_sizes(limits.max_num_seqs) if limits.generates else [],
         lambda size: length_bounds(size, num_kv_heads, limits.max_model_len, device_limits),
         mixed_plans(
             limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, num_groups

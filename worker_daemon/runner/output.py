@@ -16,7 +16,7 @@ from worker_daemon.distributed.pp import STATUS_MISMATCH, STATUS_OK
 from worker_daemon.errors import CommError, UpstreamFailedError
 from worker_daemon.raising import raise_caused
 from worker_daemon.runner.parts.step_parts import SamplerOutput
-from worker_daemon.runner.sample_rows import SampleRows
+from worker_daemon.runner.sample_rows import Report, SampleRows
 from worker_daemon.runner.staging import Delivered, Delivery
 from worker_daemon.runner.token_history import ALL_GAIN_ONE, Sampled, TokenHistory
 
@@ -48,11 +48,13 @@ class StepReplies:
         self._history = history
         self._is_output_rank = is_output_rank
 
-    def without_tokens(self, identity: ReplyIdentity, status: Tensor) -> PendingOutput | None:
+    def without_tokens(
+        self, identity: ReplyIdentity, status: Tensor, reports: Sequence[Report] = ()
+    ) -> PendingOutput | None:
         """The step samples nothing, or not yet."""
         if not self._is_output_rank:
             return None
-        return NoTokens(identity, status, self._link, self._history)
+        return NoTokens(identity, status, reports, self._link, self._history)
 
     def of_tokens(
         self, identity: ReplyIdentity, rows: SampleRows, sampled: SamplerOutput, status: Tensor
@@ -99,6 +101,8 @@ class StepOutput:
         self._history = history
         self._extensions = tuple(report.extension for report in sampled.reports)
         reported = [column for report in sampled.reports for column in report.columns]
+        self._per_row = [True, *(r.per_row for r in sampled.reports for _ in r.columns)]
+        """Of the tokens and of each reported column."""
         self._may_refuse = sampled.refused is not None
         refused = [] if sampled.refused is None else [sampled.refused]
         self._copies = _HostCopies([status, sampled.token_ids, *refused, *reported], link)
@@ -120,7 +124,10 @@ class StepOutput:
         if self._may_refuse:
             has_gained = columns.pop(1) == 0
             if not has_gained.all():
-                columns = [column[has_gained] for column in columns]
+                columns = [
+                    column[has_gained] if per_row else column
+                    for column, per_row in zip(columns, self._per_row, strict=True)
+                ]
                 gained = has_gained.numpy().astype(np.uint8).tobytes()
         column, *reported = columns
         token_ids = column.numpy().astype("<i4").tobytes()
@@ -187,10 +194,17 @@ class NoTokens:
     """The output of a step of the output rank that samples nothing, or not yet."""
 
     def __init__(
-        self, identity: ReplyIdentity, status: Tensor, link: Link, history: TokenHistory
+        self,
+        identity: ReplyIdentity,
+        status: Tensor,
+        reports: Sequence[Report],
+        link: Link,
+        history: TokenHistory,
     ) -> None:
         self._identity = identity
-        self._copies = _HostCopies([status], link)
+        self._extensions = tuple(report.extension for report in reports)
+        reported = [column for report in reports for column in report.columns]
+        self._copies = _HostCopies([status, *reported], link)
         self._history = history
 
     @property
@@ -200,10 +214,16 @@ class NoTokens:
 
     def result(self) -> tuple[ModelRunnerOutput, Sequence[Frame]]:
         """Wait for the step's status. Raises as StepOutput does."""
-        self._copies.wait()
+        reported = self._copies.wait()
         identity = self._identity
         self._history.confirm(identity.epoch, identity.seq)
-        return ModelRunnerOutput(epoch=identity.epoch, seq=identity.seq, rank=identity.rank), []
+        reply = ModelRunnerOutput(
+            epoch=identity.epoch,
+            seq=identity.seq,
+            rank=identity.rank,
+            extensions=self._extensions,
+        )
+        return reply, [_raw(column) for column in reported]
 
 
 class _HostCopies:

@@ -13,7 +13,7 @@ import numpy as np
 
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 from worker_daemon.errors import InvalidStepError
-from worker_daemon.runner.scheduled_step import BlockUpdates, invalid
+from worker_daemon.runner.scheduled_step import BlockUpdates, OutputSize, invalid
 from worker_daemon.runner.steady_batch import SteadyBatch
 
 FREE_ROW_BLOCKS = 1 << 30
@@ -37,9 +37,15 @@ class RowCounts:
     that a window has left behind included. FREE_ROW_BLOCKS where no request is."""
     unsampled: Bools
     """The row's newest token waits for SampleTokens."""
+    output_bytes: Int32s
+    """Bytes of the output of a request that pools, which samples nothing; 0 of one that samples."""
+    token_bytes: Int32s
+    """The part of these that each token of the prompt gives; 0 where all give one output."""
     corrected: Int32s
     """Tokens by which messages have lowered the row's bounds since its admission. NOT_SAMPLED: none
     of its tokens can have been refused yet; EXACT: none ever is."""
+    num_pooling: int = 0
+    """Requests that pool."""
 
     @classmethod
     def of_free_rows(cls, num_rows: int, num_groups: int) -> "RowCounts":
@@ -49,6 +55,8 @@ class RowCounts:
             np.zeros(num_rows, np.int32),
             np.full(num_groups * num_rows, FREE_ROW_BLOCKS, np.int32),
             np.zeros(num_rows, np.bool_),
+            np.zeros(num_rows, np.int32),
+            np.zeros(num_rows, np.int32),
             np.full(num_rows, EXACT, np.int32),
         )
 
@@ -72,7 +80,10 @@ class RowCounts:
             self.num_tokens.copy(),
             self.num_blocks.copy(),
             self.unsampled.copy(),
+            self.output_bytes.copy(),
+            self.token_bytes.copy(),
             self.corrected.copy(),
+            self.num_pooling,
         )
 
     def clear(self, rows: Int64s | Bools | slice) -> None:
@@ -82,6 +93,15 @@ class RowCounts:
         self.blocks_by_group[:, rows] = FREE_ROW_BLOCKS
         self.unsampled[rows] = False
         self.corrected[rows] = EXACT
+        if self.num_pooling:
+            self.output_bytes[rows] = self.token_bytes[rows] = 0
+            self.num_pooling = int(np.count_nonzero(self.output_bytes))
+
+    def pool(self, slot: int, size: OutputSize) -> None:
+        """Note that a new request pools."""
+        self.output_bytes[slot] = size.total_bytes
+        self.token_bytes[slot] = size.token_bytes
+        self.num_pooling += 1
 
     def lower(self, slots: Int64s, by: Int32s) -> None:
         """Lower the bounds of rows, each named once, by tokens that were refused."""

@@ -1,10 +1,11 @@
-"""The sequences of a step that sample, on the host and on the device, and what is sampled of them.
-Values alone."""
+"""The sequences of a step that sample, on the host and on the device, and what is sampled or
+reported of them. Values alone."""
 
 from typing import Final, NamedTuple
 
 from torch import Tensor
 
+from rpc_schema.extensions import ReplyExtension
 from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.device.pinned import upload
 from worker_daemon.runner.scheduled_step import StepExtensions
@@ -15,6 +16,16 @@ from worker_daemon.runner.token_history import Sampled
 BY_LOGITS: Final = 1
 """The bit of SampleRows.used that no part has: rows whose likeliest tokens are not known, as of a
 step that failed."""
+
+
+class Report(NamedTuple):
+    """A part's addition to a step's reply."""
+
+    extension: ReplyExtension
+    columns: tuple[Tensor, ...]
+    """On the device; as many as the extension has frames."""
+    per_row: bool = True
+    """The columns have an entry for each row that sampled."""
 
 
 class SampleRows(NamedTuple):
@@ -109,10 +120,12 @@ class Unsampled(NamedTuple):
     status: Tensor
     """int64 [], see distributed/pp.py; on the device where there are other stages."""
     brought: StepExtensions
+    pooled: tuple[Report, ...] = ()
+    """Outputs of requests that end with the step. They do not wait for its sampling."""
 
     def keep(self, kept: Int64s, used: int, later: StepExtensions) -> "Unsampled":
-        """Return a copy of these rows only, which no later step overwrites. kept int64 [R'] indexes
-        the rows; used: the bits of the parts that these use; later: extensions of the message that
+        """Return a copy of these rows only, without outputs, which no later step overwrites. kept
+        int64 [R'] indexes the rows; used: the bits of the parts that these use; later: extensions of the message that
         samples them, if it is another."""
         return Unsampled(
             self.rows.keep(kept, used),

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from rpc_schema.kv_cache import BlockGroup, block_groups
+from rpc_schema.pooling import NO_POOLING, PoolingSupport
 from rpc_schema.step import NewRequestData
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 from worker_daemon.errors import InvalidStepError
@@ -33,6 +34,9 @@ class StepLimits:
     num_blocks: int
     groups: tuple[BlockGroup, ...] = ()
     """None named: one of block_size, without a window."""
+    generates: bool = True
+    """The model has an output layer for tokens."""
+    pooling: PoolingSupport = NO_POOLING
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:
@@ -60,6 +64,15 @@ class BlockUpdates(NamedTuple):
 NO_UPDATES: Final = BlockUpdates(
     np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int32)
 )
+
+
+class OutputSize(NamedTuple):
+    """Size of the output of a request that pools."""
+
+    total_bytes: int
+    """At least 1."""
+    token_bytes: int
+    """As RowCounts.token_bytes."""
 
 
 class StepExtensions(NamedTuple):
@@ -111,6 +124,8 @@ class ScheduledStep(NamedTuple):
     None: all rows are exact."""
     steady: SteadyBatch | None = None
     """The batch of which this step is the first or goes on; None for any other."""
+    pooling: Int64s | None = None
+    """Slots of all requests that pool; None where none of them has tokens in this step."""
 
 
 def places_behind(num_computed: Int32s, group: BlockGroup) -> Int32s:

@@ -53,7 +53,7 @@ class EagerProgram:
         self._layer_groups = [layer.group for layer in kv] or [0] * len(stage.kv_layer_specs)
         self._parts = parts
         self._stage = stage
-        self._is_first, self._is_last = stage.is_first, stage.is_last
+        self._is_first, self._samples = stage.is_first, stage.samples
         self._tables = tables
         self._tokens = tokens
 
@@ -94,7 +94,7 @@ class EagerProgram:
         self, hidden: Tensor, columns: StepColumns[Tensor], token_ids: Tensor
     ) -> SamplingInputs:
         """Return each sequence's last hidden state and its likeliest token."""
-        if not self._is_last:
+        if not self._samples:
             return SamplingInputs(hidden[:0], columns.sample_rows[:0])
         rows = hidden.index_select(0, columns.sample_tokens)
         likeliest = self._stage.likeliest_tokens(rows)

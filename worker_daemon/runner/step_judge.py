@@ -13,8 +13,10 @@ import numpy.typing as npt
 
 from rpc_schema.codec import Frame
 from rpc_schema.kv_cache import NULL_BLOCK
+from rpc_schema.pooling import MAX_KEPT_BYTES, MAX_POOLED_BYTES, PoolingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
+from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.row_counts import EXACT, NOT_SAMPLED, RowCounts
 from worker_daemon.runner.scheduled_step import (
@@ -83,6 +85,10 @@ def _change_requests(
         parts.judge(request, limits)
         if parts.may_refuse(request.extensions):
             counts.corrected[request.slot] = NOT_SAMPLED
+        if request.extensions:
+            size = parts.output_size(request, limits)
+            if size is not None:
+                counts.pool(request.slot, size)
     return tokens
 
 
@@ -174,6 +180,9 @@ def _check_admitted(request: NewRequestData, limits: StepLimits) -> None:
     """Judge what a new request says of itself."""
     name = f"scheduled_new_reqs[{request.req_id}]"
     num_tokens, num_computed = request.num_tokens, request.num_computed_tokens
+    if not (limits.generates or any(isinstance(e, PoolingParams) for e in request.extensions)):
+        fix = f"ask for one of its pooling tasks: {limits.pooling.names}"
+        raise invalid(f"{name}.extensions", "no pooling", f"the model has no output layer: {fix}")
     if num_tokens > limits.max_model_len:
         fix = f"max_model_len is {limits.max_model_len}"
         raise invalid(f"{name}.num_tokens", num_tokens, fix)
@@ -440,10 +449,15 @@ class StepJudge:
                 f"it has {starts[at]} of {known[at]} tokens computed, "
                 f"blocks for {capacity[at]}, and max_model_len is {self._limits.max_model_len}",
             )
-        samples = ends == known
-        later = None
-        if step.deferred is not None:
-            later = _deferred(step.deferred, slots, samples, counts, updates)
+        samples, later, pooling = ends == known, None, None
+        try:
+            if counts.num_pooling:
+                samples, pooling = self._judge_pooling(counts, slots, starts, ends)
+            if step.deferred is not None:
+                later = _deferred(step.deferred, slots, samples)
+        except InvalidStepError:
+            counts.remove(updates)
+            raise
         scheduled = ScheduledStep(
             seq=step.seq,
             slots=slots,
@@ -458,8 +472,38 @@ class StepJudge:
             deferred=later,
             brought=brought,
             corrections=self._corrections(counts, rows),
+            pooling=pooling,
         )
         return JudgedStep(scheduled, batch, counts, capacity, tokens)
+
+    def _judge_pooling(
+        self, counts: RowCounts, slots: Int64s, starts: Int32s, ends: Int32s
+    ) -> tuple[Bools, Int64s | None]:
+        """Check the outputs of a step's requests that pool. Return which of its rows sample, and
+        ScheduledStep.pooling. counts: before the step."""
+        is_last = ends == counts.num_tokens[slots]
+        pools = counts.output_bytes[slots] > 0
+        if not pools.any():
+            return is_last, None
+        field = "num_scheduled_tokens"
+        if self._limits.pooling.whole_prompts:
+            parted = np.flatnonzero(pools & ~(is_last & (starts == 0)))
+            if parted.size:
+                at = int(parted[0])
+                value = f"slot {int(slots[at])}: {int(ends[at] - starts[at])}"
+                fix = f"all {int(counts.num_tokens[slots[at]])}: this model computes whole prompts"
+                raise invalid(field, value, fix)
+        told = int(counts.output_bytes[slots[is_last]].sum(dtype=np.int64))
+        if told > MAX_POOLED_BYTES:
+            fix = f"at most {MAX_POOLED_BYTES}: let fewer prompts end in a step"
+            raise invalid(field, f"{told} bytes of outputs", fix)
+        computed = counts.num_computed.astype(np.int64)
+        computed[slots] = np.where(is_last, 0, ends)
+        kept = int((computed * counts.token_bytes)[counts.num_computed < counts.num_tokens].sum())
+        if kept > MAX_KEPT_BYTES:
+            fix = f"at most {MAX_KEPT_BYTES}: finish prompts before others begin"
+            raise invalid(field, f"{kept} bytes of tokens' outputs are kept", fix)
+        return is_last & ~pools, np.flatnonzero(counts.output_bytes)
 
     def _corrections(self, counts: RowCounts, rows: slice | Int64s) -> Int32s | None:
         """As ScheduledStep has them, of these rows."""
@@ -471,15 +515,11 @@ class StepJudge:
         return np.maximum(corrected, NOT_SAMPLED)
 
 
-def _deferred(
-    named: bytes, slots: Int64s, samples: Bools, counts: RowCounts, updates: BlockUpdates
-) -> Bools:
-    """Return which of the scheduled slots [B] are sampled later. updates: taken back with a
-    refusal."""
+def _deferred(named: bytes, slots: Int64s, samples: Bools) -> Bools:
+    """Return which of the scheduled slots [B] are sampled later."""
     wanted = read_bitmap(named)
     later = np.isin(slots, wanted) & samples
     if not 0 < np.count_nonzero(later) == wanted.size:
-        counts.remove(updates)
         fix = f"slots that sample in this step: {slots[samples].tolist()[:8]}"
         raise invalid("deferred", wanted.tolist()[:8], fix)
     return later

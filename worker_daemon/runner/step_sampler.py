@@ -1,5 +1,7 @@
-"""Sampling: from a step's last hidden states to the tokens that its rows go on with. On stages with
-the output layer."""
+"""Sampling: from a step's last hidden states to the tokens that its rows go on with, or to the
+outputs of those that pool. On the last stage."""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -7,7 +9,8 @@ from torch import Tensor
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.parts.step_parts import SamplerOutput, StepParts
 from worker_daemon.runner.row_tables import RowTables
-from worker_daemon.runner.sample_rows import Unsampled
+from worker_daemon.runner.sample_rows import Report, Unsampled
+from worker_daemon.runner.scheduled_step import ScheduledStep
 
 
 class StepSampler:
@@ -24,9 +27,14 @@ class StepSampler:
         assert chosen is not None, "the step has got this far"
         count = rows.slots_np.size
         if not rows.used | step.brought.used:
-            return SamplerOutput(chosen.greedy[:count])
+            return SamplerOutput(chosen.greedy[:count], step.pooled)
         logits = self._stage.compute_logits(chosen.hidden[:count])
-        return self._parts.sample(logits, rows, step.brought)
+        sampled = self._parts.sample(logits, rows, step.brought)
+        return replace(sampled, reports=sampled.reports + step.pooled) if step.pooled else sampled
+
+    def pool(self, hidden: Tensor, step: ScheduledStep) -> tuple[Report, ...]:
+        """Return the outputs of requests that end with a step, of its hidden states [N, H]."""
+        return self._parts.pool(hidden, step)
 
     def refuse(self, step: Unsampled, sampled: SamplerOutput, refused: Tensor) -> Tensor:
         """Write to this rank's rows what they refuse. Return int64 [2, R]: the tokens that they go

@@ -14,6 +14,7 @@ import numpy as np
 from rpc_schema.codec import Frame
 from rpc_schema.extensions import RequestExtension
 from rpc_schema.operations import StepMessage
+from rpc_schema.pooling import MAX_POOLED_BYTES, VALUE_BYTES, PoolingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.layers.prompt_attention import PLAN_TOKENS
 from worker_daemon.runner.parts.registry import HEAVIEST, heaviest_of_step
@@ -33,16 +34,18 @@ def largest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
     """Return the step with the most tokens and the most rows that sample, however few blocks there
     are."""
     num_seqs = limits.max_num_seqs
-    budget = min(limits.max_num_batched_tokens, num_seqs * limits.max_model_len)
+    budget = min(_most_tokens(limits), num_seqs * limits.max_model_len)
     lengths = [budget // num_seqs + (index < budget % num_seqs) for index in range(num_seqs)]
-    return with_all_parts(prefill_step(request, limits, lengths, HEAVIEST), limits)
+    step = prefill_step(request, limits, lengths, _heaviest(limits))
+    return with_all_parts(step, limits)
 
 
 def longest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
     """Return the step that takes longest: as many tokens of one prompt as a step may have, behind
     all the context that there can be."""
-    most = min(limits.max_num_batched_tokens, limits.max_model_len)
-    return _admit(request, limits, [limits.max_model_len], [most])
+    most = min(_most_tokens(limits), limits.max_model_len)
+    length = limits.max_model_len if _may_begin_later(limits) else most
+    return _admit(request, limits, [length], [most], _lightest(limits))
 
 
 def warm_up_steps(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticStep]:
@@ -59,15 +62,18 @@ def warm_up_steps(request: StepMessage, limits: StepLimits) -> Iterator[Syntheti
             limits.max_num_batched_tokens // num_seqs,
         ),
     )
-    for extensions in ((), HEAVIEST):
+    for extensions in dict.fromkeys((_lightest(limits), _heaviest(limits))):
         steps = [prefill_step(request, limits, [length] * num_seqs, extensions)]
-        if length < limits.block_size and length < limits.max_model_len:
+        if limits.generates and length < limits.block_size and length < limits.max_model_len:
             steps.append(_decode_step(request, num_seqs))
         yield from (with_all_parts(step, limits) if extensions else step for step in steps)
 
 
 def with_all_parts(step: SyntheticStep, limits: StepLimits) -> SyntheticStep:
-    """Return a step, all of whose rows sample, with what steps bring for every part."""
+    """Return a step, all of whose rows sample, with what steps bring for every part. A model that
+    does not generate has no such rows: its step stays as it is."""
+    if not limits.generates:
+        return step
     slots = read_bitmap(step.message.scheduled)
     extensions, frames = heaviest_of_step(slots, limits)
     message = msgspec.structs.replace(step.message, extensions=extensions)
@@ -82,13 +88,13 @@ def size_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticSt
     Each frees the rows before it; the caller frees the last ones.
     """
     most_seqs = min(limits.max_num_seqs, limits.num_blocks - 1)
-    for total in reversed(_powers_up_to(limits.max_num_batched_tokens)):
+    for total in reversed(_powers_up_to(_most_tokens(limits))):
         # As one prompt, as prompts just too short for a kernel of their own, and as short ones.
         wanted = (1, -(-total // _SHARED_LENGTH), -(-total // 16), total)
         for num_seqs in sorted({min(most_seqs, count) for count in wanted}):
             tokens = min(total, num_seqs * limits.max_model_len)
             lengths = [tokens // num_seqs + (i < tokens % num_seqs) for i in range(num_seqs)]
-            yield prefill_step(request, limits, lengths)
+            yield prefill_step(request, limits, lengths, _lightest(limits))
 
 
 def decode_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticStep]:
@@ -97,9 +103,12 @@ def decode_sweep(request: StepMessage, limits: StepLimits) -> Iterator[Synthetic
 
     Each frees the rows before it; the caller frees the last ones.
     """
+    if not _may_begin_later(limits):
+        return
     for num_seqs in _ladder_up_to(min(limits.max_num_seqs, limits.max_num_batched_tokens)):
         for length in _powers_up_to(min(limits.max_model_len, _MAX_SWEPT_KEYS // num_seqs)):
-            yield _admit(request, limits, [length] * num_seqs, [1] * num_seqs)
+            lengths, counts = [length] * num_seqs, [1] * num_seqs
+            yield _admit(request, limits, lengths, counts, _lightest(limits))
 
 
 _MAX_SWEPT_KEYS = 1 << 20
@@ -157,6 +166,28 @@ def _admit(
         ),
     )
     return SyntheticStep(message, (np.zeros(sum(lengths), "<i4").tobytes(),))
+
+
+def _lightest(limits: StepLimits) -> tuple[RequestExtension, ...]:
+    """Extensions that a request needs at least: a model that does not generate pools."""
+    return () if limits.generates else (PoolingParams(task=limits.pooling.tasks[0].task),)
+
+
+def _heaviest(limits: StepLimits) -> tuple[RequestExtension, ...]:
+    return HEAVIEST if limits.generates else _lightest(limits)
+
+
+def _most_tokens(limits: StepLimits) -> int:
+    """Return the tokens of the largest step, whose outputs must fit into its reply."""
+    most = limits.max_num_batched_tokens
+    if limits.generates or limits.pooling.tasks[0].states != "each":
+        return most
+    return min(most, MAX_POOLED_BYTES // VALUE_BYTES // limits.pooling.tasks[0].width)
+
+
+def _may_begin_later(limits: StepLimits) -> bool:
+    """Return True if the tokens of a request may have been computed in part."""
+    return limits.generates or limits.pooling.tasks[0].states == "last"
 
 
 def _powers_up_to(largest: int) -> list[int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from rpc_schema.config import MIN_STEP_DEADLINE_MS, CacheConfig, ModelConfig, SchedulerConfig
+from rpc_schema.pooling import PooledStates, PooledTask, PoolingSupport
 from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.layers.rotary import max_table_length
 from worker_daemon.models.config import read_model_config
@@ -69,6 +70,24 @@ def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedM
         saved=saved,
         config_files=_read_config_files(directory),
     )
+
+
+def pooling_support(decoder: DecoderConfig) -> PoolingSupport:
+    """Return the pooling that a model can do, in wire types."""
+    spec, head = decoder.pooler, decoder.pooler.head
+    states: PooledStates = spec.states
+    if head is None:
+        width = decoder.hidden_size
+        tasks = (
+            PooledTask(task="embed", width=width, states=states),
+            PooledTask(task="token_embed", width=width, states="each"),
+        )
+        return PoolingSupport(tasks=tasks)
+    if head.per_token:
+        task = PooledTask(task="token_classify", width=head.num_labels, states="each")
+    else:
+        task = PooledTask(task="classify", width=head.num_labels, states=states)
+    return PoolingSupport(tasks=(task,))
 
 
 def check_cache(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
@@ -138,7 +157,8 @@ def _check_directory(model: str, directory: Path, root: Path) -> None:
         raise CheckpointError(
             "no such directory", field="model", value=model, fix="the directory of config.json"
         )
-    for file in (file for suffix in READ_SUFFIXES for file in directory.glob(f"*{suffix}")):
+    patterns = [*(f"*{suffix}" for suffix in READ_SUFFIXES), "*/config.json"]
+    for file in (file for pattern in patterns for file in directory.glob(pattern)):
         if not file.resolve().is_relative_to(root):
             raise ConfigError(
                 "a file of the model is a link to outside this daemon's model roots",

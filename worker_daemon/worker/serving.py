@@ -27,6 +27,7 @@ from worker_daemon.runner.warmup import (
 )
 from worker_daemon.worker.loading import LoadedModel
 from worker_daemon.worker.rank_device import OpenedDevice
+from worker_daemon.worker.resolve import pooling_support
 
 
 class Serving:
@@ -193,4 +194,6 @@ def _limits(model: LoadedModel, plan: KVCacheConfig) -> StepLimits:
         block_size=model.config.cache.block_size,
         num_blocks=plan.num_blocks,
         groups=groups_of(plan),
+        generates=model.resolved.decoder.generates,
+        pooling=pooling_support(model.resolved.decoder),
     )

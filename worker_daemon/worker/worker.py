@@ -45,6 +45,7 @@ from worker_daemon.worker.memory_ledger import memory_line
 from worker_daemon.worker.memory_profile import check_step_deadline, profile_memory
 from worker_daemon.worker.profiling import PlainTrace, Profiler, ProfileRequest
 from worker_daemon.worker.rank_device import RankDevice
+from worker_daemon.worker.resolve import pooling_support
 from worker_daemon.worker.serving import Serving
 from worker_daemon.worker.weight_transfer.overrides import apply_overrides
 from worker_daemon.worker.weight_transfer.session import WeightTransfer
@@ -268,8 +269,11 @@ class Worker:
             self._serving_or_none.runner.state.mark_failed(seq)
 
     def get_supported_tasks(self, message: lc.GetSupportedTasks) -> lc.GetSupportedTasksReply:
-        """Return the tasks: every architecture of the registry generates."""
-        return lc.GetSupportedTasksReply(**self._identity(message), tasks=("generate",))
+        """Return the tasks: generation, if the model has an output layer, and pooling."""
+        decoder = self._model.resolved.decoder
+        pooling = [each.task for each in pooling_support(decoder).tasks]
+        tasks = (*(["generate"] if decoder.generates else []), *pooling)
+        return lc.GetSupportedTasksReply(**self._identity(message), tasks=tasks)
 
     def get_model_metadata(self, message: lc.GetModelMetadata) -> lc.GetModelMetadataReply:
         """Return the model's metadata."""
@@ -285,6 +289,8 @@ class Worker:
             dtype=str(model.resolved.dtype).removeprefix("torch."),
             eos_token_ids=decoder.eos_token_ids,
             attention_backend=model.attention.name,
+            generates=decoder.generates,
+            pooling=pooling_support(decoder),
         )
 
     # Weights.

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from rpc_schema.codec import Frame
 from rpc_schema.extensions import ReplyExtension, RequestExtension
+from rpc_schema.pooling import PoolingSupport
 
 
 class ExtensionFault(NamedTuple):
@@ -22,6 +23,8 @@ class ModelBounds:
     """Bounds of the loaded model on a request's extensions."""
 
     vocab_size: int
+    pooling: PoolingSupport | None = None
+    """None: unknown, and not checked."""
 
 
 class RequestPart:
@@ -33,6 +36,9 @@ class RequestPart:
     """Its extension of a step's reply; None if it reports nothing."""
     limits_running: ClassVar[bool] = False
     """True if `may_start` can return False."""
+    pools: ClassVar[bool] = False
+    """A request that has it samples nothing: the reply of the step that computes its last token has
+    its output, and ends it."""
     may_refuse: ClassVar[bool] = False
     """A request that has it may gain fewer tokens than its steps counted (StepResult.refused)."""
 
@@ -64,4 +70,11 @@ class RequestPart:
         Raises:
             BadFrameError: the frames do not fit.
         """
+        return {}
+
+    def read_outputs(
+        self, extension: Any, frames: Sequence[Frame], ended: Mapping[int, str]
+    ) -> Mapping[str, Any]:
+        """Return the outputs of a reply, by request, where the part pools. ended: the requests that
+        the step ends, by slot. Raises as read_reply does."""
         return {}

@@ -10,6 +10,7 @@ from rpc_schema.codec import Frame
 from rpc_schema.errors import BadFrameError
 from rpc_schema.extensions import ReplyExtension, RequestExtension
 from worker_client.parts.interface import ExtensionFault, ModelBounds, RequestPart
+from worker_client.parts.pooling import PoolingRequestPart
 from worker_client.parts.sampling import (
     LogprobsPart,
     RandomSamplingRequestPart,
@@ -23,6 +24,7 @@ PARTS: Final[tuple[RequestPart, ...]] = (
     RandomSamplingRequestPart(),
     StopTokensRequestPart(),
     LogprobsPart(),
+    PoolingRequestPart(),
 )
 
 _OF_REQUEST: Final[Mapping[type, RequestPart]] = MappingProxyType(
@@ -31,6 +33,7 @@ _OF_REQUEST: Final[Mapping[type, RequestPart]] = MappingProxyType(
 _OF_REPLY: Final[Mapping[type, RequestPart]] = MappingProxyType(
     {part.reply_extension: part for part in PARTS if part.reply_extension is not None}
 )
+NONE_POOLED: Final[Mapping[int, str]] = MappingProxyType({})
 KINDS: Final = tuple(_OF_REQUEST)
 """Types of extensions that a request may have."""
 
@@ -48,6 +51,11 @@ def reports(extensions: Extensions) -> bool:
 def may_refuse(extensions: Extensions) -> bool:
     """Return True if tokens of a request may be refused after a step has counted them."""
     return any(_OF_REQUEST[type(each)].may_refuse for each in extensions)
+
+
+def pools(extensions: Extensions) -> bool:
+    """Return True if a request samples nothing, and ends with an output."""
+    return any(_OF_REQUEST[type(each)].pools for each in extensions)
 
 
 def prefix_root(extensions: Extensions) -> bytes:
@@ -82,9 +90,10 @@ def read_reports(
     frames: Sequence[Frame],
     req_ids: Sequence[str],
     asked: Mapping[str, Extensions],
+    pooled: Mapping[int, str] = NONE_POOLED,
 ) -> Mapping[type[ReplyExtension], Mapping[str, Any]]:
     """Return the reports of a reply, by kind of extension and request id. asked: the extensions of
-    the requests that it may report on.
+    the requests that it may report on; pooled: those that the step ends, by slot.
 
     Raises:
         BadFrameError: the frames do not fit.
@@ -104,5 +113,8 @@ def read_reports(
             for each in carried
             if type(each) is part.extension
         }
-        found[type(extension)] = part.read_reply(extension, own, req_ids, theirs)
+        if part.pools:
+            found[type(extension)] = part.read_outputs(extension, own, pooled)
+        else:
+            found[type(extension)] = part.read_reply(extension, own, req_ids, theirs)
     return found

@@ -5,8 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rpc_schema.config import WorkerConfig
 from rpc_schema.kv_cache import BlockGroup, block_groups, request_blocks
+from rpc_schema.pooling import PoolingSupport
 from worker_client.loading import LoadedGroup
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler_output import Logprobs, SchedulerOutput, StepResult
@@ -28,6 +32,9 @@ class RequestOutput:
     num_preemptions: int
     logprobs: list[Logprobs] | None
     """One for each token, if the request asked for them."""
+    pooled: NDArray[np.float32] | None = None
+    """Output of a request that pools: float32 [width], or [num_prompt_tokens, width] of a task for
+    tokens. It has no token_ids."""
     error: str = ""
     """Reason for the failure if finish_reason is "error"; token_ids are the tokens before it."""
 
@@ -61,7 +68,7 @@ class SchedulerInterface(Protocol):
         """Process the tokens that a step sampled; return the requests that it finished.
 
         They may include tokens of requests that have finished meanwhile, and NO_TOKEN for requests
-        that have failed.
+        that have failed. Requests that pool end with their outputs (StepResult.pooled).
         """
 
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
@@ -92,6 +99,10 @@ class SchedulerLimits:
     groups: tuple[BlockGroup, ...] = ()
     """Groups of layers; each gives every request blocks of its own. Empty: one of block_size,
     without a window."""
+    generates: bool = True
+    """The model has an output layer for tokens."""
+    pooling: PoolingSupport | None = None
+    """None leaves requests that pool unchecked."""
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:
@@ -115,4 +126,6 @@ def scheduler_limits(model: LoadedGroup, config: WorkerConfig) -> SchedulerLimit
         eos_token_ids=model.metadata.eos_token_ids,
         vocab_size=model.metadata.vocab_size,
         groups=model.groups,
+        generates=model.metadata.generates,
+        pooling=model.metadata.pooling,
     )

@@ -3,6 +3,7 @@ preempts and admits; tokens count as computed only once the scheduler commits th
 
 from itertools import chain, islice
 
+from rpc_schema.pooling import MAX_POOLED_BYTES
 from worker_client.parts.registry import may_start
 from worker_client.scheduler.decode_groups import DecodeGroups
 from worker_client.scheduler.interface import SchedulerLimits
@@ -50,6 +51,10 @@ class Step:
         self._num_prefill_tokens = 0
         self._num_admitted_tokens = 0
         self._num_admitted_bytes = 0
+        self._num_output_bytes = 0
+        """Of the outputs of requests that end with the step."""
+        support = limits.pooling
+        self._whole_prompts = support is not None and support.whole_prompts
 
     @property
     def is_empty(self) -> bool:
@@ -95,6 +100,7 @@ class Step:
             if (
                 self._has_room(count, chunk)
                 and request.is_running
+                and self._fits_output(request, request.num_computed + count)
                 and (not request.unannounced or self._can_announce(request))
                 and self._extend(request, count)
             ):
@@ -121,6 +127,8 @@ class Step:
             count = min(request.num_tokens - num_cached, self._budget)
             if not self._has_room(count, chunk):
                 return
+            if request.pools and not self._may_pool(request, num_cached + count):
+                return
             self._blocks.begin(request, prefix, count)
             self._queues.start(request)
             self._announce(request)
@@ -146,7 +154,22 @@ class Step:
         budget, for several up to a chunk."""
         return count > 0 and (not self.prefills or self._num_prefill_tokens + count <= chunk)
 
+    def _may_pool(self, request: Request, end: int) -> bool:
+        """Return True if a waiting request that pools may be computed up to its token `end`."""
+        if self._whole_prompts and end < request.num_tokens:
+            return False
+        return self._fits_output(request, end)
+
+    def _fits_output(self, request: Request, end: int) -> bool:
+        """Return True if the step's reply has room for the output of a request that is computed up
+        to its token `end`."""
+        if end < request.num_tokens or not request.output_bytes:
+            return True
+        return self._num_output_bytes + request.output_bytes <= MAX_POOLED_BYTES
+
     def _prefill(self, request: Request, count: int) -> None:
+        if request.num_computed + count == request.num_tokens:
+            self._num_output_bytes += request.output_bytes
         self.prefills[request.id] = count
         self._num_prefill_tokens += count
         self._budget -= count

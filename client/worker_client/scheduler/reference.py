@@ -4,6 +4,11 @@ recompute. Takes the driver's calls, commits steps and processes their results."
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
+from rpc_schema.extensions import extension_of
+from rpc_schema.pooling import PoolingParams
 from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
 from worker_client.requests import GenerationRequest, seeded, validated
@@ -15,6 +20,10 @@ from worker_client.scheduler.request_blocks import RequestBlocks
 from worker_client.scheduler.request_queues import RequestQueues
 from worker_client.scheduler_output import SchedulerOutput, StepResult
 
+NOT_FINITE = (
+    "the model's output is not finite: its weights overflow or are damaged for this input; the "
+    "other requests are not affected"
+)
 NOT_A_NUMBER = (
     "the model's output for token {place} is not a number: its weights overflow or are damaged "
     "for this input; the other requests are not affected"
@@ -66,7 +75,8 @@ class Scheduler:
         for entry, request in adopted:
             self._queues.add(entry)
             reason = entry.take_again()
-            has_kv = request.num_computed_tokens and entry.num_tokens == len(request.token_ids)
+            is_whole = entry.num_tokens == len(request.token_ids) and entry.blocks.may_share
+            has_kv = request.num_computed_tokens and is_whole
             if reason is not None:
                 done.append(self._finish(entry, reason))
             elif has_kv and not self._queues.is_full:
@@ -112,7 +122,7 @@ class Scheduler:
             request.num_computed += count
             self._blocks.remember_later(request)
             if request.num_computed == request.num_tokens:
-                request.num_tokens += 1
+                request.num_tokens += not request.pools
                 request.last_step = self._num_steps
                 self._queues.end_prefill(request)
         self._in_flight.append(self._num_steps)
@@ -153,9 +163,27 @@ class Scheduler:
                 done.append(self._finish(request, reason))
             elif len(request.tokens) % block_size == 0 and request.is_running:
                 self._blocks.remember_later(request)
+        if result.reports:
+            for req_id, values in result.pooled.items():
+                done += self._take_output(find(req_id), values)
         for req_id, count in result.refused.items():
             self._take_back(find(req_id), count)
         return done
+
+    def _take_output(
+        self, request: Request | None, values: NDArray[np.float32]
+    ) -> list[RequestOutput]:
+        """End a request that pools with its output, float32 [rows, width]."""
+        if request is None:  # it has been aborted, or its output was there before
+            return []
+        if not np.isfinite(values).all():
+            if self._blocks.distrust(request):
+                self._begin_again(request)
+                return []
+            return [self._finish(request, "error", NOT_FINITE)]
+        params = extension_of(request.extensions, PoolingParams)
+        per_token = params is not None and params.task in ("token_embed", "token_classify")
+        return [self._finish(request, "stop", pooled=values if per_token else values[0])]
 
     def _take_back(self, request: Request | None, count: int) -> None:
         """Take back tokens that a step had counted for a request, which did not gain them."""
@@ -196,16 +224,25 @@ class Scheduler:
             place = len(request.tokens) + 1
             return [self._finish(request, "error", NOT_A_NUMBER.format(place=place))]
         request.go_on_from_known(num_void=request.num_in_flight - 1)
+        self._begin_again(request)
+        return []
+
+    def _begin_again(self, request: Request) -> None:
         if request.is_running:  # else it has been preempted, and waits already
             self._ended.append(request.id)
             self._queues.requeue(request)
-        return []
 
-    def _finish(self, request: Request, reason: FinishReason, error: str = "") -> RequestOutput:
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        error: str = "",
+        pooled: NDArray[np.float32] | None = None,
+    ) -> RequestOutput:
         if request.is_running and not error:
             self._blocks.remember(request)
         self._remove(request)
-        return request.output(reason, error)
+        return request.output(reason, error, pooled)
 
     def _remove(self, request: Request) -> None:
         if request.is_running:

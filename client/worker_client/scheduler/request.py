@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from rpc_schema.extensions import extension_of
 from rpc_schema.kv_cache import NUM_NULL_BLOCKS, BlockGroup, blocks_for
+from rpc_schema.pooling import PoolingParams, pooled_bytes
 from rpc_schema.sampling import LogprobsWanted, StopTokens
 from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
 from worker_client.errors import RequestError
-from worker_client.parts.registry import Extensions, may_refuse, prefix_root
+from worker_client.parts.registry import Extensions, may_refuse, pools, prefix_root
 from worker_client.requests import GenerationRequest, check_fits
 from worker_client.scheduler.interface import FinishReason, RequestOutput, SchedulerLimits
 from worker_client.scheduler_output import Logprobs, NewRequest
@@ -21,9 +23,11 @@ from worker_client.step_checks import (
     MAX_ADMITTED_BYTES,
     MAX_ADMITTED_TOKENS,
     WIRE_LIMITS,
+    GroupLimits,
     admission_bytes,
     extension_bytes,
     extension_fault,
+    pooling_admission_fault,
 )
 
 MAX_NOTE_BYTES = 64
@@ -92,6 +96,10 @@ class Request:
     num_void: int = 0
     """Number of tokens in flight that are to be ignored."""
     blocks: HeldBlocks = field(default_factory=HeldBlocks)
+    pools: bool = field(init=False)
+    """It samples nothing: it ends with an output of its last token's step."""
+    output_bytes: int = 0
+    """Bytes of that output."""
     logprobs: list[Logprobs] | None = field(init=False)
     """Log probabilities of the generated tokens; None if it does not report them."""
 
@@ -99,6 +107,7 @@ class Request:
         stops = extension_of(self.extensions, StopTokens)
         self.stop_ids = frozenset() if stops is None else frozenset(stops.token_ids)
         self.num_tokens = len(self.tokens)
+        self.pools = pools(self.extensions)
         self.logprobs = None if extension_of(self.extensions, LogprobsWanted) is None else []
         self.extension_bytes = extension_bytes(self.extensions)
         self.blocks.root = prefix_root(self.extensions)
@@ -107,6 +116,11 @@ class Request:
     def is_running(self) -> bool:
         """True if it has been admitted; else it waits."""
         return self.admission >= 0
+
+    @property
+    def most_computed(self) -> int:
+        """Number of its tokens that are ever computed: not the last one that is sampled."""
+        return self.limit if self.pools else self.limit - 1
 
     @property
     def least_computed(self) -> int:
@@ -168,7 +182,9 @@ class Request:
             note=msgspec.msgpack.encode(note),
         )
 
-    def output(self, reason: FinishReason, error: str = "") -> RequestOutput:
+    def output(
+        self, reason: FinishReason, error: str = "", pooled: NDArray[np.float32] | None = None
+    ) -> RequestOutput:
         """Return its output as it ends."""
         return RequestOutput(
             req_id=self.id,
@@ -178,6 +194,7 @@ class Request:
             num_cached_tokens=max(0, self.blocks.num_cached_tokens),
             num_preemptions=self.num_preemptions,
             logprobs=self.logprobs,
+            pooled=pooled,
             error=error,
         )
 
@@ -191,8 +208,10 @@ def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
     check_fits(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
     num_prompt = len(request.prompt_token_ids)
     limit = min(num_prompt + request.max_tokens, limits.max_model_len)
+    if request.pooling is not None:
+        limit = num_prompt
     usable = limits.num_blocks - NUM_NULL_BLOCKS
-    if limits.most_blocks(limit - 1) > usable:
+    if limits.most_blocks(limit - (request.pooling is None)) > usable:
         raise RequestError(
             f"{limit} tokens do not fit into {usable} blocks of {limits.block_size}",
             field="max_tokens",
@@ -202,7 +221,10 @@ def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
     size = limits.vocab_size  # a token that the model cannot produce ends nothing
     eos_token_ids = [token for token in limits.eos_token_ids if size is None or token < size]
     extensions = request.extensions(eos_token_ids)
-    fault = extension_fault(extensions, WIRE_LIMITS.vocab_size if size is None else size)
+    bounds = group_bounds(limits)
+    fault = extension_fault(extensions, bounds.bounds)
+    if fault is None:
+        fault = pooling_admission_fault(extensions, num_prompt, 0, bounds)
     if fault is not None:
         message = "a feature of the request is refused"
         raise RequestError(message, field=fault.field, value=fault.value, fix=fault.fix)
@@ -213,16 +235,40 @@ def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
         limit=limit,
         extensions=extensions,
     )
+    _note_pooling(made, limits)
     _check_admission(made, limits.block_groups)
     return made
 
 
+def group_bounds(limits: SchedulerLimits) -> GroupLimits:
+    """Return the bounds of a group on one request, as the checks of steps take them."""
+    return GroupLimits(
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        vocab_size=WIRE_LIMITS.vocab_size if limits.vocab_size is None else limits.vocab_size,
+        generates=limits.generates,
+        pooling=limits.pooling,
+    )
+
+
+def _note_pooling(made: Request, limits: SchedulerLimits) -> None:
+    """Note what a request's pooling means for its steps."""
+    params = extension_of(made.extensions, PoolingParams)
+    support = limits.pooling
+    found = None if params is None or support is None else support.find(params.task)
+    if params is None or support is None or found is None:
+        return
+    made.output_bytes = pooled_bytes(params, len(made.tokens), support)
+    if found.states != "last":
+        made.blocks.may_share = False  # its output needs the hidden states of all tokens
+
+
 def _check_admission(made: Request, groups: Sequence[BlockGroup]) -> None:
     """Check that a step can admit the request by itself: after a preemption with all its tokens."""
-    num_bytes = made.admission_bytes(made.limit - 1, groups)
-    if made.limit - 1 <= MAX_ADMITTED_TOKENS and num_bytes <= MAX_ADMITTED_BYTES:
+    num_tokens = made.most_computed
+    num_bytes = made.admission_bytes(num_tokens, groups)
+    if num_tokens <= MAX_ADMITTED_TOKENS and num_bytes <= MAX_ADMITTED_BYTES:
         return
-    most = min(MAX_ADMITTED_TOKENS, MAX_ADMITTED_BYTES * (made.limit - 1) // num_bytes)
+    most = min(MAX_ADMITTED_TOKENS, MAX_ADMITTED_BYTES * num_tokens // num_bytes)
     too_long = made.num_prompt_tokens > most
     raise RequestError(
         f"{made.limit} tokens are more than a step can admit",
@@ -266,5 +312,6 @@ def adopted_request(request: AdoptedRequest, limits: SchedulerLimits) -> Request
         num_preemptions=note.num_preemptions,
     )
     made.blocks.num_cached_tokens = note.num_cached_tokens
+    _note_pooling(made, limits)
     _check_admission(made, limits.block_groups)
     return made

@@ -12,27 +12,20 @@ import torch
 from torch import Tensor
 
 from rpc_schema.codec import Frame
-from rpc_schema.extensions import ReplyExtension, RequestExtension, StepExtension
+from rpc_schema.extensions import RequestExtension, StepExtension
 from rpc_schema.step import NewRequestData
 from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.contracts.sampling import Sampling
+from worker_daemon.models.pooler import Pooler
+from worker_daemon.runner.sample_rows import Report as Report
 from worker_daemon.runner.sample_rows import SampleRows
-from worker_daemon.runner.scheduled_step import ScheduledStep, StepLimits
+from worker_daemon.runner.scheduled_step import OutputSize, ScheduledStep, StepLimits
 
 Per: TypeAlias = Literal["token", "sequence", "sample"]
 """Entries of a step's column: one for each of its tokens, of its sequences, or of those that
 sample."""
 
 NO_BYTES: Final = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A part's addition to a step's reply."""
-
-    extension: ReplyExtension
-    columns: tuple[Tensor, ...]
-    """On the device; as many as the extension has frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +38,8 @@ class PartContext:
     is_last_stage: bool
     sampling: Sampling
     """Sampling kernels of the device."""
+    pooler: Pooler | None = None
+    """The model's conversion of hidden states; None on stages but the last."""
 
     @property
     def num_rows(self) -> int:
@@ -76,6 +71,8 @@ class StepPart:
     """A request that uses it may not gain every token that a step counts for it (`refuse`): then
     the host has upper bounds of its rows' lengths, and steps that use it have graphs of their
     own."""
+    pools: ClassVar[bool] = False
+    """A request that has its extension samples nothing: it ends with an output (`pool`)."""
 
     def __init__(self, context: PartContext) -> None:
         """Make what the feature keeps of the rows, all of which are free."""
@@ -136,6 +133,20 @@ class StepPart:
     def report(self, logits: Tensor, token_ids: Tensor, rows: SampleRows) -> Report | None:
         """Return what the reply is to tell. logits [R, V] as adjust_logits left them; token_ids
         int64 [R], NO_TOKEN where there was none to choose."""
+        return None
+
+    # Pooling.
+
+    def output_size(self, extension: Any, num_tokens: int, limits: StepLimits) -> OutputSize:
+        """Return the size of the output of a request of num_tokens, whose extension was judged.
+        Called where the part pools."""
+        raise NotImplementedError
+
+    def pool(self, hidden: Tensor, step: ScheduledStep) -> Report | None:
+        """Take in a step's hidden states [N, H], padding behind them, and return the outputs of
+        requests that end with it, if any. Called on the last stage, behind the forward pass and
+        outside of graphs, where the part pools and such a request has tokens in the step. Never
+        waits for the device."""
         return None
 
     # Memory.

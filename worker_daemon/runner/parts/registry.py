@@ -10,8 +10,10 @@ from rpc_schema.codec import Frame
 from rpc_schema.extensions import RequestExtension, StepExtension
 from worker_daemon.contracts.arrays import Int64s
 from worker_daemon.contracts.sampling import Sampling
+from worker_daemon.models.pooler import Pooler
 from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart
 from worker_daemon.runner.parts.interface import PartContext, StepPart
+from worker_daemon.runner.parts.pooling import PoolingPart
 from worker_daemon.runner.parts.random_sampling import RandomSamplingPart
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.parts.stop_tokens import StopTokensPart
@@ -22,6 +24,7 @@ PARTS: Final[tuple[type[StepPart], ...]] = (
     GrammarMasksPart,
     TokenLogprobsPart,
     StopTokensPart,
+    PoolingPart,
     RandomSamplingPart,  # which chooses the tokens
 )
 
@@ -46,9 +49,10 @@ def make_parts(
     *,
     is_first_stage: bool = True,
     is_last_stage: bool = True,
+    pooler: Pooler | None = None,
 ) -> StepParts:
     """Return the parts of one runner."""
-    context = PartContext(limits, device, is_first_stage, is_last_stage, sampling)
+    context = PartContext(limits, device, is_first_stage, is_last_stage, sampling, pooler)
     *parts, chooser = [part(context) for part in PARTS]
     assert isinstance(chooser, RandomSamplingPart)
     return StepParts([*parts, chooser], chooser, context)

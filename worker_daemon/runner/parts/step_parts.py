@@ -27,6 +27,7 @@ from worker_daemon.runner.parts.interface import (
 from worker_daemon.runner.sample_rows import BY_LOGITS, SampleRows
 from worker_daemon.runner.scheduled_step import (
     NOTHING_BROUGHT,
+    OutputSize,
     ScheduledStep,
     StepExtensions,
     StepLimits,
@@ -75,6 +76,7 @@ class StepParts:
         """Of those, the ones that its steps use."""
         self.refusing = sum(m.bit for m in self._members if m.part.may_refuse)
         """Bits of the parts that may refuse tokens."""
+        self._pooling = [m for m in self._members if m.part.pools]
         around = sum(m.bit for m in self._members if m.part.in_forward)
         self.in_forward = around | self.refusing
         """Bits of the parts that act around the forward pass, those that correct counts for it
@@ -93,6 +95,15 @@ class StepParts:
         """Return whether tokens of a request may be refused. Its extensions were judged."""
         members = ((self._of_request[type(each)].part, each) for each in extensions)
         return any(part.may_refuse and part.uses(each) for part, each in members)
+
+    def output_size(self, request: NewRequestData, limits: StepLimits) -> OutputSize | None:
+        """Return the size of the output of a new request that pools; None of one that samples. Its
+        extensions were judged."""
+        for extension in request.extensions:
+            part = self._of_request[type(extension)].part
+            if part.pools:
+                return part.output_size(extension, request.num_tokens, limits)
+        return None
 
     def judge_step(
         self, extensions: Sequence[StepExtension], frames: Sequence[Frame], limits: StepLimits
@@ -192,6 +203,13 @@ class StepParts:
         for _, part, own in self._with_columns(used, columns.extra):
             hidden = part.after_forward(hidden, own)
         return hidden
+
+    # Pooling.
+
+    def pool(self, hidden: Tensor, step: ScheduledStep) -> tuple[Report, ...]:
+        """Let the parts that pool take in a step's hidden states [N, H]; return the outputs."""
+        reports = (part.pool(hidden, step) for _, part in self._pooling)
+        return tuple(report for report in reports if report is not None)
 
     # Sampling.
 

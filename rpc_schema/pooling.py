@@ -1,0 +1,140 @@
+"""Pooling: requests that end with values of the model's hidden states instead of tokens."""
+
+from collections.abc import Iterable
+from typing import Annotated, Final, Literal, TypeAlias
+
+from msgspec import Meta
+
+from rpc_schema.base import Count, Extension, FramedExtension, Positive, RawInt32, RawUInt16, Value
+from rpc_schema.sampling import SamplingExtension
+
+PoolingTask: TypeAlias = Literal["embed", "classify", "token_embed", "token_classify"]
+"""embed: one vector of a prompt; classify: its scores, one for each label. The token_ tasks give
+one row for each token of the prompt."""
+
+PooledStates: TypeAlias = Literal["last", "first", "mean", "each"]
+"""Hidden states that an output is made of: that of the prompt's last or first token, the mean of
+all, or each by itself."""
+
+MAX_POOLED_BYTES: Final = 12 << 20
+"""Bound on the outputs of one step: they are part of its reply."""
+
+MAX_KEPT_BYTES: Final = 64 << 20
+"""Bound on the rows that chunks of prompts have given so far, of all requests of a rank."""
+
+VALUE_BYTES: Final = 4
+"""Bytes of a float32."""
+
+
+class PoolingParams(Extension, frozen=True, tag=9, kw_only=True):
+    """A request for values of the hidden states of its prompt: it samples nothing, and ends with
+    the step that computes its last token."""
+
+    task: PoolingTask
+    use_activation: bool | None = None
+    """Normalize an embedding to length 1, or give the scores of a classification as probabilities;
+    None: as the model's files say."""
+    dimensions: Count = 0
+    """Number of leading values to keep of an embedding, before it is normalized; 0: all."""
+
+
+class PooledOutputs(FramedExtension, frozen=True, tag=9, kw_only=True):
+    """Outputs of the requests that ended with a step. One frame: float32, the rows of one request
+    after those of another."""
+
+    slots: RawUInt16
+    """Slots of these requests, in the order of the frame."""
+    sizes: RawInt32
+    """Pairs (rows, values of a row), one for each slot."""
+
+    @property
+    def num_frames(self) -> int:
+        return 1
+
+
+class PooledTask(Value, frozen=True, kw_only=True):
+    """A task that the loaded model can do."""
+
+    task: PoolingTask
+    width: Positive
+    """Values of a row of output."""
+    states: PooledStates
+    """All but "last" need every token of the prompt computed: no prefix hit."""
+
+
+class PoolingSupport(Value, frozen=True, kw_only=True):
+    """The pooling that the loaded model can do."""
+
+    tasks: Annotated[tuple[PooledTask, ...], Meta(max_length=4)] = ()
+    whole_prompts: bool = False
+    """A prompt is computed in one step: its tokens see each other."""
+
+    def find(self, task: PoolingTask) -> PooledTask | None:
+        """Return a task, if the model can do it."""
+        return next((each for each in self.tasks if each.task == task), None)
+
+    @property
+    def names(self) -> str:
+        """The tasks, for messages."""
+        return ", ".join(each.task for each in self.tasks) or "none"
+
+
+NO_POOLING: Final = PoolingSupport()
+
+
+def sampling_kind(extensions: Iterable[Extension]) -> str | None:
+    """Return the name of an extension that is about sampling, if there is one: pooling excludes
+    it."""
+    found = (each for each in extensions if isinstance(each, SamplingExtension))
+    return next((type(each).__name__ for each in found), None)
+
+
+def pooling_fault(params: PoolingParams, support: PoolingSupport) -> tuple[str, object, str] | None:
+    """Return field, value and fix of the first thing that the loaded model cannot do; None if it
+    can do all."""
+    found = support.find(params.task)
+    if found is None:
+        return "task", params.task, f"ask for one of the model's tasks: {support.names}"
+    if not params.dimensions:
+        return None
+    if params.task not in ("embed", "token_embed"):
+        return "dimensions", params.dimensions, "leave it out: it shortens embeddings alone"
+    if params.dimensions > found.width:
+        return "dimensions", params.dimensions, f"use at most {found.width}"
+    return None
+
+
+def admission_fault(
+    params: PoolingParams,
+    num_tokens: int,
+    num_computed_tokens: int,
+    support: PoolingSupport,
+    max_num_batched_tokens: int,
+) -> tuple[str, object, str] | None:
+    """Return field, value and fix of the first reason to refuse a new request; None if there is
+    none."""
+    fault = pooling_fault(params, support)
+    if fault is not None:
+        return fault
+    found = support.find(params.task)
+    if found is not None and found.states != "last" and num_computed_tokens:
+        fix = "give 0: its output needs the hidden states of all tokens"
+        return "num_computed_tokens", num_computed_tokens, fix
+    if support.whole_prompts and num_tokens > max_num_batched_tokens:
+        fix = f"use at most max_num_batched_tokens = {max_num_batched_tokens} tokens: the model "
+        return "num_tokens", num_tokens, fix + "computes a prompt in one step"
+    num_bytes = pooled_bytes(params, num_tokens, support)
+    if num_bytes > MAX_POOLED_BYTES:
+        fix = (
+            f"use at most {MAX_POOLED_BYTES * num_tokens // num_bytes} tokens, or fewer dimensions"
+        )
+        return "num_tokens", num_tokens, fix
+    return None
+
+
+def pooled_bytes(params: PoolingParams, num_tokens: int, support: PoolingSupport) -> int:
+    """Return the bytes of a request's output. The model can do the task."""
+    found = support.find(params.task)
+    assert found is not None, "the task was checked"
+    rows = num_tokens if found.states == "each" else 1
+    return rows * (params.dimensions or found.width) * VALUE_BYTES

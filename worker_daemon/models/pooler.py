@@ -1,0 +1,63 @@
+"""From hidden states to the outputs of requests that pool: final norm, head, activation.
+
+Shapes: N rows, H hidden size, W values of an output.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from worker_daemon.layers.linear_method import LinearMethod
+from worker_daemon.layers.norm import RMSNorm
+from worker_daemon.layers.parameter import Parameter, Piece, whole_vector
+from worker_daemon.layers.setup import LayerSetup
+from worker_daemon.models.description import HeadSpec, PoolerSpec
+
+
+class Pooler:
+    """Owned by the last stage; its head is whole on every rank. It is small, and never waits for
+    the device."""
+
+    def __init__(self, norm: RMSNorm, spec: PoolerSpec, setup: LayerSetup) -> None:
+        """norm: the final one, which the output layer may use too."""
+        self._norm = norm
+        self._spec = spec
+        self.hidden_size = setup.hidden_size
+        self._head = None if spec.head is None else _matrix(spec.head, setup)
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """Residual stream [N, H] -> the model's last hidden states [N, H], in its dtype."""
+        return self._norm.forward(hidden)
+
+    def embed(self, states: Tensor, dimensions: int, use_activation: bool | None) -> Tensor:
+        """states [N, H] -> float32 [N, dimensions], or [N, H] where that is 0."""
+        values = states.float()
+        if dimensions:
+            values = values[:, :dimensions]
+        normalize = self._spec.normalize if use_activation is None else use_activation
+        return functional.normalize(values, dim=-1) if normalize else values
+
+    def classify(self, states: Tensor, use_activation: bool | None) -> Tensor:
+        """states [N, H] -> float32 [N, labels]. Of a model with a head."""
+        head = self._spec.head
+        assert self._head is not None and head is not None, "the task was checked"
+        dtype = next(self._head.parameters()).data.dtype
+        scores = self._head.forward(states.to(dtype)).float()
+        if use_activation is False or head.activation == "none":
+            return scores
+        return scores.softmax(-1) if head.activation == "softmax" else torch.sigmoid(scores)
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Yield those that are not the norm's."""
+        if self._head is not None:
+            yield from self._head.parameters()
+
+
+def _matrix(spec: HeadSpec, setup: LayerSetup) -> LinearMethod:
+    shape = (spec.num_labels, setup.hidden_size)
+    whole = tuple(slice(0, size) for size in shape)
+    weight = Piece(f"{spec.prefix}.weight", shape, whole, whole)
+    bias = whole_vector(f"{spec.prefix}.bias", spec.num_labels, "bias") if spec.bias else None
+    return setup.linear_method(spec.prefix, shape, (weight,), None if bias is None else (bias,))

@@ -1,0 +1,134 @@
+"""Pooling in a model's files: what its architecture in config.json says, and modules.json of
+sentence-transformers. Pure; raises ConfigError, which names field and fix."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import PurePosixPath
+from types import MappingProxyType
+from typing import Final, Literal
+
+from worker_daemon.errors import ConfigError
+from worker_daemon.models.description import DecoderConfig, HeadSpec, PoolerSpec
+from worker_daemon.models.fields import Fields
+
+MODULES_FILE: Final = "modules.json"
+_CAUSAL = "ForCausalLM"
+_SEQUENCE = "ForSequenceClassification"
+_TOKEN = "ForTokenClassification"  # a class's name
+_BARE = "Model"
+_MAX_LABELS: Final = 1 << 16
+_DEFAULT_LABELS: Final = 2
+_POOLING_MODES: Final[Mapping[str, Literal["last", "first", "mean"]]] = MappingProxyType(
+    {
+        "pooling_mode_lasttoken": "last",
+        "pooling_mode_cls_token": "first",
+        "pooling_mode_mean_tokens": "mean",
+    }
+)
+_ACTIVATIONS: Final[Mapping[str, Literal["softmax", "sigmoid", "none"]]] = MappingProxyType(
+    {
+        "single_label_classification": "softmax",
+        "multi_label_classification": "sigmoid",
+        "regression": "none",
+    }
+)
+
+
+def causal_name(architecture: str) -> str:
+    """Return the generating architecture with the same layers."""
+    for suffix in (_SEQUENCE, _TOKEN, _BARE):
+        if architecture.endswith(suffix):
+            return architecture.removesuffix(suffix) + _CAUSAL
+    return architecture
+
+
+def read_architecture(config: DecoderConfig, fields: Fields) -> DecoderConfig:
+    """Return the model with the head of its architecture: for tokens, for labels, or none."""
+    name = config.architecture
+    if name.endswith((_SEQUENCE, _TOKEN)):
+        per_token = name.endswith(_TOKEN)
+        head = HeadSpec("score", num_labels(fields), per_token, per_token, _activation(fields))
+        return replace(config, generates=False, pooler=PoolerSpec(head=head))
+    return replace(config, generates=name.endswith(_CAUSAL))
+
+
+def num_labels(fields: Fields) -> int:
+    """Return the number of a classifier's outputs."""
+    names = fields.optional_object("id2label")
+    if names is None:
+        return fields.integer("num_labels", _DEFAULT_LABELS, maximum=_MAX_LABELS)
+    if not 1 <= len(names) <= _MAX_LABELS:
+        raise fields.error("id2label", f"must have 1 to {_MAX_LABELS} labels")
+    return len(names)
+
+
+def _activation(fields: Fields) -> Literal["softmax", "sigmoid", "none"]:
+    kind = fields.optional_text("problem_type")
+    if kind is None:
+        return "sigmoid" if num_labels(fields) == 1 else "softmax"
+    if kind not in _ACTIVATIONS:
+        raise fields.error("problem_type", "is unknown", "use one of " + ", ".join(_ACTIVATIONS))
+    return _ACTIVATIONS[kind]
+
+
+def pooling_config_path(modules: object) -> str:
+    """Return the path, in the model's directory, of the pooling module's configuration."""
+    for kind, path in _modules(modules):
+        if kind == "Pooling":
+            return f"{path}/config.json"
+    raise _error("its modules pool nothing", "add a Pooling module")
+
+
+def read_modules(config: DecoderConfig, modules: object, pooling: Fields) -> DecoderConfig:
+    """Return the embedding model that these modules make of a model. pooling: the configuration of
+    the Pooling module."""
+    kinds = [kind for kind, _ in _modules(modules)]
+    if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
+        chain = "Transformer, Pooling and, if wanted, Normalize"
+        raise _error(f"modules {', '.join(kinds)} are not supported", f"use {chain}")
+    chosen = [name for name in _POOLING_MODES if pooling.flag(name, False)]
+    others = [
+        f"pooling_mode_{name}"
+        for name in ("max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens")
+        if pooling.flag(f"pooling_mode_{name}", False)
+    ]
+    if others or len(chosen) > 1:
+        field = (others or chosen)[0]
+        raise pooling.error(
+            field, "is not supported here", f"use one of {', '.join(_POOLING_MODES)}"
+        )
+    mode = _POOLING_MODES[chosen[0]] if chosen else _named_mode(pooling)
+    if not pooling.flag("include_prompt", True):
+        raise pooling.error("include_prompt", "must be true: prompts are pooled whole")
+    spec = PoolerSpec(mode, normalize=kinds[-1] == "Normalize")
+    return replace(config, generates=False, pooler=spec)
+
+
+def _named_mode(pooling: Fields) -> Literal["last", "first", "mean"]:
+    """Newer releases of sentence-transformers write one name."""
+    names = {"lasttoken": "last", "cls": "first", "mean": "mean"}
+    mode = pooling.optional_text("pooling_mode")
+    for name in _POOLING_MODES.values():
+        if mode is not None and names.get(mode) == name:
+            return name
+    raise pooling.error("pooling_mode", "is not supported", "use lasttoken, cls or mean")
+
+
+def _modules(modules: object) -> list[tuple[str, str]]:
+    """Return kind and path of each module, in order."""
+    if not isinstance(modules, list) or not 1 <= len(modules) <= 16:
+        raise _error("it is no list of modules", "write it with sentence-transformers")
+    found = []
+    for module in modules:
+        fields = Fields(module if isinstance(module, dict) else {}, prefix=f"{MODULES_FILE}: ")
+        kind, path = fields.text("type").rpartition(".")[2], fields.text("path", "")
+        if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+            raise fields.error("path", "leads out of the model's directory")
+        if kind == "Transformer" and path:
+            raise fields.error("path", "is not empty", "keep config.json beside modules.json")
+        found.append((kind, path))
+    return found
+
+
+def _error(problem: str, fix: str) -> ConfigError:
+    return ConfigError(f"{MODULES_FILE}: {problem}", field=MODULES_FILE, value=None, fix=fix)

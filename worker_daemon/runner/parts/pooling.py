@@ -1,0 +1,237 @@
+"""Pooling: outputs made of a prompt's hidden states, which end its request.
+
+Shapes: N tokens of a step, H hidden size, S rows, R rows of one kind, W values of an output.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rpc_schema.pooling import (
+    PooledOutputs,
+    PooledStates,
+    PoolingParams,
+    admission_fault,
+    pooled_bytes,
+    sampling_kind,
+)
+from rpc_schema.step import NewRequestData
+from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
+from worker_daemon.device.pinned import upload
+from worker_daemon.models.pooler import Pooler
+from worker_daemon.runner.parts.interface import PartContext, Report, StepPart
+from worker_daemon.runner.scheduled_step import OutputSize, ScheduledStep, StepLimits, invalid
+
+
+class _Rows(NamedTuple):
+    """Rows of a step that have one request's extension in common. Host memory, [R] each."""
+
+    slots: Int64s
+    firsts: Int64s
+    """Index of each row's first token in the step."""
+    num_tokens: Int64s
+    """Tokens in the step."""
+    starts: Int32s
+    """Their first position."""
+    ends: Int32s
+    """Length of the prompt so far."""
+    is_last: Bools
+    """The prompt is complete."""
+
+    def take(self, chosen: Sequence[int] | Int64s) -> "_Rows":
+        """Return the rows with these indices."""
+        return _Rows(
+            self.slots[chosen],
+            self.firsts[chosen],
+            self.num_tokens[chosen],
+            self.starts[chosen],
+            self.ends[chosen],
+            self.is_last[chosen],
+        )
+
+
+class _Outputs(NamedTuple):
+    """Outputs of some rows."""
+
+    slots: Int64s
+    """[R]"""
+    sizes: Int64s
+    """[R, 2]: rows and values of a row."""
+    values: Tensor
+    """float32, the rows of one request after those of another, [n, W]."""
+
+
+def _tokens_of(rows: _Rows, hidden: Tensor) -> Tensor:
+    """Return the hidden states of the rows' tokens, [n, H]."""
+    first, num = int(rows.firsts[0]), int(rows.num_tokens.sum())
+    if int(rows.firsts[-1] + rows.num_tokens[-1]) - first == num:  # no other row is between them
+        return hidden[first : first + num]
+    places = np.repeat(rows.firsts, rows.num_tokens)
+    places += np.arange(num) - np.repeat(
+        np.cumsum(rows.num_tokens) - rows.num_tokens, rows.num_tokens
+    )
+    return hidden.index_select(0, upload(places, hidden.device))
+
+
+class PoolingPart(StepPart):
+    """Keeps, between the chunks of a prompt, the sum of its hidden states or the outputs of its
+    tokens, on the last stage alone. What requests that were ended early have left is freed by the
+    next step that pools."""
+
+    request_extension = PoolingParams
+    pools = True
+
+    def __init__(self, context: PartContext) -> None:
+        num_rows = context.num_rows
+        self._pooler = context.pooler
+        self._support = context.limits.pooling
+        self._params: list[PoolingParams | None] = [None] * num_rows
+        self._num_tokens = np.zeros(num_rows, np.int32)
+        """[S] tokens of the prompts."""
+        self._kept: dict[int, list[Tensor]] = {}
+        """By slot, float32 [n, W] of each chunk so far."""
+        self._sums: Tensor | None = None
+        """float32 [S, H]: sums of hidden states, where the model pools their mean."""
+        if self._pooler is not None and any(t.states == "mean" for t in self._support.tasks):
+            shape = (num_rows, self._pooler.hidden_size)
+            self._sums = torch.zeros(shape, dtype=torch.float32, device=context.device)
+
+    def judge(self, extension: PoolingParams, request: NewRequestData, limits: StepLimits) -> None:
+        name = f"scheduled_new_reqs[{request.req_id}]"
+        kind = sampling_kind(request.extensions)
+        if kind is not None:
+            raise invalid(f"{name}.extensions", kind, "leave it out: PoolingParams sample nothing")
+        fault = admission_fault(
+            extension,
+            request.num_tokens,
+            request.num_computed_tokens,
+            limits.pooling,
+            limits.max_num_batched_tokens,
+        )
+        if fault is not None:
+            field, value, fix = fault
+            raise invalid(f"{name}.{field}", value, fix)
+
+    def uses(self, extension: PoolingParams) -> bool:
+        """It does nothing where others sample."""
+        return False
+
+    def admit(
+        self, requests: Sequence[NewRequestData], extensions: Sequence[PoolingParams | None]
+    ) -> None:
+        for request, params in zip(requests, extensions, strict=True):
+            self._params[request.slot] = params
+            self._num_tokens[request.slot] = request.num_tokens
+            self._kept.pop(request.slot, None)
+
+    def output_size(
+        self, extension: PoolingParams, num_tokens: int, limits: StepLimits
+    ) -> OutputSize:
+        total = pooled_bytes(extension, num_tokens, limits.pooling)
+        is_each = self._states(extension) == "each"
+        return OutputSize(total, total // num_tokens if is_each else 0)
+
+    @torch.inference_mode()
+    def pool(self, hidden: Tensor, step: ScheduledStep) -> Report | None:
+        assert step.pooling is not None, "a row of the step pools"
+        for slot in self._kept.keys() - set(step.pooling.tolist()):
+            del self._kept[slot]
+        outputs: list[_Outputs] = []
+        for params, rows in self._by_params(step).items():
+            outputs += self._pool(params, rows, hidden)
+        if not outputs:
+            return None
+        extension = PooledOutputs(
+            slots=np.concatenate([each.slots for each in outputs]).astype("<u2").tobytes(),
+            sizes=np.concatenate([each.sizes for each in outputs]).astype("<i4").tobytes(),
+        )
+        frame = torch.cat([each.values.flatten() for each in outputs])
+        return Report(extension, (frame,), per_row=False)
+
+    def _by_params(self, step: ScheduledStep) -> Mapping[PoolingParams, _Rows]:
+        """Return the step's rows that pool, by the extension of their requests."""
+        num_tokens = step.num_tokens.astype(np.int64)
+        of_step = _Rows(
+            step.slots,
+            np.cumsum(num_tokens) - num_tokens,
+            num_tokens,
+            step.starts,
+            step.ends,
+            step.ends == self._num_tokens[step.slots],
+        )
+        indices: defaultdict[PoolingParams, list[int]] = defaultdict(list)
+        for index, slot in enumerate(step.slots.tolist()):
+            params = self._params[slot]
+            if params is not None:
+                indices[params].append(index)
+        return {params: of_step.take(chosen) for params, chosen in indices.items()}
+
+    def _pool(self, params: PoolingParams, rows: _Rows, hidden: Tensor) -> "list[_Outputs]":
+        """Return the outputs of those of the rows whose prompt is complete."""
+        states = self._states(params)
+        if states == "each":
+            return self._pool_each(params, rows, hidden)
+        if states == "mean":
+            pooled = self._mean(rows, hidden)
+            rows = rows.take(np.flatnonzero(rows.is_last))
+        else:
+            rows = rows.take(np.flatnonzero(rows.is_last))
+            places = rows.firsts if states == "first" else rows.firsts + rows.num_tokens - 1
+            chosen = hidden.index_select(0, upload(places, hidden.device))
+            pooled = self._of_stage.states(chosen)
+        if not rows.slots.size:
+            return []
+        values = self._finish(params, pooled)
+        sizes = np.full((rows.slots.size, 2), (1, values.shape[1]))
+        return [_Outputs(rows.slots, sizes, values)]
+
+    def _pool_each(self, params: PoolingParams, rows: _Rows, hidden: Tensor) -> "list[_Outputs]":
+        values = self._finish(params, self._of_stage.states(_tokens_of(rows, hidden)))
+        done = []
+        for slot, chunk, is_last in zip(
+            rows.slots.tolist(),
+            torch.split(values, rows.num_tokens.tolist()),
+            rows.is_last.tolist(),
+            strict=True,
+        ):
+            if not is_last:
+                self._kept.setdefault(slot, []).append(chunk.clone())
+                continue
+            whole = torch.cat([*self._kept.pop(slot, ()), chunk])
+            done.append(_Outputs(np.array([slot]), np.array([whole.shape]), whole))
+        return done
+
+    def _mean(self, rows: _Rows, hidden: Tensor) -> Tensor:
+        """Return the means [R', H] of the prompts that are complete; add up those that are not."""
+        assert self._sums is not None, "the model pools means"
+        device = hidden.device
+        states = self._of_stage.states(_tokens_of(rows, hidden)).float()
+        lengths, slots, goes_on, ends = (
+            upload(column, device)
+            for column in (rows.num_tokens, rows.slots, rows.starts > 0, rows.ends)
+        )
+        sums = torch.segment_reduce(states, "sum", lengths=lengths, unsafe=True)
+        sums += torch.where(goes_on.unsqueeze(1), self._sums[slots], 0.0)
+        self._sums[slots] = sums
+        means = sums / ends.unsqueeze(1)
+        return means[upload(np.flatnonzero(rows.is_last), device)]
+
+    def _finish(self, params: PoolingParams, states: Tensor) -> Tensor:
+        """states [n, H] -> float32 [n, W]."""
+        if params.task in ("embed", "token_embed"):
+            return self._of_stage.embed(states, params.dimensions, params.use_activation)
+        return self._of_stage.classify(states, params.use_activation)
+
+    @property
+    def _of_stage(self) -> Pooler:
+        assert self._pooler is not None, "the last stage pools"
+        return self._pooler
+
+    def _states(self, params: PoolingParams) -> PooledStates:
+        found = self._support.find(params.task)
+        assert found is not None, "the task was checked"
+        return found.states
