@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from worker_daemon.errors import CapacityError, ConfigError, DeviceError
+from worker_daemon.errors import CapacityError, ConfigError, DeviceError, config_error
 
 _SUCCESS: Final = 0
 _OUT_OF_MEMORY: Final = 2
@@ -151,9 +151,5 @@ def _call(function: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
 
 
 def _unusable(why: str) -> ConfigError:
-    return ConfigError(
-        f"this device's memory cannot be unmapped and mapped again: {why}",
-        field="enable_sleep_mode",
-        value=True,
-        fix="load without it",
-    )
+    problem = f"this device's memory cannot be unmapped and mapped again: {why}"
+    return config_error("enable_sleep_mode", True, problem, "load without it")
