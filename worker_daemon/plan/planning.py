@@ -32,10 +32,8 @@ from worker_daemon.device.memory import MemorySnapshot, request_memory
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import CapacityError, config_error
-from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.embedding import padded_vocab_size
 from worker_daemon.layers.torch_ops import TorchOps
-from worker_daemon.models.decoder import DecoderStage, build_stage
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.plan.step_memory import StageWidths, estimate_step_bytes
 from worker_daemon.runner.kv_cache import describe_layers
@@ -357,7 +355,8 @@ def _rank_sizes(parallel: ParallelConfig, resolved: ResolvedModel) -> list[_Rank
 
 
 def _measure(state: ParallelState, layers: range, resolved: ResolvedModel) -> _RankSizes:
-    stage = _build_stage(state, layers, resolved)
+    tp = tensor_parallel(state.tp_rank, state.tp_size)
+    stage = resolved.build_stage(layers, state, tp, TorchOps())
     specs = describe_layers(stage.kv_layer_specs, resolved.dtype)
     decoder, tp_size = resolved.decoder, state.tp_size
     q_size = decoder.num_attention_heads // tp_size * decoder.head_dim
@@ -384,19 +383,3 @@ def _measure(state: ParallelState, layers: range, resolved: ResolvedModel) -> _R
 
 def _without_windows(layers: Sequence[KVCacheSpec]) -> list[KVCacheSpec]:
     return [msgspec.structs.replace(layer, sliding_window=None) for layer in layers]
-
-
-def _build_stage(state: ParallelState, layers: range, resolved: ResolvedModel) -> DecoderStage:
-    """Build a stage as worker/loading.py does, on a device that keeps shapes alone."""
-    return build_stage(
-        resolved.decoder,
-        layers,
-        state.is_first_stage,
-        state.is_last_stage,
-        tensor_parallel(state.tp_rank, state.tp_size),
-        resolved.dtype,
-        torch.device("meta"),
-        resolved.max_model_len,
-        NullAttention(),
-        TorchOps(),
-    )

@@ -19,12 +19,11 @@ from worker_daemon.device.init import supports
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import LinkedTensorParallel
 from worker_daemon.errors import CapacityError, config_error
-from worker_daemon.layers.attention import HeadSizes, NullAttention
+from worker_daemon.layers.attention import HeadSizes
 from worker_daemon.layers.attention_choice import ChosenAttention, choose_attention
 from worker_daemon.layers.rotary import rotary_table
 from worker_daemon.models.decoder import (
     DecoderStage,
-    build_stage,
     checkpoint_names,
     checkpoint_shapes,
 )
@@ -308,18 +307,8 @@ def _build_stage(resolved: ResolvedModel, place: RankPlace, memory: TaggedMemory
     it."""
     decoder, parallel = resolved.decoder, place.parallel
     check_partition(decoder, parallel.pp_size, parallel.tp_size)
-    stage = build_stage(
-        decoder,
-        _partition(decoder, place)[parallel.pp_rank],
-        parallel.is_first_stage,
-        parallel.is_last_stage,
-        place.tp,
-        resolved.dtype,
-        torch.device("meta"),
-        resolved.max_model_len,
-        NullAttention(),
-        place.backend.make_ops(),
-    )
+    layers = _partition(decoder, place)[parallel.pp_rank]
+    stage = resolved.build_stage(layers, parallel, place.tp, place.backend.make_ops())
     rotary = rotary_table(decoder.rope, resolved.max_model_len, place.device)
     memory.hold_stage(stage, rotary)
     return stage

@@ -9,9 +9,14 @@ from pathlib import Path
 import torch
 
 from rpc_schema.config import MIN_STEP_DEADLINE_MS, CacheConfig, ModelConfig, SchedulerConfig
+from worker_daemon.contracts.layer_ops import LayerOps
+from worker_daemon.distributed.parallel_state import ParallelState
+from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.errors import CheckpointError, config_error
+from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.rotary import max_table_length
 from worker_daemon.models.config import read_model_config
+from worker_daemon.models.decoder import DecoderStage, build_stage
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.saved_set import (
     CONFIG_FILES,
@@ -44,6 +49,23 @@ class ResolvedModel:
     """The saved set, for load_formats sharded_state and tensorizer; None for the others."""
     config_files: Mapping[str, bytes]
     """Content of CONFIG_FILES, for a save to keep: the directory may be removed by then."""
+
+    def build_stage(
+        self, layers: range, place: ParallelState, tp: TensorParallel, ops: LayerOps
+    ) -> DecoderStage:
+        """Return a rank's stage without memory: its parameters have shapes alone."""
+        return build_stage(
+            self.decoder,
+            layers,
+            place.is_first_stage,
+            place.is_last_stage,
+            tp,
+            self.dtype,
+            torch.device("meta"),
+            self.max_model_len,
+            NullAttention(),
+            ops,
+        )
 
 
 def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedModel:

@@ -157,12 +157,12 @@ class Uploads:
     def _begin(self, chunk: UploadChunk, num_bytes: int) -> _Entry:
         needed = _pages(num_bytes)
         if self._num_bytes + needed > self._max_bytes:
-            raise CapacityError(
+            raise _no_room(
+                "shape",
+                chunk.shape,
                 f"the tensor needs {needed} bytes of host memory; of the {self._max_bytes} for "
                 f"uploads {self._num_bytes} are taken",
-                field="shape",
-                value=chunk.shape,
-                fix=f"{_MAKE_ROOM}, or start the daemon with a larger --upload-memory-bytes",
+                ", or start the daemon with a larger --upload-memory-bytes",
             )
         num_unfinished = sum(entry.whole is None for entry in self._entries.values())
         for number, limit, what in (
@@ -170,21 +170,13 @@ class Uploads:
             (num_unfinished, MAX_UNFINISHED, "uploads are unfinished"),
         ):
             if number >= limit:
-                raise CapacityError(
-                    f"{limit} {what} already",
-                    field="content_hash",
-                    value=chunk.content_hash.hex(),
-                    fix=_MAKE_ROOM,
-                )
+                name = chunk.content_hash.hex()
+                raise _no_room("content_hash", name, f"{limit} {what} already")
         try:
             entry = _Entry(chunk, num_bytes)
         except (OSError, MemoryError) as error:
-            raise CapacityError(
-                f"the host has no {needed} bytes for the tensor: {error}",
-                field="shape",
-                value=chunk.shape,
-                fix=_MAKE_ROOM,
-            ) from None
+            problem = f"the host has no {needed} bytes for the tensor: {error}"
+            raise _no_room("shape", chunk.shape, problem) from None
         self._entries[chunk.content_hash] = entry
         self._num_bytes += needed
         return entry
@@ -199,6 +191,10 @@ class Uploads:
             if self._entries.get(name) is not entry:
                 raise StateError("a reset dropped the upload", fix="send all of it again")
             entry.finish()
+
+
+def _no_room(field: str, value: object, problem: str, or_else: str = "") -> CapacityError:
+    return CapacityError(problem, field=field, value=value, fix=f"{_MAKE_ROOM}{or_else}")
 
 
 def _check_place(chunk: UploadChunk) -> int:
