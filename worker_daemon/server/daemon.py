@@ -184,7 +184,6 @@ class Daemon:
         self._threads = _Threads(step, completion, guard, watch, sockets.doorbell)
         self._tasks: set[asyncio.Future[None]] = set()
         self._signals = 0
-        # The parts that answer control requests and publish events.
         progress, post = self._progress, self._threads.post
         lease = Lease(time.monotonic, suspended_s)
         self._draining = Draining(post, lambda: self._events.publish_heartbeat(), lease, progress)
