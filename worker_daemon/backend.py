@@ -8,7 +8,7 @@ import torch
 
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.contracts.sampling import Sampling
-from worker_daemon.distributed.symmetric import Window
+from worker_daemon.contracts.window import Window
 from worker_daemon.distributed.tp import MakeReducer, Reducer
 from worker_daemon.layers.attention_choice import ChosenAttention
 from worker_daemon.layers.torch_attention import TorchPagedAttention

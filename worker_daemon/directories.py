@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from rpc_schema.safe_paths import WRITABLE_BY_OTHERS, why_unsafe
-from worker_daemon.errors import ConfigError, StartLaterError
+from worker_daemon.errors import ConfigError, StartLaterError, config_error
 
 _APPLICATION = "worker-daemon"
 _TRANSIENT: Final = frozenset(
@@ -58,12 +58,8 @@ def claim_directory(
     if owner != os.geteuid():  # not even root's: we could not keep it safe
         why = f"belongs to user {owner}"
     if why:
-        raise ConfigError(
-            f"{directory}, for {purpose}, {why}",
-            field=field,
-            value=str(directory),
-            fix=_fix(directory, why, field, forbidden),
-        )
+        fix = _fix(directory, why, field, forbidden)
+        raise config_error(field, str(directory), f"{directory}, for {purpose}, {why}", fix)
     return directory
 
 
@@ -87,11 +83,11 @@ def unusable(
             value=str(place),
             fix="make room (disk, inodes, memory, open files), then start again",
         )
-    return ConfigError(
+    return config_error(
+        field,
+        str(place),
         message,
-        field=field,
-        value=str(place),
-        fix=fix or f"give {_shown(field)} with a directory that user {os.geteuid()} may write",
+        fix or f"give {_shown(field)} with a directory that user {os.geteuid()} may write",
     )
 
 

@@ -124,6 +124,11 @@ class ConfigError(WorkerError):
     code = "CONFIG"
 
 
+def config_error(field: str, value: object, problem: str, fix: str | None = None) -> ConfigError:
+    """Return the error for one value: the problem, then field, value and fix."""
+    return ConfigError(problem, field=field, value=value, fix=fix)
+
+
 class CheckpointError(ConfigError):
     code = "CHECKPOINT"
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from worker_daemon.errors import ConfigError
+from worker_daemon.errors import config_error
 
 _SIOCGIFADDR: Final = 0x8915
 """netdevice(7): the IPv4 address of an interface, in a struct ifreq of 40 bytes."""
@@ -34,11 +34,11 @@ def interface_address(name: str) -> str:
         if address:
             return address
         known = ", ".join(entry[1] for entry in socket.if_nameindex())
-        raise ConfigError(
+        raise config_error(
+            "data-interface",
+            name,
             f"it has no address that other hosts could use: {error.strerror}",
-            field="data-interface",
-            value=name,
-            fix=f"name one of {known} that has an IPv4 address, or an IPv6 address of more than "
+            f"name one of {known} that has an IPv4 address, or an IPv6 address of more than "
             "its link",
         ) from None
     return socket.inet_ntoa(answer[20:24])

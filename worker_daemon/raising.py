@@ -4,22 +4,19 @@ This is a class and no generator, because from Python 3.12 on a @contextmanager 
 exception leaves a cycle, through its generator's frame."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
 
 
+@dataclass(slots=True, eq=False)
 class Translation:
     """A context that replaces exceptions. May be used once."""
 
-    def __init__(
-        self,
-        kinds: tuple[type[Exception], ...],
-        translate: Callable[[Exception], Exception | None],
-    ) -> None:
-        """kinds: of the exceptions to translate. translate: returns the exception to raise instead;
-        None lets the original pass."""
-        self._kinds = kinds
-        self._translate = translate
+    kinds: tuple[type[Exception], ...]
+    """Of the exceptions to translate."""
+    translate: Callable[[Exception], Exception | None]
+    """Returns the exception to raise instead; None lets the original pass."""
 
     def __enter__(self) -> None:
         return None
@@ -30,9 +27,9 @@ class Translation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if not isinstance(error, self._kinds):
+        if not isinstance(error, self.kinds):
             return
-        ours = self._translate(error)
+        ours = self.translate(error)
         if ours is not None:
             try:
                 raise ours from error

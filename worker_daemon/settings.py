@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from worker_daemon.directories import claim_directory, state_home
-from worker_daemon.errors import ConfigError
+from worker_daemon.errors import ConfigError, config_error
 from worker_daemon.logs import LEVELS
 from worker_daemon.regular_file import read_whole
 
@@ -232,7 +232,7 @@ def read_file(path: Path) -> Given:
         given = tomllib.loads(read_whole(path, _MAX_FILE_BYTES).decode())
     except (OSError, ValueError, RecursionError) as error:  # of TOML and of UTF-8 too
         fix = "name a TOML file with the options of this command"
-        raise _wrong("config", str(path), f"the file cannot be read: {error}", fix) from error
+        raise config_error("config", str(path), f"the file cannot be read: {error}", fix) from error
     for key in given:
         if key not in KEYS:
             raise ConfigError(
@@ -282,30 +282,26 @@ def build_settings(given: Given) -> ProcessSettings:
     )
 
 
-def _wrong(key: str, value: object, problem: str, fix: str | None = None) -> ConfigError:
-    return ConfigError(problem, field=key, value=value, fix=fix)
-
-
 def _text(given: Given, key: str, default: str) -> str:
     value = given.get(key)
     if value is None:
         return default
     if not isinstance(value, str):
-        raise _wrong(key, value, "it is not a string", "put it in quotes")
+        raise config_error(key, value, "it is not a string", "put it in quotes")
     return value
 
 
 def _required(given: Given, key: str, form: str) -> str:
     value = _text(given, key, "")
     if not value:
-        raise _wrong(key, None, "it is required", f"give --{key} {form}")
+        raise config_error(key, None, "it is required", f"give --{key} {form}")
     return value
 
 
 def _device(given: Given) -> str:
     device = _required(given, "device", "cpu or cuda:N")
     if not _DEVICE.fullmatch(device):
-        raise _wrong("device", device, "unknown device", "use cpu or cuda:N")
+        raise config_error("device", device, "unknown device", "use cpu or cuda:N")
     return device
 
 
@@ -315,11 +311,11 @@ def _roots(given: Given) -> tuple[Path, ...]:
     if roots is None:
         return (Path.cwd(),)
     if not isinstance(roots, list) or not all(isinstance(root, str) for root in roots):
-        raise _wrong("model-root", value, "it is not a list of paths")
+        raise config_error("model-root", value, "it is not a list of paths")
     for root in roots:
         if not Path(root).is_dir():
             fix = "name a directory that holds models"
-            raise _wrong("model-root", root, "there is no such directory", fix)
+            raise config_error("model-root", root, "there is no such directory", fix)
     return tuple(Path(root).resolve() for root in roots)
 
 
@@ -334,7 +330,7 @@ def _check_tcp(given: Given, endpoint: str) -> None:
     }
     for key, fix in fixes.items():
         if not given.get(key):
-            raise _wrong(key, None, f"{endpoint}: tcp needs a {key}", fix)
+            raise config_error(key, None, f"{endpoint}: tcp needs a {key}", fix)
 
 
 def _keys(given: Given) -> tuple[Path | None, Path | None]:
@@ -343,7 +339,7 @@ def _keys(given: Given) -> tuple[Path | None, Path | None]:
     if (key_file is None) != (authorized is None):
         missing = "authorized-keys" if authorized is None else "key-file"
         fix = "give both --key-file and --authorized-keys"
-        raise _wrong(missing, None, "both files of keys are needed", fix)
+        raise config_error(missing, None, "both files of keys are needed", fix)
     return key_file, authorized
 
 
@@ -354,7 +350,7 @@ def _key_path(given: Given, key: str) -> Path | None:
     directory, name = os.environ.get(_CREDENTIALS), text.removeprefix(CREDENTIAL_PREFIX)
     if not directory or not name or name != Path(name).name:
         fix = f"use LoadCredential={name or 'NAME'}:FILE in the daemon's systemd unit"
-        raise _wrong(key, text, "there is no such credential", fix)
+        raise config_error(key, text, "there is no such credential", fix)
     return Path(directory) / name
 
 
@@ -365,7 +361,7 @@ def _interface(given: Given) -> str:
             "name one of this host's interfaces, as in eth0; addresses and all interfaces at once "
             "are refused"
         )
-        raise _wrong("data-interface", name, "it is no name of an interface", fix)
+        raise config_error("data-interface", name, "it is no name of an interface", fix)
     return name
 
 
@@ -385,7 +381,7 @@ def _switch(given: Given, key: str) -> bool:
         return _SWITCHES[value.lower()]
     if value is None or isinstance(value, bool):
         return bool(value)
-    raise _wrong(key, value, "it is neither on nor off", f"use one of {', '.join(_SWITCHES)}")
+    raise config_error(key, value, "it is neither on nor off", f"use one of {', '.join(_SWITCHES)}")
 
 
 def _integer(value: object) -> int:
@@ -399,7 +395,7 @@ def _file_descriptor(given: Given) -> int | None:
     key = "exit-with-parent-fd"
     value = given.get(key)
     if value is not None and _integer(value) < 0:
-        raise _wrong(key, value, "it is not a file descriptor")
+        raise config_error(key, value, "it is not a file descriptor")
     return None if value is None else _integer(value)
 
 
@@ -409,12 +405,14 @@ def _bytes(given: Given, key: str, default: int) -> int:
         return default
     number = _integer(value)
     if not 0 < number < 1 << 62:
-        raise _wrong(key, value, "it is no number of bytes", f"use 1 or more; default: {default}")
+        raise config_error(
+            key, value, "it is no number of bytes", f"use 1 or more; default: {default}"
+        )
     return number
 
 
 def _level(given: Given) -> str:
     value = _text(given, "log-level", "info")
     if value not in LEVELS:
-        raise _wrong("log-level", value, "unknown level", f"use one of {', '.join(LEVELS)}")
+        raise config_error("log-level", value, "unknown level", f"use one of {', '.join(LEVELS)}")
     return value

@@ -7,7 +7,7 @@ the step thread only.
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,31 +19,8 @@ ALIGNMENT_BYTES = 512
 """Alignment of every tensor, as in torch's own allocator."""
 
 
-class Pages(Protocol):
-    """A reserved range of addresses, parts of which are mapped. Offsets and sizes are multiples of
-    granularity."""
-
-    granularity: int
-    """Bytes."""
-    size_bytes: int
-    """Of the whole range."""
-
-    def map(self, offset: int, num_bytes: int) -> None:
-        """Map a part, with undefined content. Raises CapacityError if there is no memory; the part
-        then stays unmapped."""
-
-    def unmap(self, offset: int, num_bytes: int) -> None:
-        """Unmap exactly the range of one map(), or of several adjacent ones. Nothing may use it."""
-
-    def tensor(self) -> Tensor:
-        """Return the range as uint8 [size_bytes]. It keeps the addresses reserved for as long as
-        there are views of it; an unmapped part must not be touched."""
-
-    def zero(self, memory: Tensor) -> None:
-        """Set a part that was just mapped to zero, in stream order."""
-
-    def close(self) -> None:
-        """Unmap everything for good. Idempotent."""
+Pages: TypeAlias = CudaPages | HostPages
+"""A reserved range of addresses, parts of which are mapped: see HostPages."""
 
 
 class Span(NamedTuple):

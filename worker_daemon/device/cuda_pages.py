@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from worker_daemon.errors import CapacityError, ConfigError, DeviceError
+from worker_daemon.errors import CapacityError, ConfigError, DeviceError, config_error
 
 _SUCCESS: Final = 0
 _OUT_OF_MEMORY: Final = 2
@@ -21,7 +21,7 @@ _NOT_SUPPORTED: Final = 801
 
 
 class CudaPages:
-    """A `Pages` (arena.py) of a GPU's memory. Every map() is one physical allocation."""
+    """As HostPages, of a GPU's memory. Every map() is one physical allocation."""
 
     def __init__(self, num_bytes: int, device: torch.device, driver: Any = None) -> None:
         """Reserve addresses, rounded up to the driver's granularity. driver: the module of the
@@ -51,7 +51,7 @@ class CudaPages:
         self._address = int(address)
 
     def map(self, offset: int, num_bytes: int) -> None:
-        """See Pages."""
+        """See HostPages."""
         address = self._address + offset
         (block,) = _call(self._driver.cuMemCreate, num_bytes, self._properties, 0)
         try:
@@ -67,7 +67,7 @@ class CudaPages:
             raise
 
     def unmap(self, offset: int, num_bytes: int) -> None:
-        """See Pages."""
+        """See HostPages."""
         stop = offset + num_bytes
         going = [start for start in sorted(self._blocks) if offset <= start < stop]
         assert sum(self._blocks[start][0] for start in going) == num_bytes, "what map() gave"
@@ -77,16 +77,16 @@ class CudaPages:
             _call(self._driver.cuMemRelease, block)
 
     def tensor(self) -> Tensor:
-        """See Pages. All of it must be mapped: torch asks the driver whose memory it is."""
+        """See HostPages. All of it must be mapped: torch asks the driver whose memory it is."""
         memory = CudaArray(self._address, self.size_bytes, owner=self)
         return torch.as_tensor(memory, device=self._device)
 
     def zero(self, memory: Tensor) -> None:
-        """See Pages; eight bytes at a time."""
+        """See HostPages; eight bytes at a time."""
         memory.view(torch.int64).zero_()
 
     def close(self) -> None:
-        """See Pages."""
+        """See HostPages."""
         for offset, (size, _) in tuple(self._blocks.items()):
             self.unmap(offset, size)
 
@@ -151,9 +151,5 @@ def _call(function: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
 
 
 def _unusable(why: str) -> ConfigError:
-    return ConfigError(
-        f"this device's memory cannot be unmapped and mapped again: {why}",
-        field="enable_sleep_mode",
-        value=True,
-        fix="load without it",
-    )
+    problem = f"this device's memory cannot be unmapped and mapped again: {why}"
+    return config_error("enable_sleep_mode", True, problem, "load without it")

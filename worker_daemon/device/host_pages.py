@@ -27,7 +27,8 @@ _FAILED: Final = c_void_p(-1).value
 
 
 class HostPages:
-    """A `Pages` (arena.py) of anonymous memory."""
+    """A reserved range of addresses, parts of which are mapped, of anonymous memory. Offsets and
+    sizes are multiples of granularity, in bytes; size_bytes is the whole range's."""
 
     granularity = mmap.PAGESIZE
 
@@ -43,23 +44,26 @@ class HostPages:
         self._address = self._protect(None, self.size_bytes)
 
     def map(self, offset: int, num_bytes: int) -> None:
-        """See Pages."""
+        """Map a part, with undefined content. Raises CapacityError if there is no memory; the part
+        then stays unmapped."""
         if self._libc.mprotect(self._address + offset, num_bytes, _READ_WRITE):
             raise _no_memory(num_bytes)
 
     def unmap(self, offset: int, num_bytes: int) -> None:
-        """See Pages."""
+        """Unmap exactly the range of one map(), or of several adjacent ones. Nothing may use it."""
         self._protect(self._address + offset, num_bytes)
 
     def tensor(self) -> Tensor:
-        """See Pages."""
+        """Return the range as uint8 [size_bytes]. It keeps the addresses reserved for as long as
+        there are views of it; an unmapped part must not be touched."""
         return torch.from_numpy(np.asarray(_HostArray(self, self._address, self.size_bytes)))
 
     def zero(self, memory: Tensor) -> None:
-        """See Pages: fresh anonymous memory is zero already."""
+        """Set a part that was just mapped to zero, in stream order: fresh anonymous memory is zero
+        already."""
 
     def close(self) -> None:
-        """See Pages."""
+        """Unmap everything for good. Idempotent."""
         self._protect(self._address, self.size_bytes)
 
     def _protect(self, address: int | None, num_bytes: int) -> int:

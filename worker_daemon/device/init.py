@@ -3,7 +3,7 @@
 import torch
 
 from worker_daemon.device.threads import Threads
-from worker_daemon.errors import ConfigError
+from worker_daemon.errors import ConfigError, config_error
 
 
 def open_device(name: str, threads: Threads) -> torch.device:
@@ -81,6 +81,4 @@ def _no_such_device(name: str) -> ConfigError:
     count = torch.cuda.device_count()
     known = ["cpu", *(f"cuda:{index}" for index in range(count))]
     built = "" if torch.version.cuda else "; this torch is built without CUDA"
-    return ConfigError(
-        "no such device", field="device", value=name, fix=f"use one of {known}{built}"
-    )
+    return config_error("device", name, "no such device", f"use one of {known}{built}")

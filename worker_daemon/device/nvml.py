@@ -9,7 +9,7 @@ import logging
 import re
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from worker_daemon.errors import ConfigError
+from worker_daemon.errors import ConfigError, config_error
 
 _INDEX: Final = re.compile(r"[0-9]{1,3}")
 _UUID_KINDS: Final = ("GPU", "MIG")
@@ -106,6 +106,4 @@ def _handle(nvml: Nvml, name: str) -> object:
 
 
 def _no_memory(device: CudaDevice, why: str) -> ConfigError:
-    return ConfigError(
-        why, field="device", value=device.name, fix="give the device's bytes as --memory-bytes"
-    )
+    return config_error("device", device.name, why, "give the device's bytes as --memory-bytes")

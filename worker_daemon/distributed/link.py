@@ -239,7 +239,7 @@ def _make_groups(state: ParallelState, timeout: timedelta, device: torch.device)
     """Every rank makes every group, in the same order, and keeps those that it is in.
 
     On CUDA the pairs' communicators are made at once. One that NCCL makes at a pair's first message
-    is none that memory can be registered with (message_buffers.py).
+    is none that memory can be registered with (pp.py).
     """
     device_of_hops = device if device.type == "cuda" else None
 

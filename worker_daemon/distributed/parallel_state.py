@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from worker_daemon.errors import ConfigError
+from worker_daemon.errors import config_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +15,9 @@ class ParallelState:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise ConfigError(
-                f"a group of {self.pp_size} x {self.tp_size} has no such rank",
-                field="rendezvous.rank",
-                value=self.rank,
-                fix=f"a rank from 0 to {self.world_size - 1}",
-            )
+            problem = f"a group of {self.pp_size} x {self.tp_size} has no such rank"
+            fix = f"a rank from 0 to {self.world_size - 1}"
+            raise config_error("rendezvous.rank", self.rank, problem, fix)
 
     @property
     def world_size(self) -> int:

@@ -10,14 +10,14 @@ sends, so that nobody hangs, and its status travels on to the last stage.
 
 import zlib
 from collections import deque
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from worker_daemon.distributed.link import Link
-from worker_daemon.distributed.message_buffers import MessageBuffers
 from worker_daemon.distributed.tp import TensorParallel, communication
 
 STATUS_OK = 0
@@ -92,6 +92,45 @@ def _identity(generation: int, seq: int, shape_hash: int) -> int:
     return (step << _SHAPE_BITS | shape_hash) << _STATUS_BITS
 
 
+class _MessageBuffers:
+    """`count` buffers of num_bytes uint8 each, zero at first, taken in turn: one hop's messages. On
+    NCCL they are registered with the communicator: messages go straight from the sender's memory
+    into the receiver's, not through NCCL's own buffers.
+
+    They may outlive the communicator: one that is aborted forgets them.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, num_bytes: int, count: int, device: torch.device
+    ) -> None:
+        """group: of the two ranks; on CUDA it has its communicator already (link.py)."""
+
+        def allocate() -> list[Tensor]:
+            return [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(count)]
+
+        # Held for as long as the buffers, whose memory is its.
+        self._pool: torch.cuda.MemPool | None = None
+        if group is None or device.type != "cuda":
+            self._buffers = allocate()
+        else:
+            # Typed as any backend; on CUDA link.py makes NCCL's alone.
+            backend = cast("dist.ProcessGroupNCCL", group._get_backend(device))
+            self._pool = torch.cuda.MemPool(backend.mem_allocator)
+            with torch.cuda.use_mem_pool(self._pool):
+                self._buffers = allocate()
+            backend.register_mem_pool(self._pool)
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    def take(self) -> Tensor:
+        """Return the buffer that was taken longest ago."""
+        buffer = self._buffers[self._next]
+        self._next = (self._next + 1) % len(self._buffers)
+        return buffer
+
+
 class StageInbound:
     """Receives into `depth` rotating buffers, one a step in flight. Used on the step thread
     only."""
@@ -101,7 +140,7 @@ class StageInbound:
         self._generation = link.generation
         self._layout = _Layout(hop.hidden_size, hop.dtype, tp)
         size = self._layout.message_bytes(hop.max_num_tokens)
-        self._buffers = MessageBuffers(self._group, size, hop.depth, hop.device)
+        self._buffers = _MessageBuffers(self._group, size, hop.depth, hop.device)
 
     def post(self, num_tokens: int, seq: int) -> "StageArrival":
         """Start to receive the activations of step seq."""
@@ -114,24 +153,17 @@ class StageInbound:
         return StageArrival(message, work, self._layout, num_tokens, expected)
 
 
+@dataclass(slots=True, eq=False)
 class StageArrival:
     """Activations on their way in. Valid until as many further receives have been posted as the hop
     is deep."""
 
-    def __init__(
-        self,
-        message: Tensor,
-        work: dist.Work,
-        layout: _Layout,
-        num_tokens: int,
-        expected: int,
-    ) -> None:
-        """expected: the trailer if all is well."""
-        self._message = message
-        self._work = work
-        self._layout = layout
-        self._num_tokens = num_tokens
-        self._expected = expected
+    _message: Tensor
+    _work: dist.Work
+    _layout: _Layout
+    _num_tokens: int
+    _expected: int
+    """The trailer if all is well."""
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return (hidden [N, H], status int64 [], on the device). On CUDA only the stream waits,
@@ -166,7 +198,7 @@ class StageOutbound:
         self._layout = _Layout(hop.hidden_size, hop.dtype, tp)
         self._generation = link.generation
         size = self._layout.message_bytes(hop.max_num_tokens)
-        self._buffers = MessageBuffers(self._group, size, hop.depth, hop.device)
+        self._buffers = _MessageBuffers(self._group, size, hop.depth, hop.device)
         self._in_flight: deque[dist.Work] = deque()
 
     def send(self, hidden: Tensor, num_tokens: int, status: Tensor, seq: int) -> None:

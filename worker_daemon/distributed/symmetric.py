@@ -15,12 +15,12 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
 
+from worker_daemon.contracts.window import Window
 from worker_daemon.distributed.peer_memory import (
     CudaDriver,
     MappedBlock,
@@ -44,20 +44,6 @@ _ABSENT = b"-"
 _POLL_S = 0.001
 _END_S = 5.0
 """Longest wait for the device to finish with a window before it is left."""
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """One rank's view of the windows of its group."""
-
-    rank: int
-    device: torch.device
-    addresses: Sequence[int]
-    """Addresses of each rank's window on this device."""
-    num_bytes: int
-    blank: int
-    stop_address: int
-    """An int32 in page-locked memory; once it is not 0, nothing is waited for."""
 
 
 class Peers:

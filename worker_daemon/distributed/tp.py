@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worker_daemon.distributed.symmetric import Peers, Window, is_device_done
+from worker_daemon.contracts.window import Window
+from worker_daemon.distributed.symmetric import Peers, is_device_done
 from worker_daemon.errors import CommError
 from worker_daemon.raising import Translation
 

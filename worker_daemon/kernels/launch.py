@@ -18,6 +18,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 HOPPER = (9, 0)
+_ROW_ELEMENTS_PER_THREAD = 8
+_LEAST_ROW_WARPS, _MOST_ROW_WARPS = 4, 16
 
 
 class LaunchOptions(TypedDict, total=False):
@@ -34,6 +36,11 @@ def has_dependent_launch(device: torch.device) -> bool:
 def launch_options(pdl: bool) -> LaunchOptions:
     """Return the launch options that go with the PDL constexpr, so that the two always agree."""
     return {"launch_pdl": True} if pdl else {}
+
+
+def row_warps(block: int) -> int:
+    """Return the warps of a program that holds a row of `block` elements, or words."""
+    return min(max(block // (32 * _ROW_ELEMENTS_PER_THREAD), _LEAST_ROW_WARPS), _MOST_ROW_WARPS)
 
 
 @triton.jit

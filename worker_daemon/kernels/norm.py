@@ -12,14 +12,10 @@ import triton
 import triton.language as tl
 
 from worker_daemon.kernels.compile_ahead import launched
-from worker_daemon.kernels.launch import await_previous, launch_options, start_next
+from worker_daemon.kernels.launch import await_previous, launch_options, row_warps, start_next
 
 MAX_SIZE = 16384
 """A row of this many elements still fits the registers of one program."""
-
-_ELEMENTS_PER_THREAD = 8
-_WARPS = (4, 16)
-"""The fewest and the most warps of a program."""
 
 
 def rms_norm(
@@ -94,15 +90,10 @@ def _launch(
         BLOCK=block,
         ADD=adds,
         PDL=pdl,
-        num_warps=_num_warps(block),
+        num_warps=row_warps(block),
         enable_fp_fusion=True,
         **launch_options(pdl),
     )
-
-
-def _num_warps(block: int) -> int:
-    fewest, most = _WARPS
-    return min(max(block // (32 * _ELEMENTS_PER_THREAD), fewest), most)
 
 
 @launched

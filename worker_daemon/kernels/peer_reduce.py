@@ -12,16 +12,14 @@ blank has ended.
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
 # mypy: disable-error-code="no-untyped-def"
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_daemon.contracts.window import Window
 from worker_daemon.kernels.compile_ahead import launched
-from worker_daemon.kernels.launch import await_previous, launch_options, start_next
+from worker_daemon.kernels.launch import await_previous, launch_options, row_warps, start_next
 
 PROGRAMS = 128
 """Maximum number of programs: all of them fit on the device at one time beside other kernels."""
@@ -34,8 +32,6 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _WORD_BYTES = 4
 _ALIGNED = 4
 """Words of the widest access."""
-_WORDS_PER_THREAD = 8
-_WARPS = (4, 16)
 _LIMITS_BYTES = {("NVIDIA H200", 2): 4 << 20}
 """(device, ranks): bytes up to which a one-shot reduction was measured to be faster than NCCL."""
 _UNMEASURED_LIMIT_BYTES = 256 << 10
@@ -46,30 +42,6 @@ thousand warps takes half a millisecond. With more frequent checks, one late ran
 others, and they would delay it."""
 
 
-class PeerWindow(Protocol):
-    """Memory of every rank of a group, mapped on this one."""
-
-    @property
-    def rank(self) -> int:
-        """0 <= rank < len(addresses)."""
-
-    @property
-    def addresses(self) -> Sequence[int]:
-        """Address of each rank's window on this device, aligned to 16 bytes or more."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of each window."""
-
-    @property
-    def blank(self) -> int:
-        """The initial int32 of every word of every window: a pair of negative zeros."""
-
-    @property
-    def stop_address(self) -> int:
-        """Address of an int32 that the device can read; once it is not 0, kernels stop waiting."""
-
-
 class PeerReduce:
     """The reductions over one window. Owns a little device memory; step thread only.
 
@@ -78,7 +50,7 @@ class PeerReduce:
 
     def __init__(
         self,
-        window: PeerWindow,
+        window: Window,
         device: torch.device,
         *,
         pdl: bool,
@@ -169,7 +141,7 @@ class PeerReduce:
             POLLS=self._polls_per_stop,
             FUSED=residual is not None,
             PDL=self._pdl,
-            num_warps=_num_warps(block),
+            num_warps=row_warps(block),
             enable_fp_fusion=True,
             **launch_options(self._pdl),
         )
@@ -189,11 +161,6 @@ def _limit_bytes(device: torch.device, size: int) -> int:
 
 def _words(x: Tensor) -> Tensor:
     return x.view(torch.int32)
-
-
-def _num_warps(block: int) -> int:
-    fewest, most = _WARPS
-    return min(max(block // (32 * _WORDS_PER_THREAD), fewest), most)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ All functions raise ConfigError, which names field and fix.
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from worker_daemon.errors import ConfigError
+from worker_daemon.errors import config_error
 from worker_daemon.layers.attention import AttentionSpec, HeadSizes
 from worker_daemon.layers.mlp import MLPSpec
 from worker_daemon.layers.norm import NormSpec
@@ -165,9 +165,7 @@ def _head_dim(fields: Fields, default: int | None, num_heads: int) -> int:
     if head_dim > _MAX_HEAD_DIM:
         raise fields.error("num_attention_heads", f"gives heads of more than {_MAX_HEAD_DIM}")
     if head_dim % 2:
-        raise ConfigError(
-            "rotary embedding needs an even head_dim", field="head_dim", value=head_dim
-        )
+        raise config_error("head_dim", head_dim, "rotary embedding needs an even head_dim")
     return head_dim
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Final, TypeVar
 
 from rpc_schema.plain_text import printable
-from worker_daemon.errors import ConfigError
+from worker_daemon.errors import ConfigError, config_error
 
 MAX_INTEGER: Final = (1 << 31) - 1
 """Unless a field has a smaller bound."""
@@ -132,7 +132,7 @@ class Fields:
         value = self._values.get(name)
         if len(repr(value)) > _MAX_SHOWN:
             value = _shown(repr(value))
-        return ConfigError(f"{field} {problem}", field=field, value=value, fix=fix)
+        return config_error(field, value, f"{field} {problem}", fix)
 
     def _required(self, name: str, value: _T | None, default: _T | None) -> _T:
         if value is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from worker_daemon.errors import ConfigError
+from worker_daemon.errors import ConfigError, config_error
 from worker_daemon.models.description import DecoderConfig
 
 
@@ -38,11 +38,11 @@ def partition_layers(
     _check_stage_count(num_layers, pp_size)
     counts = _even_counts(num_layers, pp_size) if explicit is None else list(explicit)
     if len(counts) != pp_size or min(counts) < 1 or sum(counts) != num_layers:
-        raise ConfigError(
+        raise config_error(
+            "parallel.layer_partition",
+            counts,
             f"the partition must give each of {pp_size} stages at least one of {num_layers} layers",
-            field="parallel.layer_partition",
-            value=counts,
-            fix=f"list {pp_size} positive counts with the sum {num_layers}",
+            f"list {pp_size} positive counts with the sum {num_layers}",
         )
     ends = [sum(counts[: stage + 1]) for stage in range(pp_size)]
     return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
@@ -57,23 +57,15 @@ def _even_counts(num_layers: int, pp_size: int) -> list[int]:
 
 def _check_stage_count(num_layers: int, pp_size: int) -> None:
     if pp_size > num_layers:
-        raise ConfigError(
-            "there are more pipeline stages than layers",
-            field="pipeline_parallel_size",
-            value=pp_size,
-            fix=f"use at most {num_layers}",
-        )
+        problem = "there are more pipeline stages than layers"
+        raise config_error("pipeline_parallel_size", pp_size, problem, f"use at most {num_layers}")
 
 
 def _require_positive(field: str, value: int) -> None:
     if value < 1:
-        raise ConfigError(f"{field} must be at least 1", field=field, value=value, fix="use 1")
+        raise config_error(field, value, f"{field} must be at least 1", "use 1")
 
 
 def _tp_error(tp_size: int, problem: str) -> ConfigError:
-    return ConfigError(
-        f"tensor_parallel_size {problem}",
-        field="tensor_parallel_size",
-        value=tp_size,
-        fix="use a size that divides the model's heads and intermediate size",
-    )
+    fix = "use a size that divides the model's heads and intermediate size"
+    return config_error("tensor_parallel_size", tp_size, f"tensor_parallel_size {problem}", fix)

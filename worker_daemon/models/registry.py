@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from worker_daemon.errors import ConfigError
+from worker_daemon.errors import config_error
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.families import llama, mistral, qwen2, qwen3
 from worker_daemon.models.fields import Fields
@@ -29,10 +29,6 @@ def find_family(architecture: str) -> Describe:
     Raises ConfigError with the supported names if there is none."""
     describe = FAMILIES.get(architecture) or FAMILIES.get(causal_name(architecture))
     if describe is None:
-        raise ConfigError(
-            "this architecture is not supported",
-            field="architectures",
-            value=architecture,
-            fix="use a checkpoint of " + ", ".join(sorted(FAMILIES)),
-        )
+        fix = "use a checkpoint of " + ", ".join(sorted(FAMILIES))
+        raise config_error("architectures", architecture, "this architecture is not supported", fix)
     return describe

@@ -20,7 +20,7 @@ from typing import BinaryIO, TypeVar
 
 from torch import Tensor
 
-from worker_daemon.errors import CheckpointError, ConfigError
+from worker_daemon.errors import CheckpointError, config_error
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.tensor_bytes import checksum, write_safetensors
@@ -100,12 +100,8 @@ class SavedSet:
         """Raise ConfigError unless this format reads the set."""
         fitting = LOAD_FORMATS[self.files]
         if load_format != fitting:
-            raise ConfigError(
-                f"the files of the set in {self.directory.parent} are {self.files}'s",
-                field="load_format",
-                value=load_format,
-                fix=fitting,
-            )
+            problem = f"the files of the set in {self.directory.parent} are {self.files}'s"
+            raise config_error("load_format", load_format, problem, fitting)
 
     def check(self, group: GroupShape, decoder: DecoderConfig) -> None:
         """Check that a group of this shape and model may load the set.
@@ -117,12 +113,9 @@ class SavedSet:
         saved = asdict(self.shape)
         for name, wanted in asdict(group).items():
             if wanted != saved[name]:
-                raise ConfigError(
-                    f"the set in {self.directory.parent} was saved with another value",
-                    field=name,
-                    value=wanted,
-                    fix=f"load it with {saved[name]}, or save it again from a group of this shape",
-                )
+                problem = f"the set in {self.directory.parent} was saved with another value"
+                fix = f"load it with {saved[name]}, or save it again from a group of this shape"
+                raise config_error(name, wanted, problem, fix)
         for name, value in model_fields(decoder).items():
             if value != self.model.get(name):
                 raise CheckpointError(

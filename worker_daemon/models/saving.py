@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 from torch import Tensor
 
-from worker_daemon.errors import CapacityError, CheckpointError, ConfigError
+from worker_daemon.errors import CapacityError, CheckpointError, ConfigError, config_error
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.saved_set import (
     INDEX_FILE,
@@ -124,9 +124,7 @@ class Saver:
         pending = self._pending
         if pending is None or pending.save != save:
             if keep:
-                raise ConfigError(
-                    "no such save is open on this rank", field="save", value=save, fix="save again"
-                )
+                raise config_error("save", save, "no such save is open on this rank", "save again")
         elif keep:
             with _writing(pending.home):
                 pending.publish()
@@ -147,12 +145,8 @@ class Saver:
                 fix="start it with --save-root DIR",
             )
         if not _NAME.fullmatch(name) or name in (".", ".."):
-            raise ConfigError(
-                "a set has a name, not a path",
-                field="name",
-                value=name,
-                fix="use up to 128 letters, digits, '.', '_' and '-'",
-            )
+            fix = "use up to 128 letters, digits, '.', '_' and '-'"
+            raise config_error("name", name, "a set has a name, not a path", fix)
         return self._root / name
 
 
@@ -251,11 +245,11 @@ class _PendingSave:
     def _check_complete(self) -> None:
         for name in self._others():
             if not (self._directory / name).is_file():
-                raise ConfigError(
+                raise config_error(
+                    "save-root",
+                    str(self.home.parent),
                     f"{self._directory} has no {name}: that rank wrote elsewhere, or not at all",
-                    field="save-root",
-                    value=str(self.home.parent),
-                    fix="give the same --save-root to all daemons of the group",
+                    "give the same --save-root to all daemons of the group",
                 )
 
 
@@ -263,12 +257,9 @@ def _check_pattern(pattern: str, suffix: str) -> None:
     name = _file_name(pattern, 0, 0)
     complete = "{rank}" in pattern and "{part}" in pattern and pattern.endswith(suffix)
     if not complete or not _NAME.fullmatch(name):
-        raise ConfigError(
-            "the pattern gives no plain file name for each rank and part",
-            field="pattern",
-            value=pattern,
-            fix=f"model-rank-{{rank}}-part-{{part}}{suffix}",
-        )
+        problem = "the pattern gives no plain file name for each rank and part"
+        fix = f"model-rank-{{rank}}-part-{{part}}{suffix}"
+        raise config_error("pattern", pattern, problem, fix)
 
 
 def _file_name(pattern: str, rank: int, part: int) -> str:
@@ -306,12 +297,8 @@ def _open_locked(directory: Path) -> int:
 
 def _refuse_link(home: Path) -> None:
     if not stat.S_ISDIR(home.lstat().st_mode):
-        raise ConfigError(
-            f"{home} is a link; links are not followed",
-            field="name",
-            value=home.name,
-            fix="remove it, or use another name",
-        )
+        fix = "remove it, or use another name"
+        raise config_error("name", home.name, f"{home} is a link; links are not followed", fix)
 
 
 def _save_in_use(home: Path) -> str:

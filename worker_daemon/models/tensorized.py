@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Final
 import torch
 from torch import Tensor
 
-from worker_daemon.errors import CheckpointError, ConfigError
+from worker_daemon.errors import CheckpointError, config_error
 from worker_daemon.models.saved_set import TENSORS_SUFFIX, FileKind
 from worker_daemon.models.tensor_bytes import checksum, num_bytes
 from worker_daemon.models.weights import Item
@@ -39,12 +39,9 @@ def require_tensorizer(field: str, value: object) -> Any:
     try:
         import tensorizer  # two seconds and optional
     except ImportError as error:
-        raise ConfigError(
-            f"the tensorizer library cannot be loaded ({error})",
-            field=field,
-            value=value,
-            fix='pip install "worker-daemon[tensorizer]", or use sharded_state',
-        ) from error
+        problem = f"the tensorizer library cannot be loaded ({error})"
+        fix = 'pip install "worker-daemon[tensorizer]", or use sharded_state'
+        raise config_error(field, value, problem, fix) from error
     return tensorizer
 
 

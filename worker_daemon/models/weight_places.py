@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from worker_daemon.distributed.tp import tensor_parallel
-from worker_daemon.errors import ConfigError
+from worker_daemon.errors import config_error
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.models.decoder import DecoderStage, checkpoint_shapes, whole_model
 from worker_daemon.models.description import DecoderConfig
@@ -60,31 +60,19 @@ class Places:
         """
         if len(set(manifest.names)) != len(manifest.names):
             twice = next(n for n in manifest.names if manifest.names.count(n) > 1)
-            raise ConfigError("a tensor is named twice", field="names", value=twice, fix="once")
+            raise config_error("names", twice, "a tensor is named twice", "once")
         columns = zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
         for name, dtype, shape in columns:
             expected = self.shapes.get(name)
             if expected is None:
-                raise ConfigError(
-                    "the model has no such tensor",
-                    field="names",
-                    value=name,
-                    fix=self._suggestion(name),
-                )
+                fix = self._suggestion(name)
+                raise config_error("names", name, "the model has no such tensor", fix)
             if shape != expected:
-                raise ConfigError(
-                    f"{name} has another shape",
-                    field="shapes",
-                    value=list(shape),
-                    fix=f"send it as {list(expected)}",
-                )
+                fix = f"send it as {list(expected)}"
+                raise config_error("shapes", list(shape), f"{name} has another shape", fix)
             if self.dtype not in (None, dtype):
-                raise ConfigError(
-                    f"{name} has another dtype; tensors under kernel names are not converted",
-                    field="dtypes",
-                    value=str(dtype),
-                    fix=f"send it as {self.dtype}",
-                )
+                problem = f"{name} has another dtype; tensors under kernel names are not converted"
+                raise config_error("dtypes", str(dtype), problem, f"send it as {self.dtype}")
 
     def check_complete(self, received: Collection[str]) -> None:
         """Check that every tensor that the model needs has come; the same on every rank.
@@ -94,12 +82,9 @@ class Places:
         """
         missing = [names[0] for names in self.required if not set(names) & set(received)]
         if missing:
-            raise ConfigError(
-                f"{len(missing)} tensors are missing",
-                field="names",
-                value=sorted(missing)[:_MAX_NAMED],
-                fix="send them with update_weights, or start a partial update",
-            )
+            problem = f"{len(missing)} tensors are missing"
+            fix = "send them with update_weights, or start a partial update"
+            raise config_error("names", sorted(missing)[:_MAX_NAMED], problem, fix)
 
     def fill(self, name: str, first_row: int, values: Tensor) -> None:
         """Copy rows of an incoming tensor, from first_row on, into this rank's part of them.

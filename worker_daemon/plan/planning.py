@@ -31,11 +31,9 @@ from rpc_schema.kv_cache import (
 from worker_daemon.device.memory import MemorySnapshot, request_memory
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
-from worker_daemon.errors import CapacityError, ConfigError
-from worker_daemon.layers.attention import NullAttention
+from worker_daemon.errors import CapacityError, config_error
 from worker_daemon.layers.embedding import padded_vocab_size
 from worker_daemon.layers.torch_ops import TorchOps
-from worker_daemon.models.decoder import DecoderStage, build_stage
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.plan.step_memory import StageWidths, estimate_step_bytes
 from worker_daemon.runner.kv_cache import describe_layers
@@ -128,12 +126,8 @@ def plan_memory(config: WorkerConfig, memory_bytes: int, model_roots: Sequence[P
         CapacityError: a rank has nothing left for a KV cache.
     """
     if not 1 <= memory_bytes <= _MOST_BYTES:
-        raise ConfigError(
-            "no device has that much memory",
-            field="memory_bytes",
-            value=memory_bytes,
-            fix="its total bytes",
-        )
+        fix = "its total bytes"
+        raise config_error("memory_bytes", memory_bytes, "no device has that much memory", fix)
     _check_values(config)
     check_cache(config.cache, config.scheduler)
     resolved = resolve_model(config.model, model_roots)
@@ -162,9 +156,8 @@ def resolve_directory(model: Path) -> Path:
     try:
         return model.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links
-        raise ConfigError(
-            f"this is no path: {error}", field="model", value=str(model), fix="name a directory"
-        ) from None
+        fix = "name a directory"
+        raise config_error("model", str(model), f"this is no path: {error}", fix) from None
 
 
 def read_partition(text: str) -> tuple[int, ...]:
@@ -172,12 +165,8 @@ def read_partition(text: str) -> tuple[int, ...]:
     try:
         return read_layer_partition(text)
     except ValueError as error:
-        raise ConfigError(
-            str(error),
-            field="layer_partition",
-            value=text,
-            fix="give each stage's number of layers, as in 17,15",
-        ) from None
+        fix = "give each stage's number of layers, as in 17,15"
+        raise config_error("layer_partition", text, str(error), fix) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,12 +335,8 @@ def _check_values(config: WorkerConfig) -> None:
             try:
                 msgspec.convert(value, entry.type)
             except msgspec.ValidationError as error:
-                raise ConfigError(
-                    "the value is not allowed",
-                    field=f"{section}.{entry.name}",
-                    value=value,
-                    fix=str(error),
-                ) from None
+                problem = "the value is not allowed"
+                raise config_error(f"{section}.{entry.name}", value, problem, str(error)) from None
 
 
 def _rank_sizes(parallel: ParallelConfig, resolved: ResolvedModel) -> list[_RankSizes]:
@@ -364,16 +349,14 @@ def _rank_sizes(parallel: ParallelConfig, resolved: ResolvedModel) -> list[_Rank
     try:
         return [_measure(state, layers[state.pp_rank], resolved) for state in states]
     except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64 bits
-        raise ConfigError(
-            f"this model's tensor sizes are not possible: {str(error).splitlines()[0]}",
-            field="model",
-            value=str(resolved.directory),
-            fix="correct the sizes in config.json",
-        ) from None
+        problem = f"this model's tensor sizes are not possible: {str(error).splitlines()[0]}"
+        fix = "correct the sizes in config.json"
+        raise config_error("model", str(resolved.directory), problem, fix) from None
 
 
 def _measure(state: ParallelState, layers: range, resolved: ResolvedModel) -> _RankSizes:
-    stage = _build_stage(state, layers, resolved)
+    tp = tensor_parallel(state.tp_rank, state.tp_size)
+    stage = resolved.build_stage(layers, state, tp, TorchOps())
     specs = describe_layers(stage.kv_layer_specs, resolved.dtype)
     decoder, tp_size = resolved.decoder, state.tp_size
     q_size = decoder.num_attention_heads // tp_size * decoder.head_dim
@@ -400,19 +383,3 @@ def _measure(state: ParallelState, layers: range, resolved: ResolvedModel) -> _R
 
 def _without_windows(layers: Sequence[KVCacheSpec]) -> list[KVCacheSpec]:
     return [msgspec.structs.replace(layer, sliding_window=None) for layer in layers]
-
-
-def _build_stage(state: ParallelState, layers: range, resolved: ResolvedModel) -> DecoderStage:
-    """Build a stage as worker/loading.py does, on a device that keeps shapes alone."""
-    return build_stage(
-        resolved.decoder,
-        layers,
-        state.is_first_stage,
-        state.is_last_stage,
-        tensor_parallel(state.tp_rank, state.tp_size),
-        resolved.dtype,
-        torch.device("meta"),
-        resolved.max_model_len,
-        NullAttention(),
-        TorchOps(),
-    )

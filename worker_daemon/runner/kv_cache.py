@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from worker_daemon.device.failures import FailureKind, judge
-from worker_daemon.errors import CapacityError, ConfigError
+from worker_daemon.errors import CapacityError, config_error
 from worker_daemon.layers.attention import KVLayerSpec
 
 
@@ -85,12 +85,8 @@ def _check_plan(config: KVCacheConfig, layers: Sequence[KVLayerSpec], dtype: tor
     planned = sorted(name for group in config.groups for name in group.layer_names)
     local = sorted(layer.name for layer in layers)
     if planned != local:
-        raise ConfigError(
-            "the plan names other layers than this rank has",
-            field="kv_cache_config.groups",
-            value=planned,
-            fix=f"exactly {local}",
-        )
+        problem = "the plan names other layers than this rank has"
+        raise config_error("kv_cache_config.groups", planned, problem, f"exactly {local}")
     by_name = {layer.name: layer for layer in layers}
     page_bytes = 0
     for group in config.groups:
@@ -100,12 +96,9 @@ def _check_plan(config: KVCacheConfig, layers: Sequence[KVLayerSpec], dtype: tor
     num_tensors = max(len(group.layer_names) for group in config.groups)
     expected = config.num_blocks * num_tensors * page_bytes
     if config.size_bytes != expected:
-        raise ConfigError(
-            "the plan's size does not follow from its blocks",
-            field="kv_cache_config.size_bytes",
-            value=config.size_bytes,
-            fix=f"{config.num_blocks} blocks of {config.block_size} tokens take {expected} bytes",
-        )
+        problem = "the plan's size does not follow from its blocks"
+        fix = f"{config.num_blocks} blocks of {config.block_size} tokens take {expected} bytes"
+        raise config_error("kv_cache_config.size_bytes", config.size_bytes, problem, fix)
 
 
 def _check_layer(
@@ -113,26 +106,16 @@ def _check_layer(
 ) -> None:
     own, seen = str(dtype).removeprefix("torch."), group.sliding_window
     if group.dtype != own:
-        raise ConfigError(
-            "the cache has the model's dtype",
-            field="kv_cache_config.groups.dtype",
-            value=group.dtype,
-            fix=own,
-        )
+        problem = "the cache has the model's dtype"
+        raise config_error("kv_cache_config.groups.dtype", group.dtype, problem, own)
     if seen is not None and (layer.window is None or layer.window > seen):
-        raise ConfigError(
-            f"{layer.name} sees more than its group keeps",
-            field="kv_cache_config.groups.sliding_window",
-            value=seen,
-            fix="none" if layer.window is None else f"{layer.window} or more",
-        )
+        problem = f"{layer.name} sees more than its group keeps"
+        fix = "none" if layer.window is None else f"{layer.window} or more"
+        raise config_error("kv_cache_config.groups.sliding_window", seen, problem, fix)
     if _page_bytes(group, layer, dtype) != page_bytes:
-        raise ConfigError(
-            "pages of all groups have the same size",
-            field="kv_cache_config.groups.block_size",
-            value=group.block_size,
-            fix=f"as many tokens as take {page_bytes} bytes of {layer.name}",
-        )
+        problem = "pages of all groups have the same size"
+        fix = f"as many tokens as take {page_bytes} bytes of {layer.name}"
+        raise config_error("kv_cache_config.groups.block_size", group.block_size, problem, fix)
 
 
 def _page_bytes(group: KVCacheGroup, layer: KVLayerSpec, dtype: torch.dtype) -> int:

@@ -57,6 +57,9 @@ class Packed:
 class HostStaging:
     """Gives out one packed buffer a step, on a device that is the host."""
 
+    _last: Packed
+    """Of the last shape, if there was one."""
+
     def __init__(self) -> None:
         self._shape: StepShape | None = None
 

@@ -19,7 +19,7 @@ import zmq
 from rpc_schema.errors import ErrorReply
 from rpc_schema.exit_codes import ExitCode
 from worker_daemon.device.gpu_faults import Fault
-from worker_daemon.errors import ConfigError
+from worker_daemon.errors import ConfigError, config_error
 from worker_daemon.interfaces import interface_address
 from worker_daemon.server.auth.security import open_security
 from worker_daemon.server.completion import Completion
@@ -98,12 +98,9 @@ def _check_parent_fd(fd: int | None) -> None:
         if fd is not None:
             os.fstat(fd)
     except OSError as error:
-        raise ConfigError(
-            f"it is not an open file descriptor: {error.strerror}",
-            field="exit-with-parent-fd",
-            value=fd,
-            fix="pass the read end of a pipe to the daemon's process",
-        ) from None
+        problem = f"it is not an open file descriptor: {error.strerror}"
+        fix = "pass the read end of a pipe to the daemon's process"
+        raise config_error("exit-with-parent-fd", fd, problem, fix) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +184,6 @@ class Daemon:
         self._threads = _Threads(step, completion, guard, watch, sockets.doorbell)
         self._tasks: set[asyncio.Future[None]] = set()
         self._signals = 0
-        # The parts that answer control requests and publish events.
         progress, post = self._progress, self._threads.post
         lease = Lease(time.monotonic, suspended_s)
         self._draining = Draining(post, lambda: self._events.publish_heartbeat(), lease, progress)

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from worker_daemon.errors import ConfigError
+from worker_daemon.errors import ConfigError, config_error
 from worker_daemon.server.lock_file import LockFile, LockHeldError
 
 PATIENCE_S: Final = 1.0
@@ -39,11 +39,11 @@ class GpuLock:
         except LockHeldError as error:
             raise self._in_use(error) from None
         except OSError as error:
-            raise ConfigError(
+            raise config_error(
+                "gpu-lock-dir",
+                str(directory),
                 f"the GPU's lock {self._path} cannot be used: {error.strerror}",
-                field="gpu-lock-dir",
-                value=str(directory),
-                fix="remove the file if it is no daemon's, name a directory that only the users of "
+                "remove the file if it is no daemon's, name a directory that only the users of "
                 "this host's daemons may write, or --share-gpu",
             ) from error
         self._write_pid()
@@ -112,12 +112,9 @@ def lock_directory(chosen: Path | None) -> Path:
     """
     if chosen is not None:
         if not chosen.is_dir():
-            raise ConfigError(
-                f"it cannot be used: {os.strerror(errno.ENOTDIR)}",
-                field="gpu-lock-dir",
-                value=str(chosen),
-                fix="make it, for all users whose daemons share this host",
-            )
+            problem = f"it cannot be used: {os.strerror(errno.ENOTDIR)}"
+            fix = "make it, for all users whose daemons share this host"
+            raise config_error("gpu-lock-dir", str(chosen), problem, fix)
         return chosen
     system = Path("/run/lock")
     return system if os.access(system, os.W_OK | os.X_OK) else Path("/tmp")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from worker_daemon.directories import claim_directory, open_own_file
-from worker_daemon.errors import CapacityError, ConfigError
+from worker_daemon.errors import CapacityError, ConfigError, config_error
 from worker_daemon.server.gpu_lock import GpuLock, lock_directory
 from worker_daemon.server.health.hang_reports import HangReports
 from worker_daemon.server.lock_file import is_at, read_pid
@@ -175,11 +175,11 @@ def raise_file_limit() -> int:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < LEAST_FILES and hard != resource.RLIM_INFINITY:
-        raise ConfigError(
+        raise config_error(
+            "RLIMIT_NOFILE",
+            hard,
             "too few files and connections may be open",
-            field="RLIMIT_NOFILE",
-            value=hard,
-            fix=f"raise the hard limit (LimitNOFILE, ulimit -Hn) to {LEAST_FILES} at least, better "
+            f"raise the hard limit (LimitNOFILE, ulimit -Hn) to {LEAST_FILES} at least, better "
             "65536",
         )
     if soft != hard:

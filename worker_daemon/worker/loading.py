@@ -18,13 +18,12 @@ from worker_daemon.device.failures import FailureKind, drop_scratch, judge, out_
 from worker_daemon.device.init import supports
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import LinkedTensorParallel
-from worker_daemon.errors import CapacityError, ConfigError
-from worker_daemon.layers.attention import HeadSizes, NullAttention
+from worker_daemon.errors import CapacityError, config_error
+from worker_daemon.layers.attention import HeadSizes
 from worker_daemon.layers.attention_choice import ChosenAttention, choose_attention
 from worker_daemon.layers.rotary import rotary_table
 from worker_daemon.models.decoder import (
     DecoderStage,
-    build_stage,
     checkpoint_names,
     checkpoint_shapes,
 )
@@ -104,12 +103,8 @@ class LoadedModel:
         """
         longest = self.resolved.max_model_len
         if max_model_len > longest:
-            raise ConfigError(
-                "the model was loaded for shorter contexts",
-                field="max_model_len",
-                value=max_model_len,
-                fix=f"at most {longest}",
-            )
+            problem = "the model was loaded for shorter contexts"
+            raise config_error("max_model_len", max_model_len, problem, f"at most {longest}")
         return replace(self, max_model_len=max_model_len)
 
     def sleep(self, level: SleepLevel) -> None:
@@ -158,12 +153,8 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         require_tensorizer("load_format", "tensorizer")
     resolved = roots.resolve(message.model)
     if not supports(place.device, resolved.dtype):
-        raise ConfigError(
-            "this device does not support this dtype",
-            field="dtype",
-            value=str(resolved.dtype),
-            fix="float16",
-        )
+        problem = "this device does not support this dtype"
+        raise config_error("dtype", str(resolved.dtype), problem, "float16")
     if resolved.saved is not None:
         resolved.saved.check(_group_shape(resolved, place), resolved.decoder)
     memory = open_memory(place.device, can_sleep=message.model.enable_sleep_mode)
@@ -262,12 +253,8 @@ def _check_same_model(found: DecoderConfig, loaded: DecoderConfig) -> None:
     found = replace(found, dtype=loaded.dtype, eos_token_ids=loaded.eos_token_ids)
     for (name, value), (_, mine) in zip(_values(found), _values(loaded), strict=True):
         if value != mine:
-            raise ConfigError(
-                f"the loaded model has {mine!r}",
-                field=name,
-                value=value,
-                fix="reload weights of the same model, or reset and load this one",
-            )
+            fix = "reload weights of the same model, or reset and load this one"
+            raise config_error(name, value, f"the loaded model has {mine!r}", fix)
 
 
 def _values(decoder: DecoderConfig) -> Iterator[tuple[str, object]]:
@@ -320,18 +307,8 @@ def _build_stage(resolved: ResolvedModel, place: RankPlace, memory: TaggedMemory
     it."""
     decoder, parallel = resolved.decoder, place.parallel
     check_partition(decoder, parallel.pp_size, parallel.tp_size)
-    stage = build_stage(
-        decoder,
-        _partition(decoder, place)[parallel.pp_rank],
-        parallel.is_first_stage,
-        parallel.is_last_stage,
-        place.tp,
-        resolved.dtype,
-        torch.device("meta"),
-        resolved.max_model_len,
-        NullAttention(),
-        place.backend.make_ops(),
-    )
+    layers = _partition(decoder, place)[parallel.pp_rank]
+    stage = resolved.build_stage(layers, parallel, place.tp, place.backend.make_ops())
     rotary = rotary_table(decoder.rope, resolved.max_model_len, place.device)
     memory.hold_stage(stage, rotary)
     return stage

@@ -23,7 +23,7 @@ from torch.autograd import profiler as autograd_profiler
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.directories import claim_directory
 from worker_daemon.distributed.parallel_state import ParallelState
-from worker_daemon.errors import CapacityError, ConfigError, StateError
+from worker_daemon.errors import CapacityError, ConfigError, StateError, config_error
 from worker_daemon.raising import Translation
 
 Kind: TypeAlias = Literal["torch", "cuda"]
@@ -225,9 +225,7 @@ class Profiler:
         self._need_no_abandoned()
         if request.kind == "cuda":
             if device.type != "cuda":
-                raise ConfigError(
-                    "the device is no CUDA device", field="kind", value="cuda", fix="use torch"
-                )
+                raise config_error("kind", "cuda", "the device is no CUDA device", "use torch")
             self.recording = _CudaMarks()
         else:
             target = self._claimed_directory() / trace_name(prefix, parallel)
@@ -375,12 +373,8 @@ class Profiler:
 
 def _checked_prefix(prefix: str) -> str:
     if not _PREFIX.fullmatch(prefix):
-        raise ConfigError(
-            "a trace has a name, not a path",
-            field="prefix",
-            value=prefix,
-            fix="use up to 64 letters, digits, '.', '_' and '-', the first no '.' or '-'",
-        )
+        fix = "use up to 64 letters, digits, '.', '_' and '-', the first no '.' or '-'"
+        raise config_error("prefix", prefix, "a trace has a name, not a path", fix)
     return prefix
 
 
@@ -402,11 +396,8 @@ def _writing(target: Path) -> Translation:
             return CapacityError(
                 f"the disk of {target.parent} is full", fix="free space, or profile fewer steps"
             )
-        return ConfigError(
-            f"the trace cannot be written: {error.strerror}",
-            field="profile-dir",
-            value=str(target.parent),
-            fix="give --profile-dir with a directory that this user may write",
-        )
+        problem = f"the trace cannot be written: {error.strerror}"
+        fix = "give --profile-dir with a directory that this user may write"
+        return config_error("profile-dir", str(target.parent), problem, fix)
 
     return Translation((OSError,), translate)

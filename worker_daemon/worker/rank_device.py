@@ -20,7 +20,7 @@ from worker_daemon.device.threads import choose_threads
 from worker_daemon.distributed.link import Link, RendezvousPoint, rendezvous_limit_s
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
-from worker_daemon.errors import ConfigError
+from worker_daemon.errors import config_error
 from worker_daemon.phases import SetPhase
 from worker_daemon.worker.loading import RankPlace
 from worker_daemon.worker.memory_ledger import MemoryLedger
@@ -189,10 +189,7 @@ def _resolved(address: RendezvousAddress | None, parallel: ParallelState) -> Ren
     if address is not None:
         return RendezvousPoint(address.host, address.port, address.secret)
     if parallel.world_size > 1:
-        raise ConfigError(
-            "a group of several ranks needs a rendezvous address",
-            field="rendezvous.place",
-            value=None,
-            fix="use the address that OpenRendezvous returned",
-        )
+        problem = "a group of several ranks needs a rendezvous address"
+        fix = "use the address that OpenRendezvous returned"
+        raise config_error("rendezvous.place", None, problem, fix)
     return None

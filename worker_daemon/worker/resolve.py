@@ -10,9 +10,14 @@ import torch
 
 from rpc_schema.config import MIN_STEP_DEADLINE_MS, CacheConfig, ModelConfig, SchedulerConfig
 from rpc_schema.pooling import PooledStates, PooledTask, PoolingSupport
-from worker_daemon.errors import CheckpointError, ConfigError
+from worker_daemon.contracts.layer_ops import LayerOps
+from worker_daemon.distributed.parallel_state import ParallelState
+from worker_daemon.distributed.tp import TensorParallel
+from worker_daemon.errors import CheckpointError, config_error
+from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.rotary import max_table_length
 from worker_daemon.models.config import read_model_config
+from worker_daemon.models.decoder import DecoderStage, build_stage
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.saved_set import (
     CONFIG_FILES,
@@ -45,6 +50,23 @@ class ResolvedModel:
     """The saved set, for load_formats sharded_state and tensorizer; None for the others."""
     config_files: Mapping[str, bytes]
     """Content of CONFIG_FILES, for a save to keep: the directory may be removed by then."""
+
+    def build_stage(
+        self, layers: range, place: ParallelState, tp: TensorParallel, ops: LayerOps
+    ) -> DecoderStage:
+        """Return a rank's stage without memory: its parameters have shapes alone."""
+        return build_stage(
+            self.decoder,
+            layers,
+            place.is_first_stage,
+            place.is_last_stage,
+            tp,
+            self.dtype,
+            torch.device("meta"),
+            self.max_model_len,
+            NullAttention(),
+            ops,
+        )
 
 
 def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedModel:
@@ -94,23 +116,18 @@ def check_cache(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
     """Raise ConfigError for cache and scheduler settings that no step could run with."""
     size = cache.block_size
     if size & (size - 1):
-        raise ConfigError(
-            "the block size must be a power of two", field="cache.block_size", value=size, fix="16"
-        )
+        raise config_error("cache.block_size", size, "the block size must be a power of two", "16")
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
-        raise ConfigError(
+        raise config_error(
+            "scheduler.max_num_batched_tokens",
+            scheduler.max_num_batched_tokens,
             "a step must have room for a token of each sequence",
-            field="scheduler.max_num_batched_tokens",
-            value=scheduler.max_num_batched_tokens,
-            fix=f"at least max_num_seqs, {scheduler.max_num_seqs}",
+            f"at least max_num_seqs, {scheduler.max_num_seqs}",
         )
     if scheduler.step_deadline_ms < MIN_STEP_DEADLINE_MS:
-        raise ConfigError(
-            "a step that is only slow would count as hung",
-            field="scheduler.step_deadline_ms",
-            value=scheduler.step_deadline_ms,
-            fix=f"at least {MIN_STEP_DEADLINE_MS}",
-        )
+        problem = "a step that is only slow would count as hung"
+        fix = f"at least {MIN_STEP_DEADLINE_MS}"
+        raise config_error("scheduler.step_deadline_ms", scheduler.step_deadline_ms, problem, fix)
 
 
 def check_deadline(deadline_ms: int, step_s: float, num_stages: int) -> None:
@@ -118,12 +135,9 @@ def check_deadline(deadline_ms: int, step_s: float, num_stages: int) -> None:
     this stage. num_stages: a stage waits for those before it."""
     needed_ms = math.ceil(DEADLINE_MARGIN * num_stages * step_s * 1000)
     if deadline_ms < needed_ms:
-        raise ConfigError(
-            f"the longest step takes {step_s:.2f} s on each of {num_stages} stages",
-            field="scheduler.step_deadline_ms",
-            value=deadline_ms,
-            fix=f"at least {needed_ms}, or a lower max_num_batched_tokens",
-        )
+        problem = f"the longest step takes {step_s:.2f} s on each of {num_stages} stages"
+        fix = f"at least {needed_ms}, or a lower max_num_batched_tokens"
+        raise config_error("scheduler.step_deadline_ms", deadline_ms, problem, fix)
 
 
 def confine_directory(model: str, roots: Sequence[Path]) -> Path:
@@ -141,15 +155,10 @@ def confine_directory(model: str, roots: Sequence[Path]) -> Path:
                 _check_directory(model, directory, root)
                 return directory
     except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a null byte
-        raise ConfigError(
-            f"this is no path: {error}", field="model", value=model, fix="name a directory"
-        ) from None
-    raise ConfigError(
-        "the model lies outside this daemon's model roots",
-        field="model",
-        value=model,
-        fix=f"a directory under {[str(root) for root in roots]}, or another --model-root",
-    )
+        fix = "name a directory"
+        raise config_error("model", model, f"this is no path: {error}", fix) from None
+    fix = f"a directory under {[str(root) for root in roots]}, or another --model-root"
+    raise config_error("model", model, "the model lies outside this daemon's model roots", fix)
 
 
 def _check_directory(model: str, directory: Path, root: Path) -> None:
@@ -160,12 +169,8 @@ def _check_directory(model: str, directory: Path, root: Path) -> None:
     patterns = [*(f"*{suffix}" for suffix in READ_SUFFIXES), "*/config.json"]
     for file in (file for pattern in patterns for file in directory.glob(pattern)):
         if not file.resolve().is_relative_to(root):
-            raise ConfigError(
-                "a file of the model is a link to outside this daemon's model roots",
-                field="model",
-                value=str(file),
-                fix=f"keep it under {root}",
-            )
+            problem = "a file of the model is a link to outside this daemon's model roots"
+            raise config_error("model", str(file), problem, f"keep it under {root}")
 
 
 def _read_config_files(directory: Path) -> dict[str, bytes]:
@@ -184,12 +189,8 @@ def _read_config_files(directory: Path) -> dict[str, bytes]:
 def _resolve_dtype(asked: str, stated: str) -> torch.dtype:
     name = stated if asked == "auto" else asked
     if name not in DTYPES:
-        raise ConfigError(
-            "the checkpoint's dtype is not supported",
-            field="dtype",
-            value=name,
-            fix=f"ask for one of {sorted(DTYPES)}",
-        )
+        fix = f"ask for one of {sorted(DTYPES)}"
+        raise config_error("dtype", name, "the checkpoint's dtype is not supported", fix)
     return DTYPES[name]
 
 
@@ -198,18 +199,11 @@ def _resolve_length(asked: int | None, decoder: DecoderConfig) -> int:
     length = asked or longest
     tabled = max_table_length(decoder.head_dim)
     if tabled < length <= longest:
-        raise ConfigError(
-            "the rotary table would be too large for this context length",
-            field="max_model_len",
-            value=length,
-            fix=f"give a max_model_len of at most {tabled}",
-        )
+        problem = "the rotary table would be too large for this context length"
+        fix = f"give a max_model_len of at most {tabled}"
+        raise config_error("max_model_len", length, problem, fix)
     if length <= longest:
         return length
     why = "exact only up to" if decoder.max_supported_len is not None else "made for"
-    raise ConfigError(
-        f"the model is {why} {longest} tokens",
-        field="max_model_len",
-        value=asked,
-        fix=f"at most {longest}",
-    )
+    fix = f"at most {longest}"
+    raise config_error("max_model_len", asked, f"the model is {why} {longest} tokens", fix)

@@ -19,7 +19,7 @@ from rpc_schema.lifecycle import MemoryTag, SleepLevel, TagState
 from worker_daemon.device.arena import Arena, arena_bytes, open_arena
 from worker_daemon.device.backup import HostBackup
 from worker_daemon.device.pinned import DeviceCopier, open_uploads
-from worker_daemon.errors import ConfigError
+from worker_daemon.errors import ConfigError, config_error
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.worker.memory_tags import ALL_AWAKE, MemoryTags
 
@@ -316,9 +316,5 @@ def open_memory(device: torch.device, *, can_sleep: bool) -> TaggedMemory:
 
 
 def _not_enabled() -> ConfigError:
-    return ConfigError(
-        "this model's memory cannot sleep",
-        field="enable_sleep_mode",
-        value=False,
-        fix="load the model with enable_sleep_mode",
-    )
+    fix = "load the model with enable_sleep_mode"
+    return config_error("enable_sleep_mode", False, "this model's memory cannot sleep", fix)

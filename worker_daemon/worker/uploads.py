@@ -22,7 +22,7 @@ from rpc_schema.uploads import (
     content_hash,
     tensor_bytes,
 )
-from worker_daemon.errors import CapacityError, ConfigError, StateError
+from worker_daemon.errors import CapacityError, StateError, config_error
 
 MAX_UPLOADS: Final = 4096
 MAX_UNFINISHED: Final = 64
@@ -77,11 +77,11 @@ class _Entry:
             self._digests[index] = digest
             self._num_missing -= 1
         elif self._digests[index] != digest:
-            raise ConfigError(
+            raise config_error(
+                "offset",
+                chunk.offset,
                 "an earlier chunk at this offset had other bytes",
-                field="offset",
-                value=chunk.offset,
-                fix="name each content by its own hash; if the earlier chunk is wrong, drop the "
+                "name each content by its own hash; if the earlier chunk is wrong, drop the "
                 "upload (DropUploads)",
             )
         return not self._num_missing
@@ -157,12 +157,12 @@ class Uploads:
     def _begin(self, chunk: UploadChunk, num_bytes: int) -> _Entry:
         needed = _pages(num_bytes)
         if self._num_bytes + needed > self._max_bytes:
-            raise CapacityError(
+            raise _no_room(
+                "shape",
+                chunk.shape,
                 f"the tensor needs {needed} bytes of host memory; of the {self._max_bytes} for "
                 f"uploads {self._num_bytes} are taken",
-                field="shape",
-                value=chunk.shape,
-                fix=f"{_MAKE_ROOM}, or start the daemon with a larger --upload-memory-bytes",
+                ", or start the daemon with a larger --upload-memory-bytes",
             )
         num_unfinished = sum(entry.whole is None for entry in self._entries.values())
         for number, limit, what in (
@@ -170,21 +170,13 @@ class Uploads:
             (num_unfinished, MAX_UNFINISHED, "uploads are unfinished"),
         ):
             if number >= limit:
-                raise CapacityError(
-                    f"{limit} {what} already",
-                    field="content_hash",
-                    value=chunk.content_hash.hex(),
-                    fix=_MAKE_ROOM,
-                )
+                name = chunk.content_hash.hex()
+                raise _no_room("content_hash", name, f"{limit} {what} already")
         try:
             entry = _Entry(chunk, num_bytes)
         except (OSError, MemoryError) as error:
-            raise CapacityError(
-                f"the host has no {needed} bytes for the tensor: {error}",
-                field="shape",
-                value=chunk.shape,
-                fix=_MAKE_ROOM,
-            ) from None
+            problem = f"the host has no {needed} bytes for the tensor: {error}"
+            raise _no_room("shape", chunk.shape, problem) from None
         self._entries[chunk.content_hash] = entry
         self._num_bytes += needed
         return entry
@@ -192,16 +184,17 @@ class Uploads:
     def _finish(self, name: bytes, entry: _Entry) -> None:
         if entry.hash() != name:
             self.drop([name])
-            raise ConfigError(
-                "the tensor has another hash: the upload is dropped",
-                field="content_hash",
-                value=name.hex(),
-                fix="hash dtype, shape and bytes as rpc_schema/uploads.py does, and send all again",
-            )
+            problem = "the tensor has another hash: the upload is dropped"
+            fix = "hash dtype, shape and bytes as rpc_schema/uploads.py does, and send all again"
+            raise config_error("content_hash", name.hex(), problem, fix)
         with self._lock:
             if self._entries.get(name) is not entry:
                 raise StateError("a reset dropped the upload", fix="send all of it again")
             entry.finish()
+
+
+def _no_room(field: str, value: object, problem: str, or_else: str = "") -> CapacityError:
+    return CapacityError(problem, field=field, value=value, fix=f"{_MAKE_ROOM}{or_else}")
 
 
 def _check_place(chunk: UploadChunk) -> int:
@@ -209,26 +202,19 @@ def _check_place(chunk: UploadChunk) -> int:
     it."""
     num_bytes = tensor_bytes(chunk.dtype, chunk.shape)
     if num_bytes > MAX_UPLOAD_BYTES:
-        raise ConfigError(
-            f"the tensor has {num_bytes} bytes",
-            field="shape",
-            value=chunk.shape,
-            fix=f"upload parts of at most {MAX_UPLOAD_BYTES} bytes",
-        )
+        fix = f"upload parts of at most {MAX_UPLOAD_BYTES} bytes"
+        raise config_error("shape", chunk.shape, f"the tensor has {num_bytes} bytes", fix)
     if chunk.offset % CHUNK_BYTES or chunk.offset >= num_bytes:
-        raise ConfigError(
-            f"a tensor of {num_bytes} bytes has no chunk at this offset",
-            field="offset",
-            value=chunk.offset,
-            fix=f"use multiples of {CHUNK_BYTES} below {num_bytes}",
-        )
+        problem = f"a tensor of {num_bytes} bytes has no chunk at this offset"
+        fix = f"use multiples of {CHUNK_BYTES} below {num_bytes}"
+        raise config_error("offset", chunk.offset, problem, fix)
     expected = min(CHUNK_BYTES, num_bytes - chunk.offset)
     if len(chunk.data) != expected:
-        raise ConfigError(
+        raise config_error(
+            "data",
+            f"{len(chunk.data)} bytes",
             f"the chunk at offset {chunk.offset} of a tensor of {num_bytes} bytes has another size",
-            field="data",
-            value=f"{len(chunk.data)} bytes",
-            fix=f"send {expected} bytes",
+            f"send {expected} bytes",
         )
     return num_bytes
 
@@ -239,12 +225,8 @@ def _check_same_tensor(entry: _Entry, chunk: UploadChunk) -> None:
         ("shape", entry.shape, chunk.shape),
     ):
         if there != value:
-            raise ConfigError(
-                f"the upload of this hash began with {there}",
-                field=field,
-                value=value,
-                fix=f"send {there}, or drop the upload (DropUploads) if that is wrong",
-            )
+            fix = f"send {there}, or drop the upload (DropUploads) if that is wrong"
+            raise config_error(field, value, f"the upload of this hash began with {there}", fix)
 
 
 def _pages(num_bytes: int) -> int:

@@ -30,7 +30,7 @@ from worker_daemon.device.init import device_name
 from worker_daemon.device.memory import MemorySource
 from worker_daemon.device.memory_sources import memory_source
 from worker_daemon.distributed.bubbles import InputWaits
-from worker_daemon.errors import CommError, ConfigError, StateError
+from worker_daemon.errors import CommError, StateError, config_error
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.models.saving import Saver, SaveReport, SaveRequest
 from worker_daemon.models.tensor_bytes import checksum
@@ -153,20 +153,13 @@ class Worker:
         opened = self._device.opened
         world_size = opened.place.parallel.world_size
         if len(configs) != world_size:
-            raise ConfigError(
-                "one entry per rank is needed",
-                field="kv_cache_configs",
-                value=len(configs),
-                fix=f"{world_size} entries",
-            )
+            problem = "one entry per rank is needed"
+            raise config_error("kv_cache_configs", len(configs), problem, f"{world_size} entries")
         plan = configs[self.rank]
         if plan.block_size != model.config.cache.block_size:
-            raise ConfigError(
-                "the model was loaded for another block size",
-                field="kv_cache_config.block_size",
-                value=plan.block_size,
-                fix=str(model.config.cache.block_size),
-            )
+            problem = "the model was loaded for another block size"
+            fix = str(model.config.cache.block_size)
+            raise config_error("kv_cache_config.block_size", plan.block_size, problem, fix)
         with opened.ledger.taking("kv_cache"):
             kv = model.allocate_kv_caches(plan, model.memory.make_kv_cache)
         model.stage.set_attention(model.attention.backend)
@@ -181,19 +174,11 @@ class Worker:
         """
         num_blocks = self._serving.plan.num_blocks
         if message.num_gpu_blocks != num_blocks:
-            raise ConfigError(
-                "another number of blocks was allocated",
-                field="num_gpu_blocks",
-                value=message.num_gpu_blocks,
-                fix=str(num_blocks),
-            )
+            problem = "another number of blocks was allocated"
+            raise config_error("num_gpu_blocks", message.num_gpu_blocks, problem, str(num_blocks))
         if message.num_cpu_blocks:
-            raise ConfigError(
-                "KV blocks in host memory are not supported",
-                field="num_cpu_blocks",
-                value=message.num_cpu_blocks,
-                fix="0",
-            )
+            problem = "KV blocks in host memory are not supported"
+            raise config_error("num_cpu_blocks", message.num_cpu_blocks, problem, "0")
         return Done(**self._identity(message))
 
     def update_max_model_len(self, message: lc.UpdateMaxModelLen) -> Done:

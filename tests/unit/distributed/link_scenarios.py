@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from worker_daemon.contracts.window import Window
 from worker_daemon.distributed import link
 from worker_daemon.distributed.link import Link, RendezvousPoint
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.pp import HopShape, StageInbound, StageOutbound
-from worker_daemon.distributed.symmetric import BLANK, Peers, Window
+from worker_daemon.distributed.symmetric import BLANK, Peers
 from worker_daemon.distributed.tokens import TokenBroadcast
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import CommError

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import zmq
 
 from rpc_schema.key_files import PublicKey, SecretKey, encode_key_file
-from worker_daemon.errors import ConfigError
+from worker_daemon.errors import config_error
 
 
 class KeyFiles(NamedTuple):
@@ -53,11 +53,11 @@ def make_key_files(out: Path) -> KeyFiles:
         for path in written:
             with contextlib.suppress(OSError):
                 path.unlink()
-        raise ConfigError(
+        raise config_error(
+            "out",
+            str(error.filename or out),
             f"the key cannot be written: {error.strerror}",
-            field="out",
-            value=str(error.filename or out),
-            fix="name a file that is not there, in a directory that this user may write; keys are "
+            "name a file that is not there, in a directory that this user may write; keys are "
             "never overwritten",
         ) from None
     return KeyFiles(secret, public, public_key)

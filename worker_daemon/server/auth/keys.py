@@ -15,7 +15,7 @@ from rpc_schema.key_files import (
     read_authorized_keys,
     read_secret_key,
 )
-from worker_daemon.errors import ConfigError
+from worker_daemon.errors import ConfigError, config_error
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +40,8 @@ def read_identity(path: Path, *, is_credential: bool) -> Identity:
         raise _config_error(error) from None
     secret = key.secret_key.encode()
     if zmq.curve_public(secret).decode() != key.public_key:
-        raise ConfigError(
-            "the public and the secret key do not match",
-            field="key-file",
-            value=str(path),
-            fix="make a new one by worker-daemon keygen",
-        )
+        fix = "make a new one by worker-daemon keygen"
+        raise config_error("key-file", str(path), "the public and the secret key do not match", fix)
     return Identity(key.public_key, secret)
 
 
@@ -92,4 +88,4 @@ def _read(path: Path) -> Mapping[str, AuthorizedKey]:
 
 
 def _config_error(error: KeyFileError) -> ConfigError:
-    return ConfigError(error.message, field=error.field, value=error.value, fix=error.fix)
+    return config_error(error.field, error.value, error.message, error.fix)

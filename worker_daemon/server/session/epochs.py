@@ -14,7 +14,7 @@ from worker_daemon.directories import (
     replace_own_file,
     unusable,
 )
-from worker_daemon.errors import ConfigError
+from worker_daemon.errors import ConfigError, config_error
 from worker_daemon.server.wire.endpoints import AnyEndpoint
 
 MAX_EPOCH: Final = 1 << 62
@@ -60,21 +60,15 @@ class EpochFile:
         """
         highest = min(self.last + MAX_EPOCH_STEP, MAX_EPOCH)
         if epoch > highest:
-            raise ConfigError(
-                f"the last epoch is {self.last}, and this one is too far above it",
-                field="epoch",
-                value=epoch,
-                fix=f"ask for one of {self.last + 1} to {highest}",
-            )
+            problem = f"the last epoch is {self.last}, and this one is too far above it"
+            fix = f"ask for one of {self.last + 1} to {highest}"
+            raise config_error("epoch", epoch, problem, fix)
         try:
             replace_own_file(self.path, f"{epoch}\n".encode("ascii"))
         except OSError as error:
-            raise ConfigError(
-                f"epoch {epoch} cannot be recorded: {error}",
-                field="state-dir",
-                value=str(self.path.parent),
-                fix="make room on that disk, or make it writable",
-            ) from error
+            problem = f"epoch {epoch} cannot be recorded: {error}"
+            fix = "make room on that disk, or make it writable"
+            raise config_error("state-dir", str(self.path.parent), problem, fix) from error
         self.last = epoch
 
     def remove(self) -> None:
@@ -92,12 +86,9 @@ class EpochFile:
             os.close(fd)
         digits = text.strip()
         if not digits.isdecimal() or len(digits) > len(str(MAX_EPOCH)) or int(digits) > MAX_EPOCH:
-            raise ConfigError(
-                f"the epoch file does not hold a number from 0 to {MAX_EPOCH}",
-                field="state-dir",
-                value=str(self.path),
-                fix="write the last granted epoch into it, or start once with --reset-epoch",
-            )
+            problem = f"the epoch file does not hold a number from 0 to {MAX_EPOCH}"
+            fix = "write the last granted epoch into it, or start once with --reset-epoch"
+            raise config_error("state-dir", str(self.path), problem, fix)
         return int(digits)
 
     def _reset(self) -> int:

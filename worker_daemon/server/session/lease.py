@@ -9,12 +9,12 @@ from typing import Final, NamedTuple
 from rpc_schema import lease as ls
 from rpc_schema.plain_text import one_line
 from worker_daemon.errors import (
-    ConfigError,
     FencedError,
     ForbiddenError,
     LeaseExpiredError,
     LeaseHeldError,
     NotAttachedError,
+    config_error,
 )
 
 MAX_SILENCE_S: Final = 1.0
@@ -74,12 +74,8 @@ def lease_terms(ttl_ms: int, orphan_kv_ttl_ms: int, holder_name: str) -> LeaseRe
         ("orphan_kv_ttl_ms", orphan_kv_ttl_ms, 0, ls.MAX_ORPHAN_KV_TTL_MS),
     ):
         if not low <= value <= high:
-            raise ConfigError(
-                "the time is outside its bounds",
-                field=field,
-                value=value,
-                fix=f"use {low} to {high} milliseconds",
-            )
+            fix = f"use {low} to {high} milliseconds"
+            raise config_error(field, value, "the time is outside its bounds", fix)
     name = one_line(holder_name, MAX_NAME_BYTES)
     return LeaseRequest(ttl_ms / 1000, orphan_kv_ttl_ms / 1000, name)
 

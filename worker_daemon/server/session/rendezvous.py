@@ -4,6 +4,7 @@ receives commands."""
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import ControlReplyMessage
@@ -17,27 +18,20 @@ from worker_daemon.server.progress import Progress
 from worker_daemon.server.step_thread import Command, LinkLost
 
 
+@dataclass(slots=True, eq=False)
 class LinkRendezvous:
     """The newest rendezvous server, and the one before it, where ranks may still wait."""
 
-    def __init__(
-        self,
-        open_rendezvous: OpenRendezvousServer,
-        host: str,
-        need_attached: Callable[[int], None],
-        progress: Progress,
-        guard: Guard,
-        post: Callable[[Command], None],
-    ) -> None:
-        """host: of the servers. need_attached(epoch) raises unless the epoch is the attached
-        driver's. post: to the step thread."""
-        self._open_rendezvous = open_rendezvous
-        self._host = host
-        self._need_attached = need_attached
-        self._progress = progress
-        self._guard = guard
-        self._post = post
-        self._servers: deque[RendezvousServerLike] = deque()
+    _open_rendezvous: OpenRendezvousServer
+    _host: str
+    """Of the servers."""
+    _need_attached: Callable[[int], None]
+    """Raises unless the epoch is the attached driver's."""
+    _progress: Progress
+    _guard: Guard
+    _post: Callable[[Command], None]
+    """To the step thread."""
+    _servers: deque[RendezvousServerLike] = field(default_factory=deque, init=False)
 
     def open(self, message: lc.OpenRendezvous) -> ControlReplyMessage:
         """Open a rendezvous server for a link above the current one. Raises FencedError for any

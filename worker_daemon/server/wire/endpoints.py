@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from worker_daemon.directories import open_own_file, unusable
-from worker_daemon.errors import ConfigError, WorkerError
+from worker_daemon.errors import ConfigError, WorkerError, config_error
 from worker_daemon.raising import Translation
 from worker_daemon.server.lock_file import LockFile, LockHeldError
 
@@ -167,7 +167,7 @@ class TcpEndpoint(_Endpoint):
 
 
 def _invalid(endpoint: str, message: str, fix: str) -> ConfigError:
-    return ConfigError(message, field="endpoint", value=endpoint, fix=fix)
+    return config_error("endpoint", endpoint, message, fix)
 
 
 AnyEndpoint: TypeAlias = IpcEndpoint | TcpEndpoint
@@ -262,12 +262,9 @@ class SocketFiles:
         for path in self._paths:
             facts = _facts(path)
             if facts is not None and not stat.S_ISSOCK(facts.st_mode):
-                raise ConfigError(
-                    f"{path} exists already, and is no socket",
-                    field="endpoint",
-                    value=str(endpoint),
-                    fix=f"remove {path}, or choose another endpoint",
-                )
+                problem = f"{path} exists already, and is no socket"
+                fix = f"remove {path}, or choose another endpoint"
+                raise config_error("endpoint", str(endpoint), problem, fix)
 
     def are_bound(self) -> None:
         """Record the files that were bound."""

@@ -21,7 +21,7 @@ from worker_daemon.distributed.transfer_group import (
     TrainerRendezvous,
     TransferGroup,
 )
-from worker_daemon.errors import CapacityError, ConfigError, TransferError
+from worker_daemon.errors import CapacityError, ConfigError, TransferError, config_error
 from worker_daemon.models.weight_places import Manifest
 from worker_daemon.models.weights import read_headers, read_tensor
 from worker_daemon.worker.resolve import confine_directory
@@ -118,12 +118,9 @@ class BroadcastReceiver(TransferEngine):
         if not isinstance(message.source, wt.BroadcastSource):
             raise _wrong_engine("broadcasts", message.source)
         if message.source.packed_bytes > MAX_BUFFER_BYTES:
-            raise ConfigError(
-                "the buffer is too large",
-                field="packed_bytes",
-                value=message.source.packed_bytes,
-                fix=f"at most {MAX_BUFFER_BYTES}",
-            )
+            problem = "the buffer is too large"
+            fix = f"at most {MAX_BUFFER_BYTES}"
+            raise config_error("packed_bytes", message.source.packed_bytes, problem, fix)
         return _named(message, former)
 
     def reserve(self, manifest: Manifest, source: wt.Source) -> None:
@@ -196,12 +193,8 @@ class IpcReader(TransferEngine):
     def __init__(self, device: torch.device) -> None:
         """Raises ConfigError on a CPU, TransferError without CUDA's driver."""
         if device.type != "cuda":
-            raise ConfigError(
-                "CUDA memory can be shared between GPU processes only",
-                field="engine",
-                value="ipc",
-                fix="gloo or disk",
-            )
+            problem = "CUDA memory can be shared between GPU processes only"
+            raise config_error("engine", "ipc", problem, "gloo or disk")
         self._device = device
         self._memory = ImportedMemory(device)
 
@@ -212,19 +205,11 @@ class IpcReader(TransferEngine):
         manifest = _named(message, former)
         count = len(manifest.names)
         if not len(source.blocks) == len(source.offsets) == count:
-            raise ConfigError(
-                "one block and one offset per tensor are needed",
-                field="blocks",
-                value=len(source.blocks),
-                fix=str(count),
-            )
+            problem = "one block and one offset per tensor are needed"
+            raise config_error("blocks", len(source.blocks), problem, str(count))
         if any(block >= len(source.handles) for block in source.blocks):
-            raise ConfigError(
-                "there is no such handle",
-                field="blocks",
-                value=max(source.blocks),
-                fix=f"below {len(source.handles)}",
-            )
+            fix = f"below {len(source.handles)}"
+            raise config_error("blocks", max(source.blocks), "there is no such handle", fix)
         return manifest
 
     def receive(self, manifest: Manifest, source: wt.Source, place: Place) -> int:
@@ -260,12 +245,9 @@ class DiskReader(TransferEngine):
         if not isinstance(source, wt.DiskSource):
             raise _wrong_engine("disk", source)
         if message.dtypes or message.shapes:
-            raise ConfigError(
-                "dtypes and shapes come from the files",
-                field="shapes",
-                value=len(message.shapes),
-                fix="leave dtypes and shapes empty",
-            )
+            problem = "dtypes and shapes come from the files"
+            fix = "leave dtypes and shapes empty"
+            raise config_error("shapes", len(message.shapes), problem, fix)
         headers = read_headers(confine_directory(source.model, self._roots), message.names)
         return Manifest(
             tuple(headers),
@@ -289,19 +271,15 @@ def _named(message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
     """Return the tensors that a request names, or those of the request before."""
     if not (message.names or message.dtypes or message.shapes):
         if former is None:
-            raise ConfigError(
-                "no names were given, now or in a former round",
-                field="names",
-                value=[],
-                fix="send names, dtypes and shapes once",
-            )
+            fix = "send names, dtypes and shapes once"
+            raise config_error("names", [], "no names were given, now or in a former round", fix)
         return former
     if not len(message.names) == len(message.dtypes) == len(message.shapes):
-        raise ConfigError(
+        raise config_error(
+            "names",
+            [len(message.names), len(message.dtypes), len(message.shapes)],
             "names, dtypes and shapes are of different lengths",
-            field="names",
-            value=[len(message.names), len(message.dtypes), len(message.shapes)],
-            fix="one of each per tensor, or none at all",
+            "one of each per tensor, or none at all",
         )
     dtypes = tuple(DTYPES[name] for name in message.dtypes)
     return Manifest(message.names, dtypes, message.shapes)
@@ -329,9 +307,6 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _wrong_engine(engine: str, source: wt.Source) -> ConfigError:
-    return ConfigError(
-        f"the weight transfer engine is {engine}",
-        field="source",
-        value=type(source).__name__,
-        fix="init_weight_transfer_engine for this source first",
-    )
+    problem = f"the weight transfer engine is {engine}"
+    fix = "init_weight_transfer_engine for this source first"
+    return config_error("source", type(source).__name__, problem, fix)

@@ -6,7 +6,7 @@ from typing import Final
 import msgspec
 
 from rpc_schema.config import ModelConfig
-from worker_daemon.errors import ConfigError
+from worker_daemon.errors import config_error
 
 _FIELDS: Final = {
     "model.model": "model",
@@ -29,26 +29,15 @@ def apply_overrides(config: ModelConfig, overrides: Mapping[str, str | int | boo
     """
     for name, value in overrides.items():
         if name in _AT_LOAD:
-            raise ConfigError(
-                "this field is fixed when a model is loaded",
-                field=name,
-                value=value,
-                fix=_AT_LOAD[name],
-            )
+            fix = _AT_LOAD[name]
+            raise config_error(name, value, "this field is fixed when a model is loaded", fix)
         if name not in _FIELDS:
-            raise ConfigError(
-                "only the load and model sections take overrides",
-                field=name,
-                value=value,
-                fix=f"one of {', '.join(_FIELDS)}",
-            )
+            fix = f"one of {', '.join(_FIELDS)}"
+            raise config_error(name, value, "only the load and model sections take overrides", fix)
     values = msgspec.structs.asdict(config) | {_FIELDS[n]: v for n, v in overrides.items()}
     try:
         return msgspec.convert(list(values.values()), ModelConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(
-            "the value is not allowed",
-            field=", ".join(overrides),
-            value=list(overrides.values()),
-            fix=str(error),
-        ) from None
+        problem = "the value is not allowed"
+        fix = str(error)
+        raise config_error(", ".join(overrides), list(overrides.values()), problem, fix) from None

@@ -13,7 +13,7 @@ from typing import Final
 
 from rpc_schema import weight_transfer as wt
 from worker_daemon.distributed.transfer_group import TrainerRendezvous
-from worker_daemon.errors import ConfigError, StateError
+from worker_daemon.errors import StateError, config_error
 from worker_daemon.models.weight_places import Manifest, Places, checkpoint_places, kernel_places
 from worker_daemon.phases import SetPhase
 from worker_daemon.worker.loading import LoadedModel, RankPlace, Roots
@@ -123,12 +123,9 @@ class WeightTransfer:
         began = time.monotonic()
         update, engine = self._open_update(), self._engine
         if engine is None:
-            raise ConfigError(
-                "there is no weight transfer engine",
-                field="source",
-                value=type(message.source).__name__,
-                fix="init_weight_transfer_engine for this source first",
-            )
+            problem = "there is no weight transfer engine"
+            fix = "init_weight_transfer_engine for this source first"
+            raise config_error("source", type(message.source).__name__, problem, fix)
         try:
             manifest = engine.describe(message, self._former)
             update.places.check(manifest)
@@ -252,16 +249,11 @@ def _meeting(engine: wt.BroadcastEngine, timeout_s: float, place: RankPlace) -> 
     rank = engine.rank_offset + place.parallel.rank
     needed = engine.rank_offset + place.parallel.world_size
     if engine.world_size < needed:  # all ranks refuse, even those that it has room for
-        raise ConfigError(
-            "the communicator has no such rank",
-            field="rank_offset",
-            value=engine.rank_offset,
-            fix=f"a world_size of {needed} at least",
-        )
+        problem = "the communicator has no such rank"
+        fix = f"a world_size of {needed} at least"
+        raise config_error("rank_offset", engine.rank_offset, problem, fix)
     if engine.backend == "nccl" and place.device.type != "cuda":
-        raise ConfigError(
-            "NCCL needs a GPU", field="backend", value=engine.backend, fix="gloo on this device"
-        )
+        raise config_error("backend", engine.backend, "NCCL needs a GPU", "gloo on this device")
     return TrainerRendezvous(
         engine.backend,
         engine.place.host,
