@@ -21,7 +21,7 @@ from rpc_schema.sampling import (
 )
 from rpc_schema.structured import StructuredOutput
 
-RequestExtension: TypeAlias = RandomSampling | StopTokens | LogprobsWanted | StructuredOutput
+RequestExtension: TypeAlias = RandomSampling | StopTokens | StructuredOutput | LogprobsWanted
 """Extension of a request, from its admission on."""
 
 StepExtension: TypeAlias = GrammarMasks

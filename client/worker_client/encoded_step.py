@@ -3,6 +3,8 @@ ids."""
 
 from array import array
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,7 @@ from worker_client.scheduler_output import SchedulerOutput, StepResult
 
 Int32s = NDArray[np.int32]
 _INT32 = np.dtype("<i4")
+NONE_DEFERRED: Final[Mapping[int, str]] = MappingProxyType({})
 
 
 class SteadyRequests:
@@ -48,9 +51,12 @@ class EncodedStep:
     """A step as sent: its frames, and what is needed to read its reply or to undo it."""
 
     __slots__ = (
+        "deferred",
         "extra_req_ids",
         "extra_slots",
         "frames",
+        "is_later",
+        "left",
         "output",
         "reporting",
         "resync",
@@ -69,6 +75,8 @@ class EncodedStep:
         reporting: Mapping[str, Extensions],
         *,
         resync: bool = False,
+        deferred: Mapping[int, str] = NONE_DEFERRED,
+        is_later: bool = False,
     ) -> None:
         self.seq = seq
         self.output = output
@@ -81,24 +89,48 @@ class EncodedStep:
         """Extensions of the requests whose replies have more than tokens, as of this step."""
         self.resync = resync
         """Sent in full: if this one fails, the rows it names cannot be trusted either."""
+        self.deferred = deferred
+        """Requests whose sampling waits, by slot."""
+        self.left = dict(deferred)
+        """Those of them that were not sampled yet."""
+        self.is_later = is_later
+        """It is the later sampling of a step's requests; some may have finished since."""
+
+    def later(self, chosen: Mapping[int, str]) -> "EncodedStep":
+        """Return the later sampling of deferred requests, given by slot."""
+        slots, req_ids = list(chosen), list(chosen.values())
+        return EncodedStep(
+            self.seq,
+            self.output,
+            [],
+            None,
+            slots,
+            req_ids,
+            self.reporting,
+            resync=self.resync,
+            is_later=True,
+        )
 
     def sampled_bitmap(self) -> tuple[bytes, Sequence[str]]:
-        """Return the slots that sample as a bitmap, and their request ids, slots ascending."""
+        """Return the slots that sample at once as a bitmap, and their request ids, slots
+        ascending."""
         steady = self.steady
-        if steady is not None and not self.extra_slots:
+        if steady is not None and not (self.extra_slots or self.deferred):
             return steady.bitmap, steady.sorted_req_ids
         slots, req_ids = self.sampled()
-        return _bitmap(slots), req_ids
+        return bitmap_of(slots), req_ids
 
     def sampled(self) -> tuple[bytes, Sequence[str]]:
-        """Return the slots that sample, ascending, as little-endian uint16, and their request
-        ids."""
+        """Return the slots that sample at once, ascending, as little-endian uint16, and their
+        request ids."""
         steady = self.steady
-        if steady is not None and not self.extra_slots:
+        if steady is not None and not (self.extra_slots or self.deferred):
             return steady.slots_bytes, steady.sorted_req_ids
         pairs = list(zip(self.extra_slots, self.extra_req_ids, strict=True))
         if steady is not None:
             pairs += zip(steady.slots.tolist(), steady.sorted_req_ids, strict=True)
+        if self.deferred:
+            pairs = [pair for pair in pairs if pair[0] not in self.deferred]
         pairs.sort()
         return array("H", [slot for slot, _ in pairs]).tobytes(), [req_id for _, req_id in pairs]
 
@@ -113,7 +145,7 @@ def decode_reply(
         BadFrameError: the reply does not fit the step.
     """
     slots, req_ids = step.sampled_bitmap()
-    if step.output.defer_sampling and reply.slots != slots:
+    if step.is_later and reply.slots != slots:
         slots, req_ids = _those_left(*step.sampled(), reply.slots)
     refused: Mapping[str, int] = {}
     num_sampling, is_whole = len(req_ids), True
@@ -141,10 +173,10 @@ def _those_left(slots: bytes, req_ids: Sequence[str], named: bytes) -> tuple[byt
         for slot, req_id in pairs
         if slot // 8 < len(named) and named[slot // 8] >> slot % 8 & 1
     ]
-    return _bitmap(array("H", [slot for slot, _ in left]).tobytes()), [r for _, r in left]
+    return bitmap_of(array("H", [slot for slot, _ in left]).tobytes()), [r for _, r in left]
 
 
-def _bitmap(slots: bytes) -> bytes:
+def bitmap_of(slots: bytes) -> bytes:
     """Slots, as little-endian uint16, to a bitmap without zero bytes at its end."""
     numbers = np.frombuffer(slots, "<u2")
     if not numbers.size:

@@ -15,6 +15,7 @@ from worker_client.parts.sampling import (
     RandomSamplingRequestPart,
     StopTokensRequestPart,
 )
+from worker_client.parts.structured import StructuredOutputPart
 
 Extensions: TypeAlias = tuple[RequestExtension, ...]
 """Extensions of a request."""
@@ -23,6 +24,7 @@ PARTS: Final[tuple[RequestPart, ...]] = (
     RandomSamplingRequestPart(),
     StopTokensRequestPart(),
     LogprobsPart(),
+    StructuredOutputPart(),
 )
 
 _OF_REQUEST: Final[Mapping[type, RequestPart]] = MappingProxyType(

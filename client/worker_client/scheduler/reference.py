@@ -17,7 +17,7 @@ from worker_client.scheduler_output import SchedulerOutput, StepResult
 
 NOT_A_NUMBER = (
     "the model's output for token {place} is not a number: its weights overflow or are damaged "
-    "for this input; the other requests are not affected"
+    "for this input, or nothing that it may sample is left; the other requests are not affected"
 )
 
 
