@@ -23,7 +23,7 @@ from rpc_schema.sampling import (
 from rpc_schema.structured import StructuredOutput
 
 RequestExtension: TypeAlias = (
-    RandomSampling | StopTokens | LogprobsWanted | StructuredOutput | PoolingParams
+    RandomSampling | StopTokens | StructuredOutput | LogprobsWanted | PoolingParams
 )
 """Extension of a request, from its admission on."""
 

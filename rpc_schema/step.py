@@ -94,7 +94,7 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     """Slots whose sampling waits for a SampleTokens that names this seq: each must sample in this
     step. The others are sampled at once. None: all are."""
     extensions: StepExtensions = ()
-    """For deferred slots, those that concern the sampling may come with the SampleTokens instead; of
+    """Those that concern the sampling of deferred slots may come with the SampleTokens instead; of
     a kind that is in both, the later one counts."""
     new_block_groups: RawUInt8 = b""
     """For each of new_block_ids, the group of layers of its table; empty: the first."""

@@ -3,19 +3,31 @@ reports failures to the scheduler, and measures times."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from worker_client.errors import (
     DrainingError,
     InvalidSchedulerOutput,
+    RequestError,
     SchedulerStalled,
     StepFailed,
     WorkerDied,
 )
-from worker_client.requests import GenerationRequest, seeded
+from worker_client.requests import GenerationRequest, seeded, validated
 from worker_client.scheduler import RequestOutput, SchedulerInterface
 from worker_client.scheduler_output import SchedulerOutput, StepResult
+from worker_client.structured.masked_steps import (
+    CompiledGrammars,
+    MaskedStep,
+    MaskedSteps,
+    failed_request,
+)
+from worker_client.structured.pending import PendingRequests
 
 StepKind: TypeAlias = Literal["prefill", "decode", "mixed", "empty"]
 
@@ -42,6 +54,14 @@ class GroupLike(Protocol):
 
     def execute_model(self, output: SchedulerOutput) -> FutureLike:
         """Send a step."""
+
+    def sample_tokens(
+        self,
+        deferred: Any,
+        masks: Mapping[str, NDArray[np.int32]] | None = None,
+        req_ids: Collection[str] | None = None,
+    ) -> FutureLike:
+        """Sample requests that a step has deferred; called with a CompiledGrammars only."""
 
     def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
         """Give up a step that was not sent, and drop all rows; return the ids of the requests that
@@ -82,6 +102,9 @@ class _InFlight(NamedTuple):
     future: FutureLike
     kind: StepKind
     sent: float
+    masked: MaskedStep | None
+    later: list[FutureLike]
+    """Of the sampling of its deferred requests."""
 
 
 class Driver:
@@ -95,12 +118,15 @@ class Driver:
         *,
         max_history: int | None = MAX_HISTORY,
         recover: Recover = give_up,
+        grammars: CompiledGrammars | None = None,
     ) -> None:
         """on_result is called with every step's tokens as they come, including those past a
         request's end. recover is called when a daemon has died: after it (WorkerGroup.replace, say)
         the requests that were running begin again from their known tokens. It is called no more
         after MAX_CONSECUTIVE_FAILURES recoveries without a successful step. max_history bounds
-        `records` and `timings`, the oldest of which are dropped first; None keeps all."""
+        `records` and `timings`, the oldest of which are dropped first; None keeps all. grammars
+        (worker_client.structured.grammars.Grammars) serves requests with structured output; it
+        stays the caller's."""
         self.group = group
         self.scheduler = scheduler
         self.records: deque[StepTiming] = deque(maxlen=max_history)
@@ -120,17 +146,38 @@ class Driver:
         self._last_result = 0.0
         self._consecutive_failures = 0
         self._consecutive_recoveries = 0
+        self._masks = None if grammars is None else MaskedSteps(grammars)
+        self._pending = None if grammars is None else PendingRequests(grammars)
+        self._ended: list[RequestOutput] = []
+        """Requests that have ended outside the scheduler, and were not returned yet."""
 
     def add_request(self, request: GenerationRequest) -> None:
-        """Queue a request, with a random seed if it needs one and has none. Raises RequestError as
-        the scheduler does."""
-        self.scheduler.add_request(seeded(request))
+        """Queue a request, with a random seed if it needs one and has none. One with structured
+        output waits until its grammar is compiled; if that fails it ends with "error". Raises
+        RequestError as the scheduler does."""
+        request = seeded(request)
+        if request.structured_outputs is None or self._is_compiled(request):
+            self.scheduler.add_request(request)
         self._added[request.id] = time.monotonic()
         self._without_token.add(request.id)
+
+    def _is_compiled(self, request: GenerationRequest) -> bool:
+        grammar = request.structured_outputs
+        if self._pending is None or grammar is None:
+            raise RequestError(
+                "this driver has no grammars",
+                field="structured_outputs",
+                value=grammar,
+                fix="give it Driver(grammars=...)",
+            )
+        return self._pending.add(validated(request), grammar)
 
     def abort_request(self, req_id: str) -> None:
         """End a request early, without output."""
         self.scheduler.abort_request(req_id)
+        if self._masks is not None and self._pending is not None:
+            self._masks.forget(req_id)
+            self._pending.forget(req_id)
         self._added.pop(req_id, None)
         self._first_token.pop(req_id, None)
         self._without_token.discard(req_id)
@@ -139,7 +186,7 @@ class Driver:
     def busy(self) -> bool:
         """True while a step is in flight, a refusal has not been raised, or a request is
         unfinished."""
-        pending = self._in_flight or self._refusal is not None
+        pending = self._in_flight or self._refusal is not None or self._ended or self._pending
         return bool(pending) or self.scheduler.has_unfinished_requests()
 
     def run(self) -> Iterator[RequestOutput]:
@@ -166,14 +213,17 @@ class Driver:
             DrainingError: an operator drains the group, and the steps in flight are settled. It may
                 be called again, and continues once the drain is undone.
         """
+        self._admit_compiled()
         try:
             self._fill()
         except DrainingError:
             if not self._in_flight:
                 raise
         if self._in_flight:
-            return self._take_oldest()
+            return self._take_oldest() + self._take_ended()
         self._raise_refusal()
+        if self._pending or self._ended:
+            return self._take_ended() or self._await_grammar()
         if self.scheduler.has_unfinished_requests():
             raise SchedulerStalled(
                 "the scheduler has unfinished requests, but no step for them, and none is in flight"
@@ -187,24 +237,76 @@ class Driver:
                 return
             sent = time.monotonic()
             self._unsent = output
+            if self._masks is not None and self._masks.must_wait(output):
+                return
+            masked = None if self._masks is None else self._masks.plan(output)
             try:
-                future = self._send(output)
+                future = self._send(output if masked is None else masked.output)
             except InvalidSchedulerOutput as refusal:
                 self._refusal = refusal
                 return
             self._unsent = None
-            self._in_flight.append(_InFlight(output, future, _kind(output), sent))
+            self._in_flight.append(_InFlight(output, future, _kind(output), sent, masked, []))
+            if self._masks is not None and masked is not None:
+                self._masks.sent(masked)
+                self._send_masks(self._masks)
+
+    def _send_masks(self, masks: MaskedSteps) -> None:
+        """Sample the deferred rows of steps in flight whose masks can be computed, and end requests
+        whose grammars have failed."""
+        for flight in self._in_flight:
+            if flight.masked is not None:
+                try:
+                    masks.sample_ready(flight.masked, partial(_sample, self.group, flight))
+                except WorkerDied as died:
+                    self._replace(died)
+                    return  # taking the steps in flight reports the losses
+        for req_id, output in masks.take_faults().items():
+            self.scheduler.abort_request(req_id)
+            self._record_finish(req_id)
+            self._ended.append(output)
+
+    def _admit_compiled(self) -> None:
+        """Queue the requests whose grammars are compiled by now."""
+        for request, reason in () if self._pending is None else self._pending.take_done():
+            try:
+                if not reason:
+                    self.scheduler.add_request(request)
+                    continue
+            except RequestError as error:
+                reason = error.reason
+            self._record_finish(request.id)
+            self._ended.append(
+                failed_request(request.id, len(request.prompt_token_ids), [], reason)
+            )
+
+    def _await_grammar(self) -> list[RequestOutput]:
+        if self._pending is not None:
+            self._pending.wait()
+        return []
+
+    def _take_ended(self) -> list[RequestOutput]:
+        ended, self._ended = self._ended, []
+        return ended
 
     def _take_oldest(self) -> list[RequestOutput]:
         flight = self._in_flight[0]
         try:
             result = self._result(flight.future)
+            for future in flight.later:
+                result = result.joined(self._result(future))
         except StepFailed as error:
-            self._on_failure(error)
-            return []
-        self._in_flight.popleft()
+            return self._on_failure(error)
         self._consecutive_failures = self._consecutive_recoveries = 0
         self._record(flight, result)
+        return self._settle(flight, result)
+
+    def _settle(self, flight: _InFlight, result: StepResult) -> list[RequestOutput]:
+        """Pass the result of the oldest step on."""
+        self._in_flight.popleft()
+        if self._masks is not None and flight.masked is not None:
+            self._masks.take(flight.masked, result)
+            self._send_masks(self._masks)
         if self._on_result is not None:
             self._on_result(result)
         finished = self.scheduler.update_from_output(flight.output, result)
@@ -235,15 +337,40 @@ class Driver:
         self._consecutive_recoveries += 1
         self._consecutive_failures = 0
 
-    def _on_failure(self, error: StepFailed) -> None:
-        """Handle the failure of the oldest step, and so of all behind it."""
+    def _on_failure(self, error: StepFailed) -> list[RequestOutput]:
+        """Handle the failure of the oldest step, and so of all behind it; return the requests that
+        have finished nevertheless."""
+        lost = error.lost_req_ids
+        finished: list[RequestOutput] = []
+        if self._masks is not None:
+            self._masks.forget_steps()
+            finished, lost = self._settle_partly(lost)
         outputs = [flight.output for flight in self._in_flight]
         self._in_flight.clear()
         self.num_failures += 1
         self._consecutive_failures += 1
-        self._hand_back(outputs, error.lost_req_ids)
+        self._hand_back(outputs, lost)
         if self._consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
             raise error
+        return finished
+
+    def _settle_partly(self, lost: frozenset[str]) -> tuple[list[RequestOutput], frozenset[str]]:
+        """Pass on what steps have sampled before the failure, which may be that of deferred
+        requests alone; return the requests that finish by it, and all that are lost."""
+        finished: list[RequestOutput] = []
+        while self._in_flight:
+            flight = self._in_flight[0]
+            try:
+                result = self._result(flight.future)
+            except StepFailed as failed:
+                return finished, lost | failed.lost_req_ids
+            for future in flight.later:
+                try:
+                    result = result.joined(self._result(future))
+                except StepFailed as failed:
+                    lost |= failed.lost_req_ids
+            finished += self._settle(flight, result)
+        return finished, lost
 
     def _raise_refusal(self) -> None:
         """Raise the reason for a refused step, if there is one, once the scheduler has the step
@@ -283,12 +410,23 @@ class Driver:
             self._without_token -= first
 
     def _record_finish(self, req_id: str) -> None:
+        if self._masks is not None:
+            self._masks.forget(req_id)
         now = time.monotonic()
         added = self._added.pop(req_id, now)
         first = self._first_token.pop(req_id, now)
         self.timings[req_id] = RequestTiming(added, first, now)
         if self._max_history is not None and len(self.timings) > self._max_history:
             del self.timings[next(iter(self.timings))]
+
+
+def _sample(
+    group: GroupLike,
+    flight: _InFlight,
+    masks: Mapping[str, NDArray[np.int32]],
+    req_ids: Collection[str] | None,
+) -> None:
+    flight.later.append(group.sample_tokens(flight.future, masks, req_ids))
 
 
 def _kind(output: SchedulerOutput) -> StepKind:

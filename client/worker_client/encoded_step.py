@@ -3,14 +3,14 @@ ids."""
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema.codec import Frame
 from rpc_schema.errors import BadFrameError
-from rpc_schema.extensions import ReplyExtension
 from rpc_schema.pooling import PooledOutputs
 from rpc_schema.step import ModelRunnerOutput
 from worker_client.parts.registry import NONE_POOLED, Extensions, read_reports
@@ -18,6 +18,7 @@ from worker_client.scheduler_output import SchedulerOutput, StepResult
 
 Int32s = NDArray[np.int32]
 _INT32 = np.dtype("<i4")
+NONE_DEFERRED: Final[Mapping[int, str]] = MappingProxyType({})
 
 
 class SteadyRequests:
@@ -51,9 +52,12 @@ class EncodedStep:
     """A step as sent: its frames, and what is needed to read its reply or to undo it."""
 
     __slots__ = (
+        "deferred",
         "extra_req_ids",
         "extra_slots",
         "frames",
+        "is_later",
+        "left",
         "output",
         "pooled",
         "reporting",
@@ -74,6 +78,8 @@ class EncodedStep:
         *,
         pooled: Mapping[int, str] = NONE_POOLED,
         resync: bool = False,
+        deferred: Mapping[int, str] = NONE_DEFERRED,
+        is_later: bool = False,
     ) -> None:
         self.seq = seq
         self.output = output
@@ -88,24 +94,48 @@ class EncodedStep:
         """Requests that end with an output of this step, by slot."""
         self.resync = resync
         """Sent in full: if this one fails, the rows it names cannot be trusted either."""
+        self.deferred = deferred
+        """Requests whose sampling waits, by slot."""
+        self.left = dict(deferred)
+        """Those of them that were not sampled yet."""
+        self.is_later = is_later
+        """It is the later sampling of a step's requests; some may have finished since."""
+
+    def later(self, chosen: Mapping[int, str]) -> "EncodedStep":
+        """Return the later sampling of deferred requests, given by slot."""
+        slots, req_ids = list(chosen), list(chosen.values())
+        return EncodedStep(
+            self.seq,
+            self.output,
+            [],
+            None,
+            slots,
+            req_ids,
+            self.reporting,
+            resync=self.resync,
+            is_later=True,
+        )
 
     def sampled_bitmap(self) -> tuple[bytes, Sequence[str]]:
-        """Return the slots that sample as a bitmap, and their request ids, slots ascending."""
+        """Return the slots that sample at once as a bitmap, and their request ids, slots
+        ascending."""
         steady = self.steady
-        if steady is not None and not self.extra_slots:
+        if steady is not None and not (self.extra_slots or self.deferred):
             return steady.bitmap, steady.sorted_req_ids
         slots, req_ids = self.sampled()
-        return _bitmap(slots), req_ids
+        return bitmap_of(slots), req_ids
 
     def sampled(self) -> tuple[bytes, Sequence[str]]:
-        """Return the slots that sample, ascending, as little-endian uint16, and their request
-        ids."""
+        """Return the slots that sample at once, ascending, as little-endian uint16, and their
+        request ids."""
         steady = self.steady
-        if steady is not None and not self.extra_slots:
+        if steady is not None and not (self.extra_slots or self.deferred):
             return steady.slots_bytes, steady.sorted_req_ids
         pairs = list(zip(self.extra_slots, self.extra_req_ids, strict=True))
         if steady is not None:
             pairs += zip(steady.slots.tolist(), steady.sorted_req_ids, strict=True)
+        if self.deferred:
+            pairs = [pair for pair in pairs if pair[0] not in self.deferred]
         pairs.sort()
         return array("H", [slot for slot, _ in pairs]).tobytes(), [req_id for _, req_id in pairs]
 
@@ -120,7 +150,7 @@ def decode_reply(
         BadFrameError: the reply does not fit the step.
     """
     slots, req_ids = step.sampled_bitmap()
-    if step.output.defer_sampling and reply.slots != slots:
+    if step.is_later and reply.slots != slots:
         slots, req_ids = _those_left(*step.sampled(), reply.slots)
     refused: Mapping[str, int] = {}
     num_sampling, is_whole = len(req_ids), True
@@ -136,30 +166,10 @@ def decode_reply(
     token_ids: list[int] = np.frombuffer(reply.sampled_token_ids, _INT32).tolist()
     if not (reply.extensions or step.pooled):
         return StepResult(req_ids, token_ids, refused=refused)
-    pooled = NONE_POOLED if step.output.defer_sampling else step.pooled
-    reports = _read_reports(step, reply, arrays, req_ids, pooled)
+    reports = read_reports(reply.extensions, arrays, req_ids, step.reporting, step.pooled)
+    if len(reports.get(PooledOutputs, ())) != len(step.pooled):
+        raise BadFrameError(f"step {step.seq} was to end {len(step.pooled)} requests with outputs")
     return StepResult(req_ids, token_ids, reports, refused)
-
-
-def decode_outputs(
-    step: EncodedStep, reply: ModelRunnerOutput, arrays: Sequence[Frame]
-) -> StepResult:
-    """Return what the reply to a step says before its deferred sampling. Raises as decode_reply
-    does."""
-    return StepResult((), (), _read_reports(step, reply, arrays, (), step.pooled))
-
-
-def _read_reports(
-    step: EncodedStep,
-    reply: ModelRunnerOutput,
-    arrays: Sequence[Frame],
-    req_ids: Sequence[str],
-    pooled: Mapping[int, str],
-) -> Mapping[type[ReplyExtension], Mapping[str, Any]]:
-    reports = read_reports(reply.extensions, arrays, req_ids, step.reporting, pooled)
-    if len(reports.get(PooledOutputs, ())) != len(pooled):
-        raise BadFrameError(f"step {step.seq} was to end {len(pooled)} requests with outputs")
-    return reports
 
 
 def _those_left(slots: bytes, req_ids: Sequence[str], named: bytes) -> tuple[bytes, Sequence[str]]:
@@ -170,10 +180,10 @@ def _those_left(slots: bytes, req_ids: Sequence[str], named: bytes) -> tuple[byt
         for slot, req_id in pairs
         if slot // 8 < len(named) and named[slot // 8] >> slot % 8 & 1
     ]
-    return _bitmap(array("H", [slot for slot, _ in left]).tobytes()), [r for _, r in left]
+    return bitmap_of(array("H", [slot for slot, _ in left]).tobytes()), [r for _, r in left]
 
 
-def _bitmap(slots: bytes) -> bytes:
+def bitmap_of(slots: bytes) -> bytes:
     """Slots, as little-endian uint16, to a bitmap without zero bytes at its end."""
     numbers = np.frombuffer(slots, "<u2")
     if not numbers.size:

@@ -10,7 +10,7 @@ from typing import Protocol
 from rpc_schema.codec import StepReplyMessage
 from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, WireError
 from rpc_schema.step import ModelRunnerOutput
-from worker_client.encoded_step import EncodedStep, decode_outputs
+from worker_client.encoded_step import EncodedStep
 from worker_client.errors import (
     ClientError,
     DeadlineExceeded,
@@ -122,8 +122,6 @@ class StepFuture:
     seq: int
     step: EncodedStep | None
     deadline: float
-    samples: bool = False
-    """False for steps whose reply names no request."""
     replayed: bool = False
     """The reply was a daemon's second sending of it."""
     value: StepResult | None = None
@@ -209,11 +207,9 @@ class StepsInFlight:
         """Failure that no result() has reported yet, if any."""
         return self._latest if self._state.is_unreported else None
 
-    def expect(
-        self, waiter: StepWaiter, seq: int, step: EncodedStep | None, *, samples: bool
-    ) -> StepFuture:
+    def expect(self, waiter: StepWaiter, seq: int, step: EncodedStep | None) -> StepFuture:
         """Return the future of a step that is about to be sent."""
-        future = StepFuture(waiter, seq, step, time.monotonic() + self._timeout_s, samples)
+        future = StepFuture(waiter, seq, step, time.monotonic() + self._timeout_s)
         self._futures[seq] = future
         return future
 
@@ -364,8 +360,6 @@ def _decode_outcome(
 ) -> StepResult:
     if not isinstance(reply, ModelRunnerOutput):
         raise BadFrameError(f"step {future.seq} was answered with {type(reply).__name__}")
-    if future.step is None or not future.samples:
-        if future.step is not None and future.step.pooled:
-            return decode_outputs(future.step, reply, arrays)
+    if future.step is None:
         return StepResult((), ())
     return SlotTable.decode(future.step, reply, arrays)

@@ -21,7 +21,9 @@ from rpc_schema.sampling import (
     MIN_TEMPERATURE,
     SamplingParams,
 )
+from rpc_schema.structured import StructuredOutput
 from worker_client.errors import RequestError
+from worker_client.structured.options import read_structured_output
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Encode = Callable[[str], Sequence[int]]
@@ -51,6 +53,8 @@ class GenerationRequest:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    structured_outputs: StructuredOutput | None = None
+    """The grammar that its tokens keep to."""
     pooling: PoolingParams | None = None
     """With it nothing is sampled: the fields of sampling keep their defaults."""
     features: tuple[RequestExtension, ...] = ()
@@ -86,7 +90,8 @@ class GenerationRequest:
             stop_token_ids=stop_ids,
             logprobs=self.logprobs,
         )
-        return (*params.extensions(), *self.features)
+        grammar = () if self.structured_outputs is None else (self.structured_outputs,)
+        return (*params.extensions(), *grammar, *self.features)
 
 
 def random_seed() -> int:
@@ -240,6 +245,8 @@ class RequestParser:
         values = _typed(fields)
         prompt = self._prompt(values.pop("prompt", None), values.pop("prompt_token_ids", None))
         seed = random_seed() if self._seed is None else derived_seed(self._seed, index)
+        if "structured_outputs" in values:
+            values["structured_outputs"] = read_structured_output(values["structured_outputs"])
         request = GenerationRequest(
             id=str(values.pop("id", index)),
             prompt_token_ids=prompt,
@@ -297,6 +304,7 @@ _FIELDS: Final[Mapping[str, Any]] = MappingProxyType(
         "ignore_eos": bool,
         "stop_token_ids": list[int],
         "logprobs": int,
+        "structured_outputs": dict[str, Any],
     }
 )
 """Fields of an input line, and their types."""

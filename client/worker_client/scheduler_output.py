@@ -1,7 +1,7 @@
 """A scheduler's output and its results, by request id: the convenient form of a step. `slots.py`
 converts it to the wire's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -72,8 +72,12 @@ class SchedulerOutput:
     """Requests to forget; unknown ones are ignored."""
     preempted_req_ids: Sequence[str] = ()
     """Requests to forget as well; separate only for the reader of a trace."""
-    defer_sampling: bool = False
-    """Sampling waits for WorkerGroup.sample_tokens."""
+    deferred_req_ids: Collection[str] = ()
+    """Requests whose sampling waits for WorkerGroup.sample_tokens, which comes before their next
+    step; those that sample nothing in this one are ignored."""
+    masks: Mapping[str, NDArray[np.int32]] = field(default_factory=dict)
+    """Tokens that requests may sample in this step: int32 [ceil(vocab_size / 32)], bit 1 = allowed.
+    Masks of requests that sample nothing in it, or later, are ignored."""
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -107,6 +111,19 @@ class StepResult:
     refused: Mapping[str, int] = field(default_factory=dict)
     """Number of tokens that a request did not gain although the step counted them. They are to be
     computed again: lower the request's computed and known tokens by this."""
+
+    def joined(self, later: "StepResult") -> "StepResult":
+        """Return the result with that of the step's later sampling."""
+        reports = {
+            kind: {**self.reports.get(kind, {}), **later.reports.get(kind, {})}
+            for kind in {*self.reports, *later.reports}
+        }
+        return StepResult(
+            [*self.req_ids, *later.req_ids],
+            [*self.token_ids, *later.token_ids],
+            reports,
+            {**self.refused, **later.refused},
+        )
 
     @property
     def pooled(self) -> Mapping[str, NDArray[np.float32]]:

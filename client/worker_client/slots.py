@@ -6,7 +6,7 @@ reply are kept in SteadyRequests, whose rows' counts are brought up to date only
 """
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from typing import Literal, NamedTuple
@@ -15,14 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema.codec import Frame, encode_step
-from rpc_schema.extensions import StepExtension
 from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind
 from rpc_schema.pooling import MAX_POOLED_BYTES
-from rpc_schema.sampling import GrammarMasks
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput, NewRequestData
 from worker_client.block_holders import BlockHolders, BlockTaken
-from worker_client.encoded_step import EncodedStep, SteadyRequests, decode_reply, pack_bits
+from worker_client.encoded_step import (
+    NONE_DEFERRED,
+    EncodedStep,
+    SteadyRequests,
+    decode_reply,
+    pack_bits,
+)
 from worker_client.errors import InvalidSchedulerOutput
+from worker_client.masks import ALL_AT_ONCE, Masks, Sampling, encoded, sampling_of
 from worker_client.parts.registry import NONE_POOLED, Extensions, pools, reports
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
 from worker_client.step_checks import (
@@ -31,7 +36,6 @@ from worker_client.step_checks import (
     WRONG_TYPE,
     GroupLimits,
     check_admissions,
-    check_mask,
     check_more_blocks,
     check_shape,
     encode_checked,
@@ -109,6 +113,7 @@ class _Change(NamedTuple):
     rows: _Rows
     total: int
     """Scheduled tokens, decodes included."""
+    sampling: Sampling
 
 
 class SlotTable:
@@ -148,6 +153,8 @@ class SlotTable:
         """Of each slot, the seq of the step that admitted its request."""
         self._refused: dict[int, int] = {}
         """Of slots, tokens that were refused and that the workers' counts still hold."""
+        self._unsampled: set[int] = set()
+        """Slots whose last token waits for sample_tokens."""
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -198,8 +205,11 @@ class SlotTable:
         if type(output.more_new_block_ids) is not tuple or output.more_new_block_ids:
             check_more_blocks(output.more_new_block_ids, len(self._groups))
         try:
-            return type(output.defer_sampling) is bool and not (
+            return not (
                 self._must_resync
+                or self._unsampled
+                or output.deferred_req_ids
+                or output.masks
                 or output.num_scheduled_tokens
                 or output.finished_req_ids
                 or output.preempted_req_ids
@@ -208,31 +218,33 @@ class SlotTable:
         except ValueError:  # an array in the place of a sequence
             return False
 
-    def encode_masks(
-        self, step: EncodedStep, masks: Mapping[str, NDArray[np.int32]]
-    ) -> tuple[tuple[StepExtension, ...], list[Frame]]:
-        """Return extensions and frames of a SampleTokens for `step`; masks of requests that have
-        left their slots since are left out.
+    def encode_later(
+        self, step: EncodedStep, masks: Masks, req_ids: Collection[str] | None
+    ) -> tuple[dict[int, str], Sampling]:
+        """Return the deferred requests of `step` that are to be sampled now, by slot, and what a
+        SampleTokens says of them; masks of requests that have left their slots since are left out.
+        req_ids: some of those that are left, None for all. None are left once rows were lost.
 
         Raises:
-            InvalidSchedulerOutput: the step does not sample a request, or masks differ in shape.
+            InvalidSchedulerOutput: the step has not deferred a request, or it was sampled, or masks
+            differ in shape.
         """
-        packed, req_ids = step.sampled()
-        slot_of = dict(zip(req_ids, np.frombuffer(packed, "<u2").tolist(), strict=True))
-        for req_id, mask in masks.items():
-            if req_id not in slot_of:
-                raise wrong_ids(f"step {step.seq} does not sample it", "masks", [req_id])
-            check_mask(req_id, mask)
-        if len({mask.shape for mask in masks.values()}) > 1:
-            lengths = sorted({mask.size for mask in masks.values()})
-            raise wrong_ids(f"masks differ in length: {lengths}", "masks", masks)
-        staying = [name for name in req_ids if self._slot_of.get(name) == slot_of[name]]
-        rows = [(slot_of[req_id], masks[req_id]) for req_id in staying if req_id in masks]
-        if not rows:
-            return (), []
-        frame = np.stack([mask for _, mask in rows]).astype("<i4").tobytes()
-        slots = array("H", [slot for slot, _ in rows]).tobytes()
-        return (GrammarMasks(slots=slots),), [frame]
+        chosen = {} if self._must_resync else step.left  # then its rows are gone
+        if req_ids is not None:
+            chosen = {slot: req_id for slot, req_id in step.left.items() if req_id in req_ids}
+        slot_of = {req_id: slot for slot, req_id in chosen.items()}
+        for field, names in (("masks", masks.keys()), ("req_ids", req_ids or ())):
+            wrong = [req_id for req_id in names if req_id not in slot_of]
+            if wrong:
+                raise wrong_ids(f"step {step.seq} has not deferred it", field, wrong)
+        staying = {name: slot for name, slot in slot_of.items() if self._slot_of.get(name) == slot}
+        return chosen, Sampling(NONE_DEFERRED, *encoded(masks, staying))
+
+    def take_later(self, step: EncodedStep, chosen: Iterable[int]) -> None:
+        """Note that deferred requests of a step, given by slot, were sampled."""
+        for slot in list(chosen):
+            if self._slot_of.get(step.left.pop(slot)) == slot:
+                self._unsampled.discard(slot)
 
     @staticmethod
     def decode(step: EncodedStep, reply: ModelRunnerOutput, arrays: Sequence[Frame]) -> StepResult:
@@ -240,8 +252,8 @@ class SlotTable:
         return decode_reply(step, reply, arrays)
 
     def fail(self, outputs: Iterable[SchedulerOutput]) -> frozenset[str]:
-        """Undo failed steps: forget every request that took part or was to end in them, and send
-        the next step in full.
+        """Undo failed steps: forget every request that took part or was to end in them, or whose
+        last token waits to be sampled, and send the next step in full.
 
         Return the ids of those that took part.
         """
@@ -252,6 +264,7 @@ class SlotTable:
             lost.update(*output.more_new_block_ids)
             lost.update(new.req_id for new in output.scheduled_new_reqs)
             self._release(self._known(output.finished_req_ids, output.preempted_req_ids))
+        lost.update(name for name, slot in self._slot_of.items() if slot in self._unsampled)
         self._release(self._known(lost))
         self._must_resync = True
         return frozenset(lost)
@@ -305,7 +318,6 @@ class SlotTable:
             new_block_slots=blocks.slots,
             new_block_ids=blocks.ids,
             new_block_groups=blocks.groups,
-            defer_sampling=output.defer_sampling,
             corrections=corrections,
         )
         try:
@@ -399,6 +411,7 @@ class SlotTable:
             self._reporting,
             pooled=rows.pooled,
             resync=resync is not None,
+            deferred=change.sampling.deferred,
         )
 
     def _judge(
@@ -425,9 +438,29 @@ class SlotTable:
         appended = (output.new_block_ids, *output.more_new_block_ids)
         for given in appended:
             self._check_standing(given, gone, slot_of_new)
+        sampling = ALL_AT_ONCE
+        if self._unsampled:
+            self._check_sampled(steady, rows, ended)
+        if output.deferred_req_ids or output.masks:
+            slot_of = dict(zip(rows.sampling_ids, rows.slots[rows.samples].tolist(), strict=True))
+            if steady is not None:
+                slot_of |= zip(steady.sorted_req_ids, steady.slots.tolist(), strict=True)
+            sampling = sampling_of(output, slot_of)
         judged = self._judge_blocks(appended, new, ended, slot_of_new)
         blocks, written, prefixes = judged
-        return _Change(ended_ids, ended, slot_of_new, new, prefixes, blocks, written, rows, total)
+        return _Change(
+            ended_ids, ended, slot_of_new, new, prefixes, blocks, written, rows, total, sampling
+        )
+
+    def _check_sampled(
+        self, steady: SteadyRequests | None, rows: _Rows, ended: Sequence[int]
+    ) -> None:
+        slots = rows.slots.tolist() + ([] if steady is None else steady.slots.tolist())
+        waiting = self._unsampled.intersection(slots).difference(ended)
+        if waiting:
+            names = [req_id for req_id, slot in self._slot_of.items() if slot in waiting]
+            message = "its last token waits for WorkerGroup.sample_tokens"
+            raise wrong_ids(message, "num_scheduled_tokens, decode_req_ids", names)
 
     def _judge_admissions(
         self, new: Sequence[NewRequest], ended_ids: Sequence[str], ended: Sequence[int]
@@ -697,10 +730,11 @@ class SlotTable:
                 _as_message(request, change.slot_of_new[request.req_id]) for request in new
             ),
             resync=resync,
-            defer_sampling=output.defer_sampling,
+            deferred=change.sampling.bitmap,
+            extensions=change.sampling.extensions,
             corrections=self._corrections(change.ended) if self._refused else b"",
         )
-        return encode_checked(message, tokens, new, self._limits)
+        return encode_checked(message, [*tokens, *change.sampling.frames], new, self._limits)
 
     def count_refused(self, step: EncodedStep, refused: Mapping[str, int]) -> None:
         """Take in tokens that a step counted for requests, and that these did not gain: a later
@@ -734,6 +768,7 @@ class SlotTable:
         rows = change.rows
         self._num_computed[rows.slots] = rows.num_computed
         self._num_tokens[rows.slots] = rows.num_tokens
+        self._unsampled.update(change.sampling.deferred)
         if self._refused:
             self._lower()
 
@@ -770,6 +805,7 @@ class SlotTable:
             self._num_pooling = int(np.count_nonzero(self._output_bytes))
         for slot in slots if self._refused else ():
             self._refused.pop(slot, None)
+        self._unsampled.difference_update(slots)
         if self._holders is not None:
             self._holders.release(slots)
         self._steady = [steady for steady in self._steady if not steady.bits[slots].any()]

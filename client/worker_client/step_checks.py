@@ -4,7 +4,7 @@ Pure; raises InvalidSchedulerOutput with request, field, value and fix."""
 import operator
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -121,8 +121,11 @@ def check_shape(output: SchedulerOutput) -> None:
             raise _wrong(field, value, "give a sequence")
     if type(output.decode_req_ids) is not tuple:  # a list could change behind its plan
         raise _wrong("decode_req_ids", output.decode_req_ids, "give a tuple of request ids")
-    if type(output.defer_sampling) is not bool:
-        raise _wrong("defer_sampling", output.defer_sampling, "give True or False")
+    deferred: object = output.deferred_req_ids
+    if not isinstance(deferred, Collection) or isinstance(deferred, str | bytes):
+        raise _wrong("deferred_req_ids", deferred, "give a collection of request ids")
+    if not isinstance(output.masks, Mapping):
+        raise _wrong("masks", output.masks, "give a mapping by request id")
 
 
 def check_more_blocks(more: object, num_groups: int) -> None:

@@ -25,7 +25,7 @@ class Tokenizer:
             ClientConfigError: it cannot be read.
         """
         try:
-            self._tokenizer = _Tokenizer.from_buffer(_read(path))
+            self._tokenizer = _Tokenizer.from_buffer(read_tokenizer_file(path))
         except Exception as error:  # tokenizers raises bare Exception
             raise ClientConfigError(
                 f"cannot read the tokenizer: {error}",
@@ -63,7 +63,7 @@ def load_tokenizer(model: Path) -> Tokenizer | None:
     return Tokenizer(path) if path.exists() else None
 
 
-def _read(path: Path) -> bytes:
+def read_tokenizer_file(path: Path) -> bytes:
     """Read a regular file, without waiting for the other end of a FIFO. Raises OSError."""
     if not path.is_file():
         raise OSError("it is not a regular file")

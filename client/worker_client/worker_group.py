@@ -3,7 +3,7 @@ timeouts."""
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -35,6 +35,7 @@ from worker_client.lease import LeaseTerms
 from worker_client.liveness import Liveness, LivenessEvent, OnEvent
 from worker_client.load_chain import LoadChain
 from worker_client.loading import LoadedGroup, Loader, check_config, group_limits
+from worker_client.masks import named
 from worker_client.outcomes import Failure, StepFuture, StepsInFlight
 from worker_client.replacement import REPLACE_WITHIN_S, Replacement, ReplacementReport
 from worker_client.saves import SHARD_MAX_SIZE_BYTES, SHARD_PATTERN, save_weights
@@ -125,8 +126,8 @@ class WorkerGroup:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of steps whose outcome is unknown."""
-        return len(self._steps.pending)
+        """Number of steps whose outcome is unknown; the later sampling of one does not count."""
+        return sum(f.step is None or not f.step.is_later for f in self._steps.pending)
 
     @property
     def slots(self) -> SlotTable:
@@ -625,7 +626,7 @@ class WorkerGroup:
         began_ns = time.monotonic_ns()
         ids = self._channel.next_ids()
         step = self._steps.slots.encode(output, epoch=ids.epoch, link=ids.link, seq=ids.seq)
-        future = self._steps.expect(self, ids.seq, step, samples=not output.defer_sampling)
+        future = self._steps.expect(self, ids.seq, step)
         self._channel.send_step(
             ids, lambda client: client.execute_model(step.frames), stands_alone=step.resync
         )
@@ -639,31 +640,43 @@ class WorkerGroup:
         return self._steps.slots.withdraw(output)
 
     def sample_tokens(
-        self, deferred: StepFuture, masks: Mapping[str, NDArray[np.int32]] | None = None
+        self,
+        deferred: StepFuture,
+        masks: Mapping[str, NDArray[np.int32]] | None = None,
+        req_ids: Collection[str] | None = None,
     ) -> StepFuture:
-        """Complete the sampling of a step with defer_sampling.
+        """Sample requests that a step has deferred: req_ids, some of those that are left, or None
+        for all. It counts as part of its step: any number may be in flight.
 
-        masks: for some of its requests, int32 [ceil(vocab_size / 32)], bit 1 = allowed. Requests
-        that have finished since, and their masks, are left out.
+        masks: for some of these, int32 [ceil(vocab_size / 32)], bit 1 = allowed. Requests that have
+        finished since, and their masks, are left out.
 
         Raises: as execute_model does, and
-            InvalidSchedulerOutput: a mask is for a request that the step does not sample, or masks
+            InvalidSchedulerOutput: the step has not deferred a request, or it was sampled, or masks
             differ in length; nothing was sent.
             TooLargeError: the masks do not fit into a message; nothing was sent.
         """
         self._channel.check_usable()
         step = deferred.step
-        if step is None or deferred.samples:
+        if step is None or not step.deferred:
             raise ClientError(f"step {deferred.seq} did not defer its sampling")
-        if deferred.failure is not None:
-            return self._refuse(deferred.failure)
-        self._check_credit()
-        began_ns = time.monotonic_ns()
-        extensions, frames = self._steps.slots.encode_masks(step, masks or {})
+        failure = deferred.failure or self._steps.unreported_failure
+        if failure is not None:
+            return self._refuse(failure)
+        began_ns, slots = time.monotonic_ns(), self._steps.slots
+        chosen, sampling = slots.encode_later(step, masks or {}, req_ids)
+        if not chosen:
+            raise ClientError(f"step {deferred.seq} has nothing left to sample")
         ids = self._channel.next_ids()
-        request = SampleTokens(**ids._asdict(), step_seq=step.seq, extensions=extensions)
-        future = self._steps.expect(self, ids.seq, step, samples=True)
-        self._channel.send_step(ids, lambda client: client.send(request, frames))
+        request = SampleTokens(
+            **ids._asdict(),
+            step_seq=step.seq,
+            extensions=sampling.extensions,
+            slots=None if len(chosen) == len(step.left) else named(chosen),
+        )
+        future = self._steps.expect(self, ids.seq, step.later(chosen))
+        self._channel.send_step(ids, lambda client: client.send(request, sampling.frames))
+        slots.take_later(step, chosen)
         self._steps.times.sent(ids.seq, began_ns, None)
         return future
 
@@ -676,7 +689,7 @@ class WorkerGroup:
             return self._refuse(failure)
         self._check_credit()
         ids = self._channel.next_ids()
-        future = self._steps.expect(self, ids.seq, None, samples=False)
+        future = self._steps.expect(self, ids.seq, None)
         request = ExecuteDummyBatch(**ids._asdict())
         self._channel.send_step(ids, lambda client: client.send(request))
         return future

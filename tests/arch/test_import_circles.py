@@ -29,6 +29,9 @@ LATE_IMPORTS = {
     ("worker_daemon.backend", "worker_daemon.kernels.sampling"): TRITON,
     ("worker_daemon.runner.cuda_graph", "worker_daemon.kernels.compile_ahead"): TRITON,
     ("worker_daemon.runner.staging", "worker_daemon.kernels.step_buffers"): TRITON,
+    ("worker_client.structured.opening", "worker_client.structured.grammars"): (
+        "llguidance, an extra: few drivers have a use for it"
+    ),
     ("worker_daemon.device.cuda_pages", "cuda.bindings"): "for GPUs with sleep mode alone",
     ("worker_daemon.device.nvml", "pynvml"): "for GPUs alone",
     ("worker_daemon.models.tensorized", "tensorizer"): "an extra that few install",

@@ -97,14 +97,14 @@ class DeferredLoop:
             SchedulerOutput(
                 num_scheduled_tokens={r.req_id: len(r.token_ids) for r in new},
                 scheduled_new_reqs=new,
-                defer_sampling=True,
+                deferred_req_ids=[r.req_id for r in new],
             )
         )
 
     def decode(self) -> StepFuture:
         """One more token for each."""
         return self.group.execute_model(
-            SchedulerOutput(decode_req_ids=tuple(self.tokens), defer_sampling=True)
+            SchedulerOutput(decode_req_ids=tuple(self.tokens), deferred_req_ids=self.tokens)
         )
 
     def sample(self, deferred: StepFuture, masks: dict[str, np.ndarray]) -> None:

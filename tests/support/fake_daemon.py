@@ -405,7 +405,7 @@ class FakeDaemon:
                 self.executes.append(request)
                 self._execute(request, arrays, fault, ids)
             case step.SampleTokens():
-                self._sample(request.step_seq, ids)
+                self._sample(request, ids)
             case step.ExecuteDummyBatch():
                 if self._is_output:
                     self._reply(step.ModelRunnerOutput(**ids))
@@ -536,12 +536,12 @@ class FakeDaemon:
             self._error(request, ErrorCode.INVALID_STEP, str(error))
             return
         self.failed = False
-        if request.defer_sampling:
-            self.deferred[request.seq] = {slot: self.rows[slot] for slot in sampled}
-            if self._is_output:
-                self._reply(step.ModelRunnerOutput(**ids))
-        else:
-            self._emit(sampled, ids)
+        if request.deferred is not None:
+            later = named_slots(request.deferred)
+            assert later and {*later} <= {*sampled}
+            self.deferred[request.seq] = {slot: self.rows[slot] for slot in later}
+            sampled = [slot for slot in sampled if slot not in later]
+        self._emit(sampled, ids)
 
     def _apply(self, request: step.ExecuteModel, arrays) -> list[int]:
         for slot in np.frombuffer(request.finished, "<u2").tolist():
@@ -627,9 +627,13 @@ class FakeDaemon:
                 sampled.append(slot)
         return sampled
 
-    def _sample(self, step_seq: int, ids) -> None:
-        waiting = self.deferred.pop(step_seq)
-        self._emit([slot for slot, row in waiting.items() if self.rows.get(slot) is row], ids)
+    def _sample(self, request: step.SampleTokens, ids) -> None:
+        waiting = self.deferred[request.step_seq]
+        chosen = [*waiting] if request.slots is None else named_slots(request.slots)
+        rows = {slot: waiting.pop(slot) for slot in chosen}
+        if not waiting:
+            del self.deferred[request.step_seq]
+        self._emit([slot for slot, row in rows.items() if self.rows.get(slot) is row], ids)
 
     def _emit(self, slots: list[int], ids) -> None:
         if not self._is_output:

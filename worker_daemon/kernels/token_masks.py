@@ -16,9 +16,7 @@ BLOCK = 4096
 """Logits of a row that a program reads."""
 
 
-def masked(
-    logits: torch.Tensor, words: torch.Tensor, mask_of_row: torch.Tensor
-) -> torch.Tensor:
+def masked(logits: torch.Tensor, words: torch.Tensor, mask_of_row: torch.Tensor) -> torch.Tensor:
     """Return [R, V], the logits with -inf where a row's mask does not allow the token. Never waits
     for the device.
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from rpc_schema.errors import WireError
+from rpc_schema.extensions import extension_of
+from rpc_schema.structured import StructuredOutput
 from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
 from worker_client.adoption import AdoptedRequest
 from worker_client.cli.options import Device, RunOptions
@@ -27,6 +29,8 @@ from worker_client.launcher import LocalDaemons
 from worker_client.loading import LoadedGroup
 from worker_client.requests import GenerationRequest, RequestParser
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
+from worker_client.structured.masked_steps import CompiledGrammars
+from worker_client.structured.opening import open_grammars
 from worker_client.tokenizer import Tokenizer
 from worker_client.worker_group import RankProgress, WorkerGroup
 
@@ -89,8 +93,23 @@ class Session:
     ) -> Served:
         """Generate for all requests that can be served, including adopted ones. on_outcome is
         called for each as it ends."""
+        with contextlib.ExitStack() as stack:
+            grammars = self._grammars(inputs, adopted)
+            if grammars is not None:
+                stack.callback(grammars.close)
+            return self._serve(inputs, adopted, on_outcome, grammars)
+
+    def _serve(
+        self,
+        inputs: Sequence[InputRequest],
+        adopted: Sequence[AdoptedRequest],
+        on_outcome: OnOutcome,
+        grammars: CompiledGrammars | None,
+    ) -> Served:
         scheduler = Scheduler(scheduler_limits(self.model, self.options.config))
-        driver = Driver(self.group, scheduler, max_history=None, recover=self.recover)
+        driver = Driver(
+            self.group, scheduler, max_history=None, recover=self.recover, grammars=grammars
+        )
         start = time.monotonic()
         outputs = {output.req_id: output for output in scheduler.adopt_requests(adopted)}
         for output in outputs.values():
@@ -117,6 +136,16 @@ class Session:
                     self.group.profile("stop")
             raise
         return served, [reply.file for reply in self.group.profile("stop")]
+
+    def _grammars(
+        self, inputs: Sequence[InputRequest], adopted: Sequence[AdoptedRequest]
+    ) -> CompiledGrammars | None:
+        """Return the model's grammars if a request has structured output."""
+        asked = any(e.request and e.request.structured_outputs is not None for e in inputs)
+        if not asked and not any(extension_of(e.extensions, StructuredOutput) for e in adopted):
+            return None
+        metadata = self.model.metadata
+        return open_grammars(self.options.model, metadata.vocab_size, metadata.eos_token_ids)
 
     def _startup_s(self, driver: Driver) -> dict[str, float]:
         first = min((timing.first_token for timing in driver.timings.values()), default=self.ready)

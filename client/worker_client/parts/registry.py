@@ -16,6 +16,7 @@ from worker_client.parts.sampling import (
     RandomSamplingRequestPart,
     StopTokensRequestPart,
 )
+from worker_client.parts.structured import StructuredOutputPart
 
 Extensions: TypeAlias = tuple[RequestExtension, ...]
 """Extensions of a request."""
@@ -24,6 +25,7 @@ PARTS: Final[tuple[RequestPart, ...]] = (
     RandomSamplingRequestPart(),
     StopTokensRequestPart(),
     LogprobsPart(),
+    StructuredOutputPart(),
     PoolingRequestPart(),
 )
 

@@ -26,7 +26,7 @@ NOT_FINITE = (
 )
 NOT_A_NUMBER = (
     "the model's output for token {place} is not a number: its weights overflow or are damaged "
-    "for this input; the other requests are not affected"
+    "for this input, or nothing that it may sample is left; the other requests are not affected"
 )
 
 

@@ -43,12 +43,15 @@ class DeferringGroup:
 
     def execute_model(self, output: SchedulerOutput) -> TwoFutures:
         """Send a step, and at once the request that samples it."""
-        deferred = self._group.execute_model(replace(output, defer_sampling=True))
+        req_ids = (*output.decode_req_ids, *output.num_scheduled_tokens)
+        deferred = self._group.execute_model(replace(output, deferred_req_ids=req_ids))
         self._num_steps += 1
         if self._num_steps == self._dies_after:
             deferred.result()
             os._exit(9)
-        return TwoFutures(deferred, self._group.sample_tokens(deferred))
+        assert deferred.step is not None
+        sampled = self._group.sample_tokens(deferred) if deferred.step.deferred else deferred
+        return TwoFutures(deferred, sampled)
 
     def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
         """As the group does."""

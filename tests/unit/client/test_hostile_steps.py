@@ -124,7 +124,10 @@ WHOLE = [
     {"new_block_ids": {"runs": [2**31]}, "decode_req_ids": ("runs",)},
     {"scheduled_new_reqs": ["runs"]},
     {"scheduled_new_reqs": None},
-    {"defer_sampling": 1, "decode_req_ids": ("runs",)},
+    {"deferred_req_ids": "runs", "decode_req_ids": ("runs",)},
+    {"deferred_req_ids": 1, "decode_req_ids": ("runs",)},
+    {"masks": ["runs"], "decode_req_ids": ("runs",)},
+    {"masks": {"runs": [1]}, "decode_req_ids": ("runs",)},
 ]
 
 

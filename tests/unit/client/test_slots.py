@@ -315,9 +315,13 @@ def test_only_a_deferred_step_may_be_answered_in_part():
     whole = table.encode(start, **IDS, seq=1)
     with pytest.raises(BadFrameError):
         table.decode(whole, reply(1, 0, 2), [])
-    deferred = table.encode(
-        SchedulerOutput(dict.fromkeys("abc", 1), defer_sampling=True), **IDS, seq=2
+    step_2 = table.encode(
+        SchedulerOutput(dict.fromkeys("abc", 1), deferred_req_ids=["a", "b", "c"]), **IDS, seq=2
     )
+    with pytest.raises(BadFrameError):
+        table.decode(step_2, reply(2, 0, 2), [])
+    assert table.decode(step_2, reply(2), []).sampled == {}
+    deferred = step_2.later(step_2.left)
     assert table.decode(deferred, reply(2, 0, 2), []).sampled == {"a": 0, "c": 2}
     short = msgspec.structs.replace(reply(2, 0, 2), slots=bitmap((0, 1, 2)))
     padded = msgspec.structs.replace(reply(2, 0, 2), slots=bitmap((0, 2)) + b"\0")

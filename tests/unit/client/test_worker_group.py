@@ -17,6 +17,7 @@ from worker_client.driver import Driver
 from worker_client.errors import (
     REMOTE_ERRORS,
     ClientConfigError,
+    ClientError,
     ConfigMismatchError,
     DeadlineExceeded,
     EndpointError,
@@ -460,12 +461,56 @@ def test_a_daemons_death_is_known_at_once(fakes, connect, rank):
 def test_deferred_sampling(fakes, connect):
     _, group, _ = ready(fakes, connect)
     output = admit("a")
-    output.defer_sampling = True
+    output.deferred_req_ids = ["a"]
     deferred = group.execute_model(output)
+    with pytest.raises(InvalidSchedulerOutput, match="sample_tokens"):
+        group.execute_model(SchedulerOutput(decode_req_ids=("a",)))
     sampled = group.sample_tokens(deferred, {"a": np.full(32, -1, np.int32)})
+    with pytest.raises(ClientError, match="nothing left"):
+        group.sample_tokens(deferred)
     assert deferred.result().sampled == {}
     assert sampled.result().sampled == {"a": next_token(range(3))}
     assert group.execute_dummy_batch().result().sampled == {}
+
+
+def test_some_rows_of_a_step_are_deferred_and_sampled_in_parts(fakes, connect):
+    daemons, group, _ = ready(fakes, connect)
+    token = next_token(range(3))
+    names = "abcd"
+    requests = [admit(n, first_block=1 + i).scheduled_new_reqs[0] for i, n in enumerate(names)]
+    output = SchedulerOutput(dict.fromkeys(names, 3), scheduled_new_reqs=requests)
+    output.deferred_req_ids = {"b", "d", "a", "nobody"}
+    mask = np.full(32, -1, np.int32)
+    output.masks = {"c": mask}
+    step = group.execute_model(output)
+    parts = [group.sample_tokens(step, {"d": mask}, ["d"])]
+    with pytest.raises(InvalidSchedulerOutput, match="'d'"):
+        group.sample_tokens(step, {}, ["d"])
+    others = group.execute_model(SchedulerOutput(decode_req_ids=("c", "d")))
+    assert group.num_in_flight == 2
+    parts.append(group.sample_tokens(step, {"a": mask}))
+    assert step.result().sampled == {"c": token}
+    assert [part.result().sampled for part in parts] == [{"d": token}, {"a": token, "b": token}]
+    assert others.result().sampled.keys() == {"c", "d"}
+    sent = daemons.daemons[0].executes[-2]
+    assert sent.deferred == b"\x0b" and len(sent.extensions) == 1
+    assert group.execute_model(SchedulerOutput(decode_req_ids=("a", "b"))).result().sampled
+
+
+def test_rows_that_wait_for_their_sampling_are_lost_with_a_failed_step(fakes, connect):
+    daemons, group, _ = ready(fakes, connect)
+    requests = [admit(n, first_block=1 + i).scheduled_new_reqs[0] for i, n in enumerate("abc")]
+    output = SchedulerOutput(dict.fromkeys("abc", 3), scheduled_new_reqs=requests)
+    output.deferred_req_ids = ["a"]
+    step = group.execute_model(output)
+    assert step.result().sampled.keys() == {"b", "c"}
+    daemons.daemons[0].faults = [Fault(1)]
+    with pytest.raises(StepFailed) as failed:
+        group.execute_model(SchedulerOutput(decode_req_ids=("b",))).result()
+    assert failed.value.lost_req_ids == {"a", "b"}
+    with pytest.raises(ClientError, match="nothing left"):
+        group.sample_tokens(step)
+    assert group.execute_model(SchedulerOutput(decode_req_ids=("c",))).result().sampled
 
 
 def test_long_prompts_are_sent_whole(fakes, connect):
@@ -695,7 +740,9 @@ def test_a_fenced_driver_may_attach_again_but_a_dead_group_may_not(fakes, connec
 def test_requests_may_finish_before_their_deferred_sampling(fakes, connect):
     _, group, _ = ready(fakes, connect)
     requests = [admit(name, first_block=i + 1).scheduled_new_reqs[0] for i, name in enumerate("ab")]
-    output = SchedulerOutput({"a": 3, "b": 3}, scheduled_new_reqs=requests, defer_sampling=True)
+    output = SchedulerOutput(
+        {"a": 3, "b": 3}, scheduled_new_reqs=requests, deferred_req_ids=("a", "b")
+    )
     deferred = group.execute_model(output)
     deferred.result()
     group.execute_model(

@@ -1,0 +1,70 @@
+"""Grammar masks and deferred sampling of a step: by request id, to the wire's slots."""
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rpc_schema.codec import Frame
+from rpc_schema.extensions import StepExtension
+from rpc_schema.sampling import GrammarMasks
+from worker_client.encoded_step import NONE_DEFERRED, bitmap_of
+from worker_client.scheduler_output import SchedulerOutput
+from worker_client.step_checks import check_mask, wrong_ids
+
+Masks = Mapping[str, NDArray[np.int32]]
+
+
+class Sampling(NamedTuple):
+    """What a step says of the sampling of its requests."""
+
+    deferred: Mapping[int, str] = NONE_DEFERRED
+    """Requests that are sampled later, by slot."""
+    extensions: tuple[StepExtension, ...] = ()
+    frames: Sequence[Frame] = ()
+
+    @property
+    def bitmap(self) -> bytes | None:
+        """The deferred slots as a step names them."""
+        return named(self.deferred) if self.deferred else None
+
+
+ALL_AT_ONCE = Sampling()
+
+
+def named(slots: Iterable[int]) -> bytes:
+    """Return slots as a bitmap."""
+    return bitmap_of(array("H", slots).tobytes())
+
+
+def sampling_of(output: SchedulerOutput, slot_of: Mapping[str, int]) -> Sampling:
+    """Return what a step says of its sampling. slot_of: slots of the requests that it samples.
+
+    Raises:
+        InvalidSchedulerOutput: masks are malformed, or differ in length.
+    """
+    later = {slot_of[r]: r for r in output.deferred_req_ids if r in slot_of}
+    now = {req_id: slot for req_id, slot in slot_of.items() if slot not in later}
+    return Sampling(dict(sorted(later.items())), *encoded(output.masks, now))
+
+
+def encoded(
+    masks: Masks, slot_of: Mapping[str, int]
+) -> tuple[tuple[StepExtension, ...], list[Frame]]:
+    """Return the extension of masks, and its frame: of those requests that have a slot here.
+
+    Raises:
+        InvalidSchedulerOutput: masks are malformed, or differ in length.
+    """
+    for req_id, mask in masks.items():
+        check_mask(req_id, mask)
+    if len({mask.shape for mask in masks.values()}) > 1:
+        lengths = sorted({mask.size for mask in masks.values()})
+        raise wrong_ids(f"masks differ in length: {lengths}", "masks", masks)
+    rows = [(slot_of[req_id], mask) for req_id, mask in masks.items() if req_id in slot_of]
+    if not rows:
+        return (), []
+    frame = np.stack([mask for _, mask in rows]).astype("<i4", copy=False).tobytes()
+    return (GrammarMasks(slots=array("H", [slot for slot, _ in rows]).tobytes()),), [frame]

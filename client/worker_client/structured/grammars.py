@@ -1,0 +1,189 @@
+"""Grammars of one model, compiled by llguidance: the only user of it. Compilation runs on a few
+threads, within limits of time and size, once for each grammar.
+
+llguidance itself bounds the work of a grammar: the size of its rules, the states of its lexer, and
+the work for one mask. What exceeds them fails, when it is compiled or when it is used.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.numpy import consume_token_par, fill_next_token_bitmask_par
+from numpy.typing import NDArray
+
+from rpc_schema.structured import StructuredOutput
+from worker_client.errors import ClientConfigError, RequestError
+from worker_client.structured.options import FIELD
+from worker_client.tokenizer import FILE_NAME, read_tokenizer_file
+
+MAX_ERROR_LENGTH: Final = 300
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """Bounds of compilation, and of a grammar's use."""
+
+    num_threads: int = 2
+    """Grammars that are compiled at a time."""
+    compile_s: float = 10.0
+    """Time in which a grammar must be compiled, waiting for a thread included."""
+    max_cached: int = 256
+    """Compiled grammars that are kept for requests to come."""
+    num_mask_threads: int | None = None
+    """Threads that compute masks; None: 80 % of the processors, 32 at most."""
+    max_grammar_size: int = 200_000
+    """Symbols in all rules."""
+    max_lexer_states: int = 50_000
+    """Of up to 2 KB each."""
+    initial_lexer_fuel: int = 1_000_000
+    """Work for the regular expressions of a grammar; about 20 ms."""
+    step_lexer_fuel: int = 200_000
+    """Work of the lexer for one mask; about 15 ms."""
+    step_max_items: int = 50_000
+    """Work of the parser for one mask; about 3 ms."""
+
+
+class Grammars:
+    """Owns the tokenizer, the compiled grammars and the threads. Any thread may call compile; the
+    other methods belong to the driver's."""
+
+    def __init__(
+        self,
+        model: Path,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        limits: GrammarLimits | None = None,
+    ) -> None:
+        """model: a directory with a tokenizer.json; vocab_size and eos_token_ids: the loaded
+        model's.
+
+        Raises:
+            ClientConfigError: there is no usable tokenizer, or the model has no token that ends a
+                text.
+        """
+        self.limits = GrammarLimits() if limits is None else limits
+        ends = [token for token in eos_token_ids if token < vocab_size]
+        if not ends:
+            raise _unusable(model, "the model names no end-of-sequence token")
+        self._tokenizer = _load(model, vocab_size, ends)
+        self.num_words = -(-vocab_size // 32)
+        """int32 words of a mask."""
+        self._num_own_words = -(-self._tokenizer.vocab_size // 32)
+        self._parser_limits = LLParserLimits(
+            max_grammar_size=self.limits.max_grammar_size,
+            max_lexer_states=self.limits.max_lexer_states,
+            initial_lexer_fuel=self.limits.initial_lexer_fuel,
+            step_lexer_fuel=self.limits.step_lexer_fuel,
+            step_max_items=self.limits.step_max_items,
+            verbose_errors=False,
+        )
+        self._compiler = ThreadPoolExecutor(self.limits.num_threads, "grammars")
+        self._masks = LLExecutor(self.limits.num_mask_threads)
+        self._buffer = np.zeros((0, self._num_own_words), np.int32)
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[StructuredOutput, Future[LLMatcher]] = OrderedDict()
+        """Least recently used first."""
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds in which a grammar must be compiled."""
+        return self.limits.compile_s
+
+    def close(self) -> None:
+        """Stop the threads; grammars that wait are not compiled any more."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+
+    def compile(self, grammar: StructuredOutput) -> "Future[LLMatcher]":
+        """Return a matcher in its first state, to be copied: compiled here or before. The future
+        raises RequestError for a grammar that does not compile or exceeds the limits."""
+        with self._lock:
+            found = self._compiled.pop(grammar, None)
+            if found is None or found.cancelled():
+                found = self._compiler.submit(self._compile, grammar)
+            self._compiled[grammar] = found
+            while len(self._compiled) > self.limits.max_cached:
+                self._compiled.popitem(last=False)
+            return found
+
+    def fill(self, matchers: Sequence[LLMatcher]) -> NDArray[np.int32]:
+        """Return the tokens that each matcher allows next, int32 [matchers, num_words]. Valid until
+        the next call. A matcher that fails says so from then on (`get_error`)."""
+        if len(matchers) > len(self._buffer):
+            self._buffer = np.zeros((2 * len(matchers), self._num_own_words), np.int32)
+        rows = [(matcher, index) for index, matcher in enumerate(matchers)]
+        fill_next_token_bitmask_par(self._masks, rows, self._buffer)
+        return self._buffer[: len(matchers), : self.num_words]
+
+    def consume(self, pairs: "Sequence[tuple[LLMatcher, int]]") -> list[bool]:
+        """Let each matcher take a token; return whether it did."""
+        return consume_token_par(self._masks, list(pairs))
+
+    def _compile(self, grammar: StructuredOutput) -> LLMatcher:
+        try:
+            text = _as_llguidance(grammar)
+            matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._parser_limits)
+        except Exception as error:  # llguidance's converter of EBNF raises bare Exceptions
+            raise refused(grammar, str(error)) from None
+        if matcher.is_error():
+            raise refused(grammar, matcher.get_error())
+        return matcher
+
+
+def refused(grammar: StructuredOutput, reason: str) -> RequestError:
+    """Return the refusal of a grammar."""
+    return RequestError(
+        f"the grammar cannot be used: {shortened(reason)}",
+        field=f"{FIELD}.{grammar.kind}",
+        value=grammar.text,
+        fix="mend or simplify it",
+    )
+
+
+def shortened(reason: str) -> str:
+    """Return a reason of llguidance on one line, without the state that may follow."""
+    line = " ".join(reason.partition("<")[0].split()) or "it is invalid"
+    return line if len(line) <= MAX_ERROR_LENGTH else f"{line[: MAX_ERROR_LENGTH - 3]}..."
+
+
+def _as_llguidance(grammar: StructuredOutput) -> str:
+    """Return a grammar as llguidance reads it. Raises ValueError and others."""
+    if grammar.kind == "json":
+        return LLMatcher.grammar_from_json_schema(grammar.text)
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    if grammar.kind == "choice":
+        texts = json.loads(grammar.text)
+        if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
+            raise ValueError("it is not a JSON list of texts")
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
+    return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+
+
+def _load(model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    path = model / FILE_NAME
+    try:
+        text = read_tokenizer_file(path).decode()
+        try:
+            return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        except ValueError:  # the tokenizer has more tokens than the model
+            return LLTokenizer(text, eos_token=list(eos_token_ids))
+    except (OSError, ValueError) as error:
+        raise _unusable(path, str(error)) from None
+
+
+def _unusable(model: Path, reason: str) -> ClientConfigError:
+    return ClientConfigError(
+        f"structured output is not possible with this model: {reason}",
+        field="model",
+        value=str(model),
+        fix="use a model with a tokenizer.json and an eos_token_id, or no structured_outputs",
+    )

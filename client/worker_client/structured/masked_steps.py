@@ -1,0 +1,287 @@
+"""The masks of a driver's steps: a matcher for each request with a grammar, and when each of its
+masks goes out.
+
+A step is sent before the last one's tokens are known, and a mask depends on the last token. So a
+step defers the sampling of such requests (SchedulerOutput.deferred_req_ids); once the token is
+here, WorkerGroup.sample_tokens sends the mask, while the step's forward pass runs. Where the token
+is known already, the step brings the mask itself.
+
+Matchers are made from the admissions in steps: from the grammar that a request carries and the
+tokens that it has so far. That serves new, resumed, recovered and adopted requests alike.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rpc_schema.extensions import extension_of
+from rpc_schema.step import NO_TOKEN
+from rpc_schema.structured import StructuredOutput
+from worker_client.errors import RequestError
+from worker_client.scheduler import RequestOutput
+from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
+
+MAX_STEP_MASK_BYTES: Final = 1 << 20
+"""Masks that a step brings itself; it needs the room for admissions. Further rows are deferred."""
+MAX_MASK_BYTES: Final = 8 << 20
+"""Masks of one message of sample_tokens."""
+
+Int32s: TypeAlias = NDArray[np.int32]
+
+
+class Matcher(Protocol):
+    """Follows one request through its grammar: llguidance's LLMatcher."""
+
+    def consume_tokens(self, tokens: list[int]) -> bool:
+        """Take tokens, all or none; return whether they keep to the grammar."""
+
+    def is_error(self) -> bool:
+        """Return True once the matcher has failed, for good."""
+
+    def get_error(self) -> str:
+        """Return the reason."""
+
+    def deep_copy(self) -> "Matcher":
+        """Return a matcher in the same state."""
+
+
+class CompiledGrammars(Protocol):
+    """The part of worker_client.structured.grammars.Grammars that is used here."""
+
+    num_words: int
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds in which a grammar must be compiled."""
+
+    def close(self) -> None:
+        """Stop its threads."""
+
+    def compile(self, grammar: StructuredOutput) -> "Future[Any]":
+        """Return a Matcher to be copied; the future raises RequestError."""
+
+    def fill(self, matchers: Sequence[Any]) -> Int32s:
+        """Return the allowed tokens, int32 [matchers, num_words]; valid until the next call."""
+
+    def consume(self, pairs: Sequence[tuple[Any, int]]) -> list[bool]:
+        """Let each matcher take a token; return whether it did."""
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A request with a grammar, from one admission to the next."""
+
+    req_id: str
+    grammar: StructuredOutput
+    matcher: Matcher
+    num_prompt_tokens: int
+    tokens: list[int]
+    """Those that the matcher has taken: the known generated ones."""
+    num_left: int
+    """Known tokens that no step has computed yet; the step that computes the last one samples."""
+    num_unknown: int = 0
+    """Tokens that sent steps sample, and that are not known yet."""
+
+
+@dataclass(slots=True, eq=False)
+class MaskedStep:
+    """A step as it is sent, and its rows with a grammar."""
+
+    output: SchedulerOutput
+    sampled: list[_Row] = field(default_factory=list)
+    deferred: list[_Row] = field(default_factory=list)
+    """Of these, the ones whose sampling waits."""
+    is_waiting: bool = False
+    """They wait for their masks still."""
+
+
+SampleLater: TypeAlias = Callable[[Mapping[str, Int32s], Sequence[str] | None], None]
+"""Sends masks, and which deferred requests to sample: WorkerGroup.sample_tokens for one step."""
+
+
+class MaskedSteps:
+    """Owns the matchers of a driver's requests. Used on the driver's thread only."""
+
+    def __init__(self, grammars: CompiledGrammars) -> None:
+        self._grammars = grammars
+        self._rows: dict[str, _Row] = {}
+        self._planned: tuple[SchedulerOutput, MaskedStep] | None = None
+        """The step that is being sent, as it came from the scheduler and as it is sent."""
+        self._waiting: dict[str, MaskedStep] = {}
+        """Requests whose sampling waits for a mask, and their steps."""
+        self._faults: dict[str, RequestOutput] = {}
+
+    def must_wait(self, output: SchedulerOutput) -> bool:
+        """Return True if a step cannot be sent yet: it continues a request whose last token waits
+        for its mask."""
+        waiting = self._waiting.keys()
+        return bool(waiting) and not (
+            waiting.isdisjoint(output.decode_req_ids)
+            and waiting.isdisjoint(output.num_scheduled_tokens)
+        )
+
+    def plan(self, output: SchedulerOutput) -> MaskedStep:
+        """Return a step with the masks that are known, and the rows that have to wait for theirs.
+        For the same step the same is returned: it may be sent again."""
+        if self._planned is not None and self._planned[0] is output:
+            return self._planned[1]
+        for req_id in (*output.finished_req_ids, *output.preempted_req_ids):
+            self.forget(req_id)
+        for new in output.scheduled_new_reqs:
+            self.forget(new.req_id)
+            grammar = extension_of(new.extensions, StructuredOutput)
+            if grammar is not None:
+                self._begin(new, grammar)
+        step = MaskedStep(output)
+        if self._rows:
+            self._plan_rows(step)
+        self._planned = (output, step)
+        return step
+
+    def sent(self, step: MaskedStep) -> None:
+        """Note that a planned step was sent."""
+        self._planned = None
+        step.is_waiting = bool(step.deferred)
+        self._waiting.update((row.req_id, step) for row in step.deferred)
+
+    def sample_ready(self, step: MaskedStep, sample: SampleLater) -> None:
+        """Send the masks of a step's deferred rows if the tokens before them are known, over
+        several messages if they are many. Rows that have ended since are sampled without one."""
+        if not step.is_waiting:
+            return
+        rows = [row for row in step.deferred if self._rows.get(row.req_id) is row]
+        if any(row.num_unknown > 1 for row in rows):
+            return
+        masks = self._fill(rows)
+        most = max(1, MAX_MASK_BYTES // (4 * self._grammars.num_words))
+        names = list(masks)
+        while len(names) > most:
+            now, names = names[:most], names[most:]
+            sample({req_id: masks[req_id] for req_id in now}, now)
+        sample({req_id: masks[req_id] for req_id in names}, None)
+        step.is_waiting = False
+        for row in step.deferred:
+            del self._waiting[row.req_id]
+
+    def take(self, step: MaskedStep, result: StepResult) -> None:
+        """Let the matchers take what a step sampled. A token that a grammar rejects is the end of
+        its request (`take_faults`)."""
+        taken: list[tuple[_Row, int]] = []
+        for row in step.sampled:
+            row.num_unknown -= 1
+            token = result.sampled.get(row.req_id, NO_TOKEN)
+            if token != NO_TOKEN and self._rows.get(row.req_id) is row:
+                taken.append((row, token))
+        if not taken:
+            return
+        accepted = self._grammars.consume([(row.matcher, token) for row, token in taken])
+        for (row, token), is_accepted in zip(taken, accepted, strict=True):
+            if is_accepted:
+                row.tokens.append(token)
+            else:
+                self._fail(row, f"its grammar does not allow the sampled token {token}")
+
+    def take_faults(self) -> Mapping[str, RequestOutput]:
+        """Return the requests that their grammars have ended, by id, and forget them."""
+        faults, self._faults = self._faults, {}
+        return faults
+
+    def forget(self, req_id: str) -> None:
+        """A request has ended, or has lost its row."""
+        self._rows.pop(req_id, None)
+
+    def forget_steps(self) -> None:
+        """Steps in flight have failed: the requests in them are lost, or admitted again."""
+        self._planned = None
+        for step in self._waiting.values():
+            step.is_waiting = False
+        self._waiting.clear()
+
+    def _begin(self, new: NewRequest, grammar: StructuredOutput) -> None:
+        """Make the matcher of a request, and let it take the tokens that the request has."""
+        tokens = [int(token) for token in new.token_ids[new.num_prompt_tokens :]]
+        num_left = len(new.token_ids) - new.num_computed_tokens
+        try:
+            # Compiled already, but for an adopted request.
+            compiled: Matcher = self._grammars.compile(grammar).result(self._grammars.compile_s)
+        except (RequestError, TimeoutError) as error:
+            reason = error.reason if isinstance(error, RequestError) else TOO_LONG
+            self._faults[new.req_id] = failed_request(
+                new.req_id, new.num_prompt_tokens, tokens, reason
+            )
+            return
+        row = _Row(
+            new.req_id, grammar, compiled.deep_copy(), new.num_prompt_tokens, tokens, num_left
+        )
+        self._rows[new.req_id] = row
+        if tokens and not row.matcher.consume_tokens(tokens):
+            self._fail(row, "its grammar does not allow the tokens that it has")
+
+    def _plan_rows(self, step: MaskedStep) -> None:
+        """Find the rows that sample, and which of them have their masks at once."""
+        output = step.output
+        decodes, counts = frozenset(output.decode_req_ids), output.num_scheduled_tokens
+        known: list[_Row] = []
+        for row in self._rows.values():
+            if row.req_id in decodes:
+                row.num_left -= 1
+            elif row.req_id in counts:
+                row.num_left -= counts[row.req_id]
+            else:
+                continue
+            if row.num_left:
+                continue  # a chunk of a prompt
+            row.num_left = 1
+            (step.deferred if row.num_unknown else known).append(row)
+            row.num_unknown += 1
+            step.sampled.append(row)
+        most = MAX_STEP_MASK_BYTES // (4 * self._grammars.num_words)
+        step.deferred += known[most:]
+        if step.sampled:
+            masks = self._fill(known[:most])
+            step.output = replace(
+                output,
+                deferred_req_ids=[row.req_id for row in step.deferred],
+                masks={req_id: mask.copy() for req_id, mask in masks.items()},
+            )
+
+    def _fill(self, rows: Sequence[_Row]) -> dict[str, Int32s]:
+        """Return the masks of rows, but of those whose matcher fails."""
+        if not rows:
+            return {}
+        filled = self._grammars.fill([row.matcher for row in rows])
+        masks = {}
+        for row, mask in zip(rows, filled, strict=True):
+            if row.matcher.is_error():
+                self._fail(row, f"its grammar is too complex: {row.matcher.get_error()}")
+            else:
+                masks[row.req_id] = mask
+        return masks
+
+    def _fail(self, row: _Row, reason: str) -> None:
+        self.forget(row.req_id)
+        fault = failed_request(row.req_id, row.num_prompt_tokens, row.tokens, reason)
+        self._faults[row.req_id] = fault
+
+
+TOO_LONG: Final = "its grammar was not compiled in time: simplify it, or send fewer at a time"
+
+
+def failed_request(
+    req_id: str, num_prompt_tokens: int, tokens: list[int], reason: str
+) -> RequestOutput:
+    """Return the output of a request that its grammar has ended."""
+    return RequestOutput(
+        req_id=req_id,
+        token_ids=tokens,
+        finish_reason="error",
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=0,
+        num_preemptions=0,
+        logprobs=None,
+        error=reason,
+    )

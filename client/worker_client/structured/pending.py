@@ -1,0 +1,80 @@
+"""Requests whose grammars are being compiled: they have not reached the scheduler yet."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from typing import Any, NamedTuple
+
+from rpc_schema.structured import StructuredOutput
+from worker_client.errors import RequestError
+from worker_client.requests import GenerationRequest
+from worker_client.structured.masked_steps import TOO_LONG, CompiledGrammars
+
+POLL_S = 0.05
+
+
+class _Pending(NamedTuple):
+    request: GenerationRequest
+    compiled: "Future[Any]"
+    until: float
+
+
+class PendingRequests:
+    """In order of arrival. Belongs to the driver's thread."""
+
+    def __init__(self, grammars: CompiledGrammars) -> None:
+        self._grammars = grammars
+        self._pending: dict[str, _Pending] = {}
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, request: GenerationRequest, grammar: StructuredOutput) -> bool:
+        """Have a request's grammar compiled; return True if it is already, and the request need not
+        wait.
+
+        Raises:
+            RequestError: its id is in use, or the grammar is known not to compile.
+        """
+        if request.id in self._pending:
+            fix = "choose another"
+            raise RequestError("the id is in use", field="id", value=request.id, fix=fix)
+        compiled = self._grammars.compile(grammar)
+        if compiled.done():
+            compiled.result()
+            return True
+        until = time.monotonic() + self._grammars.compile_s
+        self._pending[request.id] = _Pending(request, compiled, until)
+        return False
+
+    def forget(self, req_id: str) -> None:
+        """Drop a request, if it is here."""
+        self._pending.pop(req_id, None)
+
+    def wait(self) -> None:
+        """Wait a little for a grammar."""
+        futures = [pending.compiled for pending in self._pending.values()]
+        wait(futures, POLL_S, FIRST_COMPLETED)
+
+    def take_done(self) -> Iterator[tuple[GenerationRequest, str]]:
+        """Yield the requests that need not wait any longer, with the reason if they have failed."""
+        now = time.monotonic()
+        for req_id, pending in list(self._pending.items()):
+            is_overdue = now > pending.until
+            if not pending.compiled.done() and not is_overdue:
+                continue
+            del self._pending[req_id]
+            yield pending.request, _reason(pending.compiled)
+
+
+def _reason(compiled: "Future[Any]") -> str:
+    if not compiled.done():
+        compiled.cancel()
+        return TOO_LONG
+    try:
+        compiled.result()
+    except RequestError as error:
+        return error.reason
+    except CancelledError:
+        return TOO_LONG
+    return ""
