@@ -19,8 +19,9 @@ from rpc_schema.sampling import (
     StopTokens,
     TokenLogprobs,
 )
+from rpc_schema.token_rules import TokenRule
 
-RequestExtension: TypeAlias = RandomSampling | StopTokens | LogprobsWanted
+RequestExtension: TypeAlias = RandomSampling | StopTokens | LogprobsWanted | TokenRule
 """Extension of a request, from its admission on."""
 
 StepExtension: TypeAlias = GrammarMasks

@@ -15,6 +15,12 @@ from worker_client.parts.sampling import (
     RandomSamplingRequestPart,
     StopTokensRequestPart,
 )
+from worker_client.parts.token_rules import (
+    AllowedTokensRequestPart,
+    BadWordsRequestPart,
+    LogitBiasRequestPart,
+    PenaltiesRequestPart,
+)
 
 Extensions: TypeAlias = tuple[RequestExtension, ...]
 """Extensions of a request."""
@@ -23,6 +29,10 @@ PARTS: Final[tuple[RequestPart, ...]] = (
     RandomSamplingRequestPart(),
     StopTokensRequestPart(),
     LogprobsPart(),
+    AllowedTokensRequestPart(),
+    BadWordsRequestPart(),
+    LogitBiasRequestPart(),
+    PenaltiesRequestPart(),
 )
 
 _OF_REQUEST: Final[Mapping[type, RequestPart]] = MappingProxyType(

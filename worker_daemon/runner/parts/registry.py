@@ -8,8 +8,12 @@ import torch
 
 from rpc_schema.extensions import RequestExtension
 from worker_daemon.contracts.sampling import Sampling
+from worker_daemon.runner.parts.allowed_tokens import AllowedTokensPart
+from worker_daemon.runner.parts.bad_words import BadWordsPart
 from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart
 from worker_daemon.runner.parts.interface import PartContext, StepPart
+from worker_daemon.runner.parts.logit_bias import LogitBiasPart
+from worker_daemon.runner.parts.penalties import PenaltiesPart
 from worker_daemon.runner.parts.random_sampling import RandomSamplingPart
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.parts.stop_tokens import StopTokensPart
@@ -19,7 +23,11 @@ from worker_daemon.runner.scheduled_step import StepLimits
 PARTS: Final[tuple[type[StepPart], ...]] = (
     GrammarMasksPart,
     TokenLogprobsPart,
+    AllowedTokensPart,
+    BadWordsPart,
+    LogitBiasPart,
     StopTokensPart,
+    PenaltiesPart,
     RandomSamplingPart,  # which chooses the tokens
 )
 
